@@ -1,0 +1,1 @@
+"""Sharded checkpoints to HF directories and back: exact, verified, with lineage."""

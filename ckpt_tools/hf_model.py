@@ -1,0 +1,70 @@
+"""Opening an HF directory: checked against its lineage, of a known architecture, and named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from train.command import UserError
+from train.run_directory import FileRecord, sha256_of, verify_files
+
+LINEAGE_JSON = "lineage.json"
+ARCHITECTURES = ("Olmo2ForCausalLM",)
+
+
+def read_hf_config(hf_dir: Path) -> dict[str, Any]:
+    """config.json of an HF directory; UserError if it is none or of an architecture not in ARCHITECTURES."""
+    path = hf_dir / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; give an HF directory made by 'python -m ckpt_tools export'") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); export the checkpoint again") from None
+    architectures = config.get("architectures") or ["none"]
+    if architectures[0] not in ARCHITECTURES:
+        raise UserError(f"{hf_dir} holds a {architectures[0]}; give one of {', '.join(ARCHITECTURES)}")
+    return dict(config)
+
+
+def identify(hf_dir: Path) -> dict[str, Any]:
+    """What a result says about its model: path, SHA-256 of every weight file, and the lineage where there is one.
+
+    Raises:
+        UserError: a file that the lineage names is missing or was changed.
+    """
+    read_hf_config(hf_dir)
+    weights = sorted(hf_dir.glob("*.safetensors"))
+    if not weights:
+        raise UserError(f"{hf_dir} holds no .safetensors weights; give a complete HF directory")
+    identity: dict[str, Any] = {"path": str(hf_dir), "weights_sha256": {path.name: sha256_of(path) for path in weights}}
+    lineage_path = hf_dir / LINEAGE_JSON
+    if lineage_path.exists():
+        lineage = json.loads(lineage_path.read_text())
+        files = {name: FileRecord.model_validate(record) for name, record in lineage["files"].items()}
+        verify_files(hf_dir, files, "export the checkpoint again")
+        identity["lineage"] = {key: value for key, value in lineage.items() if key != "files"}
+    return identity
+
+
+def load_hf_model(hf_dir: Path, dtype: torch.dtype, attention: str = "eager") -> PreTrainedModel:
+    """The causal language model of an HF directory in eval mode, every weight loaded from it and none left over."""
+    read_hf_config(hf_dir)
+    model: PreTrainedModel
+    info: dict[str, Any]
+    model, info = AutoModelForCausalLM.from_pretrained(
+        hf_dir,
+        dtype=dtype,
+        attn_implementation=attention,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )  # type: ignore[misc]
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[problem]:
+            raise UserError(f"{hf_dir}: {problem} {sorted(map(str, info[problem]))[:3]}; export the checkpoint again")
+    model.eval()
+    return model

@@ -1,0 +1,1 @@
+"""Quantizers and what they cost: losses before and after, paired over documents."""

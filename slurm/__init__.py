@@ -1,0 +1,1 @@
+"""The steps of a study as SLURM jobs. Nothing here yet."""

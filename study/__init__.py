@@ -1,0 +1,1 @@
+"""A study: its recipe, its steps, the runner, the collected table, MLflow and the report."""

@@ -1,0 +1,103 @@
+"""Small real inputs shared by all tests: a tokenizer, token files and a random OLMo2."""
+
+import json
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import Olmo2Config, Olmo2ForCausalLM
+
+from train.prepare import prepare
+
+EOS = "<|endoftext|>"
+VOCAB_SIZE = 320
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory) -> Path:
+    """A byte-level BPE tokenizer of 320 tokens, end-of-text has id 0."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(json.__file__).read_text()], trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": EOS}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _token_file(prefix: Path, tokenizer_dir: Path, seed: int, documents: int) -> Path:
+    """Documents of letters in which each letter decides its likely successors: something to learn."""
+    generator = np.random.default_rng(seed)
+    texts = []
+    for _ in range(documents):
+        letters = [int(generator.integers(26))]
+        for _ in range(int(generator.integers(80, 400))):
+            letters.append((letters[-1] * 3 + int(generator.integers(4))) % 26)
+        texts.append("".join(chr(97 + letter) for letter in letters))
+    source = prefix.parent / f"{prefix.name}.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare([source], tokenizer_dir, prefix)
+    return prefix
+
+
+@pytest.fixture(scope="session")
+def train_prefix(tmp_path_factory, tokenizer_dir) -> Path:
+    """A training token file of about 60,000 tokens in 300 documents."""
+    return _token_file(tmp_path_factory.mktemp("data") / "train", tokenizer_dir, seed=1, documents=300)
+
+
+@pytest.fixture(scope="session")
+def held_out_prefix(tmp_path_factory, tokenizer_dir) -> Path:
+    """A held-out token file of 30 documents."""
+    return _token_file(tmp_path_factory.mktemp("data") / "held_out", tokenizer_dir, seed=2, documents=30)
+
+
+def make_hf_directory(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config) -> Path:
+    """A random OLMo2 (2 layers, width 32, 4 heads) as an HF directory; keyword arguments change its configuration.
+
+    Norm weights are drawn too: at their initial 1 a swapped or dropped norm would go unseen.
+    """
+    shape = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+        "eos_token_id": 0,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(seed)
+    model = Olmo2ForCausalLM(Olmo2Config(**(shape | config)))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5)
+            else:
+                weight.normal_(std=0.15)
+    model.to(dtype).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def hf_dir(tmp_path_factory) -> Path:
+    """A random fp32 OLMo2 as an HF directory, without lineage."""
+    return make_hf_directory(tmp_path_factory.mktemp("hf") / "model")

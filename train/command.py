@@ -1,0 +1,97 @@
+"""What every command of this project shares: one-line errors, exit codes and progress with an ETA."""
+
+import os
+import sys
+import time
+from types import TracebackType
+
+import typer
+from pydantic import ValidationError
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+PLAIN_LINE_EVERY_SECONDS = 10.0
+
+
+class UserError(ValueError):
+    """Bad input. The message is one line that names the next action; the command exits with code 2."""
+
+
+def explain_validation(source: str, error: ValidationError) -> UserError:
+    """The first problem pydantic found in `source`, as one line that names the key."""
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"]) or "the whole file"
+    if problem["type"] == "extra_forbidden":
+        return UserError(f"{source}: unknown key '{key}'; remove it or correct its spelling")
+    if problem["type"] == "missing":
+        return UserError(f"{source}: key '{key}' is missing; add it")
+    reason = problem["msg"].removeprefix("Value error, ")
+    return UserError(f"{source}: '{key}': {reason} (got {problem['input']!r:.80}); correct the value")
+
+
+def is_rank_zero() -> bool:
+    """Whether this process speaks for the job: rank 0 of torchrun, or a process on its own."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def run_command(app: typer.Typer, name: str) -> None:
+    """Runs a command line; a UserError ends it with one line on stderr and exit code 2."""
+    try:
+        app(prog_name=f"python -m {name}")
+    except UserError as error:
+        if is_rank_zero():
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+class Progress:
+    """A progress bar with ETA on a terminal, a plain line every few seconds otherwise.
+
+    >>> with Progress("export", total=2) as progress:
+    ...     progress.advance(loss=3.1)
+    """
+
+    def __init__(self, label: str, total: int, done: int = 0) -> None:
+        self.label, self.total, self.done = label, total, done
+        self._started_at = self._printed_at = time.monotonic()
+        self._done_at_start = done
+        self._bar: RichProgress | None = None
+        if is_rank_zero() and sys.stderr.isatty():
+            self._bar = RichProgress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
+            self._task = self._bar.add_task(label, total=total, completed=done, note="")
+
+    def __enter__(self) -> "Progress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def advance(self, count: int = 1, **values: float) -> None:
+        """Counts `count` more items as done and shows the latest named values."""
+        self.done += count
+        note = "  ".join(f"{key} {value:.4g}" for key, value in values.items())
+        if self._bar:
+            self._bar.update(self._task, completed=self.done, note=note)
+            return
+        now = time.monotonic()
+        due = now - self._printed_at >= PLAIN_LINE_EVERY_SECONDS or self.done == self.total
+        if due and is_rank_zero():
+            self._printed_at = now
+            rate = (self.done - self._done_at_start) / max(now - self._started_at, 1e-9)
+            eta_seconds = (self.total - self.done) / max(rate, 1e-9)
+            print(
+                f"{self.label} {self.done}/{self.total}  ETA {eta_seconds:.0f} s  {note}", file=sys.stderr, flush=True
+            )

@@ -1,0 +1,173 @@
+"""Where the files of a run lie, how a file or directory is committed, and how it is checked before it is read."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from train.command import UserError, explain_validation
+from train.config import Frozen
+
+CHECKPOINT_JSON = "checkpoint.json"
+PROBE = "probe.safetensors"
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's bytes, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fsync_directory(path: Path) -> None:
+    """Makes the names in `path` survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON aside, syncs it and renames it: the file is there whole or not at all. NaN and infinity raise."""
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(aside, 0o644)
+        os.replace(aside, path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+@contextmanager
+def committed_directory(path: Path) -> Iterator[Path]:
+    """A fresh directory beside `path` that takes its name when the block ends well and vanishes otherwise.
+
+    Whatever lay at `path` is replaced: callers ask `path`'s JSON first whether it is already complete.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    os.chmod(aside, 0o755)
+    try:
+        yield aside
+        fsync_directory(aside)
+        if path.exists():
+            shutil.rmtree(path)
+        os.rename(aside, path)
+        fsync_directory(path.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+class FileRecord(Frozen):
+    """Size and hash of one file of a directory."""
+
+    bytes: int
+    sha256: str
+
+
+def record_files(directory: Path, sync: bool = True) -> dict[str, FileRecord]:
+    """Size and SHA-256 of every file below `directory`, by relative path; each is synced to disk first."""
+    records = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        if sync:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        records[str(path.relative_to(directory))] = FileRecord(bytes=path.stat().st_size, sha256=sha256_of(path))
+    return records
+
+
+def verify_files(directory: Path, records: dict[str, FileRecord], next_action: str) -> None:
+    """UserError naming the first file that is missing, truncated, edited, or not in the records."""
+    for name, record in records.items():
+        path = directory / name
+        if not path.is_file():
+            raise UserError(f"{path} is missing; {next_action}")
+        if path.stat().st_size != record.bytes:
+            raise UserError(f"{path} has {path.stat().st_size} bytes instead of {record.bytes}; {next_action}")
+        if sha256_of(path) != record.sha256:
+            raise UserError(f"{path} was changed after it was written (its SHA-256 differs); {next_action}")
+
+
+class CheckpointRecord(Frozen):
+    """checkpoint.json, written last: a checkpoint without it does not exist."""
+
+    run: str
+    fingerprint: str
+    step: int
+    tokens: int
+    learning_rate: float
+    train_loss: float | None  # nats per token of the last step; None before the first
+    held_out_loss: float  # nats per token
+    engine: str
+    precision: str
+    world_size: int
+    layout: dict[str, int]  # tensor, pipeline, data
+    attempt: int
+    data_sha256: str
+    model: dict[str, Any]
+    files: dict[str, FileRecord]
+
+
+def step_name(step: int) -> str:
+    """Directory name of a step: step00012000."""
+    return f"step{step:08d}"
+
+
+class RunDirectory:
+    """The paths of one run. Names are made and found here and nowhere else."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run_json = path / "run.json"
+        self.environment_json = path / "environment.json"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.hf = path / "hf"
+
+    def checkpoint(self, step: int) -> Path:
+        """Directory of the checkpoint after update `step`."""
+        return self.checkpoints / step_name(step)
+
+    def complete_steps(self) -> list[int]:
+        """Steps whose checkpoint is complete, rising."""
+        found = self.checkpoints.glob(f"step*/{CHECKPOINT_JSON}")
+        return sorted(int(path.parent.name.removeprefix("step")) for path in found)
+
+
+def read_checkpoint_record(checkpoint: Path) -> CheckpointRecord:
+    """Reads checkpoint.json without touching the shards."""
+    path = checkpoint / CHECKPOINT_JSON
+    try:
+        return CheckpointRecord.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{checkpoint} holds no {CHECKPOINT_JSON}: it is no complete checkpoint; give another"
+        ) from None
+    except (ValidationError, UnicodeDecodeError) as error:
+        if isinstance(error, ValidationError):
+            raise explain_validation(str(path), error) from None
+        raise UserError(f"{path} is not text; delete {checkpoint} to go on from the checkpoint before it") from None
+
+
+def verify_checkpoint(checkpoint: Path) -> CheckpointRecord:
+    """The record of a checkpoint whose every file has the recorded size and hash; UserError otherwise.
+
+    Sharded checkpoints hold pickles (`.metadata`, `common.pt`): nothing opens them before this has passed.
+    """
+    record = read_checkpoint_record(checkpoint)
+    verify_files(checkpoint, record.files, f"restore it, or delete {checkpoint} to go on from the checkpoint before it")
+    return record

@@ -1,0 +1,92 @@
+"""metrics.jsonl, the truth about a run, and environment.json, what it ran on. MLflow is a mirror of both."""
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from train.run_directory import write_json
+
+TRACKED_PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "numpy", "mlflow")
+
+
+def environment() -> dict[str, Any]:
+    """Commit, versions, command line and host of this process: what a number needs to be made again."""
+    project = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(project), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    versions = {}
+    for package in TRACKED_PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    status = git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted_changes": None if status is None else bool(status),
+        "argv": sys.argv,
+        "python": platform.python_version(),
+        "packages": versions,
+        "host": socket.gethostname(),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def record_attempt(environment_json: Path, **details: Any) -> int:
+    """Appends this start to environment.json; returns the number of this attempt, counted from 1."""
+    attempts = json.loads(environment_json.read_text())["attempts"] if environment_json.exists() else []
+    attempts.append(environment() | details)
+    write_json(environment_json, {"attempts": attempts})
+    return len(attempts)
+
+
+class MetricsWriter:
+    """Appends rows to metrics.jsonl, one JSON object a line, flushed at once. Rank 0 owns it."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self._attempt = attempt
+        if path.exists():
+            self._cut_torn_line(path)
+        self._file = path.open("a")
+
+    @staticmethod
+    def _cut_torn_line(path: Path) -> None:
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            with path.open("r+b") as file:
+                file.truncate(content.rfind(b"\n") + 1)
+
+    def append(self, step: int, tokens: int, **values: float) -> None:
+        """One row: step and tokens seen, then the named values."""
+        row = {"step": step, "tokens": tokens, "attempt": self._attempt, "time": time.time(), **values}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Syncs and closes the file."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """One row per step, rising; where attempts overlap the later value wins. A torn last line is left out."""
+    by_step: dict[int, dict[str, Any]] = {}
+    if path.exists():
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                row = json.loads(line)
+                by_step.setdefault(row["step"], {}).update(row)
+    return [by_step[step] for step in sorted(by_step)]
