@@ -1,0 +1,111 @@
+"""The commit of a checkpoint: written aside by all ranks, sealed by rank 0 with checkpoint.json, then renamed."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from train.command import UserError
+from train.engine import Engine
+from train.run_directory import (
+    CHECKPOINT_JSON,
+    PROBE,
+    CheckpointRecord,
+    RunDirectory,
+    fsync_directory,
+    record_files,
+    step_name,
+    verify_checkpoint,
+    write_json,
+)
+
+PROBE_SEQUENCES = 2
+
+
+def from_rank_zero(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def remove_leftovers(directory: RunDirectory) -> None:
+    """Removes what an attempt that died while saving left aside. Only the holder of the run's lock may call it."""
+    for leftover in directory.checkpoints.glob(".step*"):
+        shutil.rmtree(leftover)
+
+
+def commit_checkpoint(engine: Engine, directory: RunDirectory, probe_BS: torch.Tensor, fields: dict[str, Any]) -> None:
+    """Saves the engine's state and the probe (logits of a fixed batch) as a complete checkpoint, or not at all.
+
+    Args:
+        engine: every rank calls.
+        directory: the run's.
+        probe_BS: token ids [B, S] whose logits an export has to reproduce.
+        fields: the fields of CheckpointRecord but `files`.
+
+    Raises:
+        UserError: the shards could not be written; nothing is left behind and older checkpoints are untouched.
+    """
+    rank_zero, final = dist.get_rank() == 0, directory.checkpoint(fields["step"])
+    aside = None
+    try:
+        if rank_zero:
+            directory.checkpoints.mkdir(exist_ok=True)
+            aside = tempfile.mkdtemp(prefix=f".{step_name(fields['step'])}.", dir=directory.checkpoints)
+            os.chmod(aside, 0o755)
+        aside = Path(from_rank_zero(aside))
+        engine.save(aside)
+        probe = {"input_ids": probe_BS.contiguous(), "logits": engine.logits(probe_BS)}
+        if rank_zero:
+            save_file(probe, aside / PROBE)
+            record = CheckpointRecord(**fields, files=record_files(aside))
+            write_json(aside / CHECKPOINT_JSON, record.model_dump(mode="json"))
+            os.rename(aside, final)
+            fsync_directory(directory.checkpoints)
+        dist.barrier()
+    except (OSError, RuntimeError, dist.checkpoint.CheckpointException) as error:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+        cause = str(error).strip().splitlines()
+        raise UserError(
+            f"could not save {final}: {cause[-1] if cause else type(error).__name__}; free space there and run again, "
+            f"training goes on from the checkpoint before it"
+        ) from error
+
+
+def resume(engine: Engine, directory: RunDirectory, fingerprint: str, data_sha256: str) -> int:
+    """Loads the newest complete checkpoint, hash-checked; returns its step, or 0 for a run that has none.
+
+    Raises:
+        UserError: it is of another configuration or other data, or a file of it was changed.
+    """
+    steps = directory.complete_steps()
+    if not steps:
+        return 0
+    newest = directory.checkpoint(steps[-1])
+    failure = None
+    if dist.get_rank() == 0:
+        try:
+            record = verify_checkpoint(newest)
+            if record.fingerprint != fingerprint:
+                raise UserError(
+                    f"{newest} belongs to fingerprint {record.fingerprint}, run.json has {fingerprint}; "
+                    f"use another run name for another configuration"
+                )
+            if record.data_sha256 != data_sha256:
+                raise UserError(
+                    f"{newest} was trained on other data than {directory.run_json} now points to; restore it"
+                )
+        except UserError as error:
+            failure = str(error)
+    failure = from_rank_zero(failure)
+    if failure:
+        raise UserError(failure)
+    engine.load(newest)
+    return steps[-1]

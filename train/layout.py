@@ -1,0 +1,108 @@
+"""How an OLMo2 lies in megatron-core: which keys, in which order q, k, v and gate, up are fused, and what is sharded.
+
+Pure tensor code, needed to initialise, to export and to import; neither engine has to be installed.
+
+Shapes: O rows (output features), I columns (input features) of a weight; G key-value heads (query groups).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from train.config import ModelConfig
+
+LAYERS = "decoder.layers."
+HF_LAYERS = "model.layers."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One megatron key: the HF keys it holds, how they are fused, and the axis that tensor parallelism splits."""
+
+    hf_names: tuple[str, ...]
+    fusion: Literal["none", "qkv", "gate_up"] = "none"
+    shard_axis: int | None = None
+
+
+OUTSIDE_LAYERS = {
+    "embedding.word_embeddings.weight": Entry(("model.embed_tokens.weight",), shard_axis=0),
+    "decoder.final_layernorm.weight": Entry(("model.norm.weight",)),
+    "output_layer.weight": Entry(("lm_head.weight",), shard_axis=0),
+}
+INSIDE_LAYER = {
+    "self_attention.linear_qkv.weight": Entry(
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"), "qkv", shard_axis=0
+    ),
+    "self_attention.q_layernorm.weight": Entry(("self_attn.q_norm.weight",), shard_axis=0),
+    "self_attention.k_layernorm.weight": Entry(("self_attn.k_norm.weight",), shard_axis=0),
+    "self_attention.linear_proj.weight": Entry(("self_attn.o_proj.weight",), shard_axis=1),
+    "self_attention.linear_proj.post_norm.weight": Entry(("post_attention_layernorm.weight",)),
+    "mlp.linear_fc1.weight": Entry(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up", shard_axis=0),
+    "mlp.linear_fc2.weight": Entry(("mlp.down_proj.weight",), shard_axis=1),
+    "mlp.linear_fc2.post_norm.weight": Entry(("post_feedforward_layernorm.weight",)),
+}
+
+
+def megatron_names(num_layers: int) -> list[str]:
+    """Every parameter of the whole model by its global megatron name."""
+    inside = [f"{LAYERS}{layer}.{suffix}" for layer in range(num_layers) for suffix in INSIDE_LAYER]
+    return [*OUTSIDE_LAYERS, *inside]
+
+
+def _entry(name: str) -> tuple[Entry, str]:
+    """The entry of a global megatron name and the prefix of its HF names. KeyError for an unknown name."""
+    if not name.startswith(LAYERS):
+        return OUTSIDE_LAYERS[name], ""
+    layer, _, suffix = name.removeprefix(LAYERS).partition(".")
+    return INSIDE_LAYER[suffix], f"{HF_LAYERS}{int(layer)}."
+
+
+def hf_names(name: str) -> list[str]:
+    """The HF keys that a global megatron name holds."""
+    entry, prefix = _entry(name)
+    return [prefix + hf_name for hf_name in entry.hf_names]
+
+
+def from_hf(name: str, get_hf: Callable[[str], Tensor], model: ModelConfig) -> Tensor:
+    """The whole megatron tensor `name`, from HF tensors by key."""
+    entry, _ = _entry(name)
+    parts = [get_hf(hf_name) for hf_name in hf_names(name)]
+    if entry.fusion == "qkv":
+        # Interleaved per query group: that group's query heads, its key head, its value head.
+        groups = [part.unflatten(0, (model.num_key_value_heads, -1)) for part in parts]
+        return torch.cat(groups, dim=1).flatten(0, 1)
+    if entry.fusion == "gate_up":
+        return torch.cat(parts)
+    return parts[0]
+
+
+def to_hf(name: str, whole: Tensor, model: ModelConfig) -> dict[str, Tensor]:
+    """The HF tensors that the whole megatron tensor `name` holds; `from_hf` backwards."""
+    entry, _ = _entry(name)
+    names = hf_names(name)
+    if entry.fusion == "qkv":
+        query_rows = model.num_attention_heads // model.num_key_value_heads * model.head_dim
+        groups = whole.unflatten(0, (model.num_key_value_heads, -1))
+        parts = groups.split([query_rows, model.head_dim, model.head_dim], dim=1)
+        return {hf_name: part.flatten(0, 1) for hf_name, part in zip(names, parts, strict=True)}
+    if entry.fusion == "gate_up":
+        return dict(zip(names, whole.chunk(2), strict=True))
+    return {names[0]: whole}
+
+
+def shard(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
+    """What tensor-parallel rank `rank` of `size` holds of the whole megatron tensor `name`."""
+    entry, _ = _entry(name)
+    if entry.shard_axis is None:
+        return whole
+    if entry.fusion == "gate_up":  # each rank holds its gate rows, then its up rows
+        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+    return whole.chunk(size, dim=entry.shard_axis)[rank]
+
+
+def shard_axis(name: str) -> int | None:
+    """The axis of `name` that tensor parallelism splits, None where every rank holds the whole tensor."""
+    return _entry(name)[0].shard_axis

@@ -1,0 +1,71 @@
+"""What megatron-core 0.16 asks of CUDA, answered for a CPU process. Does nothing where CUDA is available.
+
+megatron-core runs on CPU but for some dozen places that name the current CUDA device, its streams or CUDA type strings.
+All stand-ins are here, and are set once, before the first import of megatron.
+"""
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+
+class _NullStream:
+    """A CUDA stream with nothing to order, and the context manager that enters it."""
+
+    def __enter__(self) -> "_NullStream":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing runs asynchronously, so there is nothing to wait for."""
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _with_cuda_type_names(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The distributed optimizer accepts a parameter only if its type string is that of a CUDA tensor."""
+
+    @functools.wraps(original)
+    def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
+
+    return tensor_type
+
+
+def _stand_in_for_cuda() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda *_args, **_kwargs: None
+    for name in ("Stream", "stream", "current_stream", "default_stream"):
+        setattr(cuda, name, lambda *_args, **_kwargs: _NullStream())
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_args, **_kwargs: self
+    tensor.type = _with_cuda_type_names(tensor.type)
+    for name in ("zeros", "ones", "tensor", "empty", "full", "arange"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+# megatron-core announces at import that Apex and Transformer Engine are missing; on CPU neither could be used.
+warnings.filterwarnings("ignore", module=r"megatron\.core.*")
+warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
+logging.getLogger("megatron.core").setLevel(logging.ERROR)
+if not torch.cuda.is_available():
+    _stand_in_for_cuda()
