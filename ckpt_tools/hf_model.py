@@ -5,13 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from train.command import UserError
 from train.run_directory import FileRecord, sha256_of, verify_files
 
 LINEAGE_JSON = "lineage.json"
 ARCHITECTURES = ("Olmo2ForCausalLM",)
+
+
+def quiet_transformers() -> None:
+    """Turns off transformers' progress bars: every command here has its own."""
+    logging.disable_progress_bar()
 
 
 def read_hf_config(hf_dir: Path) -> dict[str, Any]:
@@ -45,24 +52,28 @@ def identify(hf_dir: Path) -> dict[str, Any]:
         lineage = json.loads(lineage_path.read_text())
         files = {name: FileRecord.model_validate(record) for name, record in lineage["files"].items()}
         verify_files(hf_dir, files, "export the checkpoint again")
-        identity["lineage"] = {key: value for key, value in lineage.items() if key != "files"}
+        identity["lineage"] = {key: value for key, value in lineage.items() if key not in ("files", "environment")}
     return identity
 
 
 def load_hf_model(hf_dir: Path, dtype: torch.dtype, attention: str = "eager") -> PreTrainedModel:
     """The causal language model of an HF directory in eval mode, every weight loaded from it and none left over."""
     read_hf_config(hf_dir)
+    quiet_transformers()
     model: PreTrainedModel
     info: dict[str, Any]
-    model, info = AutoModelForCausalLM.from_pretrained(
-        hf_dir,
-        dtype=dtype,
-        attn_implementation=attention,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        output_loading_info=True,
-    )  # type: ignore[misc]
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            hf_dir,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )  # type: ignore[misc]
+    except SafetensorError as error:
+        raise UserError(f"{hf_dir}: a weight file is damaged ({error}); export the checkpoint again") from None
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[problem]:
             raise UserError(f"{hf_dir}: {problem} {sorted(map(str, info[problem]))[:3]}; export the checkpoint again")

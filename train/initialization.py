@@ -5,6 +5,7 @@ import hashlib
 import torch
 from torch import Tensor
 
+from train import layout
 from train.config import ModelConfig
 
 
@@ -32,6 +33,12 @@ def parameter_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
         "norm": (hidden,),
     }
     return shapes[name.removesuffix(".weight").rsplit(".", 1)[-1]]
+
+
+def megatron_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
+    """Shape of a whole megatron tensor by its global name: its HF parts, stacked along their rows."""
+    shapes = [parameter_shape(hf_name, model) for hf_name in layout.hf_names(name)]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def initial_parameter(name: str, model: ModelConfig, seed: int) -> Tensor:

@@ -66,6 +66,7 @@ def _stand_in_for_cuda() -> None:
 # megatron-core announces at import that Apex and Transformer Engine are missing; on CPU neither could be used.
 warnings.filterwarnings("ignore", module=r"megatron\.core.*")
 warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
+warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated")
 logging.getLogger("megatron.core").setLevel(logging.ERROR)
 if not torch.cuda.is_available():
     _stand_in_for_cuda()

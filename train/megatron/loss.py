@@ -27,6 +27,8 @@ def cross_entropy_and_log_normalizer(logits_BSV: Tensor, labels_BS: Tensor) -> t
         group = parallel_state.get_tensor_model_parallel_group()
         max_BS = log_z_BS.detach().clone()
         dist.all_reduce(max_BS, dist.ReduceOp.MAX, group)
-        log_z_BS = max_BS + reduce_from_tensor_model_parallel_region((log_z_BS - max_BS).exp()).log()
+        # mcore reduces in place, behind autograd's back: exp() keeps its output for backward, so it gets a copy.
+        share_BS = (log_z_BS - max_BS).exp().clone()
+        log_z_BS = max_BS + reduce_from_tensor_model_parallel_region(share_BS).log()
         label_logit_BS = reduce_from_tensor_model_parallel_region(label_logit_BS)
     return log_z_BS - label_logit_BS, log_z_BS

@@ -83,7 +83,6 @@ class FullWidthNorm(nn.Module):
         self.full_width = num_heads * head_dim
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         self.weight = nn.Parameter(torch.ones(self.full_width // ranks, dtype=config.params_dtype))
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x_SBND: Tensor) -> Tensor:
         """Normalises in fp32 and returns the dtype of the input."""
@@ -212,8 +211,12 @@ def build_model(run: RunConfig, config: TransformerConfig, device: torch.device)
         parallel_output=True,
     )
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(_initial_shard(global_name(name, config), run.model, run.seed))
+        for local_name, parameter in model.named_parameters():
+            name = global_name(local_name, config)
+            parameter.copy_(_initial_shard(name, run.model, run.seed))
+            axis = layout.shard_axis(name)
+            if axis is not None:  # what the gradient norm goes by to count every weight once
+                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis, stride=1)
     return model.to(device)
 
 

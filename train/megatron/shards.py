@@ -23,6 +23,8 @@ class InProcessSave(TorchDistSaveShardedStrategy):
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, plan: Any) -> AsyncRequest:
         request = super()._get_save_and_finalize_callbacks(writer, plan)
+        if request.async_fn is None:  # every tensor of this rank is written by another replica
+            return request
         transforms = request.async_fn.args[0]
         return request._replace(async_fn=partial(_write, transforms))
 

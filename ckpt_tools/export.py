@@ -1,0 +1,156 @@
+"""Export of a training checkpoint to HF, refused unless the HF model reproduces the checkpoint's own logits."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import GenerationConfig, Olmo2Config, Olmo2ForCausalLM
+
+from ckpt_tools.hf_model import LINEAGE_JSON, identify, load_hf_model, quiet_transformers
+from ckpt_tools.megatron_shards import read_hf_weights
+from train.command import UserError
+from train.config import RunConfig, fingerprint, load_run
+from train.prepare import load_tokenizer
+from train.run_directory import (
+    CHECKPOINT_JSON,
+    PROBE,
+    CheckpointRecord,
+    RunDirectory,
+    committed_directory,
+    record_files,
+    sha256_of,
+    verify_checkpoint,
+    write_json,
+)
+from train.tracking import environment
+
+# Largest allowed |difference| of a logit over the largest |logit| (or 1). fp32: the same arithmetic in another order.
+# bf16: the engine rounds every activation to 8 bits of mantissa, HF in fp32 from the same weights does not.
+PARITY_TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
+
+
+def hf_config(run: RunConfig, eos_token_id: int) -> Olmo2Config:
+    """The Olmo2Config of a run. Everything is set: transformers' defaults are not those of the released models."""
+    model = run.model
+    return Olmo2Config(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_hidden_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_key_value_heads,
+        hidden_act="silu",
+        max_position_embeddings=run.data.sequence_length,
+        initializer_range=model.initializer_range,
+        rms_norm_eps=model.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
+        attention_bias=False,
+        attention_dropout=0.0,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+        pad_token_id=None,
+        use_cache=True,
+    )
+
+
+def _write_model(directory: Path, config: Olmo2Config, weights: dict[str, Tensor]) -> None:
+    quiet_transformers()
+    with torch.device("meta"):
+        model = Olmo2ForCausalLM(config)
+    expected = {name for name, _ in model.named_parameters()}
+    if expected != weights.keys():
+        raise UserError(
+            f"HF and the checkpoint differ in {sorted(expected ^ weights.keys())[:3]}; nothing was exported"
+        )
+    weights = {name: weight.contiguous() for name, weight in weights.items()}
+    model.load_state_dict(weights, strict=True, assign=True)
+    model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, bos_token_id=None, pad_token_id=None)
+    config.dtype = next(iter(weights.values())).dtype
+    model.save_pretrained(directory, max_shard_size="5GB")
+
+
+@torch.no_grad()
+def check_parity(hf_dir: Path, checkpoint: Path, precision: str) -> dict[str, float]:
+    """Compares the HF directory's logits with those the training engine left in the checkpoint.
+
+    Both sides see the same tokens; HF computes in fp32 on the CPU from the exported weights.
+
+    Returns:
+        max_absolute_error and max_logit of the probe, and the tolerance on their ratio.
+
+    Raises:
+        UserError: the ratio max_absolute_error / max(1, max_logit) is above the tolerance.
+    """
+    probe = load_file(checkpoint / PROBE)
+    logits = load_hf_model(hf_dir, torch.float32, attention="sdpa")(probe["input_ids"]).logits
+    error = (logits - probe["logits"]).abs().max().item()
+    largest, tolerance = probe["logits"].abs().max().item(), PARITY_TOLERANCE[precision]
+    if not error <= tolerance * max(1.0, largest):
+        raise UserError(
+            f"{checkpoint}: HF logits differ by {error:.3g} from the training engine's (largest {largest:.3g}, allowed "
+            f"ratio {tolerance:g}); nothing was exported: report it with this checkpoint, its weights do not convert"
+        )
+    return {"max_absolute_error": error, "max_logit": largest, "tolerance": tolerance}
+
+
+def _is_current(out: Path, checkpoint_sha256: str) -> bool:
+    """Whether `out` is already the whole, unchanged export of this checkpoint; UserError if it is something else."""
+    if not out.exists():
+        return False
+    lineage_path = out / LINEAGE_JSON
+    if not lineage_path.exists():
+        raise UserError(f"{out} exists and is no export; give a new directory or remove it")
+    if json.loads(lineage_path.read_text())["checkpoint_sha256"] != checkpoint_sha256:
+        return False
+    try:
+        identify(out)
+    except UserError:
+        return False
+    return True
+
+
+def _lineage(checkpoint: Path, record: CheckpointRecord) -> dict[str, Any]:
+    told = record.model_dump(mode="json", exclude={"files", "model", "attempt"})
+    return {
+        "kind": "export",
+        "checkpoint": str(checkpoint),
+        "checkpoint_sha256": sha256_of(checkpoint / CHECKPOINT_JSON),
+        **told,
+    }
+
+
+def export(checkpoint: Path, out: Path) -> dict[str, float]:
+    """Writes an HF `Olmo2ForCausalLM` directory: weights as trained, configs, tokenizer, lineage.json last.
+
+    Args:
+        checkpoint: RUN/checkpoints/stepXXXXXXXX; its files are hash-checked before any is opened.
+        out: the directory to write, whole or not at all; an export of another checkpoint there is replaced.
+
+    Returns:
+        The parity figures of `check_parity`.
+    """
+    record = verify_checkpoint(checkpoint)
+    directory = RunDirectory(checkpoint.resolve().parent.parent)
+    run = load_run(directory.run_json)
+    if fingerprint(run) != record.fingerprint:
+        raise UserError(f"{checkpoint} is not of the run in {directory.run_json}; export it beside its own run.json")
+    lineage = _lineage(checkpoint, record)
+    if _is_current(out, lineage["checkpoint_sha256"]):
+        parity: dict[str, float] = json.loads((out / LINEAGE_JSON).read_text())["parity"]
+        return parity
+    tokenizer_dir = directory.path / run.data.tokenizer
+    _, eos_token_id = load_tokenizer(tokenizer_dir)
+    weights = read_hf_weights(checkpoint, run.model)
+    with committed_directory(out) as aside:
+        _write_model(aside, hf_config(run, eos_token_id), weights)
+        for path in tokenizer_dir.iterdir():
+            shutil.copyfile(path, aside / path.name)
+        parity = check_parity(aside, checkpoint, record.precision)
+        files = {name: file.model_dump() for name, file in record_files(aside).items()}
+        write_json(aside / LINEAGE_JSON, {**lineage, "parity": parity, "files": files, "environment": environment()})
+    return parity
