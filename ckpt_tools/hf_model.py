@@ -70,6 +70,7 @@ def load_hf_model(hf_dir: Path, dtype: torch.dtype, attention: str = "eager") ->
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # not ignored: reported below, as one line
             output_loading_info=True,
         )  # type: ignore[misc]
     except SafetensorError as error:

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
+from tests.runs import execute, make_run, torchrun
 from train.prepare import prepare
 
 EOS = "<|endoftext|>"
@@ -101,3 +102,39 @@ def make_hf_directory(directory: Path, *, seed: int = 0, dtype: torch.dtype = to
 def hf_dir(tmp_path_factory) -> Path:
     """A random fp32 OLMo2 as an HF directory, without lineage."""
     return make_hf_directory(tmp_path_factory.mktemp("hf") / "model")
+
+
+@pytest.fixture(scope="session")
+def inputs(train_prefix, held_out_prefix, tokenizer_dir) -> dict[str, Path]:
+    """What every run is made from, as keyword arguments of `make_run`."""
+    return {"train_prefix": train_prefix, "held_out_prefix": held_out_prefix, "tokenizer_dir": tokenizer_dir}
+
+
+# name -> processes, settings of make_run
+LAYOUTS = {
+    "dp1": (1, {}),
+    "dp2": (2, {}),
+    "tp2": (2, {"tensor": 2}),
+    "pp2": (2, {"pipeline": 2}),
+    "tp2pp2": (4, {"tensor": 2, "pipeline": 2}),
+    "gqa-dp1": (1, {"kv_heads": 2}),
+    "gqa-tp2": (2, {"kv_heads": 2, "tensor": 2}),
+    "bf16-dp2": (2, {"precision": "bf16"}),
+}
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, inputs):
+    """`trained(layout)`: the directory of a finished run at that layout, trained once per session."""
+    root, done = tmp_path_factory.mktemp("runs"), {}
+
+    def run_of(layout: str) -> Path:
+        if layout not in done:
+            processes, settings = LAYOUTS[layout]
+            make_run(root / layout, **inputs, **settings)
+            finished = execute(torchrun(processes, "train", "run", str(root / layout)))
+            assert finished.returncode == 0, finished.stderr[-3000:]
+            done[layout] = root / layout
+        return done[layout]
+
+    return run_of

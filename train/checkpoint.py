@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from train.command import UserError
 from train.engine import Engine
@@ -53,23 +54,25 @@ def commit_checkpoint(engine: Engine, directory: RunDirectory, probe_BS: torch.T
         UserError: the shards could not be written; nothing is left behind and older checkpoints are untouched.
     """
     rank_zero, final = dist.get_rank() == 0, directory.checkpoint(fields["step"])
-    aside = None
+    aside: Path | None = None
     try:
         if rank_zero:
             directory.checkpoints.mkdir(exist_ok=True)
-            aside = tempfile.mkdtemp(prefix=f".{step_name(fields['step'])}.", dir=directory.checkpoints)
-            os.chmod(aside, 0o755)
-        aside = Path(from_rank_zero(aside))
+            aside = Path(tempfile.mkdtemp(prefix=f".{step_name(fields['step'])}.", dir=directory.checkpoints))
+            aside.chmod(0o755)
+        aside = from_rank_zero(aside)
+        assert aside is not None
         engine.save(aside)
         probe = {"input_ids": probe_BS.contiguous(), "logits": engine.logits(probe_BS)}
         if rank_zero:
             save_file(probe, aside / PROBE)
+            (aside / PROBE).chmod(0o644)
             record = CheckpointRecord(**fields, files=record_files(aside))
             write_json(aside / CHECKPOINT_JSON, record.model_dump(mode="json"))
             os.rename(aside, final)
             fsync_directory(directory.checkpoints)
         dist.barrier()
-    except (OSError, RuntimeError, dist.checkpoint.CheckpointException) as error:
+    except (OSError, RuntimeError, CheckpointException) as error:
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
         cause = str(error).strip().splitlines()

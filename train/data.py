@@ -19,7 +19,7 @@ from train.run_directory import FileRecord, sha256_of
 # The index: magic, version, dtype code, number of sequences and of document bounds, then lengths, byte offsets, bounds.
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
-DTYPE_CODES = {np.dtype(np.uint16): 8, np.dtype(np.int32): 4}
+DTYPE_CODES: dict[np.dtype[Any], int] = {np.dtype(np.uint16): 8, np.dtype(np.int32): 4}
 
 
 class Manifest(Frozen):
@@ -52,7 +52,8 @@ class Corpus:
 
     def document(self, index: int) -> np.ndarray:
         """Tokens of one document, int64, its end-of-text token included."""
-        return self.tokens_T[self.bounds_D[index] : self.bounds_D[index + 1]].astype(np.int64)
+        tokens: np.ndarray = self.tokens_T[self.bounds_D[index] : self.bounds_D[index + 1]]
+        return tokens.astype(np.int64)
 
     def num_sequences(self, sequence_length: int) -> int:
         """How many sequences of L inputs and L labels the file holds; UserError if not even one."""
@@ -70,7 +71,8 @@ class Corpus:
         Sequence i starts at token i x L and shares its last token with the next; documents are packed.
         """
         offsets = indices[:, None] * sequence_length + np.arange(sequence_length + 1)[None]
-        return self.tokens_T[offsets].astype(np.int64)
+        tokens: np.ndarray = self.tokens_T[offsets]
+        return tokens.astype(np.int64)
 
 
 def write_index(path: Path, lengths_D: np.ndarray, dtype: np.dtype) -> None:
@@ -100,13 +102,12 @@ def open_corpus(prefix: Path | str, verify_hashes: bool = False) -> Corpus:
             raise UserError(f"{path} was changed after it was prepared; make it again with 'python -m train prepare'")
     content = Path(f"{prefix}.idx").read_bytes()
     magic, version, code, num_sequences, _ = INDEX_HEADER.unpack_from(content)
-    dtypes = {value: key for key, value in DTYPE_CODES.items()}
+    dtypes: dict[int, np.dtype[Any]] = {value: key for key, value in DTYPE_CODES.items()}
     if magic != INDEX_MAGIC or version != 1 or code not in dtypes:
         raise UserError(f"{prefix}.idx is no Megatron index of 16 or 32 bit tokens; make it again with 'train prepare'")
     lengths_D = np.frombuffer(content, np.int32, num_sequences, INDEX_HEADER.size)
     bounds_D = np.concatenate([[0], np.cumsum(lengths_D, dtype=np.int64)])
-    dtype: np.dtype[Any] = dtypes[code]
-    tokens_T: np.ndarray = np.memmap(f"{prefix}.bin", dtype, mode="r")
+    tokens_T: np.ndarray = np.memmap(f"{prefix}.bin", dtypes[code], mode="r")
     return Corpus(prefix, manifest, tokens_T, bounds_D)
 
 

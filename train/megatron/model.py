@@ -97,7 +97,7 @@ class FullWidthNorm(nn.Module):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """The weight is split over tensor-parallel ranks; without this it could not be loaded at another layout."""
-        return make_sharded_tensors_for_checkpoint(
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             {"weight": 0},
@@ -105,6 +105,7 @@ class FullWidthNorm(nn.Module):
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             dp_cp_group=(metadata or {})["dp_cp_group"],
         )
+        return sharded
 
 
 class QueryNorm(FullWidthNorm):

@@ -96,7 +96,7 @@ def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> MegatronO
     no_decay = {ParamKey(name="*word_embeddings.weight"): {"wd_mult": 0.0}}
     if mcore_optimizer.USING_PYTORCH_OPTIMIZER:  # neither Transformer Engine nor Apex is installed
         torch_adamw = torch.optim.AdamW
-        torch.optim.AdamW = GroupStepAdamW  # type: ignore[misc]  # get_megatron_optimizer takes the class from there
+        torch.optim.AdamW = GroupStepAdamW  # type: ignore[misc, assignment]  # get_megatron_optimizer takes the class from there
         try:
             optimizer = get_megatron_optimizer(config, [model], config_overrides=no_decay)
         finally:

@@ -1,0 +1,102 @@
+"""Real training runs of a small OLMo2, shared by the tests that need checkpoints."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from train.config import (
+    CosinePhase,
+    DataConfig,
+    LinearAnneal,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+    dump_run,
+)
+from train.run_directory import write_json
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+def make_run(
+    directory: Path,
+    *,
+    train_prefix: Path,
+    held_out_prefix: Path,
+    tokenizer_dir: Path,
+    tensor: int = 1,
+    pipeline: int = 1,
+    kv_heads: int = 4,
+    peak_lr: float = 1e-2,
+    **changes,
+) -> RunConfig:
+    """Writes run.json of a run with 4 layers, width 32: warm-up, cosine, anneal within 20 steps."""
+    settings = {
+        "name": directory.name,
+        "seed": 7,
+        "precision": "fp32",
+        "model": ModelConfig(
+            vocab_size=320,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=kv_heads,
+        ),
+        "data": DataConfig(
+            train=str(train_prefix),
+            held_out=str(held_out_prefix),
+            tokenizer=str(tokenizer_dir),
+            sequence_length=32,
+            held_out_sequences=5,
+        ),
+        "optimizer": OptimizerConfig(peak_lr=peak_lr),
+        "schedule": ScheduleConfig(
+            warmup_steps=4, phase=CosinePhase(horizon_steps=100), anneal=LinearAnneal(start_step=15)
+        ),
+        "parallel": ParallelConfig(tensor=tensor, pipeline=pipeline),
+        "total_steps": 20,
+        "batch_size": 8,
+        "micro_batch_size": 2,
+        "save_steps": (0, 10, 20),
+        "evaluate_every_steps": 10,
+    }
+    run = RunConfig(**(settings | changes))
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / "run.json", dump_run(run))
+    return run
+
+
+def environment() -> dict[str, str]:
+    """The environment of a child: the project importable from everywhere, one thread."""
+    return os.environ | {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(processes: int, *arguments: str) -> list[str]:
+    """The torchrun command for `-m MODULE ARGUMENTS`, on a free port."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    return [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", *arguments]
+
+
+def execute(command: list[str], timeout_seconds: float = 240, **kwargs) -> subprocess.CompletedProcess:
+    """Runs a command to its end and returns its output and exit code."""
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=timeout_seconds, check=False, **kwargs
+    )
+
+
+def python(*arguments: str, **kwargs) -> subprocess.CompletedProcess:
+    """Runs `python -m MODULE ARGUMENTS` as a user would."""
+    return execute([sys.executable, "-m", *arguments], **kwargs)
+
+
+def error_line(done: subprocess.CompletedProcess) -> str:
+    """The one line of a refused command: exit code 2, and nothing else that reads like an error or a traceback."""
+    assert done.returncode == 2, (done.returncode, done.stderr[-2000:])
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    return lines[0]

@@ -1,0 +1,52 @@
+"""The same run at every layout: same data, same losses, same weights."""
+
+import json
+
+import pytest
+
+from tests.conftest import LAYOUTS
+from train.run_directory import RunDirectory, read_checkpoint_record
+from train.tracking import read_metrics
+
+
+def losses(run_dir, key):
+    return {row["step"]: row[key] for row in read_metrics(RunDirectory(run_dir).metrics) if key in row}
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "tp2pp2"])
+def test_losses_do_not_depend_on_the_layout(trained, layout):
+    """20 fp32 steps with a large learning rate; sums in another order differ by rounding, amplified by training."""
+    reference, other = trained("dp1"), trained(layout)
+    for key, steps in (("loss", 20), ("held_out_loss", 3), ("grad_norm", 20)):
+        expected, found = losses(reference, key), losses(other, key)
+        assert len(expected) == steps
+        assert found == pytest.approx(expected, abs=1e-4 if key != "grad_norm" else 1e-3)
+
+
+def test_grouped_queries_do_not_depend_on_the_layout(trained):
+    assert losses(trained("gqa-tp2"), "loss") == pytest.approx(losses(trained("gqa-dp1"), "loss"), abs=1e-4)
+
+
+def test_bf16_follows_fp32(trained):
+    """bf16 has 8 bits of mantissa: losses agree to about 1e-2, and the run learns as much."""
+    expected, found = losses(trained("dp1"), "loss"), losses(trained("bf16-dp2"), "loss")
+    assert found == pytest.approx(expected, abs=3e-2)
+    assert found != expected
+
+
+@pytest.mark.parametrize("layout", ["dp1", "tp2pp2"])
+def test_checkpoints_say_what_they_are(trained, layout):
+    directory = RunDirectory(trained(layout))
+    processes, settings = LAYOUTS[layout]
+    assert directory.complete_steps() == [0, 10, 20]
+    record = read_checkpoint_record(directory.checkpoint(10))
+    held_out = losses(directory.path, "held_out_loss")
+    assert (record.step, record.tokens) == (10, 10 * 8 * 32)
+    assert record.world_size == processes
+    assert record.layout["tensor"] == settings.get("tensor", 1)
+    assert record.layout["pipeline"] == settings.get("pipeline", 1)
+    assert record.held_out_loss == held_out[10]
+    assert held_out[20] < held_out[10] < held_out[0]
+    attempts = json.loads(directory.environment_json.read_text())["attempts"]
+    assert len(attempts) == 1
+    assert attempts[0]["packages"]["megatron-core"]

@@ -1,0 +1,78 @@
+"""The engine against OLMo2 in transformers, trained by torch's own AdamW in a plain loop."""
+
+import math
+
+import pytest
+import torch
+from transformers import Olmo2Config, Olmo2ForCausalLM
+
+from train.config import load_run
+from train.data import batch, open_corpus
+from train.initialization import initial_parameter
+from train.run_directory import RunDirectory
+from train.tracking import read_metrics
+
+
+def plain_model(run) -> Olmo2ForCausalLM:
+    model = Olmo2ForCausalLM(
+        Olmo2Config(
+            vocab_size=320,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=32,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=0,
+            tie_word_embeddings=False,
+        )
+    )
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(initial_parameter(name, run.model, run.seed))
+    return model
+
+
+def rate_by_hand(step: int) -> float:
+    """Warm-up over 4 steps to 1e-2, cosine to a tenth at step 100, from step 15 straight to zero at 20."""
+
+    def cosine(at):
+        return 1e-3 + 9e-3 * (1 + math.cos(math.pi * (at - 4) / 96)) / 2
+
+    if step < 4:
+        return 1e-2 * step / 4
+    return cosine(step) if step <= 15 else cosine(15) * (20 - step) / 5
+
+
+def test_twenty_steps_equal_plain_torch(trained):
+    """Initialisation, data, schedule, z-loss, clipping, decay groups and AdamW, all at once."""
+    directory = RunDirectory(trained("dp1"))
+    run = load_run(directory.run_json)
+    corpus = open_corpus(run.data.train)
+    model = plain_model(run)
+    decayed = [weight for name, weight in model.named_parameters() if "embed_tokens" not in name]
+    groups = [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": [model.model.embed_tokens.weight], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    rows = {row["step"]: row for row in read_metrics(directory.metrics)}
+    for step in range(1, 21):
+        tokens = torch.from_numpy(batch(corpus, step=step, batch_size=8, sequence_length=32, seed=7))
+        logits = model(tokens[:, :-1]).logits
+        cross_entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        z_loss = 1e-5 * logits.logsumexp(-1).square().mean()
+        optimizer.zero_grad()
+        (cross_entropy + z_loss).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate_by_hand(step)
+        optimizer.step()
+        assert rows[step]["learning_rate"] == pytest.approx(rate_by_hand(step), rel=1e-12)
+        assert rows[step]["loss"] == pytest.approx(cross_entropy.item(), abs=1e-4)
+        assert rows[step]["z_loss"] == pytest.approx(z_loss.item(), rel=1e-3)
+        assert rows[step]["grad_norm"] == pytest.approx(norm.item(), rel=1e-2)

@@ -1,0 +1,115 @@
+"""Stopping, being killed and going on: nothing changes and nothing complete is lost."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.runs import environment, error_line, execute, make_run, python, torchrun
+from train.run_directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record, sha256_of
+from train.tracking import read_metrics
+
+
+def shard_hashes(checkpoint):
+    return {path.name: sha256_of(path) for path in sorted(checkpoint.glob("*.distcp"))}
+
+
+def numbers(run_dir):
+    hidden = {"time", "attempt"}
+    rows = read_metrics(RunDirectory(run_dir).metrics)
+    return [{key: value for key, value in row.items() if key not in hidden} for row in rows]
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_resumed_run_is_bit_identical(trained, tmp_path, layout):
+    """The last checkpoint is removed, as if the run had died after step 10; then the run goes on from there."""
+    whole = RunDirectory(trained(layout))
+    again = RunDirectory(tmp_path / layout)
+    shutil.copytree(whole.path, again.path)
+    shutil.rmtree(again.checkpoint(20))
+    rows = again.metrics.read_text().splitlines()
+    again.metrics.write_text("\n".join(rows[:-3]) + "\n" + rows[-3][:20])  # the last lines lost, one of them torn
+    done = execute(torchrun(2, "train", "run", str(again.path)))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert numbers(again.path) == numbers(whole.path)
+    assert shard_hashes(again.checkpoint(20)) == shard_hashes(whole.checkpoint(20))
+    assert read_checkpoint_record(again.checkpoint(20)).attempt == 2
+
+
+def test_killed_run_keeps_its_checkpoints_and_ends_the_same(trained, tmp_path, inputs):
+    """kill -9 of every process right after the checkpoint of step 10 is complete."""
+    directory = RunDirectory(tmp_path / "dp1")
+    make_run(directory.path, **inputs)
+    command = torchrun(1, "train", "run", str(directory.path))
+    killed = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not (directory.checkpoint(10) / CHECKPOINT_JSON).exists():
+        assert time.monotonic() < deadline
+        assert killed.poll() is None
+        time.sleep(0.005)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    done = execute(command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert numbers(directory.path) == numbers(trained("dp1"))
+    assert shard_hashes(directory.checkpoint(20)) == shard_hashes(trained("dp1") / "checkpoints" / "step00000020")
+    assert not list(directory.checkpoints.glob(".step*"))
+
+
+def test_resume_at_another_layout_goes_on_with_the_same_losses(trained, tmp_path):
+    """Weights and optimizer state saved by TP2 x PP2 on four processes, loaded by two data-parallel ones."""
+    directory = RunDirectory(tmp_path / "dp2")
+    source = RunDirectory(trained("dp2"))
+    directory.path.mkdir()
+    shutil.copyfile(source.run_json, directory.run_json)
+    shutil.copytree(trained("tp2pp2") / "checkpoints" / "step00000010", directory.checkpoint(10))
+    record = directory.checkpoint(10) / CHECKPOINT_JSON
+    old, new = (read_checkpoint_record(run.checkpoint(10)).fingerprint for run in (directory, source))
+    record.write_text(record.read_text().replace(old, new))
+    done = execute(torchrun(2, "train", "run", str(directory.path)))
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses, expected = (
+        {row["step"]: row["loss"] for row in numbers(run.path) if "loss" in row} for run in (directory, source)
+    )
+    assert sorted(losses) == list(range(11, 21))
+    assert losses == pytest.approx({step: expected[step] for step in losses}, abs=1e-4)
+
+
+def test_full_disk_during_a_save_leaves_the_run_as_it_was(tmp_path, inputs):
+    """No file may grow beyond 200 KB, so the shards cannot be written: a real write error, in the middle of a save."""
+    directory = RunDirectory(tmp_path / "full")
+    make_run(directory.path, **inputs)
+
+    def limit_file_size():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+    line = error_line(python("train", "run", str(directory.path), preexec_fn=limit_file_size))
+    assert "could not save" in line
+    assert "File too large" in line
+    assert "free space" in line
+    assert list(directory.checkpoints.iterdir()) == []
+
+
+def test_a_loss_that_is_not_finite_stops_at_its_step(tmp_path, inputs):
+    directory = RunDirectory(tmp_path / "hot")
+    make_run(directory.path, **inputs, peak_lr=1e38, save_steps=(0, 1, 20))
+    line = error_line(python("train", "run", str(directory.path)))
+    assert "at step 2 of hot" in line
+    assert "last good checkpoint is step 1" in line
+    assert directory.complete_steps() == [0, 1]
+    assert max(row["step"] for row in read_metrics(directory.metrics)) == 1
+
+
+def test_two_attempts_cannot_train_one_run(tmp_path, inputs):
+    import fcntl
+
+    directory = RunDirectory(tmp_path / "busy")
+    make_run(directory.path, **inputs)
+    with (directory.path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another process is training" in error_line(python("train", "run", str(directory.path)))
+    assert not directory.checkpoints.exists()
