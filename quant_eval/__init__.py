@@ -1,1 +1,1 @@
-"""Quantizers and what they cost: losses before and after, paired over documents."""
+"""What quantization costs a checkpoint: own RTN and GPTQ, losses paired over documents, bootstrap intervals."""

@@ -1,0 +1,88 @@
+"""`python -m quant_eval`: what quantization costs an HF checkpoint."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+
+from train.command import UserError, explain_validation, run_command
+from train.run_directory import write_json
+
+RESULT_JSON = "result.json"
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def quant_eval() -> None:
+    """Quantizes HF checkpoints (RTN, GPTQ) and measures what that costs."""
+
+
+@app.command()
+def run(
+    hf_dir: Annotated[Path, typer.Argument(help="HF directory of an OLMo2, never written to.")],
+    spec: Annotated[list[str], typer.Option(help="What to quantize with, such as gptq-b3-g128. Repeatable.")],
+    out: Annotated[list[Path], typer.Option(help="Directory for result.json, one per --spec, in the same order.")],
+    calibration: Annotated[Path, typer.Option(help="Token file PREFIX the Hessians are estimated on.")],
+    evaluation: Annotated[Path, typer.Option("--eval", help="Token file PREFIX the losses are measured on.")],
+    calibration_sequences: Annotated[int, typer.Option(help="Sequences drawn for calibration, none twice.")] = 128,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens the model sees at once.", show_default="the model's context")
+    ] = None,
+    eval_tokens: Annotated[
+        int | None, typer.Option(help="Take documents until they hold this many targets.", show_default="all")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the calibration draw and of the bootstrap.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Sequences per forward pass; moves results by rounding only.")] = 8,
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16, for the full and the quantized model alike.")] = "fp32",
+    bootstrap_samples: Annotated[int, typer.Option(help="Resamplings of the documents behind the intervals.")] = 1000,
+    level: Annotated[float, typer.Option(help="Coverage of the intervals.")] = 0.95,
+) -> None:
+    """Writes DIR/result.json: losses before and after quantization, with intervals, per document and per layer.
+
+    A spec is (rtn|gptq)-b<bits>-(g<group size>|perchannel)[-asym], for gptq also [-actorder][-damp<fraction>].
+
+    Example: python -m quant_eval run run/hf/step00012000 --calibration data/train --eval data/held_out
+    --spec gptq-b3-g128 --out q3 --spec gptq-b4-g128 --out q4
+    """
+    # torch and transformers load in seconds: not for --help or a misspelt spec
+    from quant_eval.specs import parse_spec
+
+    if len(spec) != len(out):
+        raise UserError(f"{len(spec)} --spec but {len(out)} --out; give one --out for each --spec")
+    if len(set(out)) != len(out):
+        raise UserError("two --out name the same directory; give each --spec its own")
+    specs = [parse_spec(text) for text in spec]
+    for directory in out:
+        if directory.exists() and not directory.is_dir():
+            raise UserError(f"--out {directory} is a file; give a directory")
+
+    from transformers.utils import logging
+
+    from quant_eval.measurement import Settings, measure
+
+    logging.set_verbosity_error()  # stderr is for this project's own progress and its one-line errors
+    logging.disable_progress_bar()
+    try:
+        settings = Settings(
+            calibration=calibration,
+            evaluation=evaluation,
+            calibration_sequences=calibration_sequences,
+            sequence_length=sequence_length,
+            eval_tokens=eval_tokens,
+            seed=seed,
+            batch_size=batch_size,
+            dtype=dtype,  # type: ignore[arg-type]
+            bootstrap_samples=bootstrap_samples,
+            level=level,
+        )
+    except ValidationError as error:
+        raise explain_validation("command line", error) from None
+    for directory, result in zip(out, measure(hf_dir, specs, settings), strict=True):
+        directory.mkdir(parents=True, exist_ok=True)
+        write_json(directory / RESULT_JSON, result)
+
+
+if __name__ == "__main__":
+    run_command(app, "quant_eval")

@@ -1,0 +1,196 @@
+"""Exports: exact at every layout, proven by logits, and refused where anything is wrong."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ckpt_tools.export import export
+from ckpt_tools.hf_model import identify, load_hf_model
+from tests.conftest import LAYOUTS
+from tests.runs import error_line, python
+from train.command import UserError
+from train.run_directory import CHECKPOINT_JSON, record_files, write_json
+
+
+@pytest.fixture(scope="session")
+def exported(trained, tmp_path_factory):
+    """`exported(layout, step)`: the HF directory of that checkpoint."""
+    root = tmp_path_factory.mktemp("hf")
+
+    def directory_of(layout, step):
+        out = root / layout / f"step{step}"
+        export(trained(layout) / "checkpoints" / f"step{step:08d}", out)
+        return out
+
+    return directory_of
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("bf16")])
+def test_logits_equal_those_of_the_engine(exported, trained, layout):
+    """Compared here once more, with transformers alone and eager attention; trained norms are not 1."""
+    checkpoint = trained(layout) / "checkpoints" / "step00000020"
+    model = AutoModelForCausalLM.from_pretrained(exported(layout, 20), attn_implementation="eager")
+    probe = load_file(checkpoint / "probe.safetensors")
+    assert probe["logits"].std() > 0.1
+    norms = [weight for name, weight in model.named_parameters() if "norm" in name]
+    assert min((weight - 1).abs().max().item() for weight in norms) > 1e-3
+    with torch.no_grad():
+        assert (model(probe["input_ids"]).logits - probe["logits"]).abs().max() <= 1e-5
+
+
+def test_weights_are_bit_equal_across_layouts(exported):
+    """Initialisation does not depend on the layout, nor does anything between the shards and the HF files."""
+    for reference, others in (("dp1", ("dp2", "tp2", "pp2", "tp2pp2")), ("gqa-dp1", ("gqa-tp2",))):
+        expected = load_file(exported(reference, 0) / "model.safetensors")
+        for layout in others:
+            weights = load_file(exported(layout, 0) / "model.safetensors")
+            assert weights.keys() == expected.keys()
+            assert all(torch.equal(weights[name], expected[name]) for name in expected), layout
+
+
+def test_bf16_weights_are_exported_as_trained(exported):
+    weights = load_file(exported("bf16-dp2", 20) / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+
+
+def test_the_directory_is_complete(exported, trained):
+    out = exported("dp1", 20)
+    lineage = json.loads((out / "lineage.json").read_text())
+    assert lineage["step"] == 20
+    assert lineage["tokens"] == 20 * 8 * 32
+    assert lineage["parity"]["max_absolute_error"] <= 1e-5
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= lineage["files"].keys()
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.eos_token_id == json.loads((out / "config.json").read_text())["eos_token_id"] == 0
+    assert tokenizer.decode(tokenizer("some text")["input_ids"]) == "some text"
+
+
+def test_a_second_export_changes_nothing_and_another_checkpoint_replaces_it(trained, tmp_path):
+    checkpoints, out = trained("dp1") / "checkpoints", tmp_path / "hf"
+    export(checkpoints / "step00000010", out)
+    (out / "quant").mkdir()
+    before = (out / "lineage.json").read_bytes()
+    export(checkpoints / "step00000010", out)
+    assert (out / "lineage.json").read_bytes() == before
+    assert (out / "quant").exists()
+    export(checkpoints / "step00000020", out)
+    assert json.loads((out / "lineage.json").read_text())["step"] == 20
+    assert not (out / "quant").exists(), "measurements of another checkpoint must not stay"
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    """A run directory of one's own to damage."""
+    shutil.copytree(trained("dp1"), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def refuse(copy, expected):
+    out = copy / "hf" / "step00000020"
+    done = python("ckpt_tools", "export", str(copy / "checkpoints" / "step00000020"), str(out))
+    assert expected in error_line(done)
+    assert not out.exists()
+    assert not out.parent.exists() or list(out.parent.iterdir()) == []
+
+
+def test_a_truncated_shard_is_refused(copy):
+    shard = copy / "checkpoints" / "step00000020" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    refuse(copy, "bytes instead of")
+
+
+def test_an_edited_pickle_is_refused_before_it_is_opened(copy):
+    metadata = copy / "checkpoints" / "step00000020" / ".metadata"
+    content = bytearray(metadata.read_bytes())
+    content[100] ^= 1
+    metadata.write_bytes(content)
+    refuse(copy, "was changed after it was written")
+
+
+def test_a_directory_without_seal_is_no_checkpoint(copy):
+    (copy / "checkpoints" / "step00000020" / CHECKPOINT_JSON).unlink()
+    refuse(copy, "no complete checkpoint")
+
+
+def rewrite_shards(checkpoint, change):
+    """Stores the checkpoint again with a changed set of tensors, under a valid seal."""
+    reader = FileSystemReader(checkpoint)
+    stored = reader.read_metadata().state_dict_metadata
+    state = {key: torch.empty(tuple(value.size)) for key, value in stored.items() if hasattr(value, "size")}
+    load(state, storage_reader=reader, no_dist=True)
+    change(state)
+    for path in [*checkpoint.glob("*.distcp"), checkpoint / ".metadata"]:
+        path.unlink()
+    save(state, storage_writer=FileSystemWriter(checkpoint), no_dist=True)
+    seal(checkpoint)
+
+
+def seal(checkpoint):
+    record = json.loads((checkpoint / CHECKPOINT_JSON).read_text())
+    (checkpoint / CHECKPOINT_JSON).unlink()
+    record["files"] = {name: file.model_dump() for name, file in record_files(checkpoint).items()}
+    write_json(checkpoint / CHECKPOINT_JSON, record)
+
+
+Q_NORM = "decoder.layers.self_attention.q_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda state: state.pop(Q_NORM), f"key '{Q_NORM}' is missing"),
+        (lambda state: state.update(extra=torch.ones(3)), "unknown key 'extra'"),
+        (lambda state: state.update({Q_NORM: torch.ones(4, 7)}), "is (4, 7) in the shards, the model needs (4, 32)"),
+        (lambda state: state[Q_NORM].mul_(1.01), "HF logits differ"),
+    ],
+    ids=["missing", "extra", "shape", "value"],
+)
+def test_wrong_keys_and_wrong_weights_are_refused(copy, change, expected):
+    rewrite_shards(copy / "checkpoints" / "step00000020", change)
+    refuse(copy, expected)
+
+
+def test_another_probe_is_refused(copy):
+    path = copy / "checkpoints" / "step00000020" / "probe.safetensors"
+    probe = load_file(path)
+    save_file({**probe, "logits": probe["logits"] + 1e-3}, path)
+    seal(path.parent)
+    refuse(copy, "HF logits differ by 0.001")
+
+
+def test_an_existing_directory_that_is_no_export_is_kept(copy):
+    out = copy / "mine"
+    out.mkdir()
+    (out / "notes.txt").write_text("keep")
+    done = python("ckpt_tools", "export", str(copy / "checkpoints" / "step00000020"), str(out))
+    assert "exists and is no export" in error_line(done)
+    assert (out / "notes.txt").read_text() == "keep"
+
+
+def test_changed_or_foreign_hf_directories_are_refused(exported, tmp_path):
+    shutil.copytree(exported("dp1", 20), tmp_path / "hf")
+    assert identify(tmp_path / "hf")["lineage"]["step"] == 20
+    weights = tmp_path / "hf" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x00")
+    with pytest.raises(UserError, match=r"model\.safetensors was changed"):
+        identify(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(UserError, match="holds a GPT2LMHeadModel"):
+        load_hf_model(tmp_path / "hf", torch.float32)
+
+
+def test_a_weight_file_without_a_key_is_refused(exported, tmp_path):
+    shutil.copytree(exported("dp1", 20), tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    weights.pop("model.layers.0.self_attn.q_norm.weight")
+    save_file(weights, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="missing_keys"):
+        load_hf_model(tmp_path / "hf", torch.float32)

@@ -1,0 +1,264 @@
+"""`python -m quant_eval run` end to end, and every way to give it something it must refuse."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quant_eval.__main__ import app
+from quant_eval.statistics import UNITS
+from tests.conftest import make_hf_directory
+from train.command import run_command
+from train.prepare import prepare
+from train.run_directory import sha256_of
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, hf_dir, train_prefix, held_out_prefix):
+    """Runs the command in this process with small defaults; returns its exit code and lines of stderr."""
+
+    def run(*arguments, model=hf_dir, **options):
+        defaults = {
+            "calibration": train_prefix,
+            "eval": held_out_prefix,
+            "calibration-sequences": 24,
+            "eval-tokens": 1500,
+            "bootstrap-samples": 50,
+        }
+        given = defaults | {name.replace("_", "-"): value for name, value in options.items()}
+        pairs = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
+        monkeypatch.setattr(sys, "argv", ["quant_eval", "run", str(model), *map(str, arguments), *pairs])
+        with pytest.raises(SystemExit) as stop:
+            run_command(app, "quant_eval")
+        return stop.value.code, capsys.readouterr().err.splitlines()
+
+    return run
+
+
+def read(directory):
+    return json.loads((directory / "result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, hf_dir, train_prefix, held_out_prefix):
+    """Two specs in one run of the real command, as a user starts it."""
+    root = tmp_path_factory.mktemp("results")
+    command = [sys.executable, "-m", "quant_eval", "run", hf_dir, "--calibration", train_prefix]
+    command += ["--eval", held_out_prefix, "--calibration-sequences", "24", "--bootstrap-samples", "50"]
+    command += ["--spec", "gptq-b3-g16", "--out", root / "a/gptq", "--spec", "rtn-b3-g16", "--out", root / "rtn"]
+    hashes = {path.name: sha256_of(path) for path in hf_dir.iterdir()}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, cwd=PROJECT, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert hashes == {path.name: sha256_of(path) for path in hf_dir.iterdir()}
+    return root / "a/gptq", root / "rtn"
+
+
+def test_a_result_is_complete(results, hf_dir, held_out_prefix):
+    gptq, rtn = read(results[0]), read(results[1])
+    assert gptq.keys() == {"model", "spec", "measured", "environment"}
+    assert gptq["model"]["weights_sha256"] == {"model.safetensors": sha256_of(hf_dir / "model.safetensors")}
+    assert [result["spec"]["name"] for result in (gptq, rtn)] == ["gptq-b3-g16", "rtn-b3-g16"]
+    assert gptq["spec"]["calibration"]["sequences"] == 24
+    assert gptq["spec"]["calibration"]["sequence_length"] == 64  # the model's context
+    assert gptq["spec"]["evaluation"]["sha256"] == sha256_of(Path(f"{held_out_prefix}.bin"))
+    for measured in (gptq["measured"], rtn["measured"]):
+        assert measured.keys() == UNITS.keys() | {"intervals", "interval", "units"}
+        assert all(isinstance(measured[name], int | float) for name in UNITS if name not in ("layers", "per_document"))
+        assert measured["interval"]["samples"] == 50
+        assert len(measured["layers"]) == 14
+        for name, (low, high) in measured["intervals"].items():
+            assert low <= measured[name] <= high
+    assert list(results[0].iterdir()) == [results[0] / "result.json"]
+
+
+def test_figures_follow_from_the_documents(results):
+    for directory in results:
+        measured = read(directory)["measured"]
+        tokens, nll, nll_quantized, kl = (
+            np.array(measured["per_document"][name]) for name in ("tokens", "nll", "nll_quantized", "kl")
+        )
+        assert measured["tokens"] == tokens.sum()
+        assert measured["documents"] == len(tokens) == 30
+        assert measured["cross_entropy"] == pytest.approx(nll.sum() / tokens.sum())
+        assert measured["cross_entropy_quantized"] == pytest.approx(nll_quantized.sum() / tokens.sum())
+        assert measured["relative_error"] == pytest.approx(nll_quantized.sum() / nll.sum() - 1)
+        assert measured["absolute_error"] == pytest.approx((nll_quantized.sum() - nll.sum()) / tokens.sum())
+        assert measured["kl_divergence"] == pytest.approx(kl.sum() / tokens.sum())
+
+
+def test_gptq_stays_nearer_to_the_model_than_rounding(results):
+    gptq, rtn = (read(directory)["measured"] for directory in results)
+    assert gptq["cross_entropy"] == rtn["cross_entropy"]  # one full-precision evaluation
+    assert 0 < gptq["kl_divergence"] < rtn["kl_divergence"]
+    assert gptq["top1_agreement"] > rtn["top1_agreement"]
+
+
+def test_a_spec_alone_gives_what_it_gives_in_company(results, command, tmp_path):
+    code, _ = command("--spec", "rtn-b3-g16", "--out", tmp_path / "alone", eval_tokens=10**6)
+    assert code == 0
+    assert read(tmp_path / "alone")["measured"] == read(results[1])["measured"]
+
+
+def test_eight_bits_cost_next_to_nothing_in_both_dtypes(command, tmp_path):
+    full = {}
+    for dtype in ("fp32", "bf16"):
+        out = tmp_path / dtype
+        assert command("--spec", "gptq-b8-g16", "--out", out, dtype=dtype)[0] == 0
+        result = read(out)
+        assert result["spec"]["dtype"] == dtype
+        assert abs(result["measured"]["relative_error"]) < 2e-3
+        full[dtype] = result["measured"]["cross_entropy"]
+    assert full["bf16"] == pytest.approx(full["fp32"], rel=5e-3)
+    assert full["bf16"] != full["fp32"]
+
+
+def test_the_seed_draws_the_calibration(command, tmp_path):
+    for seed in (0, 1):
+        assert command("--spec", "gptq-b2-g16", "--out", tmp_path / str(seed), seed=seed)[0] == 0
+    zero, one = (read(tmp_path / str(seed))["measured"] for seed in (0, 1))
+    assert zero["cross_entropy"] == one["cross_entropy"]
+    assert zero["cross_entropy_quantized"] != one["cross_entropy_quantized"]
+
+
+def assert_refused(outcome, directory, reason):
+    """Exit code 2, one line that says why (after plain progress lines), and nothing left behind."""
+    code, lines = outcome
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert code == 2
+    assert len(errors) == 1
+    assert lines[-1] == errors[0]
+    assert reason in errors[0]
+    assert all(line.startswith(("error: ", "quantize ", "evaluate ")) for line in lines)
+    assert list(directory.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "reason"),
+    [
+        ("gptq-b3", {}, "write (rtn|gptq)"),
+        ("gptq-b3-g64", {}, "64 does not divide the 32 input features"),
+        ("gptq-b3-g16", {"sequence_length": 65}, "exceeds the model's context 64"),
+        ("gptq-b3-g16", {"sequence_length": 0}, "sequence_length"),
+        ("gptq-b3-g16", {"calibration_sequences": 100_000}, "lower --calibration-sequences"),
+        ("gptq-b3-g16", {"calibration": "/nowhere/train"}, "/nowhere/train.json does not exist"),
+        ("gptq-b3-g16", {"eval": "/nowhere/eval"}, "/nowhere/eval.json does not exist"),
+        ("gptq-b3-g16", {"eval_tokens": 1}, "at least 2"),
+        ("gptq-b3-g16", {"dtype": "fp16"}, "dtype"),
+        ("gptq-b3-g16", {"level": 1.0}, "level"),
+        ("gptq-b3-g16", {"bootstrap_samples": 0}, "bootstrap_samples"),
+        ("gptq-b3-g16", {"batch_size": 0}, "batch_size"),
+        ("gptq-b3-g16", {"seed": -1}, "seed"),
+        # one sequence of 16 tokens spans at most 16 of the 32 input directions
+        ("gptq-b3-g16-damp0", {"calibration_sequences": 1, "sequence_length": 16}, "not positive definite"),
+    ],
+)
+def test_bad_settings_are_refused(command, tmp_path, spec, options, reason):
+    assert_refused(command("--spec", spec, "--out", tmp_path / "out", **options), tmp_path, reason)
+
+
+def test_specs_and_outs_must_pair(command, tmp_path):
+    outs = ["--out", tmp_path / "a", "--out", tmp_path / "b"]
+    assert_refused(command("--spec", "rtn-b3-g16", *outs), tmp_path, "1 --spec but 2 --out")
+    same = ["--spec", "rtn-b3-g16", "--out", tmp_path / "a"]
+    assert_refused(command(*same, *same), tmp_path, "same directory")
+
+
+def test_one_bad_spec_spoils_all(command, tmp_path):
+    """The good spec comes first and is measured, the second fails on the way: neither is written."""
+    specs = ["--spec", "rtn-b3-g16", "--out", tmp_path / "a", "--spec", "gptq-b3-g16-damp0", "--out", tmp_path / "b"]
+    outcome = command(*specs, calibration_sequences=1, sequence_length=16)
+    assert_refused(outcome, tmp_path, "model.layers.0.self_attn.q_proj")
+
+
+def with_weight(hf_dir, directory, name, value):
+    """A copy of an HF directory in which one element of one weight is replaced."""
+    shutil.copytree(hf_dir, directory)
+    weights = load_file(directory / "model.safetensors")
+    weights[name].view(-1)[0] = value
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj: calibration inputs are not finite"),
+        ("lm_head.weight", "nll of gptq-b3-g16 sums to nan"),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_refused(command, tmp_path, hf_dir, tmp_path_factory, name, reason):
+    broken = with_weight(hf_dir, tmp_path_factory.mktemp("broken") / "model", name, float("nan"))
+    outcome = command("--spec", "gptq-b3-g16", "--out", tmp_path / "out", model=broken)
+    assert_refused(outcome, tmp_path, reason)
+
+
+def test_models_that_cannot_be_measured_are_refused(command, tmp_path, hf_dir, tmp_path_factory):
+    models = tmp_path_factory.mktemp("models")
+
+    def refused(model, reason):
+        assert_refused(command("--spec", "rtn-b3-g16", "--out", tmp_path / "out", model=model), tmp_path, reason)
+
+    refused(models / "absent", "does not exist")
+    truncated = Path(shutil.copytree(hf_dir, models / "truncated"))
+    os.truncate(truncated / "model.safetensors", (truncated / "model.safetensors").stat().st_size // 2)
+    refused(truncated, "damaged")
+    other = Path(shutil.copytree(hf_dir, models / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    refused(other, "holds a LlamaForCausalLM")
+    wider = Path(shutil.copytree(hf_dir, models / "wider"))
+    (wider / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
+    refused(wider, "mismatched_keys")
+    refused(make_hf_directory(models / "small", vocab_size=50, eos_token_id=0), "outside the model's vocabulary of 50")
+
+
+@pytest.fixture(scope="module")
+def short_prefix(tmp_path_factory, tokenizer_dir):
+    """A token file of a few tokens."""
+    source = tmp_path_factory.mktemp("short") / "short.jsonl"
+    source.write_text('{"text": "abc"}\n')
+    prepare([source], tokenizer_dir, source.with_suffix(""))
+    return source.with_suffix("")
+
+
+def test_a_corpus_shorter_than_one_sequence_is_refused(command, tmp_path, short_prefix):
+    out = ("--spec", "rtn-b3-g16", "--out", tmp_path / "out")
+    assert_refused(command(*out, calibration=short_prefix), tmp_path, "fewer than one sequence")
+    assert_refused(command(*out, eval=short_prefix), tmp_path, "at least 2")
+
+
+def test_losses_are_those_of_the_quantized_weights_in_a_fresh_model(results, hf_dir, held_out_prefix, train_prefix):
+    """Quantized again, saved and reloaded by transformers, the model gives the recorded loss on the first document."""
+    from transformers import AutoModelForCausalLM
+
+    from quant_eval.sequential import quantize_model
+    from quant_eval.specs import parse_spec
+    from train.command import Progress
+    from train.data import batch, open_corpus
+
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="sdpa")
+    drawn = batch(open_corpus(train_prefix), step=1, batch_size=24, sequence_length=64, seed=0)
+    with Progress("quantize", total=2) as progress:
+        quantize_model(model, parse_spec("gptq-b3-g16"), torch.from_numpy(drawn[:, :-1].copy()), 8, progress)
+    saved = results[0].parent / "saved"
+    model.save_pretrained(saved)
+    reloaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, attn_implementation="eager")
+    document = torch.from_numpy(open_corpus(held_out_prefix).document(0))[None]
+    nll = 0.0
+    for start in range(0, document.shape[1] - 1, 64):
+        block = document[:, start : start + 65]
+        with torch.no_grad():
+            nll += float(reloaded(block, labels=block).loss) * (block.shape[1] - 1)
+    assert read(results[0])["measured"]["per_document"]["nll_quantized"][0] == pytest.approx(nll, rel=1e-5)

@@ -1,0 +1,105 @@
+"""Bad runs: one line that names the next action, exit code 2, nothing half-written."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runs import error_line, execute, make_run, python, torchrun
+from train.command import UserError
+from train.config import dump_run, fingerprint, load_run, with_settings
+
+
+def edit(run_dir: Path, change) -> None:
+    path = run_dir / "run.json"
+    content = json.loads(path.read_text())
+    content.pop("fingerprint")
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+REFUSED = {
+    "unknown key": (lambda run: run["optimizer"].update(learning_rate=1e-3), "unknown key 'optimizer.learning_rate'"),
+    "mistyped value": (lambda run: run.update(batch_size="eight"), "'batch_size'"),
+    "missing key": (lambda run: run.pop("seed"), "key 'seed' is missing"),
+    "heads by TP": (lambda run: run["parallel"].update(tensor=3), "do not divide over parallel.tensor 3"),
+    "layers by PP": (lambda run: run["parallel"].update(pipeline=3), "4 layers do not divide over parallel.pipeline 3"),
+    "batch by micro": (lambda run: run.update(micro_batch_size=3), "not a multiple of micro_batch_size 3"),
+    "no last checkpoint": (lambda run: run.update(save_steps=[10]), "end with 20"),
+    "anneal after the end": (lambda run: run["schedule"]["anneal"].update(start_step=30), "after the end 20"),
+    "vocabulary": (lambda run: run["model"].update(vocab_size=100), "outside the model's vocabulary of 100"),
+    "short corpus": (lambda run: run["data"].update(sequence_length=10**6), "fewer than one sequence"),
+    "no corpus": (lambda run: run["data"].update(train="nowhere/train"), "make it with 'python -m train prepare'"),
+    "few held-out": (lambda run: run["data"].update(held_out_sequences=10**6), "ask for fewer"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_bad_run_is_refused(tmp_path, inputs, case):
+    change, expected = REFUSED[case]
+    make_run(tmp_path / "run", **inputs)
+    edit(tmp_path / "run", change)
+    assert expected in error_line(python("train", "run", str(tmp_path / "run")))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
+
+
+def test_batch_that_does_not_fit_the_processes(tmp_path, inputs):
+    """Under torchrun the line is printed once; the exit code is torchrun's own."""
+    make_run(tmp_path / "run", **inputs, batch_size=6)
+    done = execute(torchrun(2, "train", "run", str(tmp_path / "run")))
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert "batch_size 6 is not a multiple of data-parallel size 2 x micro_batch_size 2" in lines[0]
+    assert done.returncode != 0
+
+
+def test_world_size_that_does_not_fit_the_layout(tmp_path, inputs):
+    run = make_run(tmp_path / "run", **inputs, tensor=2)
+    with pytest.raises(UserError, match="world size 3 is not a multiple of tensor x pipeline = 2"):
+        run.data_parallel_size(3)
+    assert run.data_parallel_size(4) == 2
+
+
+def test_a_run_name_cannot_be_reused_with_another_configuration(trained):
+    run_json = trained("dp1") / "run.json"
+    original = run_json.read_text()
+    try:
+        run_json.write_text(original.replace('"seed": 7', '"seed": 8'))
+        assert "use another run name" in error_line(python("train", "run", str(trained("dp1"))))
+        edit(trained("dp1"), lambda run: None)
+        assert "belongs to fingerprint" in error_line(python("train", "run", str(trained("dp1"))))
+    finally:
+        run_json.write_text(original)
+
+
+def test_a_damaged_checkpoint_is_refused_before_it_is_opened(trained, tmp_path):
+    import shutil
+
+    shutil.copytree(trained("dp1"), tmp_path / "run")
+    shard = tmp_path / "run" / "checkpoints" / "step00000020" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    line = error_line(python("train", "run", str(tmp_path / "run")))
+    assert "was changed after it was written" in line
+    assert "to go on from the checkpoint before it" in line
+    assert shard.exists()
+
+
+def test_settings_make_another_run(tmp_path, inputs):
+    run = make_run(tmp_path / "run", **inputs)
+    changed = with_settings(run, ["optimizer.peak_lr=6e-4", "total_steps=20"])
+    assert changed.optimizer.peak_lr == 6e-4
+    assert changed.name == "run-peak_lr=6e-4-total_steps=20"
+    assert fingerprint(changed) != fingerprint(run)
+    for setting in ("optimizer.lr=1", "peak_lr=1", "optimizer.peak_lr", "name=x"):
+        with pytest.raises(UserError, match="no such key"):
+            with_settings(run, [setting])
+    with pytest.raises(UserError, match="peak_lr"):
+        with_settings(run, ["optimizer.peak_lr=fast"])
+
+
+def test_run_json_round_trips(tmp_path, inputs):
+    run = make_run(tmp_path / "run", **inputs)
+    assert load_run(tmp_path / "run" / "run.json") == run
+    assert dump_run(run)["fingerprint"] == fingerprint(run)

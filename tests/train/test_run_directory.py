@@ -1,0 +1,89 @@
+"""Commits: whole or not at all, and unchanged when read."""
+
+import json
+
+import pytest
+
+from train.command import UserError
+from train.run_directory import RunDirectory, committed_directory, record_files, verify_files, write_json
+from train.tracking import MetricsWriter, read_metrics
+
+
+def test_json_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "value.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_appears_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "out"
+
+    def fill(text, fail=False):
+        with committed_directory(target) as aside:
+            (aside / "file").write_text(text)
+            if fail:
+                raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        fill("one", fail=True)
+    assert list(tmp_path.iterdir()) == []
+    fill("one")
+    with pytest.raises(OSError, match="no space"):
+        fill("two", fail=True)
+    assert (target / "file").read_text() == "one"
+    fill("two")
+    assert (target / "file").read_text() == "two"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda path: path.unlink(), "is missing; do this"),
+        (lambda path: path.write_bytes(b"12"), "has 2 bytes instead of 3; do this"),
+        (lambda path: path.write_bytes(b"124"), r"was changed after it was written .*; do this"),
+    ],
+)
+def test_damage_is_named(tmp_path, damage, expected):
+    (tmp_path / "below").mkdir()
+    path = tmp_path / "below" / "file"
+    path.write_bytes(b"123")
+    records = record_files(tmp_path)
+    assert list(records) == ["below/file"]
+    verify_files(tmp_path, records, "do this")
+    damage(path)
+    with pytest.raises(UserError, match=expected):
+        verify_files(tmp_path, records, "do this")
+
+
+def test_only_complete_checkpoints_count(tmp_path):
+    run = RunDirectory(tmp_path)
+    for step in (200, 10):
+        run.checkpoint(step).mkdir(parents=True)
+    assert run.complete_steps() == []
+    for step in (200, 10):
+        (run.checkpoint(step) / "checkpoint.json").write_text("{}")
+    assert run.complete_steps() == [10, 200]
+
+
+def test_metrics_survive_a_torn_line_and_overlapping_attempts(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsWriter(path, attempt=1)
+    first.append(1, 10, loss=3.0)
+    first.append(2, 20, loss=2.0)
+    first.close()
+    with path.open("a") as file:
+        file.write('{"step": 3, "tok')
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    second = MetricsWriter(path, attempt=2)
+    second.append(2, 20, loss=2.5)
+    second.append(2, 20, held_out_loss=4.0)
+    second.close()
+    rows = read_metrics(path)
+    assert [(row["step"], row["attempt"], row["loss"]) for row in rows] == [(1, 1, 3.0), (2, 2, 2.5)]
+    assert rows[1]["held_out_loss"] == 4.0
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        MetricsWriter(path, attempt=3).append(3, 30, loss=float("nan"))
