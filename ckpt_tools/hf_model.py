@@ -17,7 +17,8 @@ ARCHITECTURES = ("Olmo2ForCausalLM",)
 
 
 def quiet_transformers() -> None:
-    """Turns off transformers' progress bars: every command here has its own."""
+    """Turns off transformers' bars and load reports: stderr is for our own progress and one-line errors."""
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
 
 

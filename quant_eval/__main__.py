@@ -58,12 +58,8 @@ def run(
         if directory.exists() and not directory.is_dir():
             raise UserError(f"--out {directory} is a file; give a directory")
 
-    from transformers.utils import logging
-
     from quant_eval.measurement import Settings, measure
 
-    logging.set_verbosity_error()  # stderr is for this project's own progress and its one-line errors
-    logging.disable_progress_bar()
     try:
         settings = Settings(
             calibration=calibration,

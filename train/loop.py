@@ -1,6 +1,7 @@
 """The one training loop. Everything that varies with time is a function of the step, so resuming is starting later."""
 
 import fcntl
+import math
 from pathlib import Path
 
 import numpy as np
@@ -91,19 +92,24 @@ class _Training:
         rate = learning_rate(run, step)
         result = self.engine.train_step(torch.from_numpy(sequences), rate)
         if not result.is_finite():
-            kept = self.directory.complete_steps()
-            raise UserError(
-                f"not finite at step {step} of {run.name}: loss {result.loss}, gradient norm {result.grad_norm}; "
-                f"the last good checkpoint is {f'step {kept[-1]}' if kept else 'none'}: lower the peak learning rate"
-            )
+            raise self._not_finite(step, f"loss {result.loss}, gradient norm {result.grad_norm}")
         self.log(step, **result._asdict(), learning_rate=rate)
         return result
+
+    def _not_finite(self, step: int, figures: str) -> UserError:
+        kept = self.directory.complete_steps()
+        return UserError(
+            f"not finite at step {step} of {self.run.name}: {figures}; the last good checkpoint is "
+            f"{f'step {kept[-1]}' if kept else 'none'}, lower the peak learning rate"
+        )
 
     def evaluate_and_save(self, step: int, train_loss: float | None) -> None:
         save = step in self.run.save_steps
         if not save and step % self.run.evaluate_every_steps:
             return
         held_out_loss = self.engine.evaluate(self.held_out_NS)
+        if not math.isfinite(held_out_loss):
+            raise self._not_finite(step, f"held-out loss {held_out_loss}")
         self.log(step, held_out_loss=held_out_loss)
         if save:
             fields = {

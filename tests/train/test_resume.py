@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 
+import numpy as np
 import pytest
 
 from tests.runs import environment, error_line, execute, make_run, python, torchrun
@@ -94,14 +95,20 @@ def test_full_disk_during_a_save_leaves_the_run_as_it_was(tmp_path, inputs):
     assert list(directory.checkpoints.iterdir()) == []
 
 
-def test_a_loss_that_is_not_finite_stops_at_its_step(tmp_path, inputs):
+@pytest.mark.parametrize(
+    ("save_steps", "expected", "kept"),
+    [((0, 20), "at step 2 of hot: loss nan", [0]), ((0, 1, 20), "at step 1 of hot: held-out loss nan", [0])],
+    ids=["training", "held-out"],
+)
+def test_a_loss_that_is_not_finite_stops_at_its_step(tmp_path, inputs, save_steps, expected, kept):
+    """The first update overflows: the next loss shows it, or the held-out loss before a broken model is saved."""
     directory = RunDirectory(tmp_path / "hot")
-    make_run(directory.path, **inputs, peak_lr=1e38, save_steps=(0, 1, 20))
+    make_run(directory.path, **inputs, peak_lr=1e38, save_steps=save_steps)
     line = error_line(python("train", "run", str(directory.path)))
-    assert "at step 2 of hot" in line
-    assert "last good checkpoint is step 1" in line
-    assert directory.complete_steps() == [0, 1]
-    assert max(row["step"] for row in read_metrics(directory.metrics)) == 1
+    assert expected in line
+    assert "last good checkpoint is step 0" in line
+    assert directory.complete_steps() == kept
+    assert all(np.isfinite(list(row.values())).all() for row in read_metrics(directory.metrics))
 
 
 def test_two_attempts_cannot_train_one_run(tmp_path, inputs):

@@ -65,13 +65,12 @@ class GroupStepAdamW(torch.optim.AdamW):
         return {**packed, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, with the per-parameter steps moved back into the groups."""
-        state = {
-            index: {name: value for name, value in state.items() if name != "step"}
-            for index, state in state_dict["state"].items()
-        }
-        groups = [{**group, "step": int(group["step"])} for group in state_dict["param_groups"]]
-        super().load_state_dict({"state": state, "param_groups": groups})
+        """As torch's; the per-parameter steps it asks for are dropped, the group's step is kept."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group["step"] = int(group["step"])
+        for state in self.state.values():
+            state.pop("step", None)
 
 
 def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> MegatronOptimizer:
