@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -71,7 +72,7 @@ def make_hf_directory(directory: Path, *, seed: int = 0, dtype: torch.dtype = to
 
     Norm weights are drawn too: at their initial 1 a swapped or dropped norm would go unseen.
     """
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -94,7 +95,7 @@ def make_hf_directory(directory: Path, *, seed: int = 0, dtype: torch.dtype = to
                 weight.uniform_(0.5, 1.5)
             else:
                 weight.normal_(std=0.15)
-    model.to(dtype).save_pretrained(directory)
+    (model.bfloat16() if dtype == torch.bfloat16 else model).save_pretrained(directory)
     return directory
 
 
@@ -111,7 +112,7 @@ def inputs(train_prefix, held_out_prefix, tokenizer_dir) -> dict[str, Path]:
 
 
 # name -> processes, settings of make_run
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp1": (1, {}),
     "dp2": (2, {}),
     "tp2": (2, {"tensor": 2}),

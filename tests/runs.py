@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from train.config import (
     CosinePhase,
@@ -34,7 +35,7 @@ def make_run(
     **changes,
 ) -> RunConfig:
     """Writes run.json of a run with 4 layers, width 32: warm-up, cosine, anneal within 20 steps."""
-    settings = {
+    settings: dict[str, Any] = {
         "name": directory.name,
         "seed": 7,
         "precision": "fp32",

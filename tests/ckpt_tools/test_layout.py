@@ -36,7 +36,7 @@ def test_every_hf_key_is_used_exactly_once_and_comes_back(tmp_path):
     weights = hf_weights(tmp_path)
     used = [name for megatron in layout.megatron_names(3) for name in layout.hf_names(megatron)]
     assert sorted(used) == sorted(weights)
-    back = {}
+    back: dict[str, torch.Tensor] = {}
     for name in layout.megatron_names(3):
         back |= layout.to_hf(name, layout.from_hf(name, weights.__getitem__, MODEL), MODEL)
     assert back.keys() == weights.keys()

@@ -1,0 +1,113 @@
+"""A dense float64 Hessian from HF's own code, against which everything is held.
+
+Shapes: B sequences, S positions of a sequence, P parameters.
+"""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Olmo2Config, Olmo2ForCausalLM
+from transformers.models.olmo2 import modeling_olmo2
+
+TINY: dict[str, Any] = {
+    "vocab_size": 24,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
+}
+
+
+def tiny_model(dtype: torch.dtype = torch.float64, *, std: float = 0.5, **config) -> Olmo2ForCausalLM:
+    """A random OLMo2 of about 1,500 parameters, norm weights drawn too."""
+    torch.manual_seed(1)
+    model: Olmo2ForCausalLM = Olmo2ForCausalLM(Olmo2Config(**(TINY | config)))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5)
+            else:
+                weight.normal_(std=std)
+    model.double() if dtype == torch.float64 else model.float()
+    model.eval()
+    return model
+
+
+def random_tokens(batch: int = 2, length: int = 7, seed: int = 0) -> Tensor:
+    """Sequences of `length` inputs and labels, int64 [batch, length + 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, int(TINY["vocab_size"]), (batch, length + 1), generator=generator)
+
+
+class _DoubleForFloat:
+    """Stands for `torch` inside HF's file and reads float32, which it hard-codes in norms and softmax, as float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+class Dense(NamedTuple):
+    """The whole Hessian and gradient of the mean loss, by HF's forward and double backward."""
+
+    loss: float
+    gradient_P: Tensor
+    hessian_PP: Tensor
+
+
+def differentiable_gradient(model: Olmo2ForCausalLM, tokens_BS1: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss and gradient by HF's own forward, ready to be differentiated once more."""
+    logits_BSV = model(tokens_BS1[:, :-1], use_cache=False).logits
+    loss = -F.log_softmax(logits_BSV, dim=-1).gather(-1, tokens_BS1[:, 1:, None]).mean()
+    gradient = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss, torch.cat([part.flatten() for part in gradient])
+
+
+def dense_hessian(model: Olmo2ForCausalLM, tokens_BS1: Tensor) -> Dense:
+    """Row after row by reverse mode over reverse mode, in float64."""
+    weights = list(model.parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_olmo2, "torch", _DoubleForFloat())
+        loss, gradient_P = differentiable_gradient(model, tokens_BS1)
+    size = len(gradient_P)
+    chunks = []
+    for units in torch.eye(size, dtype=torch.float64).split(128):
+        rows = torch.autograd.grad(gradient_P, weights, units, is_grads_batched=True, retain_graph=True)
+        chunks.append(torch.cat([row.reshape(len(units), -1) for row in rows], dim=1))
+    hessian_PP = torch.cat(chunks)
+    return Dense(float(loss.detach()), gradient_P.detach(), hessian_PP)
+
+
+class Case(NamedTuple):
+    """A float64 model, a batch, and their dense Hessian."""
+
+    model: Olmo2ForCausalLM
+    config: dict
+    tokens_BS1: Tensor
+    dense: Dense
+
+
+@pytest.fixture(scope="session", params=[2, 1], ids=["multi-head", "grouped-query"])
+def case(request) -> Case:
+    """The same model with one key/value head per query head, and with one for two."""
+    config = {"num_key_value_heads": request.param}
+    model, tokens = tiny_model(**config), random_tokens()
+    return Case(model, config, tokens, dense_hessian(model, tokens))
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Relative distance |actual - expected| / |expected|."""
+    return float((actual.double() - expected).norm() / expected.norm())

@@ -1,0 +1,69 @@
+"""Probes: signs that depend on seed, number, name and place, and on nothing else."""
+
+import hashlib
+import itertools
+
+import pytest
+import torch
+
+from curvature.parameters import Parameters
+from curvature.probes import rademacher
+from tests.curvature.conftest import tiny_model
+
+
+def splitmix64_signs(name: str, count: int, *, seed: int, probe: int) -> list[int]:
+    """The documented hash in Python's unbounded integers, state advanced one output at a time."""
+    state = int.from_bytes(hashlib.blake2b(f"{seed}/{probe}/{name}".encode(), digest_size=8).digest(), "little")
+    signs: list[int] = []
+    while len(signs) < count:
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        z = state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+        z ^= z >> 31
+        signs += [1 if z >> bit & 1 else -1 for bit in range(64)]
+    return signs[:count]
+
+
+@pytest.mark.parametrize(("seed", "probe"), [(0, 0), (7, 31), (2**63 - 1, -1)])
+def test_signs_follow_the_documented_hash(seed, probe):
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert rademacher(name, 0, 1000, seed=seed, probe=probe).tolist() == splitmix64_signs(
+        name, 1000, seed=seed, probe=probe
+    )
+
+
+def test_golden_signs():
+    """Results of different machines and years are comparable only while these stay."""
+    assert rademacher("lm_head.weight", 0, 8, seed=0, probe=0).tolist() == [-1, 1, 1, 1, -1, -1, -1, 1]
+    assert rademacher("model.norm.weight", 1000, 1008, seed=5, probe=3).tolist() == [-1, 1, -1, 1, -1, 1, 1, -1]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 64), (1, 63), (63, 65), (64, 128), (100, 777), (995, 1000), (5, 5)])
+def test_a_shard_holds_its_slice_of_the_whole(start, stop):
+    whole = rademacher("w", 0, 1000, seed=3, probe=2)
+    assert torch.equal(rademacher("w", start, stop, seed=3, probe=2), whole[start:stop])
+
+
+def test_signs_are_balanced_and_uncorrelated():
+    """Sums of n independent signs have standard deviation sqrt(n); 5 of them would be one chance in 1.7 million."""
+    n = 100_000
+    streams = [
+        rademacher(name, 0, n, seed=seed, probe=probe)
+        for name, seed, probe in itertools.product(("a.weight", "b.weight"), (0, 1), (0, 1))
+    ]
+    assert all(set(stream.unique().tolist()) == {-1, 1} for stream in streams)
+    assert all(abs(int(stream.sum())) < 5 * n**0.5 for stream in streams)
+    for one, other in itertools.combinations(streams, 2):
+        assert abs(int((one * other).sum())) < 5 * n**0.5
+    for lag in (1, 2, 63, 64, 65):
+        assert abs(int((streams[0][lag:] * streams[0][:-lag]).sum())) < 5 * n**0.5
+
+
+def test_a_models_probe_joins_those_of_its_tensors_and_ignores_their_values():
+    parameters, other = Parameters(tiny_model()), Parameters(tiny_model(torch.float32))
+    v_P = parameters.probe(4, 9)
+    for name, part in parameters.split(v_P).items():
+        expected = rademacher(name, 0, part.numel(), seed=4, probe=9)
+        assert torch.equal(part.flatten(), expected.double())
+    assert torch.equal(other.probe(4, 9), v_P.float())
