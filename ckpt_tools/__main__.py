@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from train.command import run_command
+from train.command import Progress, UserError, run_command
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
@@ -17,17 +17,22 @@ def _commands() -> None:
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="RUN/checkpoints/stepXXXXXXXX, of any TP, PP and DP")],
-    out: Annotated[Path, typer.Argument(help="HF directory to write")],
+    checkpoints: Annotated[list[Path], typer.Argument(help="RUN/checkpoints/stepXXXXXXXX, of any TP, PP and DP")],
+    out: Annotated[Path, typer.Argument(help="HF directory to write; of several checkpoints, what holds theirs")],
 ) -> None:
-    """Export a checkpoint to a verified HF directory.
+    """Export checkpoints to verified HF directories; several go below OUT under their own names, as with cp.
 
-    Example: python -m ckpt_tools export runs/tiny/lr3e-3/checkpoints/step00000400 runs/tiny/lr3e-3/hf/step00000400
+    Example: python -m ckpt_tools export runs/tiny/lr3e-3/checkpoints/step* runs/tiny/lr3e-3/hf
     """
     from ckpt_tools.export import export as export_checkpoint
 
-    parity = export_checkpoint(checkpoint, out)
-    typer.echo(f"{out}: logits within {parity['max_absolute_error']:.2g} of the training engine's")
+    targets = [out] if len(checkpoints) == 1 else [out / checkpoint.name for checkpoint in checkpoints]
+    if len(set(targets)) != len(targets):
+        raise UserError("two checkpoints have the same name; export them one by one")
+    with Progress("export", total=len(targets)) as progress:
+        for checkpoint, target in zip(checkpoints, targets, strict=True):
+            parity = export_checkpoint(checkpoint, target)
+            progress.advance(parity=parity["max_absolute_error"])
 
 
 if __name__ == "__main__":

@@ -85,6 +85,15 @@ def test_a_second_export_changes_nothing_and_another_checkpoint_replaces_it(trai
     assert not (out / "quant").exists(), "measurements of another checkpoint must not stay"
 
 
+def test_several_checkpoints_go_under_their_own_names(trained, exported, tmp_path):
+    checkpoints = [str(trained("dp1") / "checkpoints" / f"step{step:08d}") for step in (10, 20)]
+    done = python("ckpt_tools", "export", *checkpoints, str(tmp_path / "hf"))
+    assert done.returncode == 0, done.stderr
+    for step in (10, 20):
+        weights = tmp_path / "hf" / f"step{step:08d}" / "model.safetensors"
+        assert weights.read_bytes() == (exported("dp1", step) / "model.safetensors").read_bytes()
+
+
 @pytest.fixture
 def copy(trained, tmp_path):
     """A run directory of one's own to damage."""

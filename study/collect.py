@@ -1,0 +1,164 @@
+"""All measurements of a study as one table: a row per run and checkpoint, a column per figure.
+
+Columns have the names of the MLflow metrics: `held_out_loss`, `quant/gptq-b3-g32/relative_error`, `curvature/trace`.
+There is neither a time nor a path in the table: a study that was killed and resumed gives the same one.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from study.recipes import Study
+from study.steps import curvature_result, quantization_result
+from train.command import UserError
+from train.config import RunConfig
+from train.run_directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record
+
+TABLE = "table.parquet"
+INTERVAL_FIGURES = (
+    "cross_entropy",
+    "cross_entropy_quantized",
+    "absolute_error",
+    "relative_error",
+    "kl_divergence",
+)
+COUNT_FIGURES = ("tokens", "documents")
+CURVATURE_FIGURES = {
+    "loss": ("loss",),
+    "trace": ("trace", "mean"),
+    "trace_standard_error": ("trace", "standard_error"),
+    "trace_probes": ("trace", "probes"),
+    "lambda_max": ("lambda_max", "value"),
+    "lambda_max_residual": ("lambda_max", "residual"),
+    "lambda_max_converged": ("lambda_max", "converged"),
+    "lambda_max_iterations": ("lambda_max", "iterations"),
+}
+INTEGERS = {"step", "tokens", "documents", "trace_probes", "lambda_max_iterations"}
+
+
+class Collected(NamedTuple):
+    """The table's rows and how much of the study they cover."""
+
+    rows: list[dict[str, Any]]
+    found: int
+    expected: int
+
+
+def quantization_columns(spec: str) -> list[str]:
+    """Columns of one quantization; `_low` and `_high` bound the figure before them."""
+    columns = [f"{figure}{bound}" for figure in INTERVAL_FIGURES for bound in ("", "_low", "_high")]
+    return [f"quant/{spec}/{column}" for column in (*columns, "top1_agreement", *COUNT_FIGURES)]
+
+
+def schema_of(study: Study) -> pa.Schema:
+    """Names and types of the table's columns, decided by the study alone."""
+    fields = [("study", pa.string()), ("run", pa.string()), ("phase", pa.string()), ("peak_lr", pa.float64())]
+    fields += [("step", pa.int64()), ("tokens", pa.int64()), ("learning_rate", pa.float64())]
+    fields += [("train_loss", pa.float64()), ("held_out_loss", pa.float64())]
+    names = [name for spec in study.quantization.specs for name in quantization_columns(spec)]
+    names += [f"curvature/{figure}" for figure in CURVATURE_FIGURES]
+    for name in names:
+        figure = name.rpartition("/")[2]
+        is_flag = figure.endswith("_converged")
+        fields.append((name, pa.bool_() if is_flag else pa.int64() if figure in INTEGERS else pa.float64()))
+    return pa.schema(fields)
+
+
+def phase_of(run: RunConfig, step: int) -> str:
+    """Part of the schedule that update `step` belongs to: warmup, stable or anneal."""
+    if step <= run.schedule.warmup_steps:
+        return "warmup"
+    return "anneal" if run.schedule.anneal and step > run.schedule.anneal.start_step else "stable"
+
+
+def read_measured(path: Path) -> dict[str, Any]:
+    """The `measured` part of a result.json; UserError if it is none."""
+    try:
+        return dict(json.loads(path.read_text())["measured"])
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError):
+        raise UserError(f"{path} is no result of a measurement; remove it and run the study again") from None
+
+
+def quantization_values(path: Path, spec: str) -> dict[str, Any]:
+    """Columns of one quantization from its result.json."""
+    measured = read_measured(path)
+    try:
+        values = {figure: measured[figure] for figure in (*INTERVAL_FIGURES, "top1_agreement", *COUNT_FIGURES)}
+        for figure in INTERVAL_FIGURES:
+            values[f"{figure}_low"], values[f"{figure}_high"] = measured["intervals"][figure]
+    except KeyError as error:
+        raise UserError(f"{path} has no {error} under 'measured'; remove it and run the study again") from None
+    return {f"quant/{spec}/{figure}": value for figure, value in values.items()}
+
+
+def curvature_values(path: Path) -> dict[str, Any]:
+    """Columns of the curvature measurement from its result.json."""
+    values: dict[str, Any] = {}
+    for figure, keys in CURVATURE_FIGURES.items():
+        value: Any = read_measured(path)
+        for key in keys:
+            if not isinstance(value, dict) or key not in value:
+                raise UserError(f"{path} has no measured.{'.'.join(keys)}; remove it and run the study again")
+            value = value[key]
+        values[f"curvature/{figure}"] = value
+    return values
+
+
+def collect_rows(directory: Path, study: Study) -> Collected:
+    """One row per run and complete checkpoint, in the order of the study; what is not measured yet is left out."""
+    rows, found, expected = [], 0, 0
+    for run in study.runs:
+        run_directory = RunDirectory(directory / run.name)
+        for step in run.save_steps:
+            expected += 2 + len(study.quantization.specs)
+            checkpoint = run_directory.checkpoint(step)
+            if not (checkpoint / CHECKPOINT_JSON).exists():
+                continue
+            record = read_checkpoint_record(checkpoint)
+            row = {
+                "study": study.name,
+                "run": run.name,
+                "phase": phase_of(run, step),
+                "peak_lr": run.optimizer.peak_lr,
+                "step": step,
+                "tokens": record.tokens,
+                "learning_rate": record.learning_rate,
+                "train_loss": record.train_loss,
+                "held_out_loss": record.held_out_loss,
+            }
+            found += 1
+            for spec in study.quantization.specs:
+                path = directory / quantization_result(run.name, step, spec)
+                if path.exists():
+                    row |= quantization_values(path, spec)
+                    found += 1
+            path = directory / curvature_result(run.name, step)
+            if path.exists():
+                row |= curvature_values(path)
+                found += 1
+            rows.append(row)
+    return Collected(rows, found, expected)
+
+
+def write_table(directory: Path, study: Study, rows: list[dict[str, Any]]) -> Path:
+    """Writes table.parquet aside and renames it."""
+    path, aside = directory / TABLE, directory / f".{TABLE}.{os.getpid()}"
+    try:
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema_of(study)), aside)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return path
+
+
+def read_table(directory: Path) -> list[dict[str, Any]]:
+    """The rows of table.parquet; UserError if it was not collected yet."""
+    path = directory / TABLE
+    if not path.exists():
+        raise UserError(f"{path} does not exist; make it with 'python -m study collect {directory.name}'")
+    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    return rows

@@ -1,0 +1,120 @@
+"""Real text that every machine has: the source of the running interpreter's standard library, and its tokenizer."""
+
+import hashlib
+import json
+import platform
+import sysconfig
+import tokenize
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from train.command import Progress, UserError
+from train.run_directory import committed_directory, record_files, sha256_of, write_json
+
+END_OF_TEXT = "<|endoftext|>"
+SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+MINIMAL_FILES = 100  # fewer are no standard library (some distributions ship it zipped)
+
+
+def source_files(root: Path) -> list[Path]:
+    """Python files below `root` in the order of their relative paths, without tests and installed packages."""
+    files = [
+        path
+        for path in root.rglob("*.py")
+        if path.is_file() and SKIPPED_DIRECTORIES.isdisjoint(path.relative_to(root).parts[:-1])
+    ]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _digest(relative_path: str) -> int:
+    return int.from_bytes(hashlib.sha256(relative_path.encode()).digest()[:8], "big")
+
+
+def is_held_out(relative_path: str, percent: int) -> bool:
+    """Whether a file is kept for measuring: a function of its path alone, so the split survives new files."""
+    return _digest(relative_path) % 100 < percent
+
+
+def head_of(text: str, characters: int) -> str:
+    """The longest run of whole lines from the beginning within `characters`; at least the cut first line."""
+    if len(text) <= characters:
+        return text
+    return text[: text.rfind("\n", 0, characters) + 1] or text[:characters]
+
+
+def _read(path: Path) -> str:
+    with tokenize.open(path) as file:  # decodes by the file's own coding line
+        return file.read()
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE whose token 0 ends a text; every byte is a token, so any text can be encoded."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise UserError(f"the text yields {tokenizer.get_vocab_size()} tokens, not {vocab_size}; lower --vocab-size")
+    return tokenizer
+
+
+def _save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    directory.mkdir()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(directory / "tokenizer_config.json", config)
+
+
+def build_corpus(
+    out: Path, *, vocab_size: int, held_out_percent: int, held_out_characters: int, root: Path | None = None
+) -> dict[str, int]:
+    """Writes OUT/{train,held_out}.jsonl, OUT/tokenizer/ and, last, OUT/corpus.json; returns files per split.
+
+    Training files come whole and in the order of their paths. Held-out files come in the order of a hash of their
+    paths, each cut to its beginning: intervals resample documents, so many short ones tell more than a few long ones,
+    and any prefix of the split is a sample of all of it. The tokenizer sees the training files alone.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    files = source_files(root)
+    if len(files) < MINIMAL_FILES:
+        raise UserError(f"{root} holds {len(files)} Python files; use an interpreter with an unzipped standard library")
+    splits: dict[str, list[tuple[str, str]]] = {"train": [], "held_out": []}
+    hashes = {}
+    with Progress("corpus", total=len(files)) as progress:
+        for path in files:
+            relative = path.relative_to(root).as_posix()
+            hashes[relative] = sha256_of(path)
+            held_out, text = is_held_out(relative, held_out_percent), _read(path)
+            if text.strip():
+                kept = head_of(text, held_out_characters) if held_out else text
+                splits["held_out" if held_out else "train"].append((relative, kept))
+            progress.advance()
+    splits["held_out"].sort(key=lambda document: _digest(document[0]))
+    if not splits["held_out"]:
+        raise UserError(f"no file of {len(files)} is held out; raise --held-out-percent")
+    with committed_directory(out) as directory:
+        for split, documents in splits.items():
+            lines = [json.dumps({"text": text, "path": relative}) + "\n" for relative, text in documents]
+            (directory / f"{split}.jsonl").write_text("".join(lines))
+        _save_tokenizer(train_tokenizer([text for _, text in splits["train"]], vocab_size), directory / "tokenizer")
+        content = {
+            "python": platform.python_version(),
+            "vocab_size": vocab_size,
+            "held_out_percent": held_out_percent,
+            "held_out_characters": held_out_characters,
+            "files": {name: record.model_dump() for name, record in record_files(directory).items()},
+            "sources_sha256": hashes,
+        }
+        write_json(directory / "corpus.json", content)
+    return {split: len(documents) for split, documents in splits.items()}

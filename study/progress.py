@@ -1,0 +1,121 @@
+"""What a study tells while it runs: a bar with ETA on a terminal, a line per step otherwise."""
+
+import sys
+import time
+from pathlib import Path
+from statistics import mean
+
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+
+from study.steps import COMMAND_PROMPT, Ledger, Step, log_path
+from train.command import PLAIN_LINE_EVERY_SECONDS
+
+
+def clock(seconds: float) -> str:
+    """'2:05' for 125 seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def last_line(log: Path) -> str:
+    """The last line a step printed, without reading the rest of its log; 'starting' if it printed nothing yet."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4000))
+        lines = file.read().decode(errors="replace").splitlines()
+    line = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return "starting" if line.startswith(COMMAND_PROMPT) else line
+
+
+class StudyProgress:
+    """Counts steps; the ETA comes from what steps of the same kind took, in this run or an earlier one."""
+
+    def __init__(self, name: str, steps: list[Step], workers: int, ledger: Ledger) -> None:
+        self.name, self.workers, self.directory = name, workers, ledger.directory
+        self.open = {step.name: step for step in steps}
+        self.total = len(steps)
+        self.running: dict[str, float] = {}
+        self.took: dict[str, list[float]] = {}
+        for step in steps:
+            record = ledger.record(step)
+            if record is not None:
+                self._learn(step, record["seconds"])
+        self._bar: RichProgress | None = None
+        if sys.stderr.isatty():
+            columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")]
+            self._bar = RichProgress(*columns, TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
+            self._task = self._bar.add_task(name, total=self.total, note="")
+        self.interval_seconds = 0.5 if self._bar else PLAIN_LINE_EVERY_SECONDS
+        self._printed_at = time.monotonic()
+
+    def __enter__(self) -> "StudyProgress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def _learn(self, step: Step, seconds: float) -> None:
+        # as a ratio to the first guess: trainings of one kind differ in length
+        self.took.setdefault(step.kind, []).append(seconds / step.expected_seconds)
+
+    def expected_seconds(self, step: Step) -> float:
+        """How long a step takes, as far as known."""
+        return step.expected_seconds * mean(self.took.get(step.kind, [1.0]))
+
+    def eta_seconds(self) -> float:
+        """Work left over all slots, or the longest step left if that takes longer."""
+        now = time.monotonic()
+        work, longest = 0.0, 0.0
+        for step in self.open.values():
+            left = self.expected_seconds(step)
+            if step.name in self.running:
+                left = max(left - (now - self.running[step.name]), 0.05 * left)
+            work += left * min(step.slots, self.workers)
+            longest = max(longest, left)
+        return max(work / self.workers, longest)
+
+    def _count(self) -> str:
+        return f"[{self.total - len(self.open)}/{self.total}]"
+
+    def _print(self, line: str) -> None:
+        self._printed_at = time.monotonic()
+        if self._bar:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def started(self, step: Step) -> None:
+        """A step begins."""
+        self.running[step.name] = time.monotonic()
+        self.refresh()
+
+    def skipped(self, step: Step) -> None:
+        """A step was complete already."""
+        del self.open[step.name]
+        self.refresh()
+
+    def finished(self, step: Step, seconds: float) -> None:
+        """A step ended well."""
+        del self.open[step.name], self.running[step.name]
+        self._learn(step, seconds)
+        if not self._bar:
+            self._print(f"{self._count()} {step.name}  {seconds:.1f} s  ETA {clock(self.eta_seconds())}")
+
+    def failed(self, step: Step, line: str) -> None:
+        """A step ended badly; the others go on."""
+        del self.open[step.name], self.running[step.name]
+        self._print(line)
+
+    def refresh(self) -> None:
+        """Updates the bar; without a terminal, shows what the running steps last said, every few seconds."""
+        eta = clock(self.eta_seconds())
+        if self._bar:
+            note = f"ETA {eta}  {', '.join(self.running)}"
+            self._bar.update(self._task, completed=self.total - len(self.open), note=note)
+        elif self.running and time.monotonic() - self._printed_at >= PLAIN_LINE_EVERY_SECONDS:
+            for name in self.running:
+                said = last_line(log_path(self.directory, self.open[name]))
+                self._print(f"{self._count()} {name}: {said}  (study ETA {eta})")

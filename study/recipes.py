@@ -1,0 +1,236 @@
+"""Recipes: an ablation as a plain Python function that returns a Study.
+
+A variant is a function with the one thing that differs as its argument; nothing here reads a file or a flag.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from quant_eval.specs import parse_spec
+from train.command import UserError, explain_validation
+from train.config import (
+    CosinePhase,
+    DataConfig,
+    Frozen,
+    LinearAnneal,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from train.run_directory import write_json
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$"
+
+
+class CorpusSettings(Frozen):
+    """The text of the running interpreter's standard library and the tokenizer trained on it."""
+
+    vocab_size: int = Field(gt=256, description="tokens of the byte-level BPE, end-of-text and 256 bytes included")
+    held_out_percent: int = Field(gt=0, lt=100, description="share of the files kept for measuring")
+    held_out_characters: int = Field(gt=0, description="kept of each held-out file")
+
+
+class QuantizationSettings(Frozen):
+    """What every checkpoint is quantized with, calibrated on and evaluated on."""
+
+    specs: tuple[str, ...] = Field(min_length=1)
+    calibration_sequences: int = Field(ge=1)
+    eval_tokens: int = Field(ge=1, description="predicted tokens behind each loss")
+
+    @model_validator(mode="after")
+    def _canonical(self) -> Self:
+        # A spec names a directory and a column, so it must be written in its one canonical form.
+        for spec in self.specs:
+            canonical = parse_spec(spec).name
+            if spec != canonical:
+                raise ValueError(f"write {canonical} instead of {spec}")
+        if len(set(self.specs)) != len(self.specs):
+            raise ValueError("a spec is listed twice")
+        return self
+
+
+class CurvatureSettings(Frozen):
+    """Hessian of the held-out loss at every checkpoint: trace by Hutchinson, top eigenvalue by Lanczos."""
+
+    pairs: int = Field(ge=2, description="(probe, microbatch) pairs behind the trace")
+    microbatch_sequences: int = Field(ge=1)
+    eigen_sequences: int = Field(ge=1)
+    tolerance: float = Field(gt=0, description="relative residual that counts as converged")
+
+
+class Study(Frozen):
+    """One study, resolved: what is trained and what is measured at every checkpoint. The content of study.json."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    description: str
+    ranks: int = Field(gt=0, description="processes of one training run")
+    corpus: CorpusSettings
+    runs: tuple[RunConfig, ...] = Field(min_length=1)
+    quantization: QuantizationSettings
+    curvature: CurvatureSettings
+
+    @model_validator(mode="after")
+    def _unique(self) -> Self:
+        names = [run.name for run in self.runs]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two runs share a name among {', '.join(names)}")
+        return self
+
+
+def learning_rate_name(peak_lr: float) -> str:
+    """Name of a run after its peak learning rate: 0.003 -> 'lr3e-3', 0.00025 -> 'lr2.5e-4'."""
+    exponent = math.floor(math.log10(peak_lr))
+    return f"lr{round(peak_lr / 10**exponent, 6):g}e{exponent}"
+
+
+def spec_title(spec: str) -> str:
+    """'GPTQ, 3 bits, groups of 32' for gptq-b3-g32."""
+    parsed = parse_spec(spec)
+    scale = f"groups of {parsed.group_size}" if parsed.group_size else "one scale per channel"
+    return f"{parsed.method.upper()}, {parsed.bits} bits, {scale}"
+
+
+# The OLMo2-7B ablation (arXiv 2501.00656, section 4.1): cosine towards 5e12 tokens, left at step 72,000 of 4,194,304
+# tokens for a linear anneal. Seen from there the horizon is this many times as far as the start of the anneal.
+HORIZON_OVER_ANNEAL_START = 5e12 / (72_000 * 4_194_304)
+
+TINY_PEAKS = (1e-3, 3e-3, 1e-2, 3e-2)
+TINY_MODEL = ModelConfig(
+    vocab_size=2048,
+    hidden_size=128,
+    intermediate_size=384,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+)
+TINY_SEQUENCE_LENGTH = 128
+TINY_BATCH = 32
+TINY_MICRO_BATCH = 16
+
+
+@dataclass(frozen=True)
+class _TinySize:
+    """What differs between the profiles of `tiny`; steps are optimizer steps of 4,096 tokens."""
+
+    peaks: tuple[float, ...]
+    warmup_steps: int
+    anneal_start: int
+    total_steps: int
+    save_steps: tuple[int, ...]
+    evaluate_every_steps: int
+    eval_tokens: int
+    calibration_sequences: int
+    pairs: int
+
+
+_TINY_FULL = _TinySize(
+    peaks=TINY_PEAKS,
+    warmup_steps=25,
+    anneal_start=360,
+    total_steps=500,
+    save_steps=(60, 120, 200, 280, 360, 390, 420, 450, 475, 500),
+    evaluate_every_steps=20,
+    eval_tokens=32_768,
+    calibration_sequences=128,
+    pairs=16,
+)
+_TINY_SMOKE = _TinySize(
+    peaks=(3e-3, 3e-2),
+    warmup_steps=5,
+    anneal_start=40,
+    total_steps=60,
+    save_steps=(40, 60),
+    evaluate_every_steps=10,
+    eval_tokens=8_192,
+    calibration_sequences=32,
+    pairs=4,
+)
+
+
+def _tiny_run(peak_lr: float, size: _TinySize) -> RunConfig:
+    return RunConfig(
+        name=learning_rate_name(peak_lr),
+        seed=6198,
+        precision="fp32",
+        model=TINY_MODEL,
+        data=DataConfig(
+            train="../data/train",
+            held_out="../data/held_out",
+            tokenizer="../data/corpus/tokenizer",
+            sequence_length=TINY_SEQUENCE_LENGTH,
+            held_out_sequences=128,
+        ),
+        optimizer=OptimizerConfig(peak_lr=peak_lr),
+        schedule=ScheduleConfig(
+            warmup_steps=size.warmup_steps,
+            phase=CosinePhase(horizon_steps=round(size.anneal_start * HORIZON_OVER_ANNEAL_START)),
+            anneal=LinearAnneal(start_step=size.anneal_start),
+        ),
+        total_steps=size.total_steps,
+        batch_size=TINY_BATCH,
+        micro_batch_size=TINY_MICRO_BATCH,
+        save_steps=size.save_steps,
+        evaluate_every_steps=size.evaluate_every_steps,
+    )
+
+
+def _tiny_of_size(name: str, size: _TinySize) -> Study:
+    return Study(
+        name=name,
+        description="The OLMo2-7B learning-rate ablation in small: a near-constant rate, then a linear anneal to 0",
+        ranks=2,
+        corpus=CorpusSettings(vocab_size=TINY_MODEL.vocab_size, held_out_percent=5, held_out_characters=4096),
+        runs=tuple(_tiny_run(peak_lr, size) for peak_lr in size.peaks),
+        quantization=QuantizationSettings(
+            specs=("gptq-b3-g32", "gptq-b4-g32"),
+            calibration_sequences=size.calibration_sequences,
+            eval_tokens=size.eval_tokens,
+        ),
+        curvature=CurvatureSettings(pairs=size.pairs, microbatch_sequences=2, eigen_sequences=4, tolerance=1e-2),
+    )
+
+
+def tiny() -> Study:
+    """About a million parameters on the standard library's source; minutes on two cores."""
+    return _tiny_of_size("tiny", _TINY_FULL)
+
+
+def tiny_smoke() -> Study:
+    """The same study with two learning rates, two checkpoints and a short training."""
+    return _tiny_of_size("tiny-smoke", _TINY_SMOKE)
+
+
+# recipe -> profile -> function; "full" is the study itself.
+RECIPES: dict[str, dict[str, Callable[[], Study]]] = {"tiny": {"full": tiny, "smoke": tiny_smoke}}
+
+
+def resolve(recipe: str, profile: str) -> Study:
+    """The study of a recipe's name and profile; UserError that lists what there is."""
+    if recipe not in RECIPES:
+        raise UserError(f"no recipe '{recipe}'; take one of: {', '.join(RECIPES)}")
+    if profile not in RECIPES[recipe]:
+        raise UserError(f"recipe {recipe} has no profile '{profile}'; take one of: {', '.join(RECIPES[recipe])}")
+    return RECIPES[recipe][profile]()
+
+
+def save_study(directory: Path, study: Study) -> None:
+    """Writes study.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / "study.json", study.model_dump(mode="json"))
+
+
+def load_study(directory: Path) -> Study:
+    """The study of a study directory; UserError if it holds none or one of another version."""
+    path = directory / "study.json"
+    try:
+        return Study.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; start the study with 'python -m study run NAME --root ROOT'") from None
+    except ValidationError as error:
+        raise explain_validation(str(path), error) from None

@@ -1,0 +1,198 @@
+"""report.html: findings, one table, the figures and the commands behind every number, in one file without scripts."""
+
+import base64
+import json
+import math
+import os
+import shlex
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from study.collect import read_table
+from study.figures import Rows, draw_all
+from study.mlflow_mirror import server_command
+from study.recipes import RECIPES, Study, spec_title
+from study.steps import INTERVAL_LEVEL, Step, shown, steps_of
+from study.summary import Estimate, RunSummary, findings, summarize
+from train.run_directory import RunDirectory
+
+REPORT = "report.html"
+STYLE = """
+body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; color: #1c1c1c; background: #fff;
+  max-width: 62rem; margin: 2.5rem auto; padding: 0 1.5rem; }
+h1 { font-size: 1.7rem; margin: 0 0 .2rem; } h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem; }
+.lead { color: #555; margin-top: 0; } figure { margin: 1.6rem 0; } img { width: 100%; height: auto; }
+img.narrow { max-width: 42rem; } figcaption, .note { color: #555; font-size: .87rem; max-width: 56rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .8rem 0; }
+th, td { text-align: right; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid #e4e4e4; vertical-align: top; }
+th:first-child, td:first-child { text-align: left; } thead tr:last-child th { border-bottom: 2px solid #1c1c1c; }
+.settings td { text-align: left; } thead tr + tr th { font-weight: 400; }
+.interval { color: #666; font-size: .83em; white-space: nowrap; display: block; }
+pre { background: #f6f6f4; padding: .7rem .9rem; overflow-x: auto; font-size: .8rem; line-height: 1.6; }
+summary { cursor: pointer; margin: .3rem 0; } li { margin: .25rem 0; }
+"""
+CAPTIONS = {
+    "quantization_error": "Quantization error against training tokens: quantized loss / full-precision loss - 1 on "
+    "held-out text, bars are their intervals. Dotted, on the second axis: the learning rate as a share of its peak.",
+    "validation_loss": "Validation loss against training tokens, in full precision; markers are checkpoints.",
+    "full_against_quantized": "Loss after against loss before quantization, a point per checkpoint of the second half "
+    "of training; filled points lie in the anneal. On the dashed line quantization costs nothing.",
+    "curvature": "Trace (bars: two standard errors) and largest eigenvalue (bars: residual) of the Hessian of the "
+    "held-out loss.",
+}
+
+
+def _estimate(estimate: Estimate | None, digits: int, scale: float = 1.0, unit: str = "") -> str:
+    if estimate is None:
+        return "<td>not measured</td>"
+    low, high = estimate.low * scale, estimate.high * scale
+    interval = f'<span class="interval">[{low:.{digits}f}, {high:.{digits}f}]</span>'
+    return f"<td>{estimate.value * scale:.{digits}f}{unit}{interval}</td>"
+
+
+def _percent_digits(estimates: list[Estimate | None]) -> int:
+    """Decimals at which the largest of these shares shows three figures as a percentage; two at least."""
+    largest = max((abs(found.value) for found in estimates if found), default=1.0)
+    return max(2, 1 - math.ceil(math.log10(largest))) if largest > 0 else 2
+
+
+def _row(cells: Sequence[str], tag: str = "td") -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _summary_table(study: Study, summaries: list[RunSummary]) -> str:
+    """One row per learning rate."""
+    specs = study.quantization.specs
+    above = "".join(f'<th colspan="2">{escape(spec_title(spec))}</th>' for spec in specs)
+    head = ["peak learning rate", "final loss, nats per token", *["error before the anneal", "after it"] * len(specs)]
+    columns = [f"quant/{spec}/relative_error" for spec in specs]
+    digits = {
+        column: _percent_digits([part[column] for summary in summaries for part in (summary.before, summary.after)])
+        for column in columns
+    }
+    body = []
+    for summary in summaries:
+        cells = f"<td>{escape(summary.label)}</td>{_estimate(summary.loss, digits=3)}"
+        for column in columns:
+            for measured in (summary.before[column], summary.after[column]):
+                cells += _estimate(measured, digits[column], scale=100, unit=" %")
+        body.append(f"<tr>{cells}</tr>")
+    thead = f"<tr><th></th><th></th>{above}</tr>{_row(head, 'th')}"
+    return f"<table><thead>{thead}</thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def _figures(paths: dict[str, Path]) -> str:
+    parts = []
+    for name, path in paths.items():
+        data = base64.b64encode(path.read_bytes()).decode()
+        kind = ' class="narrow"' if name == "validation_loss" else ""
+        caption = escape(CAPTIONS[name])
+        parts.append(
+            f'<figure><img{kind} alt="{caption}" src="data:image/png;base64,{data}">'
+            f"<figcaption>{caption}</figcaption></figure>"
+        )
+    return "".join(parts)
+
+
+def _settings(directory: Path, study: Study) -> str:
+    """Model, schedule and software of the study; what the runs share is told once."""
+    run = study.runs[0]
+    model, anneal = run.model, run.schedule.anneal
+    quantization, curvature = study.quantization, study.curvature
+    rows = [
+        ("model", f"OLMo2, {model.num_hidden_layers} layers, width {model.hidden_size}, vocabulary {model.vocab_size}"),
+        (
+            "training",
+            f"{run.total_steps} steps of {run.batch_size} x {run.data.sequence_length} tokens, {run.precision}",
+        ),
+        (
+            "schedule",
+            f"{run.schedule.warmup_steps} steps of warm-up, {run.schedule.phase.kind}"
+            + (f", linear anneal to zero from step {anneal.start_step}" if anneal else ""),
+        ),
+        (
+            "optimizer",
+            f"AdamW, betas {run.optimizer.beta1:g} and {run.optimizer.beta2:g}, weight decay "
+            f"{run.optimizer.weight_decay:g}, seed {run.seed}",
+        ),
+        (
+            "quantization",
+            f"{', '.join(quantization.specs)}; {quantization.calibration_sequences} calibration sequences, "
+            f"losses over {quantization.eval_tokens} tokens",
+        ),
+        (
+            "curvature",
+            f"{curvature.pairs} probe pairs of {curvature.microbatch_sequences} sequences; largest eigenvalue on "
+            f"{curvature.eigen_sequences} sequences",
+        ),
+        ("engine", f"{run.engine}, {study.ranks} ranks"),
+    ]
+    path = RunDirectory(directory / run.name).environment_json
+    if path.exists():
+        last = json.loads(path.read_text())["attempts"][-1]
+        commit = last.get("commit") or "not recorded"
+        rows.append(("commit", commit + (" with uncommitted changes" if last.get("uncommitted_changes") else "")))
+        versions = {"python": last.get("python", "unknown")} | last.get("packages", {})
+        rows.append(("software", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    return f'<table class="settings">{"".join(_row(row) for row in rows)}</table>'
+
+
+def _run_again(study: Study) -> str:
+    for recipe, profiles in RECIPES.items():
+        for profile in profiles:
+            if profiles[profile]().name == study.name:
+                return f'python -m study run {recipe} --profile {profile} --root "$STUDY/.."'
+    return f'python -m study status {study.name} --root "$STUDY/.."'
+
+
+def _commands(directory: Path, study: Study) -> str:
+    """The commands of every step, by run; each checkpoint's three make the numbers of its row."""
+    groups: dict[str, list[Step]] = {"text and tokenizer": []}
+    for step in steps_of(study):
+        text = step.kind in ("corpus", "prepare")
+        title = f"run {step.run}" if step.run else "text and tokenizer" if text else "table, report and MLflow"
+        groups.setdefault(title, []).append(step)
+    blocks = []
+    for title, members in groups.items():
+        lines = escape("\n".join(shown(step.command) for step in members))
+        blocks.append(
+            f"<details><summary>{escape(title)} ({len(members)} commands)</summary><pre>{lines}</pre></details>"
+        )
+    start = escape(f"export STUDY={shlex.quote(str(directory.absolute()))}\n{_run_again(study)}")
+    return f"<pre>{start}</pre>{''.join(blocks)}"
+
+
+def write_report(directory: Path, study: Study) -> Path:
+    """Draws the figures and writes report.html aside, then renames it."""
+    rows: Rows = read_table(directory)
+    summaries = summarize(study, rows)
+    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in findings(study, summaries))
+    counts = sorted({row[f"quant/{study.quantization.specs[0]}/documents"] for row in rows} - {None})
+    documents = " or ".join(map(str, counts)) or "0"
+    note = (
+        f"Intervals: {INTERVAL_LEVEL:.0%}, bootstrap over the {documents} documents of the evaluation text. "
+        "All models are measured on the same documents, so overlapping intervals understate what a "
+        "paired comparison could resolve; where they overlap nothing is claimed."
+    )
+    page = f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(study.name)}: quantization along training</title><style>{STYLE}</style></head><body>
+<h1>{escape(study.name)}</h1><p class="lead">{escape(study.description)}</p>
+<h2>What is seen</h2><ul>{sentences}</ul>
+{_summary_table(study, summaries)}<p class="note">{escape(note)}</p>
+<h2>Figures</h2>{_figures(draw_all(directory, study, rows))}
+<h2>Settings</h2>{_settings(directory, study)}
+<h2>Commands behind every number</h2>
+<p>The first line names this study's directory, the second repeats whatever is missing. Each result lies beside its
+model as result.json with its settings; table.parquet holds them all.</p>{_commands(directory, study)}
+<h2>MLflow</h2><pre>{escape(server_command(directory.parent))}</pre>
+</body></html>
+"""
+    aside = directory / f".{REPORT}.{os.getpid()}"
+    try:
+        aside.write_text(page, encoding="utf-8")
+        os.replace(aside, directory / REPORT)
+    finally:
+        aside.unlink(missing_ok=True)
+    return directory / REPORT

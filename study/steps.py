@@ -1,0 +1,262 @@
+"""A study as steps: commands with the files they leave behind, and when one of them need not run again.
+
+Commands name places by {python}, {root} and {study}: the same step on another machine, or after the study was moved,
+is the same text and has the same fingerprint.
+"""
+
+import hashlib
+import json
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from study.recipes import Study
+from train.command import UserError
+from train.config import RunConfig, dump_run, fingerprint, load_run
+from train.run_directory import CHECKPOINT_JSON, RunDirectory, sha256_of, step_name, write_json
+
+MLFLOW_STORE = "mlflow.db"
+CURVATURE_SPEC = "hutchinson"
+CORPUS = "data/corpus"
+COMMAND_PROMPT = "$ "  # begins the line that a log shows before each attempt
+INTERVAL_LEVEL = 0.95  # coverage of the intervals of quantization errors
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command.
+
+    Attributes:
+        name: unique in the study and fit for a file name.
+        kind: steps of one kind take about the same time.
+        command: arguments with the placeholders {python}, {root} and {study}.
+        outputs: files below the study, each written last by the command and holding the hashes of what it vouches for.
+        after: names of the steps whose outputs it reads.
+        run: the training run it belongs to, if any.
+        settings: what decides the outputs besides the command and what it reads, as a fingerprint.
+        slots: cores it occupies.
+        resumes: it goes on from its own unfinished outputs, which are therefore never removed.
+        expected_seconds: a first guess for the ETA, corrected by what steps of its kind took.
+    """
+
+    name: str
+    kind: str
+    command: tuple[str, ...]
+    outputs: tuple[str, ...]
+    after: tuple[str, ...] = ()
+    run: str = ""
+    settings: str = ""
+    slots: int = 1
+    resumes: bool = False
+    expected_seconds: float = 5.0
+
+    def argv(self, directory: Path) -> list[str]:
+        """The command for the study at `directory`."""
+        return resolve(self.command, directory)
+
+
+def resolve(command: tuple[str, ...], directory: Path) -> list[str]:
+    """Placeholders replaced by absolute paths."""
+    study = directory.absolute()
+    places = {"{python}": sys.executable, "{root}": str(study.parent), "{study}": str(study)}
+    resolved = []
+    for argument in command:
+        for placeholder, place in places.items():
+            if argument == placeholder or argument.startswith(f"{placeholder}/"):
+                argument = place + argument.removeprefix(placeholder)
+        resolved.append(argument)
+    return resolved
+
+
+def _python(*arguments: str) -> tuple[str, ...]:
+    return ("{python}", "-m", *arguments)
+
+
+def _text_steps(study: Study) -> list[Step]:
+    corpus = study.corpus
+    make = _python("study", "corpus", f"{{study}}/{CORPUS}", "--vocab-size", str(corpus.vocab_size))
+    make += ("--held-out-percent", str(corpus.held_out_percent))
+    make += ("--held-out-characters", str(corpus.held_out_characters))
+    steps = [Step("corpus", "corpus", make, (f"{CORPUS}/corpus.json",), expected_seconds=12)]
+    for split in ("train", "held_out"):
+        source, tokenizer = f"{{study}}/{CORPUS}/{split}.jsonl", f"{{study}}/{CORPUS}/tokenizer"
+        command = _python("train", "prepare", source, "--tokenizer", tokenizer, "--out", f"{{study}}/data/{split}")
+        steps.append(Step(f"prepare-{split}", "prepare", command, (f"data/{split}.json",), ("corpus",)))
+    return steps
+
+
+def _train_step(study: Study, run: RunConfig) -> Step:
+    torchrun = _python("torch.distributed.run", "--nproc-per-node", str(study.ranks))
+    torchrun += ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")  # a free port: studies run side by side
+    directory = RunDirectory(Path(run.name))
+    return Step(
+        f"train-{run.name}",
+        "train",
+        (*torchrun, "-m", "train", "run", f"{{study}}/{run.name}"),
+        tuple(str(directory.checkpoint(step) / CHECKPOINT_JSON) for step in run.save_steps),
+        ("prepare-train", "prepare-held_out"),
+        run=run.name,
+        settings=fingerprint(run),
+        slots=study.ranks,
+        resumes=True,
+        expected_seconds=15 + run.total_steps * run.tokens_per_step / 25_000,
+    )
+
+
+def quantization_result(run: str, step: int, spec: str) -> str:
+    """Path below the study of the result of one quantization."""
+    return str(RunDirectory(Path(run)).hf / step_name(step) / "quant" / spec / "result.json")
+
+
+def curvature_result(run: str, step: int) -> str:
+    """Path below the study of the result of the curvature measurement."""
+    return str(RunDirectory(Path(run)).hf / step_name(step) / "curvature" / CURVATURE_SPEC / "result.json")
+
+
+def _checkpoint_steps(study: Study, run: RunConfig, step: int) -> list[Step]:
+    directory, suffix = RunDirectory(Path(run.name)), f"{run.name}-{step_name(step)}"
+    hf, export = directory.hf / step_name(step), f"export-{suffix}"
+    exporting = _python("ckpt_tools", "export", f"{{study}}/{directory.checkpoint(step)}", f"{{study}}/{hf}")
+
+    quantization = study.quantization
+    quantizing = _python("quant_eval", "run", f"{{study}}/{hf}")
+    results = [quantization_result(run.name, step, spec) for spec in quantization.specs]
+    for spec, result in zip(quantization.specs, results, strict=True):
+        quantizing += ("--spec", spec, "--out", f"{{study}}/{Path(result).parent}")
+    quantizing += ("--calibration", "{study}/data/train", "--eval", "{study}/data/held_out")
+    quantizing += ("--calibration-sequences", str(quantization.calibration_sequences))
+    quantizing += ("--eval-tokens", str(quantization.eval_tokens), "--level", f"{INTERVAL_LEVEL:g}")
+
+    curvature, curved = study.curvature, curvature_result(run.name, step)
+    measuring = _python("curvature", "run", f"{{study}}/{hf}", "--spec", CURVATURE_SPEC)
+    measuring += ("--data", "{study}/data/held_out", "--out", f"{{study}}/{Path(curved).parent}")
+    measuring += ("--pairs", str(curvature.pairs), "--microbatch-sequences", str(curvature.microbatch_sequences))
+    measuring += ("--eigen-sequences", str(curvature.eigen_sequences), "--tolerance", f"{curvature.tolerance:g}")
+    texts = ("prepare-train", "prepare-held_out")
+    exported, trained = str(hf / "lineage.json"), f"train-{run.name}"
+    return [
+        Step(export, "export", exporting, (exported,), (trained,), run.name, expected_seconds=6),
+        Step(
+            f"quantize-{suffix}",
+            "quantize",
+            quantizing,
+            tuple(results),
+            (export, *texts),
+            run.name,
+            expected_seconds=12,
+        ),
+        Step(
+            f"curvature-{suffix}", "curvature", measuring, (curved,), (export, texts[1]), run.name, expected_seconds=12
+        ),
+    ]
+
+
+def steps_of(study: Study) -> list[Step]:
+    """All steps of a study, each after the ones it depends on. Training comes before measuring: it is wider."""
+    steps = _text_steps(study)
+    steps += [_train_step(study, run) for run in study.runs]
+    for run in study.runs:
+        for step in run.save_steps:
+            steps += _checkpoint_steps(study, run, step)
+    measured = tuple(step.name for step in steps if step.kind in ("train", "quantize", "curvature"))
+    last = [
+        ("collect", ("table.parquet",), measured, 3.0),
+        ("report", ("report.html",), ("collect",), 5.0),
+        ("mirror", ("mlflow.json", f"../{MLFLOW_STORE}"), ("collect", "report"), 15.0),
+    ]
+    for kind, outputs, after, seconds in last:
+        command = _python("study", kind, study.name, "--root", "{root}")
+        settings = fingerprint(study)
+        steps.append(Step(kind, kind, command, outputs, after, settings=settings, expected_seconds=seconds))
+    return steps
+
+
+def write_run_configurations(directory: Path, study: Study) -> None:
+    """Writes RUN/run.json of every run; UserError where a name already belongs to another configuration."""
+    for run in study.runs:
+        path = RunDirectory(directory / run.name).run_json
+        if path.exists():
+            if load_run(path) != run:
+                raise UserError(
+                    f"{path} holds another configuration than recipe {study.name}; a run's name is used once: remove "
+                    f"{path.parent} to train it again, or choose another --root"
+                )
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, dump_run(run))
+
+
+class Ledger:
+    """Which steps of a study are complete: STUDY/steps/STEP.json holds the fingerprint a step finished with."""
+
+    def __init__(self, directory: Path, steps: list[Step]) -> None:
+        self.directory = directory
+        self.steps = {step.name: step for step in steps}
+        self.records = directory / "steps"
+
+    def fingerprint(self, step: Step) -> str:
+        """SHA-256 (16 hex digits) of the command, its settings, and the contents of the outputs it depends on.
+
+        The outputs hold the hashes of the large files beside them, so a changed checkpoint or text changes this too;
+        where the study lies, or when something was written, does not.
+        """
+        reads = {
+            output: sha256_of(self.directory / output) for name in step.after for output in self.steps[name].outputs
+        }
+        content = {"command": step.command, "settings": step.settings, "reads": reads}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    def outputs_exist(self, step: Step) -> bool:
+        """Whether every output is there."""
+        return all((self.directory / output).is_file() for output in step.outputs)
+
+    def record(self, step: Step) -> dict[str, Any] | None:
+        """What was recorded when the step last finished."""
+        path = self.records / f"{step.name}.json"
+        return dict(json.loads(path.read_text())) if path.exists() else None
+
+    def is_complete(self, step: Step) -> bool:
+        """Whether the outputs are those of this very step; its dependencies must be complete."""
+        record = self.record(step)
+        return record is not None and self.outputs_exist(step) and record["fingerprint"] == self.fingerprint(step)
+
+    def prepare(self, step: Step) -> None:
+        """Removes what an earlier, different or unfinished, execution left, so that it cannot pass for the new one."""
+        (self.records / f"{step.name}.json").unlink(missing_ok=True)
+        if not step.resumes:
+            for output in step.outputs:
+                if not output.startswith("../"):  # the MLflow store belongs to all studies
+                    (self.directory / output).unlink(missing_ok=True)
+
+    def finish(self, step: Step, fingerprint: str, seconds: float) -> None:
+        """Records that the step finished."""
+        self.records.mkdir(parents=True, exist_ok=True)
+        record = {"fingerprint": fingerprint, "seconds": round(seconds, 3), "command": list(step.command)}
+        write_json(self.records / f"{step.name}.json", record)
+
+    def complete_steps(self) -> set[str]:
+        """Names of the complete steps, where a step counts only if all before it do."""
+        complete: set[str] = set()
+        for step in self.steps.values():
+            if complete.issuperset(step.after) and self.is_complete(step):
+                complete.add(step.name)
+        return complete
+
+
+def log_path(directory: Path, step: Step) -> Path:
+    """STUDY/logs/STEP.log: everything the step printed, over all attempts."""
+    return directory / "logs" / f"{step.name}.log"
+
+
+def shown(command: tuple[str, ...]) -> str:
+    """A command for people and for a shell: plain 'python', and $STUDY for the study's directory."""
+    words = []
+    for argument in command:
+        place, _, rest = argument.partition("}")
+        if place in ("{study", "{root"):
+            words.append(f'"$STUDY{"/.." if place == "{root" else ""}{rest}"')
+        else:
+            words.append("python" if argument == "{python}" else shlex.quote(argument))
+    return " ".join(words)

@@ -1,0 +1,73 @@
+"""The table against numbers read from the result files by hand."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+from study.collect import collect_rows, phase_of, read_table, write_table
+from study.recipes import tiny
+from study.steps import curvature_result, quantization_result
+from train.command import UserError
+from train.run_directory import RunDirectory, sha256_of
+
+
+def test_every_checkpoint_is_one_row_with_its_own_numbers(study_dir, study):
+    collected = collect_rows(study_dir, study)
+    assert collected.found == collected.expected == 4 * 10 * 4
+    write_table(study_dir, study, collected.rows)
+    rows = read_table(study_dir)
+    assert [(row["run"], row["step"]) for row in rows] == [
+        (run.name, step) for run in study.runs for step in run.save_steps
+    ]
+    row = next(row for row in rows if row["run"] == "lr1e-2" and row["step"] == 450)
+    checkpoint = json.loads((study_dir / "lr1e-2/checkpoints/step00000450/checkpoint.json").read_text())
+    assert (row["tokens"], row["held_out_loss"]) == (450 * 4096, checkpoint["held_out_loss"])
+    folder = study_dir / "lr1e-2/hf/step00000450"
+    quant = json.loads((folder / "quant/gptq-b4-g32/result.json").read_text())["measured"]
+    assert row["quant/gptq-b4-g32/relative_error"] == quant["relative_error"]
+    assert row["quant/gptq-b4-g32/kl_divergence_high"] == quant["intervals"]["kl_divergence"][1]
+    curvature = json.loads((folder / "curvature/hutchinson/result.json").read_text())["measured"]
+    assert row["curvature/trace_standard_error"] == curvature["trace"]["standard_error"]
+    assert row["curvature/lambda_max"] == curvature["lambda_max"]["value"]
+    assert row["curvature/lambda_max_converged"] is True
+
+
+def test_phases(study):
+    run = study.runs[0]  # warm-up to 25, anneal from 360
+    assert [phase_of(run, step) for step in (0, 25, 26, 360, 361, 500)] == [
+        "warmup", "warmup", "stable", "stable", "anneal", "anneal",
+    ]  # fmt: skip
+
+
+def test_the_table_is_the_same_bytes_wherever_and_whenever_it_is_made(study_dir, study, tmp_path):
+    first = sha256_of(write_table(study_dir, study, collect_rows(study_dir, study).rows))
+    moved = study_dir.rename(tmp_path / "elsewhere")
+    for path in moved.glob("*/metrics.jsonl"):
+        path.unlink()  # times live there
+    assert sha256_of(write_table(moved, study, collect_rows(moved, study).rows)) == first
+
+
+def test_what_is_not_measured_is_null_and_counted(study_dir, study):
+    (study_dir / quantization_result("lr1e-3", 60, "gptq-b3-g32")).unlink()
+    (study_dir / curvature_result("lr1e-3", 120)).unlink()
+    (RunDirectory(study_dir / "lr3e-2").checkpoint(500) / "checkpoint.json").unlink()
+    collected = collect_rows(study_dir, study)
+    assert collected.expected - collected.found == 1 + 1 + 4
+    path = write_table(study_dir, study, collected.rows)
+    table = pq.read_table(path)
+    assert table.num_rows == 39
+    assert table["quant/gptq-b3-g32/relative_error"].null_count == 1
+    assert table["quant/gptq-b4-g32/relative_error"].null_count == 0
+    assert table["curvature/lambda_max_converged"].null_count == 1
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"measured": {}}', '{"spec": {}}'])
+def test_a_broken_result_is_named(study_dir, content):
+    for relative in (quantization_result("lr1e-3", 60, "gptq-b3-g32"), curvature_result("lr1e-3", 60)):
+        path = study_dir / relative
+        whole = path.read_text()
+        path.write_text(content)
+        with pytest.raises(UserError, match=r"result\.json"):
+            collect_rows(study_dir, tiny())
+        path.write_text(whole)

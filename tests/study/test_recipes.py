@@ -1,0 +1,110 @@
+"""Recipes: what they promise, checked with numbers worked out by hand."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from study.recipes import RECIPES, Study, learning_rate_name, load_study, resolve, save_study, tiny
+from study.steps import steps_of, write_run_configurations
+from train.command import UserError
+from train.schedules import learning_rate
+
+PROFILES = [(recipe, profile) for recipe, profiles in RECIPES.items() for profile in profiles]
+
+
+@pytest.mark.parametrize(("recipe", "profile"), PROFILES)
+def test_every_profile_builds_and_survives_its_file(tmp_path, recipe, profile):
+    study = resolve(recipe, profile)
+    save_study(tmp_path, study)
+    assert load_study(tmp_path) == study
+
+
+def test_study_names_are_unique():
+    names = [resolve(*pair).name for pair in PROFILES]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("recipe", "profile"), PROFILES)
+def test_the_anneal_has_checkpoints_at_both_ends(recipe, profile):
+    for run in resolve(recipe, profile).runs:
+        assert run.schedule.anneal is not None
+        assert run.schedule.anneal.start_step in run.save_steps
+        assert run.save_steps[-1] == run.total_steps
+        assert learning_rate(run, run.total_steps) == 0
+
+
+@pytest.mark.parametrize(("recipe", "profile"), PROFILES)
+def test_the_rate_is_near_constant_as_in_the_7b_ablation(recipe, profile):
+    # There the anneal starts at 0.99234 of the peak. The warm-up here is a larger part of the run, and the cosine
+    # runs from its end, so the share may be slightly higher.
+    for run in resolve(recipe, profile).runs:
+        assert run.schedule.anneal is not None
+        share = learning_rate(run, run.schedule.anneal.start_step) / run.optimizer.peak_lr
+        assert share == pytest.approx(0.993, abs=0.0015)
+
+
+def test_tiny_is_the_ablation_in_small():
+    study = tiny()
+    assert [run.name for run in study.runs] == ["lr1e-3", "lr3e-3", "lr1e-2", "lr3e-2"]
+    assert [run.optimizer.peak_lr for run in study.runs] == [1e-3, 3e-3, 1e-2, 3e-2]
+    shared = {run.model_copy(update={"name": "", "optimizer": None}).model_dump_json() for run in study.runs}
+    assert len(shared) == 1  # nothing but the peak differs
+    model = study.runs[0].model
+    width, inner = model.hidden_size, model.intermediate_size
+    block = 4 * width * width + 3 * width * inner + 4 * width
+    parameters = 2 * model.vocab_size * width + model.num_hidden_layers * block + width
+    assert 0.5e6 < parameters < 2e6
+    # denser in the anneal
+    run = study.runs[0]
+    assert run.schedule.anneal is not None
+    start = run.schedule.anneal.start_step
+    gaps = [later - earlier for earlier, later in zip(run.save_steps, run.save_steps[1:], strict=False)]
+    before = [gap for gap, step in zip(gaps, run.save_steps[1:], strict=True) if step <= start]
+    after = [gap for gap, step in zip(gaps, run.save_steps[1:], strict=True) if step > start]
+    assert max(after) < min(before)
+
+
+@pytest.mark.parametrize(
+    ("peak_lr", "name"), [(1e-3, "lr1e-3"), (3e-2, "lr3e-2"), (0.01, "lr1e-2"), (2.5e-4, "lr2.5e-4"), (3.0, "lr3e0")]
+)
+def test_runs_are_named_by_value(peak_lr, name):
+    assert learning_rate_name(peak_lr) == name
+
+
+def test_a_spec_must_be_canonical_and_runs_must_differ():
+    content = tiny().model_dump(mode="json")
+    twice = content | {"runs": [content["runs"][0]] * 2}
+    with pytest.raises(ValidationError, match="share a name"):
+        Study.model_validate(twice)
+    spelt = content | {"quantization": content["quantization"] | {"specs": ["gptq-b3-g32-sym"]}}
+    with pytest.raises(ValidationError, match="write gptq-b3-g32 instead"):
+        Study.model_validate(spelt)
+
+
+def test_a_run_name_is_not_used_for_another_configuration(tmp_path):
+    study = tiny()
+    write_run_configurations(tmp_path, study)
+    write_run_configurations(tmp_path, study)  # the same again is fine
+    other = study.runs[0].model_copy(update={"seed": 1})
+    with pytest.raises(UserError, match="another configuration"):
+        write_run_configurations(tmp_path, study.model_copy(update={"runs": (other,)}))
+
+
+def test_the_steps_form_a_graph_over_distinct_outputs():
+    study = tiny()
+    steps = steps_of(study)
+    seen: set[str] = set()
+    for step in steps:
+        assert seen.issuperset(step.after), step.name
+        seen.add(step.name)
+    assert len(seen) == len(steps) == 3 + 4 + 4 * 10 * 3 + 3
+    outputs = [output for step in steps for output in step.outputs]
+    assert len(set(outputs)) == len(outputs)
+    # every input of a command lies below the study, so that the study can be moved
+    for step in steps:
+        assert not any(argument.startswith("/") for argument in step.command)
+    train = next(step for step in steps if step.kind == "train")
+    assert len(train.outputs) == 10
+    assert train.slots == 2
+    assert json.dumps(train.outputs[-1]) == '"lr1e-3/checkpoints/step00000500/checkpoint.json"'

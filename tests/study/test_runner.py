@@ -1,0 +1,238 @@
+"""The runner against real processes: order, skipping, failures, slots, and what SIGKILL leaves behind."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from study.runner import StepError, run_steps
+from study.steps import Ledger, Step
+from train.command import UserError
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+
+
+def python_step(name: str, code: str, outputs: tuple[str, ...] | None = None, **fields) -> Step:
+    """A step of a few lines of Python; sys.argv[1] is the study's directory."""
+    outputs = (f"{name}.json",) if outputs is None else outputs
+    return Step(name, "test", ("{python}", "-I", "-S", "-c", code, "{study}"), outputs, **fields)
+
+
+def noting(name: str, more: str = "pass") -> str:
+    """Code that notes its start in order.txt and leaves NAME.json."""
+    return (
+        "import sys, time, os, pathlib\n"
+        "study = pathlib.Path(sys.argv[1])\n"
+        f"(study / 'order.txt').open('a').write('{name}\\n')\n"
+        f"{more}\n"
+        f"(study / '{name}.json').write_text('{{}}')\n"
+    )
+
+
+def order(directory: Path) -> list[str]:
+    return (directory / "order.txt").read_text().split()
+
+
+def chain(**settings: str) -> list[Step]:
+    """first -> second -> third, and one beside them; keyword arguments set a step's settings."""
+    return [
+        python_step(name, noting(name), after=after, settings=settings.get(name, ""))
+        for name, after in (("first", ()), ("second", ("first",)), ("third", ("second",)), ("beside", ()))
+    ]
+
+
+def test_steps_run_after_what_they_read_and_only_once(tmp_path):
+    run_steps(tmp_path, chain(), workers=2)
+    ran = order(tmp_path)
+    assert sorted(ran) == ["beside", "first", "second", "third"]
+    assert ran.index("first") < ran.index("second") < ran.index("third")
+    run_steps(tmp_path, chain(), workers=2)
+    assert order(tmp_path) == ran
+
+
+def test_a_changed_setting_reruns_its_step_and_what_reads_a_changed_output(tmp_path):
+    def steps(text: str) -> list[Step]:
+        code = noting("first", f"(study / 'first.txt').write_text('{text}')")
+        return [
+            python_step("first", code, ("first.txt", "first.json")),
+            *chain()[1:],
+        ]
+
+    run_steps(tmp_path, steps("a"), workers=1)
+    # the same outputs from another command: what reads them has nothing new to read
+    same = [
+        python_step("first", noting("first", "(study / 'first.txt').write_text('a'); 1"), ("first.txt", "first.json"))
+    ]
+    run_steps(tmp_path, same + chain()[1:], workers=1)
+    assert order(tmp_path)[4:] == ["first"]
+    run_steps(tmp_path, steps("b"), workers=1)
+    assert order(tmp_path)[5:] == ["first", "second"]  # second's output is the same as before: third reads nothing new
+
+
+def test_a_missing_output_and_a_changed_input_are_made_again(tmp_path):
+    run_steps(tmp_path, chain(), workers=1)
+    (tmp_path / "third.json").unlink()
+    run_steps(tmp_path, chain(), workers=1)
+    assert order(tmp_path)[4:] == ["third"]
+    (tmp_path / "first.json").write_text('{"edited": true}')
+    run_steps(tmp_path, chain(), workers=1)
+    assert order(tmp_path)[5:] == ["second"]
+
+
+def test_an_unfinished_or_outdated_output_cannot_pass_for_a_new_one(tmp_path):
+    run_steps(tmp_path, chain(), workers=1)
+    broken = [*chain()[:3], python_step("beside", "raise SystemExit(3)")]
+    with pytest.raises(StepError, match="beside"):
+        run_steps(tmp_path, broken, workers=1)
+    assert not (tmp_path / "beside.json").exists()
+    (tmp_path / "beside.json").write_text("{}")  # as left by a step that died before it was recorded
+    run_steps(tmp_path, chain(), workers=1)
+    assert order(tmp_path)[4:] == ["beside"]
+
+
+def test_a_moved_study_is_complete_where_it_lies_now(tmp_path):
+    run_steps(tmp_path / "here" / "study", chain(), workers=1)
+    (tmp_path / "there").mkdir()
+    shutil.move(tmp_path / "here" / "study", tmp_path / "there" / "study")
+    moved = tmp_path / "there" / "study"
+    run_steps(moved, chain(), workers=1)
+    assert len(order(moved)) == 4
+    assert Ledger(moved, chain()).complete_steps() == {"first", "second", "third", "beside"}
+
+
+def test_slots_are_never_exceeded_and_all_are_used(tmp_path):
+    inside = (
+        "started = time.monotonic()\n"
+        "time.sleep(0.25)\n"
+        "open(study / f'span-{os.getpid()}', 'w').write(f'{started} {time.monotonic()} {SLOTS}')"
+    )
+    steps = [
+        python_step(f"s{index}", noting(f"s{index}", inside.replace("SLOTS", str(slots))), slots=slots)
+        for index, slots in enumerate((1, 2, 1, 1, 2, 9))
+    ]
+    run_steps(tmp_path, steps, workers=2)
+    spans = [list(map(float, path.read_text().split())) for path in tmp_path.glob("span-*")]
+    assert len(spans) == 6
+    used = [
+        sum(min(slots, 2) for start, end, slots in spans if start <= moment < end) for moment, _, _ in spans
+    ]  # usage can only rise where a step starts
+    assert max(used) == 2
+    assert sum(slots == 1 for _, _, slots in spans) == 3
+
+
+def test_a_failed_step_is_named_with_its_log_and_its_own_words(tmp_path):
+    code = """
+import sys
+print('error: first words', flush=True)
+print('error: the file is torn; make it again', file=sys.stderr, flush=True)
+print('bye')
+sys.exit(2)
+"""
+    steps = [
+        python_step("bad", code),
+        python_step("reads-bad", noting("reads-bad"), after=("bad",)),
+        python_step("good", noting("good")),
+    ]
+    with pytest.raises(UserError) as caught:
+        run_steps(tmp_path, steps, workers=1)
+    message = str(caught.value)
+    assert "bad" in message
+    assert message.endswith("error: the file is torn; make it again")
+    assert str(tmp_path / "logs" / "bad.log") in message
+    assert "\n" not in message
+    assert order(tmp_path) == ["good"]  # what does not depend on it still ran, what does did not
+
+
+def test_an_error_of_an_earlier_attempt_is_not_reported_again(tmp_path):
+    with pytest.raises(UserError):
+        run_steps(tmp_path, [python_step("bad", "print('error: old'); raise SystemExit(2)")], workers=1)
+    with pytest.raises(StepError, match="status 7"):
+        run_steps(tmp_path, [python_step("bad", "raise SystemExit(7)")], workers=1)
+
+
+def test_success_without_the_outputs_is_a_failure(tmp_path):
+    with pytest.raises(StepError, match=r"left no lazy\.json"):
+        run_steps(tmp_path, [python_step("lazy", "pass")], workers=1)
+
+
+def test_a_resuming_step_keeps_its_own_unfinished_outputs(tmp_path):
+    code = "import sys, pathlib; p = pathlib.Path(sys.argv[1]) / 'one'; p.write_text(p.read_text() + 'x')"
+    (tmp_path / "one").write_text("x")
+    run_steps(tmp_path, [python_step("train", code, ("one",), resumes=True)], workers=1)
+    assert (tmp_path / "one").read_text() == "xx"
+
+
+# The grandchild lives in a session of its own, as torchrun's workers do, and shows by a growing file that it works.
+STUBBORN = """
+import subprocess, sys, pathlib, time, signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+study = pathlib.Path(sys.argv[1])
+beat = "import time\\nwhile True: open(%r, 'a').write('.'); time.sleep(0.02)" % str(study / "beats")
+if not (study / "beats").exists():
+    subprocess.Popen([sys.executable, "-I", "-S", "-c", beat], start_new_session=True)
+    time.sleep(600)
+(study / "stubborn.json").write_text("{}")
+"""
+
+
+def beats(directory: Path) -> int:
+    path = directory / "beats"
+    return path.stat().st_size if path.exists() else 0
+
+
+def start_runner(directory: Path) -> subprocess.Popen:
+    """A runner in a process group of its own, with one finished step and one whose grandchild is at work."""
+    code = (
+        "import sys; from pathlib import Path; from study.runner import run_steps\n"
+        "from tests.study.test_runner import STUBBORN, chain, python_step\n"
+        f"run_steps(Path({str(directory)!r}), [*chain()[:1], python_step('stubborn', STUBBORN, after=('first',))], 1)\n"
+    )
+    runner = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT, start_new_session=True, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 30
+    while beats(directory) < 5:
+        assert time.monotonic() < deadline
+        assert runner.poll() is None
+        time.sleep(0.02)
+    return runner
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_a_killed_runner_leaves_nothing_at_work_and_is_continued(tmp_path, whole_group):
+    runner = start_runner(tmp_path)
+    if whole_group:
+        os.killpg(runner.pid, signal.SIGKILL)
+    else:
+        runner.kill()
+    runner.wait()
+    steps = [*chain()[:1], python_step("stubborn", STUBBORN, after=("first",))]
+    run_steps(tmp_path, steps, workers=1)  # waits for the orphans' end, then goes on
+    beaten = beats(tmp_path)
+    time.sleep(0.3)
+    assert beats(tmp_path) == beaten
+    assert order(tmp_path) == ["first"]
+    assert Ledger(tmp_path, steps).complete_steps() == {"first", "stubborn"}
+
+
+def test_two_runners_do_not_share_a_study_and_an_interrupt_ends_its_steps(tmp_path):
+    runner = start_runner(tmp_path)
+    with pytest.raises(UserError, match="another 'study run'"):
+        run_steps(tmp_path, chain(), workers=1)
+    runner.send_signal(signal.SIGINT)
+    runner.wait(timeout=30)
+    beaten = beats(tmp_path)
+    time.sleep(0.3)
+    assert beats(tmp_path) == beaten  # it returned only when all was over
+    assert not (tmp_path / "steps" / "stubborn.json").exists()
+
+
+def test_records_hold_no_place_of_the_study(tmp_path):
+    run_steps(tmp_path, chain(), workers=1)
+    for path in (tmp_path / "steps").glob("*.json"):
+        assert str(tmp_path) not in path.read_text()
+        assert json.loads(path.read_text())["seconds"] >= 0
