@@ -21,10 +21,12 @@ def main() -> None:
 
 @app.command()
 def run(
-    hf_dir: Annotated[Path, typer.Argument(help="HF directory of an Olmo2ForCausalLM.")],
+    hf_dirs: Annotated[list[Path], typer.Argument(help="HF directories of OLMo2s, measured one after the other.")],
     spec: Annotated[str, typer.Option(help="What to measure: hutchinson (trace and largest eigenvalue).")],
     data: Annotated[Path, typer.Option(help="Prefix of the token files made by 'python -m train prepare'.")],
-    out: Annotated[Path, typer.Option(help="Directory that receives result.json.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of result.json.", show_default="HF_DIR/curvature/SPEC")
+    ] = None,
     pairs: Annotated[int, typer.Option(help="(probe, microbatch) pairs behind the trace, 2 or more.")] = 32,
     microbatch_sequences: Annotated[int, typer.Option(help="Sequences of one Hessian product.")] = 2,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens; by default the model's context.")] = None,
@@ -37,12 +39,14 @@ def run(
 ) -> None:
     """Measures trace and largest eigenvalue of the Hessian of the mean loss per token.
 
-    Example: python -m curvature run hf/step00000400 --spec hutchinson --data data/held_out --out curvature/hutchinson
+    Example: python -m curvature run hf/step00000400 --spec hutchinson --data data/held_out
     """
     from curvature.measure import HutchinsonSpec, measure  # transformers takes seconds, --help should not
 
     if spec not in SPECS:
         raise UserError(f"--spec '{spec}' is unknown; give one of: {', '.join(SPECS)}")
+    if out is not None and len(hf_dirs) > 1:
+        raise UserError("--out names the place of one HF directory's result; leave it out for several")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("curvature measures in one process; start it without torchrun")
     try:
@@ -60,15 +64,17 @@ def run(
         )
     except ValidationError as error:
         raise explain_validation("curvature run", error) from None
-    result = measure(hf_dir, settings, data)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "result.json", result)
-    trace, top = result["measured"]["trace"], result["measured"]["lambda_max"]
-    note = "" if top["converged"] else " (not converged)"
-    typer.echo(
-        f"trace {trace['mean']:.6g} +- {trace['standard_error']:.2g}  lambda_max {top['value']:.6g}{note}  "
-        f"loss {result['measured']['loss']:.4f} nats/token  -> {out / 'result.json'}"
-    )
+    for hf_dir in hf_dirs:
+        result = measure(hf_dir, settings, data)
+        directory = out or hf_dir / "curvature" / spec
+        directory.mkdir(parents=True, exist_ok=True)
+        write_json(directory / "result.json", result)
+        trace, top = result["measured"]["trace"], result["measured"]["lambda_max"]
+        note = "" if top["converged"] else " (not converged)"
+        typer.echo(
+            f"trace {trace['mean']:.6g} +- {trace['standard_error']:.2g}  lambda_max {top['value']:.6g}{note}  "
+            f"loss {result['measured']['loss']:.4f} nats/token  -> {directory / 'result.json'}"
+        )
 
 
 if __name__ == "__main__":

@@ -21,11 +21,14 @@ def quant_eval() -> None:
 
 @app.command()
 def run(
-    hf_dir: Annotated[Path, typer.Argument(help="HF directory of an OLMo2, never written to.")],
+    hf_dirs: Annotated[list[Path], typer.Argument(help="HF directories of OLMo2s, measured one after the other.")],
     spec: Annotated[list[str], typer.Option(help="What to quantize with, such as gptq-b3-g128. Repeatable.")],
-    out: Annotated[list[Path], typer.Option(help="Directory for result.json, one per --spec, in the same order.")],
     calibration: Annotated[Path, typer.Option(help="Token file PREFIX the Hessians are estimated on.")],
     evaluation: Annotated[Path, typer.Option("--eval", help="Token file PREFIX the losses are measured on.")],
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(help="Of result.json, one per --spec, in the same order.", show_default="HF_DIR/quant/SPEC"),
+    ] = None,
     calibration_sequences: Annotated[int, typer.Option(help="Sequences drawn for calibration, none twice.")] = 128,
     sequence_length: Annotated[
         int | None, typer.Option(help="Tokens the model sees at once.", show_default="the model's context")
@@ -39,24 +42,18 @@ def run(
     bootstrap_samples: Annotated[int, typer.Option(help="Resamplings of the documents behind the intervals.")] = 1000,
     level: Annotated[float, typer.Option(help="Coverage of the intervals.")] = 0.95,
 ) -> None:
-    """Writes DIR/result.json: losses before and after quantization, with intervals, per document and per layer.
+    """Writes result.json: losses before and after quantization, with intervals, per document and per layer.
 
     A spec is (rtn|gptq)-b<bits>-(g<group size>|perchannel)[-asym], for gptq also [-actorder][-damp<fraction>].
 
     Example: python -m quant_eval run run/hf/step00012000 --calibration data/train --eval data/held_out
-    --spec gptq-b3-g128 --out q3 --spec gptq-b4-g128 --out q4
+    --spec gptq-b3-g128 --spec gptq-b4-g128
     """
     # torch and transformers load in seconds: not for --help or a misspelt spec
     from quant_eval.specs import parse_spec
 
-    if len(spec) != len(out):
-        raise UserError(f"{len(spec)} --spec but {len(out)} --out; give one --out for each --spec")
-    if len(set(out)) != len(out):
-        raise UserError("two --out name the same directory; give each --spec its own")
     specs = [parse_spec(text) for text in spec]
-    for directory in out:
-        if directory.exists() and not directory.is_dir():
-            raise UserError(f"--out {directory} is a file; give a directory")
+    outs = _result_directories(hf_dirs, [one.name for one in specs], out)
 
     from quant_eval.measurement import Settings, measure
 
@@ -75,9 +72,29 @@ def run(
         )
     except ValidationError as error:
         raise explain_validation("command line", error) from None
-    for directory, result in zip(out, measure(hf_dir, specs, settings), strict=True):
-        directory.mkdir(parents=True, exist_ok=True)
-        write_json(directory / RESULT_JSON, result)
+    for hf_dir, directories in zip(hf_dirs, outs, strict=True):
+        for directory, result in zip(directories, measure(hf_dir, specs, settings), strict=True):
+            directory.mkdir(parents=True, exist_ok=True)
+            write_json(directory / RESULT_JSON, result)
+
+
+def _result_directories(hf_dirs: list[Path], names: list[str], out: list[Path] | None) -> list[list[Path]]:
+    """Where the result of each spec goes, for each HF directory."""
+    if out is None:
+        directories = [[hf_dir / "quant" / name for name in names] for hf_dir in hf_dirs]
+    elif len(hf_dirs) > 1:
+        raise UserError("--out names the place of one HF directory's results; leave it out for several")
+    elif len(names) != len(out):
+        raise UserError(f"{len(names)} --spec but {len(out)} --out; give one --out for each --spec, or none")
+    else:
+        directories = [out]
+    together = [directory for group in directories for directory in group]
+    if len(set(together)) != len(together):
+        raise UserError("two results would go to the same directory; give each spec and HF directory once")
+    for directory in together:
+        if directory.exists() and not directory.is_dir():
+            raise UserError(f"{directory} is a file; give a directory for result.json")
+    return directories
 
 
 if __name__ == "__main__":

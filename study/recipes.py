@@ -103,20 +103,20 @@ HORIZON_OVER_ANNEAL_START = 5e12 / (72_000 * 4_194_304)
 TINY_PEAKS = (1e-3, 3e-3, 1e-2, 3e-2)
 TINY_MODEL = ModelConfig(
     vocab_size=2048,
-    hidden_size=128,
-    intermediate_size=384,
+    hidden_size=96,
+    intermediate_size=288,
     num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=4,
 )
 TINY_SEQUENCE_LENGTH = 128
-TINY_BATCH = 32
-TINY_MICRO_BATCH = 16
+TINY_BATCH = 16
+TINY_MICRO_BATCH = 8
 
 
 @dataclass(frozen=True)
 class _TinySize:
-    """What differs between the profiles of `tiny`; steps are optimizer steps of 4,096 tokens."""
+    """What differs between the profiles of `tiny`; steps are optimizer steps of 2,048 tokens."""
 
     peaks: tuple[float, ...]
     warmup_steps: int
@@ -131,22 +131,22 @@ class _TinySize:
 
 _TINY_FULL = _TinySize(
     peaks=TINY_PEAKS,
-    warmup_steps=25,
-    anneal_start=360,
-    total_steps=500,
-    save_steps=(60, 120, 200, 280, 360, 390, 420, 450, 475, 500),
-    evaluate_every_steps=20,
-    eval_tokens=32_768,
-    calibration_sequences=128,
+    warmup_steps=32,
+    anneal_start=448,
+    total_steps=640,
+    save_steps=(64, 160, 256, 352, 448, 496, 544, 592, 640),
+    evaluate_every_steps=32,
+    eval_tokens=40_960,
+    calibration_sequences=64,
     pairs=16,
 )
 _TINY_SMOKE = _TinySize(
     peaks=(3e-3, 3e-2),
-    warmup_steps=5,
-    anneal_start=40,
-    total_steps=60,
-    save_steps=(40, 60),
-    evaluate_every_steps=10,
+    warmup_steps=8,
+    anneal_start=48,
+    total_steps=72,
+    save_steps=(48, 72),
+    evaluate_every_steps=12,
     eval_tokens=8_192,
     calibration_sequences=32,
     pairs=4,
@@ -185,7 +185,7 @@ def _tiny_of_size(name: str, size: _TinySize) -> Study:
         name=name,
         description="The OLMo2-7B learning-rate ablation in small: a near-constant rate, then a linear anneal to 0",
         ranks=2,
-        corpus=CorpusSettings(vocab_size=TINY_MODEL.vocab_size, held_out_percent=5, held_out_characters=4096),
+        corpus=CorpusSettings(vocab_size=TINY_MODEL.vocab_size, held_out_percent=10, held_out_characters=2400),
         runs=tuple(_tiny_run(peak_lr, size) for peak_lr in size.peaks),
         quantization=QuantizationSettings(
             specs=("gptq-b3-g32", "gptq-b4-g32"),

@@ -20,6 +20,7 @@ from train.run_directory import CHECKPOINT_JSON, RunDirectory, sha256_of, step_n
 MLFLOW_STORE = "mlflow.db"
 CURVATURE_SPEC = "hutchinson"
 CORPUS = "data/corpus"
+CHECKPOINTS_PER_PROCESS = 3  # a process spends some seconds on its imports, as much as one tiny checkpoint takes
 COMMAND_PROMPT = "$ "  # begins the line that a log shows before each attempt
 INTERVAL_LEVEL = 0.95  # coverage of the intervals of quantization errors
 
@@ -115,42 +116,57 @@ def curvature_result(run: str, step: int) -> str:
     return str(RunDirectory(Path(run)).hf / step_name(step) / "curvature" / CURVATURE_SPEC / "result.json")
 
 
-def _checkpoint_steps(study: Study, run: RunConfig, step: int) -> list[Step]:
-    directory, suffix = RunDirectory(Path(run.name)), f"{run.name}-{step_name(step)}"
-    hf, export = directory.hf / step_name(step), f"export-{suffix}"
-    exporting = _python("ckpt_tools", "export", f"{{study}}/{directory.checkpoint(step)}", f"{{study}}/{hf}")
-
-    quantization = study.quantization
-    quantizing = _python("quant_eval", "run", f"{{study}}/{hf}")
-    results = [quantization_result(run.name, step, spec) for spec in quantization.specs]
-    for spec, result in zip(quantization.specs, results, strict=True):
-        quantizing += ("--spec", spec, "--out", f"{{study}}/{Path(result).parent}")
-    quantizing += ("--calibration", "{study}/data/train", "--eval", "{study}/data/held_out")
-    quantizing += ("--calibration-sequences", str(quantization.calibration_sequences))
-    quantizing += ("--eval-tokens", str(quantization.eval_tokens), "--level", f"{INTERVAL_LEVEL:g}")
-
-    curvature, curved = study.curvature, curvature_result(run.name, step)
-    measuring = _python("curvature", "run", f"{{study}}/{hf}", "--spec", CURVATURE_SPEC)
-    measuring += ("--data", "{study}/data/held_out", "--out", f"{{study}}/{Path(curved).parent}")
-    measuring += ("--pairs", str(curvature.pairs), "--microbatch-sequences", str(curvature.microbatch_sequences))
-    measuring += ("--eigen-sequences", str(curvature.eigen_sequences), "--tolerance", f"{curvature.tolerance:g}")
+def _measuring_steps(study: Study, run: RunConfig) -> list[Step]:
+    """Export of a run's checkpoints, then their measurements, some checkpoints to a process."""
+    directory = RunDirectory(Path(run.name))
+    hf = [directory.hf / step_name(step) for step in run.save_steps]
+    checkpoints = [f"{{study}}/{directory.checkpoint(step)}" for step in run.save_steps]
+    # with a single checkpoint the target is its own directory, as with cp
+    target = directory.hf if len(checkpoints) > 1 else hf[0]
+    exporting = _python("ckpt_tools", "export", *checkpoints, f"{{study}}/{target}")
+    export = Step(
+        f"export-{run.name}",
+        "export",
+        exporting,
+        tuple(str(path / "lineage.json") for path in hf),
+        (f"train-{run.name}",),
+        run.name,
+        resumes=True,
+        expected_seconds=5 + len(checkpoints),
+    )
     texts = ("prepare-train", "prepare-held_out")
-    exported, trained = str(hf / "lineage.json"), f"train-{run.name}"
-    return [
-        Step(export, "export", exporting, (exported,), (trained,), run.name, expected_seconds=6),
-        Step(
-            f"quantize-{suffix}",
-            "quantize",
-            quantizing,
-            tuple(results),
-            (export, *texts),
-            run.name,
-            expected_seconds=12,
-        ),
-        Step(
-            f"curvature-{suffix}", "curvature", measuring, (curved,), (export, texts[1]), run.name, expected_seconds=12
-        ),
-    ]
+    steps = [export]
+    for start in range(0, len(hf), CHECKPOINTS_PER_PROCESS):
+        chosen = run.save_steps[start : start + CHECKPOINTS_PER_PROCESS]
+        models = [f"{{study}}/{path}" for path in hf[start : start + CHECKPOINTS_PER_PROCESS]]
+        suffix = f"{run.name}-{step_name(chosen[0])}"
+        specs = study.quantization.specs
+        quantized = tuple(quantization_result(run.name, step, spec) for step in chosen for spec in specs)
+        curved = tuple(curvature_result(run.name, step) for step in chosen)
+        for kind, command, outputs, reads in (
+            ("quantize", _quantizing(study, models), quantized, (export.name, *texts)),
+            ("curvature", _curving(study, models), curved, (export.name, texts[1])),
+        ):
+            seconds = 5.0 + 5.0 * len(chosen)
+            steps.append(Step(f"{kind}-{suffix}", kind, command, outputs, reads, run.name, expected_seconds=seconds))
+    return steps
+
+
+def _quantizing(study: Study, models: list[str]) -> tuple[str, ...]:
+    settings = study.quantization
+    command = _python("quant_eval", "run", *models)
+    for spec in settings.specs:
+        command += ("--spec", spec)
+    command += ("--calibration", "{study}/data/train", "--eval", "{study}/data/held_out")
+    command += ("--calibration-sequences", str(settings.calibration_sequences))
+    return (*command, "--eval-tokens", str(settings.eval_tokens), "--level", f"{INTERVAL_LEVEL:g}")
+
+
+def _curving(study: Study, models: list[str]) -> tuple[str, ...]:
+    settings = study.curvature
+    command = _python("curvature", "run", *models, "--spec", CURVATURE_SPEC, "--data", "{study}/data/held_out")
+    command += ("--pairs", str(settings.pairs), "--microbatch-sequences", str(settings.microbatch_sequences))
+    return (*command, "--eigen-sequences", str(settings.eigen_sequences), "--tolerance", f"{settings.tolerance:g}")
 
 
 def steps_of(study: Study) -> list[Step]:
@@ -158,8 +174,7 @@ def steps_of(study: Study) -> list[Step]:
     steps = _text_steps(study)
     steps += [_train_step(study, run) for run in study.runs]
     for run in study.runs:
-        for step in run.save_steps:
-            steps += _checkpoint_steps(study, run, step)
+        steps += _measuring_steps(study, run)
     measured = tuple(step.name for step in steps if step.kind in ("train", "quantize", "curvature"))
     last = [
         ("collect", ("table.parquet",), measured, 3.0),

@@ -1,5 +1,6 @@
 """Where the files of a run lie, how a file or directory is committed, and how it is checked before it is read."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -51,15 +52,36 @@ def write_json(path: Path, content: Any) -> None:
     fsync_directory(path.parent)
 
 
+def _claim(aside: Path) -> int:
+    """Makes `aside` an empty directory that this process alone writes to; returns the descriptor of its lock.
+
+    What a killed process left there goes: its lock ended with it.
+    """
+    while True:
+        aside.mkdir(exist_ok=True)
+        descriptor = os.open(aside, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise UserError(f"another process is writing {aside}; wait until it ends and run again") from None
+        if aside.exists() and os.path.samestat(os.fstat(descriptor), aside.stat()):
+            break
+        os.close(descriptor)  # its writer renamed it between our mkdir and our lock
+    for left in aside.iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return descriptor
+
+
 @contextmanager
 def committed_directory(path: Path) -> Iterator[Path]:
-    """A fresh directory beside `path` that takes its name when the block ends well and vanishes otherwise.
+    """An empty directory beside `path` that takes its name when the block ends well and vanishes otherwise.
 
     Whatever lay at `path` is replaced: callers ask `path`'s JSON first whether it is already complete.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    os.chmod(aside, 0o755)
+    aside = path.parent / f".{path.name}.partial"
+    lock = _claim(aside)
     try:
         yield aside
         fsync_directory(aside)
@@ -70,6 +92,8 @@ def committed_directory(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)
 
 
 class FileRecord(Frozen):

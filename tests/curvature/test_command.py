@@ -153,6 +153,17 @@ def test_a_refusing_guard_writes_nothing(monkeypatch, capsys, tmp_path, hf_dir, 
     assert "refusing to measure" in refused(monkeypatch, capsys, tmp_path, hf_dir, train_prefix)
 
 
+def test_results_lie_beside_their_models_by_default(monkeypatch, capsys, tmp_path, train_prefix):
+    models = [make_hf_directory(tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two"))]
+    arguments = ("--spec", "hutchinson", "--data", train_prefix, *SMALL)
+    assert curvature_command(monkeypatch, "run", *models, *arguments) == 0
+    first, second = (json.loads((model / "curvature/hutchinson/result.json").read_text()) for model in models)
+    assert first["measured"]["trace"] != second["measured"]["trace"]
+    assert first["measured"]["loss"] > 0
+    assert curvature_command(monkeypatch, "run", *models, *arguments, "--out", tmp_path / "out") == 2
+    assert "leave it out for several" in capsys.readouterr().err
+
+
 def test_more_than_one_process_is_refused(monkeypatch, capsys, tmp_path, hf_dir, train_prefix):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "without torchrun" in refused(monkeypatch, capsys, tmp_path, hf_dir, train_prefix)

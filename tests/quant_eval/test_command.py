@@ -168,6 +168,20 @@ def test_bad_settings_are_refused(command, tmp_path, spec, options, reason):
     assert_refused(command("--spec", spec, "--out", tmp_path / "out", **options), tmp_path, reason)
 
 
+def test_results_lie_beside_their_models_by_default(command, tmp_path, hf_dir):
+    """Several HF directories in one process give what each gives alone."""
+    one, two = shutil.copytree(hf_dir, tmp_path / "one"), make_hf_directory(tmp_path / "two", seed=5)
+    spec = ("--spec", "rtn-b3-g16-sym")
+    assert command(two, *spec, model=one)[0] == 0
+    assert command(*spec, "--out", tmp_path / "alone", model=two)[0] == 0
+    beside = [read(model / "quant" / "rtn-b3-g16") for model in (one, two)]
+    assert beside[0]["measured"] != beside[1]["measured"]
+    assert beside[1]["measured"] == read(tmp_path / "alone")["measured"]
+    code, lines = command(two, *spec, "--out", tmp_path / "both", model=one)
+    assert code == 2
+    assert "leave it out for several" in lines[-1]
+
+
 def test_specs_and_outs_must_pair(command, tmp_path):
     outs = ["--out", tmp_path / "a", "--out", tmp_path / "b"]
     assert_refused(command("--spec", "rtn-b3-g16", *outs), tmp_path, "1 --spec but 2 --out")

@@ -39,6 +39,19 @@ def test_a_directory_appears_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_leftovers_of_a_killed_writer_go_and_a_living_one_is_respected(tmp_path):
+    partial = tmp_path / ".out.partial"
+    partial.mkdir()
+    (partial / "half").write_text("written by a process that was killed")
+    with committed_directory(tmp_path / "out") as aside:
+        assert list(aside.iterdir()) == []
+        with pytest.raises(UserError, match="another process is writing"), committed_directory(tmp_path / "out"):
+            pytest.fail("two writers")
+        (aside / "file").write_text("one")
+    assert (tmp_path / "out" / "file").read_text() == "one"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [

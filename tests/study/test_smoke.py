@@ -1,0 +1,94 @@
+"""The smoke study through every real command, killed on its way; and the long proof that kills change nothing."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from mlflow import MlflowClient
+
+from tests.runs import PROJECT, environment
+
+COMMAND = [sys.executable, "-m", "study", "run", "tiny", "--profile", "smoke", "--root"]
+
+
+def start(root: Path) -> subprocess.Popen:
+    log = (root / "console.log").open("a")
+    return subprocess.Popen(
+        [*COMMAND, str(root)], cwd=PROJECT, env=environment(), stdout=log, stderr=log, start_new_session=True
+    )
+
+
+def kill(process: subprocess.Popen) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def finish(root: Path) -> str:
+    """Runs the study to its end; returns what it printed."""
+    done = subprocess.run(
+        [*COMMAND, str(root)], cwd=PROJECT, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_the_whole_study_survives_a_kill(tmp_path):
+    """kill -9 while the first quantization runs; the second start skips what is complete and ends the study."""
+    study, started = tmp_path / "tiny-smoke", start(tmp_path)
+    deadline = time.monotonic() + 300
+    while not list((study / "logs").glob("quantize-*.log")):
+        assert started.poll() is None, (tmp_path / "console.log").read_text()[-2000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    kill(started)
+    trained = (study / "lr3e-3" / "checkpoints" / "step00000072" / "checkpoint.json").stat().st_mtime_ns
+    printed = finish(tmp_path)
+    assert (study / "lr3e-3" / "checkpoints" / "step00000072" / "checkpoint.json").stat().st_mtime_ns == trained
+    assert f"report: {study / 'report.html'}" in printed
+    assert f"sqlite:///{tmp_path / 'mlflow.db'}" in printed
+
+    table = pq.read_table(study / "table.parquet").to_pylist()
+    assert [(row["run"], row["step"]) for row in table] == [
+        (run, step) for run in ("lr3e-3", "lr3e-2") for step in (48, 72)
+    ]
+    for row in table:
+        assert row["quant/gptq-b3-g32/kl_divergence"] > row["quant/gptq-b4-g32/kl_divergence"] > 0
+        assert row["curvature/trace"] > 0
+        assert row["curvature/lambda_max_converged"]
+        # the same held-out text, in other blocks
+        assert row["quant/gptq-b3-g32/cross_entropy"] == pytest.approx(row["held_out_loss"], abs=0.3)
+    assert {path.name for path in (study / "figures").iterdir()} == {
+        "quantization_error.png", "validation_loss.png", "full_against_quantized.png", "curvature.png",
+    }  # fmt: skip
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (experiment,) = [one for one in client.search_experiments() if one.name != "Default"]
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    assert set(runs) == {"tiny-smoke", "lr3e-3", "lr3e-2"}
+    child = runs["lr3e-3"]
+    assert child.data.tags["mlflow.parentRunId"] == runs["tiny-smoke"].info.run_id
+    history = client.get_metric_history(child.info.run_id, "quant/gptq-b3-g32/relative_error")
+    expected = {row["tokens"]: row["quant/gptq-b3-g32/relative_error"] for row in table if row["run"] == "lr3e-3"}
+    assert {point.step: point.value for point in history} == expected
+
+
+@pytest.mark.stress
+def test_kills_at_random_moments_leave_the_table_unchanged(tmp_path):
+    """Ten kills of the whole process group, up to 25 seconds after each start, against an uninterrupted study."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    finish(whole)
+    moments = random.Random(0)
+    for _ in range(10):
+        started = start(killed)
+        time.sleep(moments.uniform(1, 25))
+        kill(started)
+    finish(killed)
+    tables = [root / "tiny-smoke" / "table.parquet" for root in (whole, killed)]
+    assert tables[0].read_bytes() == tables[1].read_bytes()
