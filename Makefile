@@ -17,7 +17,7 @@ demo: venv
 	$(PYTHON) -m study run tiny
 
 test: venv
-	$(PYTHON) -m pytest -q
+	$(PYTHON) -m pytest -q -n 2 --dist loadfile
 
 lint: venv
 	$(PYTHON) -m ruff format --check $(FOLDERS)

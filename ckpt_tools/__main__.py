@@ -17,20 +17,24 @@ def _commands() -> None:
 
 @app.command()
 def export(
-    checkpoints: Annotated[list[Path], typer.Argument(help="RUN/checkpoints/stepXXXXXXXX, of any TP, PP and DP")],
-    out: Annotated[Path, typer.Argument(help="HF directory to write; of several checkpoints, what holds theirs")],
+    paths: Annotated[list[Path], typer.Argument(help="CHECKPOINT OUT, or CHECKPOINT... with --into")],
+    into: Annotated[Path | None, typer.Option(help="directory that takes one HF directory per checkpoint")] = None,
 ) -> None:
-    """Export checkpoints to verified HF directories; several go below OUT under their own names, as with cp.
+    """Export checkpoints (RUN/checkpoints/stepXXXXXXXX, of any TP, PP and DP) to verified HF directories.
 
-    Example: python -m ckpt_tools export runs/tiny/lr3e-3/checkpoints/step* runs/tiny/lr3e-3/hf
+    Example: python -m ckpt_tools export runs/tiny/lr3e-3/checkpoints/step00000640 hf/step00000640
+
+    Example: python -m ckpt_tools export runs/tiny/lr3e-3/checkpoints/step* --into runs/tiny/lr3e-3/hf
     """
     from ckpt_tools.export import export as export_checkpoint
 
-    targets = [out] if len(checkpoints) == 1 else [out / checkpoint.name for checkpoint in checkpoints]
-    if len(set(targets)) != len(targets):
+    if into is None and len(paths) != 2:
+        raise UserError(f"{len(paths)} path(s) without --into; give CHECKPOINT OUT, or CHECKPOINT... --into DIR")
+    targets = {path: into / path.name for path in paths} if into else {paths[0]: paths[1]}
+    if len(set(targets.values())) != len(paths if into else [paths[1]]):
         raise UserError("two checkpoints have the same name; export them one by one")
     with Progress("export", total=len(targets)) as progress:
-        for checkpoint, target in zip(checkpoints, targets, strict=True):
+        for checkpoint, target in targets.items():
             parity = export_checkpoint(checkpoint, target)
             progress.advance(parity=parity["max_absolute_error"])
 

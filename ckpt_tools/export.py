@@ -1,16 +1,16 @@
 """Export of a training checkpoint to HF, refused unless the HF model reproduces the checkpoint's own logits."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GenerationConfig, Olmo2Config, Olmo2ForCausalLM
 
-from ckpt_tools.hf_model import LINEAGE_JSON, identify, load_hf_model, quiet_transformers
+from ckpt_tools.hf_model import LINEAGE_JSON, load_hf_model, quiet_transformers, read_lineage
 from ckpt_tools.megatron_shards import read_hf_weights
 from train.command import UserError
 from train.config import RunConfig, fingerprint, load_run
@@ -31,6 +31,11 @@ from train.tracking import environment
 # Largest allowed |difference| of a logit over the largest |logit| (or 1). fp32: the same arithmetic in another order.
 # bf16: the engine rounds every activation to 8 bits of mantissa, HF in fp32 from the same weights does not.
 PARITY_TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
+# What makes up a tokenizer; its directory may be a whole HF model's.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja"),
+)
 
 
 def hf_config(run: RunConfig, eos_token_id: int) -> Olmo2Config:
@@ -71,7 +76,10 @@ def _write_model(directory: Path, config: Olmo2Config, weights: dict[str, Tensor
     model.load_state_dict(weights, strict=True, assign=True)
     model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, bos_token_id=None, pad_token_id=None)
     config.dtype = next(iter(weights.values())).dtype
-    model.save_pretrained(directory, max_shard_size="5GB")
+    try:
+        model.save_pretrained(directory, max_shard_size="5GB")
+    except SafetensorError as error:  # a full disk, in safetensors' words
+        raise UserError(f"could not write {directory}: {error}; free space there and export again") from None
 
 
 @torch.no_grad()
@@ -86,39 +94,42 @@ def check_parity(hf_dir: Path, checkpoint: Path, precision: str) -> dict[str, fl
     Raises:
         UserError: the ratio max_absolute_error / max(1, max_logit) is above the tolerance.
     """
-    probe = load_file(checkpoint / PROBE)
-    logits = load_hf_model(hf_dir, torch.float32, attention="sdpa")(probe["input_ids"]).logits
-    error = (logits - probe["logits"]).abs().max().item()
-    largest, tolerance = probe["logits"].abs().max().item(), PARITY_TOLERANCE[precision]
-    if not error <= tolerance * max(1.0, largest):
-        raise UserError(
-            f"{checkpoint}: HF logits differ by {error:.3g} from the training engine's (largest {largest:.3g}, allowed "
-            f"ratio {tolerance:g}); nothing was exported: report it with this checkpoint, its weights do not convert"
-        )
-    return {"max_absolute_error": error, "max_logit": largest, "tolerance": tolerance}
-
-
-def _is_current(out: Path, checkpoint_sha256: str) -> bool:
-    """Whether `out` is already the whole, unchanged export of this checkpoint; UserError if it is something else."""
-    if not out.exists():
-        return False
-    lineage_path = out / LINEAGE_JSON
-    if not lineage_path.exists():
-        raise UserError(f"{out} exists and is no export; give a new directory or remove it")
-    if json.loads(lineage_path.read_text())["checkpoint_sha256"] != checkpoint_sha256:
-        return False
     try:
-        identify(out)
-    except UserError:
-        return False
-    return True
+        probe = load_file(checkpoint / PROBE)
+    except SafetensorError as error:
+        raise UserError(f"{checkpoint / PROBE} is damaged ({error}); give another checkpoint") from None
+    logits = load_hf_model(hf_dir, torch.float32, attention="sdpa")(probe["input_ids"]).logits
+    difference = (logits - probe["logits"]).abs().max().item()
+    largest, tolerance = probe["logits"].abs().max().item(), PARITY_TOLERANCE[precision]
+    if not difference <= tolerance * max(1.0, largest):
+        raise UserError(
+            f"{checkpoint}: HF logits differ by {difference:.3g} from the training engine's (largest {largest:.3g}, "
+            f"allowed ratio {tolerance:g}); nothing was exported: report it with this checkpoint, its weights do not convert"
+        )
+    return {"max_absolute_error": difference, "max_logit": largest, "tolerance": tolerance}
+
+
+def _current_parity(out: Path, checkpoint_sha256: str) -> dict[str, float] | None:
+    """The parity figures of `out` if it already is the whole, unchanged export of this checkpoint.
+
+    Raises:
+        UserError: something else is there, which an export must not replace.
+    """
+    if not out.exists():
+        return None
+    found = read_lineage(out)
+    if found is None or found[0].get("kind") != "export":
+        raise UserError(f"{out} exists and is no export; give a new directory or remove it")
+    lineage, files = found
+    whole = all((out / name).is_file() and sha256_of(out / name) == file.sha256 for name, file in files.items())
+    return dict(lineage["parity"]) if whole and lineage["checkpoint_sha256"] == checkpoint_sha256 else None
 
 
 def _lineage(checkpoint: Path, record: CheckpointRecord) -> dict[str, Any]:
     told = record.model_dump(mode="json", exclude={"files", "model", "attempt"})
     return {
         "kind": "export",
-        "checkpoint": str(checkpoint),
+        "checkpoint": str(checkpoint.resolve()),
         "checkpoint_sha256": sha256_of(checkpoint / CHECKPOINT_JSON),
         **told,
     }
@@ -140,16 +151,17 @@ def export(checkpoint: Path, out: Path) -> dict[str, float]:
     if fingerprint(run) != record.fingerprint:
         raise UserError(f"{checkpoint} is not of the run in {directory.run_json}; export it beside its own run.json")
     lineage = _lineage(checkpoint, record)
-    if _is_current(out, lineage["checkpoint_sha256"]):
-        parity: dict[str, float] = json.loads((out / LINEAGE_JSON).read_text())["parity"]
-        return parity
+    current = _current_parity(out, lineage["checkpoint_sha256"])
+    if current:
+        return current
     tokenizer_dir = directory.path / run.data.tokenizer
     _, eos_token_id = load_tokenizer(tokenizer_dir)
     weights = read_hf_weights(checkpoint, run.model)
     with committed_directory(out) as aside:
         _write_model(aside, hf_config(run, eos_token_id), weights)
-        for path in tokenizer_dir.iterdir():
-            shutil.copyfile(path, aside / path.name)
+        for name in TOKENIZER_FILES:
+            if (tokenizer_dir / name).is_file():
+                shutil.copyfile(tokenizer_dir / name, aside / name)
         parity = check_parity(aside, checkpoint, record.precision)
         files = {name: file.model_dump() for name, file in record_files(aside).items()}
         write_json(aside / LINEAGE_JSON, {**lineage, "parity": parity, "files": files, "environment": environment()})

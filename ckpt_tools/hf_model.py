@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -37,6 +38,19 @@ def read_hf_config(hf_dir: Path) -> dict[str, Any]:
     return dict(config)
 
 
+def read_lineage(hf_dir: Path) -> tuple[dict[str, Any], dict[str, FileRecord]] | None:
+    """Where the directory comes from, and the files it vouches for; None for a directory without lineage.json."""
+    path = hf_dir / LINEAGE_JSON
+    if not path.exists():
+        return None
+    try:
+        lineage = json.loads(path.read_text())
+        files = {name: FileRecord.model_validate(record) for name, record in lineage.pop("files").items()}
+        return lineage, files
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, ValidationError):
+        raise UserError(f"{path} is damaged; remove {hf_dir} and export the checkpoint again") from None
+
+
 def identify(hf_dir: Path) -> dict[str, Any]:
     """What a result says about its model: path, SHA-256 of every weight file, and the lineage where there is one.
 
@@ -48,12 +62,11 @@ def identify(hf_dir: Path) -> dict[str, Any]:
     if not weights:
         raise UserError(f"{hf_dir} holds no .safetensors weights; give a complete HF directory")
     identity: dict[str, Any] = {"path": str(hf_dir), "weights_sha256": {path.name: sha256_of(path) for path in weights}}
-    lineage_path = hf_dir / LINEAGE_JSON
-    if lineage_path.exists():
-        lineage = json.loads(lineage_path.read_text())
-        files = {name: FileRecord.model_validate(record) for name, record in lineage["files"].items()}
+    found = read_lineage(hf_dir)
+    if found:
+        lineage, files = found
         verify_files(hf_dir, files, "export the checkpoint again")
-        identity["lineage"] = {key: value for key, value in lineage.items() if key not in ("files", "environment")}
+        identity["lineage"] = {key: value for key, value in lineage.items() if key != "environment"}
     return identity
 
 

@@ -164,7 +164,7 @@ def _tiny_run(peak_lr: float, size: _TinySize) -> RunConfig:
             held_out="../data/held_out",
             tokenizer="../data/corpus/tokenizer",
             sequence_length=TINY_SEQUENCE_LENGTH,
-            held_out_sequences=128,
+            held_out_sequences=64,
         ),
         optimizer=OptimizerConfig(peak_lr=peak_lr),
         schedule=ScheduleConfig(

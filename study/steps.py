@@ -121,9 +121,7 @@ def _measuring_steps(study: Study, run: RunConfig) -> list[Step]:
     directory = RunDirectory(Path(run.name))
     hf = [directory.hf / step_name(step) for step in run.save_steps]
     checkpoints = [f"{{study}}/{directory.checkpoint(step)}" for step in run.save_steps]
-    # with a single checkpoint the target is its own directory, as with cp
-    target = directory.hf if len(checkpoints) > 1 else hf[0]
-    exporting = _python("ckpt_tools", "export", *checkpoints, f"{{study}}/{target}")
+    exporting = _python("ckpt_tools", "export", *checkpoints, "--into", f"{{study}}/{directory.hf}")
     export = Step(
         f"export-{run.name}",
         "export",

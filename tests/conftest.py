@@ -1,5 +1,6 @@
 """Small real inputs shared by all tests: a tokenizer, token files and a random OLMo2."""
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -127,15 +128,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, inputs):
     """`trained(layout)`: the directory of a finished run at that layout, trained once per session."""
-    root, done = tmp_path_factory.mktemp("runs"), {}
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "runs"  # shared by the workers of a session
+    root.mkdir(exist_ok=True)
 
     def run_of(layout: str) -> Path:
-        if layout not in done:
-            processes, settings = LAYOUTS[layout]
-            make_run(root / layout, **inputs, **settings)
-            finished = execute(torchrun(processes, "train", "run", str(root / layout)))
-            assert finished.returncode == 0, finished.stderr[-3000:]
-            done[layout] = root / layout
-        return done[layout]
+        with (root / f"{layout}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (root / f"{layout}.done").exists():
+                processes, settings = LAYOUTS[layout]
+                make_run(root / layout, **inputs, **settings)
+                finished = execute(torchrun(processes, "train", "run", str(root / layout)))
+                assert finished.returncode == 0, finished.stderr[-3000:]
+                (root / f"{layout}.done").touch()
+        return root / layout
 
     return run_of

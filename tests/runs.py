@@ -72,8 +72,8 @@ def make_run(
 
 
 def environment() -> dict[str, str]:
-    """The environment of a child: the project importable from everywhere, one thread."""
-    return os.environ | {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
+    """The environment of a child: the project importable from everywhere, one thread, no GPU."""
+    return os.environ | {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def torchrun(processes: int, *arguments: str) -> list[str]:

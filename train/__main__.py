@@ -45,13 +45,13 @@ def run(
 
     config = load_run(run_dir / "run.json")
     if not set_:
-        train(run_dir)
+        train(run_dir, config)
         return
+    run_dir = run_dir.resolve()
     changed = with_settings(config, set_)
     changed_dir = run_dir.parent / (run_dir.name + changed.name.removeprefix(config.name))
     if (changed_dir / "run.json").exists() and load_run(changed_dir / "run.json") != changed:
         raise UserError(f"{changed_dir} holds another configuration; remove it or change the setting")
-    changed_dir.mkdir(exist_ok=True)
     if is_rank_zero():
         typer.echo(f"training {changed_dir}")
     train(changed_dir, changed)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -25,7 +26,8 @@ from train.run_directory import (
     write_json,
 )
 
-PROBE_SEQUENCES = 2
+PROBE_SEQUENCES, PROBE_TOKENS = 2, 64
+TORCH_WRITER = "PytorchStreamWriter"  # what torch.save's errors of a full disk begin with
 
 
 def from_rank_zero(value: Any) -> Any:
@@ -69,12 +71,16 @@ def commit_checkpoint(engine: Engine, directory: RunDirectory, probe_BS: torch.T
             (aside / PROBE).chmod(0o644)
             record = CheckpointRecord(**fields, files=record_files(aside))
             write_json(aside / CHECKPOINT_JSON, record.model_dump(mode="json"))
+            if final.exists():  # without its checkpoint.json, or it would not be saved again: it does not exist
+                shutil.rmtree(final)
             os.rename(aside, final)
             fsync_directory(directory.checkpoints)
         dist.barrier()
-    except (OSError, RuntimeError, CheckpointException) as error:
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, RuntimeError) and TORCH_WRITER not in str(error):
+            raise  # no failed write
         cause = str(error).strip().splitlines()
         raise UserError(
             f"could not save {final}: {cause[-1] if cause else type(error).__name__}; free space there and run again, "
@@ -82,33 +88,39 @@ def commit_checkpoint(engine: Engine, directory: RunDirectory, probe_BS: torch.T
         ) from error
 
 
-def resume(engine: Engine, directory: RunDirectory, fingerprint: str, data_sha256: str) -> int:
-    """Loads the newest complete checkpoint, hash-checked; returns its step, or 0 for a run that has none.
+def resume(engine: Engine, directory: RunDirectory, fingerprint: str, data_sha256: dict[str, str]) -> int | None:
+    """Loads the newest complete checkpoint, hash-checked; returns its step, or None for a run that has none.
 
     Raises:
         UserError: it is of another configuration or other data, or a file of it was changed.
     """
-    steps = directory.complete_steps()
-    if not steps:
-        return 0
-    newest = directory.checkpoint(steps[-1])
-    failure = None
-    if dist.get_rank() == 0:
+    newest, failure = None, None
+    if dist.get_rank() == 0:  # one rank looks: on a shared file system they might not all see the same
         try:
-            record = verify_checkpoint(newest)
-            if record.fingerprint != fingerprint:
-                raise UserError(
-                    f"{newest} belongs to fingerprint {record.fingerprint}, run.json has {fingerprint}; "
-                    f"use another run name for another configuration"
-                )
-            if record.data_sha256 != data_sha256:
-                raise UserError(
-                    f"{newest} was trained on other data than {directory.run_json} now points to; restore it"
-                )
+            newest = _newest_checkpoint(directory, fingerprint, data_sha256)
         except UserError as error:
             failure = str(error)
-    failure = from_rank_zero(failure)
+    newest, failure = from_rank_zero((newest, failure))
     if failure:
         raise UserError(failure)
-    engine.load(newest)
+    if newest is None:
+        return None
+    engine.load(directory.checkpoint(newest))
+    return int(newest)
+
+
+def _newest_checkpoint(directory: RunDirectory, fingerprint: str, data_sha256: dict[str, str]) -> int | None:
+    """Step of the newest complete checkpoint, after every check that needs no engine."""
+    steps = directory.complete_steps()
+    if not steps:
+        return None
+    newest = directory.checkpoint(steps[-1])
+    record = verify_checkpoint(newest)
+    if record.fingerprint != fingerprint:
+        raise UserError(
+            f"{newest} belongs to fingerprint {record.fingerprint}, run.json has {fingerprint}; "
+            f"use another run name for another configuration"
+        )
+    if record.data_sha256 != data_sha256:
+        raise UserError(f"{newest} was trained on other data than {directory.run_json} now points to; restore it")
     return steps[-1]

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 
 PLAIN_LINE_EVERY_SECONDS = 10.0
+SILENCE_OF_OTHER_RANKS_SECONDS = 3.0  # torchrun ends them within one second of rank 0
 
 
 class UserError(ValueError):
@@ -35,13 +36,23 @@ def is_rank_zero() -> bool:
 
 
 def run_command(app: typer.Typer, name: str) -> None:
-    """Runs a command line; a UserError ends it with one line on stderr and exit code 2."""
+    """Runs a command line; a UserError or an OSError ends it with one line on stderr and exit code 2."""
     try:
         app(prog_name=f"python -m {name}")
     except UserError as error:
-        if is_rank_zero():
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        _refuse(str(error))
+    except OSError as error:  # a path of the wrong kind, without permission, or on a full disk
+        place = f"{error.filename}: " if error.filename else ""
+        _refuse(f"{place}{error.strerror or error}; correct the path or its permissions, or free space, and run again")
+
+
+def _refuse(line: str) -> None:
+    """Ends this process. Rank 0 speaks; another rank that is still alive a while later met an error of its own."""
+    if not is_rank_zero():
+        time.sleep(SILENCE_OF_OTHER_RANKS_SECONDS)
+        line = f"rank {os.environ['RANK']}: {line}"
+    print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)
+    sys.exit(2)
 
 
 class Progress:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -15,11 +15,13 @@ class Frozen(BaseModel):
     """A value that cannot change and knows no other keys than its own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    NOT_IDENTITY: ClassVar[frozenset[str]] = frozenset()  # fields that leave the fingerprint as it is
 
 
-def fingerprint(value: BaseModel) -> str:
-    """SHA-256 (first 16 hex digits) of the value's canonical JSON: equal values, equal fingerprints."""
-    canonical = json.dumps(value.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+def fingerprint(value: Frozen) -> str:
+    """SHA-256 (first 16 hex digits) of the value's canonical JSON, without what is no part of its identity."""
+    content = value.model_dump(mode="json", exclude=set(value.NOT_IDENTITY))
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
@@ -121,7 +123,12 @@ class ParallelConfig(Frozen):
 
 
 class RunConfig(Frozen):
-    """One training run. Equality is the fingerprint; the name is for people and says what varies."""
+    """One training run. Equality is the fingerprint; the name is for people and says what varies.
+
+    Where it runs is no part of its identity: a run may be resumed at another layout.
+    """
+
+    NOT_IDENTITY = frozenset({"name", "parallel", "micro_batch_size"})
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$")
     seed: int = Field(ge=0, lt=2**63)
@@ -211,7 +218,7 @@ def load_run(path: Path) -> RunConfig:
         raise UserError(f"{path} holds no JSON object; write one with the keys of a run configuration")
     stated = content.pop("fingerprint", None)
     try:
-        config = RunConfig.model_validate(content)
+        config = RunConfig.model_validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
         raise explain_validation(str(path), error) from None
     if stated is not None and stated != fingerprint(config):
@@ -243,6 +250,6 @@ def with_settings(config: RunConfig, settings: list[str]) -> RunConfig:
             owner[key] = text
         content["name"] += re.sub(r"[^A-Za-z0-9._=+-]+", "_", f"-{key}={text}")
     try:
-        return RunConfig.model_validate(content)
+        return RunConfig.model_validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
         raise explain_validation("--set", error) from None

@@ -2,27 +2,30 @@
 
 import fcntl
 import math
+import socket
+import time
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from train.checkpoint import PROBE_SEQUENCES, commit_checkpoint, from_rank_zero, remove_leftovers, resume
-from train.command import Progress, UserError
-from train.config import RunConfig, dump_run, fingerprint, load_run
+from train.checkpoint import PROBE_SEQUENCES, PROBE_TOKENS, commit_checkpoint, from_rank_zero, remove_leftovers, resume
+from train.command import Progress, UserError, is_rank_zero
+from train.config import RunConfig, dump_run, fingerprint
 from train.data import Corpus, batch, check_vocabulary, open_corpus
 from train.engine import Engine, StepResult, build_engine
-from train.run_directory import RunDirectory, write_json
+from train.prepare import TOKENIZER_JSON
+from train.run_directory import RunDirectory, sha256_of, write_json
 from train.schedules import learning_rate
 from train.tracking import MetricsWriter, record_attempt
 
 
 def _open_data(run: RunConfig, directory: RunDirectory) -> tuple[Corpus, Corpus]:
-    """Training and held-out tokens, checked against the model before anything is built."""
+    """Training and held-out tokens, checked against the model before anything is built. Rank 0 checks the hashes."""
     corpora = []
     for prefix in (run.data.train, run.data.held_out):
-        corpus = open_corpus(directory.path / prefix, verify_hashes=True)
+        corpus = open_corpus(directory.resolve(prefix), verify_hashes=is_rank_zero())
         check_vocabulary(corpus, run.model.vocab_size)
         corpora.append(corpus)
     train_corpus, held_out = corpora
@@ -33,8 +36,12 @@ def _open_data(run: RunConfig, directory: RunDirectory) -> tuple[Corpus, Corpus]
             f"{held_out.prefix} holds {available} sequences, data.held_out_sequences asks for "
             f"{run.data.held_out_sequences}; prepare more held-out text or ask for fewer"
         )
-    if train_corpus.manifest.tokenizer_sha256 != held_out.manifest.tokenizer_sha256:
-        raise UserError(f"{train_corpus.prefix} and {held_out.prefix} were made by different tokenizers; prepare again")
+    tokenizer = directory.resolve(run.data.tokenizer) / TOKENIZER_JSON
+    if not tokenizer.is_file():
+        raise UserError(f"{tokenizer} does not exist; let data.tokenizer name the directory that made the tokens")
+    for corpus in corpora:
+        if corpus.manifest.tokenizer_sha256 != sha256_of(tokenizer):
+            raise UserError(f"{corpus.prefix} was not made by {tokenizer}; prepare it again with that tokenizer")
     return train_corpus, held_out
 
 
@@ -48,14 +55,18 @@ class _Training:
         self.engine: Engine = build_engine(run)
         self.rank_zero = dist.get_rank() == 0
         self.lock = self._lock()
-        self.first_step = resume(self.engine, directory, fingerprint(run), train_corpus.manifest.bin.sha256)
-        self.attempt: int = from_rank_zero(self._start() if self.rank_zero else None)
+        self.data_sha256 = {"train": train_corpus.manifest.bin.sha256, "held_out": held_out.manifest.bin.sha256}
+        self.resumed = resume(self.engine, directory, fingerprint(run), self.data_sha256)
+        hosts: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        self.attempt: int = from_rank_zero(self._start(sorted(set(hosts))) if self.rank_zero else None)
         self.metrics = MetricsWriter(directory.metrics, self.attempt) if self.rank_zero else None
 
     def _lock(self) -> object:
         """Rank 0 holds a lock on the run: two attempts at once, one of them orphaned, must not both write."""
         lock, taken = None, True
         if self.rank_zero:
+            self.directory.path.mkdir(exist_ok=True)
             lock = (self.directory.path / ".lock").open("w")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,11 +76,11 @@ class _Training:
             raise UserError(f"another process is training {self.directory.path}; wait until it ends or end it")
         return lock
 
-    def _start(self) -> int:
+    def _start(self, hosts: list[str]) -> int:
         write_json(self.directory.run_json, dump_run(self.run))
         remove_leftovers(self.directory)
         return record_attempt(
-            self.directory.environment_json, resumed_from_step=self.first_step, layout=self.engine.layout
+            self.directory.environment_json, hosts=hosts, resumed_from_step=self.resumed, layout=self.engine.layout
         )
 
     def log(self, step: int, **values: float) -> None:
@@ -85,15 +96,14 @@ class _Training:
             sequence_length=run.data.sequence_length,
             seed=run.seed,
         )
-        if sequences.max() >= run.model.vocab_size:
-            raise UserError(
-                f"{self.train_corpus.prefix}: token outside the vocabulary at step {step}; prepare it again"
-            )
         rate = learning_rate(run, step)
+        started_at = time.perf_counter()
         result = self.engine.train_step(torch.from_numpy(sequences), rate)
+        seconds = time.perf_counter() - started_at
         if not result.is_finite():
             raise self._not_finite(step, f"loss {result.loss}, gradient norm {result.grad_norm}")
-        self.log(step, **result._asdict(), learning_rate=rate)
+        speed = run.tokens_per_step / seconds
+        self.log(step, **result._asdict(), learning_rate=rate, tokens_per_second=speed)
         return result
 
     def _not_finite(self, step: int, figures: str) -> UserError:
@@ -125,14 +135,17 @@ class _Training:
                 "world_size": dist.get_world_size(),
                 "layout": self.engine.layout,
                 "attempt": self.attempt,
-                "data_sha256": self.train_corpus.manifest.bin.sha256,
+                "data_sha256": self.data_sha256,
                 "model": self.run.model.model_dump(mode="json"),
             }
-            commit_checkpoint(self.engine, self.directory, self.held_out_NS[:PROBE_SEQUENCES, :-1], fields)
+            if self.metrics:
+                self.metrics.sync()
+            probe_BS = self.held_out_NS[:PROBE_SEQUENCES, : min(PROBE_TOKENS, self.run.data.sequence_length)]
+            commit_checkpoint(self.engine, self.directory, probe_BS, fields)
 
     def run_to_end(self) -> None:
-        step, total = self.first_step, self.run.total_steps
-        if step == 0:
+        step, total = self.resumed or 0, self.run.total_steps
+        if self.resumed is None:
             self.evaluate_and_save(0, None)
         with Progress(self.run.name, total, done=step) as progress:
             while step < total:
@@ -145,15 +158,8 @@ class _Training:
         self.engine.close()
 
 
-def train(run_path: Path, run: RunConfig | None = None) -> None:
-    """Trains the run of a run directory to its end, from its newest complete checkpoint if there is one.
-
-    Args:
-        run_path: the run directory; its run.json is read unless `run` is given.
-        run: the configuration, for a directory that does not exist yet.
-    """
+def train(run_path: Path, run: RunConfig) -> None:
+    """Trains a run to its end, from the newest complete checkpoint of its directory if there is one."""
     directory = RunDirectory(run_path)
-    run = run or load_run(directory.run_json)
-    torch.manual_seed(run.seed)
     train_corpus, held_out = _open_data(run, directory)
     _Training(run, directory, train_corpus, held_out).run_to_end()

@@ -1,5 +1,6 @@
 """Text to token files: the work behind `python -m train prepare`."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -21,7 +22,8 @@ def read_documents(source: Path) -> Iterator[str]:
     """Texts of one file: a .jsonl holds one object with a 'text' per line, any other file is one document."""
     try:
         if source.suffix != ".jsonl":
-            yield source.read_text(encoding="utf-8")
+            with source.open(encoding="utf-8", newline="") as file:  # line ends stay as they are
+                yield file.read()
             return
         with source.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
@@ -29,8 +31,8 @@ def read_documents(source: Path) -> Iterator[str]:
                     text = json.loads(line)["text"]
                 except (json.JSONDecodeError, KeyError, TypeError):
                     raise UserError(f"{source}:{number} is no JSON object with a 'text'; correct the line") from None
-                if not isinstance(text, str):
-                    raise UserError(f"{source}:{number}: 'text' is no string; correct the line")
+                if not isinstance(text, str) or any("\ud800" <= letter <= "\udfff" for letter in text):
+                    raise UserError(f"{source}:{number}: 'text' is no string of valid Unicode; correct the line")
                 yield text
     except FileNotFoundError:
         raise UserError(f"{source} does not exist; give text or .jsonl files") from None
@@ -54,8 +56,11 @@ def load_tokenizer(directory: Path) -> tuple[Tokenizer, int]:
     path, config_path = directory / TOKENIZER_JSON, directory / "tokenizer_config.json"
     if not path.is_file() or not config_path.is_file():
         raise UserError(f"{directory} holds no tokenizer.json and tokenizer_config.json; give a tokenizer directory")
-    tokenizer = Tokenizer.from_file(str(path))
-    eos_token = json.loads(config_path.read_text()).get("eos_token")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+        eos_token = json.loads(config_path.read_text()).get("eos_token")
+    except Exception as error:  # noqa: BLE001  tokenizers raises nothing narrower for a damaged file
+        raise UserError(f"{directory} holds a damaged tokenizer ({error}); copy it again") from None
     if isinstance(eos_token, dict):
         eos_token = eos_token["content"]
     eos_token_id = tokenizer.token_to_id(eos_token) if eos_token else None
@@ -73,11 +78,16 @@ def prepare(sources: list[Path], tokenizer_dir: Path, prefix: Path) -> Manifest:
     vocab_size = tokenizer.get_vocab_size()
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    aside = {suffix: prefix.parent / f".{prefix.name}.{suffix}.{os.getpid()}" for suffix in ("bin", "idx")}
+    aside = {suffix: prefix.parent / f".{prefix.name}.{suffix}.partial" for suffix in ("bin", "idx")}
     lengths: list[int] = []
     max_token_id, digest = -1, hashlib.sha256()
     try:
-        with aside["bin"].open("wb") as file, Progress("prepare", total=len(sources)) as progress:
+        with aside["bin"].open("ab") as file, Progress("prepare", total=len(sources)) as progress:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another process is preparing {prefix}; wait until it ends") from None
+            file.truncate(0)  # what a killed process left
             for source in sources:
                 for texts in _batches(read_documents(source)):
                     for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -85,9 +86,14 @@ def committed_directory(path: Path) -> Iterator[Path]:
     try:
         yield aside
         fsync_directory(aside)
-        if path.exists():
-            shutil.rmtree(path)
-        os.rename(aside, path)
+        if path.exists():  # moved away first: a kill while it is removed must not leave half of it at its place
+            replaced = aside.with_suffix(".replaced")
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.rename(path, replaced)
+            os.rename(aside, path)
+            shutil.rmtree(replaced)
+        else:
+            os.rename(aside, path)
         fsync_directory(path.parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -103,19 +109,18 @@ class FileRecord(Frozen):
     sha256: str
 
 
-def record_files(directory: Path, sync: bool = True) -> dict[str, FileRecord]:
+def record_files(directory: Path) -> dict[str, FileRecord]:
     """Size and SHA-256 of every file below `directory`, by relative path; each is synced to disk first."""
     records = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        if sync:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
         records[str(path.relative_to(directory))] = FileRecord(bytes=path.stat().st_size, sha256=sha256_of(path))
     return records
 
 
 def verify_files(directory: Path, records: dict[str, FileRecord], next_action: str) -> None:
-    """UserError naming the first file that is missing, truncated, edited, or not in the records."""
+    """UserError naming the first recorded file that is missing, truncated or edited."""
     for name, record in records.items():
         path = directory / name
         if not path.is_file():
@@ -141,7 +146,7 @@ class CheckpointRecord(Frozen):
     world_size: int
     layout: dict[str, int]  # tensor, pipeline, data
     attempt: int
-    data_sha256: str
+    data_sha256: dict[str, str]  # of the tokens: train, held_out
     model: dict[str, Any]
     files: dict[str, FileRecord]
 
@@ -168,8 +173,12 @@ class RunDirectory:
 
     def complete_steps(self) -> list[int]:
         """Steps whose checkpoint is complete, rising."""
-        found = self.checkpoints.glob(f"step*/{CHECKPOINT_JSON}")
-        return sorted(int(path.parent.name.removeprefix("step")) for path in found)
+        names = [path.parent.name for path in self.checkpoints.glob(f"step*/{CHECKPOINT_JSON}")]
+        return sorted(int(name[4:]) for name in names if re.fullmatch(r"step\d{8,}", name))
+
+    def resolve(self, path: str) -> Path:
+        """A path of run.json, which starts at the run directory whether that exists yet or not."""
+        return Path(os.path.normpath(self.path.absolute() / path))
 
 
 def read_checkpoint_record(checkpoint: Path) -> CheckpointRecord:

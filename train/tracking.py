@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from train.command import UserError
 from train.run_directory import write_json
 
 TRACKED_PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "numpy", "mlflow")
@@ -47,7 +48,10 @@ def environment() -> dict[str, Any]:
 
 def record_attempt(environment_json: Path, **details: Any) -> int:
     """Appends this start to environment.json; returns the number of this attempt, counted from 1."""
-    attempts = json.loads(environment_json.read_text())["attempts"] if environment_json.exists() else []
+    try:
+        attempts = json.loads(environment_json.read_text())["attempts"] if environment_json.exists() else []
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise UserError(f"{environment_json} is damaged; move it away, it only records earlier attempts") from None
     attempts.append(environment() | details)
     write_json(environment_json, {"attempts": attempts})
     return len(attempts)
@@ -75,9 +79,13 @@ class MetricsWriter:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
+    def sync(self) -> None:
+        """Makes the rows survive a power loss: before a checkpoint that they belong to."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Syncs and closes the file."""
-        os.fsync(self._file.fileno())
+        self.sync()
         self._file.close()
 
 
@@ -87,6 +95,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if path.exists():
         for line in path.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
-                row = json.loads(line)
-                by_step.setdefault(row["step"], {}).update(row)
+                try:
+                    row = json.loads(line)
+                    by_step.setdefault(row["step"], {}).update(row)
+                except (json.JSONDecodeError, KeyError, TypeError):
+                    raise UserError(f"{path}: '{line[:60].strip()}' is no row of metrics; remove that line") from None
     return [by_step[step] for step in sorted(by_step)]

@@ -87,7 +87,7 @@ def test_a_second_export_changes_nothing_and_another_checkpoint_replaces_it(trai
 
 def test_several_checkpoints_go_under_their_own_names(trained, exported, tmp_path):
     checkpoints = [str(trained("dp1") / "checkpoints" / f"step{step:08d}") for step in (10, 20)]
-    done = python("ckpt_tools", "export", *checkpoints, str(tmp_path / "hf"))
+    done = python("ckpt_tools", "export", *checkpoints, "--into", str(tmp_path / "hf"))
     assert done.returncode == 0, done.stderr
     for step in (10, 20):
         weights = tmp_path / "hf" / f"step{step:08d}" / "model.safetensors"

@@ -90,7 +90,7 @@ def write_study(directory: Path, study: Study) -> Path:
                 world_size=2,
                 layout={"tensor": 1, "pipeline": 1, "data": 2},
                 attempt=1,
-                data_sha256="0" * 64,
+                data_sha256={"train": "0" * 64, "held_out": "0" * 64},
                 model=run.model.model_dump(mode="json"),
                 files={},
             )

@@ -19,14 +19,14 @@ def test_megatron_reads_our_files(train_prefix):
         "import sys, train.megatron, numpy as np\n"
         "from megatron.core.datasets.indexed_dataset import IndexedDataset\n"
         "data = IndexedDataset(sys.argv[1])\n"
-        "print(len(data), list(data.document_indices[-2:]))\n"
+        "print(len(data), data.document_indices.tolist() == list(range(301)))\n"
         "np.save(sys.argv[2], np.concatenate([data[i] for i in range(len(data))]))\n"
     )
     out = f"{train_prefix}.concatenated.npy"
     command = [sys.executable, "-c", script, str(train_prefix), out]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
     corpus = open_corpus(train_prefix, verify_hashes=True)
-    assert done.stdout.split("\n")[0] == "300 [299, 300]" or done.stdout.startswith("300 ")
+    assert done.stdout.splitlines()[-1] == "300 True"
     assert np.array_equal(np.load(out), corpus.tokens_T)
 
 
@@ -86,7 +86,6 @@ def test_batches_are_a_function_of_seed_and_step(train_prefix):
     assert not np.array_equal(at(5), at(5, seed=2))
     assert not np.array_equal(at(5), at(6))
     assert np.array_equal(np.concatenate([at(1), at(2)]), at(1, batch_size=16))
-    assert np.array_equal(at(5)[:, 1:-1], np.stack([row[1:-1] for row in at(5)]))
 
 
 def test_labels_are_the_next_tokens(train_prefix):
@@ -120,6 +119,7 @@ def test_bad_token_files_are_refused(tmp_path, train_prefix, tokenizer_dir):
     [
         ("bad.jsonl", b'{"text": "one"}\n{"txt": "two"}\n', "bad.jsonl:2 is no JSON object with a 'text'"),
         ("latin.txt", b"caf\xe9 au lait", "latin.txt is not UTF-8"),
+        ("surrogate.jsonl", b'{"text": "\\ud800"}\n', "surrogate.jsonl:1: 'text' is no string of valid Unicode"),
         ("empty.jsonl", b"", "no document in 1 source"),
         ("none.txt", None, "none.txt does not exist"),
     ],

@@ -1,6 +1,7 @@
 """Bad runs: one line that names the next action, exit code 2, nothing half-written."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def edit(run_dir: Path, change) -> None:
 REFUSED = {
     "unknown key": (lambda run: run["optimizer"].update(learning_rate=1e-3), "unknown key 'optimizer.learning_rate'"),
     "mistyped value": (lambda run: run.update(batch_size="eight"), "'batch_size'"),
+    "number as text": (lambda run: run["model"].update(vocab_size="320"), "'model.vocab_size'"),
     "missing key": (lambda run: run.pop("seed"), "key 'seed' is missing"),
     "heads by TP": (lambda run: run["parallel"].update(tensor=3), "do not divide over parallel.tensor 3"),
     "layers by PP": (lambda run: run["parallel"].update(pipeline=3), "4 layers do not divide over parallel.pipeline 3"),
@@ -60,21 +62,34 @@ def test_world_size_that_does_not_fit_the_layout(tmp_path, inputs):
     assert run.data_parallel_size(4) == 2
 
 
-def test_a_run_name_cannot_be_reused_with_another_configuration(trained):
-    run_json = trained("dp1") / "run.json"
-    original = run_json.read_text()
-    try:
-        run_json.write_text(original.replace('"seed": 7', '"seed": 8'))
-        assert "use another run name" in error_line(python("train", "run", str(trained("dp1"))))
-        edit(trained("dp1"), lambda run: None)
-        assert "belongs to fingerprint" in error_line(python("train", "run", str(trained("dp1"))))
-    finally:
-        run_json.write_text(original)
+def test_a_run_name_cannot_be_reused_with_another_configuration(trained, tmp_path):
+    shutil.copytree(trained("dp1"), tmp_path / "run")
+    run_json = tmp_path / "run" / "run.json"
+    run_json.write_text(run_json.read_text().replace('"seed": 7', '"seed": 8'))
+    assert "use another run name" in error_line(python("train", "run", str(tmp_path / "run")))
+    edit(tmp_path / "run", lambda run: None)
+    assert "belongs to fingerprint" in error_line(python("train", "run", str(tmp_path / "run")))
+
+
+def test_the_tokenizer_must_be_the_one_that_made_the_tokens(tmp_path, inputs):
+    other = tmp_path / "tokenizer"
+    shutil.copytree(inputs["tokenizer_dir"], other)
+    make_run(tmp_path / "run", **(inputs | {"tokenizer_dir": other}))
+    path = other / "tokenizer.json"
+    path.write_text(path.read_text() + " ")
+    assert "was not made by" in error_line(python("train", "run", str(tmp_path / "run")))
+    path.unlink()
+    assert "let data.tokenizer name" in error_line(python("train", "run", str(tmp_path / "run")))
+
+
+def test_paths_of_the_wrong_kind_are_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run" / "run.json").mkdir(parents=True)
+    assert "Not a directory" in error_line(python("train", "run", str(tmp_path / "file")))
+    assert "Is a directory" in error_line(python("train", "run", str(tmp_path / "run")))
 
 
 def test_a_damaged_checkpoint_is_refused_before_it_is_opened(trained, tmp_path):
-    import shutil
-
     shutil.copytree(trained("dp1"), tmp_path / "run")
     shard = tmp_path / "run" / "checkpoints" / "step00000020" / "__0_0.distcp"
     content = bytearray(shard.read_bytes())

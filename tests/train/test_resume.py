@@ -20,7 +20,7 @@ def shard_hashes(checkpoint):
 
 
 def numbers(run_dir):
-    hidden = {"time", "attempt"}
+    hidden = {"time", "attempt", "tokens_per_second"}
     rows = read_metrics(RunDirectory(run_dir).metrics)
     return [{key: value for key, value in row.items() if key not in hidden} for row in rows]
 
@@ -68,9 +68,6 @@ def test_resume_at_another_layout_goes_on_with_the_same_losses(trained, tmp_path
     directory.path.mkdir()
     shutil.copyfile(source.run_json, directory.run_json)
     shutil.copytree(trained("tp2pp2") / "checkpoints" / "step00000010", directory.checkpoint(10))
-    record = directory.checkpoint(10) / CHECKPOINT_JSON
-    old, new = (read_checkpoint_record(run.checkpoint(10)).fingerprint for run in (directory, source))
-    record.write_text(record.read_text().replace(old, new))
     done = execute(torchrun(2, "train", "run", str(directory.path)))
     assert done.returncode == 0, done.stderr[-3000:]
     losses, expected = (
@@ -80,7 +77,27 @@ def test_resume_at_another_layout_goes_on_with_the_same_losses(trained, tmp_path
     assert losses == pytest.approx({step: expected[step] for step in losses}, abs=1e-4)
 
 
-def test_full_disk_during_a_save_leaves_the_run_as_it_was(tmp_path, inputs):
+@pytest.mark.parametrize("incomplete", [False, True], ids=["only step 0", "half-deleted step 10"])
+def test_a_run_goes_on_from_its_first_checkpoint(trained, tmp_path, incomplete):
+    """Killed after step 0 was saved; or a checkpoint was removed half, its seal first."""
+    directory = RunDirectory(tmp_path / "dp1")
+    shutil.copytree(trained("dp1"), directory.path)
+    shutil.rmtree(directory.checkpoint(20))
+    if incomplete:
+        (directory.checkpoint(10) / CHECKPOINT_JSON).unlink()
+    else:
+        shutil.rmtree(directory.checkpoint(10))
+    done = python("train", "run", str(directory.path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert numbers(directory.path) == numbers(trained("dp1"))
+    for step in (10, 20):
+        assert shard_hashes(directory.checkpoint(step)) == shard_hashes(
+            trained("dp1") / "checkpoints" / f"step{step:08d}"
+        )
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_full_disk_during_a_save_leaves_the_run_as_it_was(tmp_path, inputs, processes):
     """No file may grow beyond 200 KB, so the shards cannot be written: a real write error, in the middle of a save."""
     directory = RunDirectory(tmp_path / "full")
     make_run(directory.path, **inputs)
@@ -88,7 +105,12 @@ def test_full_disk_during_a_save_leaves_the_run_as_it_was(tmp_path, inputs):
     def limit_file_size():
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
-    line = error_line(python("train", "run", str(directory.path), preexec_fn=limit_file_size))
+    command = ("train", "run", str(directory.path))
+    if processes > 1:
+        done = execute(torchrun(processes, *command), preexec_fn=limit_file_size)
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    else:
+        line = error_line(python(*command, preexec_fn=limit_file_size))
     assert "could not save" in line
     assert "File too large" in line
     assert "free space" in line

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from train.command import UserError
 from train.config import RunConfig
 from train.engine import StepResult
 from train.megatron.loss import cross_entropy_and_log_normalizer
@@ -34,7 +37,13 @@ class MegatronEngine:
     def __init__(self, run: RunConfig) -> None:
         cuda = torch.cuda.is_available()
         if cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+            local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+            if local_rank >= devices:
+                raise UserError(
+                    f"local rank {local_rank} has no GPU of its own, there are {devices}; start fewer processes per "
+                    f"node, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+                )
+            torch.cuda.set_device(local_rank)
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         if not dist.is_initialized():
             for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
@@ -149,7 +158,7 @@ class MegatronEngine:
 
     @torch.no_grad()
     def logits(self, inputs_BS: Tensor) -> Tensor:
-        """Logits [B, S, V] in fp32 of micro_batch_size sequences of the full length, on every rank, on the CPU."""
+        """Logits [B, S, V] in fp32, on every rank, on the CPU. One microbatch: meant for a small probe."""
         self._model.eval()
         stored: list[Tensor] = []
 
@@ -190,8 +199,20 @@ class MegatronEngine:
         dist_checkpointing.save(self._sharded_state(loading=False), str(directory), InProcessSave())
 
     def load(self, directory: Path) -> None:
-        """Loads shards written at any TP, PP and DP. Hash-check them first: they hold pickles."""
-        state = dist_checkpointing.load(self._sharded_state(loading=True), str(directory))
+        """Loads shards written at any TP, PP and DP. Hash-check them first: they hold pickles.
+
+        Raises:
+            UserError: the shards lack a key of this model or hold one more.
+        """
+        try:
+            state = dist_checkpointing.load(
+                self._sharded_state(loading=True), str(directory), strict=StrictHandling.RAISE_ALL
+            )
+        except CheckpointingException as error:
+            raise UserError(
+                f"{directory} does not fit the model of run.json ({str(error).splitlines()[0][:300]}); delete it to go "
+                f"on from the checkpoint before it"
+            ) from error
         self._model.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
 

@@ -11,6 +11,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch.optim.adamw import adamw
 
 from train.config import RunConfig
+from train.megatron.model import PARAMETER_DTYPE
 
 
 class GroupStepAdamW(torch.optim.AdamW):
@@ -24,12 +25,6 @@ class GroupStepAdamW(torch.optim.AdamW):
         super().__init__(params, **settings)
         for group in self.param_groups:
             group["step"] = 0
-
-    def initialize_state(self) -> None:
-        """Zero moments for every parameter, so that a checkpoint can be written and read before the first step."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -89,7 +84,7 @@ def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> MegatronO
         adam_eps=settings.eps,
         clip_grad=settings.clip_grad_norm,
         bf16=run.precision == "bf16",
-        params_dtype=torch.bfloat16 if run.precision == "bf16" else torch.float32,
+        params_dtype=PARAMETER_DTYPE[run.precision],
         use_distributed_optimizer=True,
     )
     no_decay = {ParamKey(name="*word_embeddings.weight"): {"wd_mult": 0.0}}
@@ -100,10 +95,11 @@ def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> MegatronO
             optimizer = get_megatron_optimizer(config, [model], config_overrides=no_decay)
         finally:
             torch.optim.AdamW = torch_adamw  # type: ignore[misc]
-        for part in optimizer.chained_optimizers:
-            part.optimizer.initialize_state()
-        return optimizer
-    return get_megatron_optimizer(config, [model], config_overrides=no_decay)
+    else:
+        optimizer = get_megatron_optimizer(config, [model], config_overrides=no_decay)
+    for part in optimizer.chained_optimizers:  # zero moments, so that a checkpoint can hold them before the first step
+        part.init_state_fn(part.optimizer, part.config)
+    return optimizer
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, learning_rate: float, weight_decay: float) -> None:
