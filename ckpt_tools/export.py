@@ -104,7 +104,7 @@ def check_parity(hf_dir: Path, checkpoint: Path, precision: str) -> dict[str, fl
     if not difference <= tolerance * max(1.0, largest):
         raise UserError(
             f"{checkpoint}: HF logits differ by {difference:.3g} from the training engine's (largest {largest:.3g}, "
-            f"allowed ratio {tolerance:g}); nothing was exported: report it with this checkpoint, its weights do not convert"
+            f"allowed ratio {tolerance:g}); nothing was exported: report it, these weights do not convert"
         )
     return {"max_absolute_error": difference, "max_logit": largest, "tolerance": tolerance}
 

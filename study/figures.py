@@ -172,18 +172,21 @@ def _schedule_curve(run: RunConfig) -> tuple[tuple[int, ...], tuple[float, ...],
     return steps, tuple(round(learning_rate(run, step) / peak_lr, 9) for step in steps), run.tokens_per_step
 
 
-def draw_quantization_error(study: Study, rows: Rows, path: Path) -> None:
-    """Relative quantization error against tokens, a panel per spec, the learning rate dotted on a second axis."""
+def draw_quantization(study: Study, rows: Rows, path: Path, figure: str) -> None:
+    """`relative_error` or `kl_divergence` against tokens, a panel per spec; learning rate dotted on a second axis."""
     specs = study.quantization.specs
     canvas = Canvas(study, rows, len(specs))
     for axis, spec in zip(canvas.axes, specs, strict=True):
-        column = f"quant/{spec}/relative_error"
+        column = f"quant/{spec}/{figure}"
         canvas.tokens_axis(axis)
         canvas.learning_rates(axis, labelled=spec == specs[-1])
         canvas.lines(axis, column, interval_of(column))
         axis.set_title(spec_title(spec), pad=16)
-        axis.set_ylabel("relative error of the loss")
-        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        if figure == "relative_error":
+            axis.set_ylabel("relative error of the loss")
+            axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        else:
+            axis.set_ylabel("KL(full || quantized), nats per token")
         axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
     canvas.legend([Line2D([], [], color=LEARNING_RATE_COLOUR, linestyle=":", label="learning rate")])
     canvas.save(path)
@@ -280,10 +283,11 @@ def draw_all(directory: Path, study: Study, rows: Rows) -> dict[str, Path]:
     """Draws every figure into STUDY/figures; returns caption -> path in the order of the report."""
     folder = directory / "figures"
     folder.mkdir(exist_ok=True)
-    names = ("quantization_error", "validation_loss", "full_against_quantized", "curvature")
+    names = ("quantization_error", "kl_divergence", "validation_loss", "full_against_quantized", "curvature")
     paths = {name: folder / f"{name}.png" for name in names}
     with matplotlib.rc_context(STYLE):
-        draw_quantization_error(study, rows, paths["quantization_error"])
+        draw_quantization(study, rows, paths["quantization_error"], "relative_error")
+        draw_quantization(study, rows, paths["kl_divergence"], "kl_divergence")
         draw_validation_loss(study, rows, directory, paths["validation_loss"])
         draw_full_against_quantized(study, rows, paths["full_against_quantized"])
         draw_curvature(study, rows, paths["curvature"])

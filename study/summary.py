@@ -52,7 +52,9 @@ def estimate(row: dict[str, Any] | None, column: str) -> Estimate | None:
 
 def summarize(study: Study, rows: Rows) -> list[RunSummary]:
     """One summary per run, by rising peak learning rate."""
-    columns = [f"quant/{spec}/relative_error" for spec in study.quantization.specs] + ["curvature/trace"]
+    figures = ("relative_error", "kl_divergence")
+    columns = [f"quant/{spec}/{figure}" for spec in study.quantization.specs for figure in figures]
+    columns.append("curvature/trace")
     summaries = []
     for run in sorted(study.runs, key=lambda run: run.optimizer.peak_lr):
         own = {row["step"]: row for row in rows if row["run"] == run.name}
@@ -131,7 +133,8 @@ def findings(study: Study, summaries: list[RunSummary]) -> list[str]:
     """Plain sentences that the numbers bear out."""
     sentences = [loss_finding(summaries)]
     for spec in study.quantization.specs:
-        column, quantity = f"quant/{spec}/relative_error", f"the quantization error ({spec_title(spec)})"
-        sentences += [anneal_finding(summaries, column, quantity), order_finding(summaries, column, quantity)]
+        for figure, name in (("relative_error", "quantization error"), ("kl_divergence", "KL divergence")):
+            column, quantity = f"quant/{spec}/{figure}", f"the {name} ({spec_title(spec)})"
+            sentences += [anneal_finding(summaries, column, quantity), order_finding(summaries, column, quantity)]
     sentences.append(anneal_finding(summaries, "curvature/trace", "the trace of the Hessian"))
     return [sentence for sentence in sentences if sentence]

@@ -14,16 +14,16 @@ from train.run_directory import RunDirectory, sha256_of
 
 def test_every_checkpoint_is_one_row_with_its_own_numbers(study_dir, study):
     collected = collect_rows(study_dir, study)
-    assert collected.found == collected.expected == 4 * 10 * 4
+    assert collected.found == collected.expected == 4 * 9 * 4
     write_table(study_dir, study, collected.rows)
     rows = read_table(study_dir)
     assert [(row["run"], row["step"]) for row in rows] == [
         (run.name, step) for run in study.runs for step in run.save_steps
     ]
-    row = next(row for row in rows if row["run"] == "lr1e-2" and row["step"] == 450)
-    checkpoint = json.loads((study_dir / "lr1e-2/checkpoints/step00000450/checkpoint.json").read_text())
-    assert (row["tokens"], row["held_out_loss"]) == (450 * 4096, checkpoint["held_out_loss"])
-    folder = study_dir / "lr1e-2/hf/step00000450"
+    row = next(row for row in rows if row["run"] == "lr1e-2" and row["step"] == 496)
+    checkpoint = json.loads((study_dir / "lr1e-2/checkpoints/step00000496/checkpoint.json").read_text())
+    assert (row["tokens"], row["held_out_loss"]) == (496 * 2048, checkpoint["held_out_loss"])
+    folder = study_dir / "lr1e-2/hf/step00000496"
     quant = json.loads((folder / "quant/gptq-b4-g32/result.json").read_text())["measured"]
     assert row["quant/gptq-b4-g32/relative_error"] == quant["relative_error"]
     assert row["quant/gptq-b4-g32/kl_divergence_high"] == quant["intervals"]["kl_divergence"][1]
@@ -34,8 +34,8 @@ def test_every_checkpoint_is_one_row_with_its_own_numbers(study_dir, study):
 
 
 def test_phases(study):
-    run = study.runs[0]  # warm-up to 25, anneal from 360
-    assert [phase_of(run, step) for step in (0, 25, 26, 360, 361, 500)] == [
+    run = study.runs[0]  # warm-up to 32, anneal from 448
+    assert [phase_of(run, step) for step in (0, 32, 33, 448, 449, 640)] == [
         "warmup", "warmup", "stable", "stable", "anneal", "anneal",
     ]  # fmt: skip
 
@@ -49,14 +49,14 @@ def test_the_table_is_the_same_bytes_wherever_and_whenever_it_is_made(study_dir,
 
 
 def test_what_is_not_measured_is_null_and_counted(study_dir, study):
-    (study_dir / quantization_result("lr1e-3", 60, "gptq-b3-g32")).unlink()
-    (study_dir / curvature_result("lr1e-3", 120)).unlink()
-    (RunDirectory(study_dir / "lr3e-2").checkpoint(500) / "checkpoint.json").unlink()
+    (study_dir / quantization_result("lr1e-3", 64, "gptq-b3-g32")).unlink()
+    (study_dir / curvature_result("lr1e-3", 160)).unlink()
+    (RunDirectory(study_dir / "lr3e-2").checkpoint(640) / "checkpoint.json").unlink()
     collected = collect_rows(study_dir, study)
     assert collected.expected - collected.found == 1 + 1 + 4
     path = write_table(study_dir, study, collected.rows)
     table = pq.read_table(path)
-    assert table.num_rows == 39
+    assert table.num_rows == 35
     assert table["quant/gptq-b3-g32/relative_error"].null_count == 1
     assert table["quant/gptq-b4-g32/relative_error"].null_count == 0
     assert table["curvature/lambda_max_converged"].null_count == 1
@@ -64,7 +64,7 @@ def test_what_is_not_measured_is_null_and_counted(study_dir, study):
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"measured": {}}', '{"spec": {}}'])
 def test_a_broken_result_is_named(study_dir, content):
-    for relative in (quantization_result("lr1e-3", 60, "gptq-b3-g32"), curvature_result("lr1e-3", 60)):
+    for relative in (quantization_result("lr1e-3", 64, "gptq-b3-g32"), curvature_result("lr1e-3", 64)):
         path = study_dir / relative
         whole = path.read_text()
         path.write_text(content)

@@ -40,7 +40,7 @@ def test_list_show_and_status(study_dir, study):
     status = study_command("status", "tiny", "--root", str(study_dir.parent))
     # results alone do not make a step complete: nothing says which command left them
     assert "train      0/4" in status.stdout
-    assert f"0/130 steps complete in {study_dir}" in status.stdout
+    assert f"0/38 steps complete in {study_dir}" in status.stdout
 
 
 def test_a_used_name_is_refused_before_anything_runs(study_dir):

@@ -45,15 +45,15 @@ def test_mirrored_twice_it_holds_everything_once(collected_dir, study):
         run, history = store[name]["run"], store[name]["history"]
         assert run.data.tags["mlflow.parentRunId"] == parent
         assert run.data.tags["mlflow.source.git.commit"].startswith("c0ffee")
-        assert run.data.params["schedule.anneal.start_step"] == "360"
+        assert run.data.params["schedule.anneal.start_step"] == "448"
         assert run.info.status == "FINISHED"
-        assert len(history["train/loss"]) == 500
+        assert len(history["train/loss"]) == 640
         # error against tokens: a metric's step is the tokens of its checkpoint
         error = history["quant/gptq-b3-g32/relative_error"]
-        assert [metric.step for metric in error] == [step * 4096 for step in study.runs[0].save_steps]
-        path = collected_dir / name / "hf/step00000360/quant/gptq-b3-g32/result.json"
+        assert [metric.step for metric in error] == [step * 2048 for step in study.runs[0].save_steps]
+        path = collected_dir / name / "hf/step00000448/quant/gptq-b3-g32/result.json"
         assert error[4].value == json.loads(path.read_text())["measured"]["relative_error"]
-        assert len(history["curvature/trace"]) == 10
+        assert len(history["curvature/trace"]) == 9
         assert "run.json" in store[name]["artifacts"]
     assert {"table.parquet", "study.json"} <= store["tiny"]["artifacts"]
     again = mirror(collected_dir, study)
@@ -73,8 +73,8 @@ def test_what_comes_later_is_added_and_what_changed_is_made_anew(collected_dir, 
     mirror(collected_dir, small)
     after = read_store(root)["lr1e-3"]
     assert after["id"] == before["id"]
-    assert len(after["history"]["train/loss"]) == 500
-    result = collected_dir / "lr1e-3/hf/step00000360/quant/gptq-b3-g32/result.json"
+    assert len(after["history"]["train/loss"]) == 640
+    result = collected_dir / "lr1e-3/hf/step00000448/quant/gptq-b3-g32/result.json"
     content = json.loads(result.read_text())
     content["measured"]["relative_error"] = 0.5
     result.write_text(json.dumps(content))
@@ -83,7 +83,7 @@ def test_what_comes_later_is_added_and_what_changed_is_made_anew(collected_dir, 
     anew = read_store(root)["lr1e-3"]
     error = anew["history"]["quant/gptq-b3-g32/relative_error"]
     assert [metric.value for metric in error].count(0.5) == 1
-    assert len(error) == 10
+    assert len(error) == 9
 
 
 def test_a_store_made_elsewhere_is_refused_with_a_way_out(collected_dir, study, tmp_path):

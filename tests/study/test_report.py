@@ -53,7 +53,7 @@ def page(collected_dir, study) -> Page:
 def test_it_needs_nothing_but_itself(page):
     assert "script" not in page.tags
     assert "link" not in page.tags
-    assert len(page.references) == 4
+    assert len(page.references) == 5
     for reference in page.references:
         kind, _, data = reference.partition(",")
         assert kind == "data:image/png;base64"
@@ -73,7 +73,7 @@ def test_a_row_per_learning_rate_with_intervals(page, study):
 
 def test_the_commands_behind_the_numbers_are_there(page):
     assert "-m train run" in page.code
-    assert '"$STUDY/lr3e-3/hf/step00000475" --spec gptq-b3-g32' in page.code
+    assert '"$STUDY/lr3e-3/hf/step00000640" --spec gptq-b3-g32' in page.code
     assert "python -m curvature run" in page.code
     assert "mlflow server" in page.code
 
