@@ -36,7 +36,7 @@ CAPTIONS = {
     "quantization_error": "Quantization error against training tokens: quantized loss / full-precision loss - 1 on "
     "held-out text, bars are their intervals. Dotted, on the second axis: the learning rate as a share of its peak.",
     "kl_divergence": "The same as Kullback-Leibler divergence of the quantized from the full-precision distribution "
-    "of the next token: it cannot change sign and varies less from document to document than the difference of two losses.",
+    "of the next token: it cannot change sign and varies less between documents than a difference of losses.",
     "validation_loss": "Validation loss against training tokens, in full precision; markers are checkpoints.",
     "full_against_quantized": "Loss after against loss before quantization, a point per checkpoint of the second half "
     "of training; filled points lie in the anneal. On the dashed line quantization costs nothing.",

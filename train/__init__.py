@@ -1,5 +1,5 @@
 """The run configuration, data, schedules, one training loop and its engines.
 
-Light modules (`command`, `config`, `data`, `run_directory`, `schedules`, `tracking`) need neither an engine nor torch
-and may be imported from every folder; the rest stays inside `train/`.
+Light modules need no engine and may be imported from every folder: `command`, `config`, `data`, `prepare`,
+`run_directory`, `schedules`, `tracking`, and, with torch, `initialization` and `layout`. The rest stays in `train/`.
 """
