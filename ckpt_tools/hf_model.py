@@ -32,6 +32,8 @@ def read_hf_config(hf_dir: Path) -> dict[str, Any]:
         raise UserError(f"{path} does not exist; give an HF directory made by 'python -m ckpt_tools export'") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); export the checkpoint again") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no JSON object; export the checkpoint again")
     architectures = config.get("architectures") or ["none"]
     if architectures[0] not in ARCHITECTURES:
         raise UserError(f"{hf_dir} holds a {architectures[0]}; give one of {', '.join(ARCHITECTURES)}")

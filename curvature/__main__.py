@@ -41,12 +41,20 @@ def run(
 
     Example: python -m curvature run hf/step00000400 --spec hutchinson --data data/held_out
     """
+    from ckpt_tools.hf_model import read_hf_config
     from curvature.measure import HutchinsonSpec, measure  # transformers takes seconds, --help should not
 
     if spec not in SPECS:
         raise UserError(f"--spec '{spec}' is unknown; give one of: {', '.join(SPECS)}")
     if out is not None and len(hf_dirs) > 1:
         raise UserError("--out names the place of one HF directory's result; leave it out for several")
+    directories = [out or hf_dir / "curvature" / spec for hf_dir in hf_dirs]
+    if len(set(directories)) != len(directories):
+        raise UserError("an HF directory is given twice; give each once")
+    for hf_dir, directory in zip(hf_dirs, directories, strict=True):  # not after minutes on the ones before it
+        read_hf_config(hf_dir)
+        if directory.exists() and not directory.is_dir():
+            raise UserError(f"{directory} is a file; give a directory for result.json")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("curvature measures in one process; start it without torchrun")
     try:
@@ -64,9 +72,8 @@ def run(
         )
     except ValidationError as error:
         raise explain_validation("curvature run", error) from None
-    for hf_dir in hf_dirs:
+    for hf_dir, directory in zip(hf_dirs, directories, strict=True):
         result = measure(hf_dir, settings, data)
-        directory = out or hf_dir / "curvature" / spec
         directory.mkdir(parents=True, exist_ok=True)
         write_json(directory / "result.json", result)
         trace, top = result["measured"]["trace"], result["measured"]["lambda_max"]

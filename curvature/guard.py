@@ -37,8 +37,8 @@ def check_product(
     difference = float((measured.hv_P - expected.hv_P).norm()) / norm
     if not loss_difference <= LOSS_LIMIT:
         raise UserError(
-            f"refusing to measure: the dual layers' loss is {measured.loss:.8g}, the model's own {expected.loss:.8g} "
-            f"(relative difference {loss_difference:.2g}, limit {LOSS_LIMIT:g}); use --route finite-difference"
+            f"refusing to measure: the product's loss is {measured.loss:.8g}, the model's own {expected.loss:.8g} "
+            f"(relative difference {loss_difference:.2g}, limit {LOSS_LIMIT:g}); the other --route may know this model"
         )
     if not difference <= PRODUCT_LIMIT:
         raise UserError(

@@ -1,5 +1,6 @@
 """`python -m quant_eval`: what quantization costs an HF checkpoint."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -50,10 +51,15 @@ def run(
     --spec gptq-b3-g128 --spec gptq-b4-g128
     """
     # torch and transformers load in seconds: not for --help or a misspelt spec
+    from ckpt_tools.hf_model import read_hf_config
     from quant_eval.specs import parse_spec
 
     specs = [parse_spec(text) for text in spec]
     outs = _result_directories(hf_dirs, [one.name for one in specs], out)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("quant_eval measures in one process; start it without torchrun")
+    for hf_dir in hf_dirs:  # not after minutes on the ones before it
+        read_hf_config(hf_dir)
 
     from quant_eval.measurement import Settings, measure
 

@@ -62,7 +62,7 @@ def run(
     root: Root = Path("runs"),
     profile: Profile = "full",
     workers: Annotated[int, typer.Option(min=1, help="cores to use; a training run takes one per rank")] = (
-        os.cpu_count() or 1
+        len(os.sched_getaffinity(0))
     ),
 ) -> None:
     """Run a study, or go on with it: only what is missing or changed is done.
@@ -71,15 +71,16 @@ def run(
     """
     from study.mlflow_mirror import server_command
     from study.report import REPORT
-    from study.runner import StepError, run_steps
+    from study.runner import Runner, StepError, locked
     from study.steps import steps_of, write_run_configurations
 
     study = resolve(name, profile)
     directory = root / study.name
-    write_run_configurations(directory, study)
-    save_study(directory, study)
     try:
-        run_steps(directory, steps_of(study), workers)
+        with locked(directory) as lock_fd:
+            write_run_configurations(directory, study)
+            save_study(directory, study)
+            Runner(directory, steps_of(study), workers, lock_fd).run()
     except StepError as failure:
         print(f"error: {failure}", file=sys.stderr)
         raise typer.Exit(1) from None

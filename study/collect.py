@@ -98,8 +98,9 @@ def quantization_values(path: Path, spec: str) -> dict[str, Any]:
 def curvature_values(path: Path) -> dict[str, Any]:
     """Columns of the curvature measurement from its result.json."""
     values: dict[str, Any] = {}
+    measured = read_measured(path)
     for figure, keys in CURVATURE_FIGURES.items():
-        value: Any = read_measured(path)
+        value: Any = measured
         for key in keys:
             if not isinstance(value, dict) or key not in value:
                 raise UserError(f"{path} has no measured.{'.'.join(keys)}; remove it and run the study again")
@@ -155,10 +156,16 @@ def write_table(directory: Path, study: Study, rows: list[dict[str, Any]]) -> Pa
     return path
 
 
-def read_table(directory: Path) -> list[dict[str, Any]]:
+def read_table(directory: Path, study: Study) -> list[dict[str, Any]]:
     """The rows of table.parquet; UserError if it was not collected yet."""
     path = directory / TABLE
     if not path.exists():
         raise UserError(f"{path} does not exist; make it with 'python -m study collect {directory.name}'")
-    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(f"{path} is damaged ({error}); make it again with 'python -m study collect'") from None
+    if table.schema.names != schema_of(study).names:
+        raise UserError(f"{path} is of another version of the study; make it again with 'python -m study collect'")
+    rows: list[dict[str, Any]] = table.to_pylist()
     return rows

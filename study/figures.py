@@ -18,6 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentF
 
 from quant_eval.specs import parse_spec
 from study.recipes import Study, spec_title
+from study.steps import FIGURES
 from train.config import RunConfig
 from train.run_directory import RunDirectory
 from train.schedules import learning_rate
@@ -283,8 +284,7 @@ def draw_all(directory: Path, study: Study, rows: Rows) -> dict[str, Path]:
     """Draws every figure into STUDY/figures; returns caption -> path in the order of the report."""
     folder = directory / "figures"
     folder.mkdir(exist_ok=True)
-    names = ("quantization_error", "kl_divergence", "validation_loss", "full_against_quantized", "curvature")
-    paths = {name: folder / f"{name}.png" for name in names}
+    paths = {name: folder / f"{name}.png" for name in FIGURES}
     with matplotlib.rc_context(STYLE):
         draw_quantization(study, rows, paths["quantization_error"], "relative_error")
         draw_quantization(study, rows, paths["kl_divergence"], "kl_divergence")

@@ -73,6 +73,13 @@ def open_store(root: Path) -> Iterator["MlflowClient"]:
         logging.getLogger(logger).setLevel(logging.WARNING)
     with (root / ".mlflow.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / MLFLOW_STORE).exists():
+            # Aside and renamed: MLflow cannot go on with a schema whose creation was killed half-way.
+            partial = root / f".{MLFLOW_STORE}.partial"
+            for leftover in root.glob(f"{partial.name}*"):
+                leftover.unlink()
+            MlflowClient(tracking_uri=f"sqlite:///{partial.absolute()}").search_experiments()
+            os.replace(partial, root / MLFLOW_STORE)
         yield MlflowClient(tracking_uri=store_uri(root))
 
 
@@ -199,7 +206,7 @@ class _Mirror:
 
 def mirror(directory: Path, study: Study) -> dict[str, Any]:
     """Brings the MLflow store up to the study's files; returns and writes mlflow.json: run ids and metrics added."""
-    rows, root = read_table(directory), directory.parent
+    rows, root = read_table(directory, study), directory.parent
     with open_store(root) as client:
         importer = _Mirror(client, root, study)
         parent = importer.find_run(study.name, f"{study.name}/{fingerprint(study)}", study.name, None)

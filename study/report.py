@@ -40,8 +40,8 @@ CAPTIONS = {
     "validation_loss": "Validation loss against training tokens, in full precision; markers are checkpoints.",
     "full_against_quantized": "Loss after against loss before quantization, a point per checkpoint of the second half "
     "of training; filled points lie in the anneal. On the dashed line quantization costs nothing.",
-    "curvature": "Trace (bars: two standard errors) and largest eigenvalue (bars: residual) of the Hessian of the "
-    "held-out loss.",
+    "curvature": "Trace of the Hessian of the held-out loss (bars: two standard errors over probes and microbatches), "
+    "and its largest eigenvalue on a fixed batch (bars: residual of the solver, no sampling error).",
 }
 
 
@@ -149,7 +149,7 @@ def _run_again(study: Study) -> str:
 
 
 def _commands(directory: Path, study: Study) -> str:
-    """The commands of every step, by run; each checkpoint's three make the numbers of its row."""
+    """The commands of every step, by run."""
     groups: dict[str, list[Step]] = {"text and tokenizer": []}
     for step in steps_of(study):
         text = step.kind in ("corpus", "prepare")
@@ -161,19 +161,21 @@ def _commands(directory: Path, study: Study) -> str:
         blocks.append(
             f"<details><summary>{escape(title)} ({len(members)} commands)</summary><pre>{lines}</pre></details>"
         )
-    start = escape(f"export STUDY={shlex.quote(str(directory.absolute()))}\n{_run_again(study)}")
+    settings = f"export STUDY={shlex.quote(str(directory.absolute()))} OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="
+    start = escape(f"{settings}\n{_run_again(study)}")
     return f"<pre>{start}</pre>{''.join(blocks)}"
 
 
 def write_report(directory: Path, study: Study) -> Path:
     """Draws the figures and writes report.html aside, then renames it."""
-    rows: Rows = read_table(directory)
+    rows: Rows = read_table(directory, study)
     summaries = summarize(study, rows)
     sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in findings(study, summaries))
     counts = sorted({row[f"quant/{study.quantization.specs[0]}/documents"] for row in rows} - {None})
     documents = " or ".join(map(str, counts)) or "0"
     note = (
-        f"Intervals: {INTERVAL_LEVEL:.0%}, bootstrap over the {documents} documents of the evaluation text. "
+        f"Intervals of losses, errors and divergences: {INTERVAL_LEVEL:.0%}, bootstrap over the {documents} documents "
+        "of the evaluation text; of traces: two standard errors. "
         "All models are measured on the same documents, so overlapping intervals understate what a "
         "paired comparison could resolve; where they overlap nothing is claimed."
     )
@@ -186,7 +188,8 @@ def write_report(directory: Path, study: Study) -> Path:
 <h2>Figures</h2>{_figures(draw_all(directory, study, rows))}
 <h2>Settings</h2>{_settings(directory, study)}
 <h2>Commands behind every number</h2>
-<p>The first line names this study's directory, the second repeats whatever is missing. Each result lies beside its
+<p>To be run from the project's directory. The first line names this study and what its steps run with, the second
+repeats whatever is missing. Each result lies beside its
 model as result.json with its settings; table.parquet holds them all.</p>{_commands(directory, study)}
 <h2>MLflow</h2><pre>{escape(server_command(directory.parent))}</pre>
 </body></html>

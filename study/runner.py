@@ -209,9 +209,3 @@ def _close(running: _Running) -> None:
     os.close(running.pidfd)
     if running.process.stdin:
         running.process.stdin.close()
-
-
-def run_steps(directory: Path, steps: list[Step], workers: int) -> None:
-    """Brings a study to completion with `workers` slots. See `Runner.run` for what it raises."""
-    with locked(directory) as lock_fd:
-        Runner(directory, steps, workers, lock_fd).run()

@@ -19,6 +19,8 @@ from train.run_directory import CHECKPOINT_JSON, RunDirectory, sha256_of, step_n
 
 MLFLOW_STORE = "mlflow.db"
 CURVATURE_SPEC = "hutchinson"
+FIGURES = ("quantization_error", "kl_divergence", "validation_loss", "full_against_quantized", "curvature")
+FIGURE_FILES = tuple(f"figures/{name}.png" for name in FIGURES)
 CORPUS = "data/corpus"
 CHECKPOINTS_PER_PROCESS = 3  # a process spends some seconds on its imports, as much as one tiny checkpoint takes
 COMMAND_PROMPT = "$ "  # begins the line that a log shows before each attempt
@@ -176,7 +178,7 @@ def steps_of(study: Study) -> list[Step]:
     measured = tuple(step.name for step in steps if step.kind in ("train", "quantize", "curvature"))
     last = [
         ("collect", ("table.parquet",), measured, 3.0),
-        ("report", ("report.html",), ("collect",), 5.0),
+        ("report", ("report.html", *FIGURE_FILES), ("collect",), 5.0),
         ("mirror", ("mlflow.json", f"../{MLFLOW_STORE}"), ("collect", "report"), 15.0),
     ]
     for kind, outputs, after, seconds in last:
@@ -188,17 +190,18 @@ def steps_of(study: Study) -> list[Step]:
 
 def write_run_configurations(directory: Path, study: Study) -> None:
     """Writes RUN/run.json of every run; UserError where a name already belongs to another configuration."""
+    paths = {run.name: RunDirectory(directory / run.name).run_json for run in study.runs}
+    missing = [run for run in study.runs if not paths[run.name].exists()]
     for run in study.runs:
-        path = RunDirectory(directory / run.name).run_json
-        if path.exists():
-            if load_run(path) != run:
-                raise UserError(
-                    f"{path} holds another configuration than recipe {study.name}; a run's name is used once: remove "
-                    f"{path.parent} to train it again, or choose another --root"
-                )
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, dump_run(run))
+        path = paths[run.name]
+        if run not in missing and load_run(path) != run:
+            raise UserError(
+                f"{path} holds another configuration than recipe {study.name}; a run's name is used once: remove "
+                f"{path.parent} to train it again, or choose another --root"
+            )
+    for run in missing:
+        paths[run.name].parent.mkdir(parents=True, exist_ok=True)
+        write_json(paths[run.name], dump_run(run))
 
 
 class Ledger:
@@ -213,7 +216,7 @@ class Ledger:
         """SHA-256 (16 hex digits) of the command, its settings, and the contents of the outputs it depends on.
 
         The outputs hold the hashes of the large files beside them, so a changed checkpoint or text changes this too;
-        where the study lies, or when something was written, does not.
+        where the study lies does not.
         """
         reads = {
             output: sha256_of(self.directory / output) for name in step.after for output in self.steps[name].outputs
@@ -226,14 +229,26 @@ class Ledger:
         return all((self.directory / output).is_file() for output in step.outputs)
 
     def record(self, step: Step) -> dict[str, Any] | None:
-        """What was recorded when the step last finished."""
+        """What was recorded when the step last finished; None where nothing readable was."""
         path = self.records / f"{step.name}.json"
-        return dict(json.loads(path.read_text())) if path.exists() else None
+        try:
+            return dict(json.loads(path.read_text()))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
 
     def is_complete(self, step: Step) -> bool:
         """Whether the outputs are those of this very step; its dependencies must be complete."""
         record = self.record(step)
-        return record is not None and self.outputs_exist(step) and record["fingerprint"] == self.fingerprint(step)
+        return (
+            record is not None
+            and self.outputs_exist(step)
+            and record.get("outputs") == self._hashes(step)
+            and record.get("fingerprint") == self.fingerprint(step)
+        )
+
+    def _hashes(self, step: Step) -> dict[str, str]:
+        """SHA-256 of the step's own outputs; the MLflow store belongs to all studies and changes under each."""
+        return {output: sha256_of(self.directory / output) for output in step.outputs if not output.startswith("../")}
 
     def prepare(self, step: Step) -> None:
         """Removes what an earlier, different or unfinished, execution left, so that it cannot pass for the new one."""
@@ -246,7 +261,12 @@ class Ledger:
     def finish(self, step: Step, fingerprint: str, seconds: float) -> None:
         """Records that the step finished."""
         self.records.mkdir(parents=True, exist_ok=True)
-        record = {"fingerprint": fingerprint, "seconds": round(seconds, 3), "command": list(step.command)}
+        record = {
+            "fingerprint": fingerprint,
+            "outputs": self._hashes(step),
+            "seconds": round(seconds, 3),
+            "command": list(step.command),
+        }
         write_json(self.records / f"{step.name}.json", record)
 
     def complete_steps(self) -> set[str]:

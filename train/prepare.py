@@ -1,6 +1,5 @@
 """Text to token files: the work behind `python -m train prepare`."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -12,7 +11,14 @@ from tokenizers import Tokenizer
 
 from train.command import Progress, UserError
 from train.data import Manifest, write_index
-from train.run_directory import FileRecord, fsync_directory, sha256_of, write_json
+from train.run_directory import (
+    FileRecord,
+    fsync_directory,
+    record_files,
+    scratch_directory,
+    sha256_of,
+    write_json,
+)
 
 TOKENIZER_JSON = "tokenizer.json"
 DOCUMENTS_PER_CALL = 64
@@ -76,18 +82,12 @@ def prepare(sources: list[Path], tokenizer_dir: Path, prefix: Path) -> Manifest:
     """
     tokenizer, eos_token_id = load_tokenizer(tokenizer_dir)
     vocab_size = tokenizer.get_vocab_size()
-    dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
+    dtype: np.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.int32)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    aside = {suffix: prefix.parent / f".{prefix.name}.{suffix}.partial" for suffix in ("bin", "idx")}
     lengths: list[int] = []
     max_token_id, digest = -1, hashlib.sha256()
-    try:
-        with aside["bin"].open("ab") as file, Progress("prepare", total=len(sources)) as progress:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another process is preparing {prefix}; wait until it ends") from None
-            file.truncate(0)  # what a killed process left
+    with scratch_directory(prefix.parent / f".{prefix.name}.partial") as aside:
+        with (aside / "bin").open("wb") as file, Progress("prepare", total=len(sources)) as progress:
             for source in sources:
                 for texts in _batches(read_documents(source)):
                     for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
@@ -97,11 +97,11 @@ def prepare(sources: list[Path], tokenizer_dir: Path, prefix: Path) -> Manifest:
                         digest.update(tokens.tobytes())
                         lengths.append(len(tokens))
                 progress.advance()
-            file.flush()
-            os.fsync(file.fileno())
         if not lengths:
             raise UserError(f"no document in {len(sources)} source(s); give files that hold text")
-        write_index(aside["idx"], np.array(lengths), dtype)
+        write_index(aside / "idx", np.array(lengths), dtype)
+        files = record_files(aside)
+        assert files["bin"].sha256 == digest.hexdigest(), "what was written is not what was tokenized"
         manifest = Manifest(
             vocab_size=vocab_size,
             eos_token_id=eos_token_id,
@@ -109,16 +109,13 @@ def prepare(sources: list[Path], tokenizer_dir: Path, prefix: Path) -> Manifest:
             documents=len(lengths),
             tokens=sum(lengths),
             tokenizer_sha256=sha256_of(tokenizer_dir / TOKENIZER_JSON),
-            bin=FileRecord(bytes=aside["bin"].stat().st_size, sha256=digest.hexdigest()),
-            idx=FileRecord(bytes=aside["idx"].stat().st_size, sha256=sha256_of(aside["idx"])),
+            bin=files["bin"],
+            idx=files["idx"],
             sources={str(path): FileRecord(bytes=path.stat().st_size, sha256=sha256_of(path)) for path in sources},
         )
         Path(f"{prefix}.json").unlink(missing_ok=True)  # an old manifest must not vouch for new tokens
-        for suffix, path in aside.items():
-            os.replace(path, f"{prefix}.{suffix}")
-    finally:
-        for path in aside.values():
-            path.unlink(missing_ok=True)
+        for suffix in files:
+            os.replace(aside / suffix, f"{prefix}.{suffix}")
     fsync_directory(prefix.parent)
     write_json(Path(f"{prefix}.json"), manifest.model_dump(mode="json"))
     return manifest

@@ -38,7 +38,10 @@ def fsync_directory(path: Path) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Writes JSON aside, syncs it and renames it: the file is there whole or not at all. NaN and infinity raise."""
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    try:
+        text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise UserError(f"{path} was not written, a figure is not finite ({error}); check the checkpoint") from None
     descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w") as file:
@@ -75,15 +78,24 @@ def _claim(aside: Path) -> int:
 
 
 @contextmanager
+def scratch_directory(aside: Path) -> Iterator[Path]:
+    """An empty directory of this process alone, removed at the end; UserError while another process holds it."""
+    lock = _claim(aside)
+    try:
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        os.close(lock)
+
+
+@contextmanager
 def committed_directory(path: Path) -> Iterator[Path]:
     """An empty directory beside `path` that takes its name when the block ends well and vanishes otherwise.
 
     Whatever lay at `path` is replaced: callers ask `path`'s JSON first whether it is already complete.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.parent / f".{path.name}.partial"
-    lock = _claim(aside)
-    try:
+    with scratch_directory(path.parent / f".{path.name}.partial") as aside:
         yield aside
         fsync_directory(aside)
         if path.exists():  # moved away first: a kill while it is removed must not leave half of it at its place
@@ -95,11 +107,6 @@ def committed_directory(path: Path) -> Iterator[Path]:
         else:
             os.rename(aside, path)
         fsync_directory(path.parent)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    finally:
-        os.close(lock)
 
 
 class FileRecord(Frozen):

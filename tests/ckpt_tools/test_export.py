@@ -166,6 +166,14 @@ def test_wrong_keys_and_wrong_weights_are_refused(copy, change, expected):
     refuse(copy, expected)
 
 
+@pytest.mark.parametrize("change", [lambda state: state.pop(Q_NORM), lambda state: state.update(extra=torch.ones(3))])
+def test_training_does_not_go_on_from_wrong_keys(copy, change):
+    """Hashes are valid, so only the keys themselves can tell; mcore would load such a checkpoint by default."""
+    rewrite_shards(copy / "checkpoints" / "step00000020", change)
+    line = error_line(python("train", "run", str(copy)))
+    assert "does not fit the model of run.json" in line
+
+
 def test_another_probe_is_refused(copy):
     path = copy / "checkpoints" / "step00000020" / "probe.safetensors"
     probe = load_file(path)

@@ -16,7 +16,7 @@ def test_every_checkpoint_is_one_row_with_its_own_numbers(study_dir, study):
     collected = collect_rows(study_dir, study)
     assert collected.found == collected.expected == 4 * 9 * 4
     write_table(study_dir, study, collected.rows)
-    rows = read_table(study_dir)
+    rows = read_table(study_dir, study)
     assert [(row["run"], row["step"]) for row in rows] == [
         (run.name, step) for run in study.runs for step in run.save_steps
     ]

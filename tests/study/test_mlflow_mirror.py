@@ -62,6 +62,14 @@ def test_mirrored_twice_it_holds_everything_once(collected_dir, study):
     assert counts(read_store(root)) == counts(store)
 
 
+def test_a_store_whose_creation_was_killed_is_made_anew(collected_dir, study):
+    (collected_dir.parent / ".mlflow.db.partial").write_bytes(b"half a schema")
+    (collected_dir.parent / ".mlflow.db.partial-journal").write_bytes(b"its journal")
+    mirror(collected_dir, study.model_copy(update={"runs": study.runs[:1]}))
+    assert read_store(collected_dir.parent).keys() == {"tiny", "lr1e-3"}
+    assert not list(collected_dir.parent.glob(".mlflow.db.*"))
+
+
 def test_what_comes_later_is_added_and_what_changed_is_made_anew(collected_dir, study):
     root, metrics = collected_dir.parent, collected_dir / "lr1e-3" / "metrics.jsonl"
     small = study.model_copy(update={"runs": study.runs[:1]})

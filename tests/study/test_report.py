@@ -124,7 +124,7 @@ def test_a_partial_table_gives_a_partial_report(collected_dir, study):
     for path in collected_dir.glob("*/hf/*/curvature/*/result.json"):
         path.unlink()
     write_table(collected_dir, study, collect_rows(collected_dir, study).rows)
-    sentences = findings(study, summarize(study, read_table(collected_dir)))
+    sentences = findings(study, summarize(study, read_table(collected_dir, study)))
     assert not any("quantization error" in sentence or "trace" in sentence for sentence in sentences)
     text = write_report(collected_dir, study).read_text()
     assert "not measured" in text

@@ -11,11 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from study.runner import StepError, run_steps
+from study.runner import Runner, StepError, locked
 from study.steps import Ledger, Step
 from train.command import UserError
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
+
+
+def run_steps(directory: Path, steps: list[Step], workers: int) -> None:
+    with locked(directory) as lock_fd:
+        Runner(directory, steps, workers, lock_fd).run()
 
 
 def python_step(name: str, code: str, outputs: tuple[str, ...] | None = None, **fields) -> Step:
@@ -33,6 +38,15 @@ def noting(name: str, more: str = "pass") -> str:
         f"{more}\n"
         f"(study / '{name}.json').write_text('{{}}')\n"
     )
+
+
+def test_an_edited_output_reruns_its_step(tmp_path):
+    run_steps(tmp_path, chain(), workers=1)
+    (tmp_path / "second.json").write_text("torn")
+    run_steps(tmp_path, chain(), workers=1)
+    assert order(tmp_path).count("second") == 2
+    assert (tmp_path / "second.json").read_text() == "{}"
+    assert order(tmp_path).count("third") == 1, "what it reads is again what it was"
 
 
 def order(directory: Path) -> list[str]:
@@ -189,8 +203,8 @@ def beats(directory: Path) -> int:
 def start_runner(directory: Path) -> subprocess.Popen:
     """A runner in a process group of its own, with one finished step and one whose grandchild is at work."""
     code = (
-        "import sys; from pathlib import Path; from study.runner import run_steps\n"
-        "from tests.study.test_runner import STUBBORN, chain, python_step\n"
+        "from pathlib import Path\n"
+        "from tests.study.test_runner import STUBBORN, chain, python_step, run_steps\n"
         f"run_steps(Path({str(directory)!r}), [*chain()[:1], python_step('stubborn', STUBBORN, after=('first',))], 1)\n"
     )
     runner = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT, start_new_session=True, stderr=subprocess.PIPE)
