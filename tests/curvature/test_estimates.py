@@ -177,7 +177,7 @@ def test_guard_refuses_a_model_whose_forward_is_another():
     model = tiny_model(torch.float32)
     operator = DualOlmo2(model)
     model.model.layers[1].mlp.act_fn = torch.nn.GELU()
-    with pytest.raises(UserError, match="refusing to measure: the dual layers' loss"):
+    with pytest.raises(UserError, match="refusing to measure: the product's loss"):
         check(model, operator)
 
 
