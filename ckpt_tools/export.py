@@ -21,6 +21,7 @@ from train.run_directory import (
     CheckpointRecord,
     RunDirectory,
     committed_directory,
+    first_damage,
     record_files,
     sha256_of,
     verify_checkpoint,
@@ -121,8 +122,8 @@ def _current_parity(out: Path, checkpoint_sha256: str) -> dict[str, float] | Non
     if found is None or found[0].get("kind") != "export":
         raise UserError(f"{out} exists and is no export; give a new directory or remove it")
     lineage, files = found
-    whole = all((out / name).is_file() and sha256_of(out / name) == file.sha256 for name, file in files.items())
-    return dict(lineage["parity"]) if whole and lineage["checkpoint_sha256"] == checkpoint_sha256 else None
+    current = lineage["checkpoint_sha256"] == checkpoint_sha256 and first_damage(out, files) is None
+    return dict(lineage["parity"]) if current else None
 
 
 def _lineage(checkpoint: Path, record: CheckpointRecord) -> dict[str, Any]:
@@ -154,7 +155,7 @@ def export(checkpoint: Path, out: Path) -> dict[str, float]:
     current = _current_parity(out, lineage["checkpoint_sha256"])
     if current:
         return current
-    tokenizer_dir = directory.path / run.data.tokenizer
+    tokenizer_dir = directory.resolve(run.data.tokenizer)
     _, eos_token_id = load_tokenizer(tokenizer_dir)
     weights = read_hf_weights(checkpoint, run.model)
     with committed_directory(out) as aside:

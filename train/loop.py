@@ -39,8 +39,9 @@ def _open_data(run: RunConfig, directory: RunDirectory) -> tuple[Corpus, Corpus]
     tokenizer = directory.resolve(run.data.tokenizer) / TOKENIZER_JSON
     if not tokenizer.is_file():
         raise UserError(f"{tokenizer} does not exist; let data.tokenizer name the directory that made the tokens")
+    tokenizer_sha256 = sha256_of(tokenizer)
     for corpus in corpora:
-        if corpus.manifest.tokenizer_sha256 != sha256_of(tokenizer):
+        if corpus.manifest.tokenizer_sha256 != tokenizer_sha256:
             raise UserError(f"{corpus.prefix} was not made by {tokenizer}; prepare it again with that tokenizer")
     return train_corpus, held_out
 

@@ -63,10 +63,13 @@ def load_tokenizer(directory: Path) -> tuple[Tokenizer, int]:
     if not path.is_file() or not config_path.is_file():
         raise UserError(f"{directory} holds no tokenizer.json and tokenizer_config.json; give a tokenizer directory")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
         eos_token = json.loads(config_path.read_text()).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{config_path} is damaged ({error}); copy the tokenizer again") from None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001  tokenizers raises nothing narrower for a damaged file
-        raise UserError(f"{directory} holds a damaged tokenizer ({error}); copy it again") from None
+        raise UserError(f"{path} is damaged ({error}); copy the tokenizer again") from None
     if isinstance(eos_token, dict):
         eos_token = eos_token["content"]
     eos_token_id = tokenizer.token_to_id(eos_token) if eos_token else None

@@ -126,16 +126,24 @@ def record_files(directory: Path) -> dict[str, FileRecord]:
     return records
 
 
-def verify_files(directory: Path, records: dict[str, FileRecord], next_action: str) -> None:
-    """UserError naming the first recorded file that is missing, truncated or edited."""
+def first_damage(directory: Path, records: dict[str, FileRecord]) -> str | None:
+    """The first recorded file that is missing, truncated or edited, and how; None for a directory that is whole."""
     for name, record in records.items():
         path = directory / name
         if not path.is_file():
-            raise UserError(f"{path} is missing; {next_action}")
+            return f"{path} is missing"
         if path.stat().st_size != record.bytes:
-            raise UserError(f"{path} has {path.stat().st_size} bytes instead of {record.bytes}; {next_action}")
+            return f"{path} has {path.stat().st_size} bytes instead of {record.bytes}"
         if sha256_of(path) != record.sha256:
-            raise UserError(f"{path} was changed after it was written (its SHA-256 differs); {next_action}")
+            return f"{path} was changed after it was written (its SHA-256 differs)"
+    return None
+
+
+def verify_files(directory: Path, records: dict[str, FileRecord], next_action: str) -> None:
+    """UserError naming the first damage of the directory and what to do about it."""
+    damage = first_damage(directory, records)
+    if damage:
+        raise UserError(f"{damage}; {next_action}")
 
 
 class CheckpointRecord(Frozen):
