@@ -52,6 +52,11 @@ def _refuse(line: str) -> None:
         time.sleep(SILENCE_OF_OTHER_RANKS_SECONDS)
         line = f"rank {os.environ['RANK']}: {line}"
     print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_initialized():
+        # A gloo thread that frees its tensors while the interpreter goes down aborts the process with SIGABRT.
+        sys.stdout.flush()
+        os._exit(2)
     sys.exit(2)
 
 
