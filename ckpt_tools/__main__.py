@@ -28,13 +28,16 @@ def export(
     """
     from ckpt_tools.export import export as export_checkpoint
 
-    if into is None and len(paths) != 2:
+    if into:
+        pairs = [(checkpoint, into / checkpoint.name) for checkpoint in paths]
+    elif len(paths) == 2:
+        pairs = [(paths[0], paths[1])]
+    else:
         raise UserError(f"{len(paths)} path(s) without --into; give CHECKPOINT OUT, or CHECKPOINT... --into DIR")
-    targets = {path: into / path.name for path in paths} if into else {paths[0]: paths[1]}
-    if len(set(targets.values())) != len(paths if into else [paths[1]]):
+    if len({target for _, target in pairs}) != len(pairs):
         raise UserError("two checkpoints have the same name; export them one by one")
-    with Progress("export", total=len(targets)) as progress:
-        for checkpoint, target in targets.items():
+    with Progress("export", total=len(pairs)) as progress:
+        for checkpoint, target in pairs:
             parity = export_checkpoint(checkpoint, target)
             progress.advance(parity=parity["max_absolute_error"])
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GenerationConfig, Olmo2Config, Olmo2ForCausalLM
 
-from ckpt_tools.hf_model import LINEAGE_JSON, load_hf_model, quiet_transformers, read_lineage
+from ckpt_tools.hf_directory import LINEAGE_JSON
+from ckpt_tools.hf_model import load_hf_model, quiet_transformers, read_lineage
 from ckpt_tools.megatron_shards import read_hf_weights
 from train.command import UserError
 from train.config import RunConfig, fingerprint, load_run

@@ -10,10 +10,10 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from ckpt_tools.hf_directory import LINEAGE_JSON
 from train.command import UserError
 from train.run_directory import FileRecord, sha256_of, verify_files
 
-LINEAGE_JSON = "lineage.json"
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 
 
@@ -63,11 +63,11 @@ def identify(hf_dir: Path) -> dict[str, Any]:
     weights = sorted(hf_dir.glob("*.safetensors"))
     if not weights:
         raise UserError(f"{hf_dir} holds no .safetensors weights; give a complete HF directory")
-    identity: dict[str, Any] = {"path": str(hf_dir), "weights_sha256": {path.name: sha256_of(path) for path in weights}}
-    found = read_lineage(hf_dir)
-    if found:
-        lineage, files = found
-        verify_files(hf_dir, files, "export the checkpoint again")
+    lineage, files = read_lineage(hf_dir) or (None, {})
+    verify_files(hf_dir, files, "export the checkpoint again")
+    weights_sha256 = {path.name: files[path.name].sha256 if path.name in files else sha256_of(path) for path in weights}
+    identity: dict[str, Any] = {"path": str(hf_dir), "weights_sha256": weights_sha256}
+    if lineage:
         identity["lineage"] = {key: value for key, value in lineage.items() if key != "environment"}
     return identity
 

@@ -69,10 +69,7 @@ def read_hf_weights(checkpoint: Path, model: ModelConfig) -> dict[str, Tensor]:
         load_shards(stored, storage_reader=reader, no_dist=True)
     weights: dict[str, Tensor] = {}
     for name in layout.megatron_names(model.num_hidden_layers):
-        if name.startswith(layout.LAYERS):
-            layer, _, suffix = name.removeprefix(layout.LAYERS).partition(".")
-            whole = stored[layout.LAYERS + suffix][int(layer)]
-        else:
-            whole = stored[name]
+        layer, suffix = layout.split_layer(name)
+        whole = stored[name] if layer is None else stored[layout.LAYERS + suffix][layer]
         weights |= layout.to_hf(name, whole, model)
     return weights

@@ -1,14 +1,13 @@
 """python -m curvature: trace and top eigenvalue of the loss Hessian of an HF model."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from pydantic import ValidationError
 
-from train.command import UserError, explain_validation, run_command
-from train.run_directory import write_json
+from ckpt_tools.hf_directory import RESULT_JSON, result_directories, write_result
+from train.command import UserError, explain_validation, one_process_only, run_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 SPECS = ("hutchinson",)
@@ -46,17 +45,10 @@ def run(
 
     if spec not in SPECS:
         raise UserError(f"--spec '{spec}' is unknown; give one of: {', '.join(SPECS)}")
-    if out is not None and len(hf_dirs) > 1:
-        raise UserError("--out names the place of one HF directory's result; leave it out for several")
-    directories = [out or hf_dir / "curvature" / spec for hf_dir in hf_dirs]
-    if len(set(directories)) != len(directories):
-        raise UserError("an HF directory is given twice; give each once")
-    for hf_dir, directory in zip(hf_dirs, directories, strict=True):  # not after minutes on the ones before it
+    directories = result_directories(hf_dirs, "curvature", [spec], [out] if out else None)
+    one_process_only("curvature")
+    for hf_dir in hf_dirs:  # not after minutes on the ones before it
         read_hf_config(hf_dir)
-        if directory.exists() and not directory.is_dir():
-            raise UserError(f"{directory} is a file; give a directory for result.json")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("curvature measures in one process; start it without torchrun")
     try:
         settings = HutchinsonSpec(
             name="hutchinson",
@@ -72,15 +64,14 @@ def run(
         )
     except ValidationError as error:
         raise explain_validation("curvature run", error) from None
-    for hf_dir, directory in zip(hf_dirs, directories, strict=True):
+    for hf_dir, (directory,) in zip(hf_dirs, directories, strict=True):
         result = measure(hf_dir, settings, data)
-        directory.mkdir(parents=True, exist_ok=True)
-        write_json(directory / "result.json", result)
+        write_result(directory, result)
         trace, top = result["measured"]["trace"], result["measured"]["lambda_max"]
         note = "" if top["converged"] else " (not converged)"
         typer.echo(
             f"trace {trace['mean']:.6g} +- {trace['standard_error']:.2g}  lambda_max {top['value']:.6g}{note}  "
-            f"loss {result['measured']['loss']:.4f} nats/token  -> {directory / 'result.json'}"
+            f"loss {result['measured']['loss']:.4f} nats/token  -> {directory / RESULT_JSON}"
         )
 
 

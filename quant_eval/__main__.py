@@ -1,16 +1,13 @@
 """`python -m quant_eval`: what quantization costs an HF checkpoint."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from pydantic import ValidationError
 
-from train.command import UserError, explain_validation, run_command
-from train.run_directory import write_json
-
-RESULT_JSON = "result.json"
+from ckpt_tools.hf_directory import result_directories, write_result
+from train.command import explain_validation, one_process_only, run_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -55,9 +52,8 @@ def run(
     from quant_eval.specs import parse_spec
 
     specs = [parse_spec(text) for text in spec]
-    outs = _result_directories(hf_dirs, [one.name for one in specs], out)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("quant_eval measures in one process; start it without torchrun")
+    outs = result_directories(hf_dirs, "quant", [one.name for one in specs], out)
+    one_process_only("quant_eval")
     for hf_dir in hf_dirs:  # not after minutes on the ones before it
         read_hf_config(hf_dir)
 
@@ -80,27 +76,7 @@ def run(
         raise explain_validation("command line", error) from None
     for hf_dir, directories in zip(hf_dirs, outs, strict=True):
         for directory, result in zip(directories, measure(hf_dir, specs, settings), strict=True):
-            directory.mkdir(parents=True, exist_ok=True)
-            write_json(directory / RESULT_JSON, result)
-
-
-def _result_directories(hf_dirs: list[Path], names: list[str], out: list[Path] | None) -> list[list[Path]]:
-    """Where the result of each spec goes, for each HF directory."""
-    if out is None:
-        directories = [[hf_dir / "quant" / name for name in names] for hf_dir in hf_dirs]
-    elif len(hf_dirs) > 1:
-        raise UserError("--out names the place of one HF directory's results; leave it out for several")
-    elif len(names) != len(out):
-        raise UserError(f"{len(names)} --spec but {len(out)} --out; give one --out for each --spec, or none")
-    else:
-        directories = [out]
-    together = [directory for group in directories for directory in group]
-    if len(set(together)) != len(together):
-        raise UserError("two results would go to the same directory; give each spec and HF directory once")
-    for directory in together:
-        if directory.exists() and not directory.is_dir():
-            raise UserError(f"{directory} is a file; give a directory for result.json")
-    return directories
+            write_result(directory, result)
 
 
 if __name__ == "__main__":

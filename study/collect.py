@@ -5,7 +5,6 @@ There is neither a time nor a path in the table: a study that was killed and res
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from study.recipes import Study
 from study.steps import curvature_result, quantization_result
 from train.command import UserError
 from train.config import RunConfig
-from train.run_directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record
+from train.run_directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record, replaced_file
 
 TABLE = "table.parquet"
 INTERVAL_FIGURES = (
@@ -147,12 +146,9 @@ def collect_rows(directory: Path, study: Study) -> Collected:
 
 def write_table(directory: Path, study: Study, rows: list[dict[str, Any]]) -> Path:
     """Writes table.parquet aside and renames it."""
-    path, aside = directory / TABLE, directory / f".{TABLE}.{os.getpid()}"
-    try:
+    path = directory / TABLE
+    with replaced_file(path) as aside:
         pq.write_table(pa.Table.from_pylist(rows, schema=schema_of(study)), aside)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
     return path
 
 

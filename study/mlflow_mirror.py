@@ -21,7 +21,7 @@ from study.recipes import Study
 from study.steps import MLFLOW_STORE
 from train.command import UserError
 from train.config import RunConfig, fingerprint
-from train.run_directory import RunDirectory, sha256_of, write_json
+from train.run_directory import CHECKPOINT_JSON, RunDirectory, sha256_of, write_json
 from train.tracking import read_metrics
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class _Mirror:
         tags = {PARENT_TAG: parent, "quantdyn.fingerprint": fingerprint(run)}
         steps = directory.complete_steps()
         if steps:
-            checkpoint = directory.checkpoint(steps[-1]) / "checkpoint.json"
+            checkpoint = directory.checkpoint(steps[-1]) / CHECKPOINT_JSON
             tags["quantdyn.checkpoint"] = str(checkpoint.relative_to(directory.path.parent))
             tags["quantdyn.checkpoint_sha256"] = sha256_of(checkpoint)
         if directory.environment_json.exists():

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from quant_eval.specs import parse_spec
 from train.command import UserError, explain_validation
 from train.config import (
+    NAME_PATTERN,
     CosinePhase,
     DataConfig,
     Frozen,
@@ -24,8 +25,6 @@ from train.config import (
     ScheduleConfig,
 )
 from train.run_directory import write_json
-
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$"
 
 
 class CorpusSettings(Frozen):

@@ -3,7 +3,6 @@
 import base64
 import json
 import math
-import os
 import shlex
 from collections.abc import Sequence
 from html import escape
@@ -15,7 +14,7 @@ from study.mlflow_mirror import server_command
 from study.recipes import RECIPES, Study, spec_title
 from study.steps import INTERVAL_LEVEL, Step, shown, steps_of
 from study.summary import Estimate, RunSummary, findings, summarize
-from train.run_directory import RunDirectory
+from train.run_directory import RunDirectory, replaced_file
 
 REPORT = "report.html"
 STYLE = """
@@ -194,10 +193,6 @@ model as result.json with its settings; table.parquet holds them all.</p>{_comma
 <h2>MLflow</h2><pre>{escape(server_command(directory.parent))}</pre>
 </body></html>
 """
-    aside = directory / f".{REPORT}.{os.getpid()}"
-    try:
+    with replaced_file(directory / REPORT) as aside:
         aside.write_text(page, encoding="utf-8")
-        os.replace(aside, directory / REPORT)
-    finally:
-        aside.unlink(missing_ok=True)
     return directory / REPORT

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.hf_directory import LINEAGE_JSON, RESULT_JSON, Measurement, result_directory
 from study.recipes import Study
 from train.command import UserError
 from train.config import RunConfig, dump_run, fingerprint, load_run
@@ -108,14 +109,18 @@ def _train_step(study: Study, run: RunConfig) -> Step:
     )
 
 
+def _result(run: str, step: int, measurement: Measurement, spec: str) -> str:
+    return str(result_directory(RunDirectory(Path(run)).hf / step_name(step), measurement, spec) / RESULT_JSON)
+
+
 def quantization_result(run: str, step: int, spec: str) -> str:
     """Path below the study of the result of one quantization."""
-    return str(RunDirectory(Path(run)).hf / step_name(step) / "quant" / spec / "result.json")
+    return _result(run, step, "quant", spec)
 
 
 def curvature_result(run: str, step: int) -> str:
     """Path below the study of the result of the curvature measurement."""
-    return str(RunDirectory(Path(run)).hf / step_name(step) / "curvature" / CURVATURE_SPEC / "result.json")
+    return _result(run, step, "curvature", CURVATURE_SPEC)
 
 
 def _measuring_steps(study: Study, run: RunConfig) -> list[Step]:
@@ -128,7 +133,7 @@ def _measuring_steps(study: Study, run: RunConfig) -> list[Step]:
         f"export-{run.name}",
         "export",
         exporting,
-        tuple(str(path / "lineage.json") for path in hf),
+        tuple(str(path / LINEAGE_JSON) for path in hf),
         (f"train-{run.name}",),
         run.name,
         resumes=True,

@@ -11,13 +11,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
+from study.corpus import END_OF_TEXT, train_tokenizer
 from tests.runs import execute, make_run, torchrun
 from train.prepare import prepare
 
-EOS = "<|endoftext|>"
 VOCAB_SIZE = 320
 
 
@@ -25,18 +24,9 @@ VOCAB_SIZE = 320
 def tokenizer_dir(tmp_path_factory) -> Path:
     """A byte-level BPE tokenizer of 320 tokens, end-of-text has id 0."""
     directory = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([Path(json.__file__).read_text()], trainer)
+    tokenizer = train_tokenizer([Path(json.__file__).read_text()], VOCAB_SIZE)
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": EOS}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
 

@@ -19,7 +19,7 @@ from train.run_directory import (
     PROBE,
     CheckpointRecord,
     RunDirectory,
-    fsync_directory,
+    fsync_path,
     record_files,
     step_name,
     verify_checkpoint,
@@ -74,7 +74,7 @@ def commit_checkpoint(engine: Engine, directory: RunDirectory, probe_BS: torch.T
             if final.exists():  # without its checkpoint.json, or it would not be saved again: it does not exist
                 shutil.rmtree(final)
             os.rename(aside, final)
-            fsync_directory(directory.checkpoints)
+            fsync_path(directory.checkpoints)
         dist.barrier()
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
         if aside is not None:

@@ -35,6 +35,12 @@ def is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def one_process_only(name: str) -> None:
+    """UserError under torchrun with several processes, each of which would measure and write everything."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"{name} measures in one process; start it without torchrun")
+
+
 def run_command(app: typer.Typer, name: str) -> None:
     """Runs a command line; a UserError or an OSError ends it with one line on stderr and exit code 2."""
     try:

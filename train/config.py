@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from train.command import UserError, explain_validation
 
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$"  # of a run and of a study: fit for a directory and a shell
+
 
 class Frozen(BaseModel):
     """A value that cannot change and knows no other keys than its own."""
@@ -130,7 +132,7 @@ class RunConfig(Frozen):
 
     NOT_IDENTITY = frozenset({"name", "parallel", "micro_batch_size"})
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$")
+    name: str = Field(pattern=NAME_PATTERN)
     seed: int = Field(ge=0, lt=2**63)
     engine: Literal["megatron"] = "megatron"
     precision: Literal["fp32", "bf16"]

@@ -52,12 +52,20 @@ def megatron_names(num_layers: int) -> list[str]:
     return [*OUTSIDE_LAYERS, *inside]
 
 
+def split_layer(name: str) -> tuple[int | None, str]:
+    """Layer and name within it of a megatron name; None and the whole name outside the layers."""
+    if not name.startswith(LAYERS):
+        return None, name
+    layer, _, suffix = name.removeprefix(LAYERS).partition(".")
+    return int(layer), suffix
+
+
 def _entry(name: str) -> tuple[Entry, str]:
     """The entry of a global megatron name and the prefix of its HF names. KeyError for an unknown name."""
-    if not name.startswith(LAYERS):
+    layer, suffix = split_layer(name)
+    if layer is None:
         return OUTSIDE_LAYERS[name], ""
-    layer, _, suffix = name.removeprefix(LAYERS).partition(".")
-    return INSIDE_LAYER[suffix], f"{HF_LAYERS}{int(layer)}."
+    return INSIDE_LAYER[suffix], f"{HF_LAYERS}{layer}."
 
 
 def hf_names(name: str) -> list[str]:

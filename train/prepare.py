@@ -13,7 +13,7 @@ from train.command import Progress, UserError
 from train.data import Manifest, write_index
 from train.run_directory import (
     FileRecord,
-    fsync_directory,
+    fsync_path,
     record_files,
     scratch_directory,
     sha256_of,
@@ -119,6 +119,6 @@ def prepare(sources: list[Path], tokenizer_dir: Path, prefix: Path) -> Manifest:
         Path(f"{prefix}.json").unlink(missing_ok=True)  # an old manifest must not vouch for new tokens
         for suffix in files:
             os.replace(aside / suffix, f"{prefix}.{suffix}")
-    fsync_directory(prefix.parent)
+    fsync_path(prefix.parent)
     write_json(Path(f"{prefix}.json"), manifest.model_dump(mode="json"))
     return manifest

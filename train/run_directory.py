@@ -27,13 +27,30 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fsync_directory(path: Path) -> None:
-    """Makes the names in `path` survive a power loss."""
+def fsync_path(path: Path) -> None:
+    """Makes the bytes of a file, or the names in a directory, survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """An empty file beside `path` that takes its name, synced, when the block ends well and vanishes otherwise."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(descriptor)
+    aside = Path(name)
+    try:
+        yield aside
+        fsync_path(aside)
+        aside.chmod(0o644)
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -42,18 +59,8 @@ def write_json(path: Path, content: Any) -> None:
         text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     except ValueError as error:
         raise UserError(f"{path} was not written, a figure is not finite ({error}); check the checkpoint") from None
-    descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(aside, 0o644)
-        os.replace(aside, path)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
-    fsync_directory(path.parent)
+    with replaced_file(path) as aside:
+        aside.write_text(text)
 
 
 def _claim(aside: Path) -> int:
@@ -97,7 +104,7 @@ def committed_directory(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with scratch_directory(path.parent / f".{path.name}.partial") as aside:
         yield aside
-        fsync_directory(aside)
+        fsync_path(aside)
         if path.exists():  # moved away first: a kill while it is removed must not leave half of it at its place
             replaced = aside.with_suffix(".replaced")
             shutil.rmtree(replaced, ignore_errors=True)
@@ -106,7 +113,7 @@ def committed_directory(path: Path) -> Iterator[Path]:
             shutil.rmtree(replaced)
         else:
             os.rename(aside, path)
-        fsync_directory(path.parent)
+        fsync_path(path.parent)
 
 
 class FileRecord(Frozen):
@@ -120,8 +127,7 @@ def record_files(directory: Path) -> dict[str, FileRecord]:
     """Size and SHA-256 of every file below `directory`, by relative path; each is synced to disk first."""
     records = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        fsync_path(path)
         records[str(path.relative_to(directory))] = FileRecord(bytes=path.stat().st_size, sha256=sha256_of(path))
     return records
 

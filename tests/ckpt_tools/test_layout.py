@@ -1,5 +1,7 @@
 """Names and layouts of the megatron model, against loops that say where every row goes."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,28 +9,21 @@ from tests.conftest import make_hf_directory
 from train import layout
 from train.config import ModelConfig
 
-MODEL = ModelConfig(
-    vocab_size=24,
-    hidden_size=16,
-    intermediate_size=12,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-)
+SHAPE: dict[str, Any] = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+MODEL = ModelConfig(**SHAPE)
 
 
 def hf_weights(tmp_path):
     from safetensors.torch import load_file
 
-    directory = make_hf_directory(
-        tmp_path / "hf",
-        vocab_size=24,
-        hidden_size=16,
-        intermediate_size=12,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-    )
+    directory = make_hf_directory(tmp_path / "hf", **SHAPE)
     return load_file(directory / "model.safetensors")
 
 

@@ -4,7 +4,7 @@ Shapes: B sequences, S tokens, V vocabulary.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,9 @@ class MegatronEngine:
                 strict=True,
             )
         )
-        outputs = self._schedule(mine, num_micro, forward_only)
+        outputs = self._schedule(
+            self._forward_step, mine, num_micro, (micro, self.run.data.sequence_length), forward_only=forward_only
+        )
         means = torch.zeros(2, dtype=torch.float64, device=self.device)
         if parallel_state.is_pipeline_last_stage():
             means = torch.stack([output["means"] for output in outputs]).mean(0)
@@ -120,14 +122,23 @@ class MegatronEngine:
         self._broadcast_from_last_stage(means)
         return means[0].item(), means[1].item()
 
-    def _schedule(self, microbatches: Iterator[Microbatch], num_micro: int, forward_only: bool) -> list[dict[str, Any]]:
+    def _schedule(
+        self,
+        forward_step: Callable[..., tuple[Tensor, Any]],
+        microbatches: Iterator[Any] | None,
+        num_micro: int,
+        shape: tuple[int, int],
+        *,
+        forward_only: bool,
+    ) -> list[dict[str, Any]]:
+        """Runs microbatches of `shape` [B, S] through the pipeline; what their losses report, on its last stage."""
         outputs: list[dict[str, Any]] = self._forward_backward(
-            forward_step_func=self._forward_step,
+            forward_step_func=forward_step,
             data_iterator=microbatches,
             model=[self._model],
             num_microbatches=num_micro,
-            seq_length=self.run.data.sequence_length,
-            micro_batch_size=self.run.micro_batch_size,
+            micro_batch_size=shape[0],
+            seq_length=shape[1],
             forward_only=forward_only,
         )
         return outputs
@@ -169,15 +180,7 @@ class MegatronEngine:
 
             return self._logits(inputs_BS.to(self.device), model), keep
 
-        self._forward_backward(
-            forward_step_func=forward_step,
-            data_iterator=None,
-            model=[self._model],
-            num_microbatches=1,
-            seq_length=inputs_BS.shape[1],
-            micro_batch_size=inputs_BS.shape[0],
-            forward_only=True,
-        )
+        self._schedule(forward_step, None, 1, (inputs_BS.shape[0], inputs_BS.shape[1]), forward_only=True)
         whole_BSV = torch.zeros(*inputs_BS.shape, self.run.model.vocab_size, device=self.device)
         if parallel_state.is_pipeline_last_stage():
             local_BSV = stored[0].float().contiguous()

@@ -223,10 +223,8 @@ def build_model(run: RunConfig, config: TransformerConfig, device: torch.device)
 
 def global_name(name: str, config: TransformerConfig) -> str:
     """A parameter's name in the whole model: layers are counted from this pipeline stage's first one in `name`."""
-    if not name.startswith(layout.LAYERS):
-        return name
-    layer, _, suffix = name.removeprefix(layout.LAYERS).partition(".")
-    return f"{layout.LAYERS}{int(layer) + get_transformer_layer_offset(config)}.{suffix}"
+    layer, suffix = layout.split_layer(name)
+    return name if layer is None else f"{layout.LAYERS}{layer + get_transformer_layer_offset(config)}.{suffix}"
 
 
 def _initial_shard(name: str, model: ModelConfig, seed: int) -> Tensor:

@@ -1,0 +1,50 @@
+"""What lies in an HF directory besides the model: its lineage, and results at <measurement>/<spec>/result.json.
+
+Names are made here and nowhere else. Needs neither torch nor transformers.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from train.command import UserError
+from train.run_directory import write_json
+
+LINEAGE_JSON = "lineage.json"
+RESULT_JSON = "result.json"
+Measurement = Literal["quant", "curvature"]
+
+
+def result_directory(hf_dir: Path, measurement: Measurement, spec: str) -> Path:
+    """Where the result of one spec belongs if nothing else is asked for."""
+    return hf_dir / measurement / spec
+
+
+def result_directories(
+    hf_dirs: list[Path], measurement: Measurement, specs: list[str], out: list[Path] | None
+) -> list[list[Path]]:
+    """Where the result of each spec goes, for each HF directory: `out`, if given, names them for a single one.
+
+    Raises:
+        UserError: `out` does not fit, two results would share a directory, or a file is in the way.
+    """
+    if out is None:
+        directories = [[result_directory(hf_dir, measurement, spec) for spec in specs] for hf_dir in hf_dirs]
+    elif len(hf_dirs) > 1:
+        raise UserError("--out names the place of one HF directory's results; leave it out for several")
+    elif len(specs) != len(out):
+        raise UserError(f"{len(specs)} --spec but {len(out)} --out; give one --out for each --spec, or none")
+    else:
+        directories = [out]
+    together = [directory for group in directories for directory in group]
+    if len(set(together)) != len(together):
+        raise UserError("two results would go to the same directory; give each spec and HF directory once")
+    for directory in together:
+        if directory.exists() and not directory.is_dir():
+            raise UserError(f"{directory} is a file; give a directory for {RESULT_JSON}")
+    return directories
+
+
+def write_result(directory: Path, result: dict[str, Any]) -> None:
+    """Writes result.json, whole or not at all."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / RESULT_JSON, result)
