@@ -8,13 +8,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import GenerationConfig, Olmo2Config, Olmo2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from ckpt_tools.hf_directory import LINEAGE_JSON
 from ckpt_tools.hf_model import load_hf_model, quiet_transformers, read_lineage
 from ckpt_tools.megatron_shards import read_hf_weights
 from train.command import UserError
-from train.config import RunConfig, fingerprint, load_run
+from train.config import RunConfig, load_run
+from train.families import hf_settings
+from train.frozen import fingerprint
 from train.prepare import load_tokenizer
 from train.run_directory import (
     CHECKPOINT_JSON,
@@ -40,35 +42,15 @@ TOKENIZER_FILES = (
 )
 
 
-def hf_config(run: RunConfig, eos_token_id: int) -> Olmo2Config:
-    """The Olmo2Config of a run. Everything is set: transformers' defaults are not those of the released models."""
-    model = run.model
-    return Olmo2Config(
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_hidden_layers=model.num_hidden_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_key_value_heads,
-        hidden_act="silu",
-        max_position_embeddings=run.data.sequence_length,
-        initializer_range=model.initializer_range,
-        rms_norm_eps=model.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
-        attention_bias=False,
-        attention_dropout=0.0,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=eos_token_id,
-        pad_token_id=None,
-        use_cache=True,
-    )
+def hf_config(run: RunConfig, eos_token_id: int) -> PretrainedConfig:
+    """The transformers configuration of a run's model."""
+    return AutoConfig.for_model(run.model.family, **hf_settings(run.model, run.data.sequence_length, eos_token_id))
 
 
-def _write_model(directory: Path, config: Olmo2Config, weights: dict[str, Tensor]) -> None:
+def _write_model(directory: Path, config: PretrainedConfig, weights: dict[str, Tensor]) -> None:
     quiet_transformers()
     with torch.device("meta"):
-        model = Olmo2ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     expected = {name for name, _ in model.named_parameters()}
     if expected != weights.keys():
         raise UserError(

@@ -11,17 +11,16 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from train import layout
 from train.command import UserError
-from train.config import ModelConfig
-from train.initialization import megatron_shape
+from train.settings import ModelConfig
 
 OPTIMIZER_PREFIXES = tuple(f"optimizer.state.{part}." for part in ("param", "exp_avg", "exp_avg_sq"))
 
 
 def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Global shape of every stored weight: mcore stacks the layers of a model along a new first axis."""
-    shapes = {name: megatron_shape(name, model) for name in layout.OUTSIDE_LAYERS}
+    shapes = {name: layout.whole_shape(name, model) for name in layout.OUTSIDE_LAYERS}
     for suffix in layout.INSIDE_LAYER:
-        whole = megatron_shape(f"{layout.LAYERS}0.{suffix}", model)
+        whole = layout.whole_shape(f"{layout.LAYERS}0.{suffix}", model)
         shapes[layout.LAYERS + suffix] = (model.num_hidden_layers, *whole)
     return shapes
 

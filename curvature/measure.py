@@ -22,8 +22,8 @@ from curvature.lanczos import TopEigenvalue, top_eigenvalue
 from curvature.olmo2 import DualOlmo2, HessianProduct
 from curvature.parameters import Parameters
 from train.command import Progress, UserError
-from train.config import Frozen
 from train.data import Corpus, batch, check_vocabulary, open_corpus
+from train.frozen import Frozen
 from train.tracking import environment
 
 START_PROBE = -1  # Lanczos starts from a probe that no pair uses

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from train.command import UserError, explain_validation
-from train.config import Frozen
+from train.frozen import Frozen
 
 GRAMMAR = (
     "(rtn|gptq)-b<bits 2..8>-(g<group size>|perchannel)[-sym|-asym], for gptq then [-natural|-actorder]"

@@ -69,7 +69,7 @@ def schema_of(study: Study) -> pa.Schema:
 
 def phase_of(run: RunConfig, step: int) -> str:
     """Part of the schedule that update `step` belongs to: warmup, stable or anneal."""
-    if step <= run.schedule.warmup_steps:
+    if step <= run.warmup_steps:
         return "warmup"
     return "anneal" if run.schedule.anneal and step > run.schedule.anneal.start_step else "stable"
 

@@ -164,7 +164,7 @@ def around(column: str, margin: Callable[[dict[str, Any]], float]) -> Bounds:
 
 def _schedule_curve(run: RunConfig) -> tuple[tuple[int, ...], tuple[float, ...], int]:
     """Steps, learning rate / peak at them, and tokens per step: at most some 400 points, the corners among them."""
-    corners = {0, run.schedule.warmup_steps, run.total_steps}
+    corners = {0, run.warmup_steps, run.total_steps}
     if run.schedule.anneal:
         corners.add(run.schedule.anneal.start_step)
     stride = max(1, run.total_steps // 400)

@@ -20,7 +20,8 @@ from study.collect import TABLE, read_table
 from study.recipes import Study
 from study.steps import MLFLOW_STORE
 from train.command import UserError
-from train.config import RunConfig, fingerprint
+from train.config import RunConfig
+from train.frozen import fingerprint
 from train.run_directory import CHECKPOINT_JSON, RunDirectory, sha256_of, write_json
 from train.tracking import read_metrics
 
@@ -86,8 +87,8 @@ def open_store(root: Path) -> Iterator["MlflowClient"]:
 def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested keys joined by dots, values as text.
 
-    >>> flatten({"schedule": {"warmup_steps": 5}})
-    {'schedule.warmup_steps': '5'}
+    >>> flatten({"schedule": {"warmup_tokens": 5}})
+    {'schedule.warmup_tokens': '5'}
     """
     flat: dict[str, str] = {}
     for key, value in content.items():

@@ -13,18 +13,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from quant_eval.specs import parse_spec
 from train.command import UserError, explain_validation
-from train.config import (
-    NAME_PATTERN,
-    CosinePhase,
-    DataConfig,
-    Frozen,
-    LinearAnneal,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from train.config import RunConfig
+from train.frozen import NAME_PATTERN, Frozen
 from train.run_directory import write_json
+from train.settings import Anneal, CosinePhase, DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 
 
 class CorpusSettings(Frozen):
@@ -111,6 +103,7 @@ TINY_MODEL = ModelConfig(
 TINY_SEQUENCE_LENGTH = 128
 TINY_BATCH = 16
 TINY_MICRO_BATCH = 8
+TINY_TOKENS_PER_STEP = TINY_SEQUENCE_LENGTH * TINY_BATCH
 
 
 @dataclass(frozen=True)
@@ -167,9 +160,11 @@ def _tiny_run(peak_lr: float, size: _TinySize) -> RunConfig:
         ),
         optimizer=OptimizerConfig(peak_lr=peak_lr),
         schedule=ScheduleConfig(
-            warmup_steps=size.warmup_steps,
-            phase=CosinePhase(horizon_steps=round(size.anneal_start * HORIZON_OVER_ANNEAL_START)),
-            anneal=LinearAnneal(start_step=size.anneal_start),
+            warmup_tokens=size.warmup_steps * TINY_TOKENS_PER_STEP,
+            phase=CosinePhase(
+                horizon_tokens=round(size.anneal_start * HORIZON_OVER_ANNEAL_START) * TINY_TOKENS_PER_STEP
+            ),
+            anneal=Anneal(start_step=size.anneal_start),
         ),
         total_steps=size.total_steps,
         batch_size=TINY_BATCH,

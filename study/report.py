@@ -109,8 +109,8 @@ def _settings(directory: Path, study: Study) -> str:
         ),
         (
             "schedule",
-            f"{run.schedule.warmup_steps} steps of warm-up, {run.schedule.phase.kind}"
-            + (f", linear anneal to zero from step {anneal.start_step}" if anneal else ""),
+            f"{run.warmup_steps} steps of warm-up, {run.schedule.phase.kind}"
+            + (f", {anneal.shape} anneal to zero from step {anneal.start_step}" if anneal else ""),
         ),
         (
             "optimizer",

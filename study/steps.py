@@ -15,7 +15,8 @@ from typing import Any
 from ckpt_tools.hf_directory import LINEAGE_JSON, RESULT_JSON, Measurement, result_directory
 from study.recipes import Study
 from train.command import UserError
-from train.config import RunConfig, dump_run, fingerprint, load_run
+from train.config import RunConfig, dump_run, load_run
+from train.frozen import fingerprint
 from train.run_directory import CHECKPOINT_JSON, RunDirectory, sha256_of, step_name, write_json
 
 MLFLOW_STORE = "mlflow.db"

@@ -16,6 +16,7 @@ from ckpt_tools.export import hf_config
 from curvature.olmo2 import DualOlmo2
 from study.recipes import resolve
 from train.config import RunConfig
+from train.engine import Batch, StepResult
 from train.initialization import initial_parameter
 
 REPETITIONS = 15
@@ -83,10 +84,14 @@ def main() -> None:
     figures = ratio(lambda: product(tokens[:2], direction), gradient)
     lines = [report.format("Hessian-vector product / forward and backward (HF)", *_milliseconds(figures))]
 
+    from train.distributed import start
     from train.megatron.engine import MegatronEngine
 
-    engine = MegatronEngine(run)
-    figures = ratio(lambda: engine.train_step(tokens, 1e-4), plain_training_step(run, plain_model(run), tokens))
+    engine = MegatronEngine(run, start())
+    figures = ratio(
+        lambda: engine.train_step(Batch.of(tokens), 1e-4, StepResult.is_finite),
+        plain_training_step(run, plain_model(run), tokens),
+    )
     lines.append(report.format("training step: megatron engine / HF and torch.optim.AdamW", *_milliseconds(figures)))
     engine.close()
     sys.stdout.write("\n".join(lines) + "\n")

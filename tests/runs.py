@@ -6,18 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from train.config import (
-    CosinePhase,
-    DataConfig,
-    LinearAnneal,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    ScheduleConfig,
-    dump_run,
-)
+from train.config import RunConfig, dump_run
 from train.run_directory import write_json
+from train.settings import Anneal, CosinePhase, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, ScheduleConfig
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -56,7 +47,7 @@ def make_run(
         ),
         "optimizer": OptimizerConfig(peak_lr=peak_lr),
         "schedule": ScheduleConfig(
-            warmup_steps=4, phase=CosinePhase(horizon_steps=100), anneal=LinearAnneal(start_step=15)
+            warmup_tokens=4 * 256, phase=CosinePhase(horizon_tokens=100 * 256), anneal=Anneal(start_step=15)
         ),
         "parallel": ParallelConfig(tensor=tensor, pipeline=pipeline),
         "total_steps": 20,

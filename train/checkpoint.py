@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from train.command import UserError
+from train.distributed import from_rank_zero
 from train.engine import Engine
 from train.run_directory import (
     CHECKPOINT_JSON,
@@ -28,13 +29,6 @@ from train.run_directory import (
 
 PROBE_SEQUENCES, PROBE_TOKENS = 2, 64
 TORCH_WRITER = "PytorchStreamWriter"  # what torch.save's errors of a full disk begin with
-
-
-def from_rank_zero(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def remove_leftovers(directory: RunDirectory) -> None:
@@ -64,7 +58,10 @@ def commit_checkpoint(engine: Engine, directory: RunDirectory, probe_BS: torch.T
             aside.chmod(0o755)
         aside = from_rank_zero(aside)
         assert aside is not None
-        engine.save(aside)
+        snapshot = engine.snapshot(aside, weights_only=False)
+        snapshot.write()
+        dist.barrier()
+        snapshot.seal()
         probe = {"input_ids": probe_BS.contiguous(), "logits": engine.logits(probe_BS)}
         if rank_zero:
             save_file(probe, aside / PROBE)

@@ -1,151 +1,62 @@
 """A run is one frozen value: what is trained, on what, how long, and when it is measured."""
 
-import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from train.command import UserError, explain_validation
-
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$"  # of a run and of a study: fit for a directory and a shell
-
-
-class Frozen(BaseModel):
-    """A value that cannot change and knows no other keys than its own."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-    NOT_IDENTITY: ClassVar[frozenset[str]] = frozenset()  # fields that leave the fingerprint as it is
-
-
-def fingerprint(value: Frozen) -> str:
-    """SHA-256 (first 16 hex digits) of the value's canonical JSON, without what is no part of its identity."""
-    content = value.model_dump(mode="json", exclude=set(value.NOT_IDENTITY))
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
-
-
-class ModelConfig(Frozen):
-    """An OLMo2 (arXiv 2501.00656), in the terms of transformers' `Olmo2Config`."""
-
-    vocab_size: int = Field(gt=0, description="rows of the embedding, padding included")
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0, description="width of gate and of up, each")
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int = Field(gt=0)
-    rope_theta: float = Field(default=500_000.0, gt=0)
-    rms_norm_eps: float = Field(default=1e-6, gt=0)
-    initializer_range: float = Field(default=0.02, gt=0, description="std of the normal, truncated at 3 std")
-
-    @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of {self.num_attention_heads} heads")
-        if self.head_dim % 2:
-            raise ValueError(f"head size {self.head_dim} is odd, rotary embeddings need an even one")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(f"{self.num_attention_heads} heads do not divide into {self.num_key_value_heads} KV heads")
-        return self
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden_size // self.num_attention_heads
-
-
-class DataConfig(Frozen):
-    """Token files made by `python -m train prepare`; relative prefixes start at the run directory."""
-
-    train: str
-    held_out: str
-    tokenizer: str = Field(description="directory of the tokenizer, copied into every export")
-    sequence_length: int = Field(gt=1, description="tokens the model sees at once; also its maximal context")
-    held_out_sequences: int = Field(gt=0, description="sequences of the held-out file behind each held-out loss")
-
-
-class OptimizerConfig(Frozen):
-    """AdamW as Ai2 trained OLMo2: norms and lm_head are decayed, the token embedding is not."""
-
-    peak_lr: float = Field(ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    clip_grad_norm: float = Field(default=1.0, gt=0)
-    z_loss: float = Field(default=1e-5, ge=0, description="times mean(logsumexp(logits)^2), added to the loss")
-
-
-class ConstantPhase(Frozen):
-    """The peak learning rate from the end of the warm-up on."""
-
-    kind: Literal["constant"] = "constant"
-
-
-class CosinePhase(Frozen):
-    """Cosine from the peak to `floor` x peak at `horizon_steps`, which may lie far behind the end of the run."""
-
-    kind: Literal["cosine"] = "cosine"
-    horizon_steps: int = Field(gt=0)
-    floor: float = Field(default=0.1, ge=0, le=1)
-
-
-class LinearAnneal(Frozen):
-    """From the learning rate reached at `start_step` straight to zero at the last step of the run."""
-
-    start_step: int = Field(ge=0)
-
-
-class ScheduleConfig(Frozen):
-    """Learning rate over steps: linear warm-up from zero, a phase, and optionally an anneal to zero.
-
-    A constant phase with an anneal is WSD (arXiv 2404.06395).
-    """
-
-    warmup_steps: int = Field(ge=0)
-    phase: ConstantPhase | CosinePhase = Field(discriminator="kind")
-    anneal: LinearAnneal | None = None
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if isinstance(self.phase, CosinePhase) and self.phase.horizon_steps <= self.warmup_steps:
-            raise ValueError(f"cosine horizon {self.phase.horizon_steps} ends before the warm-up {self.warmup_steps}")
-        if self.anneal and self.anneal.start_step < self.warmup_steps:
-            raise ValueError(f"the anneal starts at {self.anneal.start_step}, inside the warm-up {self.warmup_steps}")
-        return self
-
-
-class ParallelConfig(Frozen):
-    """Model parallelism; the data-parallel size is the world size divided by both."""
-
-    tensor: int = Field(default=1, gt=0)
-    pipeline: int = Field(default=1, gt=0)
+from train.frozen import NAME_PATTERN, Frozen, fingerprint
+from train.settings import (
+    BranchFrom,
+    DataConfig,
+    Ema,
+    Lawa,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SavingConfig,
+    ScheduleConfig,
+    SpikeConfig,
+    ZeroConfig,
+)
 
 
 class RunConfig(Frozen):
     """One training run. Equality is the fingerprint; the name is for people and says what varies.
 
-    Where it runs is no part of its identity: a run may be resumed at another layout.
+    Where and how it is computed is no part of its identity: a run may be resumed at another layout.
     """
 
-    NOT_IDENTITY = frozenset({"name", "parallel", "micro_batch_size"})
+    NOT_IDENTITY = frozenset(
+        {"name", "parallel", "zero", "kernels", "recompute", "micro_batch_size", "saving", "norms_every_steps"}
+    )
 
     name: str = Field(pattern=NAME_PATTERN)
     seed: int = Field(ge=0, lt=2**63)
-    engine: Literal["megatron"] = "megatron"
-    precision: Literal["fp32", "bf16"]
+    engine: Literal["megatron", "deepspeed"] = "megatron"
+    precision: Literal["fp32", "bf16", "fp8"] = Field(description="fp8: bf16 with matrix products in fp8")
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
+    averages: tuple[Annotated[Lawa | Ema, Field(discriminator="kind")], ...] = ()
+    spikes: SpikeConfig | None = None
+    not_finite: Literal["stop", "skip"] = Field(default="stop", description="at a loss or gradient that overflowed")
+    branch_from: BranchFrom | None = None
     parallel: ParallelConfig = ParallelConfig()
+    zero: ZeroConfig = Field(default=ZeroConfig(), description="DeepSpeed only")
+    kernels: Literal["torch", "transformer_engine"] = Field(default="torch", description="megatron only")
+    recompute: Literal["none", "layers"] = Field(default="none", description="layers: activations, layer by layer")
+    saving: SavingConfig = SavingConfig()
     total_steps: int = Field(gt=0)
     batch_size: int = Field(gt=0, description="sequences per optimizer step, over all ranks")
     micro_batch_size: int = Field(gt=0, description="sequences per forward pass of one rank")
     save_steps: tuple[int, ...] = Field(description="steps with a permanent checkpoint; the last step is among them")
     evaluate_every_steps: int = Field(gt=0, description="held-out loss at its multiples and at every checkpoint")
+    norms_every_steps: int | None = Field(default=None, gt=0, description="log norms of weights and updates per group")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -153,19 +64,48 @@ class RunConfig(Frozen):
             raise ValueError("save_steps must rise strictly and not be empty")
         if self.save_steps[0] < 0 or self.save_steps[-1] != self.total_steps:
             raise ValueError(f"save_steps must lie in 0..{self.total_steps} and end with {self.total_steps}")
-        if self.schedule.anneal and self.schedule.anneal.start_step >= self.total_steps:
-            raise ValueError(
-                f"the anneal starts at {self.schedule.anneal.start_step}, after the end {self.total_steps}"
-            )
+        self._check_schedule()
         if self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
             )
+        names = [average.name for average in self.averages]
+        if len(set(names)) != len(names):
+            raise ValueError(f"an average is listed twice among {', '.join(names)}")
+        self._check_engine()
         self._check_layout()
         return self
 
+    def _check_schedule(self) -> None:
+        anneal = self.schedule.anneal
+        if anneal and anneal.start_step >= self.total_steps:
+            raise ValueError(f"the anneal starts at {anneal.start_step}, after the end {self.total_steps}")
+        if anneal and anneal.start_step * self.tokens_per_step < self.schedule.warmup_tokens:
+            raise ValueError(f"the anneal starts at step {anneal.start_step}, inside the warm-up")
+        if self.branch_from and self.branch_from.step >= self.total_steps:
+            raise ValueError(f"the branch starts at {self.branch_from.step}, after the end {self.total_steps}")
+        if self.branch_from and self.save_steps[0] <= self.branch_from.step:
+            raise ValueError(f"save_steps must lie behind step {self.branch_from.step}, where the branch starts")
+
+    def _check_engine(self) -> None:
+        if self.engine == "megatron":
+            if self.model.family != "olmo2":
+                raise ValueError(f"the megatron engine trains olmo2, not {self.model.family}; set engine to deepspeed")
+            if self.zero != ZeroConfig():
+                raise ValueError("zero belongs to the deepspeed engine; remove it or set engine to deepspeed")
+            if self.precision == "fp8" and self.kernels != "transformer_engine":
+                raise ValueError("fp8 needs kernels 'transformer_engine'")
+            return
+        if self.parallel != ParallelConfig() or self.kernels != "torch" or self.precision == "fp8":
+            raise ValueError("parallel, kernels and fp8 belong to the megatron engine; deepspeed trains data-parallel")
+        if self.zero.stage == 0 and self.precision == "bf16":
+            raise ValueError("bf16 with ZeRO stage 0 takes a phantom Adam step at its start; set zero.stage to 1 or 2")
+        if self.zero.stage == 3 and self.averages:
+            raise ValueError("averages are kept at ZeRO stages 0 to 2; lower zero.stage or remove averages")
+
     def _check_layout(self) -> None:
-        tensor, pipeline, model = self.parallel.tensor, self.parallel.pipeline, self.model
+        tensor, model = self.parallel.tensor, self.model
+        pipeline = self.parallel.pipeline * self.parallel.virtual_pipeline
         if model.num_attention_heads % tensor or model.num_key_value_heads % tensor:
             raise ValueError(
                 f"{model.num_attention_heads} heads and {model.num_key_value_heads} KV heads do not divide over "
@@ -180,18 +120,33 @@ class RunConfig(Frozen):
             raise ValueError(
                 f"{model.num_hidden_layers} layers do not divide over parallel.pipeline {pipeline}; choose a divisor"
             )
+        if self.parallel.sequence and self.data.sequence_length % tensor:
+            raise ValueError(
+                f"sequence_length {self.data.sequence_length} does not divide over parallel.tensor {tensor}"
+            )
+        if self.parallel.context > 1 and self.data.sequence_length % (2 * self.parallel.context):
+            raise ValueError(
+                f"sequence_length {self.data.sequence_length} is not a multiple of 2 x parallel.context "
+                f"{self.parallel.context}"
+            )
 
     @property
     def tokens_per_step(self) -> int:
         """Training tokens of one optimizer step."""
         return self.batch_size * self.data.sequence_length
 
+    @property
+    def warmup_steps(self) -> int:
+        """Updates until the learning rate has reached its peak."""
+        return -(-self.schedule.warmup_tokens // self.tokens_per_step)
+
     def data_parallel_size(self, world_size: int) -> int:
         """Number of model replicas at this world size; UserError where the batch or the layout does not fit."""
-        model_ranks = self.parallel.tensor * self.parallel.pipeline
+        parallel = self.parallel
+        model_ranks = parallel.tensor * parallel.pipeline * parallel.context
         if world_size % model_ranks:
             raise UserError(
-                f"world size {world_size} is not a multiple of tensor x pipeline = {model_ranks}; "
+                f"world size {world_size} is not a multiple of tensor x pipeline x context = {model_ranks}; "
                 f"start torchrun with a multiple of {model_ranks} processes"
             )
         replicas = world_size // model_ranks
@@ -199,6 +154,11 @@ class RunConfig(Frozen):
             raise UserError(
                 f"batch_size {self.batch_size} is not a multiple of data-parallel size {replicas} x micro_batch_size "
                 f"{self.micro_batch_size}; change one of them or the number of processes"
+            )
+        if parallel.virtual_pipeline > 1 and self.batch_size // (replicas * self.micro_batch_size) % parallel.pipeline:
+            raise UserError(
+                f"interleaved pipelining needs a multiple of parallel.pipeline {parallel.pipeline} microbatches, not "
+                f"{self.batch_size // (replicas * self.micro_batch_size)}; change batch_size or micro_batch_size"
             )
         return replicas
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from train.command import UserError, explain_validation
-from train.config import Frozen
+from train.frozen import Frozen
 from train.run_directory import FileRecord, sha256_of
 
 # The index: magic, version, dtype code, number of sequences and of document bounds, then lengths, byte offsets, bounds.

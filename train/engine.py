@@ -1,16 +1,37 @@
-"""The verbs an engine gives to the training loop. The loop says what happens, an engine how."""
+"""The verbs an engine gives to the training loop. The loop says what happens, an engine how.
+
+Shapes: B sequences, S tokens, V vocabulary.
+"""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from train.config import RunConfig
 
 
+class Batch(NamedTuple):
+    """What one update, or one held-out loss, is computed on."""
+
+    tokens_BS: Tensor  # int64 [B, S + 1]: inputs are [:, :-1], labels [:, 1:]
+    counted_BS: Tensor  # bool [B, S]: the labels that enter the loss
+
+    @staticmethod
+    def of(tokens_BS: Tensor) -> "Batch":
+        """A batch in which every label counts."""
+        return Batch(tokens_BS, torch.ones(len(tokens_BS), tokens_BS.shape[1] - 1, dtype=torch.bool))
+
+
 class StepResult(NamedTuple):
-    """One update, over all ranks."""
+    """One update, over all ranks.
+
+    What is minimised is the sum of both losses over counted labels divided by ALL B x S positions, as OLMo does: a
+    sequence that is filtered out weakens the gradient and strengthens no other. What is reported is per counted label.
+    """
 
     loss: float  # mean cross-entropy of the batch before the update, nats per token
     z_loss: float  # mean z-loss, already multiplied by its coefficient
@@ -21,32 +42,70 @@ class StepResult(NamedTuple):
         return all(math.isfinite(value) for value in self)
 
 
+class WeightShard(NamedTuple):
+    """A part of the fp32 main weights that this rank holds."""
+
+    decayed: bool  # whether weight decay applies to it
+    weights: Tensor  # fp32, flat, live: writing to it changes what the optimizer goes on from
+    counted: bool  # over all ranks every element is counted exactly once; False on further copies
+
+
+class Snapshot(Protocol):
+    """The state of one step, copied: training may go on while it is written."""
+
+    def write(self) -> list[str]:
+        """Writes and syncs this rank's part; calls no collective, so it may run in a thread. Names of its files."""
+        ...
+
+    def seal(self) -> list[str]:
+        """After every rank has written, called by every rank: writes what is common. Names of the files written."""
+        ...
+
+
 class Engine(Protocol):
     """One rank of a run. Every rank calls every method; results are global and the same on all ranks."""
 
     @property
     def layout(self) -> dict[str, int]:
-        """Parallel sizes by name."""
+        """Parallel sizes by name: tensor, pipeline, data, ..."""
         ...
 
-    def train_step(self, sequences_BS: Tensor, learning_rate: float) -> StepResult:
-        """Forward, backward, clip and update on one global batch [B, S + 1]."""
+    def train_step(self, batch: Batch, learning_rate: float, accept: Callable[[StepResult], bool]) -> StepResult:
+        """Forward, backward, then, if `accept` says so on seeing losses and gradient norm, clip and update.
+
+        A rejected step leaves weights and optimizer state bit for bit as they were. All ranks decide alike.
+        """
         ...
 
-    def evaluate(self, sequences_BS: Tensor) -> float:
-        """Mean cross-entropy of the sequences [B, S + 1], nats per token."""
+    def evaluate(self, batch: Batch) -> float:
+        """Mean cross-entropy over the counted labels, nats per token."""
         ...
 
     def logits(self, inputs_BS: Tensor) -> Tensor:
-        """Logits [B, S, V] in fp32, on every rank, on the CPU."""
+        """Logits [B, S, V] in fp32, on every rank, on the CPU. Meant for a small probe."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Writes weights and optimizer state as shards."""
+    def weights(self) -> list[WeightShard]:
+        """Part of the fp32 main weights that this rank holds."""
+        ...
+
+    def slot(self, name: str) -> list[Tensor]:
+        """A named fp32 copy of the shape of `weights()`, zero at first, saved, resharded and loaded with them.
+
+        The names are those of `train.averaging.slot_names(run)`.
+        """
+        ...
+
+    def publish_weights(self) -> None:
+        """Makes the model compute with what `weights()` now hold."""
+        ...
+
+    def snapshot(self, directory: Path, *, weights_only: bool) -> Snapshot:
+        """Copies the model's weights and, unless `weights_only`, optimizer state and slots, to be written below."""
         ...
 
     def load(self, directory: Path) -> None:
-        """Loads what `save` wrote, at any layout."""
+        """Loads what a snapshot with optimizer state wrote, at any layout it supports; UserError at others."""
         ...
 
     def close(self) -> None:
@@ -54,8 +113,12 @@ class Engine(Protocol):
         ...
 
 
-def build_engine(run: RunConfig) -> Engine:
+def build_engine(run: RunConfig, device: torch.device) -> Engine:
     """The engine that run.json names. Imported here so that nothing else needs it installed."""
+    if run.engine == "deepspeed":
+        from train.deepspeed.engine import DeepSpeedEngine
+
+        return DeepSpeedEngine(run, device)
     from train.megatron.engine import MegatronEngine
 
-    return MegatronEngine(run)
+    return MegatronEngine(run, device)

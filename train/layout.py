@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from train.config import ModelConfig
+from train.families import parameter_shapes
+from train.settings import ModelConfig
 
 LAYERS = "decoder.layers."
 HF_LAYERS = "model.layers."
@@ -114,3 +115,10 @@ def shard(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
 def shard_axis(name: str) -> int | None:
     """The axis of `name` that tensor parallelism splits, None where every rank holds the whole tensor."""
     return _entry(name)[0].shard_axis
+
+
+def whole_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
+    """Shape of a whole megatron tensor by its global name: its HF parts, stacked along their rows."""
+    known = parameter_shapes(model)
+    shapes = [known[hf_name] for hf_name in hf_names(name)]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from train.checkpoint import PROBE_SEQUENCES, PROBE_TOKENS, commit_checkpoint, from_rank_zero, remove_leftovers, resume
+from train.checkpoint import PROBE_SEQUENCES, PROBE_TOKENS, commit_checkpoint, remove_leftovers, resume
 from train.command import Progress, UserError, is_rank_zero
-from train.config import RunConfig, dump_run, fingerprint
+from train.config import RunConfig, dump_run
 from train.data import Corpus, batch, check_vocabulary, open_corpus
-from train.engine import Engine, StepResult, build_engine
+from train.distributed import from_rank_zero, start
+from train.engine import Batch, Engine, StepResult, build_engine
+from train.frozen import fingerprint
 from train.prepare import TOKENIZER_JSON
 from train.run_directory import RunDirectory, sha256_of, write_json
 from train.schedules import learning_rate
@@ -24,7 +26,7 @@ from train.tracking import MetricsWriter, record_attempt
 def _open_data(run: RunConfig, directory: RunDirectory) -> tuple[Corpus, Corpus]:
     """Training and held-out tokens, checked against the model before anything is built. Rank 0 checks the hashes."""
     corpora = []
-    for prefix in (run.data.train, run.data.held_out):
+    for prefix in (run.data.train_sources[0].source, run.data.held_out):
         corpus = open_corpus(directory.resolve(prefix), verify_hashes=is_rank_zero())
         check_vocabulary(corpus, run.model.vocab_size)
         corpora.append(corpus)
@@ -53,7 +55,7 @@ class _Training:
         self.run, self.directory, self.train_corpus = run, directory, train_corpus
         held_out_NS = held_out.sequences(np.arange(run.data.held_out_sequences), run.data.sequence_length)
         self.held_out_NS = torch.from_numpy(held_out_NS)
-        self.engine: Engine = build_engine(run)
+        self.engine: Engine = build_engine(run, start())
         self.rank_zero = dist.get_rank() == 0
         self.lock = self._lock()
         self.data_sha256 = {"train": train_corpus.manifest.bin.sha256, "held_out": held_out.manifest.bin.sha256}
@@ -99,7 +101,7 @@ class _Training:
         )
         rate = learning_rate(run, step)
         started_at = time.perf_counter()
-        result = self.engine.train_step(torch.from_numpy(sequences), rate)
+        result = self.engine.train_step(Batch.of(torch.from_numpy(sequences)), rate, StepResult.is_finite)
         seconds = time.perf_counter() - started_at
         if not result.is_finite():
             raise self._not_finite(step, f"loss {result.loss}, gradient norm {result.grad_norm}")
@@ -118,7 +120,7 @@ class _Training:
         save = step in self.run.save_steps
         if not save and step % self.run.evaluate_every_steps:
             return
-        held_out_loss = self.engine.evaluate(self.held_out_NS)
+        held_out_loss = self.engine.evaluate(Batch.of(self.held_out_NS))
         if not math.isfinite(held_out_loss):
             raise self._not_finite(step, f"held-out loss {held_out_loss}")
         self.log(step, held_out_loss=held_out_loss)

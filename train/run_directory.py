@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from train.command import UserError, explain_validation
-from train.config import Frozen
+from train.frozen import Frozen
 
 CHECKPOINT_JSON = "checkpoint.json"
 PROBE = "probe.safetensors"

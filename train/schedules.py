@@ -2,19 +2,28 @@
 
 import math
 
-from train.config import CosinePhase, RunConfig, ScheduleConfig
+from train.config import RunConfig
+from train.settings import Anneal, ConstantPhase
 
 
-def _before_anneal(schedule: ScheduleConfig, peak_lr: float, step: int) -> float:
-    if step < schedule.warmup_steps:
-        return peak_lr * step / schedule.warmup_steps
-    if isinstance(schedule.phase, CosinePhase):
-        floor_lr = schedule.phase.floor * peak_lr
-        if step >= schedule.phase.horizon_steps:
-            return floor_lr
-        progress = (step - schedule.warmup_steps) / (schedule.phase.horizon_steps - schedule.warmup_steps)
-        return floor_lr + (peak_lr - floor_lr) * (1 + math.cos(math.pi * progress)) / 2
-    return peak_lr
+def _before_anneal(config: RunConfig, step: int) -> float:
+    schedule, peak_lr, tokens = config.schedule, config.optimizer.peak_lr, step * config.tokens_per_step
+    if tokens < schedule.warmup_tokens:
+        return peak_lr * tokens / schedule.warmup_tokens
+    if isinstance(schedule.phase, ConstantPhase):
+        return peak_lr
+    floor_lr = schedule.phase.floor * peak_lr
+    if tokens >= schedule.phase.horizon_tokens:
+        return floor_lr
+    progress = (tokens - schedule.warmup_tokens) / (schedule.phase.horizon_tokens - schedule.warmup_tokens)
+    return floor_lr + (peak_lr - floor_lr) * _left(schedule.phase.kind, progress)
+
+
+def _left(shape: str, progress: float) -> float:
+    """The share of the way down that is still left."""
+    if shape == "cosine":
+        return (1 + math.cos(math.pi * progress)) / 2
+    return 1 - math.sqrt(progress) if shape == "sqrt" else 1 - progress
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
@@ -22,10 +31,11 @@ def learning_rate(config: RunConfig, step: int) -> float:
 
     OLMo sets the rate after incrementing its counter, so update n uses LR(n) and the first one peak / warmup_steps
     (allenai/OLMo, olmo/train.py); plainLM and Megatron's scheduler start at 0 instead. The anneal starts from the rate
-    reached at its first step and reaches zero at the last step of the run.
+    reached at its first step and ends at the last step of the run.
     """
-    anneal = config.schedule.anneal
+    anneal: Anneal | None = config.schedule.anneal
     if anneal is None or step <= anneal.start_step:
-        return _before_anneal(config.schedule, config.optimizer.peak_lr, step)
-    start_lr = _before_anneal(config.schedule, config.optimizer.peak_lr, anneal.start_step)
-    return start_lr * (config.total_steps - step) / (config.total_steps - anneal.start_step)
+        return _before_anneal(config, step)
+    start_lr = _before_anneal(config, anneal.start_step)
+    progress = (step - anneal.start_step) / (config.total_steps - anneal.start_step)
+    return start_lr * (anneal.floor + (1 - anneal.floor) * _left(anneal.shape, progress))

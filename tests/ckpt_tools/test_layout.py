@@ -7,7 +7,7 @@ import torch
 
 from tests.conftest import make_hf_directory
 from train import layout
-from train.config import ModelConfig
+from train.settings import ModelConfig
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 24,

@@ -9,18 +9,22 @@ import torch
 from ckpt_tools.megatron_shards import read_hf_weights
 from tests.conftest import LAYOUTS
 from tests.runs import execute, torchrun
-from train.config import ParallelConfig, load_run
+from train.config import load_run
+from train.settings import ParallelConfig
 
 
 def load_and_save(run_dir: str, checkpoint: str, tensor: str, pipeline: str, out: str) -> None:
     """Worker, on every rank: loads the checkpoint into an engine of the given layout and saves it."""
+    from train.distributed import start
     from train.megatron.engine import MegatronEngine
 
     layout = ParallelConfig(tensor=int(tensor), pipeline=int(pipeline))
     run = load_run(Path(run_dir) / "run.json").model_copy(update={"parallel": layout})
-    engine = MegatronEngine(run)
+    engine = MegatronEngine(run, start())
     engine.load(Path(checkpoint))
-    engine.save(Path(out))
+    snapshot = engine.snapshot(Path(out), weights_only=False)
+    snapshot.write()
+    snapshot.seal()
     engine.close()
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from study.recipes import Study, save_study
 from study.steps import curvature_result, quantization_result, write_run_configurations
-from train.config import RunConfig, fingerprint
+from train.config import RunConfig
+from train.frozen import fingerprint
 from train.run_directory import CHECKPOINT_JSON, CheckpointRecord, RunDirectory, write_json
 from train.schedules import learning_rate
 

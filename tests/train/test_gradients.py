@@ -18,11 +18,13 @@ def gradients_of_engine(run_dir: str, hf_dir: str, out: str) -> None:
     import torch.distributed as dist
     from safetensors.torch import load_file
 
+    from train.distributed import start
+    from train.engine import Batch
     from train.megatron.engine import MegatronEngine
     from train.megatron.model import global_name
 
     run = load_run(Path(run_dir) / "run.json")
-    engine = MegatronEngine(run)
+    engine = MegatronEngine(run, start())
     weights = load_file(Path(hf_dir) / "model.safetensors")
     rank, size = dist.get_rank(), dist.get_world_size()
     parameters = dict(engine._model.module.named_parameters())
@@ -31,9 +33,9 @@ def gradients_of_engine(run_dir: str, hf_dir: str, out: str) -> None:
         for name, parameter in parameters.items():
             whole = layout.from_hf(names[name], weights.__getitem__, run.model)
             parameter.copy_(layout.shard(names[name], whole, rank, size))
-    tokens = batch(open_corpus(run.data.train), step=1, batch_size=8, sequence_length=32, seed=7)
+    tokens = batch(open_corpus(run.data.train_sources[0].source), step=1, batch_size=8, sequence_length=32, seed=7)
     engine._model.zero_grad_buffer()
-    engine._run_microbatches(torch.from_numpy(tokens), forward_only=False)
+    engine._run_microbatches(Batch.of(torch.from_numpy(tokens)), forward_only=False)
     gradients = {names[name]: parameter.main_grad.clone() for name, parameter in parameters.items()}
     torch.save(gradients, Path(out) / f"{rank}.pt")
     engine.close()
@@ -52,7 +54,7 @@ def test_gradients_under_tensor_parallelism_equal_hf(tmp_path, inputs, kv_heads)
     from transformers import Olmo2ForCausalLM
 
     model = Olmo2ForCausalLM.from_pretrained(hf_dir, attn_implementation="eager")
-    rows = batch(open_corpus(run.data.train), step=1, batch_size=8, sequence_length=32, seed=7)
+    rows = batch(open_corpus(run.data.train_sources[0].source), step=1, batch_size=8, sequence_length=32, seed=7)
     tokens = torch.from_numpy(rows)
     logits = model(tokens[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -8,7 +8,8 @@ import pytest
 
 from tests.runs import error_line, execute, make_run, python, torchrun
 from train.command import UserError
-from train.config import dump_run, fingerprint, load_run, with_settings
+from train.config import dump_run, load_run, with_settings
+from train.frozen import fingerprint
 
 
 def edit(run_dir: Path, change) -> None:
@@ -57,7 +58,7 @@ def test_batch_that_does_not_fit_the_processes(tmp_path, inputs):
 
 def test_world_size_that_does_not_fit_the_layout(tmp_path, inputs):
     run = make_run(tmp_path / "run", **inputs, tensor=2)
-    with pytest.raises(UserError, match="world size 3 is not a multiple of tensor x pipeline = 2"):
+    with pytest.raises(UserError, match="world size 3 is not a multiple of tensor x pipeline x context = 2"):
         run.data_parallel_size(3)
     assert run.data_parallel_size(4) == 2
 

@@ -3,7 +3,6 @@
 Shapes: B sequences, S tokens, V vocabulary.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from train.command import UserError
 from train.config import RunConfig
-from train.engine import StepResult
+from train.engine import Batch, Snapshot, StepResult, WeightShard
 from train.megatron.loss import cross_entropy_and_log_normalizer
 from train.megatron.model import build_model, transformer_config
 from train.megatron.optimizer import build_optimizer, set_learning_rate
@@ -34,22 +33,8 @@ Microbatch = tuple[Tensor, Tensor]  # sequences [B, S + 1], weight of each [B]
 class MegatronEngine:
     """One rank of a run. Every rank calls every method; results are global and the same on all ranks."""
 
-    def __init__(self, run: RunConfig) -> None:
-        cuda = torch.cuda.is_available()
-        if cuda:
-            local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-            if local_rank >= devices:
-                raise UserError(
-                    f"local rank {local_rank} has no GPU of its own, there are {devices}; start fewer processes per "
-                    f"node, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
-                )
-            torch.cuda.set_device(local_rank)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        if not dist.is_initialized():
-            for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
-                os.environ.setdefault(key, value)
-            dist.init_process_group("nccl" if cuda else "gloo")
-        self.run = run
+    def __init__(self, run: RunConfig, device: torch.device) -> None:
+        self.run, self.device = run, device
         self.data_parallel = run.data_parallel_size(dist.get_world_size())
         parallel_state.initialize_model_parallel(run.parallel.tensor, run.parallel.pipeline)
         self._config = transformer_config(run)
@@ -71,30 +56,28 @@ class MegatronEngine:
             "data": self.data_parallel,
         }
 
-    def train_step(self, sequences_BS: Tensor, learning_rate: float) -> StepResult:
-        """Forward, backward, clip and update on one global batch [B, S + 1].
-
-        A loss that is not finite leaves the parameters as they were.
-        """
+    def train_step(self, batch: Batch, learning_rate: float, accept: Callable[[StepResult], bool]) -> StepResult:
+        """Forward, backward, then, if accepted, clip and update on one global batch."""
         set_learning_rate(self._optimizer, learning_rate, self.run.optimizer.weight_decay)
         self._model.train()
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
-        cross_entropy, z_loss = self._run_microbatches(sequences_BS, forward_only=False)
+        cross_entropy, z_loss = self._run_microbatches(batch, forward_only=False)
         result = StepResult(cross_entropy, z_loss, grad_norm=0.0)
-        if not result.is_finite():
+        if not accept(result):
             return result
         _, grad_norm, _ = self._optimizer.step()
         return result._replace(grad_norm=float(grad_norm))
 
     @torch.no_grad()
-    def evaluate(self, sequences_BS: Tensor) -> float:
-        """Mean cross-entropy of the sequences [B, S + 1], nats per token."""
+    def evaluate(self, batch: Batch) -> float:
+        """Mean cross-entropy over the counted labels, nats per token."""
         self._model.eval()
-        return self._run_microbatches(sequences_BS, forward_only=True)[0]
+        return self._run_microbatches(batch, forward_only=True)[0]
 
-    def _run_microbatches(self, sequences_BS: Tensor, forward_only: bool) -> tuple[float, float]:
+    def _run_microbatches(self, batch: Batch, forward_only: bool) -> tuple[float, float]:
         """Mean cross-entropy and z-loss over the sequences, on every rank."""
+        sequences_BS = batch.tokens_BS
         micro, count = self.run.micro_batch_size, len(sequences_BS)
         num_micro = -(-count // (micro * self.data_parallel))
         padding = num_micro * micro * self.data_parallel - count
@@ -197,9 +180,22 @@ class MegatronEngine:
         optimizer = self._optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
         return {"model": model, "optimizer": optimizer}
 
-    def save(self, directory: Path) -> None:
-        """Writes weights and optimizer state as shards in mcore's torch_dist format."""
-        dist_checkpointing.save(self._sharded_state(loading=False), str(directory), InProcessSave())
+    def weights(self) -> list[WeightShard]:
+        """Part of the fp32 main weights that this rank holds."""
+        raise NotImplementedError
+
+    def slot(self, name: str) -> list[Tensor]:
+        """A named fp32 copy of the shape of `weights()`."""
+        raise NotImplementedError(name)
+
+    def publish_weights(self) -> None:
+        """Makes the model compute with what `weights()` now hold."""
+        raise NotImplementedError
+
+    def snapshot(self, directory: Path, *, weights_only: bool) -> Snapshot:
+        """Copies what a checkpoint holds."""
+        assert not weights_only
+        return _Snapshot(self, directory)
 
     def load(self, directory: Path) -> None:
         """Loads shards written at any TP, PP and DP. Hash-check them first: they hold pickles.
@@ -224,3 +220,16 @@ class MegatronEngine:
         dist.barrier()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+class _Snapshot:
+    def __init__(self, engine: MegatronEngine, directory: Path) -> None:
+        self._engine, self._directory = engine, directory
+
+    def write(self) -> list[str]:
+        return []
+
+    def seal(self) -> list[str]:
+        state = self._engine._sharded_state(loading=False)
+        dist_checkpointing.save(state, str(self._directory), InProcessSave())
+        return []

@@ -37,8 +37,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from train import layout
-from train.config import ModelConfig, RunConfig
+from train.config import RunConfig
 from train.initialization import initial_parameter
+from train.settings import ModelConfig
 
 PARAMETER_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -151,7 +152,7 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_key_value_heads,
         normalization="RMSNorm",
-        layernorm_epsilon=model.rms_norm_eps,
+        layernorm_epsilon=model.norm_eps,
         activation_func=F.silu,
         gated_linear_unit=True,
         add_bias_linear=False,

@@ -1,0 +1,23 @@
+"""Values that cannot change, know no keys but their own, and have a fingerprint."""
+
+import hashlib
+import json
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$"  # of a run and of a study: fit for a directory and a shell
+
+
+class Frozen(BaseModel):
+    """A value that cannot change and knows no other keys than its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    NOT_IDENTITY: ClassVar[frozenset[str]] = frozenset()  # fields that leave the fingerprint as it is
+
+
+def fingerprint(value: Frozen) -> str:
+    """SHA-256 (first 16 hex digits) of the value's canonical JSON, without what is no part of its identity."""
+    content = value.model_dump(mode="json", exclude=set(value.NOT_IDENTITY))
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
