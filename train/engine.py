@@ -19,6 +19,7 @@ class Batch(NamedTuple):
 
     tokens_BS: Tensor  # int64 [B, S + 1]: inputs are [:, :-1], labels [:, 1:]
     counted_BS: Tensor  # bool [B, S]: the labels that enter the loss
+    documents_BS: Tensor | None = None  # int64 [B, S]: each input's document in its sequence; None: attention crosses
 
     @staticmethod
     def of(tokens_BS: Tensor) -> "Batch":
@@ -118,7 +119,8 @@ def build_engine(run: RunConfig, device: torch.device) -> Engine:
     if run.engine == "deepspeed":
         from train.deepspeed.engine import DeepSpeedEngine
 
-        return DeepSpeedEngine(run, device)
+        engine: Engine = DeepSpeedEngine(run, device)
+        return engine
     from train.megatron.engine import MegatronEngine
 
     return MegatronEngine(run, device)
