@@ -20,7 +20,7 @@ def export(
     paths: Annotated[list[Path], typer.Argument(help="CHECKPOINT OUT, or CHECKPOINT... with --into")],
     into: Annotated[Path | None, typer.Option(help="directory that takes one HF directory per checkpoint")] = None,
 ) -> None:
-    """Export checkpoints (RUN/checkpoints/stepXXXXXXXX, of any TP, PP and DP) to verified HF directories.
+    """Export checkpoints and averages (RUN/checkpoints/*, of either engine at any layout) to verified HF directories.
 
     Example: python -m ckpt_tools export runs/tiny/lr3e-3/checkpoints/step00000640 hf/step00000640
 

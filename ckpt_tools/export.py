@@ -10,14 +10,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
+from ckpt_tools import deepspeed_weights, megatron_shards
 from ckpt_tools.hf_directory import LINEAGE_JSON
-from ckpt_tools.hf_model import load_hf_model, quiet_transformers, read_lineage
-from ckpt_tools.megatron_shards import read_hf_weights
+from ckpt_tools.hf_model import EXPORTED_ARCHITECTURES, load_hf_model, quiet_transformers, read_lineage
 from train.command import UserError
 from train.config import RunConfig, load_run
 from train.families import hf_settings
 from train.frozen import fingerprint
-from train.prepare import load_tokenizer
 from train.run_directory import (
     CHECKPOINT_JSON,
     PROBE,
@@ -30,11 +29,19 @@ from train.run_directory import (
     verify_checkpoint,
     write_json,
 )
+from train.tokenizer import load_tokenizer
 from train.tracking import environment
 
 # Largest allowed |difference| of a logit over the largest |logit| (or 1). fp32: the same arithmetic in another order.
 # bf16: the engine rounds every activation to 8 bits of mantissa, HF in fp32 from the same weights does not.
 PARITY_TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2}
+# What the lineage of an export tells of its checkpoint.
+TOLD = (
+    *("run", "fingerprint", "step", "tokens", "learning_rate", "train_loss", "held_out_loss", "average"),
+    *("engine", "precision", "world_size", "layout", "data_sha256"),
+)
+# What transformers calls in memory otherwise than in files, where names stay as they were released.
+NAMES_IN_MEMORY = {"embed_out.weight": "lm_head.weight"}
 # What makes up a tokenizer; its directory may be a whole HF model's.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -51,12 +58,12 @@ def _write_model(directory: Path, config: PretrainedConfig, weights: dict[str, T
     quiet_transformers()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    weights = {NAMES_IN_MEMORY.get(name, name): weight.contiguous() for name, weight in weights.items()}
     expected = {name for name, _ in model.named_parameters()}
     if expected != weights.keys():
         raise UserError(
             f"HF and the checkpoint differ in {sorted(expected ^ weights.keys())[:3]}; nothing was exported"
         )
-    weights = {name: weight.contiguous() for name, weight in weights.items()}
     model.load_state_dict(weights, strict=True, assign=True)
     model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, bos_token_id=None, pad_token_id=None)
     config.dtype = next(iter(weights.values())).dtype
@@ -82,7 +89,8 @@ def check_parity(hf_dir: Path, checkpoint: Path, precision: str) -> dict[str, fl
         probe = load_file(checkpoint / PROBE)
     except SafetensorError as error:
         raise UserError(f"{checkpoint / PROBE} is damaged ({error}); give another checkpoint") from None
-    logits = load_hf_model(hf_dir, torch.float32, attention="sdpa")(probe["input_ids"]).logits
+    model = load_hf_model(hf_dir, torch.float32, "sdpa", EXPORTED_ARCHITECTURES)
+    logits = model(probe["input_ids"]).logits
     difference = (logits - probe["logits"]).abs().max().item()
     largest, tolerance = probe["logits"].abs().max().item(), PARITY_TOLERANCE[precision]
     if not difference <= tolerance * max(1.0, largest):
@@ -110,17 +118,25 @@ def _current_parity(out: Path, checkpoint_sha256: str) -> dict[str, float] | Non
 
 
 def _lineage(checkpoint: Path, record: CheckpointRecord) -> dict[str, Any]:
-    told = record.model_dump(mode="json", exclude={"files", "model", "attempt"})
     return {
         "kind": "export",
         "checkpoint": str(checkpoint.resolve()),
         "checkpoint_sha256": sha256_of(checkpoint / CHECKPOINT_JSON),
-        **told,
+        **record.model_dump(mode="json", include=set(TOLD)),
     }
 
 
+def read_weights(checkpoint: Path, run: RunConfig) -> dict[str, Tensor]:
+    """Every HF tensor of a hash-checked checkpoint of either engine, as it was trained, dtype included."""
+    if run.engine == "deepspeed":
+        return deepspeed_weights.read_hf_weights(checkpoint, run)
+    return megatron_shards.read_hf_weights(checkpoint, run.model)
+
+
 def export(checkpoint: Path, out: Path) -> dict[str, float]:
-    """Writes an HF `Olmo2ForCausalLM` directory: weights as trained, configs, tokenizer, lineage.json last.
+    """Writes an HF directory of the run's family: weights as trained, configs, tokenizer, lineage.json last.
+
+    The lineage of an average (`RUN/checkpoints/lawa5x500-stepXXXXXXXX`) lists, under "average", what it is made from.
 
     Args:
         checkpoint: RUN/checkpoints/stepXXXXXXXX; its files are hash-checked before any is opened.
@@ -134,13 +150,18 @@ def export(checkpoint: Path, out: Path) -> dict[str, float]:
     run = load_run(directory.run_json)
     if fingerprint(run) != record.fingerprint:
         raise UserError(f"{checkpoint} is not of the run in {directory.run_json}; export it beside its own run.json")
+    if record.precision not in PARITY_TOLERANCE:
+        raise UserError(
+            f"{checkpoint} was trained in {record.precision}, for which no tolerance between the engine's logits and "
+            f"HF's is known; export checkpoints trained in {' or '.join(PARITY_TOLERANCE)}"
+        )
     lineage = _lineage(checkpoint, record)
     current = _current_parity(out, lineage["checkpoint_sha256"])
     if current:
         return current
     tokenizer_dir = directory.resolve(run.data.tokenizer)
     _, eos_token_id = load_tokenizer(tokenizer_dir)
-    weights = read_hf_weights(checkpoint, run.model)
+    weights = read_weights(checkpoint, run)
     with committed_directory(out) as aside:
         _write_model(aside, hf_config(run, eos_token_id), weights)
         for name in TOKENIZER_FILES:

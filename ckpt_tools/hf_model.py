@@ -14,7 +14,8 @@ from ckpt_tools.hf_directory import LINEAGE_JSON
 from train.command import UserError
 from train.run_directory import FileRecord, sha256_of, verify_files
 
-ARCHITECTURES = ("Olmo2ForCausalLM",)
+EXPORTED_ARCHITECTURES = ("Olmo2ForCausalLM", "LlamaForCausalLM", "GPTNeoXForCausalLM")
+MEASURED_ARCHITECTURES = ("Olmo2ForCausalLM",)  # that quantization and curvature spell out
 
 
 def quiet_transformers() -> None:
@@ -23,8 +24,8 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def read_hf_config(hf_dir: Path) -> dict[str, Any]:
-    """config.json of an HF directory; UserError if it is none or of an architecture not in ARCHITECTURES."""
+def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] = MEASURED_ARCHITECTURES) -> dict[str, Any]:
+    """config.json of an HF directory; UserError if it is none or of an architecture not in `architectures`."""
     path = hf_dir / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -34,9 +35,9 @@ def read_hf_config(hf_dir: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid JSON ({error}); export the checkpoint again") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no JSON object; export the checkpoint again")
-    architectures = config.get("architectures") or ["none"]
-    if architectures[0] not in ARCHITECTURES:
-        raise UserError(f"{hf_dir} holds a {architectures[0]}; give one of {', '.join(ARCHITECTURES)}")
+    held = config.get("architectures") or ["none"]
+    if held[0] not in architectures:
+        raise UserError(f"{hf_dir} holds a {held[0]}; give one of {', '.join(architectures)}")
     return dict(config)
 
 
@@ -72,9 +73,14 @@ def identify(hf_dir: Path) -> dict[str, Any]:
     return identity
 
 
-def load_hf_model(hf_dir: Path, dtype: torch.dtype, attention: str = "eager") -> PreTrainedModel:
+def load_hf_model(
+    hf_dir: Path,
+    dtype: torch.dtype,
+    attention: str = "eager",
+    architectures: tuple[str, ...] = MEASURED_ARCHITECTURES,
+) -> PreTrainedModel:
     """The causal language model of an HF directory in eval mode, every weight loaded from it and none left over."""
-    read_hf_config(hf_dir)
+    read_hf_config(hf_dir, architectures)
     quiet_transformers()
     model: PreTrainedModel
     info: dict[str, Any]

@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from train import layout
 from train.command import UserError
 from train.settings import ModelConfig
 
-OPTIMIZER_PREFIXES = tuple(f"optimizer.state.{part}." for part in ("param", "exp_avg", "exp_avg_sq"))
+OPTIMIZER = "optimizer.state."
+MOMENTS = {"param", "exp_avg", "exp_avg_sq"}  # of the distributed optimizer: fp32 weights and Adam's averages
+SLOT = "slot."  # begins the name of a copy of the weights that an average is made from
 
 
 def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -25,22 +28,40 @@ def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _optimizer_part(key: str, shapes: dict[str, tuple[int, ...]]) -> tuple[str, str]:
+    """'exp_avg' and the weight's key, for the key of an optimizer's tensor; KeyError for any other key."""
+    rest = key.removeprefix(OPTIMIZER)
+    for weight in shapes:
+        part = rest.removesuffix(f".{weight}")
+        if part != rest and (part in MOMENTS or part.startswith(SLOT)):
+            return part, weight
+    raise KeyError(key)
+
+
 def _check_keys(checkpoint: Path, metadata: Metadata, shapes: dict[str, tuple[int, ...]]) -> None:
-    """UserError unless the stored keys are exactly the weights of this model and their optimizer state."""
+    """UserError unless the stored keys are exactly the weights of this model and the optimizer's state, whole or none.
+
+    A checkpoint of an average holds no state of an optimizer.
+    """
     next_action = f"{checkpoint} is no checkpoint of the model in its checkpoint.json; give another"
-    weights = {}
+    weights: dict[str, Any] = {}
+    state: dict[str, set[str]] = {}
     for key, stored in metadata.state_dict_metadata.items():
         if "._extra_state" in key:  # mcore's place for Transformer Engine's fp8 scales, empty here
             continue
-        for prefix in OPTIMIZER_PREFIXES:
-            if key.startswith(prefix):
-                key = key.removeprefix(prefix)
-                break
-        else:
+        if key in shapes:
             weights[key] = stored
-        if key not in shapes:
-            raise UserError(f"unknown key '{key}' in the shards: {next_action}")
-    missing = sorted(shapes.keys() - weights.keys())
+            continue
+        try:
+            part, weight = _optimizer_part(key, shapes)
+        except KeyError:
+            raise UserError(f"unknown key '{key}' in the shards: {next_action}") from None
+        state.setdefault(part, set()).add(weight)
+    wanted = set(shapes)
+    if state:
+        wanted |= {f"{OPTIMIZER}{part}.{weight}" for part in MOMENTS | state.keys() for weight in shapes}
+    there = weights.keys() | {f"{OPTIMIZER}{part}.{weight}" for part, keys in state.items() for weight in keys}
+    missing = sorted(wanted - there)
     if missing:
         raise UserError(f"key '{missing[0]}' is missing from the shards: {next_action}")
     for key, stored in weights.items():

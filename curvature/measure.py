@@ -22,7 +22,8 @@ from curvature.lanczos import TopEigenvalue, top_eigenvalue
 from curvature.olmo2 import DualOlmo2, HessianProduct
 from curvature.parameters import Parameters
 from train.command import Progress, UserError
-from train.data import Corpus, batch, check_vocabulary, open_corpus
+from train.corpus import Corpus, check_vocabulary, open_corpus
+from train.data import batch
 from train.frozen import Frozen
 from train.tracking import environment
 

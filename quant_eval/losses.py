@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from train.command import Progress, UserError
-from train.data import Corpus
+from train.corpus import Corpus
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from quant_eval.sequential import LinearError, check_groups, quantize_model
 from quant_eval.specs import QuantSpec
 from quant_eval.statistics import METHOD, UNITS, bootstrap_intervals, ratios
 from train.command import Progress, UserError
-from train.data import Corpus, batch, check_vocabulary, open_corpus
+from train.corpus import Corpus, check_vocabulary, open_corpus
+from train.data import batch
 from train.frozen import Frozen
 from train.tracking import environment
 

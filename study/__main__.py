@@ -16,11 +16,20 @@ Name = Annotated[str, typer.Argument(help="a recipe, see 'python -m study list'"
 StudyName = Annotated[str, typer.Argument(help="a study, the directory's name below the root")]
 Root = Annotated[Path, typer.Option(help="directory of all studies and of the MLflow store")]
 Profile = Annotated[str, typer.Option(help="'full', or 'smoke': the same study at a size a test can afford")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="key.path=value of run.json, for every run; stands in the study's name. Repeatable."),
+]
 
 
-def _existing(name: str, root: Path, profile: str) -> tuple[Path, Study]:
-    """The directory and study of a name; a recipe's name with a profile means that profile's study."""
-    directory = root / (resolve(name, profile).name if name in RECIPES else name)
+def _existing(name: str, root: Path, profile: str, settings: list[str] | None) -> tuple[Path, Study]:
+    """The directory and study of a name; a recipe's name means the study of that profile with those settings."""
+    if name in RECIPES:
+        directory = root / resolve(name, profile, tuple(settings or ())).name
+    elif settings:
+        raise UserError(f"--set belongs to a recipe ({', '.join(RECIPES)}); {name} is a study and has its settings")
+    else:
+        directory = root / name
     return directory, load_study(directory)
 
 
@@ -35,23 +44,26 @@ def list_() -> None:
 
 
 @app.command()
-def show(name: Name, profile: Profile = "full") -> None:
+def show(name: Name, profile: Profile = "full", settings: Settings = None) -> None:
     """Show what a recipe trains and measures, and every command it consists of.
 
     Example: python -m study show tiny --profile smoke
     """
     from study.steps import shown, steps_of
 
-    study = resolve(name, profile)
+    study = resolve(name, profile, tuple(settings or ()))
     typer.echo(f"{study.name}: {study.description}")
     for run in study.runs:
         anneal = run.schedule.anneal
         annealed = f", linear anneal from step {anneal.start_step}" if anneal else ""
         typer.echo(
             f"  {run.name}: peak {run.optimizer.peak_lr:g}, {run.total_steps} steps of {run.tokens_per_step} tokens"
-            f"{annealed}, checkpoints at {', '.join(map(str, run.save_steps))}"
+            f"{annealed}, {run.engine}, checkpoints at {', '.join(map(str, run.save_steps))}"
         )
     typer.echo(f"  quantized: {', '.join(study.quantization.specs)}; curvature: {study.curvature.pairs} probe pairs")
+    averages = dict.fromkeys(average.name for run in study.runs for average in run.averages)
+    if averages and study.averaged_steps:
+        typer.echo(f"  averages quantized: {', '.join(averages)} at {', '.join(map(str, study.averaged_steps))}")
     for step in steps_of(study):
         typer.echo(f"{step.name}: {shown(step.command)}")
 
@@ -61,6 +73,7 @@ def run(
     name: Name,
     root: Root = Path("runs"),
     profile: Profile = "full",
+    settings: Settings = None,
     workers: Annotated[int, typer.Option(min=1, help="cores to use; a training run takes one per rank")] = (
         len(os.sched_getaffinity(0))
     ),
@@ -68,13 +81,15 @@ def run(
     """Run a study, or go on with it: only what is missing or changed is done.
 
     Example: python -m study run tiny --root runs --profile smoke
+
+    Example: python -m study run tiny --set engine=deepspeed --set zero.stage=2
     """
     from study.mlflow_mirror import server_command
     from study.report import REPORT
     from study.runner import Runner, StepError, locked
     from study.steps import steps_of, write_run_configurations
 
-    study = resolve(name, profile)
+    study = resolve(name, profile, tuple(settings or ()))
     directory = root / study.name
     try:
         with locked(directory) as lock_fd:
@@ -92,14 +107,15 @@ def run(
 
 
 @app.command()
-def status(name: StudyName, root: Root = Path("runs"), profile: Profile = "full") -> None:
+def status(name: StudyName, root: Root = Path("runs"), profile: Profile = "full", settings: Settings = None) -> None:
     """Show which steps of a study are complete.
 
     Example: python -m study status tiny --root runs
     """
-    from study.steps import Ledger, steps_of
+    from study.ledger import Ledger
+    from study.steps import steps_of
 
-    directory, study = _existing(name, root, profile)
+    directory, study = _existing(name, root, profile, settings)
     steps = steps_of(study)
     complete = Ledger(directory, steps).complete_steps()
     kinds = list(dict.fromkeys(step.kind for step in steps))
@@ -112,14 +128,14 @@ def status(name: StudyName, root: Root = Path("runs"), profile: Profile = "full"
 
 
 @app.command()
-def collect(name: StudyName, root: Root = Path("runs"), profile: Profile = "full") -> None:
+def collect(name: StudyName, root: Root = Path("runs"), profile: Profile = "full", settings: Settings = None) -> None:
     """Write table.parquet: a row per run and checkpoint, of all that is measured by now.
 
     Example: python -m study collect tiny --root runs
     """
     from study.collect import collect_rows, write_table
 
-    directory, study = _existing(name, root, profile)
+    directory, study = _existing(name, root, profile, settings)
     collected = collect_rows(directory, study)
     if not collected.rows:
         raise UserError(f"{directory} holds no checkpoint yet; run 'python -m study run {name} --root {root}' first")
@@ -128,19 +144,19 @@ def collect(name: StudyName, root: Root = Path("runs"), profile: Profile = "full
 
 
 @app.command()
-def report(name: StudyName, root: Root = Path("runs"), profile: Profile = "full") -> None:
+def report(name: StudyName, root: Root = Path("runs"), profile: Profile = "full", settings: Settings = None) -> None:
     """Draw the figures and write report.html from table.parquet.
 
     Example: python -m study report tiny --root runs
     """
     from study.report import write_report
 
-    directory, study = _existing(name, root, profile)
+    directory, study = _existing(name, root, profile, settings)
     typer.echo(str(write_report(directory, study)))
 
 
 @app.command()
-def mirror(name: StudyName, root: Root = Path("runs"), profile: Profile = "full") -> None:
+def mirror(name: StudyName, root: Root = Path("runs"), profile: Profile = "full", settings: Settings = None) -> None:
     """Bring ROOT/mlflow.db up to table.parquet and the runs' metrics; may be repeated at any time.
 
     Example: python -m study mirror tiny --root runs
@@ -148,7 +164,7 @@ def mirror(name: StudyName, root: Root = Path("runs"), profile: Profile = "full"
     from study.mlflow_mirror import mirror as mirror_study
     from study.mlflow_mirror import server_command
 
-    directory, study = _existing(name, root, profile)
+    directory, study = _existing(name, root, profile, settings)
     done = mirror_study(directory, study)
     typer.echo(f"{done['metrics']} metrics in {len(done['runs'])} runs, {done['metrics_added']} of them new")
     typer.echo(f"open it with: {server_command(root)}")

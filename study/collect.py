@@ -1,10 +1,14 @@
-"""All measurements of a study as one table: a row per run and checkpoint, a column per figure.
+"""All measurements of a study as one table: a row per run and measured model, a column per figure.
 
-Columns have the names of the MLflow metrics: `held_out_loss`, `quant/gptq-b3-g32/relative_error`, `curvature/trace`.
-There is neither a time nor a path in the table: a study that was killed and resumed gives the same one.
+A row is the weights after a step, or an average of weights (then `average` names it); curvature is not measured of
+averages. Columns have the names of the MLflow metrics: `held_out_loss`, `quant/gptq-b3-g32/relative_error`,
+`curvature/trace`. There is neither a time nor a path in the table: a study that was killed and resumed gives the same
+one.
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from study.recipes import Study
-from study.steps import curvature_result, quantization_result
+from study.steps import checkpoint_directory, curvature_result, quantization_result
 from train.command import UserError
 from train.config import RunConfig
-from train.run_directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record, replaced_file
+from train.run_directory import CHECKPOINT_JSON, read_checkpoint_record, replaced_file
 
 TABLE = "table.parquet"
 INTERVAL_FIGURES = (
@@ -55,8 +59,8 @@ def quantization_columns(spec: str) -> list[str]:
 
 def schema_of(study: Study) -> pa.Schema:
     """Names and types of the table's columns, decided by the study alone."""
-    fields = [("study", pa.string()), ("run", pa.string()), ("phase", pa.string()), ("peak_lr", pa.float64())]
-    fields += [("step", pa.int64()), ("tokens", pa.int64()), ("learning_rate", pa.float64())]
+    fields = [("study", pa.string()), ("run", pa.string()), ("average", pa.string()), ("phase", pa.string())]
+    fields += [("peak_lr", pa.float64()), ("step", pa.int64()), ("tokens", pa.int64()), ("learning_rate", pa.float64())]
     fields += [("train_loss", pa.float64()), ("held_out_loss", pa.float64())]
     names = [name for spec in study.quantization.specs for name in quantization_columns(spec)]
     names += [f"curvature/{figure}" for figure in CURVATURE_FIGURES]
@@ -109,39 +113,45 @@ def curvature_values(path: Path) -> dict[str, Any]:
 
 
 def collect_rows(directory: Path, study: Study) -> Collected:
-    """One row per run and complete checkpoint, in the order of the study; what is not measured yet is left out."""
+    """One row per run and measured model, in the order of the study; what is not measured yet is left out."""
     rows, found, expected = [], 0, 0
     for run in study.runs:
-        run_directory = RunDirectory(directory / run.name)
-        for step in run.save_steps:
-            expected += 2 + len(study.quantization.specs)
-            checkpoint = run_directory.checkpoint(step)
+        for model in study.models_of(run):
+            results: list[tuple[Path, Callable[[Path], dict[str, Any]]]] = [
+                (directory / quantization_result(run.name, model, spec), partial(quantization_values, spec=spec))
+                for spec in study.quantization.specs
+            ]
+            if model.average is None:
+                results.append((directory / curvature_result(run.name, model), curvature_values))
+            expected += 1 + len(results)
+            checkpoint = directory / checkpoint_directory(run.name, model)
             if not (checkpoint / CHECKPOINT_JSON).exists():
                 continue
             record = read_checkpoint_record(checkpoint)
             row = {
                 "study": study.name,
                 "run": run.name,
-                "phase": phase_of(run, step),
+                "average": model.average,
+                "phase": phase_of(run, model.step),
                 "peak_lr": run.optimizer.peak_lr,
-                "step": step,
+                "step": model.step,
                 "tokens": record.tokens,
                 "learning_rate": record.learning_rate,
-                "train_loss": record.train_loss,
+                "train_loss": None if model.average else record.train_loss,
                 "held_out_loss": record.held_out_loss,
             }
             found += 1
-            for spec in study.quantization.specs:
-                path = directory / quantization_result(run.name, step, spec)
+            for path, values in results:
                 if path.exists():
-                    row |= quantization_values(path, spec)
+                    row |= values(path)
                     found += 1
-            path = directory / curvature_result(run.name, step)
-            if path.exists():
-                row |= curvature_values(path)
-                found += 1
             rows.append(row)
     return Collected(rows, found, expected)
+
+
+def trained(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of weights as training left them."""
+    return [row for row in rows if row["average"] is None]
 
 
 def write_table(directory: Path, study: Study, rows: list[dict[str, Any]]) -> Path:

@@ -34,14 +34,9 @@ METRICS_PER_BATCH, PARAMS_PER_BATCH = 1000, 100  # MLflow's limits of one reques
 PARENT_TAG = "mlflow.parentRunId"
 # What a run mirrors (study, or study/run) and the exact configuration it does so for.
 SUBJECT_TAG, UID_TAG = "quantdyn.subject", "quantdyn.uid"
-TRAIN_METRICS = {
-    "loss": "train/loss",
-    "z_loss": "train/z_loss",
-    "grad_norm": "train/grad_norm",
-    "tokens_per_second": "train/tokens_per_second",
-    "learning_rate": "learning_rate",
-    "held_out_loss": "held_out_loss",
-}
+# Keys of a row of metrics.jsonl that say when and where it was written; all others are figures.
+ROW_KEYS = {"step", "tokens", "attempt", "time"}
+HELD_OUT_LOSS = "held_out_loss"  # with the name of an average behind it: of that average
 # (metric, tokens) -> (value, milliseconds since the epoch)
 Points = dict[tuple[str, int], tuple[float, int]]
 
@@ -99,19 +94,33 @@ def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
+def metric_name(key: str) -> str:
+    """Name of a figure of metrics.jsonl in MLflow; the name of an average comes first.
+
+    >>> [metric_name(key) for key in ("held_out_loss", "held_out_loss/lawa5x500", "grad_norm")]
+    ['held_out_loss', 'lawa5x500/held_out_loss', 'train/grad_norm']
+    """
+    if key.startswith(f"{HELD_OUT_LOSS}/"):
+        return f"{key.removeprefix(f'{HELD_OUT_LOSS}/')}/{HELD_OUT_LOSS}"
+    return key if key in ("learning_rate", HELD_OUT_LOSS) else f"train/{key}"
+
+
 def points_of(directory: RunDirectory, rows: list[dict[str, Any]]) -> Points:
-    """Every metric of one run: from metrics.jsonl, and the measurements of its rows of the table."""
+    """Every metric of one run: from metrics.jsonl, and the measurements of its rows of the table.
+
+    Those of an average begin with its name: `lawa5x500/quant/gptq-b3-g128/relative_error`.
+    """
     points: Points = {}
     milliseconds = {}
     for row in read_metrics(directory.metrics):
         milliseconds[row["tokens"]] = int(row["time"] * 1000)
-        for key, name in TRAIN_METRICS.items():
-            if key in row:
-                points[name, row["tokens"]] = (float(row[key]), milliseconds[row["tokens"]])
+        for key in sorted(row.keys() - ROW_KEYS):
+            points[metric_name(key), row["tokens"]] = (float(row[key]), milliseconds[row["tokens"]])
     for row in rows:
+        average = f"{row['average']}/" if row["average"] else ""
         for name, value in row.items():
             if name.startswith(("quant/", "curvature/")) and value is not None:
-                points[name, row["tokens"]] = (float(value), milliseconds.get(row["tokens"], 0))
+                points[average + name, row["tokens"]] = (float(value), milliseconds.get(row["tokens"], 0))
     return points
 
 

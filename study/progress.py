@@ -8,7 +8,8 @@ from statistics import mean
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
-from study.steps import COMMAND_PROMPT, Ledger, Step, log_path
+from study.ledger import Ledger
+from study.steps import COMMAND_PROMPT, Step, log_path
 from train.command import PLAIN_LINE_EVERY_SECONDS
 
 

@@ -7,16 +7,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from quant_eval.specs import parse_spec
 from train.command import UserError, explain_validation
-from train.config import RunConfig
+from train.config import RunConfig, with_settings
 from train.frozen import NAME_PATTERN, Frozen
 from train.run_directory import write_json
-from train.settings import Anneal, CosinePhase, DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig
+from train.settings import Anneal, CosinePhase, DataConfig, Lawa, ModelConfig, OptimizerConfig, ScheduleConfig
 
 
 class CorpusSettings(Frozen):
@@ -55,6 +55,13 @@ class CurvatureSettings(Frozen):
     tolerance: float = Field(gt=0, description="relative residual that counts as converged")
 
 
+class MeasuredModel(NamedTuple):
+    """A model of a run that is measured: the weights after update `step`, or an average kept in training by then."""
+
+    step: int
+    average: str | None = None  # its name, such as lawa5x500
+
+
 class Study(Frozen):
     """One study, resolved: what is trained and what is measured at every checkpoint. The content of study.json."""
 
@@ -62,16 +69,35 @@ class Study(Frozen):
     description: str
     ranks: int = Field(gt=0, description="processes of one training run")
     corpus: CorpusSettings
+    settings: tuple[str, ...] = Field(default=(), description="key.path=value, applied to every run of the recipe")
     runs: tuple[RunConfig, ...] = Field(min_length=1)
     quantization: QuantizationSettings
     curvature: CurvatureSettings
+    averaged_steps: tuple[int, ...] = Field(
+        default=(), description="steps at which the runs' averages are quantized too; curvature is not measured there"
+    )
 
     @model_validator(mode="after")
     def _unique(self) -> Self:
         names = [run.name for run in self.runs]
         if len(set(names)) != len(names):
             raise ValueError(f"two runs share a name among {', '.join(names)}")
+        for run in self.runs:
+            if run.model.family != "olmo2":
+                raise ValueError(f"run {run.name} trains {run.model.family}; a study measures olmo2 alone")
+            unsaved = sorted(set(self.averaged_steps) - set(run.save_steps)) if run.averages else []
+            if unsaved:
+                raise ValueError(f"averages are to be measured at step {unsaved[0]}, run {run.name} saves none there")
         return self
+
+    def models_of(self, run: RunConfig) -> list[MeasuredModel]:
+        """Every model of the run that is measured, by rising step; averages follow the weights of their step."""
+        models = []
+        for step in run.save_steps:
+            models.append(MeasuredModel(step))
+            if step in self.averaged_steps:
+                models += [MeasuredModel(step, average.name) for average in run.averages]
+        return models
 
 
 def learning_rate_name(peak_lr: float) -> str:
@@ -108,7 +134,11 @@ TINY_TOKENS_PER_STEP = TINY_SEQUENCE_LENGTH * TINY_BATCH
 
 @dataclass(frozen=True)
 class _TinySize:
-    """What differs between the profiles of `tiny`; steps are optimizer steps of 2,048 tokens."""
+    """What differs between the profiles of `tiny`; steps are optimizer steps of 2,048 tokens.
+
+    `lawa` looks back less far than to the end of the warm-up from the start of the anneal, and less far than to there
+    from the end: one window lies within each phase.
+    """
 
     peaks: tuple[float, ...]
     warmup_steps: int
@@ -116,6 +146,7 @@ class _TinySize:
     total_steps: int
     save_steps: tuple[int, ...]
     evaluate_every_steps: int
+    lawa: Lawa
     eval_tokens: int
     calibration_sequences: int
     pairs: int
@@ -128,6 +159,7 @@ _TINY_FULL = _TinySize(
     total_steps=640,
     save_steps=(64, 160, 256, 352, 448, 496, 544, 592, 640),
     evaluate_every_steps=32,
+    lawa=Lawa(interval_steps=16, window=5),
     eval_tokens=40_960,
     calibration_sequences=64,
     pairs=16,
@@ -139,6 +171,7 @@ _TINY_SMOKE = _TinySize(
     total_steps=72,
     save_steps=(48, 72),
     evaluate_every_steps=12,
+    lawa=Lawa(interval_steps=4, window=5),
     eval_tokens=8_192,
     calibration_sequences=32,
     pairs=4,
@@ -166,6 +199,7 @@ def _tiny_run(peak_lr: float, size: _TinySize) -> RunConfig:
             ),
             anneal=Anneal(start_step=size.anneal_start),
         ),
+        averages=(size.lawa,),
         total_steps=size.total_steps,
         batch_size=TINY_BATCH,
         micro_batch_size=TINY_MICRO_BATCH,
@@ -187,6 +221,7 @@ def _tiny_of_size(name: str, size: _TinySize) -> Study:
             eval_tokens=size.eval_tokens,
         ),
         curvature=CurvatureSettings(pairs=size.pairs, microbatch_sequences=2, eigen_sequences=4, tolerance=1e-2),
+        averaged_steps=(size.anneal_start, size.total_steps),
     )
 
 
@@ -204,13 +239,35 @@ def tiny_smoke() -> Study:
 RECIPES: dict[str, dict[str, Callable[[], Study]]] = {"tiny": {"full": tiny, "smoke": tiny_smoke}}
 
 
-def resolve(recipe: str, profile: str) -> Study:
-    """The study of a recipe's name and profile; UserError that lists what there is."""
+def resolve(recipe: str, profile: str, settings: tuple[str, ...] = ()) -> Study:
+    """The study of a recipe's name and profile, with `key.path=value` settings applied to every run of it.
+
+    The settings stand in the name of the study; its runs keep theirs.
+
+    >>> resolve("tiny", "full", ("engine=deepspeed",)).name
+    'tiny-engine=deepspeed'
+
+    Raises:
+        UserError: there is no such recipe or profile (the message lists what there is), or a setting does not fit.
+    """
     if recipe not in RECIPES:
         raise UserError(f"no recipe '{recipe}'; take one of: {', '.join(RECIPES)}")
     if profile not in RECIPES[recipe]:
         raise UserError(f"recipe {recipe} has no profile '{profile}'; take one of: {', '.join(RECIPES[recipe])}")
-    return RECIPES[recipe][profile]()
+    study = RECIPES[recipe][profile]()
+    if not settings:
+        return study
+    changed = [with_settings(run, list(settings)) for run in study.runs]
+    suffix = changed[0].name.removeprefix(study.runs[0].name)
+    runs = [
+        new.model_copy(update={"name": run.name}).model_dump() for new, run in zip(changed, study.runs, strict=True)
+    ]
+    try:
+        return Study.model_validate(
+            study.model_dump() | {"name": study.name + suffix, "settings": settings, "runs": runs}
+        )
+    except ValidationError as error:
+        raise explain_validation("--set", error) from None
 
 
 def save_study(directory: Path, study: Study) -> None:

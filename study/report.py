@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from study.averages import average_findings, average_title, compare, compared_columns
 from study.collect import read_table
-from study.figures import Rows, draw_all
+from study.figures import draw_all
 from study.mlflow_mirror import server_command
-from study.recipes import RECIPES, Study, spec_title
+from study.recipes import RECIPES, Study, resolve, spec_title
 from study.steps import INTERVAL_LEVEL, Step, shown, steps_of
-from study.summary import Estimate, RunSummary, findings, summarize
+from study.summary import Estimate, Rows, RunSummary, findings, summarize
 from train.run_directory import RunDirectory, replaced_file
 
 REPORT = "report.html"
+ENGINE_PACKAGES = {"megatron": "megatron-core", "deepspeed": "deepspeed"}
 STYLE = """
 body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; color: #1c1c1c; background: #fff;
   max-width: 62rem; margin: 2.5rem auto; padding: 0 1.5rem; }
@@ -25,20 +27,24 @@ h1 { font-size: 1.7rem; margin: 0 0 .2rem; } h2 { font-size: 1.2rem; margin: 2.4
 img.narrow { max-width: 42rem; } figcaption, .note { color: #555; font-size: .87rem; max-width: 56rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .8rem 0; }
 th, td { text-align: right; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid #e4e4e4; vertical-align: top; }
-th:first-child, td:first-child { text-align: left; } thead tr:last-child th { border-bottom: 2px solid #1c1c1c; }
-.settings td { text-align: left; } thead tr + tr th { font-weight: 400; }
+th:first-child, td:first-child, .wide tr + tr th:nth-child(2) { text-align: left; }
+thead tr:last-child th { border-bottom: 2px solid #1c1c1c; }
+.settings td, td.text { text-align: left; } .wide { font-size: .84rem; } thead tr + tr th { font-weight: 400; }
 .interval { color: #666; font-size: .83em; white-space: nowrap; display: block; }
 pre { background: #f6f6f4; padding: .7rem .9rem; overflow-x: auto; font-size: .8rem; line-height: 1.6; }
 summary { cursor: pointer; margin: .3rem 0; } li { margin: .25rem 0; }
 """
 CAPTIONS = {
     "quantization_error": "Quantization error against training tokens: quantized loss / full-precision loss - 1 on "
-    "held-out text, bars are their intervals. Dotted, on the second axis: the learning rate as a share of its peak.",
+    "held-out text, bars are their intervals. Open markers are averages of weights. Dotted, on the second axis: the "
+    "learning rate as a share of its peak.",
     "kl_divergence": "The same as Kullback-Leibler divergence of the quantized from the full-precision distribution "
     "of the next token: it cannot change sign and varies less between documents than a difference of losses.",
-    "validation_loss": "Validation loss against training tokens, in full precision; markers are checkpoints.",
+    "validation_loss": "Validation loss against training tokens, in full precision; markers are checkpoints, open "
+    "ones averages of weights.",
     "full_against_quantized": "Loss after against loss before quantization, a point per checkpoint of the second half "
-    "of training; filled points lie in the anneal. On the dashed line quantization costs nothing.",
+    "of training; large points lie in the anneal, open ones are averages of weights. On the dashed line quantization "
+    "costs nothing.",
     "curvature": "Trace of the Hessian of the held-out loss (bars: two standard errors over probes and microbatches), "
     "and its largest eigenvalue on a fixed batch (bars: residual of the solver, no sampling error).",
 }
@@ -81,6 +87,37 @@ def _summary_table(study: Study, summaries: list[RunSummary]) -> str:
         body.append(f"<tr>{cells}</tr>")
     thead = f"<tr><th></th><th></th>{above}</tr>{_row(head, 'th')}"
     return f"<table><thead>{thead}</thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def _average_table(study: Study, rows: Rows) -> str:
+    """Two rows per learning rate and step with an average: the weights and what was averaged from them."""
+    compared = compare(study, rows)
+    if not compared:
+        return ""
+    specs = study.quantization.specs
+    columns = compared_columns(study)
+    above = "".join(f'<th colspan="3">{escape(spec_title(spec))}</th>' for spec in specs)
+    head = ["peak learning rate", "weights", "loss", *["quantized loss", "error", "KL divergence"] * len(specs)]
+    digits = {
+        column: _percent_digits([one.estimates[column] for one in compared])
+        for column in columns
+        if column.endswith("relative_error")
+    }
+    body = []
+    for one in compared:
+        cells = f'<td>{escape(one.label)}</td><td class="text">{escape(one.model)}</td>'
+        for column in columns:
+            if column in digits:
+                cells += _estimate(one.estimates[column], digits[column], scale=100, unit=" %")
+            else:
+                cells += _estimate(one.estimates[column], digits=5 if column.endswith("kl_divergence") else 3)
+        body.append(f"<tr>{cells}</tr>")
+    thead = f"<tr><th></th><th></th><th></th>{above}</tr>{_row(head, 'th')}"
+    return (
+        "<h2>Averages of weights</h2><p>Averages taken while training, beside the weights of the same step; losses and "
+        "divergences in nats per token.</p>"
+        f'<table class="wide"><thead>{thead}</thead><tbody>{"".join(body)}</tbody></table>'
+    )
 
 
 def _figures(paths: dict[str, Path]) -> str:
@@ -127,23 +164,33 @@ def _settings(directory: Path, study: Study) -> str:
             f"{curvature.pairs} probe pairs of {curvature.microbatch_sequences} sequences; largest eigenvalue on "
             f"{curvature.eigen_sequences} sequences",
         ),
-        ("engine", f"{run.engine}, {study.ranks} ranks"),
     ]
+    if run.averages:
+        steps = ", ".join(map(str, study.averaged_steps))
+        rows.append(("averages", f"{'; '.join(map(average_title, run.averages))}; quantized at {steps or 'no step'}"))
+    if study.settings:
+        rows.append(("set", ", ".join(study.settings)))
+    zero = f", ZeRO stage {run.zero.stage}" if run.engine == "deepspeed" else ""
+    engine = f"{ENGINE_PACKAGES[run.engine]}{zero}, {study.ranks} ranks"
+    rows.append(("engine", engine))
     path = RunDirectory(directory / run.name).environment_json
     if path.exists():
         last = json.loads(path.read_text())["attempts"][-1]
         commit = last.get("commit") or "not recorded"
         rows.append(("commit", commit + (" with uncommitted changes" if last.get("uncommitted_changes") else "")))
+        others = set(ENGINE_PACKAGES.values()) - {ENGINE_PACKAGES[run.engine]}
         versions = {"python": last.get("python", "unknown")} | last.get("packages", {})
-        rows.append(("software", ", ".join(f"{name} {version}" for name, version in versions.items())))
+        used = [f"{name} {version}" for name, version in versions.items() if name not in others]
+        rows.append(("software", ", ".join(used)))
     return f'<table class="settings">{"".join(_row(row) for row in rows)}</table>'
 
 
 def _run_again(study: Study) -> str:
     for recipe, profiles in RECIPES.items():
         for profile in profiles:
-            if profiles[profile]().name == study.name:
-                return f'python -m study run {recipe} --profile {profile} --root "$STUDY/.."'
+            if resolve(recipe, profile, study.settings).name == study.name:
+                settings = "".join(f" --set {shlex.quote(setting)}" for setting in study.settings)
+                return f'python -m study run {recipe} --profile {profile}{settings} --root "$STUDY/.."'
     return f'python -m study status {study.name} --root "$STUDY/.."'
 
 
@@ -169,7 +216,8 @@ def write_report(directory: Path, study: Study) -> Path:
     """Draws the figures and writes report.html aside, then renames it."""
     rows: Rows = read_table(directory, study)
     summaries = summarize(study, rows)
-    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in findings(study, summaries))
+    said = findings(study, summaries) + average_findings(study, rows)
+    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in said)
     counts = sorted({row[f"quant/{study.quantization.specs[0]}/documents"] for row in rows} - {None})
     documents = " or ".join(map(str, counts)) or "0"
     note = (
@@ -184,6 +232,7 @@ def write_report(directory: Path, study: Study) -> Path:
 <h1>{escape(study.name)}</h1><p class="lead">{escape(study.description)}</p>
 <h2>What is seen</h2><ul>{sentences}</ul>
 {_summary_table(study, summaries)}<p class="note">{escape(note)}</p>
+{_average_table(study, rows)}
 <h2>Figures</h2>{_figures(draw_all(directory, study, rows))}
 <h2>Settings</h2>{_settings(directory, study)}
 <h2>Commands behind every number</h2>

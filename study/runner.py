@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import IO
 
 from study import supervise
+from study.ledger import Ledger
 from study.progress import StudyProgress
-from study.steps import COMMAND_PROMPT, Ledger, Step, log_path
+from study.steps import COMMAND_PROMPT, Step, log_path
 from train.command import UserError
 
 PROJECT = Path(__file__).resolve().parent.parent

@@ -4,20 +4,17 @@ Commands name places by {python}, {root} and {study}: the same step on another m
 is the same text and has the same fingerprint.
 """
 
-import hashlib
-import json
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ckpt_tools.hf_directory import LINEAGE_JSON, RESULT_JSON, Measurement, result_directory
-from study.recipes import Study
+from ckpt_tools.hf_directory import LINEAGE_JSON, RESULT_JSON, result_directory
+from study.recipes import MeasuredModel, Study
 from train.command import UserError
 from train.config import RunConfig, dump_run, load_run
 from train.frozen import fingerprint
-from train.run_directory import CHECKPOINT_JSON, RunDirectory, sha256_of, step_name, write_json
+from train.run_directory import CHECKPOINT_JSON, RunDirectory, step_name, write_json
 
 MLFLOW_STORE = "mlflow.db"
 CURVATURE_SPEC = "hutchinson"
@@ -95,12 +92,11 @@ def _text_steps(study: Study) -> list[Step]:
 def _train_step(study: Study, run: RunConfig) -> Step:
     torchrun = _python("torch.distributed.run", "--nproc-per-node", str(study.ranks))
     torchrun += ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")  # a free port: studies run side by side
-    directory = RunDirectory(Path(run.name))
     return Step(
         f"train-{run.name}",
         "train",
         (*torchrun, "-m", "train", "run", f"{{study}}/{run.name}"),
-        tuple(str(directory.checkpoint(step) / CHECKPOINT_JSON) for step in run.save_steps),
+        tuple(str(checkpoint_directory(run.name, model) / CHECKPOINT_JSON) for model in study.models_of(run)),
         ("prepare-train", "prepare-held_out"),
         run=run.name,
         settings=fingerprint(run),
@@ -110,31 +106,40 @@ def _train_step(study: Study, run: RunConfig) -> Step:
     )
 
 
-def _result(run: str, step: int, measurement: Measurement, spec: str) -> str:
-    return str(result_directory(RunDirectory(Path(run)).hf / step_name(step), measurement, spec) / RESULT_JSON)
+def checkpoint_directory(run: str, model: MeasuredModel) -> Path:
+    """Below the study, where training leaves the model."""
+    directory = RunDirectory(Path(run))
+    if model.average:
+        return directory.average_checkpoint(model.average, model.step)
+    return directory.checkpoint(model.step)
 
 
-def quantization_result(run: str, step: int, spec: str) -> str:
+def _hf_directory(run: str, model: MeasuredModel) -> Path:
+    return RunDirectory(Path(run)).hf / checkpoint_directory(run, model).name
+
+
+def quantization_result(run: str, model: MeasuredModel, spec: str) -> str:
     """Path below the study of the result of one quantization."""
-    return _result(run, step, "quant", spec)
+    return str(result_directory(_hf_directory(run, model), "quant", spec) / RESULT_JSON)
 
 
-def curvature_result(run: str, step: int) -> str:
+def curvature_result(run: str, model: MeasuredModel) -> str:
     """Path below the study of the result of the curvature measurement."""
-    return _result(run, step, "curvature", CURVATURE_SPEC)
+    return str(result_directory(_hf_directory(run, model), "curvature", CURVATURE_SPEC) / RESULT_JSON)
 
 
 def _measuring_steps(study: Study, run: RunConfig) -> list[Step]:
-    """Export of a run's checkpoints, then their measurements, some checkpoints to a process."""
-    directory = RunDirectory(Path(run.name))
-    hf = [directory.hf / step_name(step) for step in run.save_steps]
-    checkpoints = [f"{{study}}/{directory.checkpoint(step)}" for step in run.save_steps]
-    exporting = _python("ckpt_tools", "export", *checkpoints, "--into", f"{{study}}/{directory.hf}")
+    """Export of a run's checkpoints, then their measurements, some checkpoints to a process.
+
+    An average is exported and quantized by the process that does so with the checkpoint of its step.
+    """
+    models = study.models_of(run)
+    checkpoints = [f"{{study}}/{checkpoint_directory(run.name, model)}" for model in models]
     export = Step(
         f"export-{run.name}",
         "export",
-        exporting,
-        tuple(str(path / LINEAGE_JSON) for path in hf),
+        _python("ckpt_tools", "export", *checkpoints, "--into", f"{{study}}/{RunDirectory(Path(run.name)).hf}"),
+        tuple(str(_hf_directory(run.name, model) / LINEAGE_JSON) for model in models),
         (f"train-{run.name}",),
         run.name,
         resumes=True,
@@ -142,19 +147,21 @@ def _measuring_steps(study: Study, run: RunConfig) -> list[Step]:
     )
     texts = ("prepare-train", "prepare-held_out")
     steps = [export]
-    for start in range(0, len(hf), CHECKPOINTS_PER_PROCESS):
+    for start in range(0, len(run.save_steps), CHECKPOINTS_PER_PROCESS):
         chosen = run.save_steps[start : start + CHECKPOINTS_PER_PROCESS]
-        models = [f"{{study}}/{path}" for path in hf[start : start + CHECKPOINTS_PER_PROCESS]]
-        suffix = f"{run.name}-{step_name(chosen[0])}"
+        quantized = [model for model in models if model.step in chosen]
+        curved = [model for model in quantized if model.average is None]
         specs = study.quantization.specs
-        quantized = tuple(quantization_result(run.name, step, spec) for step in chosen for spec in specs)
-        curved = tuple(curvature_result(run.name, step) for step in chosen)
-        for kind, command, outputs, reads in (
-            ("quantize", _quantizing(study, models), quantized, (export.name, *texts)),
-            ("curvature", _curving(study, models), curved, (export.name, texts[1])),
+        results = tuple(quantization_result(run.name, model, spec) for model in quantized for spec in specs)
+        curvatures = tuple(curvature_result(run.name, model) for model in curved)
+        for kind, measured, command, outputs, reads in (
+            ("quantize", quantized, _quantizing, results, (export.name, *texts)),
+            ("curvature", curved, _curving, curvatures, (export.name, texts[1])),
         ):
-            seconds = 5.0 + 5.0 * len(chosen)
-            steps.append(Step(f"{kind}-{suffix}", kind, command, outputs, reads, run.name, expected_seconds=seconds))
+            directories = [f"{{study}}/{_hf_directory(run.name, model)}" for model in measured]
+            name, seconds = f"{kind}-{run.name}-{step_name(chosen[0])}", 5.0 + 5.0 * len(measured)
+            arguments = command(study, directories)
+            steps.append(Step(name, kind, arguments, outputs, reads, run.name, expected_seconds=seconds))
     return steps
 
 
@@ -208,80 +215,6 @@ def write_run_configurations(directory: Path, study: Study) -> None:
     for run in missing:
         paths[run.name].parent.mkdir(parents=True, exist_ok=True)
         write_json(paths[run.name], dump_run(run))
-
-
-class Ledger:
-    """Which steps of a study are complete: STUDY/steps/STEP.json holds the fingerprint a step finished with."""
-
-    def __init__(self, directory: Path, steps: list[Step]) -> None:
-        self.directory = directory
-        self.steps = {step.name: step for step in steps}
-        self.records = directory / "steps"
-
-    def fingerprint(self, step: Step) -> str:
-        """SHA-256 (16 hex digits) of the command, its settings, and the contents of the outputs it depends on.
-
-        The outputs hold the hashes of the large files beside them, so a changed checkpoint or text changes this too;
-        where the study lies does not.
-        """
-        reads = {
-            output: sha256_of(self.directory / output) for name in step.after for output in self.steps[name].outputs
-        }
-        content = {"command": step.command, "settings": step.settings, "reads": reads}
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-    def outputs_exist(self, step: Step) -> bool:
-        """Whether every output is there."""
-        return all((self.directory / output).is_file() for output in step.outputs)
-
-    def record(self, step: Step) -> dict[str, Any] | None:
-        """What was recorded when the step last finished; None where nothing readable was."""
-        path = self.records / f"{step.name}.json"
-        try:
-            return dict(json.loads(path.read_text()))
-        except (FileNotFoundError, ValueError, TypeError):
-            return None
-
-    def is_complete(self, step: Step) -> bool:
-        """Whether the outputs are those of this very step; its dependencies must be complete."""
-        record = self.record(step)
-        return (
-            record is not None
-            and self.outputs_exist(step)
-            and record.get("outputs") == self._hashes(step)
-            and record.get("fingerprint") == self.fingerprint(step)
-        )
-
-    def _hashes(self, step: Step) -> dict[str, str]:
-        """SHA-256 of the step's own outputs; the MLflow store belongs to all studies and changes under each."""
-        return {output: sha256_of(self.directory / output) for output in step.outputs if not output.startswith("../")}
-
-    def prepare(self, step: Step) -> None:
-        """Removes what an earlier, different or unfinished, execution left, so that it cannot pass for the new one."""
-        (self.records / f"{step.name}.json").unlink(missing_ok=True)
-        if not step.resumes:
-            for output in step.outputs:
-                if not output.startswith("../"):  # the MLflow store belongs to all studies
-                    (self.directory / output).unlink(missing_ok=True)
-
-    def finish(self, step: Step, fingerprint: str, seconds: float) -> None:
-        """Records that the step finished."""
-        self.records.mkdir(parents=True, exist_ok=True)
-        record = {
-            "fingerprint": fingerprint,
-            "outputs": self._hashes(step),
-            "seconds": round(seconds, 3),
-            "command": list(step.command),
-        }
-        write_json(self.records / f"{step.name}.json", record)
-
-    def complete_steps(self) -> set[str]:
-        """Names of the complete steps, where a step counts only if all before it do."""
-        complete: set[str] = set()
-        for step in self.steps.values():
-            if complete.issuperset(step.after) and self.is_complete(step):
-                complete.add(step.name)
-        return complete
 
 
 def log_path(directory: Path, step: Step) -> Path:

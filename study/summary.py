@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from study.collect import trained
 from study.recipes import Study, spec_title
 
 Rows = list[dict[str, Any]]
@@ -57,7 +58,7 @@ def summarize(study: Study, rows: Rows) -> list[RunSummary]:
     columns.append("curvature/trace")
     summaries = []
     for run in sorted(study.runs, key=lambda run: run.optimizer.peak_lr):
-        own = {row["step"]: row for row in rows if row["run"] == run.name}
+        own = {row["step"]: row for row in trained(rows) if row["run"] == run.name}
         stable = [row for row in own.values() if row["phase"] == "stable"]
         first, last = stable[-1] if stable and run.schedule.anneal else None, own.get(run.total_steps)
         summaries.append(
@@ -71,7 +72,8 @@ def summarize(study: Study, rows: Rows) -> list[RunSummary]:
     return summaries
 
 
-def _listed(labels: list[str]) -> str:
+def listed(labels: list[str]) -> str:
+    """'a, b and c'."""
     return ", ".join(labels[:-1]) + f" and {labels[-1]}" if len(labels) > 1 else "".join(labels)
 
 
@@ -87,12 +89,12 @@ def anneal_finding(summaries: list[RunSummary], column: str, quantity: str) -> s
         group = rose if before.is_below(after) else fell if after.is_below(before) else unclear
         group.append(summary.label)
     parts = [
-        f"{verb} for peak learning rate{'s' if len(labels) > 1 else ''} {_listed(labels)}"
+        f"{verb} for peak learning rate{'s' if len(labels) > 1 else ''} {listed(labels)}"
         for verb, labels in (("rose", rose), ("fell", fell))
         if labels
     ]
     if unclear:
-        parts.append(f"shows no change beyond its intervals for {_listed(unclear)}")
+        parts.append(f"shows no change beyond its intervals for {listed(unclear)}")
     return f"Over the anneal, {quantity} {'; it '.join(parts)}."
 
 
@@ -115,7 +117,7 @@ def order_finding(summaries: list[RunSummary], column: str, quantity: str) -> st
     ]
     if not apart:
         return f"{head} does not tell any two peak learning rates apart: all intervals overlap."
-    return f"{head} orders these peak learning rates: {_listed(apart)}; the intervals of the other pairs overlap."
+    return f"{head} orders these peak learning rates: {listed(apart)}; the intervals of the other pairs overlap."
 
 
 def loss_finding(summaries: list[RunSummary]) -> str | None:
@@ -125,7 +127,7 @@ def loss_finding(summaries: list[RunSummary]) -> str | None:
         return None
     label, best = min(known, key=lambda pair: pair[1].value)
     rivals = [other for other, loss in known if other != label and not best.is_below(loss)]
-    rest = f"; the intervals of {_listed(rivals)} overlap with it" if rivals else ", apart from all others"
+    rest = f"; the intervals of {listed(rivals)} overlap with it" if rivals else ", apart from all others"
     return f"The lowest final loss is {best.value:.3f} nats per token, at a peak learning rate of {label}{rest}."
 
 

@@ -5,7 +5,6 @@ thread. Nothing here is asserted: performance is looked at, not tested.
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -15,8 +14,9 @@ from transformers import Olmo2ForCausalLM
 from ckpt_tools.export import hf_config
 from curvature.olmo2 import DualOlmo2
 from study.recipes import resolve
+from tests.bench_loader import loader_lines
+from tests.runs import execute, torchrun
 from train.config import RunConfig
-from train.engine import Batch, StepResult
 from train.initialization import initial_parameter
 
 REPETITIONS = 15
@@ -47,58 +47,37 @@ def plain_model(run: RunConfig) -> Olmo2ForCausalLM:
     return model
 
 
-def plain_training_step(run: RunConfig, model: Olmo2ForCausalLM, tokens: torch.Tensor) -> Callable[[], None]:
-    """One update by transformers and torch's AdamW: what the engine's step is compared with."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
-
-    def step() -> None:
-        logits = model(tokens[:, :-1], use_cache=False).logits
-        log_z = logits.logsumexp(-1)
-        cross_entropy = (log_z - logits.gather(-1, tokens[:, 1:, None]).squeeze(-1)).mean()
-        (cross_entropy + 1e-5 * log_z.square().mean()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def main() -> None:
-    """Prints one line per comparison."""
-    torch.set_num_threads(1)
+def curvature_lines() -> list[str]:
+    """The exact Hessian-vector product against one forward and backward pass of transformers."""
     run = resolve("tiny", "full").runs[0]
     generator = torch.Generator().manual_seed(0)
-    shape = (run.micro_batch_size, run.data.sequence_length + 1)
-    tokens = torch.randint(run.model.vocab_size, shape, generator=generator)
-    run = run.model_copy(update={"batch_size": run.micro_batch_size})
-
+    tokens = torch.randint(run.model.vocab_size, (2, run.data.sequence_length + 1), generator=generator)
     model = plain_model(run)
     product, direction = DualOlmo2(model), torch.randn(model.num_parameters(), generator=generator)
 
     def gradient() -> None:
-        logits = model(tokens[:2, :-1], use_cache=False).logits
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:2, 1:].flatten()).backward()
+        logits = model(tokens[:, :-1], use_cache=False).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         model.zero_grad()
 
-    report = "{:<58} {:>6.2f}   ({:.1f} ms / {:.1f} ms)"
-    figures = ratio(lambda: product(tokens[:2], direction), gradient)
-    lines = [report.format("Hessian-vector product / forward and backward (HF)", *_milliseconds(figures))]
-
-    from train.distributed import start
-    from train.megatron.engine import MegatronEngine
-
-    engine = MegatronEngine(run, start())
-    figures = ratio(
-        lambda: engine.train_step(Batch.of(tokens), 1e-4, StepResult.is_finite),
-        plain_training_step(run, plain_model(run), tokens),
-    )
-    lines.append(report.format("training step: megatron engine / HF and torch.optim.AdamW", *_milliseconds(figures)))
-    engine.close()
-    sys.stdout.write("\n".join(lines) + "\n")
+    times, ours, peer = ratio(lambda: product(tokens, direction), gradient)
+    what = "Hessian-vector product / forward and backward (HF)"
+    return [f"{what:<70} {times:>6.2f}   ({ours * 1e3:.1f} ms / {peer * 1e3:.1f} ms)"]
 
 
-def _milliseconds(figures: tuple[float, float, float]) -> tuple[float, float, float]:
-    return figures[0], figures[1] * 1e3, figures[2] * 1e3
+def training_lines() -> list[str]:
+    """Both engines against plain transformers, in two processes of their own."""
+    done = execute(torchrun(2, "tests.bench_training"), timeout_seconds=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def main() -> None:
+    """Prints one line per comparison, as each is measured."""
+    torch.set_num_threads(1)
+    for lines in (curvature_lines, training_lines, loader_lines):
+        for line in lines():
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

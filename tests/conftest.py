@@ -112,6 +112,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "gqa-dp1": (1, {"kv_heads": 2}),
     "gqa-tp2": (2, {"kv_heads": 2, "tensor": 2}),
     "bf16-dp2": (2, {"precision": "bf16"}),
+    "tp2dp2": (4, {"tensor": 2}),
+    "sp2": (2, {"tensor": 2, "sequence": True}),
+    "interleaved": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "recompute": (1, {"recompute": "layers"}),
+    "bf16-dp1": (1, {"precision": "bf16"}),
+    "bf16-tp2pp2": (4, {"precision": "bf16", "tensor": 2, "pipeline": 2}),
+    "bf16-sp2": (2, {"precision": "bf16", "tensor": 2, "sequence": True}),
+    "bf16-interleaved": (2, {"precision": "bf16", "pipeline": 2, "virtual_pipeline": 2}),
+    "ds-zero1": (2, {"engine": "deepspeed"}),
 }
 
 

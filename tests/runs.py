@@ -21,6 +21,8 @@ def make_run(
     tokenizer_dir: Path,
     tensor: int = 1,
     pipeline: int = 1,
+    virtual_pipeline: int = 1,
+    sequence: bool = False,
     kv_heads: int = 4,
     peak_lr: float = 1e-2,
     **changes,
@@ -49,7 +51,9 @@ def make_run(
         "schedule": ScheduleConfig(
             warmup_tokens=4 * 256, phase=CosinePhase(horizon_tokens=100 * 256), anneal=Anneal(start_step=15)
         ),
-        "parallel": ParallelConfig(tensor=tensor, pipeline=pipeline),
+        "parallel": ParallelConfig(
+            tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual_pipeline, sequence=sequence
+        ),
         "total_steps": 20,
         "batch_size": 8,
         "micro_batch_size": 2,

@@ -15,8 +15,10 @@ MAY_IMPORT = {
     "slurm": {"train", "ckpt_tools", "quant_eval", "curvature", "study"},
 }
 LIGHT = {
-    "command", "config", "data", "families", "frozen", "initialization", "layout", "prepare", "run_directory",
-    "schedules", "settings", "tracking",
+    "command", "compare", "config", "corpus", "corpus_writer", "data", "documents", "families", "flops", "frozen",
+    "initialization", "layout", "manifest", "memory", "models", "order", "plan", "plan_report", "prepare",
+    "repetition", "run_directory", "schedule_plot", "schedules", "settings", "shards", "stopping", "tokenizer",
+    "tracking",
 }  # fmt: skip
 ENGINES = {"megatron", "deepspeed"}
 

@@ -1,6 +1,7 @@
 """What every command of this project shares: one-line errors, exit codes and progress with an ETA."""
 
 import os
+import signal
 import sys
 import time
 from types import TracebackType
@@ -10,8 +11,10 @@ from pydantic import ValidationError
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
+from train import stopping
+
 PLAIN_LINE_EVERY_SECONDS = 10.0
-SILENCE_OF_OTHER_RANKS_SECONDS = 3.0  # torchrun ends them within one second of rank 0
+SILENCE_OF_OTHER_RANKS_SECONDS = 5.0  # torchrun ends them within a second of rank 0, later on a busy machine
 
 
 class UserError(ValueError):
@@ -55,6 +58,9 @@ def run_command(app: typer.Typer, name: str) -> None:
 def _refuse(line: str) -> None:
     """Ends this process. Rank 0 speaks; another rank that is still alive a while later met an error of its own."""
     if not is_rank_zero():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which torchrun ends those that have nothing to say
+        if stopping.terminated():  # it was faster
+            os._exit(2)
         time.sleep(SILENCE_OF_OTHER_RANKS_SECONDS)
         line = f"rank {os.environ['RANK']}: {line}"
     print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)

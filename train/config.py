@@ -100,6 +100,13 @@ class RunConfig(Frozen):
             raise ValueError("parallel, kernels and fp8 belong to the megatron engine; deepspeed trains data-parallel")
         if self.zero.stage == 0 and self.precision == "bf16":
             raise ValueError("bf16 with ZeRO stage 0 takes a phantom Adam step at its start; set zero.stage to 1 or 2")
+        unbucketed = self.zero.stage == 0 or (self.zero.stage == 1 and self.precision == "bf16")
+        buckets = ZeroConfig().model_copy(update={"stage": self.zero.stage, "allow_stage_3": self.zero.allow_stage_3})
+        if unbucketed and self.zero != buckets:
+            raise ValueError(
+                f"ZeRO stage {self.zero.stage} in {self.precision} reduces after the backward pass, without buckets or "
+                f"overlap; leave overlap_communication and bucket_elements out, or set zero.stage to 2"
+            )
         if self.zero.stage == 3 and self.averages:
             raise ValueError("averages are kept at ZeRO stages 0 to 2; lower zero.stage or remove averages")
 

@@ -1,168 +1,254 @@
 """The one training loop. Everything that varies with time is a function of the step, so resuming is starting later."""
 
-import fcntl
+import contextlib
 import math
-import socket
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from train.checkpoint import PROBE_SEQUENCES, PROBE_TOKENS, commit_checkpoint, remove_leftovers, resume
+from train import stopping
+from train.attempt import Attempt, SupersededError
+from train.averaging import Averages
 from train.command import Progress, UserError, is_rank_zero
 from train.config import RunConfig, dump_run
-from train.data import Corpus, batch, check_vocabulary, open_corpus
-from train.distributed import from_rank_zero, start
+from train.data import RunData, SequenceBatch, open_data
+from train.distributed import from_rank_zero, largest, start
 from train.engine import Batch, Engine, StepResult, build_engine
 from train.frozen import fingerprint
-from train.prepare import TOKENIZER_JSON
-from train.run_directory import RunDirectory, sha256_of, write_json
+from train.monitoring import RANKS_EVERY_STEPS, Norms, RankClock, Speedometer, peak_memory_bytes
+from train.resuming import Start, resume
+from train.run_directory import RunDirectory, write_json
+from train.saving import Saver, remove_leftovers
 from train.schedules import learning_rate
-from train.tracking import MetricsWriter, record_attempt
+from train.spikes import StepJudge
+from train.tracking import MetricsWriter
+
+PROBE_SEQUENCES, PROBE_TOKENS = 2, 64
 
 
-def _open_data(run: RunConfig, directory: RunDirectory) -> tuple[Corpus, Corpus]:
-    """Training and held-out tokens, checked against the model before anything is built. Rank 0 checks the hashes."""
-    corpora = []
-    for prefix in (run.data.train_sources[0].source, run.data.held_out):
-        corpus = open_corpus(directory.resolve(prefix), verify_hashes=is_rank_zero())
-        check_vocabulary(corpus, run.model.vocab_size)
-        corpora.append(corpus)
-    train_corpus, held_out = corpora
-    train_corpus.num_sequences(run.data.sequence_length)
-    available = held_out.num_sequences(run.data.sequence_length)
-    if available < run.data.held_out_sequences:
-        raise UserError(
-            f"{held_out.prefix} holds {available} sequences, data.held_out_sequences asks for "
-            f"{run.data.held_out_sequences}; prepare more held-out text or ask for fewer"
-        )
-    tokenizer = directory.resolve(run.data.tokenizer) / TOKENIZER_JSON
-    if not tokenizer.is_file():
-        raise UserError(f"{tokenizer} does not exist; let data.tokenizer name the directory that made the tokens")
-    tokenizer_sha256 = sha256_of(tokenizer)
-    for corpus in corpora:
-        if corpus.manifest.tokenizer_sha256 != tokenizer_sha256:
-            raise UserError(f"{corpus.prefix} was not made by {tokenizer}; prepare it again with that tokenizer")
-    return train_corpus, held_out
+class _Agreed(NamedTuple):
+    """What all ranks know after a step."""
+
+    stop: bool  # someone was asked to
+    writing: bool  # someone still writes a checkpoint
+    memory_bytes: float  # the largest peak
+
+
+def _as_batch(found: SequenceBatch) -> Batch:
+    documents_BS = None if found.documents_BS is None else torch.from_numpy(found.documents_BS)
+    return Batch(torch.from_numpy(found.tokens_BS), torch.from_numpy(found.counted_BS), documents_BS)
 
 
 class _Training:
     """One attempt of one run on this rank."""
 
-    def __init__(self, run: RunConfig, directory: RunDirectory, train_corpus: Corpus, held_out: Corpus) -> None:
-        self.run, self.directory, self.train_corpus = run, directory, train_corpus
-        held_out_NS = held_out.sequences(np.arange(run.data.held_out_sequences), run.data.sequence_length)
-        self.held_out_NS = torch.from_numpy(held_out_NS)
+    def __init__(self, run: RunConfig, directory: RunDirectory, data: RunData) -> None:
+        self.run, self.directory, self.data = run, directory, data
+        self.held_out = _as_batch(data.held_out())
         self.engine: Engine = build_engine(run, start())
-        self.rank_zero = dist.get_rank() == 0
-        self.lock = self._lock()
-        self.data_sha256 = {"train": train_corpus.manifest.bin.sha256, "held_out": held_out.manifest.bin.sha256}
-        self.resumed = resume(self.engine, directory, fingerprint(run), self.data_sha256)
-        hosts: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
-        self.attempt: int = from_rank_zero(self._start(sorted(set(hosts))) if self.rank_zero else None)
-        self.metrics = MetricsWriter(directory.metrics, self.attempt) if self.rank_zero else None
+        self.attempt = Attempt(directory, self.engine.layout)
+        self.metrics: MetricsWriter | None = None
+        self.step = 0
+        self.reason = ""  # what asked this rank to stop
 
-    def _lock(self) -> object:
-        """Rank 0 holds a lock on the run: two attempts at once, one of them orphaned, must not both write."""
-        lock, taken = None, True
-        if self.rank_zero:
-            self.directory.path.mkdir(exist_ok=True)
-            lock = (self.directory.path / ".lock").open("w")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                taken = False
-        if not from_rank_zero(taken):
-            raise UserError(f"another process is training {self.directory.path}; wait until it ends or end it")
-        return lock
-
-    def _start(self, hosts: list[str]) -> int:
-        write_json(self.directory.run_json, dump_run(self.run))
-        remove_leftovers(self.directory)
-        return record_attempt(
-            self.directory.environment_json, hosts=hosts, resumed_from_step=self.resumed, layout=self.engine.layout
-        )
+    def begin(self) -> Start:
+        """Loads where training goes on from."""
+        run, directory = self.run, self.directory
+        if dist.get_rank() == 0:
+            write_json(directory.run_json, dump_run(run))
+            remove_leftovers(directory)
+            self.metrics = MetricsWriter(directory.metrics, self.attempt.number)
+        begun = resume(self.engine, run, directory, data_sha256=self.data.sha256, attempt=self.attempt.number)
+        self.step, record = begun.step, begun.record
+        self.attempt.amend(resumed_from_step=begun.step if record else None, quarantined=begun.quarantined)
+        for step in begun.quarantined:
+            self.log(step, quarantined=1)
+        starts = {average.name: begun.step for average in run.averages} | (record.average_starts if record else {})
+        self.averages = Averages(run, self.engine, {average.name: starts[average.name] for average in run.averages})
+        self.judge = StepJudge(run, record.accepted if record else ())
+        self.saver = Saver(run, self.engine, directory, self.attempt, self.log)
+        if record and not begun.first:
+            self.saver.follows(record)
+        self.speedometer, self.clock = Speedometer(run), RankClock(directory.ranks, self.attempt.number)
+        return begun
 
     def log(self, step: int, **values: float) -> None:
+        """Appends a row of metrics; SupersededError where a later attempt has begun."""
         if self.metrics:
+            self.attempt.check_newest()
             self.metrics.append(step, step * self.run.tokens_per_step, **values)
 
-    def step(self, step: int) -> StepResult:
-        run = self.run
-        sequences = batch(
-            self.train_corpus,
-            step=step,
-            batch_size=run.batch_size,
-            sequence_length=run.data.sequence_length,
-            seed=run.seed,
-        )
-        rate = learning_rate(run, step)
-        started_at = time.perf_counter()
-        result = self.engine.train_step(Batch.of(torch.from_numpy(sequences)), rate, StepResult.is_finite)
-        seconds = time.perf_counter() - started_at
-        if not result.is_finite():
-            raise self._not_finite(step, f"loss {result.loss}, gradient norm {result.grad_norm}")
-        speed = run.tokens_per_step / seconds
-        self.log(step, **result._asdict(), learning_rate=rate, tokens_per_second=speed)
-        return result
+    def run_to_end(self) -> None:
+        """Trains until the last step or until asked to stop."""
+        total = self.run.total_steps
+        begun = self.begin()
+        if begun.record is None:
+            self.evaluate_and_save(None, stop=False)
+        stop = False
+        with Progress(self.run.name, total, done=self.step) as progress:
+            while self.step < total and not stop:
+                self.step += 1
+                result, speed, agreed = self.train_step()
+                stop = agreed.stop
+                self.saver.advance(self.step, writing=agreed.writing)
+                self.evaluate_and_save(result.loss, stop=stop)
+                if self.step % RANKS_EVERY_STEPS == 0:
+                    self.clock.report(self.step)
+                progress.advance(loss=result.loss, lr=learning_rate(self.run, self.step), tokens_per_s=speed)
+        self.saver.flush(self.step)
+        self.clock.report(self.step)
+        self.finish()
 
-    def _not_finite(self, step: int, figures: str) -> UserError:
-        kept = self.directory.complete_steps()
+    def train_step(self) -> tuple[StepResult, float, _Agreed]:
+        """One update, judged and logged; its figures and tokens per second."""
+        step, run = self.step, self.run
+        rate = learning_rate(run, step)
+        norms = Norms(self.engine.weights()) if run.norms_every_steps and step % run.norms_every_steps == 0 else None
+        self.clock.start()
+        batch = _as_batch(self.data.batch(step))
+        result = self.engine.train_step(batch, rate, self.judge.accept)
+        speed = self.speedometer.figures(self.clock.stop())
+        agreed = self.agree()
+        row: dict[str, float] = {
+            **result._asdict(),
+            "learning_rate": rate,
+            **speed,
+            "memory_bytes": agreed.memory_bytes,
+        }
+        if not batch.counted_BS.all():
+            row["counted_fraction"] = batch.counted_BS.double().mean().item()
+        if norms:
+            row |= norms.figures(self.engine.weights())
+        if self.judge.objection:
+            self.rejected()
+            row["skipped"] = 1
+        self.averages.update(step)
+        self.saver.learned |= not self.judge.objection and rate > 0
+        self.log(step, **{name: value for name, value in row.items() if math.isfinite(value)})
+        return result, speed["tokens_per_second"], agreed
+
+    def agree(self) -> _Agreed:
+        """What concerns one rank becomes known to all; SupersededError if a later attempt has begun."""
+        rank_zero = dist.get_rank() == 0
+        self.reason = stopping.requested(self.directory.stop_file if rank_zero else None) or self.reason
+        successor = self.attempt.successor() if rank_zero else None
+        flags = [bool(self.reason), self.saver.writing, successor is not None, peak_memory_bytes()]
+        stop, writing, superseded, memory_bytes = largest([float(flag) for flag in flags])
+        if superseded:
+            raise SupersededError(from_rank_zero(successor))
+        return _Agreed(stop > 0, writing > 0, memory_bytes)
+
+    def rejected(self) -> None:
+        """After a step that was not taken: UserError unless such steps are skipped."""
+        if not self.judge.skips:
+            raise self.not_learning(str(self.judge.objection))
+
+    def not_learning(self, figures: str) -> UserError:
+        """The error of a run that must not go on."""
+        self.saver.flush(self.step)
+        kept = sorted(self.directory.complete_steps() + self.directory.complete_restarts())
         return UserError(
-            f"not finite at step {step} of {self.run.name}: {figures}; the last good checkpoint is "
+            f"at step {self.step} of {self.run.name}: {figures}; the last good checkpoint is "
             f"{f'step {kept[-1]}' if kept else 'none'}, lower the peak learning rate"
         )
 
-    def evaluate_and_save(self, step: int, train_loss: float | None) -> None:
-        save = step in self.run.save_steps
-        if not save and step % self.run.evaluate_every_steps:
-            return
-        held_out_loss = self.engine.evaluate(Batch.of(self.held_out_NS))
-        if not math.isfinite(held_out_loss):
-            raise self._not_finite(step, f"held-out loss {held_out_loss}")
-        self.log(step, held_out_loss=held_out_loss)
-        if save:
-            fields = {
-                "run": self.run.name,
-                "fingerprint": fingerprint(self.run),
-                "step": step,
-                "tokens": step * self.run.tokens_per_step,
-                "learning_rate": learning_rate(self.run, step),
-                "train_loss": train_loss,
-                "held_out_loss": held_out_loss,
-                "engine": self.run.engine,
-                "precision": self.run.precision,
-                "world_size": dist.get_world_size(),
-                "layout": self.engine.layout,
-                "attempt": self.attempt,
-                "data_sha256": self.data_sha256,
-                "model": self.run.model.model_dump(mode="json"),
-            }
-            if self.metrics:
-                self.metrics.sync()
-            probe_BS = self.held_out_NS[:PROBE_SEQUENCES, : min(PROBE_TOKENS, self.run.data.sequence_length)]
-            commit_checkpoint(self.engine, self.directory, probe_BS, fields)
+    def evaluate(self, average: str | None = None) -> float:
+        """The held-out loss of what the model computes with, logged."""
+        loss = self.engine.evaluate(self.held_out)
+        if not math.isfinite(loss):
+            raise self.not_learning(f"not finite: held-out loss {loss}{f' of {average}' if average else ''}")
+        self.log(self.step, **{f"held_out_loss/{average}" if average else "held_out_loss": loss})
+        return loss
 
-    def run_to_end(self) -> None:
-        step, total = self.resumed or 0, self.run.total_steps
-        if self.resumed is None:
-            self.evaluate_and_save(0, None)
-        with Progress(self.run.name, total, done=step) as progress:
-            while step < total:
-                step += 1
-                result = self.step(step)
-                self.evaluate_and_save(step, result.loss)
-                progress.advance(loss=result.loss, lr=learning_rate(self.run, step))
+    def evaluate_and_save(self, train_loss: float | None, *, stop: bool) -> None:
+        """Does what is due after a step."""
+        step, run = self.step, self.run
+        permanent = step in run.save_steps
+        every = run.saving.restart_every_steps
+        restart = not permanent and (stop or (every is not None and step > 0 and step % every == 0))
+        held_out_loss = None
+        if permanent or step % run.evaluate_every_steps == 0:
+            held_out_loss = self.evaluate()
+        if not permanent and not restart:
+            return
+        if self.metrics:
+            self.metrics.sync()
+        self.saver.flush(step)
+        began_at = time.monotonic()
+        probe_BS = self.held_out.tokens_BS[:PROBE_SEQUENCES, : min(PROBE_TOKENS, run.data.sequence_length)]
+        parts, directory = [], self.directory
+        for average in self.averages.present(step) if permanent else ():
+            with self.averages.swapped_in(average, step):
+                loss = self.evaluate(average.name)
+                fields = self.fields(None, loss) | {"average": self.averages.describe(average, step)}
+                final = directory.average_checkpoint(average.name, step)
+                parts.append(self.saver.copy(final, probe_BS=probe_BS, fields=fields))
+        final = directory.checkpoint(step) if permanent else directory.restart(step)
+        parts.append(self.saver.copy(final, probe_BS=probe_BS, fields=self.fields(train_loss, held_out_loss)))
+        self.saver.save(step, parts, copying_seconds=time.monotonic() - began_at)
+
+    def fields(self, train_loss: float | None, held_out_loss: float | None) -> dict[str, Any]:
+        """The fields of a CheckpointRecord of this step."""
+        return {
+            "run": self.run.name,
+            "fingerprint": fingerprint(self.run),
+            "step": self.step,
+            "tokens": self.step * self.run.tokens_per_step,
+            "learning_rate": learning_rate(self.run, self.step),
+            "train_loss": train_loss,
+            "held_out_loss": held_out_loss,
+            "engine": self.run.engine,
+            "precision": self.run.precision,
+            "world_size": dist.get_world_size(),
+            "layout": self.engine.layout,
+            "attempt": self.attempt.number,
+            "data_sha256": self.data.sha256,
+            "model": self.run.model.model_dump(mode="json"),
+            "average_starts": self.averages.starts,
+            "accepted": self.judge.accepted,
+        }
+
+    def finish(self) -> None:
+        """Leaves the marker and the process groups."""
+        done = self.step == self.run.total_steps
+        failures = f"saves that had to be repeated: {'; '.join(self.saver.failures)}" if self.saver.failures else ""
+        self.saver.close()
         if self.metrics:
             self.metrics.close()
+            if not done:
+                print(f"stopped at step {self.step} of {self.run.total_steps}; the same command goes on", flush=True)
+        asked = "" if done else f"asked to stop by {self.reason or 'another rank'}"
+        self.attempt.end("done" if done else "preempted", self.step, "; ".join(filter(None, (asked, failures))))
         self.engine.close()
+
+    def fail(self, reason: str) -> None:
+        """Leaves the marker of an attempt that an error ends."""
+        with contextlib.suppress(OSError):  # the error that ends training may be the disk's
+            if dist.get_rank() == 0:
+                remove_leftovers(self.directory)
+            self.attempt.end("failed", self.step, reason)
 
 
 def train(run_path: Path, run: RunConfig) -> None:
-    """Trains a run to its end, from the newest complete checkpoint of its directory if there is one."""
+    """Trains a run to its end, or until it is asked to stop, from the newest whole checkpoint if there is one.
+
+    How it ended is in status.json. A file RUN/STOP asks it to stop, and a signal if `stopping.listen` was called.
+
+    Raises:
+        UserError: for anything that keeps the run from going on.
+    """
     directory = RunDirectory(run_path)
-    train_corpus, held_out = _open_data(run, directory)
-    _Training(run, directory, train_corpus, held_out).run_to_end()
+    if is_rank_zero():
+        directory.status_json.unlink(missing_ok=True)
+    data = open_data(run, directory, verify_hashes=is_rank_zero())
+    training = _Training(run, directory, data)
+    try:
+        training.run_to_end()
+    except SupersededError:
+        raise
+    except BaseException as error:
+        training.fail(" ".join(str(error).split()) or type(error).__name__)
+        raise

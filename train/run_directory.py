@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from train.command import UserError, explain_validation
 from train.frozen import Frozen
@@ -123,13 +123,16 @@ class FileRecord(Frozen):
     sha256: str
 
 
+def record_file(path: Path) -> FileRecord:
+    """Size and SHA-256 of a file, which is synced to disk first."""
+    fsync_path(path)
+    return FileRecord(bytes=path.stat().st_size, sha256=sha256_of(path))
+
+
 def record_files(directory: Path) -> dict[str, FileRecord]:
     """Size and SHA-256 of every file below `directory`, by relative path; each is synced to disk first."""
-    records = {}
-    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        fsync_path(path)
-        records[str(path.relative_to(directory))] = FileRecord(bytes=path.stat().st_size, sha256=sha256_of(path))
-    return records
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): record_file(path) for path in paths}
 
 
 def first_damage(directory: Path, records: dict[str, FileRecord]) -> str | None:
@@ -160,8 +163,8 @@ class CheckpointRecord(Frozen):
     step: int
     tokens: int
     learning_rate: float
-    train_loss: float | None  # nats per token of the last step; None before the first
-    held_out_loss: float  # nats per token
+    train_loss: float | None  # nats per token of the last step; None before the first and for an average
+    held_out_loss: float | None  # nats per token; None where a restart checkpoint was not evaluated
     engine: str
     precision: str
     world_size: int
@@ -169,12 +172,20 @@ class CheckpointRecord(Frozen):
     attempt: int
     data_sha256: dict[str, str]  # of the tokens: train, held_out
     model: dict[str, Any]
+    average: dict[str, Any] | None = None  # kind, interval_steps, window or decay, steps; None: as training left them
+    average_starts: dict[str, int] = Field(default={})  # by average: the step behind which its first member may lie
+    accepted: tuple[tuple[float, float], ...] = ()  # losses and gradient norms that the next spike is told by
     files: dict[str, FileRecord]
 
 
 def step_name(step: int) -> str:
     """Directory name of a step: step00012000."""
     return f"step{step:08d}"
+
+
+def _complete_steps(parent: Path) -> list[int]:
+    names = [path.parent.name for path in parent.glob(f"step*/{CHECKPOINT_JSON}")]
+    return sorted(int(name[4:]) for name in names if re.fullmatch(r"step\d{8,}", name))
 
 
 class RunDirectory:
@@ -185,7 +196,12 @@ class RunDirectory:
         self.run_json = path / "run.json"
         self.environment_json = path / "environment.json"
         self.metrics = path / "metrics.jsonl"
+        self.ranks = path / "ranks.jsonl"
+        self.status_json = path / "status.json"
+        self.stop_file = path / "STOP"
         self.checkpoints = path / "checkpoints"
+        self.restarts = path / "restarts"
+        self.quarantine = path / "quarantine"
         self.hf = path / "hf"
 
     def checkpoint(self, step: int) -> Path:
@@ -193,9 +209,24 @@ class RunDirectory:
         return self.checkpoints / step_name(step)
 
     def complete_steps(self) -> list[int]:
-        """Steps whose checkpoint is complete, rising."""
-        names = [path.parent.name for path in self.checkpoints.glob(f"step*/{CHECKPOINT_JSON}")]
-        return sorted(int(name[4:]) for name in names if re.fullmatch(r"step\d{8,}", name))
+        """Steps whose checkpoint is complete, rising; averages and restart checkpoints do not count."""
+        return _complete_steps(self.checkpoints)
+
+    def restart(self, step: int) -> Path:
+        """Directory of the restart checkpoint after update `step`."""
+        return self.restarts / step_name(step)
+
+    def complete_restarts(self) -> list[int]:
+        """Steps whose restart checkpoint is complete, rising."""
+        return _complete_steps(self.restarts)
+
+    def average_name(self, name: str, step: int) -> str:
+        """Directory name of an average as of update `step`: lawa5x500-step00012000."""
+        return f"{name}-{step_name(step)}"
+
+    def average_checkpoint(self, name: str, step: int) -> Path:
+        """Directory of the checkpoint of an average, named as in `RunConfig.averages`, as of update `step`."""
+        return self.checkpoints / self.average_name(name, step)
 
     def resolve(self, path: str) -> Path:
         """A path of run.json, which starts at the run directory whether that exists yet or not."""

@@ -39,3 +39,31 @@ def learning_rate(config: RunConfig, step: int) -> float:
     start_lr = _before_anneal(config, anneal.start_step)
     progress = (step - anneal.start_step) / (config.total_steps - anneal.start_step)
     return start_lr * (anneal.floor + (1 - anneal.floor) * _left(anneal.shape, progress))
+
+
+def phase_at(config: RunConfig, step: int) -> str:
+    """What decides the learning rate of update `step`: 'warm-up', the phase's kind, its floor, or the anneal."""
+    schedule, tokens = config.schedule, step * config.tokens_per_step
+    if schedule.anneal and step > schedule.anneal.start_step:
+        return f"{schedule.anneal.shape} anneal"
+    if tokens < schedule.warmup_tokens:
+        return "warm-up"
+    if not isinstance(schedule.phase, ConstantPhase) and tokens >= schedule.phase.horizon_tokens:
+        return f"{schedule.phase.kind} floor"
+    return schedule.phase.kind
+
+
+def first_step(config: RunConfig) -> int:
+    """The step before the first update: 0, or the step of the parent that this run branches from."""
+    return config.branch_from.step if config.branch_from else 0
+
+
+def corner_steps(config: RunConfig) -> list[int]:
+    """Steps at which the learning rate begins, bends or ends, rising: straight or smooth curves lie in between."""
+    phase, anneal = config.schedule.phase, config.schedule.anneal
+    corners = {first_step(config), config.warmup_steps, config.total_steps}
+    if not isinstance(phase, ConstantPhase):
+        corners.add(-(-phase.horizon_tokens // config.tokens_per_step))
+    if anneal:
+        corners = {step for step in corners if step < anneal.start_step} | {anneal.start_step, config.total_steps}
+    return sorted(step for step in corners if first_step(config) <= step <= config.total_steps)

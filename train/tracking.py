@@ -14,7 +14,11 @@ from typing import Any
 from train.command import UserError
 from train.run_directory import write_json
 
-TRACKED_PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "safetensors", "numpy", "mlflow")
+TRACKED_PACKAGES = (
+    *("torch", "megatron-core", "deepspeed", "transformer-engine", "transformers", "tokenizers", "safetensors"),
+    *("numpy", "mlflow"),
+)
+TRAINED = "learning_rate"  # every row of an update has it, of a skipped one as well
 
 
 def environment() -> dict[str, Any]:
@@ -46,15 +50,28 @@ def environment() -> dict[str, Any]:
     }
 
 
-def record_attempt(environment_json: Path, **details: Any) -> int:
-    """Appends this start to environment.json; returns the number of this attempt, counted from 1."""
+def attempts(environment_json: Path) -> list[dict[str, Any]]:
+    """What environment.json records, one entry per attempt; FileNotFoundError before the first."""
     try:
-        attempts = json.loads(environment_json.read_text())["attempts"] if environment_json.exists() else []
+        recorded: list[dict[str, Any]] = json.loads(environment_json.read_text())["attempts"]
     except (json.JSONDecodeError, KeyError, TypeError):
         raise UserError(f"{environment_json} is damaged; move it away, it only records earlier attempts") from None
-    attempts.append(environment() | details)
-    write_json(environment_json, {"attempts": attempts})
-    return len(attempts)
+    return recorded
+
+
+def record_attempt(environment_json: Path, **details: Any) -> int:
+    """Appends this start to environment.json; returns the number of this attempt, counted from 1."""
+    recorded = attempts(environment_json) if environment_json.exists() else []
+    recorded.append(environment() | details)
+    write_json(environment_json, {"attempts": recorded})
+    return len(recorded)
+
+
+def amend_attempt(environment_json: Path, attempt: int, **details: Any) -> None:
+    """Adds details to the entry of an attempt."""
+    recorded = attempts(environment_json)
+    recorded[attempt - 1] |= details
+    write_json(environment_json, {"attempts": recorded})
 
 
 class MetricsWriter:
@@ -90,14 +107,28 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """One row per step, rising; where attempts overlap the later value wins. A torn last line is left out."""
-    by_step: dict[int, dict[str, Any]] = {}
+    """One row per step, rising. A torn last line is left out.
+
+    Of a step that several attempts trained the last attempt's values count, and none of the others', whatever the order
+    of the lines: an orphan of an earlier attempt may have written after it.
+    """
+    rows: dict[int, dict[int, dict[str, Any]]] = {}  # by step and attempt
     if path.exists():
         for line in path.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
                 try:
                     row = json.loads(line)
-                    by_step.setdefault(row["step"], {}).update(row)
-                except (json.JSONDecodeError, KeyError, TypeError):
+                    rows.setdefault(row["step"], {}).setdefault(row.get("attempt", 0), {}).update(row)
+                except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
                     raise UserError(f"{path}: '{line[:60].strip()}' is no row of metrics; remove that line") from None
-    return [by_step[step] for step in sorted(by_step)]
+    return [_merged(rows[step]) for step in sorted(rows)]
+
+
+def _merged(by_attempt: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """The row of a step from those of all attempts: from the last one that trained it on."""
+    trained = max((attempt for attempt, row in by_attempt.items() if TRAINED in row), default=0)
+    merged: dict[str, Any] = {}
+    for attempt in sorted(by_attempt):
+        if attempt >= trained:
+            merged |= by_attempt[attempt]
+    return merged

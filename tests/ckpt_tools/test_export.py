@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ckpt_tools.export import export
 from ckpt_tools.hf_model import identify, load_hf_model
+from tests.ckpt_tools.checkpoints import seal
 from tests.conftest import LAYOUTS
 from tests.runs import error_line, python
 from train.command import UserError
-from train.run_directory import CHECKPOINT_JSON, record_files, write_json
+from train.run_directory import CHECKPOINT_JSON
 
 
 @pytest.fixture(scope="session")
@@ -45,9 +46,9 @@ def test_logits_equal_those_of_the_engine(exported, trained, layout):
         assert (model(probe["input_ids"]).logits - probe["logits"]).abs().max() <= 1e-5
 
 
-def test_weights_are_bit_equal_across_layouts(exported):
-    """Initialisation does not depend on the layout, nor does anything between the shards and the HF files."""
-    for reference, others in (("dp1", ("dp2", "tp2", "pp2", "tp2pp2")), ("gqa-dp1", ("gqa-tp2",))):
+def test_weights_are_bit_equal_across_layouts_and_engines(exported):
+    """Initialisation depends on neither layout nor engine, nor does anything between the shards and the HF files."""
+    for reference, others in (("dp1", ("dp2", "tp2", "pp2", "tp2pp2", "ds-zero1")), ("gqa-dp1", ("gqa-tp2",))):
         expected = load_file(exported(reference, 0) / "model.safetensors")
         for layout in others:
             weights = load_file(exported(layout, 0) / "model.safetensors")
@@ -141,29 +142,50 @@ def rewrite_shards(checkpoint, change):
     seal(checkpoint)
 
 
-def seal(checkpoint):
-    record = json.loads((checkpoint / CHECKPOINT_JSON).read_text())
-    (checkpoint / CHECKPOINT_JSON).unlink()
-    record["files"] = {name: file.model_dump() for name, file in record_files(checkpoint).items()}
-    write_json(checkpoint / CHECKPOINT_JSON, record)
-
-
 Q_NORM = "decoder.layers.self_attention.q_layernorm.weight"
+MOMENT = f"optimizer.state.exp_avg.{Q_NORM}"
+
+
+def drop_optimizer(state):
+    for key in [key for key in state if key.startswith("optimizer.")]:
+        state.pop(key)
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         (lambda state: state.pop(Q_NORM), f"key '{Q_NORM}' is missing"),
+        (lambda state: state.pop(MOMENT), f"key '{MOMENT}' is missing"),
         (lambda state: state.update(extra=torch.ones(3)), "unknown key 'extra'"),
+        (
+            lambda state: state.update({f"optimizer.state.other.{Q_NORM}": torch.ones(3)}),
+            "unknown key 'optimizer.",
+        ),
         (lambda state: state.update({Q_NORM: torch.ones(4, 7)}), "is (4, 7) in the shards, the model needs (4, 32)"),
         (lambda state: state[Q_NORM].mul_(1.01), "HF logits differ"),
     ],
-    ids=["missing", "extra", "shape", "value"],
+    ids=["missing", "missing moment", "extra", "extra moment", "shape", "value"],
 )
 def test_wrong_keys_and_wrong_weights_are_refused(copy, change, expected):
     rewrite_shards(copy / "checkpoints" / "step00000020", change)
     refuse(copy, expected)
+
+
+def test_an_average_needs_no_optimizer_and_lists_its_ingredients(copy, exported, tmp_path):
+    """Weights alone are exported as with their optimizer; both ways of naming the output take its name."""
+    checkpoint = (copy / "checkpoints" / "step00000020").rename(copy / "checkpoints" / "lawa3x5-step00000020")
+    rewrite_shards(checkpoint, drop_optimizer)
+    average = {"kind": "lawa", "interval_steps": 5, "window": 3, "steps": [10, 15, 20]}
+    seal(checkpoint, average=average)
+    done = python("ckpt_tools", "export", str(checkpoint), "--into", str(copy / "hf"))
+    assert done.returncode == 0, done.stderr
+    export(checkpoint, tmp_path / "one")
+    expected = (exported("dp1", 20) / "model.safetensors").read_bytes()
+    for out in (copy / "hf" / "lawa3x5-step00000020", tmp_path / "one"):
+        assert (out / "model.safetensors").read_bytes() == expected
+        lineage = identify(out)["lineage"]
+        assert lineage["average"] == average
+        assert (lineage["kind"], lineage["step"]) == ("export", 20)
 
 
 @pytest.mark.parametrize("change", [lambda state: state.pop(Q_NORM), lambda state: state.update(extra=torch.ones(3))])

@@ -1,5 +1,6 @@
-"""One trained checkpoint loaded at another layout and saved again holds the same bits."""
+"""One trained checkpoint loaded at another layout: the same bits when saved again, the same losses when trained on."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,17 +11,16 @@ from ckpt_tools.megatron_shards import read_hf_weights
 from tests.conftest import LAYOUTS
 from tests.runs import execute, torchrun
 from train.config import load_run
-from train.settings import ParallelConfig
+from train.run_directory import RunDirectory
+from train.tracking import read_metrics
 
 
-def load_and_save(run_dir: str, checkpoint: str, tensor: str, pipeline: str, out: str) -> None:
-    """Worker, on every rank: loads the checkpoint into an engine of the given layout and saves it."""
+def load_and_save(run_dir: str, checkpoint: str, out: str) -> None:
+    """Worker, on every rank: loads the checkpoint into an engine of the run's layout and saves it."""
     from train.distributed import start
     from train.megatron.engine import MegatronEngine
 
-    layout = ParallelConfig(tensor=int(tensor), pipeline=int(pipeline))
-    run = load_run(Path(run_dir) / "run.json").model_copy(update={"parallel": layout})
-    engine = MegatronEngine(run, start())
+    engine = MegatronEngine(load_run(Path(run_dir) / "run.json"), start())
     engine.load(Path(checkpoint))
     snapshot = engine.snapshot(Path(out), weights_only=False)
     snapshot.write()
@@ -28,22 +28,45 @@ def load_and_save(run_dir: str, checkpoint: str, tensor: str, pipeline: str, out
     engine.close()
 
 
-@pytest.mark.parametrize(("source", "layout"), [("tp2", "dp2"), ("dp1", "tp2pp2"), ("gqa-dp1", "gqa-tp2")])
+@pytest.mark.parametrize(
+    ("source", "layout"), [("tp2", "dp2"), ("dp1", "tp2dp2"), ("interleaved", "sp2"), ("gqa-dp1", "gqa-tp2")]
+)
 def test_trained_weights_survive_another_layout_bit_for_bit(trained, tmp_path, source, layout):
-    """After ten steps no norm weight is 1: a permuted or duplicated shard of q- or k-norm would show."""
-    processes, settings = LAYOUTS[layout]
+    """After ten steps no norm weight is 1: a permuted or duplicated shard of q- or k-norm would show.
+
+    The optimizer's state comes back too: loaded once more at the layout it came from, every file is the same.
+    """
     checkpoint = trained(source) / "checkpoints" / "step00000010"
-    arguments = [str(trained(source)), str(checkpoint)]
-    arguments += [str(settings.get(axis, 1)) for axis in ("tensor", "pipeline")]
-    (tmp_path / "out").mkdir()
-    done = execute(torchrun(processes, "tests.ckpt_tools.test_reshard", *arguments, str(tmp_path / "out")))
-    assert done.returncode == 0, done.stderr[-3000:]
+    for name, start, at in (("there", checkpoint, layout), ("back", tmp_path / "there", source)):
+        (tmp_path / name).mkdir()
+        arguments = (str(trained(at)), str(start), str(tmp_path / name))
+        done = execute(torchrun(LAYOUTS[at][0], "tests.ckpt_tools.test_reshard", *arguments))
+        assert done.returncode == 0, done.stderr[-3000:]
     model = load_run(trained(source) / "run.json").model
-    before, after = read_hf_weights(checkpoint, model), read_hf_weights(tmp_path / "out", model)
+    before, after = read_hf_weights(checkpoint, model), read_hf_weights(tmp_path / "there", model)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     norms = [weight for name, weight in before.items() if "norm" in name]
     assert all(weight.unique().numel() > 1 for weight in norms)
+    files = sorted(path.name for path in checkpoint.glob("*.distcp"))
+    assert files == sorted(path.name for path in (tmp_path / "back").glob("*.distcp"))
+    assert all((checkpoint / name).read_bytes() == (tmp_path / "back" / name).read_bytes() for name in files)
+
+
+@pytest.mark.parametrize(("source", "layout"), [("tp2pp2", "dp2"), ("dp2", "interleaved")])
+def test_a_run_resumed_at_another_layout_goes_on_with_the_same_losses(trained, tmp_path, source, layout):
+    """The trajectory is the source's; what the other layout rounds otherwise grows over ten steps."""
+    directory, whole = RunDirectory(tmp_path / layout), RunDirectory(trained(source))
+    directory.path.mkdir()
+    shutil.copyfile(trained(layout) / "run.json", directory.run_json)
+    shutil.copytree(whole.checkpoint(10), directory.checkpoint(10))
+    done = execute(torchrun(LAYOUTS[layout][0], "train", "run", str(directory.path)))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, expected = (
+        {row["step"]: row["loss"] for row in read_metrics(run.metrics) if "loss" in row} for run in (directory, whole)
+    )
+    assert sorted(found) == list(range(11, 21))
+    assert found == pytest.approx({step: expected[step] for step in found}, abs=1e-5)
 
 
 if __name__ == "__main__":

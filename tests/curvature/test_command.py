@@ -12,7 +12,8 @@ from curvature.__main__ import app
 from curvature.dual import rms_norm
 from tests.conftest import make_hf_directory
 from train.command import run_command
-from train.data import batch, open_corpus
+from train.corpus import open_corpus
+from train.data import batch
 
 SMALL = ["--pairs", "4", "--sequence-length", "24", "--eigen-sequences", "3", "--max-iterations", "30", "--seed", "5"]
 

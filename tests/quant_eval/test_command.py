@@ -260,7 +260,8 @@ def test_losses_are_those_of_the_quantized_weights_in_a_fresh_model(results, hf_
     from quant_eval.sequential import quantize_model
     from quant_eval.specs import parse_spec
     from train.command import Progress
-    from train.data import batch, open_corpus
+    from train.corpus import open_corpus
+    from train.data import batch
 
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="sdpa")
     drawn = batch(open_corpus(train_prefix), step=1, batch_size=24, sequence_length=64, seed=0)

@@ -11,7 +11,7 @@ from ckpt_tools.hf_model import load_hf_model
 from quant_eval.losses import evaluation_set, paired_losses
 from tests.conftest import make_hf_directory
 from train.command import Progress, UserError
-from train.data import open_corpus
+from train.corpus import open_corpus
 
 SEQUENCE_LENGTH = 50
 

@@ -13,7 +13,8 @@ from quant_eval.sequential import check_groups, decoder_linears, quantize_model
 from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
 from train.command import Progress, UserError
-from train.data import batch, open_corpus
+from train.corpus import open_corpus
+from train.data import batch
 
 STAGES = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from study.collect import collect_rows, phase_of, read_table, write_table
-from study.recipes import tiny
+from study.recipes import MeasuredModel, tiny
 from study.steps import curvature_result, quantization_result
 from train.command import UserError
 from train.run_directory import RunDirectory, sha256_of
@@ -14,12 +14,12 @@ from train.run_directory import RunDirectory, sha256_of
 
 def test_every_checkpoint_is_one_row_with_its_own_numbers(study_dir, study):
     collected = collect_rows(study_dir, study)
-    assert collected.found == collected.expected == 4 * 9 * 4
+    # of a checkpoint: itself, two quantizations, curvature; of an average all but curvature
+    assert collected.found == collected.expected == 4 * (9 * 4 + 2 * 3)
     write_table(study_dir, study, collected.rows)
     rows = read_table(study_dir, study)
-    assert [(row["run"], row["step"]) for row in rows] == [
-        (run.name, step) for run in study.runs for step in run.save_steps
-    ]
+    trained = [(row["run"], row["step"]) for row in rows if row["average"] is None]
+    assert trained == [(run.name, step) for run in study.runs for step in run.save_steps]
     row = next(row for row in rows if row["run"] == "lr1e-2" and row["step"] == 496)
     checkpoint = json.loads((study_dir / "lr1e-2/checkpoints/step00000496/checkpoint.json").read_text())
     assert (row["tokens"], row["held_out_loss"]) == (496 * 2048, checkpoint["held_out_loss"])
@@ -31,6 +31,24 @@ def test_every_checkpoint_is_one_row_with_its_own_numbers(study_dir, study):
     assert row["curvature/trace_standard_error"] == curvature["trace"]["standard_error"]
     assert row["curvature/lambda_max"] == curvature["lambda_max"]["value"]
     assert row["curvature/lambda_max_converged"] is True
+
+
+def test_an_average_is_a_row_of_its_own_beside_the_weights_of_its_step(study_dir, study):
+    rows = collect_rows(study_dir, study).rows
+    averages = [row for row in rows if row["average"]]
+    assert [(row["run"], row["average"], row["step"], row["phase"]) for row in averages] == [
+        (run.name, "lawa5x16", step, phase) for run in study.runs for step, phase in ((448, "stable"), (640, "anneal"))
+    ]
+    row, before = averages[0], rows[rows.index(averages[0]) - 1]
+    assert (before["step"], before["average"]) == (448, None)
+    folder = study_dir / "lr1e-3/hf/lawa5x16-step00000448"
+    quant = json.loads((folder / "quant/gptq-b3-g32/result.json").read_text())["measured"]
+    assert row["quant/gptq-b3-g32/cross_entropy_quantized"] == quant["cross_entropy_quantized"]
+    assert row["quant/gptq-b3-g32/kl_divergence_low"] == quant["intervals"]["kl_divergence"][0]
+    checkpoint = json.loads((study_dir / "lr1e-3/checkpoints/lawa5x16-step00000448/checkpoint.json").read_text())
+    assert row["held_out_loss"] == checkpoint["held_out_loss"] != before["held_out_loss"]
+    assert row["train_loss"] is None
+    assert "curvature/trace" not in row
 
 
 def test_phases(study):
@@ -49,22 +67,26 @@ def test_the_table_is_the_same_bytes_wherever_and_whenever_it_is_made(study_dir,
 
 
 def test_what_is_not_measured_is_null_and_counted(study_dir, study):
-    (study_dir / quantization_result("lr1e-3", 64, "gptq-b3-g32")).unlink()
-    (study_dir / curvature_result("lr1e-3", 160)).unlink()
+    (study_dir / quantization_result("lr1e-3", MeasuredModel(64), "gptq-b3-g32")).unlink()
+    (study_dir / curvature_result("lr1e-3", MeasuredModel(160))).unlink()
     (RunDirectory(study_dir / "lr3e-2").checkpoint(640) / "checkpoint.json").unlink()
     collected = collect_rows(study_dir, study)
     assert collected.expected - collected.found == 1 + 1 + 4
     path = write_table(study_dir, study, collected.rows)
     table = pq.read_table(path)
-    assert table.num_rows == 35
+    assert table.num_rows == 35 + 8
     assert table["quant/gptq-b3-g32/relative_error"].null_count == 1
     assert table["quant/gptq-b4-g32/relative_error"].null_count == 0
-    assert table["curvature/lambda_max_converged"].null_count == 1
+    assert table["curvature/lambda_max_converged"].null_count == 1 + 8
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"measured": {}}', '{"spec": {}}'])
 def test_a_broken_result_is_named(study_dir, content):
-    for relative in (quantization_result("lr1e-3", 64, "gptq-b3-g32"), curvature_result("lr1e-3", 64)):
+    for relative in (
+        quantization_result("lr1e-3", MeasuredModel(64), "gptq-b3-g32"),
+        quantization_result("lr1e-3", MeasuredModel(448, "lawa5x16"), "gptq-b3-g32"),
+        curvature_result("lr1e-3", MeasuredModel(64)),
+    ):
         path = study_dir / relative
         whole = path.read_text()
         path.write_text(content)

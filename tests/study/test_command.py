@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from study.recipes import resolve
+from tests.study.synthetic import write_study
+
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -19,6 +22,10 @@ def study_command(*arguments: str) -> subprocess.CompletedProcess:
     [
         (["run", "tinny"], "no recipe 'tinny'"),
         (["run", "tiny", "--profile", "huge"], "no profile 'huge'"),
+        (["run", "tiny", "--set", "engin=deepspeed"], "no such key"),
+        (["show", "tiny", "--set", "save_steps=[640]"], "step 448, run lr1e-3 saves none there"),
+        (["show", "tiny", "--set", "engine=deepspeed", "--set", "model.family=llama"], "measures olmo2 alone"),
+        (["status", "tiny-smoke", "--set", "engine=deepspeed"], "--set belongs to a recipe (tiny)"),
         (["status", "absent", "--root", "/nonexistent"], "does not exist"),
         (["collect", "tiny", "--root", "/nonexistent"], "does not exist"),
         (["report", "tiny", "--root", "/nonexistent"], "does not exist"),
@@ -37,10 +44,26 @@ def test_list_show_and_status(study_dir, study):
     shown = study_command("show", "tiny", "--profile", "smoke").stdout
     assert "python -m quant_eval run" in shown
     assert "lr3e-2: peak 0.03" in shown
+    assert "averages quantized: lawa5x4 at 48, 72" in shown
     status = study_command("status", "tiny", "--root", str(study_dir.parent))
     # results alone do not make a step complete: nothing says which command left them
     assert "train      0/4" in status.stdout
     assert f"0/38 steps complete in {study_dir}" in status.stdout
+
+
+def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):
+    setting = ["--set", "engine=deepspeed", "--set", "zero.stage=2"]
+    shown = study_command("show", "tiny", *setting).stdout
+    assert shown.startswith("tiny-engine=deepspeed-stage=2: ")
+    assert "lr3e-2: peak 0.03" in shown
+    assert "-m torch.distributed.run" in shown
+    changed = resolve("tiny", "full", ("engine=deepspeed", "zero.stage=2"))
+    directory = write_study(tmp_path / changed.name, changed)
+    name = study_command("collect", "tiny", *setting, "--root", str(tmp_path))
+    assert name.stdout.startswith(f"{directory / 'table.parquet'}: 44 rows"), name.stderr
+    # without the settings it is another study; by the name of its directory it is found as it is
+    assert "does not exist" in study_command("status", "tiny", "--root", str(tmp_path)).stderr
+    assert f"steps complete in {directory}" in study_command("status", changed.name, "--root", str(tmp_path)).stdout
 
 
 def test_a_used_name_is_refused_before_anything_runs(study_dir):

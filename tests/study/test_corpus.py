@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from study.corpus import build_corpus, head_of, is_held_out
 from train.command import UserError
-from train.data import open_corpus
+from train.corpus import open_corpus
 from train.prepare import prepare
 from train.run_directory import sha256_of
 

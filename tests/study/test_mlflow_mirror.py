@@ -8,6 +8,8 @@ from study.collect import collect_rows, write_table
 from study.mlflow_mirror import mirror, server_command, store_uri
 from train.command import UserError
 
+HELD_OUT = "held_out_loss"
+
 
 def read_store(root) -> dict[str, dict]:
     """run name -> its active run, parents and children alike."""
@@ -54,6 +56,12 @@ def test_mirrored_twice_it_holds_everything_once(collected_dir, study):
         path = collected_dir / name / "hf/step00000448/quant/gptq-b3-g32/result.json"
         assert error[4].value == json.loads(path.read_text())["measured"]["relative_error"]
         assert len(history["curvature/trace"]) == 9
+        losses = [{metric.step: metric.value for metric in history[key]} for key in (HELD_OUT, f"lawa5x16/{HELD_OUT}")]
+        assert [losses[1][step] for step in losses[0]] == [pytest.approx(loss - 0.08) for loss in losses[0].values()]
+        averaged = {metric.step: metric.value for metric in history["lawa5x16/quant/gptq-b3-g32/relative_error"]}
+        path = collected_dir / name / "hf/lawa5x16-step00000448/quant/gptq-b3-g32/result.json"
+        assert averaged.keys() == {448 * 2048, 640 * 2048}
+        assert averaged[448 * 2048] == json.loads(path.read_text())["measured"]["relative_error"] != error[4].value
         assert "run.json" in store[name]["artifacts"]
     assert {"table.parquet", "study.json"} <= store["tiny"]["artifacts"]
     again = mirror(collected_dir, study)

@@ -1,7 +1,5 @@
 """Recipes: what they promise, checked with numbers worked out by hand."""
 
-import json
-
 import pytest
 from pydantic import ValidationError
 
@@ -42,6 +40,33 @@ def test_the_rate_is_near_constant_as_in_the_7b_ablation(recipe, profile):
         assert run.schedule.anneal is not None
         share = learning_rate(run, run.schedule.anneal.start_step) / run.optimizer.peak_lr
         assert share == pytest.approx(0.993, abs=0.0015)
+
+
+@pytest.mark.parametrize(("recipe", "profile"), PROFILES)
+def test_averages_are_measured_over_one_phase_each(recipe, profile):
+    study = resolve(recipe, profile)
+    for run in study.runs:
+        assert run.schedule.anneal is not None
+        start = run.schedule.anneal.start_step
+        assert study.averaged_steps == (start, run.total_steps)
+        for average in run.averages:
+            assert average.kind == "lawa"
+            back = (average.window - 1) * average.interval_steps
+            assert run.warmup_steps < start - back, "its window before the anneal reaches into the warm-up"
+            assert start < run.total_steps - back, "its window at the end reaches out of the anneal"
+            assert start % average.interval_steps == run.total_steps % average.interval_steps == 0
+
+
+def test_settings_name_the_study_and_change_every_run(tmp_path):
+    study = resolve("tiny", "full", ("engine=deepspeed", "optimizer.weight_decay=0"))
+    assert study.name == "tiny-engine=deepspeed-weight_decay=0"
+    assert study.settings == ("engine=deepspeed", "optimizer.weight_decay=0")
+    assert [run.name for run in study.runs] == [run.name for run in tiny().runs]
+    for run, plain in zip(study.runs, tiny().runs, strict=True):
+        optimizer = plain.optimizer.model_copy(update={"weight_decay": 0.0})
+        assert run == plain.model_copy(update={"engine": "deepspeed", "optimizer": optimizer})
+    save_study(tmp_path, study)
+    assert load_study(tmp_path) == study
 
 
 def test_tiny_is_the_ablation_in_small():
@@ -99,6 +124,7 @@ def test_the_steps_form_a_graph_over_distinct_outputs():
         assert seen.issuperset(step.after), step.name
         seen.add(step.name)
     # text; per run: training, export and three processes for each of the two measurements; table, report, MLflow
+    # (averages are exported and quantized by the processes that work on the checkpoints of their steps)
     assert len(seen) == len(steps) == 3 + 4 * (1 + 1 + 2 * 3) + 3
     outputs = [output for step in steps for output in step.outputs]
     assert len(set(outputs)) == len(outputs)
@@ -106,6 +132,13 @@ def test_the_steps_form_a_graph_over_distinct_outputs():
     for step in steps:
         assert not any(argument.startswith("/") for argument in step.command)
     train = next(step for step in steps if step.kind == "train")
-    assert len(train.outputs) == 9
+    assert len(train.outputs) == 9 + 2
     assert train.slots == 2
-    assert json.dumps(train.outputs[-1]) == '"lr1e-3/checkpoints/step00000640/checkpoint.json"'
+    assert train.outputs[-2:] == (
+        "lr1e-3/checkpoints/step00000640/checkpoint.json",
+        "lr1e-3/checkpoints/lawa5x16-step00000640/checkpoint.json",
+    )
+    words = [word for step in steps for word in step.command if "/hf/lawa" in word]
+    assert words == [
+        f"{{study}}/{run.name}/hf/lawa5x16-step{step:08d}" for run in study.runs for step in study.averaged_steps
+    ], "an average is quantized, once, and nothing else"

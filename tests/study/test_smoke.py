@@ -1,5 +1,6 @@
 """The smoke study through every real command, killed on its way; and the long proof that kills change nothing."""
 
+import json
 import os
 import random
 import signal
@@ -54,13 +55,16 @@ def test_the_whole_study_survives_a_kill(tmp_path):
     assert f"sqlite:///{tmp_path / 'mlflow.db'}" in printed
 
     table = pq.read_table(study / "table.parquet").to_pylist()
-    assert [(row["run"], row["step"]) for row in table] == [
-        (run, step) for run in ("lr3e-3", "lr3e-2") for step in (48, 72)
+    assert [(row["run"], row["step"], row["average"]) for row in table] == [
+        (run, step, average) for run in ("lr3e-3", "lr3e-2") for step in (48, 72) for average in (None, "lawa5x4")
     ]
     for row in table:
         assert row["quant/gptq-b3-g32/kl_divergence"] > row["quant/gptq-b4-g32/kl_divergence"] > 0
-        assert row["curvature/trace"] > 0
-        assert row["curvature/lambda_max_converged"]
+        if row["average"] is None:
+            assert row["curvature/trace"] > 0
+            assert row["curvature/lambda_max_converged"]
+        else:
+            assert row["curvature/trace"] is None
         # the same held-out text, in other blocks
         assert row["quant/gptq-b3-g32/cross_entropy"] == pytest.approx(row["held_out_loss"], abs=0.3)
     drawn = {path.stem for path in (study / "figures").glob("*.png")}
@@ -72,9 +76,18 @@ def test_the_whole_study_survives_a_kill(tmp_path):
     assert set(runs) == {"tiny-smoke", "lr3e-3", "lr3e-2"}
     child = runs["lr3e-3"]
     assert child.data.tags["mlflow.parentRunId"] == runs["tiny-smoke"].info.run_id
-    history = client.get_metric_history(child.info.run_id, "quant/gptq-b3-g32/relative_error")
-    expected = {row["tokens"]: row["quant/gptq-b3-g32/relative_error"] for row in table if row["run"] == "lr3e-3"}
-    assert {point.step: point.value for point in history} == expected
+    column = "quant/gptq-b3-g32/relative_error"
+    for average, metric in ((None, column), ("lawa5x4", f"lawa5x4/{column}")):
+        own = [row for row in table if (row["run"], row["average"]) == ("lr3e-3", average)]
+        history = client.get_metric_history(child.info.run_id, metric)
+        assert {point.step: point.value for point in history} == {row["tokens"]: row[column] for row in own}
+
+    for row in table:
+        name = f"{row['average']}-step{row['step']:08d}" if row["average"] else f"step{row['step']:08d}"
+        lineage = json.loads((study / row["run"] / "hf" / name / "lineage.json").read_text())
+        steps = [row["step"] - 4 * back for back in (4, 3, 2, 1, 0)]
+        told = {"kind": "lawa", "interval_steps": 4, "window": 5, "steps": steps} if row["average"] else None
+        assert (lineage["step"], lineage["average"]) == (row["step"], told)
 
 
 @pytest.mark.stress

@@ -1,69 +1,66 @@
-"""Token files and batches: read by megatron's own reader, and a function of seed and step alone."""
+"""What a run reads: batches of seed and step alone, whose rows, labels and documents are the files' own."""
 
 import json
-import subprocess
-import sys
+import shutil
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
-from tests.runs import environment, error_line, python
+from tests.runs import make_run
 from train.command import UserError
-from train.data import batch, check_vocabulary, open_corpus, permute
+from train.corpus import open_corpus, open_source
+from train.data import RunData, batch, open_data
+from train.manifest import index
+from train.prepare import prepare
+from train.run_directory import RunDirectory, sha256_of
+from train.settings import DataConfig, RepetitionFilter, WeightedSource
+
+LENGTH = 32
 
 
-def test_megatron_reads_our_files(train_prefix):
-    """megatron-core's IndexedDataset, in a process of its own, finds the same documents."""
-    script = (
-        "import sys, train.megatron, numpy as np\n"
-        "from megatron.core.datasets.indexed_dataset import IndexedDataset\n"
-        "data = IndexedDataset(sys.argv[1])\n"
-        "print(len(data), data.document_indices.tolist() == list(range(301)))\n"
-        "np.save(sys.argv[2], np.concatenate([data[i] for i in range(len(data))]))\n"
-    )
-    out = f"{train_prefix}.concatenated.npy"
-    command = [sys.executable, "-c", script, str(train_prefix), out]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
-    corpus = open_corpus(train_prefix, verify_hashes=True)
-    assert done.stdout.splitlines()[-1] == "300 True"
-    assert np.array_equal(np.load(out), corpus.tokens_T)
+@pytest.fixture(scope="module")
+def mix(tmp_path_factory, tokenizer_dir) -> Path:
+    """An index of two OLMo token files, 200 x 32 + 7 and 100 x 32 tokens of 0 to 319, where 0 ends a document."""
+    directory = tmp_path_factory.mktemp("mix")
+    generator = np.random.default_rng(4)
+    paths = [directory / "a.npy", directory / "b.npy"]
+    for path, length in zip(paths, (200 * LENGTH + 7, 100 * LENGTH), strict=True):
+        generator.integers(0, 320, length).astype("<u2").tofile(path)
+    _index(paths, directory / "mix", tokenizer_dir)
+    return directory / "mix"
 
 
-def test_documents_decode_to_their_text(train_prefix, tokenizer_dir):
-    tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
-    corpus = open_corpus(train_prefix)
-    texts = [json.loads(line)["text"] for line in train_prefix.with_suffix(".jsonl").read_text().splitlines()]
-    assert corpus.manifest.documents == len(texts)
-    for index in (0, 17, 299):
-        tokens = corpus.document(index)
-        assert tokens[-1] == corpus.manifest.eos_token_id
-        assert tokenizer.decode(tokens[:-1].tolist()) == texts[index]
+def _index(paths: list[Path], prefix: Path, tokenizer_dir: Path) -> None:
+    tokenizer_sha256 = sha256_of(tokenizer_dir / "tokenizer.json")
+    index(paths, prefix, dtype="uint16", vocab_size=320, eos_token_id=0, tokenizer_sha256=tokenizer_sha256)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000, 4097])
-def test_permutation_is_a_bijection(size):
-    for epoch in (0, 1):
-        assert sorted(permute(np.arange(size), size, 3, epoch)) == list(range(size))
+@pytest.fixture
+def opened(tmp_path, inputs):
+    """`opened(**settings of DataConfig)`: the data of a run of seed 7 with 8 sequences of 32 tokens a batch."""
+
+    def open_run(**settings) -> RunData:
+        data: dict[str, Any] = {
+            "train": str(inputs["train_prefix"]),
+            "held_out": str(inputs["held_out_prefix"]),
+            "tokenizer": str(inputs["tokenizer_dir"]),
+            "sequence_length": LENGTH,
+            "held_out_sequences": 5,
+        }
+        run = make_run(tmp_path / "run", **inputs, data=DataConfig(**(data | settings)))
+        return open_data(run, RunDirectory(tmp_path / "run"), verify_hashes=True)
+
+    return open_run
 
 
-def test_permutation_looks_random():
-    """Neither the identity nor the same for another seed or epoch; neighbours land far apart."""
-    size = 100_000
-    one, two, three = (permute(np.arange(size), size, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0)))
-    for first, second in ((one, two), (one, three), (two, three), (one, np.arange(size))):
-        assert np.mean(first == second) < 1e-3
-        assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
-    assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < 0.02
-    assert np.mean(np.abs(np.diff(one))) == pytest.approx(size / 3, rel=0.02)
+def rows_of(data: RunData, steps: range) -> np.ndarray:
+    return np.concatenate([data.batch(step).tokens_BS for step in steps])
 
 
-def test_permutation_needs_no_table():
-    """A position of a corpus of 10^15 sequences is found without walking the others."""
-    size = 10**15
-    images = permute(np.array([0, 1, size - 1]), size, 5, 0)
-    assert len(set(images.tolist())) == 3
-    assert ((images >= 0) & (images < size)).all()
+def sorted_rows(rows: np.ndarray) -> np.ndarray:
+    return rows[np.lexsort(rows.T[::-1])]
 
 
 def test_an_epoch_visits_every_sequence_once(train_prefix):
@@ -71,12 +68,10 @@ def test_an_epoch_visits_every_sequence_once(train_prefix):
     size = corpus.num_sequences(64)
     rows = [batch(corpus, step=step, batch_size=8, sequence_length=64, seed=1) for step in range(1, 2 * size // 8 + 1)]
     seen = np.concatenate(rows)[:size]
-    order = np.lexsort(seen.T[::-1])
-    everything = corpus.sequences(np.arange(size), 64)
-    assert np.array_equal(seen[order], everything[np.lexsort(everything.T[::-1])])
+    assert np.array_equal(sorted_rows(seen), sorted_rows(corpus.sequences(np.arange(size), 64)))
 
 
-def test_batches_are_a_function_of_seed_and_step(train_prefix):
+def test_batches_are_a_function_of_seed_and_step(train_prefix, opened):
     corpus = open_corpus(train_prefix)
 
     def at(step, seed=1, batch_size=8):
@@ -86,49 +81,152 @@ def test_batches_are_a_function_of_seed_and_step(train_prefix):
     assert not np.array_equal(at(5), at(5, seed=2))
     assert not np.array_equal(at(5), at(6))
     assert np.array_equal(np.concatenate([at(1), at(2)]), at(1, batch_size=16))
+    data = opened()
+    found = data.batch(3)
+    assert np.array_equal(found.tokens_BS, batch(corpus, step=3, batch_size=8, sequence_length=LENGTH, seed=7))
+    assert found.counted_BS.all()
+    assert found.documents_BS is None
+    assert data.sha256["train"] == sha256_of(Path(f"{train_prefix}.bin"))
 
 
-def test_labels_are_the_next_tokens(train_prefix):
-    corpus = open_corpus(train_prefix)
-    row = corpus.sequences(np.array([3]), 10)[0]
-    assert row.tolist() == corpus.tokens_T[30:41].tolist()
+def test_held_out_sequences_are_the_first_or_those_asked_for(opened, held_out_prefix):
+    everything = open_corpus(held_out_prefix).tokens_T
+    for settings, first in (({}, 0), ({"held_out_range": (3, 9)}, 3)):
+        held_out = opened(**settings).held_out()
+        expected = [everything[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(first, first + 5)]
+        assert np.array_equal(held_out.tokens_BS, expected)
+        assert held_out.counted_BS.all()
 
 
-def test_bad_token_files_are_refused(tmp_path, train_prefix, tokenizer_dir):
-    corpus = open_corpus(train_prefix)
-    with pytest.raises(UserError, match="fewer than one sequence"):
-        corpus.num_sequences(10**6)
-    with pytest.raises(UserError, match=r"outside the model's vocabulary of 100"):
-        check_vocabulary(corpus, 100)
-    with pytest.raises(UserError, match="does not exist; make it with"):
-        open_corpus(tmp_path / "none")
+def test_sequential_order_and_range(opened, train_prefix):
+    tokens = open_corpus(train_prefix).tokens_T
+    data = opened(order="sequential", train_range=(10, 22))
+    for row, number in zip(rows_of(data, range(1, 4)), [*range(10, 22), *range(10, 22)], strict=True):
+        assert np.array_equal(row, tokens[number * LENGTH : (number + 1) * LENGTH + 1])
+    shuffled = rows_of(opened(train_range=(10, 22)), range(1, 4))[:12]
+    assert np.array_equal(sorted_rows(shuffled), sorted_rows(rows_of(data, range(1, 4))[:12]))
+
+
+def test_ai2s_batches_from_ai2s_files(opened, mix):
+    """The third batch of the second epoch, put together by hand; a sequence has one label fewer than tokens."""
+    data = opened(train=str(mix), order="olmo")
+    files = [np.fromfile(mix.parent / name, "<u2") for name in ("a.npy", "b.npy")]
+    instances = np.concatenate([file[: len(file) // LENGTH * LENGTH].reshape(-1, LENGTH) for file in files])
+    assert len(instances) == 300
+    shuffled = np.arange(300, dtype=np.uint32)
+    np.random.Generator(np.random.PCG64(7 + 1)).shuffle(shuffled)
+    found = data.batch(300 // 8 + 3)
+    assert np.array_equal(found.tokens_BS[:, :-1], instances[shuffled[16:24]])
+    assert (found.tokens_BS[:, -1] == 0).all()
+    assert found.counted_BS[:, :-1].all()
+    assert not found.counted_BS[:, -1].any()
+
+
+def test_a_blend_draws_each_source_in_its_own_order(opened, train_prefix, mix):
+    parts = (WeightedSource(source=str(train_prefix), weight=3), WeightedSource(source=str(mix), weight=1))
+    blend = opened(train=parts)
+    alone = [rows_of(opened(train=part.source), range(1, 41)) for part in parts]
+    taken, from_mix = [0, 0], 0
+    for step in range(1, 41):
+        found = blend.batch(step)
+        for row, counted in zip(found.tokens_BS, found.counted_BS, strict=True):
+            source = int(not counted[-1])
+            assert np.array_equal(row, alone[source][taken[source]])
+            taken[source] += 1
+            from_mix += source
+    assert 50 < from_mix < 110  # 80 of 320, 4 standard deviations
+    assert blend.sha256["train"] not in {opened(train=part.source).sha256["train"] for part in parts}
+
+
+def test_documents_end_with_their_end_of_text_token(opened, train_prefix, mix):
+    for prefix in (train_prefix, mix):
+        data, several = opened(train=str(prefix), document_masking=True), 0
+        for step in range(1, 11):
+            found = data.batch(step)
+            assert found.documents_BS is not None
+            for row, documents in zip(found.tokens_BS[:, :-1].tolist(), found.documents_BS.tolist(), strict=True):
+                number, expected = 0, []
+                for token in row:
+                    expected.append(number)
+                    number += token == 0
+                assert documents == expected
+                several += documents[-1] > 0
+        assert several > 0
+
+
+def test_repetitive_sequences_lose_their_labels(opened, tmp_path, tokenizer_dir):
+    """Of four planted sequences two repeat often enough; the tokens stay, and held-out ones are never filtered."""
+    generator = np.random.default_rng(2)
+    instances = generator.integers(1, 320, (16, LENGTH)).astype("<u2")
+    instances[3] = 5  # 32 copies of one token
+    instances[5] = np.resize([7, 8], LENGTH)  # 16 copies of two
+    instances[7, :15] = 9  # 15 copies: one too few
+    instances[9] = np.resize([1, 2, 3], LENGTH)  # 10 copies of three
+    instances.tofile(tmp_path / "few.npy")
+    _index([tmp_path / "few.npy"], tmp_path / "few", tokenizer_dir)
+    data = opened(
+        train=str(tmp_path / "few"),
+        order="sequential",
+        train_range=(0, 10),
+        held_out=str(tmp_path / "few"),
+        held_out_range=(10, 16),
+        repetition_filter=RepetitionFilter(max_count=16),
+    )
+    counted = np.concatenate([data.batch(1).counted_BS, data.batch(2).counted_BS])
+    assert np.flatnonzero(~counted.any(axis=1)).tolist() == [3, 5, 13, 15]  # 10 to 15 are the second epoch
+    assert np.array_equal(rows_of(data, range(1, 2))[:, :-1], instances[:8])
+    assert data.held_out().counted_BS[:, :-1].all()
+
+
+def test_tokens_outside_the_vocabulary_stop_the_batch(opened, tmp_path, tokenizer_dir):
+    tokens = np.ones(64 * LENGTH, "<u2")
+    tokens[9 * LENGTH + 3] = 320
+    tokens.tofile(tmp_path / "high.npy")
+    _index([tmp_path / "high.npy"], tmp_path / "high", tokenizer_dir)
+    data = opened(train=str(tmp_path / "high"), order="sequential")
+    data.batch(1)
+    with pytest.raises(UserError, match="token 320, outside the model's vocabulary of 320"):
+        data.batch(2)
+
+
+def test_what_is_held_out_must_not_be_trained_on(opened, tmp_path, train_prefix, held_out_prefix, tokenizer_dir, mix):
+    same = {"train": str(train_prefix), "held_out": str(train_prefix)}
+    opened(**same, train_range=(0, 50), held_out_range=(50, 60))
+    copied = tmp_path / "copy"
     for suffix in ("bin", "idx", "json"):
-        (tmp_path / f"copy.{suffix}").write_bytes(train_prefix.with_suffix(f".{suffix}").read_bytes())
-    tokens = (tmp_path / "copy.bin").read_bytes()
-    (tmp_path / "copy.bin").write_bytes(tokens[:-2] + b"\x01\x00")
-    open_corpus(tmp_path / "copy")
-    with pytest.raises(UserError, match=r"copy\.bin was changed"):
-        open_corpus(tmp_path / "copy", verify_hashes=True)
-    (tmp_path / "copy.bin").write_bytes(tokens[:-2])
-    with pytest.raises(UserError, match=r"copy\.bin is missing or truncated"):
-        open_corpus(tmp_path / "copy")
+        shutil.copy(f"{train_prefix}.{suffix}", f"{copied}.{suffix}")
+    both = [source.with_suffix(".jsonl") for source in (train_prefix, held_out_prefix)]
+    prepare(both, tokenizer_dir, tmp_path / "both")
+    _index([mix.parent / "b.npy"], tmp_path / "b", tokenizer_dir)
+    one_file = {"train": str(mix), "held_out": str(tmp_path / "b")}
+    opened(**one_file, train_range=(0, 250), held_out_range=(50, 60))
+    for settings, complaint in (
+        (same, "set data.train_range and data.held_out_range apart"),
+        (same | {"train_range": (0, 50), "held_out_range": (49, 60)}, "set data.train_range"),
+        (same | {"held_out": str(copied)}, "set data.train_range"),
+        ({"train": str(tmp_path / "both")}, "prepare the held-out text from other sources"),
+        (one_file, "set data.train_range"),
+        (one_file | {"train_range": (0, 251), "held_out_range": (50, 60)}, "sequences 50 to 55 lie in"),
+    ):
+        with pytest.raises(UserError, match=complaint):
+            opened(**settings)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("bad.jsonl", b'{"text": "one"}\n{"txt": "two"}\n', "bad.jsonl:2 is no JSON object with a 'text'"),
-        ("latin.txt", b"caf\xe9 au lait", "latin.txt is not UTF-8"),
-        ("surrogate.jsonl", b'{"text": "\\ud800"}\n', "surrogate.jsonl:1: 'text' is no string of valid Unicode"),
-        ("empty.jsonl", b"", "no document in 1 source"),
-        ("none.txt", None, "none.txt does not exist"),
-    ],
-)
-def test_prepare_refuses_and_leaves_nothing(tmp_path, tokenizer_dir, name, content, expected):
-    source = tmp_path / name
-    if content is not None:
-        source.write_bytes(content)
-    out = tmp_path / "out" / "tokens"
-    done = python("train", "prepare", str(source), "--tokenizer", str(tokenizer_dir), "--out", str(out))
-    assert expected in error_line(done)
-    assert list(out.parent.iterdir()) == []
+def test_settings_that_do_not_fit_the_files_are_refused(opened, tmp_path, mix, train_prefix):
+    content = json.loads(Path(f"{mix}.json").read_text())
+    other = tmp_path / "other.json"
+    content["files"] = [file | {"path": str(mix.parent / file["path"])} for file in content["files"]]
+    other.write_text(json.dumps(content | {"tokenizer_sha256": "0"}))
+    size = open_source(train_prefix).num_sequences(LENGTH)
+    for settings, complaint in (
+        ({"train_range": (0, size + 1)}, "data.train_range ends at"),
+        ({"held_out_range": (0, 10**6)}, "data.held_out_range ends at"),
+        ({"held_out_range": (3, 7)}, "holds 4 sequences, data.held_out_sequences asks for 5"),
+        ({"held_out_sequences": 10**6}, "data.held_out_sequences asks for 1000000"),
+        ({"train": str(other.with_suffix(""))}, "prepare it again with that tokenizer"),
+        ({"tokenizer": str(tmp_path)}, "let data.tokenizer name the directory"),
+        ({"order": "olmo", "train_range": (0, 7)}, "fill no batch of 8"),
+        ({"sequence_length": 10**6}, "shorten the sequence"),
+    ):
+        with pytest.raises(UserError, match=complaint):
+            opened(**settings)

@@ -2,74 +2,104 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.conftest import make_hf_directory
 from tests.runs import execute, make_run, torchrun
 from train import layout
 from train.config import load_run
-from train.data import batch, open_corpus
+
+
+def load_weights(engine, hf_dir: str) -> dict[str, Any]:
+    """Puts HF weights into an engine of fp32 and one chunk; its parameters by their global names."""
+    from megatron.core import parallel_state
+    from safetensors.torch import load_file
+
+    from train.megatron.model import global_parameters
+
+    weights = load_file(Path(hf_dir) / "model.safetensors")
+    rank, size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    (chunk,) = engine._pipeline.chunks
+    parameters = global_parameters(chunk.module)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            whole = layout.from_hf(name, weights.__getitem__, engine.run.model)
+            parameter.copy_(layout.shard(name, whole, rank, size))
+    return parameters
+
+
+def sequences() -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [8, 33] and which of their labels [8, 32] count: all of four sequences, some of three, none of one."""
+    generator = torch.Generator().manual_seed(3)
+    tokens_BS = torch.randint(0, 320, (8, 33), generator=generator)
+    counted_BS = torch.ones(8, 32, dtype=torch.bool)
+    counted_BS[4:7] = torch.rand(3, 32, generator=generator) < 0.5
+    counted_BS[7] = False
+    return tokens_BS, counted_BS
 
 
 def gradients_of_engine(run_dir: str, hf_dir: str, out: str) -> None:
     """Worker, on every rank: loads the HF weights into the engine, differentiates one batch, rank-locally saves."""
     import torch.distributed as dist
-    from safetensors.torch import load_file
 
     from train.distributed import start
     from train.engine import Batch
     from train.megatron.engine import MegatronEngine
-    from train.megatron.model import global_name
 
-    run = load_run(Path(run_dir) / "run.json")
-    engine = MegatronEngine(run, start())
-    weights = load_file(Path(hf_dir) / "model.safetensors")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    parameters = dict(engine._model.module.named_parameters())
-    names = {name: global_name(name, engine._config) for name in parameters}
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            whole = layout.from_hf(names[name], weights.__getitem__, run.model)
-            parameter.copy_(layout.shard(names[name], whole, rank, size))
-    tokens = batch(open_corpus(run.data.train_sources[0].source), step=1, batch_size=8, sequence_length=32, seed=7)
-    engine._model.zero_grad_buffer()
-    engine._run_microbatches(Batch.of(torch.from_numpy(tokens)), forward_only=False)
-    gradients = {names[name]: parameter.main_grad.clone() for name, parameter in parameters.items()}
-    torch.save(gradients, Path(out) / f"{rank}.pt")
+    engine = MegatronEngine(load_run(Path(run_dir) / "run.json"), start())
+    parameters = load_weights(engine, hf_dir)
+    seen = engine.train_step(Batch(*sequences()), 1.0, lambda _: False)
+    gradients = {name: parameter.main_grad.clone() for name, parameter in parameters.items()}
+    held_out = engine.evaluate(Batch(*(part[4:7] for part in sequences())))
+    torch.save((gradients, tuple(seen), held_out), Path(out) / f"{dist.get_rank()}.pt")
     engine.close()
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_gradients_under_tensor_parallelism_equal_hf(tmp_path, inputs, kv_heads):
-    """Every parameter, q- and k-norm weights included: a plain all-reduce in the norm would be 6% off."""
-    run = make_run(tmp_path / "run", **inputs, tensor=2, kv_heads=kv_heads)
+    """Every parameter, q- and k-norm weights included: a plain all-reduce in the norm would be 6% off.
+
+    Labels that do not count weaken the gradient and leave the reported means to the others.
+    """
+    run = make_run(tmp_path / "run", **inputs, tensor=2, sequence=kv_heads == 2, kv_heads=kv_heads)
     hf_dir = make_hf_directory(tmp_path / "hf", num_hidden_layers=4, num_key_value_heads=kv_heads)
     worker = torchrun(2, "tests.train.test_gradients", str(tmp_path / "run"), str(hf_dir), str(tmp_path))
     done = execute(worker)
     assert done.returncode == 0, done.stderr[-3000:]
-    shards = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    saved = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
     from transformers import Olmo2ForCausalLM
 
     model = Olmo2ForCausalLM.from_pretrained(hf_dir, attn_implementation="eager")
-    rows = batch(open_corpus(run.data.train_sources[0].source), step=1, batch_size=8, sequence_length=32, seed=7)
-    tokens = torch.from_numpy(rows)
-    logits = model(tokens[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    (loss + 1e-5 * logits.logsumexp(-1).square().mean()).backward()
+    tokens_BS, counted_BS = sequences()
+    logits = model(tokens_BS[:, :-1]).logits
+    cross_entropy = F.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten(), reduction="none").view(8, 32)
+    z_loss = 1e-5 * logits.logsumexp(-1).square()
+    ((cross_entropy + z_loss)[counted_BS].sum() / counted_BS.numel()).backward()
     expected = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
 
     compared = set()
     for name in layout.megatron_names(4):
         whole = layout.from_hf(name, expected.__getitem__, run.model)
         for rank in range(2):
             part = layout.shard(name, whole, rank, 2)
-            error = (shards[rank][name] - part).norm() / part.norm()
+            error = (saved[rank][0][name] - part).norm() / part.norm()
             assert error < 1e-5, (name, rank, error.item())
         compared.update(layout.hf_names(name))
     assert compared == {name for name, _ in model.named_parameters()}
+    for _, (loss, z, grad_norm), held_out in saved:
+        assert loss == pytest.approx(cross_entropy[counted_BS].mean().item(), abs=1e-5)
+        assert z == pytest.approx(z_loss[counted_BS].mean().item(), rel=1e-5)
+        assert grad_norm == pytest.approx(norm, rel=1e-5)
+        assert held_out == pytest.approx(cross_entropy[4:7][counted_BS[4:7]].mean().item(), abs=1e-5)
 
 
 if __name__ == "__main__":

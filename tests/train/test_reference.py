@@ -8,7 +8,8 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from ckpt_tools.megatron_shards import read_hf_weights
 from train.config import load_run
-from train.data import batch, open_corpus
+from train.corpus import open_corpus
+from train.data import batch
 from train.initialization import initial_parameter
 from train.run_directory import RunDirectory
 from train.tracking import read_metrics

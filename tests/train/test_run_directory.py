@@ -79,7 +79,10 @@ def test_only_complete_checkpoints_count(tmp_path):
     assert run.complete_steps() == []
     for step in (200, 10):
         (run.checkpoint(step) / "checkpoint.json").write_text("{}")
+    run.average_checkpoint("lawa5x500", 200).mkdir()
+    (run.average_checkpoint("lawa5x500", 200) / "checkpoint.json").write_text("{}")
     assert run.complete_steps() == [10, 200]
+    assert run.complete_restarts() == []
 
 
 def test_metrics_survive_a_torn_line_and_overlapping_attempts(tmp_path):
@@ -98,5 +101,14 @@ def test_metrics_survive_a_torn_line_and_overlapping_attempts(tmp_path):
     rows = read_metrics(path)
     assert [(row["step"], row["attempt"], row["loss"]) for row in rows] == [(1, 1, 3.0), (2, 2, 2.5)]
     assert rows[1]["held_out_loss"] == 4.0
+    orphan = MetricsWriter(path, attempt=1)  # of a node that was given up and trains on
+    orphan.append(2, 20, loss=2.0, learning_rate=1.0, skipped=1)
+    orphan.append(3, 30, loss=1.0, learning_rate=1.0)
+    third = MetricsWriter(path, attempt=3)
+    third.append(2, 20, loss=2.25, learning_rate=1.0)
+    orphan.append(2, 20, loss=2.0, learning_rate=1.0)
+    rows = read_metrics(path)
+    assert [(row["step"], row["attempt"], row["loss"]) for row in rows] == [(1, 1, 3.0), (2, 3, 2.25), (3, 1, 1.0)]
+    assert rows[1].keys() == {"step", "tokens", "attempt", "time", "loss", "learning_rate"}
     with pytest.raises(ValueError, match="not JSON compliant"):
         MetricsWriter(path, attempt=3).append(3, 30, loss=float("nan"))

@@ -1,4 +1,4 @@
-"""AdamW under megatron-core's distributed optimizer, with OLMo2's weight-decay groups."""
+"""AdamW under megatron-core's distributed optimizer, with the run's weight-decay groups."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,18 +7,22 @@ import megatron.core.optimizer as mcore_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from torch.optim.adamw import adamw
 
+from train import layout
+from train.command import UserError
 from train.config import RunConfig
-from train.megatron.model import PARAMETER_DTYPE
+from train.megatron.model import PARAMETER_DTYPE, global_parameters
+from train.settings import OptimizerConfig as Settings
 
 
 class GroupStepAdamW(torch.optim.AdamW):
     """torch's AdamW with the step count in the parameter group, as Apex and Transformer Engine keep it.
 
-    megatron-core's resharding checkpoint stores the state of every parameter by shape and cannot hold torch's
-    per-parameter `step`; with it in the group the same checkpoint loads at every layout.
+    A checkpoint that loads at every layout holds what has the shape of a parameter, and one count for all of them.
     """
 
     def __init__(self, params: Any, **settings: Any) -> None:
@@ -39,7 +43,8 @@ class GroupStepAdamW(torch.optim.AdamW):
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [],
-                [torch.tensor(float(group["step"])) for _ in parameters],
+                [torch.tensor(float(group["step"]), device=parameter.device) for parameter in parameters],
+                fused=True,
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
@@ -50,29 +55,31 @@ class GroupStepAdamW(torch.optim.AdamW):
             )
             group["step"] += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, with the group's step repeated per parameter, where megatron-core looks for it."""
-        packed = super().state_dict()
-        step_of = {index: group["step"] for group in packed["param_groups"] for index in group["params"]}
-        state = {
-            index: {**state, "step": torch.tensor(float(step_of[index]))} for index, state in packed["state"].items()
-        }
-        return {**packed, "state": state}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; the per-parameter steps it asks for are dropped, the group's step is kept."""
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            group["step"] = int(group["step"])
-        for state in self.state.values():
-            state.pop("step", None)
+def _undecayed(run: RunConfig, chunks: list[DistributedDataParallel]) -> set[torch.nn.Parameter]:
+    """The parameters that weight decay spares; UserError where that would be a part of a fused matrix.
+
+    All ranks decide on all names, so that they refuse together.
+    """
+    spared = set()
+    for name in layout.megatron_names(run.model.num_hidden_layers):
+        hf_names = layout.hf_names(name)
+        decayed = {run.optimizer.decays(hf_name) for hf_name in hf_names}
+        if len(decayed) > 1:
+            raise UserError(
+                f"optimizer.undecayed {list(run.optimizer.undecayed)} spares some of {', '.join(hf_names)}, which "
+                f"megatron-core keeps as one matrix; spare all of them or none, or set engine to deepspeed"
+            )
+        if decayed == {False}:
+            spared.add(name)
+    named = {name: parameter for chunk in chunks for name, parameter in global_parameters(chunk.module).items()}
+    return {named[name] for name in spared & named.keys()}
 
 
-def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> MegatronOptimizer:
+def build_optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
     """The distributed optimizer: fp32 main parameters and moments, sharded over data-parallel ranks.
 
-    Ai2 decays norms and lm_head but not the token embedding (allenai/OLMo, olmo/optim.py, decay_norm_and_bias true and
-    decay_embeddings false): the reverse of megatron-core's default.
+    Which parameters are decayed is the run's to say (`optimizer.undecayed`); megatron-core would spare norms.
     """
     settings = run.optimizer
     config = OptimizerConfig(
@@ -83,27 +90,42 @@ def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> MegatronO
         adam_beta2=settings.beta2,
         adam_eps=settings.eps,
         clip_grad=settings.clip_grad_norm,
-        bf16=run.precision == "bf16",
+        bf16=run.precision != "fp32",
         params_dtype=PARAMETER_DTYPE[run.precision],
         use_distributed_optimizer=True,
     )
-    no_decay = {ParamKey(name="*word_embeddings.weight"): {"wd_mult": 0.0}}
+    spared = _undecayed(run, chunks)
+    matches = ParamWithNamePredicate("undecayed", lambda parameter, _: parameter in spared)
+    no_decay = {ParamKey(with_name_predicate=matches): {"wd_mult": 0.0}}
     if mcore_optimizer.USING_PYTORCH_OPTIMIZER:  # neither Transformer Engine nor Apex is installed
         torch_adamw = torch.optim.AdamW
         torch.optim.AdamW = GroupStepAdamW  # type: ignore[misc, assignment]  # get_megatron_optimizer takes the class from there
         try:
-            optimizer = get_megatron_optimizer(config, [model], config_overrides=no_decay)
+            optimizer = get_megatron_optimizer(config, chunks, config_overrides=no_decay)
         finally:
             torch.optim.AdamW = torch_adamw  # type: ignore[misc]
     else:
-        optimizer = get_megatron_optimizer(config, [model], config_overrides=no_decay)
+        optimizer = get_megatron_optimizer(config, chunks, config_overrides=no_decay)
     for part in optimizer.chained_optimizers:  # zero moments, so that a checkpoint can hold them before the first step
         part.init_state_fn(part.optimizer, part.config)
     return optimizer
 
 
-def set_learning_rate(optimizer: MegatronOptimizer, learning_rate: float, weight_decay: float) -> None:
-    """Sets the rate of the next update; megatron-core leaves this, and the decay multiplier, to a scheduler."""
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """L2 norm of the whole gradient, over all ranks; hands the reduced gradients to the optimizer."""
+    overflowed = optimizer.prepare_grads()
+    assert not overflowed  # only a loss scaler looks for it, and there is none
+    return float(optimizer.get_grad_norm())
+
+
+def clip_and_update(optimizer: MegatronOptimizer, grad_norm: float, rate: float, settings: Settings) -> None:
+    """Clips by the norm that `gradient_norm` returned and updates weights and moments at learning rate `rate`.
+
+    megatron-core leaves the rate, and the multiplier of the decay, to a scheduler.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-        group["weight_decay"] = weight_decay * group["wd_mult"]
+        group["lr"] = rate
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    clip_grad_by_total_norm_fp32(parameters, max_norm=settings.clip_grad_norm, total_norm=grad_norm)
+    optimizer.step_with_ready_grads()

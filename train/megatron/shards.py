@@ -1,45 +1,88 @@
-"""Writing a sharded checkpoint in the training process.
+"""Sharded checkpoints in three parts: plan and copy (collective), write (this rank alone), seal (collective).
 
 megatron-core 0.16 writes every save through forked processes and a manager process, and waits for ever when one of them
-is killed. A save here is synchronous, so it needs neither.
+is killed. Here the rank writes its own file, in the thread that asks it to.
 """
 
 import queue
-from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_finalize
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from train.distributed import from_rank_zero
+
+METADATA = ".metadata"
 
 
-class InProcessSave(TorchDistSaveShardedStrategy):
-    """mcore's torch_dist format, one file per rank, written and synced by the rank itself."""
+class _Plan(TorchDistSaveShardedStrategy):
+    """mcore's torch_dist format, one file per rank, planned and not yet written."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: dict[str, Any], directory: Path) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
-        filesystem_async._results_queue = queue.Queue()  # in place of a queue in a manager process
+        filesystem_async._results_queue = queue.Queue()  # or mcore starts a manager process for it
+        self.async_save(state, directory)
 
-    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, plan: Any) -> AsyncRequest:
-        request = super()._get_save_and_finalize_callbacks(writer, plan)
-        if request.async_fn is None:  # every tensor of this rank is written by another replica
-            return request
-        transforms = request.async_fn.args[0]
-        return request._replace(async_fn=partial(_write, transforms))
+    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, planned: Any) -> AsyncRequest:
+        self.writer, self.planned = writer, planned
+        return AsyncRequest(None, (), [])
 
 
-def _write(transforms: list, _rank: int, buckets: list, results: queue.Queue) -> None:
-    """Writes the planned buckets; hands the write results, or the first exception, to `results`."""
-    written: dict[int, Any] = {}
-    for index, bucket in enumerate(buckets):
-        outcomes: queue.Queue = queue.Queue()
-        pending: queue.Queue = queue.Queue()
-        pending.put(index)
-        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcomes, pending, use_fsync=True)
-        _, outcome = outcomes.get()
-        if isinstance(outcome, Exception):
-            results.put(outcome)
-            return
-        written[index] = outcome
-    results.put(written)
+class ShardedSnapshot:
+    """A sharded state dict as it is now: `train.engine.Snapshot`."""
+
+    def __init__(self, state: dict[str, Any], directory: Path) -> None:
+        sharded, self._common = save_preprocess(state)
+        for entry in nested_values(sharded):
+            if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
+                live = entry.data.detach()
+                entry.data = torch.empty(live.shape, dtype=live.dtype, device="cpu").copy_(live)
+        plan = _Plan(sharded, directory)
+        self._directory, self._planned, self._writer = directory, plan.planned, plan.writer
+        self._writer.results_queue = queue.Queue()
+        self._config = CheckpointingConfig(plan.backend, plan.version)
+
+    def write(self) -> list[str]:
+        """Writes and syncs this rank's file. A failure is raised here, and on every rank by `seal`."""
+        self._writer.results_queue = queue.Queue()  # a write that failed may be repeated
+        written: dict[int, Any] = {}
+        for index, bucket in enumerate(self._writer.write_buckets):
+            outcomes: queue.Queue = queue.Queue()
+            pending: queue.Queue = queue.Queue()
+            pending.put(index)
+            transforms = [self._writer.transforms]
+            FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcomes, pending, use_fsync=True)
+            _, outcome = outcomes.get()
+            if isinstance(outcome, Exception):
+                self._writer.results_queue.put(outcome)
+                raise outcome
+            written[index] = outcome
+        self._writer.results_queue.put(written)
+        return [name for _, name, _ in self._writer.write_buckets]
+
+    def seal(self) -> list[str]:
+        """Writes what all ranks share, once all have written; raises on every rank if one of them failed."""
+        save_state_dict_async_finalize(*self._planned)
+        failure = None
+        if dist.get_rank() == 0:
+            try:
+                torch.save(self._common, self._directory / COMMON_STATE_FNAME)
+                save_config(self._config, str(self._directory))
+            except (OSError, RuntimeError) as error:
+                failure = str(error)
+        failure = from_rank_zero(failure)
+        if failure:
+            raise CheckpointException("write", {0: (RuntimeError(failure), None)})  # type: ignore[dict-item]
+        return [METADATA, COMMON_STATE_FNAME, CONFIG_FNAME] if dist.get_rank() == 0 else []

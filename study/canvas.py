@@ -1,0 +1,181 @@
+"""What the figures of a report share: a look per run, axes in tokens, learning rates, a legend.
+
+One colour and marker per run, from a sequence that stays readable without colour vision and in grey: the runs are
+ordered by their peak learning rate, so are the colours. Bars are the intervals of the results. Filled markers are
+weights as training left them, open ones averages of them.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from study.averages import average_label
+from study.collect import trained
+from study.recipes import Study
+from train.config import RunConfig
+from train.schedules import learning_rate
+
+MARKERS = "osD^vPX*"
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4.5,
+}
+OPEN_MARKER: Any = {
+    "linestyle": "none",
+    "markerfacecolor": "white",
+    "markersize": 6,
+    "markeredgewidth": 1.2,
+    "zorder": 4,
+}
+SMALL_MARKER = 2.6
+LEARNING_RATE_COLOUR, ANNEAL_COLOUR = "#777777", "#f3f1e7"
+Rows = list[dict[str, Any]]
+Bounds = Callable[[dict[str, Any]], tuple[float, float]]  # of a row: lower and upper end of the bar
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a run is drawn in every figure."""
+
+    label: str
+    colour: str
+    marker: str
+
+
+def looks_of(study: Study) -> dict[str, Look]:
+    """Colours from dark violet for the lowest peak to orange for the highest; yellow, unreadable on white, is left."""
+    runs = sorted(study.runs, key=lambda run: run.optimizer.peak_lr)
+    span = max(len(runs) - 1, 1)
+    colours = matplotlib.colormaps["plasma"]
+    return {
+        run.name: Look(
+            f"{run.optimizer.peak_lr:g}", to_hex(colours(0.02 + 0.76 * index / span)), MARKERS[index % len(MARKERS)]
+        )
+        for index, run in enumerate(runs)
+    }
+
+
+def token_unit(study: Study) -> tuple[float, str]:
+    """Divisor and name of the unit that suits the longest run."""
+    longest = max(run.total_steps * run.tokens_per_step for run in study.runs)
+    return (1e9, "billion") if longest >= 1e9 else (1e6, "million")
+
+
+def _schedule_curve(run: RunConfig) -> tuple[tuple[int, ...], tuple[float, ...], int]:
+    """Steps, learning rate / peak at them, and tokens per step: at most some 400 points, the corners among them."""
+    corners = {0, run.warmup_steps, run.total_steps}
+    if run.schedule.anneal:
+        corners.add(run.schedule.anneal.start_step)
+    stride = max(1, run.total_steps // 400)
+    steps = tuple(sorted(corners | set(range(0, run.total_steps, stride))))
+    peak_lr = run.optimizer.peak_lr
+    return steps, tuple(round(learning_rate(run, step) / peak_lr, 9) for step in steps), run.tokens_per_step
+
+
+class Canvas:
+    """A row of panels with one legend above them."""
+
+    def __init__(self, study: Study, rows: Rows, panels: int) -> None:
+        self.study, self.rows, self.looks = study, rows, looks_of(study)
+        self.figure = Figure(figsize=(4.6 * panels + 0.4 if panels > 1 else 6.4, 3.9), dpi=170, layout="constrained")
+        self.axes: list[Axes] = list(self.figure.subplots(1, panels, squeeze=False)[0])
+        self.unit, self.unit_name = token_unit(study)
+
+    def points(self, run: str, column: str) -> Rows:
+        """Rows of one run's weights where the column has a value."""
+        return [row for row in trained(self.rows) if row["run"] == run and row[column] is not None]
+
+    def averages(self, run: str, column: str) -> Rows:
+        """Rows of averages of one run's weights where the column has a value."""
+        return [row for row in self.rows if row["average"] and row["run"] == run and row[column] is not None]
+
+    def lines(self, axis: Axes, column: str, bounds: Bounds) -> None:
+        """One line per run of a column against tokens, with bars between its bounds; averages are points."""
+        for run, look in self.looks.items():
+            for rows, style in ((self.points(run, column), {}), (self.averages(run, column), OPEN_MARKER)):
+                below = [row[column] - bounds(row)[0] for row in rows]
+                above = [bounds(row)[1] - row[column] for row in rows]
+                axis.errorbar(
+                    [row["tokens"] / self.unit for row in rows],
+                    [row[column] for row in rows],
+                    yerr=[below, above],
+                    color=look.colour,
+                    marker=look.marker,
+                    elinewidth=0.9,
+                    capsize=2,
+                    **style,
+                )
+
+    def tokens_axis(self, axis: Axes) -> None:
+        """The x axis in tokens, with the anneal shaded where all runs share it."""
+        axis.set_xlabel(f"training tokens ({self.unit_name})")
+        axis.set_xlim(0, max(run.total_steps * run.tokens_per_step for run in self.study.runs) / self.unit * 1.02)
+        spans = {
+            (run.schedule.anneal.start_step * run.tokens_per_step, run.total_steps * run.tokens_per_step)
+            for run in self.study.runs
+            if run.schedule.anneal
+        }
+        if len(spans) == 1 and all(run.schedule.anneal for run in self.study.runs):
+            start, end = next(iter(spans))
+            axis.axvspan(start / self.unit, end / self.unit, color=ANNEAL_COLOUR, zorder=0, linewidth=0)
+            middle = (start + end) / 2 / self.unit
+            axis.text(
+                middle, 1.0, "anneal", transform=axis.get_xaxis_transform(), ha="center", va="bottom", color="#8a8468"
+            )
+
+    def learning_rates(self, axis: Axes, labelled: bool) -> None:
+        """Learning rate as a share of its peak, dotted, on a second axis; schedules that coincide are drawn once."""
+        second = axis.twinx()
+        second.spines["right"].set_visible(True)
+        second.spines["right"].set_color(LEARNING_RATE_COLOUR)
+        second.tick_params(colors=LEARNING_RATE_COLOUR)
+        second.grid(False)
+        second.set_ylim(0, 1.06)
+        if labelled:
+            second.set_ylabel("learning rate / its peak (dotted)", color=LEARNING_RATE_COLOUR)
+        else:
+            second.set_yticklabels([])
+        curves = {_schedule_curve(run): run.name for run in self.study.runs if run.optimizer.peak_lr > 0}
+        for (steps, shares, tokens_per_step), run in curves.items():
+            colour = LEARNING_RATE_COLOUR if len(curves) == 1 else self.looks[run].colour
+            tokens = [step * tokens_per_step / self.unit for step in steps]
+            second.plot(tokens, shares, color=colour, linestyle=(0, (1, 1.6)), linewidth=1.2)
+
+    def average_handles(self) -> list[Line2D]:
+        """Legend entries of the averages that were measured."""
+        names = {row["average"] for row in self.rows}
+        kept = dict.fromkeys(average for run in self.study.runs for average in run.averages)
+        measured = [average for average in kept if average.name in names]
+        style: Any = OPEN_MARKER | {"marker": "o", "color": "#555555"}
+        return [Line2D([], [], label=average_label(average, measured), **style) for average in measured]
+
+    def legend(self, extra: Iterable[Line2D] = ()) -> None:
+        """The legend of the runs above the panels."""
+        handles = [
+            Line2D([], [], color=look.colour, marker=look.marker, label=look.label) for look in self.looks.values()
+        ]
+        handles = [Line2D([], [], linestyle="none", label="peak learning rate"), *handles, *extra]
+        self.figure.legend(
+            handles=handles, loc="outside upper left", ncols=len(handles), handlelength=1.6, columnspacing=1.2
+        )
+
+    def save(self, path: Path) -> None:
+        """Writes the PNG, without the version of the library in it."""
+        self.figure.savefig(path, format="png", metadata={"Software": None})

@@ -1,0 +1,39 @@
+"""Sealing checkpoints by hand: of runs that were never trained, or after a change that hashes must not give away."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from train.config import RunConfig
+from train.frozen import fingerprint
+from train.run_directory import CHECKPOINT_JSON, CheckpointRecord, record_files, write_json
+
+
+def seal(checkpoint: Path, **changes: Any) -> None:
+    """Writes checkpoint.json again, with the hashes of the files as they are now."""
+    record = json.loads((checkpoint / CHECKPOINT_JSON).read_text())
+    (checkpoint / CHECKPOINT_JSON).unlink()
+    record["files"] = {name: file.model_dump() for name, file in record_files(checkpoint).items()}
+    write_json(checkpoint / CHECKPOINT_JSON, record | changes)
+
+
+def write_record(checkpoint: Path, run: RunConfig, step: int, **fields: Any) -> None:
+    """The checkpoint.json of a run's step, over the files that lie there."""
+    values: dict[str, Any] = {
+        "run": run.name,
+        "fingerprint": fingerprint(run),
+        "step": step,
+        "tokens": step * run.tokens_per_step,
+        "learning_rate": 1e-3,
+        "train_loss": 5.0,
+        "held_out_loss": 5.1,
+        "engine": run.engine,
+        "precision": run.precision,
+        "world_size": 2,
+        "layout": {"tensor": 1, "pipeline": 1, "data": 2},
+        "attempt": 1,
+        "data_sha256": {"train": "0" * 64, "held_out": "0" * 64},
+        "model": run.model.model_dump(mode="json"),
+    }
+    record = CheckpointRecord(**(values | fields), files=record_files(checkpoint))
+    write_json(checkpoint / CHECKPOINT_JSON, record.model_dump(mode="json"))

@@ -1,0 +1,85 @@
+"""LAWA and EMA against averages of checkpoints made afterwards, through resuming, and on the way through an export."""
+
+import shutil
+
+import pytest
+import torch
+
+from ckpt_tools.export import export, read_weights
+from tests.runs import execute, make_run, torchrun
+from tests.train.trajectories import numbers, shard_hashes
+from train.run_directory import RunDirectory, read_checkpoint_record
+from train.settings import Ema, Lawa, SavingConfig
+
+LAWA, EMA = Lawa(interval_steps=3, window=3), Ema(decay=0.8, interval_steps=2)
+STEPS = 14
+SAVED = tuple(range(STEPS + 1))
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory, inputs):
+    """A run of two ranks that keeps both averages and saves at every step."""
+    directory = RunDirectory(tmp_path_factory.mktemp("averaged") / "run")
+    run = make_run(
+        directory.path, **inputs, averages=(LAWA, EMA), save_steps=(*SAVED, 20), saving=SavingConfig(asynchronous=True),
+    )  # fmt: skip
+    done = execute(torchrun(2, "train", "run", str(directory.path)))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return directory, run
+
+
+def members(step):
+    """Worked by hand: the last three multiples of 3, without 0."""
+    return {3: [3], 5: [3], 6: [3, 6], 9: [3, 6, 9], 11: [3, 6, 9], 12: [6, 9, 12], 14: [6, 9, 12]}[step]
+
+
+def test_averages_are_those_of_the_checkpoints(averaged):
+    directory, run = averaged
+    weights = {step: read_weights(directory.checkpoint(step), run) for step in SAVED}
+    for step in (3, 5, 6, 9, 11, 12, 14):
+        found = read_weights(directory.average_checkpoint("lawa3x3", step), run)
+        record = read_checkpoint_record(directory.average_checkpoint("lawa3x3", step))
+        assert record.average == {**LAWA.model_dump(), "steps": members(step)}
+        for name, weight in found.items():
+            mean = torch.stack([weights[member][name].double() for member in members(step)]).mean(0)
+            torch.testing.assert_close(weight.double(), mean, rtol=1e-7, atol=1e-9)  # rounded to fp32 once
+    emas = {step: read_weights(directory.average_checkpoint("ema0.8x2", step), run) for step in SAVED[4::2]}
+    for name in weights[0]:
+        average = weights[2][name].double()
+        for step in range(4, STEPS + 1, 2):
+            average = 0.8 * average + 0.2 * weights[step][name].double()
+            ema = emas[step][name].double()
+            torch.testing.assert_close(ema, average, rtol=1e-5, atol=1e-7)  # fp32 all along
+    assert not directory.average_checkpoint("lawa3x3", 2).exists()
+    assert not directory.average_checkpoint("ema0.8x2", 1).exists()
+
+
+def test_averaging_does_not_touch_training_and_its_probe_is_the_averages(averaged, trained, tmp_path):
+    directory, run = averaged
+    plain = read_weights(trained("dp2") / "checkpoints" / "step00000020", run)
+    for name, weight in read_weights(directory.checkpoint(20), run).items():
+        assert torch.equal(weight, plain[name]), name
+    rows = {row["step"]: row for row in numbers(directory.path)}
+    assert rows[20]["held_out_loss"] == {row["step"]: row for row in numbers(trained("dp2"))}[20]["held_out_loss"]
+    assert rows[12]["held_out_loss/lawa3x3"] != rows[12]["held_out_loss"]
+    parity = export(directory.average_checkpoint("lawa3x3", 12), tmp_path / "hf")  # refused unless logits agree
+    assert parity["max_absolute_error"] < 1e-4
+
+
+@pytest.mark.parametrize("last", [7, 12])
+def test_averages_go_on_bit_for_bit_after_a_resume(averaged, tmp_path, last):
+    """In the middle of an interval, and with a window that is full."""
+    whole, _ = averaged
+    again = RunDirectory(tmp_path / "run")
+    shutil.copytree(whole.path, again.path)
+    kept = {again.checkpoint(step) for step in range(last + 1)}
+    for path in again.checkpoints.iterdir():
+        if path not in kept:
+            shutil.rmtree(path)
+    done = execute(torchrun(2, "train", "run", str(again.path)))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert numbers(again.path) == numbers(whole.path)
+    for step in (14, 20):
+        for name in ("lawa3x3", "ema0.8x2"):
+            found = again.average_checkpoint(name, step)
+            assert shard_hashes(found) == shard_hashes(whole.average_checkpoint(name, step))

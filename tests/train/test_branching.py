@@ -1,0 +1,123 @@
+"""Branches: on the parent's data, from its weights, bit for bit, and without touching it."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.runs import error_line, make_run, python
+from tests.train.trajectories import flip_a_byte, numbers, tree
+from train.branching import branch, check_parent
+from train.command import UserError
+from train.config import RunConfig, load_run
+from train.data import open_data
+from train.frozen import fingerprint
+from train.run_directory import RunDirectory, read_checkpoint_record, write_json
+from train.schedules import learning_rate
+from train.settings import BranchFrom, Lawa
+
+
+def make_branch(directory, parent, inputs, **changes) -> RunConfig:
+    """A branch from step 10 that trains as its parent does."""
+    origin = load_run(parent / "run.json")
+    branch_from = BranchFrom(run=str(parent), step=10, fingerprint=fingerprint(origin))
+    return make_run(directory, **inputs, branch_from=branch_from, **({"save_steps": (20,)} | changes))
+
+
+def test_an_unchanged_branch_is_its_parent(trained, tmp_path, inputs):
+    """It is damaged after its end and trained once more: then again from the parent, which it never owned."""
+    parent, child = RunDirectory(trained("dp1")), RunDirectory(tmp_path / "child")
+    before = tree(parent.path)
+    run = make_branch(child.path, parent.path, inputs, averages=(Lawa(interval_steps=2, window=3),))
+    done = python("train", "run", str(child.path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = {row["step"]: row for row in numbers(parent.path)}
+    for row in numbers(child.path):
+        row.pop("held_out_loss/lawa3x2", None)
+        assert row == expected[row["step"]]
+    assert [row["step"] for row in numbers(child.path)] == list(range(11, 21))
+    assert child.complete_steps() == [20]
+    average = read_checkpoint_record(child.average_checkpoint("lawa3x2", 20)).average
+    assert average is not None
+    assert average["steps"] == [16, 18, 20]
+    data, origin = open_data(run, child, verify_hashes=True), load_run(parent.run_json)
+    for step in range(1, 21):
+        theirs = open_data(origin, parent, verify_hashes=False).batch(step).tokens_BS
+        assert np.array_equal(data.batch(step).tokens_BS, theirs)
+    assert tree(parent.path) == before
+
+
+def test_the_branch_command_makes_cooldowns(trained, tmp_path):
+    """Four updates to zero: by hand, the shares of the way down that are left, from the rate of step 10."""
+    parent = tmp_path / "parent"
+    shutil.copytree(trained("dp1"), parent)
+    shares = {"linear": [0.75, 0.5, 0.25, 0], "sqrt": [0.5, 1 - 0.5**0.5, 1 - 0.75**0.5, 0]}
+    for shape, left in shares.items():
+        out = tmp_path / "cooldowns" / shape
+        command = ["train", "branch", str(parent), "--step", "10", "--out", str(out)]
+        done = python(*command, "--cooldown-steps", "4", "--shape", shape)
+        assert done.returncode == 0, done.stderr[-3000:]
+        run = load_run(out / "run.json")
+        assert (run.name, run.total_steps, run.save_steps) == (shape, 14, (14,))
+        start = learning_rate(load_run(parent / "run.json"), 10)
+        assert [learning_rate(run, step) / start for step in range(10, 15)] == pytest.approx([1, *left], abs=1e-12)
+    out = tmp_path / "cooldowns" / "linear"
+    assert python("train", "run", str(out)).returncode == 0
+    assert RunDirectory(out).complete_steps() == [14]
+    theirs = {row["step"]: row["loss"] for row in numbers(parent) if "loss" in row}
+    ours = {row["step"]: row["loss"] for row in numbers(out)}
+    assert ours[11] == theirs[11]  # before its update, at the weights of step 10
+    assert ours[13] != theirs[13]
+    other = tmp_path / "other"
+    with pytest.raises(UserError, match="holds another configuration"):
+        branch(parent, out, step=10, cooldown_steps=5, shape="linear")
+    with pytest.raises(UserError, match="has no checkpoint of step 7; give one of 0, 10, 20"):
+        branch(parent, other, step=7, cooldown_steps=5, shape="linear")
+    with pytest.raises(UserError, match="lies in its anneal from step 15 on"):
+        branch(parent, other, step=20, cooldown_steps=5, shape="linear")
+    assert not other.exists()
+
+
+def edit(run_dir, changes):
+    """Changes values of a run.json that never started."""
+    content = json.loads((run_dir / "run.json").read_text())
+    del content["fingerprint"]
+    for key, change in changes.items():
+        content[key] = content[key] | change if isinstance(change, dict) else change
+    write_json(run_dir / "run.json", content)
+
+
+REFUSED = {
+    "has the seed of its parent": {"seed": 8},
+    "has the batch_size of its parent": {"batch_size": 4},
+    "has the precision of its parent": {"precision": "bf16"},
+    "has no checkpoint of step 12; it has 0, 10, 20": {"branch_from": {"step": 12}},
+    "has fingerprint": {"branch_from": {"fingerprint": "0" * 16}},
+    "has the optimizer.beta2 of its parent": {"optimizer": {"beta2": 0.9}},
+    "has the data.order of its parent": {"data": {"order": "sequential"}},
+}
+
+
+@pytest.mark.parametrize("expected", REFUSED)
+def test_a_branch_that_is_none_is_refused(trained, tmp_path, inputs, expected):
+    make_branch(tmp_path / "child", trained("dp1"), inputs)
+    edit(tmp_path / "child", REFUSED[expected])
+    with pytest.raises(UserError, match=expected):
+        check_parent(load_run(tmp_path / "child" / "run.json"), RunDirectory(trained("dp1")))
+
+
+def test_a_damaged_parent_and_other_data_are_refused_and_left_alone(trained, tmp_path, inputs):
+    parent, child = tmp_path / "parent", tmp_path / "child"
+    shutil.copytree(trained("dp1"), parent)
+    make_branch(child, parent, inputs)
+    edit(child, {"data": {"train": str(inputs["held_out_prefix"]), "held_out": str(inputs["train_prefix"])}})
+    before = tree(parent)
+    assert "was trained on other data" in error_line(python("train", "run", str(child)))
+    assert tree(parent) == before
+    make_branch(tmp_path / "second", parent, inputs)
+    flip_a_byte(RunDirectory(parent).checkpoint(10) / "__0_0.distcp")
+    before = tree(parent)
+    assert "was changed after it was written" in error_line(python("train", "run", str(tmp_path / "second")))
+    assert tree(parent) == before
+    assert json.loads(RunDirectory(child).status_json.read_text())["status"] == "failed"

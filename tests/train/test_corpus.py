@@ -1,0 +1,183 @@
+"""Token files: Megatron reads the same documents, OLMo's files are cut as OLMo cuts them, damage is refused."""
+
+import json
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from tests.runs import environment, error_line, python
+from train.command import UserError
+from train.corpus import NpyCorpus, check_vocabulary, open_corpus, open_source
+from train.manifest import index, verify
+
+
+def test_megatron_reads_our_files(train_prefix):
+    """megatron-core's IndexedDataset, in a process of its own, finds the same documents."""
+    script = (
+        "import sys, train.megatron, numpy as np\n"
+        "from megatron.core.datasets.indexed_dataset import IndexedDataset\n"
+        "data = IndexedDataset(sys.argv[1])\n"
+        "print(len(data), data.document_indices.tolist() == list(range(301)))\n"
+        "np.save(sys.argv[2], np.concatenate([data[i] for i in range(len(data))]))\n"
+    )
+    out = f"{train_prefix}.concatenated.npy"
+    command = [sys.executable, "-c", script, str(train_prefix), out]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    corpus = open_corpus(train_prefix, verify_hashes=True)
+    assert done.stdout.splitlines()[-1] == "300 True"
+    assert np.array_equal(np.load(out), corpus.tokens_T)
+
+
+def test_documents_decode_to_their_text(train_prefix, tokenizer_dir):
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
+    corpus = open_corpus(train_prefix)
+    texts = [json.loads(line)["text"] for line in train_prefix.with_suffix(".jsonl").read_text().splitlines()]
+    assert corpus.manifest.documents == len(texts)
+    for number in (0, 17, 299):
+        tokens = corpus.document(number)
+        assert tokens[-1] == corpus.manifest.eos_token_id
+        assert tokenizer.decode(tokens[:-1].tolist()) == texts[number]
+        assert np.array_equal(tokens, corpus.tokens_T[slice(*corpus.bounds_D[number : number + 2])])
+
+
+def test_labels_are_the_next_tokens(train_prefix):
+    corpus = open_corpus(train_prefix)
+    row = corpus.sequences(np.array([3]), 10)[0]
+    assert row.tolist() == corpus.tokens_T[30:41].tolist()
+
+
+def test_bad_token_files_are_refused(tmp_path, train_prefix):
+    corpus = open_corpus(train_prefix)
+    with pytest.raises(UserError, match="fewer than one sequence"):
+        corpus.num_sequences(10**6)
+    with pytest.raises(UserError, match=r"outside the model's vocabulary of 100"):
+        check_vocabulary(corpus, 100)
+    with pytest.raises(UserError, match="does not exist; make it with"):
+        open_corpus(tmp_path / "none")
+    for suffix in ("bin", "idx", "json"):
+        (tmp_path / f"copy.{suffix}").write_bytes(train_prefix.with_suffix(f".{suffix}").read_bytes())
+    tokens = (tmp_path / "copy.bin").read_bytes()
+    (tmp_path / "copy.bin").write_bytes(tokens[:-2] + b"\x01\x00")
+    open_corpus(tmp_path / "copy")
+    with pytest.raises(UserError, match=r"copy\.bin was changed"):
+        open_corpus(tmp_path / "copy", verify_hashes=True)
+    assert "copy.bin was changed" in error_line(python("train", "verify", str(tmp_path / "copy")))
+    (tmp_path / "copy.bin").write_bytes(tokens[:-2])
+    with pytest.raises(UserError, match=r"copy\.bin is missing or truncated"):
+        open_corpus(tmp_path / "copy")
+    for content, complaint in (("{", "is not valid JSON"), ("[]", "the whole file"), ('{"kind": "npy"}', "is missing")):
+        (tmp_path / "copy.json").write_text(content)
+        with pytest.raises(UserError, match=complaint):
+            open_source(tmp_path / "copy")
+
+
+LENGTHS = (70, 5, 64, 33)  # with sequences of 16: 4, 0, 4 and 2 of them
+
+
+@pytest.fixture(scope="module")
+def npy_files(tmp_path_factory) -> list[Path]:
+    """Raw uint32 arrays as OLMo's, of tokens 0 to 299, 0 ends a document."""
+    directory = tmp_path_factory.mktemp("npy")
+    generator = np.random.default_rng(0)
+    paths = [directory / f"part-{number}.npy" for number in range(len(LENGTHS))]
+    for path, length in zip(paths, LENGTHS, strict=True):
+        generator.integers(0, 300, length).astype("<u4").tofile(path)
+    return paths
+
+
+def test_olmo_files_are_indexed_and_cut_as_olmo_does(npy_files, tokenizer_dir, tmp_path):
+    """Chunks of a file, the rest of each dropped; indexed from another directory than they are read from."""
+    out = tmp_path / "mix"
+    arguments = ["--out", "mix", "--dtype", "uint32", "--tokenizer", str(tokenizer_dir), "--hash", "--scan"]
+    done = python("train", "index", *map(str, npy_files), *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    corpus = open_source(out)
+    assert isinstance(corpus, NpyCorpus)
+    arrays = [np.fromfile(path, "<u4") for path in npy_files]
+    assert corpus.manifest.tokens == sum(LENGTHS)
+    assert corpus.manifest.max_token_id == max(array.max() for array in arrays)
+    chunks = [array[at : at + 16] for array in arrays for at in range(0, len(array) - 15, 16)]
+    assert corpus.num_sequences(16) == len(chunks) == 10
+    order = np.random.default_rng(1).permutation(10)
+    rows = np.full((12, 17), -1)
+    corpus.read(order, rows, np.arange(2, 12))
+    assert np.array_equal(rows[2:, :16], np.array(chunks)[order])
+    assert (rows[2:, 16] == 0).all()
+    assert (rows[:2] == -1).all()
+    assert "bytes are as recorded" in python("train", "verify", str(out)).stdout
+    with pytest.raises(UserError, match="shorten the sequence"):
+        corpus.num_sequences(71)
+    with pytest.raises(UserError, match="which are for training"):
+        open_corpus(out)
+
+
+def test_relative_paths_start_at_the_manifest(npy_files, tmp_path, monkeypatch):
+    monkeypatch.chdir(npy_files[0].parent)
+    made = index(
+        [Path(path.name) for path in npy_files],
+        tmp_path / "a" / "mix",
+        dtype="uint32",
+        vocab_size=300,
+        eos_token_id=0,
+        tokenizer_sha256="",
+    )
+    monkeypatch.chdir("/")
+    corpus = open_source(tmp_path / "a" / "mix")
+    assert corpus.num_sequences(16) == 10
+    assert corpus.manifest.sha256 == made.sha256
+    with pytest.raises(UserError, match="records no hashes; index the files again with --hash"):
+        verify(tmp_path / "a" / "mix")
+
+
+def test_what_is_no_token_file_is_not_indexed(npy_files, tmp_path):
+    with_header, odd = tmp_path / "header.npy", tmp_path / "odd.npy"
+    np.save(with_header, np.arange(10, dtype=np.uint32))
+    odd.write_bytes(b"12345")
+    for path, complaint in (
+        (with_header, "NumPy header"),
+        (odd, "correct --dtype"),
+        (tmp_path / "none.npy", "is no file"),
+        (tmp_path, "is no file"),
+    ):
+        with pytest.raises(UserError, match=complaint):
+            index(
+                [npy_files[0], path],
+                tmp_path / "bad",
+                dtype="uint32",
+                vocab_size=300,
+                eos_token_id=0,
+                tokenizer_sha256="",
+            )
+    (tmp_path / "made.bin").touch()
+    for name, eos, complaint in (("made", 0, "choose another --out"), ("bad", 300, "--eos 300 is outside")):
+        with pytest.raises(UserError, match=complaint):
+            index(npy_files, tmp_path / name, dtype="uint32", vocab_size=300, eos_token_id=eos, tokenizer_sha256="")
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_trillion_tokens_are_opened_without_reading_them(tmp_path):
+    """1,000 sparse files of 10^9 tokens: nothing grows with the tokens, and any sequence is at hand."""
+    paths = [tmp_path / f"part-{number:04d}.npy" for number in range(1000)]
+    for path in paths:
+        with path.open("wb") as file:
+            file.truncate(4 * 10**9)
+    last = np.arange(1, 4097, dtype="<u4")
+    per_file = 10**9 // 4096
+    with paths[-1].open("r+b") as file:
+        file.seek((per_file - 1) * 4096 * 4)
+        file.write(last.tobytes())
+    index(paths, tmp_path / "mix", dtype="uint32", vocab_size=100278, eos_token_id=0, tokenizer_sha256="")
+    tracemalloc.start()
+    corpus = open_source(tmp_path / "mix", verify_hashes=True)
+    assert corpus.num_sequences(4096) == 1000 * per_file
+    rows = np.empty((2, 4097), np.int64)
+    corpus.read(np.array([1000 * per_file - 1, 5 * per_file]), rows, np.arange(2))
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
+    assert np.array_equal(rows[0, :-1], last)
+    assert (rows[1] == 0).all()

@@ -1,0 +1,199 @@
+"""The verbs of the megatron engine, one after another on real ranks: rejected steps, decay, snapshots, slots."""
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_tools.megatron_shards import read_hf_weights
+from tests.runs import execute, make_run, python, torchrun
+from train.config import load_run
+from train.run_directory import sha256_of
+from train.settings import Lawa, OptimizerConfig
+
+DRAWN = torch.Generator().manual_seed(5)
+BATCHES = [torch.randint(0, 320, (8, 33), generator=DRAWN) for _ in range(6)]
+RATE, DECAY = 1e-2, 0.1
+
+
+class Rank:
+    """One rank of an engine, its directory for snapshots, and the calls that the worker repeats."""
+
+    def __init__(self, run_dir: str, out: str) -> None:
+        from train.distributed import start
+        from train.megatron.engine import MegatronEngine
+
+        self.engine, self.out = MegatronEngine(load_run(Path(run_dir) / "run.json"), start()), Path(out)
+
+    def snapshot(self, name: str, *, weights_only: bool = False):
+        import torch.distributed as dist
+
+        if dist.get_rank() == 0:
+            (self.out / name).mkdir()
+        dist.barrier()
+        return self.engine.snapshot(self.out / name, weights_only=weights_only)
+
+    def finish(self, name: str, snapshot) -> None:
+        """Written in a thread; the names that the ranks return are those of the files."""
+        import torch.distributed as dist
+
+        from train.distributed import gathered
+
+        names: list[str] = []
+        thread = threading.Thread(target=lambda: names.extend(snapshot.write()))
+        thread.start()
+        thread.join()
+        dist.barrier()
+        names += snapshot.seal()
+        everywhere = [name for rank_names in gathered(names) for name in rank_names]
+        assert sorted(everywhere) == sorted(path.name for path in (self.out / name).iterdir())
+
+    def save(self, name: str, **settings) -> None:
+        self.finish(name, self.snapshot(name, **settings))
+
+    def steps(self, *indices: int, accept=lambda _: True):
+        from train.engine import Batch
+
+        return [self.engine.train_step(Batch.of(BATCHES[index]), RATE, accept) for index in indices]
+
+    def slots(self):
+        """Every slot with the number that it is a multiple of the weights by, and the shards of both."""
+        for factor, name in enumerate(("lawa2x1.0", "lawa2x1.1"), start=2):
+            for shard, tensor in zip(self.engine.weights(), self.engine.slot(name), strict=True):
+                yield factor, shard.weights, tensor
+
+    def count(self, chosen) -> int:
+        from train.distributed import gathered
+
+        shards = [shard for shard in self.engine.weights() if shard.counted and chosen(shard)]
+        return sum(gathered(sum(shard.weights.numel() for shard in shards)))
+
+
+def use_engine(run_dir: str, out: str) -> None:
+    """Worker, on every rank: writes a snapshot at every point that the test compares."""
+    import torch.distributed as dist
+
+    from train.engine import Batch, StepResult
+
+    rank = Rank(run_dir, out)
+    engine = rank.engine
+    assert not any(tensor.any() for _, _, tensor in rank.slots())
+    nothing = Batch(BATCHES[0], torch.zeros(8, 32, dtype=torch.bool))
+    rank.save("start")
+    assert engine.evaluate(nothing) == 0
+    assert engine.train_step(nothing, RATE, lambda _: True)[:2] == (0, 0)
+    rank.save("only decayed", weights_only=True)
+
+    rank.steps(0)
+    rank.save("fork")
+    kept = rank.snapshot("kept")
+    rank.steps(1, 2, 3)
+    rank.finish("kept", kept)
+    rank.save("never seen")
+
+    engine.load(Path(out) / "fork")
+    (rejected,) = rank.steps(4, accept=lambda _: False)
+    assert rejected.grad_norm > 0
+    before = [shard.weights.clone() for shard in engine.weights()]
+    for shard in engine.weights():
+        shard.weights.mul_(1e20)  # products of these overflow
+    engine.publish_weights()
+    (overflowed,) = rank.steps(5, accept=StepResult.is_finite)
+    assert not overflowed.is_finite()
+    for shard, weights in zip(engine.weights(), before, strict=True):
+        shard.weights.copy_(weights)
+    engine.publish_weights()
+    rank.save("rejected")
+    rank.steps(1, 2, 3)
+    rank.save("seen")
+
+    for factor, weights, tensor in rank.slots():
+        tensor.copy_(weights * factor)
+    rank.save("slots")
+    counts = (rank.count(lambda _: True), rank.count(lambda shard: shard.decayed))
+    if dist.get_rank() == 0:
+        torch.save(counts, Path(out) / "counts.pt")
+    engine.close()
+
+
+def reload_slots(run_dir: str, checkpoint: str) -> None:
+    """Worker, on every rank of another layout: the slots are still twice and three times the weights."""
+    rank = Rank(run_dir, checkpoint)
+    rank.engine.load(Path(checkpoint))
+    for factor, weights, tensor in rank.slots():
+        assert weights.any()
+        assert torch.equal(tensor, weights * factor)
+    rank.engine.close()
+
+
+def refusals(run_dir: str) -> None:
+    """Worker, one process: the line each of these runs is refused with, where there is no GPU."""
+    from train.command import UserError
+    from train.config import with_settings
+    from train.distributed import start
+    from train.megatron.engine import MegatronEngine
+
+    run, device = load_run(Path(run_dir) / "run.json"), start()
+    for settings in (["parallel.context=2"], ['kernels="transformer_engine"'], ['optimizer.undecayed=["q_proj"]']):
+        try:
+            MegatronEngine(with_settings(run, settings), device)
+        except UserError as error:
+            print(error)
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    return {path.name: sha256_of(path) for path in sorted(directory.glob("*.distcp"))}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"tensor": 2, "precision": "bf16"}], ids=["data parallel, fp32", "tensor parallel, bf16"]
+)
+def test_verbs(tmp_path, inputs, settings):
+    optimizer = OptimizerConfig(peak_lr=RATE, weight_decay=DECAY, undecayed=("norm", "lm_head"))
+    settings |= {"optimizer": optimizer, "averages": (Lawa(interval_steps=1, window=2),)}
+    run = make_run(tmp_path / "run", **inputs, **settings)
+    done = execute(torchrun(2, "tests.train.test_megatron_engine", "use", str(tmp_path / "run"), str(tmp_path)))
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    # A rejected or overflowed step leaves no trace, neither at once nor later.
+    assert hashes(tmp_path / "rejected") == hashes(tmp_path / "fork")
+    assert hashes(tmp_path / "seen") == hashes(tmp_path / "never seen") != hashes(tmp_path / "fork")
+    # What is written three steps later is what was there when the snapshot was made.
+    assert hashes(tmp_path / "kept") == hashes(tmp_path / "fork")
+
+    # Where no label counts there is no gradient: an update of AdamW multiplies by 1 - rate x decay what is decayed.
+    before, after = (read_hf_weights(tmp_path / name, run.model) for name in ("start", "only decayed"))
+    rounding = 1e-6 if run.precision == "fp32" else 8e-3
+    for name, weight in before.items():
+        spared = "norm" in name or "lm_head" in name
+        expected = weight.float() * (1 if spared else 1 - RATE * DECAY)
+        assert torch.allclose(after[name].float(), expected, rtol=0 if spared else rounding, atol=0), name
+    num_spared = sum(weight.numel() for name, weight in before.items() if "norm" in name or "lm_head" in name)
+    total = sum(weight.numel() for weight in before.values())
+    assert torch.load(tmp_path / "counts.pt") == (total, total - num_spared)
+
+    make_run(tmp_path / "elsewhere", **inputs, **settings | {"tensor": 1, "pipeline": 2, "virtual_pipeline": 2})
+    arguments = ["reload", str(tmp_path / "elsewhere"), str(tmp_path / "slots")]
+    done = execute(torchrun(2, "tests.train.test_megatron_engine", *arguments))
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_what_the_engine_cannot_do_is_refused(tmp_path, inputs):
+    make_run(tmp_path / "run", **inputs)
+    done = python("tests.train.test_megatron_engine", "refusals", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    context, kernels, undecayed = done.stdout.splitlines()
+    assert "parallel.context 2 needs a GPU" in context
+    assert "set it to 1" in context
+    assert "need a GPU" in kernels
+    assert "set kernels to 'torch'" in kernels
+    assert "spares some of model.layers.0.self_attn.q_proj.weight" in undecayed
+    assert "spare all of them or none" in undecayed
+
+
+if __name__ == "__main__":
+    workers: dict[str, Callable[..., None]] = {"use": use_engine, "reload": reload_slots, "refusals": refusals}
+    workers[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,249 @@
+"""Memory and disk of the plan against built engines, tensor by tensor, and against the files they write."""
+
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.runs import execute, make_run, torchrun
+from train.averaging import slot_names
+from train.config import RunConfig, load_run
+from train.engine import Batch, Engine, build_engine
+from train.families import hf_settings
+from train.memory import checkpoint_bytes, layer_activation_bytes, rank_memory
+from train.models import OLMO2_7B
+from train.settings import DataConfig, Ema, Lawa, ModelConfig, ParallelConfig, ZeroConfig
+
+PATHS: dict[str, Any] = {"train_prefix": Path("t"), "held_out_prefix": Path("h"), "tokenizer_dir": Path("k")}
+AVERAGES = (Lawa(interval_steps=1, window=2), Ema(decay=0.9))
+TENSOR_FILE_BYTES = 2500  # torch's archive takes just below 2 kB around every stored tensor
+LENGTH = 64
+
+
+def small_model(layers: int, family: str = "olmo2", kv_heads: int = 2) -> ModelConfig:
+    """Width 128: every tensor has a multiple of 128 elements, so that no engine pads."""
+    return ModelConfig(
+        family=family,  # type: ignore[arg-type]
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        rotary_fraction=0.25 if family == "gpt_neox" else 1.0,
+    )
+
+
+def small_run(directory: Path, layers: int = 4, replicas: int = 2, **changes) -> RunConfig:
+    """Every replica sees one microbatch of two sequences a step."""
+    data = DataConfig(train="t", held_out="h", tokenizer="k", sequence_length=LENGTH, held_out_sequences=1)
+    settings: dict[str, Any] = {
+        "model": small_model(layers),
+        "data": data,
+        "batch_size": 2 * replicas,
+        "micro_batch_size": 2,
+    }
+    return make_run(directory, **PATHS, **(settings | changes))
+
+
+def storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def kept_for_backward(forward: Callable[[], object], parameters: list[Tensor]) -> int:
+    """Bytes of all storages that autograd keeps during a forward pass, but those of the parameters."""
+    known, kept = storages(parameters), {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward()
+    return sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in known)
+
+
+def living(kind: type) -> list[Any]:
+    """All objects of a kind in this process: engines are measured without their help."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+
+
+def held(engine: Engine, run: RunConfig, parameters: list[Tensor], optimizers: list[Any]) -> dict[str, int]:
+    """Bytes of what an engine holds after a step, in the plan's terms."""
+    states = {id(state): state for optimizer in optimizers for state in optimizer.state.values()}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    updated = {id(tensor): tensor for group in groups for tensor in group["params"]}
+    found = {
+        "weights": parameters,
+        "gradients, fp32": [vars(parameter)["main_grad"] for parameter in parameters]
+        if run.engine == "megatron"
+        else [],
+        "main weights, fp32": [tensor for tensor in updated.values() if not storages([tensor]) & storages(parameters)],
+        "Adam's moments, fp32": [state[name] for state in states.values() for name in ("exp_avg", "exp_avg_sq")],
+        "averages, fp32": [part for name in slot_names(run) for part in engine.slot(name)],
+    }
+    return {name: size_of(tensors) for name, tensors in found.items() if tensors and size_of(tensors)}
+
+
+def write_checkpoint(engine: Engine, directory: Path, *, weights_only: bool) -> None:
+    directory.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    snapshot = engine.snapshot(directory, weights_only=weights_only)
+    snapshot.write()
+    torch.distributed.barrier()
+    snapshot.seal()
+
+
+def build_and_measure(*run_dirs: str) -> None:
+    """Worker, on every rank: builds an engine for each run, one after another, steps once and measures."""
+    from train.distributed import start
+
+    device = start()
+    for run_dir in map(Path, run_dirs):
+        older = living(torch.nn.Module) + living(torch.optim.Optimizer)  # kept alive: their ids stay taken
+        known = set(map(id, older))
+        run = load_run(run_dir / "run.json")
+        engine = build_engine(run, device)
+        modules = [module for module in living(torch.nn.Module) if id(module) not in known]
+        optimizers = [optimizer for optimizer in living(torch.optim.Optimizer) if id(optimizer) not in known]
+        weights = {id(weight): weight for module in modules for weight in module.parameters(recurse=False)}
+        batch = Batch.of(torch.randint(320, (run.batch_size, LENGTH + 1)))
+        kept = kept_for_backward(lambda: engine.train_step(batch, 1e-3, lambda _: True), list(weights.values()))  # noqa: B023
+        found = {"kept": kept, "held": held(engine, run, list(weights.values()), optimizers)}
+        (run_dir / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+        if run.averages:
+            write_checkpoint(engine, run_dir / "whole", weights_only=False)
+            write_checkpoint(engine, run_dir / "weights", weights_only=True)
+        if run.engine == "megatron" and str(run_dir) != run_dirs[-1]:
+            from megatron.core import parallel_state
+
+            parallel_state.destroy_model_parallel()
+    engine.close()
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """`measured(*runs)`: builds engines for runs below tmp_path on two ranks; what each rank found, by run."""
+
+    def measure(*runs: RunConfig) -> dict[str, list[dict]]:
+        directories = [tmp_path / run.name for run in runs]
+        done = execute(torchrun(2, "tests.train.test_memory", *map(str, directories)))
+        assert done.returncode == 0, done.stderr[-3000:]
+        return {
+            directory.name: [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
+            for directory in directories
+        }
+
+    return measure
+
+
+def exact_part(run: RunConfig) -> dict[str, int]:
+    return {part.name: part.bytes for part in rank_memory(run, 2).components if part.exact}
+
+
+def bytes_below(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def test_megatron_engine(tmp_path, measured):
+    """What every rank holds is what the plan says, to the byte; what it keeps for backward within 4%.
+
+    At width 128 row statistics and rotary angles, which the plan does not count, weigh as much.
+    """
+    two_stages = ParallelConfig(pipeline=2)
+    runs = [
+        small_run(tmp_path / "dp2", precision="bf16", averages=AVERAGES),
+        *(
+            small_run(tmp_path / f"{name}-{layers}", layers, 1, parallel=parallel, precision=precision)
+            for layers in (2, 4)
+            for name, parallel, precision in (
+                ("tp2", ParallelConfig(tensor=2), "fp32"),
+                ("sp2", ParallelConfig(tensor=2, sequence=True), "bf16"),
+            )
+        ),
+        small_run(tmp_path / "pp2", 4, 1, parallel=two_stages),
+    ]
+    found = measured(*runs)
+    for run in runs:
+        ranks = [rank["held"] for rank in found[run.name]]
+        expected = exact_part(run)
+        if run.parallel == two_stages:  # the plan shows the fuller stage: the last one, with a norm more
+            assert ranks[1] == expected
+            assert sum(ranks[0].values()) == sum(expected.values()) - 128 * 16
+        else:
+            assert ranks == [expected, expected]
+    for name, precision in (("tp2", "fp32"), ("sp2", "bf16")):
+        run = next(run for run in runs if run.name == f"{name}-4")
+        whole, split = layer_activation_bytes(run)
+        layer = whole // (2 if run.parallel.sequence else 1) + split // 2
+        kept = [found[f"{name}-{layers}"][0]["kept"] for layers in (2, 4)]
+        assert (kept[1] - kept[0]) / 2 == pytest.approx(2 * LENGTH * layer, rel=0.04), precision
+    disk = checkpoint_bytes(runs[0])
+    assert bytes_below(tmp_path / "dp2" / "whole") == pytest.approx(disk.each, rel=0.05)
+    assert bytes_below(tmp_path / "dp2" / "weights") == pytest.approx(disk.average_each, rel=0.1)
+
+
+def test_deepspeed_engine(tmp_path, measured):
+    runs = [
+        small_run(tmp_path / "zero1", engine="deepspeed", precision="bf16", averages=AVERAGES),
+        small_run(tmp_path / "zero2", engine="deepspeed", zero=ZeroConfig(stage=2)),
+        small_run(tmp_path / "zero0", engine="deepspeed", zero=ZeroConfig(stage=0)),
+    ]
+    found = measured(*runs)
+    for run in runs:
+        assert [rank["held"] for rank in found[run.name]] == [exact_part(run)] * 2
+    disk = checkpoint_bytes(runs[0])
+    assert bytes_below(tmp_path / "zero1" / "whole") == pytest.approx(disk.each, rel=0.05)
+    assert bytes_below(tmp_path / "zero1" / "weights") == pytest.approx(disk.average_each, rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("family", "kv_heads"), [("olmo2", 2), ("llama", 2), ("gpt_neox", 4)])
+def test_what_transformers_keeps_for_backward(tmp_path, family, kv_heads, precision):
+    """What a layer more keeps, in transformers' own models, within 2%: row statistics are not counted."""
+    kept = []
+    for layers in (1, 2):
+        model = small_model(layers, family, kv_heads)
+        config = AutoConfig.for_model(family, **hf_settings(model, LENGTH, 0))
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        inputs = {"input_ids": torch.randint(320, (2, LENGTH)), "position_ids": torch.arange(LENGTH).expand(2, -1)}
+        kept.append(kept_for_backward(lambda: built(**inputs, use_cache=False), list(built.parameters())))  # noqa: B023
+    run = small_run(tmp_path / "run", engine="deepspeed", model=model, precision=precision)
+    whole, split = layer_activation_bytes(run)
+    assert split == 0
+    assert kept[1] - kept[0] == pytest.approx(2 * LENGTH * whole, rel=0.02)
+
+
+def test_fused_kernels_keep_about_what_the_paper_counts(tmp_path):
+    """Korthikanti et al. count 34 s b h bytes in a GPT's layer; OLMo2's QK-norm and third MLP matrix add some."""
+    whole, split = layer_activation_bytes(
+        make_run(tmp_path / "run", **PATHS, model=OLMO2_7B, precision="bf16", kernels="transformer_engine")
+    )
+    assert whole + split == pytest.approx(34 * 4096, rel=0.2)
+
+
+@pytest.mark.parametrize("layout", ["dp1", "dp2", "bf16-dp2"])
+def test_checkpoints_of_real_runs(trained, layout):
+    """At this width the files around the tensors are a quarter of it; they are counted: 47 parameters of 4 kinds."""
+    run = load_run(trained(layout) / "run.json")
+    for checkpoint in (trained(layout) / "checkpoints").glob("step*"):
+        probe = 2 * 32 * (8 + 4 * 320)
+        around = bytes_below(checkpoint) - probe - checkpoint_bytes(run).each
+        assert 0 < around < 4 * 47 * TENSOR_FILE_BYTES
+
+
+if __name__ == "__main__":
+    build_and_measure(*sys.argv[1:])

@@ -1,0 +1,156 @@
+"""Orders: bijections, Ai2's own batches, exact blends, and the filter of repetitive sequences."""
+
+import numpy as np
+import pytest
+
+from train.command import UserError
+from train.order import BLOCK, Blend, Order, permute
+from train.repetition import repetitive
+from train.settings import RepetitionFilter
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000, 4097])
+def test_permutation_is_a_bijection(size):
+    for epoch in (0, 1):
+        assert sorted(permute(np.arange(size), size, 3, epoch)) == list(range(size))
+
+
+def test_permutation_looks_random():
+    """Neither the identity nor the same for another seed or epoch; neighbours land far apart."""
+    size = 100_000
+    one, two, three = (permute(np.arange(size), size, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0)))
+    for first, second in ((one, two), (one, three), (two, three), (one, np.arange(size))):
+        assert np.mean(first == second) < 1e-3
+        assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
+    assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < 0.02
+    assert np.mean(np.abs(np.diff(one))) == pytest.approx(size / 3, rel=0.02)
+
+
+def test_permutation_needs_no_table():
+    """A position of a corpus of 10^15 sequences is found without walking the others."""
+    size = 10**15
+    images = permute(np.array([0, 1, size - 1]), size, 5, 0)
+    assert len(set(images.tolist())) == 3
+    assert ((images >= 0) & (images < size)).all()
+
+
+def test_every_epoch_visits_everything_once():
+    for order, alike in ((Order("permutation", 103, 7, 10), False), (Order("sequential", 103, 7, 10), True)):
+        first, second = order(np.arange(206)).reshape(2, 103)
+        assert sorted(first) == sorted(second) == list(range(103))
+        assert np.array_equal(first, second) == alike
+    assert np.array_equal(first, np.arange(103))
+
+
+def batches_as_ranks_draw_them(size: int, batch_size: int, ranks: int, seed: int, epochs: int) -> list[list[list[int]]]:
+    """OLMo's batches put together from its ranks: for each update what each rank draws, in turn.
+
+    One epoch: shuffle, drop the tail that does not divide over the ranks, deal the rest out one by one, and let each
+    rank cut its own into batches, of which it drops an incomplete last one.
+    """
+    updates = []
+    for epoch in range(epochs):
+        cards = np.arange(size, dtype=np.uint32)
+        np.random.Generator(np.random.PCG64(seed=seed + epoch)).shuffle(cards)
+        hands: list[list[int]] = [[] for _ in range(ranks)]
+        for number, card in enumerate(cards.tolist()):
+            if number < ranks * (size // ranks):
+                hands[number % ranks].append(card)
+        share = batch_size // ranks
+        for update in range(min(len(hand) for hand in hands) // share):
+            updates.append([hand[update * share : (update + 1) * share] for hand in hands])
+    return updates
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(103, 8), (96, 8), (8, 8), (1000, 24)])
+def test_olmo_order_is_ai2s_at_every_number_of_ranks(size, batch_size):
+    order = Order("olmo", size, 6198, batch_size)
+    for ranks in (1, 2, 4, 8):
+        updates = batches_as_ranks_draw_them(size, batch_size, ranks, 6198, epochs=3)
+        assert len(updates) == 3 * (size // batch_size)
+        for number, hands in enumerate(updates):
+            drawn = order(np.arange(number * batch_size, (number + 1) * batch_size))
+            assert [drawn[rank::ranks].tolist() for rank in range(ranks)] == hands
+
+
+def test_olmo_order_refuses_what_it_cannot_do():
+    with pytest.raises(UserError, match="fill no batch of 8"):
+        Order("olmo", 7, 0, 8)
+    with pytest.raises(UserError, match="use 'permutation'"):
+        Order("olmo", 2**32, 0, 8)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [0.7, 0.2, 0.1], [3, 0.001, 5, 1 / 3], [1 / 7] * 7])
+def test_a_blend_is_exact_in_every_block_and_keeps_each_order(weights):
+    blend = Blend([str(weight) for weight in weights], weights, seed=3)
+    sources, ranks = blend(np.arange(3 * BLOCK))
+    shares = np.array(weights) / sum(weights) * BLOCK
+    for block in range(3):
+        counts = np.bincount(sources[block * BLOCK : (block + 1) * BLOCK], minlength=len(weights))
+        assert counts.sum() == BLOCK
+        assert (np.abs(counts - shares) < 1).all()
+    for source in range(len(weights)):
+        taken = ranks[sources == source]
+        assert np.array_equal(taken, np.arange(len(taken)))  # one after the other, none left out, across blocks
+    windows = [np.bincount(sources[at : at + 4096], minlength=len(weights)) / 4096 for at in range(0, BLOCK, 4096)]
+    assert np.abs(np.array(windows) - shares / BLOCK).max() < 0.05  # mixed throughout the block
+    assert not np.array_equal(sources[:BLOCK], sources[BLOCK : 2 * BLOCK])
+    at = np.array([2 * BLOCK + 5, 3, BLOCK])
+    assert np.array_equal(blend(at)[0], sources[at])  # of the position alone
+    assert np.array_equal(blend(at)[1], ranks[at])
+
+
+def test_a_blend_refuses_a_source_that_would_never_come():
+    with pytest.raises(UserError, match="rare has less than 1 in 65536"):
+        Blend(["common", "rare"], [1.0, 1e-6], 0)
+
+
+def most_repeats(tokens: list[int], period: int) -> int:
+    """The largest number of copies in a row of any n-gram of this length, by trying every start."""
+    best = 0
+    for start in range(len(tokens) - period + 1):
+        gram, count = tokens[start : start + period], 1
+        while tokens[start + count * period : start + (count + 1) * period] == gram:
+            count += 1
+        best = max(best, count)
+    return best
+
+
+def test_repetition_at_the_borders():
+    """31, 32 and 33 copies of n-grams of 1, 13 and 14 tokens, wherever they begin, or one token short."""
+    generator = np.random.default_rng(0)
+    rows, expected = [], []
+    for period in (1, 2, 13, 14):
+        gram = generator.permutation(1000)[:period]
+        for copies in (31, 32, 33):
+            for missing in (0, 1):
+                for start in (0, 5, 700 - copies * period + missing):
+                    row = generator.permutation(100_000)[:700] + 1000
+                    planted = np.tile(gram, copies)[: copies * period - missing]
+                    row[start : start + len(planted)] = planted
+                    rows.append(row)
+                    expected.append(copies * period - missing >= 32 * period and period <= 13)
+    rule = RepetitionFilter()
+    assert np.array_equal(repetitive(np.array(rows), rule), expected)
+    assert 0 < sum(expected) < len(expected)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "count"), [(1, 13, 32), (1, 3, 6), (2, 5, 4), (3, 3, 3), (1, 40, 2), (4, 4, 9)]
+)
+def test_repetition_equals_counting_by_hand(low, high, count):
+    """Random tokens of tiny alphabets, with stretches of random periods: many near misses."""
+    generator = np.random.default_rng(count)
+    rows = []
+    for _ in range(150):
+        row = generator.integers(0, generator.integers(2, 9), 120)
+        for _ in range(generator.integers(0, 3)):
+            period, start = int(generator.integers(1, high + 3)), int(generator.integers(0, 110))
+            stretch = row[start : start + int(period * (count + generator.integers(-2, 2)) + generator.integers(-1, 2))]
+            stretch[:] = np.resize(generator.integers(0, 9, period), len(stretch))
+        rows.append(row)
+    found = repetitive(np.array(rows), RepetitionFilter(min_period=low, max_period=high, max_count=count))
+    least = max(count, 3)  # the original cannot see two copies
+    expected = [any(most_repeats(row.tolist(), period) >= least for period in range(low, high + 1)) for row in rows]
+    assert np.array_equal(found, expected)
+    assert count > 9 or 0 < sum(expected) < len(expected)

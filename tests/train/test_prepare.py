@@ -1,0 +1,228 @@
+"""Text to token files: every source gives its texts, and neither workers, shards nor a kill change a byte."""
+
+import gzip
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from tokenizers import Tokenizer
+
+from tests.runs import environment, error_line, execute, python
+from train.command import UserError
+from train.corpus import open_corpus
+from train.documents import dataset_parts
+from train.prepare import prepare
+from train.run_directory import sha256_of
+
+TEXTS = [
+    "one\r\ntwo",
+    "",
+    "caf\u00e9 \U0001f600 \x00 \u2028 end",
+    *(f"def f{i}(x):\n    return x * {i}\n" for i in range(200)),
+]
+SUFFIXES = ("bin", "idx", "json")
+
+
+def parquet(texts: Sequence[str | None]) -> bytes:
+    stream = io.BytesIO()
+    table = pyarrow.table({"n": list(range(len(texts))), "body": texts})
+    pyarrow.parquet.write_table(table, stream, row_group_size=50)
+    return stream.getvalue()
+
+
+def json_lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"body": text}) + "\n" for text in texts).encode()
+
+
+def zst(content: bytes) -> bytes:
+    """Two frames one behind the other, as parallel compressors write."""
+    half = len(content) // 2
+    return zstandard.compress(content[:half]) + zstandard.compress(content[half:])
+
+
+FORMATS = {
+    "a.jsonl": json_lines(TEXTS),
+    "a.jsonl.gz": gzip.compress(json_lines(TEXTS)),
+    "a.jsonl.zst": zst(json_lines(TEXTS)),
+    "a.parquet": parquet(TEXTS),
+    "a.parquet.gz": gzip.compress(parquet(TEXTS)),
+    "a.parquet.zst": zst(parquet(TEXTS)),
+}
+
+
+def test_every_format_holds_the_same_documents(tmp_path, tokenizer_dir):
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
+    made = set()
+    for name, content in FORMATS.items():
+        (tmp_path / name).write_bytes(content)
+        manifest = prepare([tmp_path / name], tokenizer_dir, tmp_path / "out", key="body")
+        made.add(manifest.sha256)
+        assert manifest.sources[str(tmp_path / name)].sha256 == sha256_of(tmp_path / name)
+    assert len(made) == 1
+    corpus = open_corpus(tmp_path / "out", verify_hashes=True)
+    assert corpus.manifest.documents == len(TEXTS)
+    assert [tokenizer.decode(corpus.document(i)[:-1].tolist()) for i in range(len(TEXTS))] == TEXTS
+
+
+def test_a_text_file_is_one_document_with_its_line_ends(tmp_path, tokenizer_dir):
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
+    text = "one\r\ntwo\rthree\n\x85"
+    for name, content in (("a.txt", text.encode()), ("b.txt.zst", zst(text.encode())), ("c", text.encode())):
+        (tmp_path / name).write_bytes(content)
+    prepare([tmp_path / "a.txt", tmp_path / "b.txt.zst", tmp_path / "c"], tokenizer_dir, tmp_path / "out")
+    corpus = open_corpus(tmp_path / "out")
+    assert [tokenizer.decode(corpus.document(i)[:-1].tolist()) for i in range(3)] == [text] * 3
+
+
+def test_a_dataset_is_the_files_it_consists_of(tmp_path, tokenizer_dir):
+    """A directory that `datasets` reads as a stream: two parquet files of split train, one of another split."""
+    (tmp_path / "set").mkdir()
+    for name, texts in (("train-0", TEXTS[:120]), ("train-1", TEXTS[120:]), ("test-0", TEXTS[:3])):
+        (tmp_path / "set" / f"{name}.parquet").write_bytes(parquet(texts))
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
+    expected = prepare([tmp_path / "a.jsonl"], tokenizer_dir, tmp_path / "expected", key="body")
+    command = [
+        "train",
+        "prepare",
+        "--dataset",
+        str(tmp_path / "set"),
+        "--key",
+        "body",
+        "--tokenizer",
+        str(tokenizer_dir),
+    ]
+    done = python(*command, "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    manifest = open_corpus(tmp_path / "out").manifest
+    assert (manifest.sha256, manifest.idx) == (expected.sha256, expected.idx)
+    assert list(manifest.sources) == [f"dataset:{tmp_path / 'set'}::train:{i}/2" for i in (1, 2)]
+    assert len(dataset_parts(str(tmp_path / "set"), None, "test", "body")) == 1
+    assert "correct --dataset" in error_line(python(*command, "--split", "none", "--out", str(tmp_path / "none")))
+    wrong_key = dataset_parts(str(tmp_path / "set"), None, "test", "text")
+    with pytest.raises(UserError, match="row 1: 'text' is no string"):
+        prepare(wrong_key, tokenizer_dir, tmp_path / "none")
+
+
+def test_workers_and_shards_do_not_change_a_byte(tmp_path, tokenizer_dir):
+    """Five sources, one of them empty: prepared at once, by two workers, and in three shards that are merged."""
+    sources = []
+    for number, texts in enumerate((TEXTS[:50], TEXTS[50:51], [], TEXTS[51:130], TEXTS[130:])):
+        sources.append(tmp_path / f"{number}.jsonl")
+        sources[-1].write_bytes(json_lines(texts))
+    prepare(sources, tokenizer_dir, tmp_path / "whole", key="body")
+    options = ["--key", "body", "--tokenizer", str(tokenizer_dir), "--workers", "2"]
+    done = python("train", "prepare", *map(str, sources), *options, "--out", str(tmp_path / "two"))
+    assert done.returncode == 0, done.stderr
+    for number in (1, 2, 3):
+        if number == 3:
+            refused = python("train", "merge", str(tmp_path / "three"))
+            assert "lacks shard 3 of 3; prepare it with --shard 3/3" in error_line(refused)
+        prepare(sources, tokenizer_dir, tmp_path / "three", key="body", shard=(number, 3))
+    done = python("train", "merge", str(tmp_path / "three"))
+    assert done.returncode == 0, done.stderr
+    for suffix in SUFFIXES:
+        whole = (tmp_path / f"whole.{suffix}").read_bytes()
+        assert (tmp_path / f"two.{suffix}").read_bytes() == whole
+        assert (tmp_path / f"three.{suffix}").read_bytes() == whole
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    with pytest.raises(UserError, match="do not divide into 6 shards"):
+        prepare(sources, tokenizer_dir, tmp_path / "six", key="body", shard=(1, 6))
+    with pytest.raises(UserError, match=r"0\.jsonl is given 2 times"):
+        prepare([sources[0], *sources], tokenizer_dir, tmp_path / "twice", key="body")
+    shard = tmp_path / "three.shard-2-of-3.bin"
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\x07\x00")
+    assert "shard-2-of-3.bin was changed" in error_line(python("train", "merge", str(tmp_path / "three")))
+
+
+def test_a_killed_prepare_goes_on(tmp_path, tokenizer_dir):
+    """Killed with its workers in the third source: the first two are not read again, and what was kept is checked."""
+    generator = random.Random(0)
+    large = ["".join(generator.choices("abcdefgh \n", k=20_000)) for _ in range(60)]
+    sources = []
+    for number, texts in enumerate((TEXTS[:50], TEXTS[50:], large)):
+        sources.append(tmp_path / f"{number}.jsonl")
+        sources[-1].write_bytes(json_lines(texts))
+    out = tmp_path / "out"
+    arguments = [*map(str, sources), "--key", "body", "--tokenizer", str(tokenizer_dir), "--out", str(out)]
+    command = [sys.executable, "-m", "train", "prepare", *arguments, "--workers", "2"]
+    child = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+    kept = tmp_path / ".out.parts"
+    deadline = time.monotonic() + 60
+    while not ((kept / "000000").exists() and (kept / "000001").exists()):
+        assert time.monotonic() < deadline
+        assert child.poll() is None
+        time.sleep(0.005)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert not (kept / "000002").exists()
+    assert not out.with_suffix(".json").exists()
+
+    first = kept / "000000" / "bin"
+    tokens = first.read_bytes()
+    first.write_bytes(tokens[:-2] + b"\x07\x00")
+    while "another process" in (done := execute([*command[:-1], "1"])).stderr:
+        assert time.monotonic() < deadline  # its workers end with it
+    assert "000000/bin was changed after it was written; delete" in error_line(done)
+    first.write_bytes(tokens)
+    times = [(kept / f"00000{number}").stat().st_ctime_ns for number in range(3)]
+    sources[1].write_bytes(json_lines(TEXTS[60:]))  # this one has to be read again
+    refused = python("train", "prepare", *map(str, sources), str(tmp_path / "none.jsonl"), *arguments[3:])
+    assert "none.jsonl does not exist" in error_line(refused)
+    again = [(kept / f"00000{number}").stat().st_ctime_ns for number in range(3)]
+    assert [before == after for before, after in zip(times, again, strict=True)] == [True, False, True]
+    made = prepare(sources, tokenizer_dir, out, key="body")
+    assert made == prepare(sources, tokenizer_dir, tmp_path / "fresh", key="body")
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("bad.jsonl", b'{"text": "one"}\n{"txt": "two"}\n', "bad.jsonl:2 is no JSON object with a 'text'"),
+        ("latin.txt", b"caf\xe9 au lait", "latin.txt is not UTF-8"),
+        ("surrogate.jsonl", b'{"text": "\\ud800"}\n', "surrogate.jsonl:1: 'text' is no string of valid Unicode"),
+        ("empty.jsonl", b"", "no document in 1 source"),
+        ("none.txt", None, "none.txt does not exist"),
+        ("cut.txt.gz", gzip.compress(b"abc" * 10_000)[:-20], "cut.txt.gz is damaged"),
+        ("cut.txt.zst", zst(b"abc" * 10_000)[:-20], "cut.txt.zst is damaged"),
+        ("plain.jsonl.zst", FORMATS["a.jsonl"], "plain.jsonl.zst is damaged"),
+        ("cut.parquet", FORMATS["a.parquet"][:-20], "cut.parquet is damaged"),
+        (
+            "other.parquet",
+            FORMATS["a.parquet"],
+            "other.parquet has no column 'text' but n, body; choose one with --key",
+        ),
+        ("null.parquet", parquet(["a", None]).replace(b"body", b"text"), "null.parquet, row 2: 'text' is no string"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",  # compressed bytes differ from process to process
+)
+def test_prepare_refuses_and_leaves_nothing(tmp_path, tokenizer_dir, name, content, expected):
+    source, out = tmp_path / name, tmp_path / "out" / "tokens"
+    if content is not None:
+        source.write_bytes(content)
+    with pytest.raises(UserError) as refused:
+        prepare([source], tokenizer_dir, out)
+    assert expected in str(refused.value)
+    assert list(out.parent.iterdir()) == []
+
+
+def test_the_command_refuses_in_one_line(tmp_path, tokenizer_dir):
+    out = ["--tokenizer", str(tokenizer_dir), "--out", str(tmp_path / "out" / "tokens")]
+    for arguments, expected in (
+        ([str(tmp_path)], "is a directory; give its files, or read it as a dataset"),
+        ([], "give either files or --dataset"),
+        (["x.txt", "--split", "test"], "belong to --dataset"),
+        (["x.txt", "--shard", "3/2"], "--shard 3/2 is no part I/N"),
+    ):
+        assert expected in error_line(python("train", "prepare", *arguments, *out))
+    assert not list(tmp_path.glob("out/*"))

@@ -1,0 +1,89 @@
+"""Asked to stop in every way there is, a run goes on as if it had never been."""
+
+import json
+import signal
+import sys
+
+import psutil
+
+from tests.runs import execute, make_run, torchrun
+from tests.train.trajectories import last_step, numbers, shard_hashes, started, wait_for
+from train.run_directory import RunDirectory
+from train.settings import SavingConfig
+from train.tracking import attempts
+
+
+def status(directory):
+    return json.loads(directory.status_json.read_text())
+
+
+def test_a_run_that_is_stopped_again_and_again_ends_the_same(trained, tmp_path, inputs):
+    """By a file that is there from the start, by SIGUSR1 to the rank that writes nothing, by SIGTERM to torchrun."""
+    directory = RunDirectory(tmp_path / "dp2")
+    make_run(directory.path, **inputs, saving=SavingConfig(asynchronous=True, restart_every_steps=2))
+    command = torchrun(2, "train", "run", str(directory.path))
+    directory.stop_file.touch()
+    done = execute(command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "stopped at step 1 of 20; the same command goes on\n"
+    assert not directory.stop_file.exists()
+    assert directory.complete_restarts() == [1]
+    assert (status(directory)["status"], status(directory)["step"], status(directory)["attempt"]) == ("preempted", 1, 1)
+    assert "STOP" in status(directory)["reason"]
+
+    with started(command) as process:
+        wait_for(lambda: last_step(directory.path) >= 2, process)
+        assert not directory.status_json.exists()
+        (worker,) = [
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if child.environ().get("RANK") == "1"
+        ]
+        worker.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=120) == 0
+    first = status(directory)
+    assert (first["status"], first["attempt"]) == ("preempted", 2)
+    assert 2 <= first["step"] < 20
+    newest = max(directory.complete_restarts() + directory.complete_steps())
+    assert newest == first["step"]
+
+    with started(command) as process:
+        wait_for(lambda: last_step(directory.path) > first["step"], process)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=120)  # torchrun's own code
+    second = status(directory)
+    assert second["attempt"] == 3
+    assert second["step"] > first["step"]
+    assert [attempt["resumed_from_step"] for attempt in attempts(directory.environment_json)] == [None, 1, newest]
+
+    directory.stop_file.touch()  # too late: it must not stop the next attempt for ever, nor outlive the end
+    execute(command)
+    done = execute(command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert status(directory)["status"] == "done"
+    assert not directory.stop_file.exists()
+    assert len(directory.complete_restarts()) == 2
+    assert numbers(directory.path) == numbers(trained("dp2"))
+    for step in (0, 10, 20):
+        assert shard_hashes(directory.checkpoint(step)) == shard_hashes(trained("dp2") / f"checkpoints/step{step:08d}")
+    ranks = [json.loads(line) for line in directory.ranks.read_text().splitlines()]
+    assert {(row["rank"], row["attempt"]) for row in ranks} >= {(0, 1), (1, 1)}
+    assert all(0 < row["step_seconds_p50"] <= row["step_seconds_p95"] <= row["step_seconds_max"] for row in ranks)
+
+
+SIGNALLED_WHILE_STARTING = """
+import os, signal, sys
+from train import stopping
+stopping.listen()
+os.kill(os.getpid(), signal.SIGUSR1)
+from pathlib import Path
+print(stopping.requested(Path(sys.argv[1])))
+stopping.ignore()
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_signal_is_remembered_from_the_start_and_ignored_after_the_end(tmp_path):
+    done = execute([sys.executable, "-c", SIGNALLED_WHILE_STARTING, str(tmp_path)])
+    assert (done.returncode, done.stdout) == (0, "SIGUSR1\n")
+    assert list(tmp_path.iterdir()) == []

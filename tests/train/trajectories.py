@@ -1,0 +1,88 @@
+"""What must be the same in two trainings of one run: figures at every step, and every tensor of a checkpoint."""
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.runs import environment
+from train.run_directory import PROBE, RunDirectory, sha256_of
+from train.tracking import read_metrics
+
+OF_THIS_MACHINE = {
+    *("time", "attempt", "tokens_per_second", "model_flops_per_second", "memory_bytes"),
+    *("save_seconds", "save_stall_seconds", "save_failed", "quarantined"),
+}
+
+
+def shard_hashes(checkpoint: Path) -> dict[str, str]:
+    """SHA-256 of the files that hold tensors."""
+    paths = [path for path in sorted(checkpoint.iterdir()) if path.suffix in (".distcp", ".safetensors")]
+    assert paths, checkpoint
+    return {path.name: sha256_of(path) for path in paths if path.name != PROBE}
+
+
+def numbers(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, without what depends on the machine."""
+    rows = read_metrics(RunDirectory(run_dir).metrics)
+    return [{key: value for key, value in row.items() if key not in OF_THIS_MACHINE} for row in rows]
+
+
+def tree(directory: Path) -> dict[str, str]:
+    """Every file below a directory with its hash."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): sha256_of(path) for path in paths}
+
+
+def flip_a_byte(path: Path) -> None:
+    """Damages a file in its middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """kill -9 of a command and of every process it started, which torchrun puts into sessions of their own."""
+    family = [process]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGSTOP)  # or torchrun might start another meanwhile
+        family += psutil.Process(process.pid).children(recursive=True)
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            member.kill()
+    process.wait()
+
+
+@contextlib.contextmanager
+def started(command: list[str], **kwargs: Any) -> Iterator[subprocess.Popen]:
+    """A running command, killed with all its processes at the end of the block."""
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
+    try:
+        yield process
+    finally:
+        kill(process)
+        for stream in (process.stdout, process.stderr):
+            if stream:
+                stream.close()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 120) -> None:
+    """Until the condition holds, while the process lives."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        time.sleep(0.005)
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step in metrics.jsonl; 0 for none."""
+    rows = read_metrics(RunDirectory(run_dir).metrics)
+    return int(rows[-1]["step"]) if rows else 0

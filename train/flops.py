@@ -1,0 +1,47 @@
+"""Floating-point operations of training, and what GPUs are able to do."""
+
+import math
+import re
+from typing import NamedTuple
+
+from train.families import parameter_shapes
+from train.settings import ModelConfig
+
+EMBEDDINGS = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")  # looked up, not multiplied
+
+
+class Gpu(NamedTuple):
+    """A kind of GPU: dense bf16 FLOP/s and bytes of memory, both from NVIDIA's data sheets."""
+
+    peak_flops: float
+    memory_bytes: int
+
+
+GPUS = {
+    "h100": Gpu(989e12, 80 * 10**9),  # SXM
+    "h200": Gpu(989e12, 141 * 10**9),  # SXM
+    "a100": Gpu(312e12, 80 * 10**9),
+}
+
+
+def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+    """FLOPs of forward and backward pass per training token: 6 N + 12 layers x hidden x sequence_length.
+
+    N are all parameters but the token embedding, which is looked up; lm_head counts. The second term is attention's
+    products of queries, keys and values over the whole sequence, causal or not (PaLM, arXiv 2204.02311, appendix B).
+    Recomputed activations do not count, so that what is divided by the peak is the model FLOPs utilization (MFU).
+    """
+    shapes = parameter_shapes(model)
+    multiplied = sum(math.prod(shape) for name, shape in shapes.items() if name not in EMBEDDINGS)
+    return float(6 * multiplied + 12 * model.num_hidden_layers * model.hidden_size * sequence_length)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a whole GPU by its CUDA name, such as 'NVIDIA H100 80GB HBM3'; None for any other device.
+
+    The slower PCIe and NVL boards of H100 and H200 and the slices of MIG are other devices.
+    """
+    if re.search(r"\bMIG\b", device_name) or re.search(r"\bH[12]00\b.*\b(PCIe|NVL)\b", device_name):
+        return None
+    found = re.search(r"\b(A100|H100|H200)\b", device_name)
+    return GPUS[found[1].lower()].peak_flops if found else None

@@ -1,0 +1,202 @@
+"""The flat shards of the distributed optimizer: main weights, moments, slots, and how a checkpoint holds them.
+
+A data-parallel rank holds a contiguous stretch of all parameters laid end to end, so the first and the last parameter
+of its stretch may belong to its neighbours as well. A checkpoint holds every parameter's state in the parameter's own
+shape: the rank where a parameter begins, its owner, takes the rest of it from the ranks after it, and writes it. So
+every rank writes about as much as it holds, hardly anything is sent, and nothing is gathered.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from torch import Tensor
+
+from train.engine import WeightShard
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE = "optimizer.state."  # begins the checkpoint key of a part of a parameter's state
+SLOT = "slot."  # follows it for a slot
+EMBEDDING = "embedding.word_embeddings.weight"  # a parameter that every model has
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What this rank holds of one parameter."""
+
+    parameter: torch.nn.Parameter
+    start: int  # of the piece in the flat parameter
+    stop: int
+    owner: int  # data-parallel rank on which the parameter begins
+    last: int  # data-parallel rank on which it ends
+    ranks: tuple[tuple[int, int], ...]  # (start, stop) on each rank from the owner to the last
+    inner: Tensor  # fp32, flat: what the inner optimizer updates, and its key for the moments
+    decayed: bool
+
+
+class OptimizerState:
+    """Main weights, moments and slots of one rank."""
+
+    def __init__(self, optimizer: MegatronOptimizer, slot_names: list[str]) -> None:
+        (part,) = optimizer.chained_optimizers
+        assert isinstance(part, DistributedOptimizer)
+        self._part: Any = part
+        self._group = self._part.data_parallel_group_gloo  # pieces travel between CPUs
+        self._rank = dist.get_rank(self._group)
+        self._pieces = [piece for buffer in range(len(self._part.buffers)) for piece in self._pieces_of(buffer)]
+        self._slots = {
+            name: {piece.parameter: torch.zeros_like(piece.inner, requires_grad=False) for piece in self._pieces}
+            for name in slot_names
+        }
+
+    def _pieces_of(self, buffer_index: int) -> Iterator[_Piece]:
+        part = self._part
+        buffer = part.buffers[buffer_index]
+        (ranges_by_bucket,) = part.gbuf_ranges[buffer_index].values()
+        for bucket, ranges in zip(buffer.buckets, ranges_by_bucket, strict=True):
+            stretch = bucket.grad_data.numel() // self._group.size()
+            for parameter, held in ranges["param_map"].items():
+                begin, end, _ = buffer.param_index_map[parameter]
+                begin, end = begin - bucket.offset, end - bucket.offset
+                owner, last = begin // stretch, (end - 1) // stretch
+                bounds = [begin, *(stretch * rank for rank in range(owner + 1, last + 1)), end]
+                group_index, order = part.model_param_group_index_map[parameter]
+                group = part.optimizer.param_groups[group_index]
+                yield _Piece(
+                    parameter,
+                    held["param"].start,
+                    held["param"].end,
+                    owner,
+                    last,
+                    tuple((a - begin, b - begin) for a, b in itertools.pairwise(bounds)),
+                    group["params"][order],
+                    group["wd_mult"] != 0,
+                )
+
+    def weights(self) -> list[WeightShard]:
+        """The fp32 main weights of this rank."""
+        return [
+            WeightShard(
+                piece.decayed,
+                piece.inner.detach(),
+                bool(param_is_not_tensor_parallel_duplicate(piece.parameter)),
+            )
+            for piece in self._pieces
+        ]
+
+    def slot(self, name: str) -> list[Tensor]:
+        """A slot in the order of `weights`. KeyError for a name it was not made with."""
+        return [self._slots[name][piece.parameter] for piece in self._pieces]
+
+    @property
+    def steps(self) -> int:
+        """Updates so far, on which Adam's bias correction depends; the same in every group."""
+        # Apex and Transformer Engine count from their first update on, and never in a group without parameters here.
+        return max(int(group.get("step", 0)) for group in self._part.param_groups)
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        for group in self._part.param_groups:
+            group["step"] = value
+
+    def _tensors(self, piece: _Piece) -> dict[str, Tensor]:
+        """Everything kept of a piece by its part of the checkpoint key, flat."""
+        moments = self._part.optimizer.state[piece.inner]
+        slots = {SLOT + name: tensors[piece.parameter] for name, tensors in self._slots.items()}
+        return {"param": piece.inner.detach(), **{key: moments[key] for key in MOMENTS}, **slots}
+
+    def to_save(self, model: Any) -> dict[str, Any]:
+        """What a checkpoint holds of the optimizer, for mcore to save.
+
+        Args:
+            model: sharded state dict of the model, made with `keep_vars`; it says how every parameter is split. Its own
+                entries are handed to the parameters' owners too.
+        """
+        entries = _entries(model)
+        state = {}
+        for index, piece in enumerate(self._pieces):
+            wholes = {key: self._whole(piece, flat) for key, flat in self._tensors(piece).items()}
+            state[str(index)] = self._split_as(entries, piece, wholes)
+        owners = {id(piece.parameter): piece.owner for piece in self._pieces}
+        for parameter, entry in entries.items():
+            entry.replica_id = (*entry.replica_id[:-1], int(owners.get(parameter) != self._rank))
+        return state
+
+    def to_load(self, model: Any, slots: list[str]) -> dict[str, Any]:
+        """Empty tensors for mcore to load into: weights, moments, and the slots that the checkpoint holds.
+
+        Those need not be this run's: a branch may average what its parent did not, or the other way round.
+        """
+        entries, keys = _entries(model), ("param", *MOMENTS, *(SLOT + name for name in slots))
+        return {
+            str(index): self._split_as(
+                entries, piece, {key: torch.empty(piece.parameter.shape, device="cpu") for key in keys}
+            )
+            for index, piece in enumerate(self._pieces)
+        }
+
+    def _split_as(self, entries: dict[int, Any], piece: _Piece, wholes: dict[str, Tensor | None]) -> dict[str, Any]:
+        """Entries of a parameter's state, split over ranks as the parameter is."""
+        entry = entries[id(piece.parameter)]
+        return {
+            key: _for_owner(entry, f"{STATE}{key}.", data, self._rank - piece.owner)
+            for key, data in wholes.items()
+            if data is not None
+        }
+
+    def _whole(self, piece: _Piece, flat: Tensor) -> Tensor | None:
+        """The state of a whole parameter on its owner, live where all of it lies there; None on other ranks."""
+        if piece.owner == piece.last:
+            return flat.view(piece.parameter.shape)
+        peers = dist.get_process_group_ranks(self._group)
+        if self._rank != piece.owner:
+            dist.send(flat.cpu(), peers[piece.owner], self._group)
+            return None
+        whole = torch.empty(piece.parameter.numel(), device="cpu")
+        whole[piece.start : piece.stop] = flat
+        for rank, (start, stop) in enumerate(piece.ranks[1:], piece.owner + 1):
+            dist.recv(whole[start:stop], peers[rank], self._group)
+        return whole.view(piece.parameter.shape)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes over what mcore loaded into `to_load(...)`; a slot that was not loaded stays as it is."""
+        for index, piece in enumerate(self._pieces):
+            loaded = state[str(index)]
+            for key, flat in self._tensors(piece).items():
+                if key in loaded or not key.startswith(SLOT):
+                    flat.copy_(loaded[key].flatten()[piece.start : piece.stop])
+
+
+def slots_in(keys: Iterable[str]) -> list[str]:
+    """The names of the slots of a checkpoint with these keys."""
+    prefix, suffix = f"{STATE}{SLOT}", f".{EMBEDDING}"
+    return sorted(key[len(prefix) : -len(suffix)] for key in keys if key.startswith(prefix) and key.endswith(suffix))
+
+
+def _entries(model: Any) -> dict[int, Any]:
+    """The entries of a sharded state dict by the identity of their parameter."""
+    return {id(entry.data): entry for entry in nested_values(model) if _holds_tensor(entry)}
+
+
+def _holds_tensor(entry: Any) -> bool:
+    return isinstance(entry, ShardedTensor | ShardedTensorFactory)
+
+
+def _for_owner(entry: ShardedBase, prefix: str, data: Tensor, behind_owner: int) -> ShardedBase:
+    """The entry of a parameter's state, split as the parameter is and written by the parameter's owner."""
+    changes: dict[str, Any] = {
+        "key": prefix + entry.key,
+        "data": data,
+        "replica_id": (*entry.replica_id[:-1], behind_owner),  # type: ignore[misc]
+    }
+    if isinstance(entry, ShardedTensor):
+        changes["dtype"] = data.dtype
+    return replace(entry, **changes)

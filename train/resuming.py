@@ -1,0 +1,144 @@
+"""Where training goes on: from the newest checkpoint that is whole, or from the parent that a run branches from."""
+
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from train.branching import check_parent
+from train.checkpoint import READ_ERRORS, damage_of
+from train.command import UserError
+from train.config import RunConfig
+from train.distributed import from_rank_zero, gathered
+from train.engine import Engine
+from train.frozen import fingerprint
+from train.run_directory import CheckpointRecord, RunDirectory, first_damage, read_checkpoint_record, step_name
+
+
+class Start(NamedTuple):
+    """From where an attempt trains.
+
+    Attributes:
+        step: the updates already made.
+        record: of the checkpoint that was loaded; None at the initial weights.
+        quarantined: steps whose damaged checkpoint was moved away.
+        first: whether the run has no checkpoint of its own yet.
+    """
+
+    step: int
+    record: CheckpointRecord | None
+    quarantined: list[int]
+    first: bool
+
+
+def resume(
+    engine: Engine, run: RunConfig, directory: RunDirectory, *, data_sha256: dict[str, str], attempt: int
+) -> Start:
+    """Loads the newest checkpoint, permanent or for restarts, whose every file is as it was written. All ranks call.
+
+    A damaged one is moved to RUN/quarantine, and the one before it is tried.
+
+    Raises:
+        UserError: none is whole, it is of another configuration or other data, or it does not fit the layout.
+    """
+    # One rank looks: on a shared file system they might not all see the same.
+    candidates = from_rank_zero(_candidates(directory) if dist.get_rank() == 0 else None)
+    quarantined: list[int] = []
+    for step, checkpoint in candidates:
+        record, damage = _verified(checkpoint)
+        if record:
+            _check_belongs(checkpoint, record, run, data_sha256)
+            damage = _load(engine, checkpoint)
+        if record and not damage:
+            return Start(step, record, quarantined, first=False)
+        quarantined.append(step)
+        if dist.get_rank() == 0:
+            _quarantine(directory, checkpoint, attempt, str(damage))
+    if from_rank_zero(directory.quarantine.is_dir()):
+        raise UserError(
+            f"no checkpoint of {directory.path} is whole, damaged ones lie in {directory.quarantine}; restore one to "
+            f"{directory.checkpoints}, or remove both directories to begin again"
+        )
+    if run.branch_from:
+        return Start(run.branch_from.step, _load_parent(engine, run, directory, data_sha256), [], first=True)
+    return Start(0, None, [], first=True)
+
+
+def _candidates(directory: RunDirectory) -> list[tuple[int, Path]]:
+    """Complete checkpoints, newest first, permanent before restart."""
+    permanent = [(step, 1, directory.checkpoint(step)) for step in directory.complete_steps()]
+    restarts = [(step, 0, directory.restart(step)) for step in directory.complete_restarts()]
+    return [(step, path) for step, _, path in sorted(permanent + restarts, reverse=True)]
+
+
+def _verified(checkpoint: Path) -> tuple[CheckpointRecord | None, str | None]:
+    """The record of a checkpoint whose files are all as recorded, or what is damaged. Ranks share the hashing."""
+    record, damage = None, None
+    if dist.get_rank() == 0:
+        try:
+            record = read_checkpoint_record(checkpoint)
+        except UserError as error:
+            damage = str(error)
+    record, damage = from_rank_zero((record, damage))
+    if record:
+        mine = sorted(record.files)[dist.get_rank() :: dist.get_world_size()]
+        damages = gathered(first_damage(checkpoint, {name: record.files[name] for name in mine}))
+        damage = next((damage for damage in damages if damage), None)
+    return (None, damage) if damage else (record, None)
+
+
+def _check_belongs(checkpoint: Path, record: CheckpointRecord, run: RunConfig, data_sha256: dict[str, str]) -> None:
+    if record.fingerprint != fingerprint(run):
+        raise UserError(
+            f"{checkpoint} belongs to fingerprint {record.fingerprint}, run.json has {fingerprint(run)}; "
+            f"use another run name for another configuration"
+        )
+    if record.data_sha256 != data_sha256:
+        raise UserError(f"{checkpoint} was trained on other data than its run.json now points to; restore it")
+
+
+def _load(engine: Engine, checkpoint: Path) -> str | None:
+    """What is damaged of a checkpoint that does not load, on every rank; UserError if it does not fit."""
+    damage: str | None = None
+    try:
+        engine.load(checkpoint)
+    except (UserError, *READ_ERRORS) as error:
+        damage = damage_of(error)
+        if damage is None:
+            raise
+    return next((damage for damage in gathered(damage) if damage), None)
+
+
+def _quarantine(directory: RunDirectory, checkpoint: Path, attempt: int, damage: str) -> None:
+    directory.quarantine.mkdir(exist_ok=True)
+    kind = "" if checkpoint.parent == directory.checkpoints else "-restart"
+    target = directory.quarantine / f"{checkpoint.name}{kind}.attempt{attempt}"
+    os.rename(checkpoint, target)
+    print(f"warning: {' '.join(damage.split())}: moved to {target}", file=sys.stderr, flush=True)
+
+
+def _load_parent(
+    engine: Engine, run: RunConfig, directory: RunDirectory, data_sha256: dict[str, str]
+) -> CheckpointRecord:
+    """Loads the checkpoint that a run branches from; it stays as it is."""
+    assert run.branch_from
+    parent = RunDirectory(directory.resolve(run.branch_from.run))
+    failure = None
+    if dist.get_rank() == 0:
+        try:
+            check_parent(run, parent)
+        except UserError as error:
+            failure = error
+    failure = from_rank_zero(failure)
+    if failure:
+        raise failure
+    checkpoint = parent.checkpoint(run.branch_from.step)
+    record, damage = _verified(checkpoint)
+    if record and record.data_sha256 != data_sha256:
+        raise UserError(f"{checkpoint} was trained on other data than the branch {directory.path}; give it the same")
+    damage = damage or _load(engine, checkpoint)
+    if not record or damage:
+        raise UserError(f"{damage}; restore {step_name(run.branch_from.step)} of {parent.path} or branch from another")
+    return record
