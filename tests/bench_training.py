@@ -25,7 +25,7 @@ from train.families import hf_settings
 from train.initialization import initial_parameter
 from train.settings import ConstantPhase, DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 
-ROUNDS = 7
+ROUNDS = 11
 LEARNING_RATE = 1e-4
 MODEL = ModelConfig(
     vocab_size=4096,
