@@ -1,6 +1,7 @@
 """Both engines on one configuration, compared by the command that users have for it."""
 
 import json
+from typing import Any
 
 from tests.runs import execute, make_run, python, torchrun
 from train.run_directory import RunDirectory
@@ -9,12 +10,13 @@ from train.settings import ZeroConfig
 
 def test_fifty_steps_of_both_engines_are_the_same_run(tmp_path, inputs):
     """fp32, two processes; sums are taken in another order, which fifty updates at this rate do not amplify."""
-    settings = {"total_steps": 50, "save_steps": (50,), "evaluate_every_steps": 25, "peak_lr": 3e-3}
-    for name, changes in {
+    settings: dict[str, Any] = {"total_steps": 50, "save_steps": (50,), "evaluate_every_steps": 25, "peak_lr": 3e-3}
+    variants: dict[str, dict[str, Any]] = {
         "megatron": {},
         "zero1": {"engine": "deepspeed"},
         "zero2": {"engine": "deepspeed", "zero": ZeroConfig(stage=2)},
-    }.items():
+    }
+    for name, changes in variants.items():
         make_run(tmp_path / name, **inputs, **settings, **changes)
         done = execute(torchrun(2, "train", "run", str(tmp_path / name)))
         assert done.returncode == 0, done.stderr[-3000:]
