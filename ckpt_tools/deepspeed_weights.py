@@ -11,8 +11,8 @@ from torch import Tensor
 from train.command import UserError
 from train.config import RunConfig
 from train.families import parameter_shapes
+from train.run_directory import MODEL_WEIGHTS
 
-WEIGHTS = "model.safetensors"
 STORED_DTYPE = {"fp32": "F32", "bf16": "BF16"}  # safetensors' names
 
 
@@ -22,7 +22,7 @@ def read_hf_weights(checkpoint: Path, run: RunConfig) -> dict[str, Tensor]:
     Raises:
         UserError: a key, a shape or a dtype of the file is not the model's, or a key is missing.
     """
-    path = checkpoint / WEIGHTS
+    path = checkpoint / MODEL_WEIGHTS
     next_action = f"{checkpoint} is no checkpoint of the model in its run.json; give another"
     shapes, dtype = parameter_shapes(run.model), STORED_DTYPE[run.precision]
     if not path.is_file():
@@ -33,13 +33,13 @@ def read_hf_weights(checkpoint: Path, run: RunConfig) -> dict[str, Tensor]:
             differing = sorted(names ^ shapes.keys())
             if differing:
                 problem = "unknown" if differing[0] in names else "missing"
-                raise UserError(f"{problem} key '{differing[0]}' in {WEIGHTS}: {next_action}")
+                raise UserError(f"{problem} key '{differing[0]}' in {MODEL_WEIGHTS}: {next_action}")
             for name, shape in shapes.items():
                 stored = file.get_slice(name)
                 found = (stored.get_dtype(), tuple(stored.get_shape()))
                 if found != (dtype, shape):
                     raise UserError(
-                        f"'{name}' is {found[0]} {found[1]} in {WEIGHTS}, the model needs {dtype} {shape}: "
+                        f"'{name}' is {found[0]} {found[1]} in {MODEL_WEIGHTS}, the model needs {dtype} {shape}: "
                         f"{next_action}"
                     )
             return {name: file.get_tensor(name) for name in shapes}

@@ -80,10 +80,7 @@ def compare_runs(run_a: Path, run_b: Path, tolerance: float | None = None) -> Co
 def _rows(run_dir: Path) -> dict[int, dict[str, float]]:
     """The compared figures of a run by step; UserError where there are none or one of them is no finite number."""
     path = RunDirectory(run_dir).metrics
-    try:
-        rows = read_metrics(path)
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not text; restore it or train the run again") from None
+    rows = read_metrics(path)
     if not rows:
         raise UserError(f"{path} holds no metrics; train {run_dir} first")
     figures: dict[int, dict[str, float]] = {}

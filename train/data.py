@@ -25,9 +25,7 @@ class SequenceBatch(NamedTuple):
 
     tokens_BS: NDArray[np.int64]  # [B, S + 1]: inputs are [:, :-1], labels [:, 1:]
     counted_BS: NDArray[np.bool_]  # [B, S]: the labels that enter the loss
-    documents_BS: (
-        NDArray[np.int64] | None
-    )  # [B, S]: each input's document in its sequence, from 0; None: not told apart
+    documents_BS: NDArray[np.int64] | None  # [B, S]: each input's document, counted from 0; None: not told apart
 
 
 def batch(corpus: Corpus, *, step: int, batch_size: int, sequence_length: int, seed: int) -> NDArray[np.int64]:

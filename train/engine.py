@@ -26,6 +26,36 @@ class Batch(NamedTuple):
         """A batch in which every label counts."""
         return Batch(tokens_BS, torch.ones(len(tokens_BS), tokens_BS.shape[1] - 1, dtype=torch.bool))
 
+    def microbatches(
+        self, size: int, *, rank: int, ranks: int, device: torch.device, multiple_of: int = 1
+    ) -> list["Batch"]:
+        """What one data-parallel rank computes: of every `ranks` consecutive microbatches the one of its rank.
+
+        Where the sequences do not suffice the first is repeated, and counts nowhere.
+
+        Args:
+            size: sequences of a microbatch.
+            rank: of data parallelism.
+            ranks: how many there are.
+            device: where the microbatches are needed.
+            multiple_of: what the number of microbatches has to be a multiple of.
+        """
+        count = len(self.tokens_BS)
+        number = -(-count // (size * ranks))
+        number += -number % multiple_of
+
+        def share(whole: Tensor, filler: Tensor) -> Tensor:
+            padded = torch.cat([whole, filler.expand(number * ranks * size - count, -1)])
+            mine: Tensor = padded.unflatten(0, (number, ranks, size))[:, rank]  # type: ignore[no-untyped-call]
+            return mine.to(device)
+
+        tokens = share(self.tokens_BS, self.tokens_BS[:1])
+        counted = share(self.counted_BS, torch.zeros_like(self.counted_BS[:1]))
+        if self.documents_BS is None:
+            return [Batch(*parts) for parts in zip(tokens, counted, strict=True)]
+        documents = share(self.documents_BS, self.documents_BS[:1])
+        return [Batch(*parts) for parts in zip(tokens, counted, documents, strict=True)]
+
 
 class StepResult(NamedTuple):
     """One update, over all ranks.

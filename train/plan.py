@@ -12,9 +12,8 @@ from train.flops import GPUS, Gpu, flops_per_token
 from train.memory import CheckpointBytes, RankMemory, checkpoint_bytes, parameter_count, rank_memory
 from train.schedules import first_step
 
-MICROBATCHES_PER_STAGE = (
-    4  # at least, in proposed layouts: a pipeline idles for (stages - 1) / microbatches of its time
-)
+# At least, in proposed layouts: a pipeline idles for (stages - 1) / microbatches of its time.
+MICROBATCHES_PER_STAGE = 4
 
 
 class Cluster(NamedTuple):

@@ -161,9 +161,8 @@ def _tokenize_all(sources: list[TextFile | DatasetPart], tokenizer_dir: Path, pa
                 pool.shutdown(cancel_futures=True)
 
 
-def _pieces(parts: list[Path]) -> Iterator[Piece]:
-    for directory in parts:
-        part = Part.model_validate_json((directory / PART_JSON).read_text())
+def _pieces(directories: list[Path], parts: list[Part]) -> Iterator[Piece]:
+    for directory, part in zip(directories, parts, strict=True):
         if part.documents:
             yield Piece(directory / "bin", part.bin_sha256, np.memmap(directory / "lengths", np.int32, mode="r"))
 
@@ -216,7 +215,7 @@ def prepare(
             if not any(part.documents for part in parts):
                 shutil.rmtree(kept)
                 raise UserError(f"no document in {len(named)} source(s); give files that hold text")
-            files = join_pieces(_pieces(directories), aside, _token_dtype(tokenizer))
+            files = join_pieces(_pieces(directories, parts), aside, _token_dtype(tokenizer))
         finally:
             if kept.exists() and not any(kept.iterdir()):
                 kept.rmdir()

@@ -19,6 +19,7 @@ from train.frozen import Frozen
 
 CHECKPOINT_JSON = "checkpoint.json"
 PROBE = "probe.safetensors"
+MODEL_WEIGHTS = "model.safetensors"  # of DeepSpeed checkpoints: whole, by HF name
 
 
 def sha256_of(path: Path) -> str:

@@ -113,14 +113,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     of the lines: an orphan of an earlier attempt may have written after it.
     """
     rows: dict[int, dict[int, dict[str, Any]]] = {}  # by step and attempt
-    if path.exists():
-        for line in path.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):
-                try:
-                    row = json.loads(line)
-                    rows.setdefault(row["step"], {}).setdefault(row.get("attempt", 0), {}).update(row)
-                except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-                    raise UserError(f"{path}: '{line[:60].strip()}' is no row of metrics; remove that line") from None
+    try:
+        text = path.read_text() if path.exists() else ""
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not text; restore it or train the run again") from None
+    for line in text.splitlines(keepends=True):
+        if line.endswith("\n"):
+            try:
+                row = json.loads(line)
+                rows.setdefault(row["step"], {}).setdefault(row.get("attempt", 0), {}).update(row)
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+                raise UserError(f"{path}: '{line[:60].strip()}' is no row of metrics; remove that line") from None
     return [_merged(rows[step]) for step in sorted(rows)]
 
 

@@ -149,7 +149,7 @@ def test_deepspeeds_own_conversion_finds_the_same_state(saved, tmp_path):
     for name in names:
         for ours, theirs in (("weights", "fp32"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
             path = tmp_path / "universal" / "zero" / name / f"{theirs}.pt"
-            whole = torch.load(path, weights_only=False)["param"]
+            whole = torch.load(path, weights_only=False)["param"]  # pickled by ds_to_universal just above
             assert torch.equal(whole.flatten(), state[f"{ours}/{name}"]), (ours, name)
 
 

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from train.command import UserError
 from train.deepspeed.sharding import Partition, Piece
-from train.run_directory import fsync_path
+from train.run_directory import MODEL_WEIGHTS, fsync_path
 
-MODEL = "model.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 RESTORE = "delete it to go on from the checkpoint before it"
 
@@ -40,7 +39,7 @@ class StateFiles:
         self._directory = directory
         self._files: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {}
         if model is not None:
-            self._files[MODEL] = (model, {"format": "pt"})
+            self._files[MODEL_WEIGHTS] = (model, {"format": "pt"})
 
     def add_state(self, partitions: list[Partition], kinds: dict[str, list[Tensor]], stage: int, step: int) -> None:
         """Copies optimizer state to be written.

@@ -105,24 +105,10 @@ class DeepSpeedEngine:
         return self._means(totals)[0]
 
     def _microbatches(self, batch: Batch) -> list[Batch]:
-        """What is this rank's share: of every `data_parallel` consecutive microbatches the one of its rank.
-
-        Where the sequences do not suffice the first is repeated, and counts nowhere.
-        """
-        shape = (self.data_parallel, self.run.micro_batch_size)
-        padding = -len(batch.tokens_BS) % (shape[0] * shape[1])
-
-        def mine(whole: Tensor, filler: Tensor) -> Tensor:
-            padded = torch.cat([whole, filler.expand(padding, -1)])
-            share: Tensor = padded.unflatten(0, (-1, *shape))[:, dist.get_rank()]
-            return share.to(self.device)
-
-        tokens = mine(batch.tokens_BS, batch.tokens_BS[:1])
-        counted = mine(batch.counted_BS, torch.zeros_like(batch.counted_BS[:1]))
-        if batch.documents_BS is None:
-            return [Batch(*parts) for parts in zip(tokens, counted, strict=True)]
-        documents = mine(batch.documents_BS, batch.documents_BS[:1])
-        return [Batch(*parts) for parts in zip(tokens, counted, documents, strict=True)]
+        """The share of this rank, on its device."""
+        return batch.microbatches(
+            self.run.micro_batch_size, rank=dist.get_rank(), ranks=self.data_parallel, device=self.device
+        )
 
     def _logits(self, model: Any, inputs_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
         """Logits [B, S, V] in fp32; attention stays within a document where documents are given."""

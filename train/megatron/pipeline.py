@@ -84,24 +84,14 @@ class Pipeline:
         return self.run.parallel.pipeline if self.run.parallel.virtual_pipeline > 1 else 1
 
     def _microbatches(self, batch: Batch) -> list[Batch]:
-        """The share of this rank, on its device, filled up to whole microbatches with uncounted copies."""
-        micro, count = self.run.micro_batch_size, len(batch.tokens_BS)
-        number = -(-count // (micro * self.data_parallel))
-        number += -number % self._smallest_number
-        filled = number * micro * self.data_parallel
-        rank = parallel_state.get_data_parallel_rank()
-
-        def share(values: Tensor, fill: Tensor) -> Tensor:
-            whole = torch.cat([values, fill.expand(filled - count, *values.shape[1:])])
-            mine: Tensor = whole.unflatten(0, (number, self.data_parallel, micro))[:, rank]  # type: ignore[no-untyped-call]
-            return mine.to(self.device)
-
-        tokens = share(batch.tokens_BS, batch.tokens_BS[:1])
-        counted = share(batch.counted_BS, torch.zeros_like(batch.counted_BS[:1]))
-        if batch.documents_BS is None:
-            return [Batch(*parts) for parts in zip(tokens, counted, strict=True)]
-        documents = share(batch.documents_BS, batch.documents_BS[:1])
-        return [Batch(*parts) for parts in zip(tokens, counted, documents, strict=True)]
+        """The share of this rank, on its device, as many as the schedule needs."""
+        return batch.microbatches(
+            self.run.micro_batch_size,
+            rank=parallel_state.get_data_parallel_rank(),
+            ranks=self.data_parallel,
+            device=self.device,
+            multiple_of=self._smallest_number,
+        )
 
     def _run(self, microbatches: list[Batch], loss: Loss, *, forward_only: bool) -> list[Report]:
         """Runs them through the pipeline; what their losses report, on its last stage."""
