@@ -3,14 +3,23 @@
 Names are made here and nowhere else. Needs neither torch nor transformers.
 """
 
+import json
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from train.command import UserError
-from train.run_directory import write_json
+from train.run_directory import FileRecord, write_json
 
 LINEAGE_JSON = "lineage.json"
 RESULT_JSON = "result.json"
+VERIFICATION_PROBE = "verification/probe.safetensors"  # what the training engine computed, which HF has to reproduce
+# What makes up a tokenizer; its directory may be a whole HF model's.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja"),
+)
 Measurement = Literal["quant", "curvature"]
 
 
@@ -48,3 +57,16 @@ def write_result(directory: Path, result: dict[str, Any]) -> None:
     """Writes result.json, whole or not at all."""
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / RESULT_JSON, result)
+
+
+def read_lineage(hf_dir: Path) -> tuple[dict[str, Any], dict[str, FileRecord]] | None:
+    """Where the directory comes from, and the files it vouches for; None for a directory without lineage.json."""
+    path = hf_dir / LINEAGE_JSON
+    if not path.exists():
+        return None
+    try:
+        lineage = json.loads(path.read_text())
+        files = {name: FileRecord.model_validate(record) for name, record in lineage.pop("files").items()}
+        return lineage, files
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, ValidationError):
+        raise UserError(f"{path} is damaged; remove {hf_dir} and export the checkpoint again") from None

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from ckpt_tools.hf_directory import LINEAGE_JSON
+from ckpt_tools.hf_directory import read_lineage
 from train.command import UserError
-from train.run_directory import FileRecord, sha256_of, verify_files
+from train.run_directory import sha256_of, verify_files
 
 EXPORTED_ARCHITECTURES = ("Olmo2ForCausalLM", "LlamaForCausalLM", "GPTNeoXForCausalLM")
 MEASURED_ARCHITECTURES = ("Olmo2ForCausalLM",)  # that quantization and curvature spell out
@@ -39,19 +38,6 @@ def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] = MEASURED_ARCHI
     if held[0] not in architectures:
         raise UserError(f"{hf_dir} holds a {held[0]}; give one of {', '.join(architectures)}")
     return dict(config)
-
-
-def read_lineage(hf_dir: Path) -> tuple[dict[str, Any], dict[str, FileRecord]] | None:
-    """Where the directory comes from, and the files it vouches for; None for a directory without lineage.json."""
-    path = hf_dir / LINEAGE_JSON
-    if not path.exists():
-        return None
-    try:
-        lineage = json.loads(path.read_text())
-        files = {name: FileRecord.model_validate(record) for name, record in lineage.pop("files").items()}
-        return lineage, files
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, ValidationError):
-        raise UserError(f"{path} is damaged; remove {hf_dir} and export the checkpoint again") from None
 
 
 def identify(hf_dir: Path) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from study.recipes import RECIPES, Study, load_study, resolve, save_study
+from study.recipes import RECIPES, resolve
+from study.settings import Study, load_study, save_study
 from train.command import UserError, run_command
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -64,6 +65,8 @@ def show(name: Name, profile: Profile = "full", settings: Settings = None) -> No
     averages = dict.fromkeys(average.name for run in study.runs for average in run.averages)
     if averages and study.averaged_steps:
         typer.echo(f"  averages quantized: {', '.join(averages)} at {', '.join(map(str, study.averaged_steps))}")
+    for soup in study.soups:
+        typer.echo(f"  {soup.name}: the mean of the checkpoints at {', '.join(map(str, soup.steps))}, quantized")
     for step in steps_of(study):
         typer.echo(f"{step.name}: {shown(step.command)}")
 

@@ -1,14 +1,20 @@
-"""Averages of weights beside the weights themselves: whether averaging can take the place of an anneal."""
+"""Averages of weights beside the weights themselves: whether averaging can take the place of an anneal.
 
-from collections.abc import Iterable
+Two kinds: those kept in training (LAWA windows, EMAs), and soups of exported checkpoints.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from quant_eval.specs import parse_spec
-from study.recipes import Study, spec_title
+from study.settings import SoupSettings, Study, spec_title
 from study.summary import Estimate, Rows, estimate, listed
 from train.config import RunConfig
 from train.settings import Ema, Lawa
+
+Row = dict[str, Any]
+Choice = Callable[[RunConfig, Rows], Row | None]  # one of a run's rows
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,15 @@ class Compared:
     estimates: dict[str, Estimate | None]
 
 
-def average_title(average: Lawa | Ema) -> str:
-    """'LAWA, 5 weights 16 steps apart' for lawa5x16."""
+def kept_averages(study: Study) -> list[Lawa | Ema]:
+    """The averages that the runs keep in training, each once."""
+    return list(dict.fromkeys(average for run in study.runs for average in run.averages))
+
+
+def average_title(average: Lawa | Ema | SoupSettings) -> str:
+    """'LAWA, 5 weights 16 steps apart' for lawa5x16, 'soup of steps 592 and 640' for a soup."""
+    if isinstance(average, SoupSettings):
+        return f"soup of steps {listed([str(step) for step in average.steps])}"
     if isinstance(average, Lawa):
         return f"LAWA, {average.window} weights {average.interval_steps} steps apart"
     return f"EMA, decay {average.decay:g} every {average.interval_steps} steps"
@@ -39,6 +52,11 @@ def average_label(average: Lawa | Ema, others: Iterable[Lawa | Ema]) -> str:
     return average.kind.upper() if alone else average.name
 
 
+def lowest_spec(study: Study) -> str:
+    """The spec of the fewest bits: there quantization costs most."""
+    return min(study.quantization.specs, key=lambda spec: parse_spec(spec).bits)
+
+
 def compared_columns(study: Study) -> list[str]:
     """Columns of the table that a comparison shows: loss, then quantized loss, error and divergence of each spec."""
     specs = study.quantization.specs
@@ -47,22 +65,25 @@ def compared_columns(study: Study) -> list[str]:
 
 
 def compare(study: Study, rows: Rows) -> list[Compared]:
-    """At every step with an average, by rising peak learning rate: the weights, then their averages."""
+    """By rising peak learning rate, the weights and their averages at the end of each phase and of each soup."""
     columns = compared_columns(study)
+    titles = {average.name: average_title(average) for average in (*kept_averages(study), *study.soups)}
+    soups = {soup.name for soup in study.soups}
     compared = []
     for run in _by_peak(study):
-        titles = {average.name: average_title(average) for average in run.averages}
         own = [row for row in rows if row["run"] == run.name]
-        averaged = {row["step"] for row in own if row["average"]}
+        averaged = [row for row in own if row["average"]]
+        last_of_phase = {row["phase"]: row["step"] for row in averaged}
+        steps = {*last_of_phase.values(), *(row["step"] for row in averaged if row["average"] in soups)}
         for row in own:
-            if row["step"] in averaged:
+            if row["step"] in steps:
                 model = titles[row["average"]] if row["average"] else f"step {row['step']}, {_phase(run, row)}"
                 estimates = {column: estimate(row, column) for column in columns}
                 compared.append(Compared(f"{run.optimizer.peak_lr:g}", model, estimates))
     return compared
 
 
-def _phase(run: RunConfig, row: dict[str, Any]) -> str:
+def _phase(run: RunConfig, row: Row) -> str:
     if row["phase"] != "anneal":
         return "before the anneal" if run.schedule.anneal else row["phase"]
     return "annealed" if row["step"] == run.total_steps else "in the anneal"
@@ -75,8 +96,8 @@ def _by_peak(study: Study) -> list[RunConfig]:
 def _clause(quantity: str, pairs: list[tuple[str, Estimate, Estimate]]) -> str:
     """How the first estimate of each labelled pair lies to the second; order is claimed where intervals lie apart."""
     groups: dict[str, list[str]] = {"lower": [], "higher": [], "not told apart": []}
-    for label, average, annealed in pairs:
-        apart = "lower" if average.is_below(annealed) else "higher" if annealed.is_below(average) else "not told apart"
+    for label, first, second in pairs:
+        apart = "lower" if first.is_below(second) else "higher" if second.is_below(first) else "not told apart"
         groups[apart].append(label)
     if len(groups["not told apart"]) == len(pairs):
         return f"{quantity} is not told apart at any peak"
@@ -88,36 +109,66 @@ def _clause(quantity: str, pairs: list[tuple[str, Estimate, Estimate]]) -> str:
     return f"{quantity} is {', '.join(parts)}"
 
 
+def _average(name: str, key: str, value: Any) -> Choice:
+    """The last model of an average among the rows with this value."""
+
+    def choose(_run: RunConfig, own: Rows) -> Row | None:
+        found = [row for row in own if row["average"] == name and row[key] == value]
+        return found[-1] if found else None
+
+    return choose
+
+
+def _annealed(run: RunConfig, own: Rows) -> Row | None:
+    """The last weights of a run that ends with an anneal."""
+    weights = [row for row in own if not row["average"] and row["phase"] == "anneal"]
+    return weights[-1] if weights and weights[-1]["step"] == run.total_steps else None
+
+
 def average_findings(study: Study, rows: Rows) -> list[str]:
-    """A sentence per average: its last model before the anneal against the annealed weights, at the lowest width."""
-    spec = min(study.quantization.specs, key=lambda spec: parse_spec(spec).bits)
+    """A sentence per comparison, at the lowest width: which of two models has the lower losses and divergence.
+
+    Averages kept in training, the last ones before the anneal, and soups are compared with the annealed weights; soups
+    also with the averages kept in training at their last step.
+    """
+    comparisons: list[tuple[str, Choice, Choice]] = []
+    for average in kept_averages(study):
+        head = f"{average_title(average)}, before the anneal against the annealed weights"
+        comparisons.append((head, _average(average.name, "phase", "stable"), _annealed))
+    for soup in study.soups:
+        last = soup.steps[-1]
+        made, title = _average(soup.name, "step", last), average_title(soup).capitalize()
+        comparisons.append((f"{title}, against the annealed weights", made, _annealed))
+        for average in kept_averages(study):
+            head = f"{title}, against {average_label(average, kept_averages(study))} at step {last}"
+            comparisons.append((head, made, _average(average.name, "step", last)))
+    sentences = [_sentence(study, rows, *comparison) for comparison in comparisons]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _sentence(study: Study, rows: Rows, head: str, first: Choice, second: Choice) -> str | None:
+    spec = lowest_spec(study)
     quantities = {
         "cross_entropy": "the full-precision loss",
         "cross_entropy_quantized": f"the quantized loss ({spec_title(spec)})",
         "kl_divergence": "the KL divergence there",
     }
-    sentences = []
-    for average in dict.fromkeys(average for run in study.runs for average in run.averages):
-        clauses = []
-        for figure, quantity in quantities.items():
-            pairs = _pairs(study, rows, average.name, f"quant/{spec}/{figure}")
-            if pairs:
-                clauses.append(_clause(quantity, pairs))
-        if clauses:
-            head = f"{average_title(average)}, before the anneal against the annealed weights"
-            sentences.append(f"{head}: {'; '.join(clauses)}.")
-    return sentences
+    clauses = []
+    for figure, quantity in quantities.items():
+        pairs = _pairs(study, rows, first, second, f"quant/{spec}/{figure}")
+        if pairs:
+            clauses.append(_clause(quantity, pairs))
+    return f"{head}: {'; '.join(clauses)}." if clauses else None
 
 
-def _pairs(study: Study, rows: Rows, average: str, column: str) -> list[tuple[str, Estimate, Estimate]]:
-    """By peak learning rate: the column of the average's last model before the anneal, and of the annealed weights."""
+def _pairs(
+    study: Study, rows: Rows, first: Choice, second: Choice, column: str
+) -> list[tuple[str, Estimate, Estimate]]:
+    """By peak learning rate: the column of both chosen models, for the runs that have them."""
     pairs = []
     for run in _by_peak(study):
         own = [row for row in rows if row["run"] == run.name]
-        before = [row for row in own if row["average"] == average and row["phase"] == "stable"]
-        after = [row for row in own if not row["average"] and row["phase"] == "anneal"]
-        if before and after and after[-1]["step"] == run.total_steps:
-            averaged, annealed = estimate(before[-1], column), estimate(after[-1], column)
-            if averaged and annealed:
-                pairs.append((f"{run.optimizer.peak_lr:g}", averaged, annealed))
+        one, other = estimate(first(run, own), column), estimate(second(run, own), column)
+        if one and other:
+            pairs.append((f"{run.optimizer.peak_lr:g}", one, other))
     return pairs

@@ -1,8 +1,7 @@
 """What the figures of a report share: a look per run, axes in tokens, learning rates, a legend.
 
 One colour and marker per run, from a sequence that stays readable without colour vision and in grey: the runs are
-ordered by their peak learning rate, so are the colours. Bars are the intervals of the results. Filled markers are
-weights as training left them, open ones averages of them.
+ordered by their peak learning rate, so are the colours. Bars are the intervals of the results.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,9 +15,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from study.averages import average_label
-from study.collect import trained
-from study.recipes import Study
+from study.settings import Study
 from train.config import RunConfig
 from train.schedules import learning_rate
 
@@ -36,13 +33,6 @@ STYLE: Any = {
     "legend.frameon": False,
     "lines.linewidth": 1.4,
     "lines.markersize": 4.5,
-}
-OPEN_MARKER: Any = {
-    "linestyle": "none",
-    "markerfacecolor": "white",
-    "markersize": 6,
-    "markeredgewidth": 1.2,
-    "zorder": 4,
 }
 SMALL_MARKER = 2.6
 LEARNING_RATE_COLOUR, ANNEAL_COLOUR = "#777777", "#f3f1e7"
@@ -98,30 +88,29 @@ class Canvas:
         self.axes: list[Axes] = list(self.figure.subplots(1, panels, squeeze=False)[0])
         self.unit, self.unit_name = token_unit(study)
 
-    def points(self, run: str, column: str) -> Rows:
-        """Rows of one run's weights where the column has a value."""
-        return [row for row in trained(self.rows) if row["run"] == run and row[column] is not None]
+    def points(self, run: str, column: str, average: str | None = None) -> Rows:
+        """Rows of one run's weights, or of an average of them, where the column has a value."""
+        rows = (row for row in self.rows if row["run"] == run and row["average"] == average)
+        return [row for row in rows if row[column] is not None]
 
-    def averages(self, run: str, column: str) -> Rows:
-        """Rows of averages of one run's weights where the column has a value."""
-        return [row for row in self.rows if row["average"] and row["run"] == run and row[column] is not None]
-
-    def lines(self, axis: Axes, column: str, bounds: Bounds) -> None:
-        """One line per run of a column against tokens, with bars between its bounds; averages are points."""
+    def lines(
+        self,
+        axis: Axes,
+        column: str,
+        bounds: Bounds | None,
+        average: str | None = None,
+        style: dict[str, Any] | None = None,
+    ) -> None:
+        """A column against tokens, one line per run: of its weights, or of an average; with bars between the bounds."""
         for run, look in self.looks.items():
-            for rows, style in ((self.points(run, column), {}), (self.averages(run, column), OPEN_MARKER)):
+            rows = self.points(run, column, average)
+            bars = None
+            if bounds:
                 below = [row[column] - bounds(row)[0] for row in rows]
-                above = [bounds(row)[1] - row[column] for row in rows]
-                axis.errorbar(
-                    [row["tokens"] / self.unit for row in rows],
-                    [row[column] for row in rows],
-                    yerr=[below, above],
-                    color=look.colour,
-                    marker=look.marker,
-                    elinewidth=0.9,
-                    capsize=2,
-                    **style,
-                )
+                bars = [below, [bounds(row)[1] - row[column] for row in rows]]
+            tokens, values = [row["tokens"] / self.unit for row in rows], [row[column] for row in rows]
+            drawn: Any = {"color": look.colour, "marker": look.marker, **(style or {})}
+            axis.errorbar(tokens, values, yerr=bars, elinewidth=0.9, capsize=2, **drawn)
 
     def tokens_axis(self, axis: Axes) -> None:
         """The x axis in tokens, with the anneal shaded where all runs share it."""
@@ -157,14 +146,6 @@ class Canvas:
             colour = LEARNING_RATE_COLOUR if len(curves) == 1 else self.looks[run].colour
             tokens = [step * tokens_per_step / self.unit for step in steps]
             second.plot(tokens, shares, color=colour, linestyle=(0, (1, 1.6)), linewidth=1.2)
-
-    def average_handles(self) -> list[Line2D]:
-        """Legend entries of the averages that were measured."""
-        names = {row["average"] for row in self.rows}
-        kept = dict.fromkeys(average for run in self.study.runs for average in run.averages)
-        measured = [average for average in kept if average.name in names]
-        style: Any = OPEN_MARKER | {"marker": "o", "color": "#555555"}
-        return [Line2D([], [], label=average_label(average, measured), **style) for average in measured]
 
     def legend(self, extra: Iterable[Line2D] = ()) -> None:
         """The legend of the runs above the panels."""

@@ -1,9 +1,9 @@
 """All measurements of a study as one table: a row per run and measured model, a column per figure.
 
-A row is the weights after a step, or an average of weights (then `average` names it); curvature is not measured of
-averages. Columns have the names of the MLflow metrics: `held_out_loss`, `quant/gptq-b3-g32/relative_error`,
-`curvature/trace`. There is neither a time nor a path in the table: a study that was killed and resumed gives the same
-one.
+A row is the weights after a step, or an average of weights up to there (then `average` names it); curvature is not
+measured of averages, nor did training evaluate a soup, which is made from exports. Columns have the names of the MLflow
+metrics: `held_out_loss`, `quant/gptq-b3-g32/relative_error`, `curvature/trace`. There is neither a time nor a path in
+the table: a study that was killed and resumed gives the same one.
 """
 
 import json
@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from study.recipes import Study
-from study.steps import checkpoint_directory, curvature_result, quantization_result
+from ckpt_tools.hf_directory import LINEAGE_JSON
+from study.settings import MeasuredModel, Study
+from study.steps import checkpoint_directory, curvature_result, hf_directory, quantization_result
 from train.command import UserError
 from train.config import RunConfig
 from train.run_directory import CHECKPOINT_JSON, read_checkpoint_record, replaced_file
+from train.schedules import learning_rate
 
 TABLE = "table.parquet"
 INTERVAL_FIGURES = (
@@ -112,6 +114,25 @@ def curvature_values(path: Path) -> dict[str, Any]:
     return values
 
 
+def _training_values(directory: Path, run: RunConfig, model: MeasuredModel) -> dict[str, Any] | None:
+    """Columns that training decides; None while there is no such model."""
+    if model.soup_of:
+        if not (directory / hf_directory(run.name, model) / LINEAGE_JSON).exists():
+            return None
+        last = {"tokens": model.step * run.tokens_per_step, "learning_rate": learning_rate(run, model.step)}
+        return last | {"train_loss": None, "held_out_loss": None}
+    checkpoint = directory / checkpoint_directory(run.name, model)
+    if not (checkpoint / CHECKPOINT_JSON).exists():
+        return None
+    record = read_checkpoint_record(checkpoint)
+    return {
+        "tokens": record.tokens,
+        "learning_rate": record.learning_rate,
+        "train_loss": None if model.average else record.train_loss,
+        "held_out_loss": record.held_out_loss,
+    }
+
+
 def collect_rows(directory: Path, study: Study) -> Collected:
     """One row per run and measured model, in the order of the study; what is not measured yet is left out."""
     rows, found, expected = [], 0, 0
@@ -124,10 +145,9 @@ def collect_rows(directory: Path, study: Study) -> Collected:
             if model.average is None:
                 results.append((directory / curvature_result(run.name, model), curvature_values))
             expected += 1 + len(results)
-            checkpoint = directory / checkpoint_directory(run.name, model)
-            if not (checkpoint / CHECKPOINT_JSON).exists():
+            trained_on = _training_values(directory, run, model)
+            if trained_on is None:
                 continue
-            record = read_checkpoint_record(checkpoint)
             row = {
                 "study": study.name,
                 "run": run.name,
@@ -135,10 +155,7 @@ def collect_rows(directory: Path, study: Study) -> Collected:
                 "phase": phase_of(run, model.step),
                 "peak_lr": run.optimizer.peak_lr,
                 "step": model.step,
-                "tokens": record.tokens,
-                "learning_rate": record.learning_rate,
-                "train_loss": None if model.average else record.train_loss,
-                "held_out_loss": record.held_out_loss,
+                **trained_on,
             }
             found += 1
             for path, values in results:

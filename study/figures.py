@@ -1,6 +1,7 @@
-"""The figures of a report, drawn as in the reference study (arXiv 2510.06213, figures 1, 6 and 23)."""
+"""The figures of a report, drawn as in the reference study (arXiv 2510.06213, figures 1, 4, 6 and 23)."""
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,25 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
 from quant_eval.specs import parse_spec
-from study.canvas import LEARNING_RATE_COLOUR, OPEN_MARKER, SMALL_MARKER, STYLE, Bounds, Canvas, Rows
+from study.averages import average_label, kept_averages, lowest_spec
+from study.canvas import LEARNING_RATE_COLOUR, SMALL_MARKER, STYLE, Bounds, Canvas, Rows
 from study.collect import trained
-from study.recipes import Study, spec_title
+from study.settings import Study, spec_title
 from study.steps import FIGURES
 from train.run_directory import RunDirectory
 from train.tracking import read_metrics
+
+KEPT_LINES = ("--", "-.", ":")  # of averages kept in training, whose markers are open
+KEPT: Any = {"markerfacecolor": "white", "linewidth": 1.1, "zorder": 3}
+SOUP: Any = {
+    "linestyle": "none",
+    "marker": "*",
+    "markersize": 11,
+    "markeredgecolor": "white",
+    "markeredgewidth": 0.6,
+    "zorder": 4,
+}
+NEUTRAL: Any = {"color": "#555555", "marker": "o"}  # of legend entries that belong to no run
 
 
 def interval_of(column: str) -> Bounds:
@@ -44,7 +58,7 @@ def draw_quantization(study: Study, rows: Rows, path: Path, figure: str) -> None
             axis.set_ylabel("KL(full || quantized), nats per token")
         axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
     rate = Line2D([], [], color=LEARNING_RATE_COLOUR, linestyle=":", label="learning rate")
-    canvas.legend([rate, *canvas.average_handles()])
+    canvas.legend([rate])
     canvas.save(path)
 
 
@@ -63,17 +77,48 @@ def draw_validation_loss(study: Study, rows: Rows, directory: Path, path: Path) 
         saved = canvas.points(run.name, "held_out_loss")
         marked = [row["held_out_loss"] for row in saved]
         axis.plot([row["tokens"] / canvas.unit for row in saved], marked, look.marker, color=look.colour)
-        averages = canvas.averages(run.name, "held_out_loss")
-        averaged = [row["held_out_loss"] for row in averages]
-        style: Any = OPEN_MARKER | {"marker": look.marker, "color": look.colour}
-        axis.plot([row["tokens"] / canvas.unit for row in averages], averaged, **style)
-        smallest += losses + marked + averaged
+        smallest += losses + marked
         late += marked + [row["held_out_loss"] for row in curve if row["step"] >= 0.08 * run.total_steps]
     axis.set_ylabel("held-out loss (nats per token)")
     if late:
         margin = 0.06 * (max(late) - min(smallest)) or 0.1
         axis.set_ylim(min(smallest) - margin, max(late) + margin)  # the first steps, far above, would flatten the rest
-    canvas.legend(canvas.average_handles())
+    canvas.legend()
+    canvas.save(path)
+
+
+def draw_averages(study: Study, rows: Rows, path: Path) -> None:
+    """Full-precision loss, and KL divergence at the lowest width, of weights, averages kept in training, and soups.
+
+    The loss has no bars: its intervals are over documents, which all models share, and are as wide as the panel.
+    """
+    spec = lowest_spec(study)
+    loss, divergence = f"quant/{spec}/cross_entropy", f"quant/{spec}/kl_divergence"
+    measured = {row["average"] for row in rows}
+    kept = [average for average in kept_averages(study) if average.name in measured]
+    soups = [soup for soup in study.soups if soup.name in measured]
+    styles = {average.name: KEPT | {"linestyle": line} for average, line in zip(kept, cycle(KEPT_LINES), strict=False)}
+    canvas = Canvas(study, rows, 2)
+    for axis, column, bounds in zip(canvas.axes, (loss, divergence), (None, interval_of(divergence)), strict=True):
+        canvas.tokens_axis(axis)
+        for average, style in (None, {}), *styles.items(), *((soup.name, SOUP) for soup in soups):
+            canvas.lines(axis, column, bounds, average, style)
+    left, right = canvas.axes
+    left.set_title("Full precision", pad=16)
+    left.set_ylabel("loss (nats per token)")
+    since = min((row["tokens"] for row in rows if row["average"]), default=0)
+    shown = [row[loss] for row in rows if row[loss] is not None and row["tokens"] >= since]
+    if shown:  # the first steps, far above, would flatten the rest
+        margin = 0.06 * (max(shown) - min(shown)) or 0.1
+        left.set_ylim(min(shown) - margin, max(shown) + margin)
+    right.set_title(spec_title(spec), pad=16)
+    right.set_ylabel("KL(full || quantized), nats per token")
+    right.set_ylim(bottom=0.0)
+    handles = [Line2D([], [], label="weights", **NEUTRAL)]
+    handles += [
+        Line2D([], [], label=average_label(average, kept), **(NEUTRAL | styles[average.name])) for average in kept
+    ]
+    canvas.legend([*handles, *([Line2D([], [], label="soup", **(NEUTRAL | SOUP))] if soups else [])])
     canvas.save(path)
 
 
@@ -93,10 +138,7 @@ def draw_full_against_quantized(study: Study, rows: Rows, path: Path) -> None:
             for row in points:
                 size = None if row["phase"] == "anneal" else SMALL_MARKER
                 axis.plot(row[before], row[after], look.marker, color=look.colour, markersize=size)
-            averages = canvas.averages(run, before)
-            open_: Any = OPEN_MARKER | {"marker": look.marker, "color": look.colour}
-            axis.plot([row[before] for row in averages], [row[after] for row in averages], **open_)
-        late = [row for row in rows if row[before] is not None and row["tokens"] >= 0.5 * last_tokens]
+        late = [row for row in trained(rows) if row[before] is not None and row["tokens"] >= 0.5 * last_tokens]
         if late:
             losses = [row[column] for row in late for column in (before, after)]
             margin = 0.06 * (max(losses) - min(losses)) or 0.1
@@ -107,11 +149,10 @@ def draw_full_against_quantized(study: Study, rows: Rows, path: Path) -> None:
         axis.set_title(spec_title(spec))
         axis.set_xlabel("full-precision loss (nats per token)")
         axis.set_ylabel("quantized loss (nats per token)")
-    marked: Any = {"linestyle": "none", "marker": "o", "color": "#555555"}
-    early = Line2D([], [], markersize=SMALL_MARKER, label="before the anneal", **marked)
-    annealed = Line2D([], [], label="in it", **marked)
+    early = Line2D([], [], linestyle="none", markersize=SMALL_MARKER, label="before the anneal", **NEUTRAL)
+    annealed = Line2D([], [], linestyle="none", label="in it", **NEUTRAL)
     nothing = Line2D([], [], color="#555555", linestyle="--", label="nothing lost")
-    canvas.legend([early, annealed, *canvas.average_handles(), nothing])
+    canvas.legend([early, annealed, nothing])
     canvas.save(path)
 
 
@@ -153,6 +194,7 @@ def draw_all(directory: Path, study: Study, rows: Rows) -> dict[str, Path]:
         draw_quantization(study, rows, paths["quantization_error"], "relative_error")
         draw_quantization(study, rows, paths["kl_divergence"], "kl_divergence")
         draw_validation_loss(study, rows, directory, paths["validation_loss"])
+        draw_averages(study, rows, paths["averages"])
         draw_full_against_quantized(study, rows, paths["full_against_quantized"])
         draw_curvature(study, rows, paths["curvature"])
     return paths

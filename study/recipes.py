@@ -6,111 +6,19 @@ A variant is a function with the one thing that differs as its argument; nothing
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError
 
-from quant_eval.specs import parse_spec
+from study.settings import CorpusSettings, CurvatureSettings, QuantizationSettings, SoupSettings, Study
 from train.command import UserError, explain_validation
 from train.config import RunConfig, with_settings
-from train.frozen import NAME_PATTERN, Frozen
-from train.run_directory import write_json
 from train.settings import Anneal, CosinePhase, DataConfig, Lawa, ModelConfig, OptimizerConfig, ScheduleConfig
-
-
-class CorpusSettings(Frozen):
-    """The text of the running interpreter's standard library and the tokenizer trained on it."""
-
-    vocab_size: int = Field(gt=256, description="tokens of the byte-level BPE, end-of-text and 256 bytes included")
-    held_out_percent: int = Field(gt=0, lt=100, description="share of the files kept for measuring")
-    held_out_characters: int = Field(gt=0, description="kept of each held-out file")
-
-
-class QuantizationSettings(Frozen):
-    """What every checkpoint is quantized with, calibrated on and evaluated on."""
-
-    specs: tuple[str, ...] = Field(min_length=1)
-    calibration_sequences: int = Field(ge=1)
-    eval_tokens: int = Field(ge=1, description="predicted tokens behind each loss")
-
-    @model_validator(mode="after")
-    def _canonical(self) -> Self:
-        # A spec names a directory and a column, so it must be written in its one canonical form.
-        for spec in self.specs:
-            canonical = parse_spec(spec).name
-            if spec != canonical:
-                raise ValueError(f"write {canonical} instead of {spec}")
-        if len(set(self.specs)) != len(self.specs):
-            raise ValueError("a spec is listed twice")
-        return self
-
-
-class CurvatureSettings(Frozen):
-    """Hessian of the held-out loss at every checkpoint: trace by Hutchinson, top eigenvalue by Lanczos."""
-
-    pairs: int = Field(ge=2, description="(probe, microbatch) pairs behind the trace")
-    microbatch_sequences: int = Field(ge=1)
-    eigen_sequences: int = Field(ge=1)
-    tolerance: float = Field(gt=0, description="relative residual that counts as converged")
-
-
-class MeasuredModel(NamedTuple):
-    """A model of a run that is measured: the weights after update `step`, or an average kept in training by then."""
-
-    step: int
-    average: str | None = None  # its name, such as lawa5x500
-
-
-class Study(Frozen):
-    """One study, resolved: what is trained and what is measured at every checkpoint. The content of study.json."""
-
-    name: str = Field(pattern=NAME_PATTERN)
-    description: str
-    ranks: int = Field(gt=0, description="processes of one training run")
-    corpus: CorpusSettings
-    settings: tuple[str, ...] = Field(default=(), description="key.path=value, applied to every run of the recipe")
-    runs: tuple[RunConfig, ...] = Field(min_length=1)
-    quantization: QuantizationSettings
-    curvature: CurvatureSettings
-    averaged_steps: tuple[int, ...] = Field(
-        default=(), description="steps at which the runs' averages are quantized too; curvature is not measured there"
-    )
-
-    @model_validator(mode="after")
-    def _unique(self) -> Self:
-        names = [run.name for run in self.runs]
-        if len(set(names)) != len(names):
-            raise ValueError(f"two runs share a name among {', '.join(names)}")
-        for run in self.runs:
-            if run.model.family != "olmo2":
-                raise ValueError(f"run {run.name} trains {run.model.family}; a study measures olmo2 alone")
-            unsaved = sorted(set(self.averaged_steps) - set(run.save_steps)) if run.averages else []
-            if unsaved:
-                raise ValueError(f"averages are to be measured at step {unsaved[0]}, run {run.name} saves none there")
-        return self
-
-    def models_of(self, run: RunConfig) -> list[MeasuredModel]:
-        """Every model of the run that is measured, by rising step; averages follow the weights of their step."""
-        models = []
-        for step in run.save_steps:
-            models.append(MeasuredModel(step))
-            if step in self.averaged_steps:
-                models += [MeasuredModel(step, average.name) for average in run.averages]
-        return models
 
 
 def learning_rate_name(peak_lr: float) -> str:
     """Name of a run after its peak learning rate: 0.003 -> 'lr3e-3', 0.00025 -> 'lr2.5e-4'."""
     exponent = math.floor(math.log10(peak_lr))
     return f"lr{round(peak_lr / 10**exponent, 6):g}e{exponent}"
-
-
-def spec_title(spec: str) -> str:
-    """'GPTQ, 3 bits, groups of 32' for gptq-b3-g32."""
-    parsed = parse_spec(spec)
-    scale = f"groups of {parsed.group_size}" if parsed.group_size else "one scale per channel"
-    return f"{parsed.method.upper()}, {parsed.bits} bits, {scale}"
 
 
 # The OLMo2-7B ablation (arXiv 2501.00656, section 4.1): cosine towards 5e12 tokens, left at step 72,000 of 4,194,304
@@ -136,8 +44,7 @@ TINY_TOKENS_PER_STEP = TINY_SEQUENCE_LENGTH * TINY_BATCH
 class _TinySize:
     """What differs between the profiles of `tiny`; steps are optimizer steps of 2,048 tokens.
 
-    `lawa` looks back less far than to the end of the warm-up from the start of the anneal, and less far than to there
-    from the end: one window lies within each phase.
+    From each of `averaged_steps`, `lawa` looks back less far than to the start of the phase: a window lies within one.
     """
 
     peaks: tuple[float, ...]
@@ -147,6 +54,8 @@ class _TinySize:
     save_steps: tuple[int, ...]
     evaluate_every_steps: int
     lawa: Lawa
+    averaged_steps: tuple[int, ...]
+    soups: tuple[SoupSettings, ...]
     eval_tokens: int
     calibration_sequences: int
     pairs: int
@@ -160,6 +69,11 @@ _TINY_FULL = _TinySize(
     save_steps=(64, 160, 256, 352, 448, 496, 544, 592, 640),
     evaluate_every_steps=32,
     lawa=Lawa(interval_steps=16, window=5),
+    averaged_steps=(256, 352, 448, 544, 640),
+    soups=(
+        SoupSettings(name="soup-stable", steps=(256, 352, 448)),
+        SoupSettings(name="soup-anneal", steps=(496, 544, 592, 640)),
+    ),
     eval_tokens=40_960,
     calibration_sequences=64,
     pairs=16,
@@ -172,6 +86,8 @@ _TINY_SMOKE = _TinySize(
     save_steps=(48, 72),
     evaluate_every_steps=12,
     lawa=Lawa(interval_steps=4, window=5),
+    averaged_steps=(48, 72),
+    soups=(SoupSettings(name="soup-anneal", steps=(48, 72)),),
     eval_tokens=8_192,
     calibration_sequences=32,
     pairs=4,
@@ -221,7 +137,8 @@ def _tiny_of_size(name: str, size: _TinySize) -> Study:
             eval_tokens=size.eval_tokens,
         ),
         curvature=CurvatureSettings(pairs=size.pairs, microbatch_sequences=2, eigen_sequences=4, tolerance=1e-2),
-        averaged_steps=(size.anneal_start, size.total_steps),
+        averaged_steps=size.averaged_steps,
+        soups=size.soups,
     )
 
 
@@ -268,20 +185,3 @@ def resolve(recipe: str, profile: str, settings: tuple[str, ...] = ()) -> Study:
         )
     except ValidationError as error:
         raise explain_validation("--set", error) from None
-
-
-def save_study(directory: Path, study: Study) -> None:
-    """Writes study.json."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / "study.json", study.model_dump(mode="json"))
-
-
-def load_study(directory: Path) -> Study:
-    """The study of a study directory; UserError if it holds none or one of another version."""
-    path = directory / "study.json"
-    try:
-        return Study.model_validate_json(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; start the study with 'python -m study run NAME --root ROOT'") from None
-    except ValidationError as error:
-        raise explain_validation(str(path), error) from None

@@ -12,7 +12,8 @@ from study.averages import average_findings, average_title, compare, compared_co
 from study.collect import read_table
 from study.figures import draw_all
 from study.mlflow_mirror import server_command
-from study.recipes import RECIPES, Study, resolve, spec_title
+from study.recipes import RECIPES, resolve
+from study.settings import Study, spec_title
 from study.steps import INTERVAL_LEVEL, Step, shown, steps_of
 from study.summary import Estimate, Rows, RunSummary, findings, summarize
 from train.run_directory import RunDirectory, replaced_file
@@ -36,15 +37,16 @@ summary { cursor: pointer; margin: .3rem 0; } li { margin: .25rem 0; }
 """
 CAPTIONS = {
     "quantization_error": "Quantization error against training tokens: quantized loss / full-precision loss - 1 on "
-    "held-out text, bars are their intervals. Open markers are averages of weights. Dotted, on the second axis: the "
-    "learning rate as a share of its peak.",
+    "held-out text, bars are their intervals. Dotted, on the second axis: the learning rate as a share of its peak.",
     "kl_divergence": "The same as Kullback-Leibler divergence of the quantized from the full-precision distribution "
     "of the next token: it cannot change sign and varies less between documents than a difference of losses.",
-    "validation_loss": "Validation loss against training tokens, in full precision; markers are checkpoints, open "
-    "ones averages of weights.",
+    "validation_loss": "Validation loss against training tokens, in full precision; markers are checkpoints.",
+    "averages": "Averages of weights beside the weights themselves: full-precision loss, and Kullback-Leibler "
+    "divergence of the model with the fewest bits. Open markers, dashed: an average kept in training. Stars: soups, at "
+    "the last checkpoint that they take in. Bars are intervals; those of the loss are left out: over documents, which "
+    "all models share, they are as wide as the panel.",
     "full_against_quantized": "Loss after against loss before quantization, a point per checkpoint of the second half "
-    "of training; large points lie in the anneal, open ones are averages of weights. On the dashed line quantization "
-    "costs nothing.",
+    "of training; large points lie in the anneal. On the dashed line quantization costs nothing.",
     "curvature": "Trace of the Hessian of the held-out loss (bars: two standard errors over probes and microbatches), "
     "and its largest eigenvalue on a fixed batch (bars: residual of the solver, no sampling error).",
 }
@@ -90,7 +92,7 @@ def _summary_table(study: Study, summaries: list[RunSummary]) -> str:
 
 
 def _average_table(study: Study, rows: Rows) -> str:
-    """Two rows per learning rate and step with an average: the weights and what was averaged from them."""
+    """Per learning rate and compared step: a row of the weights, and one of each average of weights up to there."""
     compared = compare(study, rows)
     if not compared:
         return ""
@@ -114,8 +116,8 @@ def _average_table(study: Study, rows: Rows) -> str:
         body.append(f"<tr>{cells}</tr>")
     thead = f"<tr><th></th><th></th><th></th>{above}</tr>{_row(head, 'th')}"
     return (
-        "<h2>Averages of weights</h2><p>Averages taken while training, beside the weights of the same step; losses and "
-        "divergences in nats per token.</p>"
+        "<h2>Averages of weights</h2><p>At the end of each phase and of each soup: averages beside the weights of the "
+        "same step. Losses and divergences in nats per token.</p>"
         f'<table class="wide"><thead>{thead}</thead><tbody>{"".join(body)}</tbody></table>'
     )
 
@@ -168,6 +170,8 @@ def _settings(directory: Path, study: Study) -> str:
     if run.averages:
         steps = ", ".join(map(str, study.averaged_steps))
         rows.append(("averages", f"{'; '.join(map(average_title, run.averages))}; quantized at {steps or 'no step'}"))
+    if study.soups:
+        rows.append(("soups", "; ".join(f"{soup.name}, {average_title(soup)}" for soup in study.soups)))
     if study.settings:
         rows.append(("set", ", ".join(study.settings)))
     zero = f", ZeRO stage {run.zero.stage}" if run.engine == "deepspeed" else ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.hf_directory import LINEAGE_JSON, RESULT_JSON, result_directory
-from study.recipes import MeasuredModel, Study
+from study.settings import MeasuredModel, Study
 from train.command import UserError
 from train.config import RunConfig, dump_run, load_run
 from train.frozen import fingerprint
@@ -18,10 +18,10 @@ from train.run_directory import CHECKPOINT_JSON, RunDirectory, step_name, write_
 
 MLFLOW_STORE = "mlflow.db"
 CURVATURE_SPEC = "hutchinson"
-FIGURES = ("quantization_error", "kl_divergence", "validation_loss", "full_against_quantized", "curvature")
+FIGURES = ("quantization_error", "kl_divergence", "validation_loss", "averages", "full_against_quantized", "curvature")
 FIGURE_FILES = tuple(f"figures/{name}.png" for name in FIGURES)
 CORPUS = "data/corpus"
-CHECKPOINTS_PER_PROCESS = 3  # a process spends some seconds on its imports, as much as one tiny checkpoint takes
+CHECKPOINTS_PER_PROCESS = 5  # a process spends some seconds on its imports, as much as one tiny checkpoint takes
 COMMAND_PROMPT = "$ "  # begins the line that a log shows before each attempt
 INTERVAL_LEVEL = 0.95  # coverage of the intervals of quantization errors
 
@@ -96,7 +96,11 @@ def _train_step(study: Study, run: RunConfig) -> Step:
         f"train-{run.name}",
         "train",
         (*torchrun, "-m", "train", "run", f"{{study}}/{run.name}"),
-        tuple(str(checkpoint_directory(run.name, model) / CHECKPOINT_JSON) for model in study.models_of(run)),
+        tuple(
+            str(checkpoint_directory(run.name, model) / CHECKPOINT_JSON)
+            for model in study.models_of(run)
+            if not model.soup_of
+        ),
         ("prepare-train", "prepare-held_out"),
         run=run.name,
         settings=fingerprint(run),
@@ -107,46 +111,51 @@ def _train_step(study: Study, run: RunConfig) -> Step:
 
 
 def checkpoint_directory(run: str, model: MeasuredModel) -> Path:
-    """Below the study, where training leaves the model."""
+    """Below the study, where training leaves the model; it leaves no soups."""
     directory = RunDirectory(Path(run))
     if model.average:
         return directory.average_checkpoint(model.average, model.step)
     return directory.checkpoint(model.step)
 
 
-def _hf_directory(run: str, model: MeasuredModel) -> Path:
-    return RunDirectory(Path(run)).hf / checkpoint_directory(run, model).name
+def hf_directory(run: str, model: MeasuredModel) -> Path:
+    """Below the study, where the model lies as it is measured."""
+    directory = RunDirectory(Path(run))
+    name = directory.average_name(model.average, model.step) if model.average else step_name(model.step)
+    return directory.hf / name
 
 
 def quantization_result(run: str, model: MeasuredModel, spec: str) -> str:
     """Path below the study of the result of one quantization."""
-    return str(result_directory(_hf_directory(run, model), "quant", spec) / RESULT_JSON)
+    return str(result_directory(hf_directory(run, model), "quant", spec) / RESULT_JSON)
 
 
 def curvature_result(run: str, model: MeasuredModel) -> str:
     """Path below the study of the result of the curvature measurement."""
-    return str(result_directory(_hf_directory(run, model), "curvature", CURVATURE_SPEC) / RESULT_JSON)
+    return str(result_directory(hf_directory(run, model), "curvature", CURVATURE_SPEC) / RESULT_JSON)
 
 
 def _measuring_steps(study: Study, run: RunConfig) -> list[Step]:
-    """Export of a run's checkpoints, then their measurements, some checkpoints to a process.
+    """Export of a run's checkpoints, its soups, then their measurements, some checkpoints to a process.
 
-    An average is exported and quantized by the process that does so with the checkpoint of its step.
+    An average is quantized by the process that does so with the checkpoint of its step.
     """
     models = study.models_of(run)
-    checkpoints = [f"{{study}}/{checkpoint_directory(run.name, model)}" for model in models]
+    left = [model for model in models if not model.soup_of]
+    checkpoints = [f"{{study}}/{checkpoint_directory(run.name, model)}" for model in left]
     export = Step(
         f"export-{run.name}",
         "export",
         _python("ckpt_tools", "export", *checkpoints, "--into", f"{{study}}/{RunDirectory(Path(run.name)).hf}"),
-        tuple(str(_hf_directory(run.name, model) / LINEAGE_JSON) for model in models),
+        tuple(str(hf_directory(run.name, model) / LINEAGE_JSON) for model in left),
         (f"train-{run.name}",),
         run.name,
         resumes=True,
         expected_seconds=5 + len(checkpoints),
     )
     texts = ("prepare-train", "prepare-held_out")
-    steps = [export]
+    soups = {model: _soup_step(run, model, export.name) for model in models if model.soup_of}
+    steps = [export, *soups.values()]
     for start in range(0, len(run.save_steps), CHECKPOINTS_PER_PROCESS):
         chosen = run.save_steps[start : start + CHECKPOINTS_PER_PROCESS]
         quantized = [model for model in models if model.step in chosen]
@@ -154,15 +163,31 @@ def _measuring_steps(study: Study, run: RunConfig) -> list[Step]:
         specs = study.quantization.specs
         results = tuple(quantization_result(run.name, model, spec) for model in quantized for spec in specs)
         curvatures = tuple(curvature_result(run.name, model) for model in curved)
+        made = (export.name, *(soups[model].name for model in quantized if model.soup_of))
         for kind, measured, command, outputs, reads in (
-            ("quantize", quantized, _quantizing, results, (export.name, *texts)),
+            ("quantize", quantized, _quantizing, results, (*made, *texts)),
             ("curvature", curved, _curving, curvatures, (export.name, texts[1])),
         ):
-            directories = [f"{{study}}/{_hf_directory(run.name, model)}" for model in measured]
+            directories = [f"{{study}}/{hf_directory(run.name, model)}" for model in measured]
             name, seconds = f"{kind}-{run.name}-{step_name(chosen[0])}", 5.0 + 5.0 * len(measured)
             arguments = command(study, directories)
             steps.append(Step(name, kind, arguments, outputs, reads, run.name, expected_seconds=seconds))
     return steps
+
+
+def _soup_step(run: RunConfig, soup: MeasuredModel, export: str) -> Step:
+    """The uniform mean of some of the run's exports."""
+    out = hf_directory(run.name, soup)
+    members = [f"{{study}}/{hf_directory(run.name, MeasuredModel(step))}" for step in soup.soup_of]
+    return Step(
+        f"average-{run.name}-{out.name}",
+        "average",
+        _python("ckpt_tools", "average", f"{{study}}/{out}", *members),
+        (str(out / LINEAGE_JSON),),
+        (export,),
+        run.name,
+        resumes=True,
+    )
 
 
 def _quantizing(study: Study, models: list[str]) -> tuple[str, ...]:

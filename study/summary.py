@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from study.collect import trained
-from study.recipes import Study, spec_title
+from study.settings import Study, spec_title
 
 Rows = list[dict[str, Any]]
 

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable
 
 import torch
-from transformers import Olmo2ForCausalLM
+from transformers import Olmo2Config, Olmo2ForCausalLM
 
-from ckpt_tools.export import hf_config
 from curvature.olmo2 import DualOlmo2
 from study.recipes import resolve
 from tests.bench_loader import loader_lines
 from tests.runs import execute, torchrun
 from train.config import RunConfig
+from train.families import hf_settings
 from train.initialization import initial_parameter
 
 REPETITIONS = 15
@@ -38,7 +38,7 @@ def ratio(ours: Callable[[], object], peer: Callable[[], object]) -> tuple[float
 
 def plain_model(run: RunConfig) -> Olmo2ForCausalLM:
     """The same OLMo2 in transformers, with the same initial weights."""
-    config = hf_config(run, eos_token_id=0)
+    config = Olmo2Config(**hf_settings(run.model, run.data.sequence_length, eos_token_id=0))
     config._attn_implementation = "sdpa"
     model = Olmo2ForCausalLM(config)
     with torch.no_grad():

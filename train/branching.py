@@ -92,6 +92,7 @@ def branch(
             "step": step,
             "fingerprint": fingerprint(origin),
         },
+        "start_from": None,
         "total_steps": last,
         "save_steps": (last,),
     }

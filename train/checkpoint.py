@@ -62,7 +62,7 @@ class Checkpoint:
         engine: every rank calls.
         final: where the checkpoint is to lie.
         aside: an empty directory on the same file system.
-        probe_BS: token ids [B, S] whose logits an export has to reproduce.
+        probe_BS: token ids [B, S] for which an export has to reproduce what every module puts out.
         fields: the fields of CheckpointRecord but `files`; those of an average say so.
     """
 
@@ -71,7 +71,7 @@ class Checkpoint:
     ) -> None:
         self.final = final
         self._fields, self._aside = fields, aside
-        self._probe = {"input_ids": probe_BS.contiguous(), "logits": engine.logits(probe_BS)}
+        self._probe = {"input_ids": probe_BS.contiguous(), **engine.probe(probe_BS)}
         self._snapshot = engine.snapshot(aside, weights_only=fields.get("average") is not None)
         self._written: dict[str, FileRecord] = {}  # by this rank
         self.record: CheckpointRecord | None = None  # on rank 0, once sealed

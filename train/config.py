@@ -20,6 +20,7 @@ from train.settings import (
     SavingConfig,
     ScheduleConfig,
     SpikeConfig,
+    StartFrom,
     ZeroConfig,
 )
 
@@ -46,6 +47,7 @@ class RunConfig(Frozen):
     spikes: SpikeConfig | None = None
     not_finite: Literal["stop", "skip"] = Field(default="stop", description="at a loss or gradient that overflowed")
     branch_from: BranchFrom | None = None
+    start_from: StartFrom | None = None
     parallel: ParallelConfig = ParallelConfig()
     zero: ZeroConfig = Field(default=ZeroConfig(), description="DeepSpeed only")
     kernels: Literal["torch", "transformer_engine"] = Field(default="torch", description="megatron only")
@@ -82,6 +84,8 @@ class RunConfig(Frozen):
             raise ValueError(f"the anneal starts at {anneal.start_step}, after the end {self.total_steps}")
         if anneal and anneal.start_step * self.tokens_per_step < self.schedule.warmup_tokens:
             raise ValueError(f"the anneal starts at step {anneal.start_step}, inside the warm-up")
+        if self.branch_from and self.start_from:
+            raise ValueError("branch_from and start_from are two beginnings; remove one")
         if self.branch_from and self.branch_from.step >= self.total_steps:
             raise ValueError(f"the branch starts at {self.branch_from.step}, after the end {self.total_steps}")
         if self.branch_from and self.save_steps[0] <= self.branch_from.step:
@@ -111,22 +115,8 @@ class RunConfig(Frozen):
             raise ValueError("averages are kept at ZeRO stages 0 to 2; lower zero.stage or remove averages")
 
     def _check_layout(self) -> None:
-        tensor, model = self.parallel.tensor, self.model
-        pipeline = self.parallel.pipeline * self.parallel.virtual_pipeline
-        if model.num_attention_heads % tensor or model.num_key_value_heads % tensor:
-            raise ValueError(
-                f"{model.num_attention_heads} heads and {model.num_key_value_heads} KV heads do not divide over "
-                f"parallel.tensor {tensor}; choose a common divisor"
-            )
-        if model.vocab_size % tensor or model.intermediate_size % tensor:
-            raise ValueError(
-                f"vocab_size {model.vocab_size} and intermediate_size {model.intermediate_size} must be multiples of "
-                f"parallel.tensor {tensor}"
-            )
-        if model.num_hidden_layers % pipeline:
-            raise ValueError(
-                f"{model.num_hidden_layers} layers do not divide over parallel.pipeline {pipeline}; choose a divisor"
-            )
+        self.parallel.check_fits(self.model)
+        tensor = self.parallel.tensor
         if self.parallel.sequence and self.data.sequence_length % tensor:
             raise ValueError(
                 f"sequence_length {self.data.sequence_length} does not divide over parallel.tensor {tensor}"

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from train.command import UserError
 
@@ -48,6 +49,25 @@ def gathered(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=_control[0])
     return values
+
+
+def sent_to_rank_zero(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Every rank's tensors, by rank, on rank 0 and on the CPU; nothing elsewhere.
+
+    Each goes from its rank to rank 0 and nowhere else; what every rank hears of are names and shapes.
+    """
+    described = gathered({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+    if dist.get_rank() != 0:
+        for tensor in tensors.values():
+            dist.send(tensor.cpu().contiguous(), dst=0, group=_control[0])
+        return []
+    parts = [{name: tensor.cpu() for name, tensor in tensors.items()}]
+    for rank, names in enumerate(described[1:], start=1):
+        part = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in names.items()}
+        for tensor in part.values():
+            dist.recv(tensor, src=rank, group=_control[0])
+        parts.append(part)
+    return parts
 
 
 def largest(values: list[float]) -> list[float]:

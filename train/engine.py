@@ -112,8 +112,13 @@ class Engine(Protocol):
         """Mean cross-entropy over the counted labels, nats per token."""
         ...
 
-    def logits(self, inputs_BS: Tensor) -> Tensor:
-        """Logits [B, S, V] in fp32, on every rank, on the CPU. Meant for a small probe."""
+    def probe(self, inputs_BS: Tensor) -> dict[str, Tensor]:
+        """What the model puts out for a few sequences, in fp32, on the CPU of rank 0; nothing on other ranks.
+
+        Whole tensors at any layout, seen where the engine computes them, with HF's names for the modules:
+        "logits" [B, S, V], "outputs/model.embed_tokens" [B, S, H], and [B, width] at each sequence's last token for
+        every layer (the residual stream behind it) and every other module that has parameters of its own.
+        """
         ...
 
     def weights(self) -> list[WeightShard]:
@@ -137,6 +142,10 @@ class Engine(Protocol):
 
     def load(self, directory: Path) -> None:
         """Loads what a snapshot with optimizer state wrote, at any layout it supports; UserError at others."""
+        ...
+
+    def start_from(self, read: Callable[[str], Tensor]) -> None:
+        """Takes over the weights that `read` gives by HF name, whole, exactly in fp32; for a new engine."""
         ...
 
     def close(self) -> None:

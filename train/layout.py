@@ -88,18 +88,31 @@ def from_hf(name: str, get_hf: Callable[[str], Tensor], model: ModelConfig) -> T
     return parts[0]
 
 
-def to_hf(name: str, whole: Tensor, model: ModelConfig) -> dict[str, Tensor]:
-    """The HF tensors that the whole megatron tensor `name` holds; `from_hf` backwards."""
+def hf_rows(name: str, model: ModelConfig) -> dict[str, list[tuple[int, int]]]:
+    """Where the HF tensors lie in the whole megatron tensor `name`: rows [start, stop) that make up each, in order."""
     entry, _ = _entry(name)
     names = hf_names(name)
+    rows = whole_shape(name, model)[0]
     if entry.fusion == "qkv":
         query_rows = model.num_attention_heads // model.num_key_value_heads * model.head_dim
-        groups = whole.unflatten(0, (model.num_key_value_heads, -1))
-        parts = groups.split([query_rows, model.head_dim, model.head_dim], dim=1)
-        return {hf_name: part.flatten(0, 1) for hf_name, part in zip(names, parts, strict=True)}
+        ends = [query_rows, query_rows + model.head_dim, query_rows + 2 * model.head_dim]
+        groups = range(0, rows, ends[-1])
+        spans = zip([0, *ends], ends, strict=False)
+        return {
+            hf_name: [(group + begin, group + end) for group in groups]
+            for hf_name, (begin, end) in zip(names, spans, strict=True)
+        }
     if entry.fusion == "gate_up":
-        return dict(zip(names, whole.chunk(2), strict=True))
-    return {names[0]: whole}
+        return {names[0]: [(0, rows // 2)], names[1]: [(rows // 2, rows)]}
+    return {names[0]: [(0, rows)]}
+
+
+def to_hf(name: str, whole: Tensor, model: ModelConfig) -> dict[str, Tensor]:
+    """The HF tensors that the whole megatron tensor `name` holds; `from_hf` backwards."""
+    return {
+        hf_name: torch.cat([whole[start:stop] for start, stop in rows])
+        for hf_name, rows in hf_rows(name, model).items()
+    }
 
 
 def shard(name: str, whole: Tensor, rank: int, size: int) -> Tensor:

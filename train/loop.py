@@ -20,13 +20,11 @@ from train.engine import Batch, Engine, StepResult, build_engine
 from train.frozen import fingerprint
 from train.monitoring import RANKS_EVERY_STEPS, Norms, RankClock, Speedometer, peak_memory_bytes
 from train.resuming import Start, resume
-from train.run_directory import RunDirectory, write_json
+from train.run_directory import PROBE_SEQUENCES, PROBE_TOKENS, RunDirectory, write_json
 from train.saving import Saver, remove_leftovers
 from train.schedules import learning_rate
 from train.spikes import StepJudge
 from train.tracking import MetricsWriter
-
-PROBE_SEQUENCES, PROBE_TOKENS = 2, 64
 
 
 class _Agreed(NamedTuple):

@@ -1,4 +1,4 @@
-"""Where training goes on: from the newest checkpoint that is whole, or from the parent that a run branches from."""
+"""Where training goes on: from the newest checkpoint that is whole, or from what the run branches or starts from."""
 
 import os
 import sys
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from train import starting
 from train.branching import check_parent
 from train.checkpoint import READ_ERRORS, damage_of
 from train.command import UserError
@@ -63,6 +64,8 @@ def resume(
         )
     if run.branch_from:
         return Start(run.branch_from.step, _load_parent(engine, run, directory, data_sha256), [], first=True)
+    if run.start_from:
+        _start_from(engine, run, directory)
     return Start(0, None, [], first=True)
 
 
@@ -142,3 +145,12 @@ def _load_parent(
     if not record or damage:
         raise UserError(f"{damage}; restore {step_name(run.branch_from.step)} of {parent.path} or branch from another")
     return record
+
+
+def _start_from(engine: Engine, run: RunConfig, directory: RunDirectory) -> None:
+    """Takes over the weights of the imported checkpoint that a run starts from."""
+    checkpoint = starting.imported_checkpoint(run, directory)
+    record, damage = _verified(checkpoint)
+    if not record:
+        raise UserError(f"{damage}; import the model again")
+    starting.start(engine, run, directory, checkpoint, record)

@@ -19,7 +19,10 @@ from train.frozen import Frozen
 
 CHECKPOINT_JSON = "checkpoint.json"
 PROBE = "probe.safetensors"
-MODEL_WEIGHTS = "model.safetensors"  # of DeepSpeed checkpoints: whole, by HF name
+PROBE_SEQUENCES, PROBE_TOKENS = 2, 64  # what an engine computes for it, or less where sequences are shorter
+PROBE_OUTPUTS = "outputs/"  # begins what a module put out there, before its HF name
+MODEL_WEIGHTS = "model.safetensors"  # whole, by HF name: in HF directories and in DeepSpeed checkpoints
+IMPORTED_FROM = "hf"  # directory of an imported checkpoint: configuration and tokenizer of its source
 
 
 def sha256_of(path: Path) -> str:
@@ -174,6 +177,7 @@ class CheckpointRecord(Frozen):
     data_sha256: dict[str, str]  # of the tokens: train, held_out
     model: dict[str, Any]
     average: dict[str, Any] | None = None  # kind, interval_steps, window or decay, steps; None: as training left them
+    imported: dict[str, Any] | None = None  # source, revision, hashes, if it was made from an HF directory
     average_starts: dict[str, int] = Field(default={})  # by average: the step behind which its first member may lie
     accepted: tuple[tuple[float, float], ...] = ()  # losses and gradient norms that the next spike is told by
     files: dict[str, FileRecord]

@@ -16,11 +16,11 @@ def _before_anneal(config: RunConfig, step: int) -> float:
     if tokens >= schedule.phase.horizon_tokens:
         return floor_lr
     progress = (tokens - schedule.warmup_tokens) / (schedule.phase.horizon_tokens - schedule.warmup_tokens)
-    return floor_lr + (peak_lr - floor_lr) * _left(schedule.phase.kind, progress)
+    return floor_lr + (peak_lr - floor_lr) * share_left(schedule.phase.kind, progress)
 
 
-def _left(shape: str, progress: float) -> float:
-    """The share of the way down that is still left."""
+def share_left(shape: str, progress: float) -> float:
+    """The share of the way down that is still left: 1 at the start of a decay of this shape, 0 at its end."""
     if shape == "cosine":
         return (1 + math.cos(math.pi * progress)) / 2
     return 1 - math.sqrt(progress) if shape == "sqrt" else 1 - progress
@@ -38,7 +38,7 @@ def learning_rate(config: RunConfig, step: int) -> float:
         return _before_anneal(config, step)
     start_lr = _before_anneal(config, anneal.start_step)
     progress = (step - anneal.start_step) / (config.total_steps - anneal.start_step)
-    return start_lr * (anneal.floor + (1 - anneal.floor) * _left(anneal.shape, progress))
+    return start_lr * (anneal.floor + (1 - anneal.floor) * share_left(anneal.shape, progress))
 
 
 def phase_at(config: RunConfig, step: int) -> str:

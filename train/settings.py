@@ -196,6 +196,24 @@ class ParallelConfig(Frozen):
             raise ValueError("sequence needs tensor above 1")
         return self
 
+    def check_fits(self, model: ModelConfig) -> None:
+        """ValueError where a model does not divide over tensor-parallel ranks or pipeline stages."""
+        if model.num_attention_heads % self.tensor or model.num_key_value_heads % self.tensor:
+            raise ValueError(
+                f"{model.num_attention_heads} heads and {model.num_key_value_heads} KV heads do not divide over "
+                f"parallel.tensor {self.tensor}; choose a common divisor"
+            )
+        if model.vocab_size % self.tensor or model.intermediate_size % self.tensor:
+            raise ValueError(
+                f"vocab_size {model.vocab_size} and intermediate_size {model.intermediate_size} must be multiples of "
+                f"parallel.tensor {self.tensor}"
+            )
+        chunks = self.pipeline * self.virtual_pipeline
+        if model.num_hidden_layers % chunks:
+            raise ValueError(
+                f"{model.num_hidden_layers} layers do not divide over parallel.pipeline {chunks}; choose a divisor"
+            )
+
 
 class ZeroConfig(Frozen):
     """DeepSpeed's ZeRO (arXiv 1910.02054): what is sharded over data-parallel ranks."""
@@ -265,3 +283,13 @@ class BranchFrom(Frozen):
     run: str = Field(description="the other run's directory, relative to this run's")
     step: int = Field(gt=0)
     fingerprint: str = Field(description="of the other run")
+
+
+class StartFrom(Frozen):
+    """The imported checkpoint whose weights a run starts from, instead of drawing them.
+
+    `python -m ckpt_tools import` makes one and prints this. Steps and data begin at 0, with a fresh optimizer.
+    """
+
+    checkpoint: str = Field(description="its directory, relative to the run's")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of its checkpoint.json, which holds those of its files")

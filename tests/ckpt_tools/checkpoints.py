@@ -4,9 +4,36 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from ckpt_tools.checkpoint import open_weights
+from ckpt_tools.formats.megatron_shards import MegatronWeights
+from ckpt_tools.formats.weights import Weights, read_whole
 from train.config import RunConfig
 from train.frozen import fingerprint
-from train.run_directory import CHECKPOINT_JSON, CheckpointRecord, record_files, write_json
+from train.run_directory import (
+    CHECKPOINT_JSON,
+    CheckpointRecord,
+    read_checkpoint_record,
+    record_files,
+    write_json,
+)
+from train.settings import ModelConfig
+
+
+def all_of(weights: Weights) -> dict[str, Tensor]:
+    """Every tensor, whole."""
+    return {name: read_whole(weights, name) for name in weights.tensors}
+
+
+def read_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """Every HF tensor of a checkpoint, as it was trained."""
+    return all_of(open_weights(checkpoint, read_checkpoint_record(checkpoint)))
+
+
+def read_shards(directory: Path, model: ModelConfig) -> dict[str, Tensor]:
+    """Every HF tensor of megatron's shards, sealed or not."""
+    return all_of(MegatronWeights(directory, model))
 
 
 def seal(checkpoint: Path, **changes: Any) -> None:

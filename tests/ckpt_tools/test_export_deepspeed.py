@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Olmo2
 from ckpt_tools.export import export
 from ckpt_tools.hf_model import load_hf_model
 from tests.ckpt_tools.checkpoints import seal, write_record
+from tests.probes import largest_error, plain_probe
 from tests.runs import error_line, make_run, python
 from train.command import UserError
 from train.settings import ModelConfig
@@ -59,13 +60,12 @@ def make_checkpoint(directory, inputs, family, dtype=torch.float32):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-        input_ids = torch.randint(320, (2, 24))
-        logits = model(input_ids).logits.float()
+    input_ids = torch.randint(320, (2, 24))
     checkpoint = directory / "checkpoints" / "step00000020"
     checkpoint.mkdir(parents=True)
     model.save_pretrained(directory / "saved")
     (directory / "saved" / "model.safetensors").rename(checkpoint / "model.safetensors")
-    save_file({"input_ids": input_ids, "logits": logits}, checkpoint / "probe.safetensors")
+    save_file({"input_ids": input_ids, **plain_probe(model, input_ids)}, checkpoint / "probe.safetensors")
     (checkpoint / "optimizer-00000-of-00002.safetensors").write_bytes(b"what no export may open")
     write_record(checkpoint, run, step=20)
     return checkpoint
@@ -82,8 +82,7 @@ def test_every_family_is_exported_bit_for_bit(tmp_path, inputs, family):
     assert all(torch.equal(stored[name], exported[name]) for name in stored)
     model = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
     probe = load_file(checkpoint / "probe.safetensors")
-    with torch.no_grad():
-        assert (model(probe["input_ids"]).logits - probe["logits"]).abs().max() <= 1e-5
+    assert largest_error(plain_probe(model, probe.pop("input_ids")), probe) <= 1e-5
     lineage = json.loads((out / "lineage.json").read_text())
     assert (lineage["engine"], lineage["step"], lineage["average"]) == ("deepspeed", 20, None)
     if family != "olmo2":
@@ -110,10 +109,16 @@ def swap(weights):
     [
         (lambda weights: weights.pop(QUERY), f"missing key '{QUERY}'"),
         (lambda weights: weights.update(extra=torch.ones(3)), "unknown key 'extra'"),
-        (lambda weights: weights.update({QUERY: torch.ones(4, 7)}), "is F32 (4, 7) in model.safetensors"),
-        (lambda weights: weights.update({QUERY: weights[QUERY].bfloat16()}), "is BF16 (16, 32)"),
-        (swap, "HF logits differ"),
-        (lambda weights: weights["model.norm.weight"].mul_(1.001), "HF logits differ"),
+        (
+            lambda weights: weights.update({QUERY: torch.ones(4, 7)}),
+            "is torch.float32 (4, 7), the model needs torch.float32 (16, 32)",
+        ),
+        (
+            lambda weights: weights.update({QUERY: weights[QUERY].bfloat16()}),
+            "is torch.bfloat16 (16, 32), the model needs torch.float32",
+        ),
+        (swap, f"not what was trained: {QUERY}, {VALUE};"),
+        (lambda weights: weights["model.norm.weight"].mul_(1.001), "not what was trained: model.norm.weight;"),
     ],
     ids=["missing", "extra", "shape", "dtype", "swapped", "value"],
 )
@@ -129,9 +134,35 @@ def test_wrong_keys_and_wrong_weights_are_refused(tmp_path, inputs, change, expe
     assert list((tmp_path / "hf").iterdir()) == [] if (tmp_path / "hf").exists() else True
 
 
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("gpt_neox.embed_in.weight", ["gpt_neox.embed_in.weight"]),
+        *(
+            (
+                f"gpt_neox.layers.1.{module}.weight",
+                [f"gpt_neox.layers.1.{module}.{part}" for part in ("weight", "bias")],
+            )
+            for module in ("attention.query_key_value", "post_attention_layernorm", "mlp.dense_4h_to_h")
+        ),
+        ("embed_out.weight", ["embed_out.weight"]),
+    ],
+)
+def test_gpt_neox_parameters_are_named_as_in_the_files(tmp_path, inputs, key, named):
+    """Attention and MLP see the same residual stream, so that one's fault is not the other's."""
+    checkpoint = make_checkpoint(tmp_path / "run", inputs, "gpt_neox")
+    weights = load_file(checkpoint / "model.safetensors")
+    weights[key] = weights[key].roll(1, 0)
+    save_file(weights, checkpoint / "model.safetensors")
+    seal(checkpoint)
+    with pytest.raises(UserError) as caught:
+        export(checkpoint, tmp_path / "hf")
+    assert f"not what was trained: {', '.join(named)};" in str(caught.value)
+
+
 def test_the_command_refuses_a_checkpoint_without_weights(tmp_path, inputs):
     checkpoint = make_checkpoint(tmp_path / "run", inputs, "gpt_neox")
     (checkpoint / "model.safetensors").unlink()
     seal(checkpoint)
     done = python("ckpt_tools", "export", str(checkpoint), "--into", str(tmp_path / "hf"))
-    assert "model.safetensors does not exist" in error_line(done)
+    assert "holds no safetensors weights" in error_line(done)

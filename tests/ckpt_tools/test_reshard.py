@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_tools.megatron_shards import read_hf_weights
+from tests.ckpt_tools.checkpoints import read_shards
 from tests.conftest import LAYOUTS
 from tests.runs import execute, torchrun
 from train.config import load_run
@@ -43,7 +43,7 @@ def test_trained_weights_survive_another_layout_bit_for_bit(trained, tmp_path, s
         done = execute(torchrun(LAYOUTS[at][0], "tests.ckpt_tools.test_reshard", *arguments))
         assert done.returncode == 0, done.stderr[-3000:]
     model = load_run(trained(source) / "run.json").model
-    before, after = read_hf_weights(checkpoint, model), read_hf_weights(tmp_path / "there", model)
+    before, after = read_shards(checkpoint, model), read_shards(tmp_path / "there", model)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     norms = [weight for name, weight in before.items() if "norm" in name]

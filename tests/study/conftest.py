@@ -1,11 +1,13 @@
 """One synthetic study for all tests that read results."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from study.collect import collect_rows, write_table
-from study.recipes import Study, tiny
+from study.recipes import tiny
+from study.settings import Study
 from tests.study.synthetic import write_study
 
 
@@ -14,10 +16,16 @@ def study() -> Study:
     return tiny()
 
 
+@pytest.fixture(scope="session")
+def written_study(tmp_path_factory, study) -> Path:
+    """Written once, every file synced to the disk; tests have copies."""
+    return write_study(tmp_path_factory.mktemp("written") / study.name, study)
+
+
 @pytest.fixture
-def study_dir(tmp_path, study) -> Path:
+def study_dir(tmp_path, written_study, study) -> Path:
     """ROOT/tiny with all results; ROOT is the test's own."""
-    return write_study(tmp_path / study.name, study)
+    return Path(shutil.copytree(written_study, tmp_path / study.name))
 
 
 @pytest.fixture

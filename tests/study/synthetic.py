@@ -4,8 +4,15 @@ import json
 import math
 from pathlib import Path
 
-from study.recipes import MeasuredModel, Study, save_study
-from study.steps import checkpoint_directory, curvature_result, quantization_result, write_run_configurations
+from ckpt_tools.hf_directory import LINEAGE_JSON
+from study.settings import MeasuredModel, Study, save_study
+from study.steps import (
+    checkpoint_directory,
+    curvature_result,
+    hf_directory,
+    quantization_result,
+    write_run_configurations,
+)
 from train.config import RunConfig
 from train.frozen import fingerprint
 from train.run_directory import CHECKPOINT_JSON, CheckpointRecord, RunDirectory, write_json
@@ -77,7 +84,7 @@ def _write_metrics(directory: RunDirectory, run: RunConfig) -> None:
 def _told(run: RunConfig, model: MeasuredModel) -> dict | None:
     """What checkpoint.json says of an average."""
     kept = {average.name: average for average in run.averages}
-    if model.average is None:
+    if model.average is None or model.soup_of:
         return None
     average = kept[model.average].model_dump(mode="json")
     steps = [model.step - back * average["interval_steps"] for back in range(5)]
@@ -111,7 +118,11 @@ def write_study(directory: Path, study: Study) -> Path:
                 model=run.model.model_dump(mode="json"),
                 files={},
             )
-            _write(directory / checkpoint_directory(run.name, model) / CHECKPOINT_JSON, record.model_dump(mode="json"))
+            if model.soup_of:
+                _write(directory / hf_directory(run.name, model) / LINEAGE_JSON, {"kind": "average"})
+            else:
+                checkpoint = directory / checkpoint_directory(run.name, model)
+                _write(checkpoint / CHECKPOINT_JSON, record.model_dump(mode="json"))
             _write_results(directory, study, run, model, loss)
         _write_metrics(run_directory, run)
         packages = {"torch": "2.13.0", "megatron-core": "0.16.1", "deepspeed": "0.19.8"}

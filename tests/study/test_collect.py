@@ -6,7 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from study.collect import collect_rows, phase_of, read_table, write_table
-from study.recipes import MeasuredModel, tiny
+from study.recipes import tiny
+from study.settings import MeasuredModel
 from study.steps import curvature_result, quantization_result
 from train.command import UserError
 from train.run_directory import RunDirectory, sha256_of
@@ -14,8 +15,8 @@ from train.run_directory import RunDirectory, sha256_of
 
 def test_every_checkpoint_is_one_row_with_its_own_numbers(study_dir, study):
     collected = collect_rows(study_dir, study)
-    # of a checkpoint: itself, two quantizations, curvature; of an average all but curvature
-    assert collected.found == collected.expected == 4 * (9 * 4 + 2 * 3)
+    # of a checkpoint: itself, two quantizations, curvature; of five averages and two soups all but curvature
+    assert collected.found == collected.expected == 4 * (9 * 4 + (5 + 2) * 3)
     write_table(study_dir, study, collected.rows)
     rows = read_table(study_dir, study)
     trained = [(row["run"], row["step"]) for row in rows if row["average"] is None]
@@ -35,11 +36,11 @@ def test_every_checkpoint_is_one_row_with_its_own_numbers(study_dir, study):
 
 def test_an_average_is_a_row_of_its_own_beside_the_weights_of_its_step(study_dir, study):
     rows = collect_rows(study_dir, study).rows
-    averages = [row for row in rows if row["average"]]
-    assert [(row["run"], row["average"], row["step"], row["phase"]) for row in averages] == [
-        (run.name, "lawa5x16", step, phase) for run in study.runs for step, phase in ((448, "stable"), (640, "anneal"))
+    averages = [row for row in rows if row["average"] == "lawa5x16"]
+    assert [(row["run"], row["step"], row["phase"]) for row in averages] == [
+        (run.name, step, "stable" if step <= 448 else "anneal") for run in study.runs for step in study.averaged_steps
     ]
-    row, before = averages[0], rows[rows.index(averages[0]) - 1]
+    row, before = averages[2], rows[rows.index(averages[2]) - 1]
     assert (before["step"], before["average"]) == (448, None)
     folder = study_dir / "lr1e-3/hf/lawa5x16-step00000448"
     quant = json.loads((folder / "quant/gptq-b3-g32/result.json").read_text())["measured"]
@@ -48,6 +49,23 @@ def test_an_average_is_a_row_of_its_own_beside_the_weights_of_its_step(study_dir
     checkpoint = json.loads((study_dir / "lr1e-3/checkpoints/lawa5x16-step00000448/checkpoint.json").read_text())
     assert row["held_out_loss"] == checkpoint["held_out_loss"] != before["held_out_loss"]
     assert row["train_loss"] is None
+    assert "curvature/trace" not in row
+
+
+def test_a_soup_is_a_row_of_its_last_step_with_what_was_measured_of_it(study_dir, study):
+    rows = collect_rows(study_dir, study).rows
+    soups = [row for row in rows if str(row["average"]).startswith("soup-")]
+    assert [(row["run"], row["average"], row["step"], row["phase"]) for row in soups] == [
+        (run.name, *soup)
+        for run in study.runs
+        for soup in (("soup-stable", 448, "stable"), ("soup-anneal", 640, "anneal"))
+    ]
+    row = soups[0]
+    weights = next(row for row in rows if (row["run"], row["step"], row["average"]) == ("lr1e-3", 448, None))
+    assert [row[key] for key in ("tokens", "learning_rate")] == [weights[key] for key in ("tokens", "learning_rate")]
+    quant = json.loads((study_dir / "lr1e-3/hf/soup-stable-step00000448/quant/gptq-b3-g32/result.json").read_text())
+    assert row["quant/gptq-b3-g32/kl_divergence"] == quant["measured"]["kl_divergence"]
+    assert (row["train_loss"], row["held_out_loss"]) == (None, None)
     assert "curvature/trace" not in row
 
 
@@ -70,14 +88,15 @@ def test_what_is_not_measured_is_null_and_counted(study_dir, study):
     (study_dir / quantization_result("lr1e-3", MeasuredModel(64), "gptq-b3-g32")).unlink()
     (study_dir / curvature_result("lr1e-3", MeasuredModel(160))).unlink()
     (RunDirectory(study_dir / "lr3e-2").checkpoint(640) / "checkpoint.json").unlink()
+    (study_dir / "lr3e-2/hf/soup-anneal-step00000640/lineage.json").unlink()
     collected = collect_rows(study_dir, study)
-    assert collected.expected - collected.found == 1 + 1 + 4
+    assert collected.expected - collected.found == 1 + 1 + 4 + 3
     path = write_table(study_dir, study, collected.rows)
     table = pq.read_table(path)
-    assert table.num_rows == 35 + 8
+    assert table.num_rows == 35 + 4 * 5 + 7
     assert table["quant/gptq-b3-g32/relative_error"].null_count == 1
     assert table["quant/gptq-b4-g32/relative_error"].null_count == 0
-    assert table["curvature/lambda_max_converged"].null_count == 1 + 8
+    assert table["curvature/lambda_max_converged"].null_count == 1 + 4 * 5 + 7
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"measured": {}}', '{"spec": {}}'])

@@ -60,7 +60,9 @@ def test_mirrored_twice_it_holds_everything_once(collected_dir, study):
         assert [losses[1][step] for step in losses[0]] == [pytest.approx(loss - 0.08) for loss in losses[0].values()]
         averaged = {metric.step: metric.value for metric in history["lawa5x16/quant/gptq-b3-g32/relative_error"]}
         path = collected_dir / name / "hf/lawa5x16-step00000448/quant/gptq-b3-g32/result.json"
-        assert averaged.keys() == {448 * 2048, 640 * 2048}
+        assert averaged.keys() == {step * 2048 for step in study.averaged_steps}
+        assert [point.step for point in history["soup-anneal/quant/gptq-b3-g32/relative_error"]] == [640 * 2048]
+        assert not any(key.startswith("soup-") and HELD_OUT in key for key in history), "it was not evaluated"
         assert averaged[448 * 2048] == json.loads(path.read_text())["measured"]["relative_error"] != error[4].value
         assert "run.json" in store[name]["artifacts"]
     assert {"table.parquet", "study.json"} <= store["tiny"]["artifacts"]

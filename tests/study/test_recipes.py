@@ -3,7 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from study.recipes import RECIPES, Study, learning_rate_name, load_study, resolve, save_study, tiny
+from study.recipes import RECIPES, learning_rate_name, resolve, tiny
+from study.settings import Study, load_study, save_study
 from study.steps import steps_of, write_run_configurations
 from train.command import UserError
 from train.schedules import learning_rate
@@ -48,13 +49,13 @@ def test_averages_are_measured_over_one_phase_each(recipe, profile):
     for run in study.runs:
         assert run.schedule.anneal is not None
         start = run.schedule.anneal.start_step
-        assert study.averaged_steps == (start, run.total_steps)
+        assert {start, run.total_steps} <= set(study.averaged_steps)
         for average in run.averages:
             assert average.kind == "lawa"
             back = (average.window - 1) * average.interval_steps
-            assert run.warmup_steps < start - back, "its window before the anneal reaches into the warm-up"
-            assert start < run.total_steps - back, "its window at the end reaches out of the anneal"
-            assert start % average.interval_steps == run.total_steps % average.interval_steps == 0
+            for step in study.averaged_steps:
+                assert step % average.interval_steps == 0
+                assert (start if step > start else run.warmup_steps) < step - back, "a window reaches into two phases"
 
 
 def test_settings_name_the_study_and_change_every_run(tmp_path):
@@ -107,6 +108,43 @@ def test_a_spec_must_be_canonical_and_runs_must_differ():
         Study.model_validate(spelt)
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"averaged_steps": [448, 600]}, "averages are to be measured at step 600, run lr1e-3 saves none there"),
+        ({"soups": [{"name": "soup", "steps": [592, 600]}]}, "soup takes in step 600, run lr1e-3 saves none there"),
+        ({"soups": [{"name": "soup", "steps": [640]}]}, "at least 2 items"),
+        ({"soups": [{"name": "soup", "steps": [592, 592]}]}, "do not rise"),
+        ({"soups": [{"name": "soup", "steps": [640, 592]}]}, "do not rise"),
+        ({"soups": [{"name": "soup", "steps": [592, 640]}] * 2}, "share a name among soup, soup, lawa5x16"),
+        ({"soups": [{"name": "lawa5x16", "steps": [592, 640]}]}, "share a name among lawa5x16, lawa5x16"),
+        ({"soups": [{"name": "a/soup", "steps": [592, 640]}]}, "should match pattern"),
+    ],
+)
+def test_averages_are_of_saved_steps_and_have_names_of_their_own(changed, words):
+    with pytest.raises(ValidationError, match=words):
+        Study.model_validate(tiny().model_dump(mode="json") | changed)
+
+
+def test_models_are_measured_by_rising_step_weights_first():
+    models = tiny().models_of(tiny().runs[0])
+    assert [(model.step, model.average) for model in models] == [
+        (64, None),
+        (160, None),
+        (256, None), (256, "lawa5x16"),
+        (352, None), (352, "lawa5x16"),
+        (448, None), (448, "lawa5x16"), (448, "soup-stable"),
+        (496, None),
+        (544, None), (544, "lawa5x16"),
+        (592, None),
+        (640, None), (640, "lawa5x16"), (640, "soup-anneal"),
+    ]  # fmt: skip
+    assert {model.average: model.soup_of for model in models if model.soup_of} == {
+        "soup-stable": (256, 352, 448),
+        "soup-anneal": (496, 544, 592, 640),
+    }
+
+
 def test_a_run_name_is_not_used_for_another_configuration(tmp_path):
     study = tiny()
     write_run_configurations(tmp_path, study)
@@ -123,16 +161,16 @@ def test_the_steps_form_a_graph_over_distinct_outputs():
     for step in steps:
         assert seen.issuperset(step.after), step.name
         seen.add(step.name)
-    # text; per run: training, export and three processes for each of the two measurements; table, report, MLflow
-    # (averages are exported and quantized by the processes that work on the checkpoints of their steps)
-    assert len(seen) == len(steps) == 3 + 4 * (1 + 1 + 2 * 3) + 3
+    # text; per run: training, export, two soups and two processes for each of the two measurements; table, report,
+    # MLflow (averages are quantized by the processes that work on the checkpoints of their steps)
+    assert len(seen) == len(steps) == 3 + 4 * (1 + 1 + 2 + 2 * 2) + 3
     outputs = [output for step in steps for output in step.outputs]
     assert len(set(outputs)) == len(outputs)
     # every input of a command lies below the study, so that the study can be moved
     for step in steps:
         assert not any(argument.startswith("/") for argument in step.command)
     train = next(step for step in steps if step.kind == "train")
-    assert len(train.outputs) == 9 + 2
+    assert len(train.outputs) == 9 + 5
     assert train.slots == 2
     assert train.outputs[-2:] == (
         "lr1e-3/checkpoints/step00000640/checkpoint.json",
@@ -142,3 +180,22 @@ def test_the_steps_form_a_graph_over_distinct_outputs():
     assert words == [
         f"{{study}}/{run.name}/hf/lawa5x16-step{step:08d}" for run in study.runs for step in study.averaged_steps
     ], "an average is quantized, once, and nothing else"
+
+
+def test_a_soup_is_made_of_exports_and_quantized_as_they_are():
+    steps = {step.name: step for step in steps_of(tiny())}
+    average = steps["average-lr3e-3-soup-stable-step00000448"]
+    hf = "{study}/lr3e-3/hf"
+    made = (f"{hf}/soup-stable-step00000448", *(f"{hf}/step00000{step}" for step in (256, 352, 448)))
+    assert average.command == ("{python}", "-m", "ckpt_tools", "average", *made)
+    assert average.outputs == ("lr3e-3/hf/soup-stable-step00000448/lineage.json",)
+    assert average.after == ("export-lr3e-3",)
+    export = steps["export-lr3e-3"]
+    assert not any("soup" in word for word in (*export.command, *export.outputs)), "no engine ever held it"
+    readers = {name: step for name, step in steps.items() if any("/soup-stable" in word for word in step.command)}
+    quantize = readers["quantize-lr3e-3-step00000064"]
+    assert average.name in quantize.after
+    specs = tiny().quantization.specs
+    results = {f"lr3e-3/hf/soup-stable-step00000448/quant/{spec}/result.json" for spec in specs}
+    assert results <= set(quantize.outputs)
+    assert {step.kind for step in readers.values()} == {"average", "quantize"}, "curvature is not measured of averages"

@@ -2,15 +2,20 @@
 
 import base64
 import io
+import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from study.averages import average_findings
+from study.canvas import Canvas
 from study.collect import collect_rows, read_table, write_table
+from study.figures import draw_averages
 from study.recipes import resolve
 from study.report import write_report
+from study.steps import FIGURES
 from study.summary import Estimate, RunSummary, anneal_finding, findings, loss_finding, order_finding, summarize
 from tests.study.synthetic import write_study
 
@@ -48,15 +53,17 @@ class Page(HTMLParser):
             self.rows[-1][-1] += data
 
 
-@pytest.fixture
-def page(collected_dir, study) -> Page:
-    return Page(write_report(collected_dir, study).read_text())
+@pytest.fixture(scope="module")
+def page(tmp_path_factory, written_study, study) -> Page:
+    directory = Path(shutil.copytree(written_study, tmp_path_factory.mktemp("report") / study.name))
+    write_table(directory, study, collect_rows(directory, study).rows)
+    return Page(write_report(directory, study).read_text())
 
 
 def test_it_needs_nothing_but_itself(page):
     assert "script" not in page.tags
     assert "link" not in page.tags
-    assert len(page.references) == 5
+    assert len(page.references) == len(FIGURES)
     for reference in page.references:
         kind, _, data = reference.partition(",")
         assert kind == "data:image/png;base64"
@@ -75,8 +82,10 @@ def test_a_row_per_learning_rate_with_intervals(page, study):
 def test_averages_stand_beside_the_weights_of_their_step(page, study):
     rows = [row for row in page.rows if len(row) == 1 + 1 + 1 + 2 * 3 and row[0] == "0.01"]
     title = "LAWA, 5 weights 16 steps apart"
-    assert [row[1] for row in rows] == ["step 448, before the anneal", title, "step 640, annealed", title]
-    for weights, average in (rows[:2], rows[2:]):
+    soups = ("soup of steps 256, 352 and 448", "soup of steps 496, 544, 592 and 640")
+    labels = ["step 448, before the anneal", title, soups[0], "step 640, annealed", title, soups[1]]
+    assert [row[1] for row in rows] == labels, "the ends of the phases, not every step with an average"
+    for weights, average in ((rows[start], rows[start + beside]) for start in (0, 3) for beside in (1, 2)):
         # synthetic averages: a loss 0.08 lower and an error 0.6 times as large
         (loss, error), (averaged_loss, averaged_error) = (
             [float(row[column].split("[")[0].rstrip(" %")) for column in (2, 4)] for row in (weights, average)
@@ -86,21 +95,72 @@ def test_averages_stand_beside_the_weights_of_their_step(page, study):
         assert all("[" in cell for cell in (*weights[2:], *average[2:]))
 
 
-def test_what_is_said_of_averages_comes_from_intervals_that_lie_apart(collected_dir, study):
+BEFORE = "LAWA, 5 weights 16 steps apart, before the anneal against the annealed weights"
+STABLE, ANNEAL = "Soup of steps 256, 352 and 448, against ", "Soup of steps 496, 544, 592 and 640, against "
+LOWER = "the KL divergence there is lower at every peak."  # synthetic averages have 0.6 times the error
+SAME = "the KL divergence there is not told apart at any peak."  # and those of one step the same
+FEW = "the KL divergence there is lower at 0.01 and 0.03, higher at 0.001, not told apart at 0.003."
+ONE = "the KL divergence there is higher at 0.001, not told apart at 0.003, 0.01 and 0.03."
+
+
+@pytest.mark.parametrize(
+    ("average", "step", "changed"),
+    [
+        ("lawa5x16", 448, {BEFORE: FEW, f"{STABLE}LAWA at step 448": ONE.replace("higher", "lower")}),
+        ("soup-stable", 448, {f"{STABLE}the annealed weights": FEW, f"{STABLE}LAWA at step 448": ONE}),
+        ("soup-anneal", 640, {f"{ANNEAL}the annealed weights": FEW, f"{ANNEAL}LAWA at step 640": ONE}),
+    ],
+)
+def test_what_is_said_of_averages_comes_from_intervals_that_lie_apart(collected_dir, study, average, step, changed):
+    """Of one average, two runs are moved: one to twice to thrice the annealed weights' divergence, one around it."""
     rows = read_table(collected_dir, study)
     column = "quant/gptq-b3-g32/kl_divergence"
-
-    def place(run, *, low, high):
-        row = next(row for row in rows if (row["run"], row["step"], row["average"]) == (run, 448, "lawa5x16"))
-        row |= {f"{column}_low": low, column: (low + high) / 2, f"{column}_high": high}
-
     annealed = {row["run"]: row[column] for row in rows if row["step"] == 640 and row["average"] is None}
-    place("lr1e-3", low=annealed["lr1e-3"] * 2, high=annealed["lr1e-3"] * 3)
-    place("lr3e-3", low=annealed["lr3e-3"] * 0.5, high=annealed["lr3e-3"] * 2)
+    for run, low, high in (("lr1e-3", 2, 3), ("lr3e-3", 0.3, 2)):
+        (row,) = [row for row in rows if (row["run"], row["step"], row["average"]) == (run, step, average)]
+        ends = {f"{column}_low": low, column: (low + high) / 2, f"{column}_high": high}
+        row |= {key: factor * annealed[run] for key, factor in ends.items()}
+    expected = {BEFORE: LOWER, **{soup + "the annealed weights": LOWER for soup in (STABLE, ANNEAL)}}
+    expected |= {f"{STABLE}LAWA at step 448": SAME, f"{ANNEAL}LAWA at step 640": SAME}
+    found = dict(sentence.split(": ") for sentence in average_findings(study, rows))
+    assert {head: clauses.rpartition("; ")[2] for head, clauses in found.items()} == expected | changed
+    assert all("the full-precision loss is not told apart at any peak" in clauses for clauses in found.values())
+
+
+def test_nothing_is_said_of_annealed_weights_that_are_not_there(collected_dir, study):
+    rows = [row for row in read_table(collected_dir, study) if row["step"] < 640]
     (sentence,) = average_findings(study, rows)
-    assert "lower at 0.01 and 0.03, higher at 0.001, not told apart at 0.003" in sentence
-    assert "the full-precision loss is not told apart at any peak" in sentence
-    assert average_findings(study, [row for row in rows if row["step"] < 640]) == []
+    assert sentence.startswith(f"{STABLE}LAWA at step 448: ")
+
+
+def test_the_figure_of_averages_holds_every_model_in_the_colour_of_its_run(collected_dir, study, monkeypatch):
+    rows, drawn = read_table(collected_dir, study), []
+    monkeypatch.setattr(Canvas, "save", lambda canvas, path: drawn.append(canvas))
+    draw_averages(study, rows, collected_dir / "averages.png")
+    (canvas,) = drawn
+    colours = {look.colour: run for run, look in canvas.looks.items()}
+    assert len(colours) == len(study.runs)
+    for axis, figure in zip(canvas.axes, ("cross_entropy", "kl_divergence"), strict=True):
+        found = []
+        for line, *_ in axis.containers:  # errorbar: the line itself, then caps and bars
+            soup, kept = line.get_marker() == "*", line.get_markerfacecolor() == "white"
+            assert line.get_linestyle() == ("None" if soup else "--" if kept else "-")
+            kind = "soup" if soup else "lawa5x16" if kept else None
+            points = zip(line.get_xdata(), line.get_ydata(), strict=True)
+            found += [(colours[line.get_color()], kind, pytest.approx(x * 1e6), y) for x, y in points]
+        expected = [
+            (
+                row["run"],
+                row["average"] and row["average"].split("-")[0],
+                row["tokens"],
+                row[f"quant/gptq-b3-g32/{figure}"],
+            )
+            for row in rows
+        ]
+        assert len(found) == len(expected)
+        assert all(point in found for point in expected)
+        low, high = axis.get_ylim()
+        assert all(low < y < high for _, kind, _, y in found if kind), "an average lies outside of the frame"
 
 
 def told(page: Page) -> dict[str, str]:
@@ -123,7 +183,9 @@ def test_the_engine_and_its_version_are_named(page, tmp_path):
 
 def test_the_commands_behind_the_numbers_are_there(page):
     assert "-m train run" in page.code
-    assert '"$STUDY/lr3e-3/hf/step00000640" "$STUDY/lr3e-3/hf/lawa5x16-step00000640" --spec gptq-b3-g32' in page.code
+    last = [f'"$STUDY/lr3e-3/hf/{name}step00000640"' for name in ("", "lawa5x16-", "soup-anneal-")]
+    assert f"{' '.join(last)} --spec gptq-b3-g32" in page.code
+    assert f"python -m ckpt_tools average {last[2]}" in page.code
     assert "python -m curvature run" in page.code
     assert "mlflow server" in page.code
 

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from mlflow import MlflowClient
+from safetensors.torch import load_file
 
+from study.steps import FIGURES
 from tests.runs import PROJECT, environment
 
 COMMAND = [sys.executable, "-m", "study", "run", "tiny", "--profile", "smoke", "--root"]
@@ -55,8 +58,9 @@ def test_the_whole_study_survives_a_kill(tmp_path):
     assert f"sqlite:///{tmp_path / 'mlflow.db'}" in printed
 
     table = pq.read_table(study / "table.parquet").to_pylist()
+    models = [(step, average) for step in (48, 72) for average in (None, "lawa5x4")] + [(72, "soup-anneal")]
     assert [(row["run"], row["step"], row["average"]) for row in table] == [
-        (run, step, average) for run in ("lr3e-3", "lr3e-2") for step in (48, 72) for average in (None, "lawa5x4")
+        (run, *model) for run in ("lr3e-3", "lr3e-2") for model in models
     ]
     for row in table:
         assert row["quant/gptq-b3-g32/kl_divergence"] > row["quant/gptq-b4-g32/kl_divergence"] > 0
@@ -65,10 +69,9 @@ def test_the_whole_study_survives_a_kill(tmp_path):
             assert row["curvature/lambda_max_converged"]
         else:
             assert row["curvature/trace"] is None
-        # the same held-out text, in other blocks
-        assert row["quant/gptq-b3-g32/cross_entropy"] == pytest.approx(row["held_out_loss"], abs=0.3)
-    drawn = {path.stem for path in (study / "figures").glob("*.png")}
-    assert drawn == {"quantization_error", "kl_divergence", "validation_loss", "full_against_quantized", "curvature"}
+        if row["average"] != "soup-anneal":  # the same held-out text, in other blocks
+            assert row["quant/gptq-b3-g32/cross_entropy"] == pytest.approx(row["held_out_loss"], abs=0.3)
+    assert {path.stem for path in (study / "figures").glob("*.png")} == set(FIGURES)
 
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     (experiment,) = [one for one in client.search_experiments() if one.name != "Default"]
@@ -77,7 +80,7 @@ def test_the_whole_study_survives_a_kill(tmp_path):
     child = runs["lr3e-3"]
     assert child.data.tags["mlflow.parentRunId"] == runs["tiny-smoke"].info.run_id
     column = "quant/gptq-b3-g32/relative_error"
-    for average, metric in ((None, column), ("lawa5x4", f"lawa5x4/{column}")):
+    for average, metric in ((None, column), *((name, f"{name}/{column}") for name in ("lawa5x4", "soup-anneal"))):
         own = [row for row in table if (row["run"], row["average"]) == ("lr3e-3", average)]
         history = client.get_metric_history(child.info.run_id, metric)
         assert {point.step: point.value for point in history} == {row["tokens"]: row[column] for row in own}
@@ -85,9 +88,19 @@ def test_the_whole_study_survives_a_kill(tmp_path):
     for row in table:
         name = f"{row['average']}-step{row['step']:08d}" if row["average"] else f"step{row['step']:08d}"
         lineage = json.loads((study / row["run"] / "hf" / name / "lineage.json").read_text())
-        steps = [row["step"] - 4 * back for back in (4, 3, 2, 1, 0)]
-        told = {"kind": "lawa", "interval_steps": 4, "window": 5, "steps": steps} if row["average"] else None
-        assert (lineage["step"], lineage["average"]) == (row["step"], told)
+        assert (lineage["run"], lineage["step"]) == (row["run"], row["step"])
+        if row["average"] == "soup-anneal":
+            assert (lineage["kind"], lineage["method"], lineage["steps"]) == ("average", "uniform", [48, 72])
+            weights = [
+                load_file(study / row["run"] / "hf" / of / "model.safetensors")
+                for of in ("step00000048", "step00000072", name)
+            ]
+            for key, averaged in weights[2].items():
+                torch.testing.assert_close(averaged, (weights[0][key] + weights[1][key]) / 2)
+        else:
+            steps = [row["step"] - 4 * back for back in (4, 3, 2, 1, 0)]
+            told = {"kind": "lawa", "interval_steps": 4, "window": 5, "steps": steps} if row["average"] else None
+            assert (lineage["kind"], lineage["average"]) == ("export", told)
 
 
 @pytest.mark.stress

@@ -5,7 +5,10 @@ import shutil
 import pytest
 import torch
 
-from ckpt_tools.export import export, read_weights
+from ckpt_tools.averaging.average import average_models
+from ckpt_tools.export import export
+from ckpt_tools.formats.hf_weights import HFWeights
+from tests.ckpt_tools.checkpoints import all_of, read_weights
 from tests.runs import execute, make_run, torchrun
 from tests.train.trajectories import numbers, shard_hashes
 from train.run_directory import RunDirectory, read_checkpoint_record
@@ -34,16 +37,16 @@ def members(step):
 
 
 def test_averages_are_those_of_the_checkpoints(averaged):
-    directory, run = averaged
-    weights = {step: read_weights(directory.checkpoint(step), run) for step in SAVED}
+    directory, _ = averaged
+    weights = {step: read_weights(directory.checkpoint(step)) for step in SAVED}
     for step in (3, 5, 6, 9, 11, 12, 14):
-        found = read_weights(directory.average_checkpoint("lawa3x3", step), run)
+        found = read_weights(directory.average_checkpoint("lawa3x3", step))
         record = read_checkpoint_record(directory.average_checkpoint("lawa3x3", step))
         assert record.average == {**LAWA.model_dump(), "steps": members(step)}
         for name, weight in found.items():
             mean = torch.stack([weights[member][name].double() for member in members(step)]).mean(0)
             torch.testing.assert_close(weight.double(), mean, rtol=1e-7, atol=1e-9)  # rounded to fp32 once
-    emas = {step: read_weights(directory.average_checkpoint("ema0.8x2", step), run) for step in SAVED[4::2]}
+    emas = {step: read_weights(directory.average_checkpoint("ema0.8x2", step)) for step in SAVED[4::2]}
     for name in weights[0]:
         average = weights[2][name].double()
         for step in range(4, STEPS + 1, 2):
@@ -54,10 +57,19 @@ def test_averages_are_those_of_the_checkpoints(averaged):
     assert not directory.average_checkpoint("ema0.8x2", 1).exists()
 
 
+def test_an_average_made_afterwards_is_the_one_that_training_kept(averaged, tmp_path):
+    """Bit for bit: both sum in fp64, oldest first, and round to fp32 once."""
+    directory, _ = averaged
+    average_models(tmp_path / "hf", [directory.checkpoint(step) for step in members(14)], accumulate="fp64")
+    found, kept = all_of(HFWeights(tmp_path / "hf")), read_weights(directory.average_checkpoint("lawa3x3", 14))
+    assert found.keys() == kept.keys()
+    assert all(torch.equal(found[name], kept[name]) for name in kept)
+
+
 def test_averaging_does_not_touch_training_and_its_probe_is_the_averages(averaged, trained, tmp_path):
-    directory, run = averaged
-    plain = read_weights(trained("dp2") / "checkpoints" / "step00000020", run)
-    for name, weight in read_weights(directory.checkpoint(20), run).items():
+    directory, _ = averaged
+    plain = read_weights(trained("dp2") / "checkpoints" / "step00000020")
+    for name, weight in read_weights(directory.checkpoint(20)).items():
         assert torch.equal(weight, plain[name]), name
     rows = {row["step"]: row for row in numbers(directory.path)}
     assert rows[20]["held_out_loss"] == {row["step"]: row for row in numbers(trained("dp2"))}[20]["held_out_loss"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_tools.megatron_shards import read_hf_weights
+from tests.ckpt_tools.checkpoints import read_shards
 from tests.runs import execute, make_run, python, torchrun
 from train.config import load_run
 from train.run_directory import sha256_of
@@ -165,7 +165,7 @@ def test_verbs(tmp_path, inputs, settings):
     assert hashes(tmp_path / "kept") == hashes(tmp_path / "fork")
 
     # Where no label counts there is no gradient: an update of AdamW multiplies by 1 - rate x decay what is decayed.
-    before, after = (read_hf_weights(tmp_path / name, run.model) for name in ("start", "only decayed"))
+    before, after = (read_shards(tmp_path / name, run.model) for name in ("start", "only decayed"))
     rounding = 1e-6 if run.precision == "fp32" else 8e-3
     for name, weight in before.items():
         spared = "norm" in name or "lm_head" in name

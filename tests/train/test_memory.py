@@ -20,6 +20,7 @@ from train.engine import Batch, Engine, build_engine
 from train.families import hf_settings
 from train.memory import checkpoint_bytes, layer_activation_bytes, rank_memory
 from train.models import OLMO2_7B
+from train.run_directory import PROBE
 from train.settings import DataConfig, Ema, Lawa, ModelConfig, ParallelConfig, ZeroConfig
 
 PATHS: dict[str, Any] = {"train_prefix": Path("t"), "held_out_prefix": Path("h"), "tokenizer_dir": Path("k")}
@@ -240,7 +241,7 @@ def test_checkpoints_of_real_runs(trained, layout):
     """At this width the files around the tensors are a quarter of it; they are counted: 47 parameters of 4 kinds."""
     run = load_run(trained(layout) / "run.json")
     for checkpoint in (trained(layout) / "checkpoints").glob("step*"):
-        probe = 2 * 32 * (8 + 4 * 320)
+        probe = (checkpoint / PROBE).stat().st_size
         around = bytes_below(checkpoint) - probe - checkpoint_bytes(run).each
         assert 0 < around < 4 * 47 * TENSOR_FILE_BYTES
 

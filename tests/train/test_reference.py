@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
-from ckpt_tools.megatron_shards import read_hf_weights
+from tests.ckpt_tools.checkpoints import read_shards
 from train.config import load_run
 from train.corpus import open_corpus
 from train.data import batch
@@ -78,7 +78,7 @@ def test_twenty_steps_equal_plain_torch(trained):
         assert rows[step]["loss"] == pytest.approx(cross_entropy.item(), abs=1e-4)
         assert rows[step]["z_loss"] == pytest.approx(z_loss.item(), rel=1e-3)
         assert rows[step]["grad_norm"] == pytest.approx(norm.item(), rel=1e-2)
-    final = read_hf_weights(directory.checkpoint(20), run.model)
+    final = read_shards(directory.checkpoint(20), run.model)
     assert final.keys() == dict(model.named_parameters()).keys()
     for name, weight in model.named_parameters():
         # AdamW moves weights by their gradient's sign at first: rounding noise in a gradient near zero is amplified

@@ -19,6 +19,7 @@ from train.command import UserError
 from train.config import RunConfig
 from train.deepspeed.checkpoint import MOMENTS, StateFiles, read_state
 from train.deepspeed.model import build_model, hf_parameters
+from train.deepspeed.probing import recorded
 from train.deepspeed.process import join
 from train.deepspeed.settings import deepspeed_config
 from train.deepspeed.sharding import sharding_of
@@ -139,10 +140,12 @@ class DeepSpeedEngine:
         return cross_entropy / max(count, 1), z_loss / max(count, 1)
 
     @torch.no_grad()
-    def logits(self, inputs_BS: Tensor) -> Tensor:
-        """Logits [B, S, V] in fp32, on every rank, on the CPU. Meant for a small probe."""
+    def probe(self, inputs_BS: Tensor) -> dict[str, Tensor]:
+        """Logits and the outputs of all modules on rank 0; the other ranks compute them too, as stage 3 needs."""
         self._engine.eval()
-        return self._logits(self._engine.module, inputs_BS.to(self.device), None).cpu()
+        with recorded(self._engine.module) as outputs:
+            logits_BSV = self._logits(self._engine.module, inputs_BS.to(self.device), None)
+        return {"logits": logits_BSV.cpu(), **outputs} if dist.get_rank() == 0 else {}
 
     def weights(self) -> list[WeightShard]:
         """Part of the fp32 main weights that this rank holds."""
@@ -201,6 +204,15 @@ class DeepSpeedEngine:
             raise failure
         for partition in self._partitions:
             self._adamw.state[partition.owner]["step"].fill_(step)
+        self.publish_weights()
+
+    @torch.no_grad()
+    def start_from(self, read: Callable[[str], Tensor]) -> None:
+        """Takes over the weights that `read` gives by HF name, whole, exactly in fp32."""
+        for partition, shard in zip(self._partitions, self.weights(), strict=True):
+            parts = shard.weights.split([piece.length for piece in partition.pieces])
+            for piece, part in zip(partition.pieces, parts, strict=True):
+                part.copy_(read(piece.name).flatten()[piece.start : piece.start + piece.length])
         self.publish_weights()
 
     def close(self) -> None:

@@ -20,10 +20,17 @@ from train.averaging import slot_names
 from train.command import UserError
 from train.config import RunConfig
 from train.engine import Batch, Snapshot, StepResult, WeightShard
-from train.megatron.model import check_kernels, initialize_groups, transformer_config
+from train.megatron.model import (
+    check_kernels,
+    global_parameters,
+    initialize_groups,
+    transformer_config,
+    weight_shard,
+)
 from train.megatron.optimizer import build_optimizer, clip_and_update, gradient_norm
-from train.megatron.optimizer_state import OptimizerState, slots_in
+from train.megatron.optimizer_state import STATE, OptimizerState, slots_in
 from train.megatron.pipeline import Pipeline
+from train.megatron.probing import probe
 from train.megatron.shards import ShardedSnapshot
 
 
@@ -70,9 +77,9 @@ class MegatronEngine:
         """Mean cross-entropy over the counted labels, nats per token."""
         return self._pipeline.losses(batch, forward_only=True)[0]
 
-    def logits(self, inputs_BS: Tensor) -> Tensor:
-        """Logits [B, S, V] in fp32, on every rank, on the CPU. One microbatch: meant for a small probe."""
-        return self._pipeline.logits(inputs_BS)
+    def probe(self, inputs_BS: Tensor) -> dict[str, Tensor]:
+        """Logits and the outputs of all modules, whole, on rank 0. One microbatch."""
+        return probe(self._pipeline, inputs_BS)
 
     def weights(self) -> list[WeightShard]:
         """Part of the fp32 main weights that this rank holds."""
@@ -106,15 +113,24 @@ class MegatronEngine:
         return ShardedSnapshot(state, directory)
 
     def load(self, directory: Path) -> None:
-        """Loads what a snapshot with optimizer state wrote at any layout. Hash-check it first: it holds pickles.
+        """Loads what a snapshot wrote at any layout. Hash-check it first: it holds pickles.
+
+        From weights without optimizer state the main weights are taken, and the state stays fresh.
 
         Raises:
             UserError: the shards lack a key of this model or hold one more.
         """
         state = self._model_state()
         try:
-            slots = slots_in(dist_checkpointing.load_tensors_metadata(str(directory)))
-            state |= {"optimizer": self._state.to_load(state, slots)}
+            keys = dist_checkpointing.load_tensors_metadata(str(directory))
+            if not any(key.startswith(STATE) for key in keys):
+                weights = self._state.weights_to_load(state)
+                # The empty states of Transformer Engine are the only keys that are not asked for.
+                loaded = dist_checkpointing.load(weights, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
+                self._state.load_weights(loaded)
+                self.publish_weights()
+                return
+            state |= {"optimizer": self._state.to_load(state, slots_in(keys))}
             loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_ALL)
         except CheckpointingException as error:
             raise UserError(
@@ -125,6 +141,16 @@ class MegatronEngine:
             chunk.module.load_state_dict(loaded[f"model{index}"])
         self._state.load(loaded["optimizer"])
         self._state.steps = loaded["steps"]
+
+    def start_from(self, read: Callable[[str], Tensor]) -> None:
+        """Takes over the weights that `read` gives by HF name, whole, exactly in fp32."""
+        names = {
+            parameter: name
+            for chunk in self._pipeline.chunks
+            for name, parameter in global_parameters(chunk.module).items()
+        }
+        self._state.assign(lambda parameter: weight_shard(names[parameter], read, self.run.model))
+        self.publish_weights()
 
     def close(self) -> None:
         """Leaves the process groups."""

@@ -3,6 +3,7 @@
 h = x + norm_attn(attention(x));   out = h + norm_mlp(mlp(h));   final norm, then lm_head
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -177,7 +178,9 @@ def build_chunks(run: RunConfig, config: TransformerConfig, device: torch.device
 def _initialize(chunk: GPTModel, run: RunConfig) -> None:
     with torch.no_grad():
         for name, parameter in global_parameters(chunk).items():
-            parameter.copy_(_initial_shard(name, run.model, run.seed))
+            parameter.copy_(
+                weight_shard(name, lambda hf_name: initial_parameter(hf_name, run.model, run.seed), run.model)
+            )
             axis = layout.shard_axis(name)
             # What the gradient norm goes by to count every weight once; Transformer Engine has set it already.
             if axis is not None and not getattr(parameter, "tensor_model_parallel", False):
@@ -195,7 +198,8 @@ def global_parameters(chunk: GPTModel) -> dict[str, torch.nn.Parameter]:
     return parameters
 
 
-def _initial_shard(name: str, model: ModelConfig, seed: int) -> Tensor:
-    whole = layout.from_hf(name, lambda hf_name: initial_parameter(hf_name, model, seed), model)
+def weight_shard(name: str, read: Callable[[str], Tensor], model: ModelConfig) -> Tensor:
+    """What this rank holds of the parameter `name`, from whole tensors by HF name."""
+    whole = layout.from_hf(name, read, model)
     rank = parallel_state.get_tensor_model_parallel_rank()
     return layout.shard(name, whole, rank, parallel_state.get_tensor_model_parallel_world_size())

@@ -7,7 +7,7 @@ every rank writes about as much as it holds, hardly anything is sent, and nothin
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,6 +143,19 @@ class OptimizerState:
             for index, piece in enumerate(self._pieces)
         }
 
+    def weights_to_load(self, model: Any) -> dict[str, Any]:
+        """Empty fp32 tensors for mcore to load the model's own weights into, where there is no optimizer state."""
+        entries = _entries(model)
+        return {
+            str(index): _for_owner(
+                entries[id(piece.parameter)],
+                "",
+                torch.empty(piece.parameter.shape, device="cpu"),
+                self._rank - piece.owner,
+            )
+            for index, piece in enumerate(self._pieces)
+        }
+
     def _split_as(self, entries: dict[int, Any], piece: _Piece, wholes: dict[str, Tensor | None]) -> dict[str, Any]:
         """Entries of a parameter's state, split over ranks as the parameter is."""
         entry = entries[id(piece.parameter)]
@@ -165,6 +178,16 @@ class OptimizerState:
         for rank, (start, stop) in enumerate(piece.ranks[1:], piece.owner + 1):
             dist.recv(whole[start:stop], peers[rank], self._group)
         return whole.view(piece.parameter.shape)
+
+    def load_weights(self, state: dict[str, Any]) -> None:
+        """Takes over what mcore loaded into `weights_to_load(...)`; moments and slots stay as they are."""
+        for index, piece in enumerate(self._pieces):
+            piece.inner.detach().copy_(state[str(index)].flatten()[piece.start : piece.stop])
+
+    def assign(self, weight_of: Callable[[torch.nn.Parameter], Tensor]) -> None:
+        """Sets the main weights to what `weight_of` gives for a parameter of this rank, in the parameter's shape."""
+        for piece in self._pieces:
+            piece.inner.detach().copy_(weight_of(piece.parameter).flatten()[piece.start : piece.stop])
 
     def load(self, state: dict[str, Any]) -> None:
         """Takes over what mcore loaded into `to_load(...)`; a slot that was not loaded stays as it is."""

@@ -51,8 +51,11 @@ class Pipeline:
         return cross_entropy / max(counted, 1), z_loss / max(counted, 1)
 
     @torch.no_grad()
-    def logits(self, inputs_BS: Tensor) -> Tensor:
-        """Logits [B, S, V] of the whole vocabulary in fp32, on every rank, on the CPU, from one microbatch."""
+    def logits(self, inputs_BS: Tensor) -> Tensor | None:
+        """Logits [S, B, V], on the last stage, of one microbatch: this rank's tokens and part of the vocabulary.
+
+        At some layouts the sequence is padded, or computed more than once.
+        """
         for chunk in self.chunks:
             chunk.eval()
         parallel, length = self.run.parallel, inputs_BS.shape[1]
@@ -65,18 +68,10 @@ class Pipeline:
             probe = probe._replace(documents_BS=torch.zeros_like(probe.tokens_BS[:, 1:]))
 
         def keep(_: Batch, logits_BSV: Tensor) -> tuple[Tensor, Report]:
-            return logits_BSV.float().mean(), {"logits": logits_BSV.float()}
+            return logits_BSV.float().mean(), {"logits": logits_BSV}
 
         reports = self._run([probe] * self._smallest_number, keep, forward_only=True)
-        vocab_size = self.run.model.vocab_size
-        whole_BSV = torch.zeros(*inputs_BS.shape, vocab_size, device=self.device)
-        if parallel_state.is_pipeline_last_stage():
-            local_BSV = _gathered(reports[0]["logits"], parallel_state.get_tensor_model_parallel_group(), -1)
-            if parallel.context > 1:
-                local_BSV = _rejoined(_gathered(local_BSV, parallel_state.get_context_parallel_group(), 1))
-            whole_BSV = local_BSV[:, :length].contiguous()
-        self._broadcast_from_last_stage(whole_BSV)
-        return whole_BSV.cpu()
+        return reports[0]["logits"].transpose(0, 1) if reports else None
 
     @property
     def _smallest_number(self) -> int:
@@ -146,15 +141,3 @@ def _own_part(x_BS: Tensor) -> Tensor:
     rank = parallel_state.get_context_parallel_rank()
     pieces = x_BS.chunk(2 * ranks, 1)
     return torch.cat([pieces[rank], pieces[-1 - rank]], 1)
-
-
-def _rejoined(x_BSV: Tensor) -> Tensor:
-    """A sequence in its order, from the parts of all context-parallel ranks one after another."""
-    pieces = x_BSV.chunk(2 * parallel_state.get_context_parallel_world_size(), 1)
-    return torch.cat([*pieces[::2], *pieces[1::2][::-1]], 1)
-
-
-def _gathered(x: Tensor, group: dist.ProcessGroup, axis: int) -> Tensor:
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(parts, x.contiguous(), group)
-    return torch.cat(parts, axis)

@@ -1,0 +1,1 @@
+"""Averages of models, summed some rows at a time, and made again from their lineage."""

@@ -1,0 +1,106 @@
+"""Weights that lie in files and are read by the row: what every tool here takes in, whatever wrote the files.
+
+A row is one index of a tensor's first axis. Rows of any number can be asked for, so memory need not grow with a tensor.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from train.command import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # what `--dtype` and run.json call them
+
+
+class Described(NamedTuple):
+    """Shape and type of a tensor that is not read yet."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Weights(Protocol):
+    """The weights of one model by HF name."""
+
+    @property
+    def tensors(self) -> Mapping[str, Described]:
+        """What there is, in the order of the model."""
+        ...
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor, contiguous, on the CPU; UserError for a file that cannot be read."""
+        ...
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, live; RuntimeError if it is not contiguous."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def read_whole(weights: Weights, name: str) -> Tensor:
+    """All rows of a tensor."""
+    return weights.read(name, 0, weights.tensors[name].shape[0])
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A contiguous tensor, row after row, in a file.
+
+    Attributes:
+        path: the file.
+        offset: of its first byte.
+        shape: at least one axis.
+        dtype: in the machine's byte order, which is little endian everywhere torch runs.
+    """
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def described(self) -> Described:
+        """Its shape and type."""
+        return Described(self.shape, self.dtype)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop), in memory of their own."""
+        rows = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        self.read_into(rows, start)
+        return rows
+
+    def read_into(self, rows: Tensor, start: int) -> None:
+        """Fills a contiguous tensor with as many rows as it has, from row `start` on.
+
+        Files are read, not mapped: mapped pages would count as memory of this process until they are unmapped.
+        """
+        assert (rows.dtype, rows.shape[1:]) == (self.dtype, self.shape[1:])
+        assert 0 <= start <= start + len(rows) <= self.shape[0]
+        if not rows.numel():
+            return
+        buffer = bytes_of(rows)
+        offset = self.offset + start * self.described.row_bytes
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            while buffer:
+                count = os.preadv(descriptor, [buffer], offset)
+                if not count:
+                    raise UserError(f"{self.path} is truncated; restore it and run again")
+                buffer, offset = buffer[count:], offset + count
+        finally:
+            os.close(descriptor)

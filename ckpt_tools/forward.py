@@ -1,0 +1,149 @@
+"""Logits of an HF directory by transformers' own modules, with some rows of one weight in memory at a time.
+
+So a model of any size is checked on a machine that could not hold it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from ckpt_tools.formats.hf_weights import HFWeights
+from ckpt_tools.formats.weights import Weights, read_whole
+from ckpt_tools.hf_model import quiet_transformers
+from train.command import UserError
+
+CHUNK_BYTES = 8 << 20  # of fp32 weights in memory at once
+# What transformers calls in memory otherwise than in files, where names stay as they were released.
+NAMES_IN_FILES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
+
+Observe = Callable[[str, Tensor], None]
+
+
+def read_config(hf_dir: Path) -> PretrainedConfig:
+    """config.json as transformers understands it; no code of the directory is run."""
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(hf_dir, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{hf_dir}/config.json: {' '.join(str(error).split())[:200]}; give an HF directory") from None
+    return config
+
+
+def empty_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The causal language model without memory for its parameters, in eval mode, computing in fp32."""
+    quiet_transformers()
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+        )
+    for parent in list(model.modules()):
+        for name, module in parent.named_children():
+            if any(buffer.is_meta for buffer in module.buffers(recurse=False)):  # frequencies of rotary embeddings
+                setattr(parent, name, type(module)(config))
+    model.eval()
+    return model
+
+
+def names_in_files(model: PreTrainedModel) -> dict[str, str]:
+    """The key in the files of every parameter; tied parameters share one."""
+    renamed = NAMES_IN_FILES.get(model.config.model_type, {})
+    tied: Any = getattr(model, "_tied_weights_keys", None) if model.config.tie_word_embeddings else None
+    names = {name: renamed.get(name, name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: names[(tied or {}).get(name, name)] for name in names}
+
+
+def check_shapes(model: PreTrainedModel, weights: Weights, source: Path) -> None:
+    """UserError naming the first key of the files that the model lacks, or has in another shape, or that is missing."""
+    wanted = {
+        name_in_file: tuple(model.get_parameter(name).shape) for name, name_in_file in names_in_files(model).items()
+    }
+    missing, unknown = (
+        sorted(a - b) for a, b in ((wanted.keys(), weights.tensors.keys()), (weights.tensors.keys(), wanted.keys()))
+    )
+    if missing or unknown:
+        parts = [f"missing {missing[:3]}"] * bool(missing) + [f"unknown {unknown[:3]}"] * bool(unknown)
+        raise UserError(f"{source}: {' and '.join(parts)}: its weights are not those of config.json; restore both")
+    for name, shape in wanted.items():
+        if weights.tensors[name].shape != shape:
+            raise UserError(
+                f"{source}: '{name}' is {weights.tensors[name].shape}, config.json needs {shape}; restore both"
+            )
+
+
+@torch.no_grad()
+def stream_logits(hf_dir: Path, input_ids_BS: Tensor, observe: Observe | None = None) -> Tensor:
+    """Logits [B, S, V] in fp32 on the CPU.
+
+    Args:
+        hf_dir: its weights may be of any floating type.
+        input_ids_BS: token ids [B, S].
+        observe: called with the name and the output [B, S, width] of every module that has parameters of its own or
+            below it and returns a tensor, as soon as it is computed.
+
+    Raises:
+        UserError: keys or shapes of the weights are not those of config.json.
+    """
+    weights, model = HFWeights(hf_dir), empty_model(read_config(hf_dir))
+    check_shapes(model, weights, hf_dir)
+    files = names_in_files(model)
+    for name, module in model.named_modules():
+        if name and any(True for _ in module.parameters()):
+            _stream(module, weights, {key: files[f"{name}.{key}"] for key, _ in module.named_parameters(recurse=False)})
+            if observe:
+                module.register_forward_hook(_reporting(name, observe))
+    logits_BSV: Tensor = model(input_ids=input_ids_BS, use_cache=False).logits
+    return logits_BSV
+
+
+def _reporting(name: str, observe: Observe) -> Any:
+    def report(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor):
+            observe(name, first)
+
+    return report
+
+
+def _stream(module: Any, weights: Weights, files: dict[str, str]) -> None:
+    """Makes a module read its own parameters, given by their key in the files, whenever it computes."""
+    if not files:
+        return
+    if isinstance(module, nn.Embedding):
+
+        def embed(ids: Tensor) -> Tensor:
+            used, places = ids.unique(return_inverse=True)
+            rows = [weights.read(files["weight"], index, index + 1) for index in used.tolist()]
+            return torch.cat(rows).float()[places]
+
+        module.__dict__["forward"] = embed
+    elif isinstance(module, nn.Linear):
+
+        def project(inputs: Tensor) -> Tensor:
+            name = files["weight"]
+            rows, columns = weights.tensors[name].shape
+            bias = read_whole(weights, files["bias"]).float() if "bias" in files else None
+            step = max(1, CHUNK_BYTES // (4 * columns))
+            return torch.cat(
+                [
+                    F.linear(
+                        inputs,
+                        weights.read(name, start, min(start + step, rows)).float(),
+                        None if bias is None else bias[start : start + step],
+                    )
+                    for start in range(0, rows, step)
+                ],
+                dim=-1,
+            )
+
+        module.__dict__["forward"] = project
+    else:  # norms
+
+        def load(*_: Any) -> None:
+            for key, name in files.items():
+                setattr(module, key, nn.Parameter(read_whole(weights, name).float(), requires_grad=False))
+
+        module.register_forward_pre_hook(load)

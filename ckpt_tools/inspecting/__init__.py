@@ -1,0 +1,1 @@
+"""What a checkpoint or HF directory is: keys, shapes, hashes, and what made it."""

@@ -1,0 +1,1 @@
+"""The trajectories of released models: their revisions, steps, tokens and learning rates, listed and fetched."""

@@ -1,0 +1,115 @@
+"""The trajectories of SmolLM3, Apertus, open-sci, Amber and Pythia. See `registry`."""
+
+import re
+
+from ckpt_tools.released.revisions import Family, Stage, main
+from ckpt_tools.released.schedules import Curve
+
+SMOLLM3 = "huggingface/smollm text/pretraining/smollm3/*.yaml; model card"
+PYTHIA_PEAKS = {
+    **{"14m": 1e-3, "31m": 1e-3, "70m": 1e-3, "160m": 6e-4, "410m": 3e-4},
+    **{"1b": 2.5e-4, "1.4b": 2e-4, "2.8b": 1.6e-4, "6.9b": 1.2e-4, "12b": 1.2e-4},
+}
+
+
+def _smollm3() -> tuple[Family, Family]:
+    curve = Curve(peak=2e-4, warmup=2000, decay_from=4_198_001, decay_until=4_720_001, shape="linear")
+    stages = [
+        Stage(
+            name=f"stage{number}",
+            template=f"stage{number}-step-{{S}}",
+            schedule="WSD, linear to 0",
+            source=SMOLLM3,
+            curve=curve,
+            batches=((0, 2_359_296),),
+            last_step=last,
+        )
+        for number, last in ((1, 3_450_000), (2, 4_200_000), (3, 4_720_000))
+    ]
+    stages += [
+        Stage(
+            name=name,
+            template=f"{name}-step-{{S}}",
+            schedule="cosine to 0",
+            source=SMOLLM3,
+            curve=Curve(peak=2e-5, warmup=1000, decay_until=1000 + decay_steps, shape="cosine"),
+            last_step=1000 + decay_steps,
+        )
+        for name, decay_steps in (("lc-4k-to-32k", 19_000), ("lc-32k-to-64k", 21_000))
+    ]
+    stages += [Stage(name=name, template=name) for name in ("it-mid-training", "it-SFT", "it-soup-APO", "it-LC-expert")]
+    merge = main("0.9 of it-soup-APO and 0.1 of it-mid-training", "arXiv 2510.06213, section 3.2")
+    return (  # the checkpoints have no main, which is a repository of its own
+        Family(repo="HuggingFaceTB/SmolLM3-3B-checkpoints", example="stage1-step-40000", stages=tuple(stages)),
+        Family(repo="HuggingFaceTB/SmolLM3-3B", example="main", stages=(merge,)),
+    )
+
+
+def _apertus() -> Family:
+    pretraining = Stage(
+        name="pretraining",
+        template="step{S}-tokens{T}",
+        schedule="WSD, 1-sqrt to 10%",
+        source="swiss-ai/pretrain-code pretraining/submit_apertus_8b.sh",
+        curve=Curve(peak=1.1e-4, warmup=4000, decay_from=2_429_920, decay_until=2_627_139, shape="sqrt", floor=0.1),
+        batches=((0, 1024 * 4096), (1_678_000, 2048 * 4096)),
+        named_batches=((0, 4_200_000), (1_678_000, 8_400_000)),
+        last_step=2_627_139,
+    )
+    return Family(repo="swiss-ai/Apertus-8B-2509", example="step150000-tokens630B", stages=(pretraining, main()))
+
+
+def _open_sci() -> Family:
+    pretraining = Stage(name="pretraining", template="iter_{S:07}", schedule="WSD", source="arXiv 2509.09009")
+    return Family(
+        repo="open-sci/open-sci-ref-v0.01-SIZE-DATASET-TOKENS-CONTEXT",
+        example="iter_0058000",
+        stages=(pretraining, main()),
+        pattern=r"open-sci/open-sci-ref-v0\.01-[0-9.]+b-[A-Za-z0-9._-]+",
+    )
+
+
+def _amber() -> Family:
+    chunk = 762
+    pretraining = Stage(
+        name="pretraining",
+        template="ckpt_{K:03}",
+        schedule="cosine to 10%",
+        source="LLM360/amber-train main.py, run.sh",
+        curve=Curve(peak=3e-4, warmup=2000, decay_until=360 * chunk, shape="cosine", floor=0.1),
+        batches=((0, 2240 * 2048),),
+        last_step=359 * chunk,
+        chunk_steps=chunk,
+    )
+    return Family(repo="LLM360/Amber", example="ckpt_100", stages=(pretraining, main()))
+
+
+def _pythia(size: str) -> Family:
+    """A size of Pythia, of either data.
+
+    GPT-NeoX let the cosine fall to 0 at warm-up + horizon and cut it off at the minimum, 10% of the peak, so that the
+    last fifth of training has a constant rate. Pull request 1008 changed that in August 2023 and says that Pythia was
+    trained before.
+    """
+    horizon = 143_000
+    warmup = horizon // 100
+    pretraining = Stage(
+        name="pretraining",
+        template="step{S}",
+        schedule="cosine to 0, cut off at 10%",
+        source=f"EleutherAI/pythia models/*/pythia-{size}.yml; EleutherAI/gpt-neox pull request 1008",
+        curve=Curve(peak=PYTHIA_PEAKS[size], warmup=warmup, decay_until=warmup + horizon, shape="cosine", least=0.1),
+        batches=((0, 1024 * 2048),),
+        last_step=horizon,
+        first_steps=(0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+        every_steps=1000,
+    )
+    return Family(
+        repo=f"EleutherAI/pythia-{size}",
+        example="step1000",
+        stages=(pretraining, pretraining.as_main(horizon)),
+        pattern=rf"EleutherAI/pythia-{re.escape(size)}(-deduped)?",
+    )
+
+
+OTHER_FAMILIES = (*_smollm3(), _apertus(), _open_sci(), _amber(), *map(_pythia, PYTHIA_PEAKS))

@@ -1,0 +1,55 @@
+"""Learning rates and token counts of released models as functions of the step."""
+
+from typing import Literal
+
+from train.frozen import Frozen
+from train.schedules import share_left
+
+Batches = tuple[tuple[int, int], ...]  # (step, tokens per step from there on), rising
+
+
+def tokens_after(batches: Batches, step: int) -> int:
+    """Tokens trained on by the end of `step`."""
+    ends = [start for start, _ in batches[1:]] + [step]
+    return sum(tokens * max(0, min(step, end) - start) for (start, tokens), end in zip(batches, ends, strict=True))
+
+
+class Curve(Frozen):
+    """A learning rate that rises linearly, stays, and decays; steps may be fractions where a source counts tokens.
+
+    Attributes:
+        peak: the highest rate.
+        warmup: steps until the peak is reached.
+        warmup_from: where the rise starts, as a share of the peak.
+        decay_from: step at which the decay starts; None: when the peak is reached.
+        decay_until: step at which it ends.
+        shape: cosine, linear, or sqrt for 1 - sqrt.
+        floor: what the decay leads to, as a share of the peak.
+        least: what the rate is cut off at, as a share of the peak.
+        known_until: step behind which the released run followed something that no source tells; None: to its end.
+    """
+
+    peak: float
+    warmup: float = 0.0
+    warmup_from: float = 0.0
+    decay_from: float | None = None
+    decay_until: float
+    shape: Literal["cosine", "linear", "sqrt"]
+    floor: float = 0.0
+    least: float = 0.0
+    known_until: float | None = None
+
+    def at(self, step: int) -> float | None:
+        """The rate that the schedule gives at `step`, which update number `step` used; None where it is not known.
+
+        That is OLMo's convention (allenai/OLMo, olmo/train.py); trainers that set the rate after an update, such as
+        Megatron, used it one update later.
+        """
+        if self.known_until is not None and step > self.known_until:
+            return None
+        if step < self.warmup:
+            return self.peak * (self.warmup_from + (1 - self.warmup_from) * step / self.warmup)
+        start = self.warmup if self.decay_from is None else self.decay_from
+        progress = min(1.0, max(0.0, (step - start) / (self.decay_until - start)))
+        share = self.floor + (1 - self.floor) * share_left(self.shape, progress)
+        return self.peak * max(share, self.least)

@@ -1,0 +1,151 @@
+"""Averages as files: whatever the processes, in one pass and bounded memory, and whole through a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from ckpt_tools.averaging.average import average_models
+from ckpt_tools.averaging.ingredients import HashedWeights
+from ckpt_tools.formats.hf_weights import HFWeights
+from ckpt_tools.formats.hf_writer import write_weights
+from ckpt_tools.formats.weights import read_whole
+from tests.ckpt_tools.checkpoints import all_of
+from tests.conftest import make_hf_directory
+from tests.runs import PROJECT, environment, execute
+from train.run_directory import sha256_of
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[Path]:
+    """Three random models without lineage."""
+    root = tmp_path_factory.mktemp("models")
+    return [make_hf_directory(root / f"m{seed}", seed=seed) for seed in range(3)]
+
+
+def lineage_of(hf_dir: Path) -> dict:
+    return json.loads((hf_dir / "lineage.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def sharded(models, tmp_path_factory) -> list[Path]:
+    """The same models in several files each, all divided alike."""
+    root = tmp_path_factory.mktemp("sharded")
+    for source in models:
+        (root / source.name).mkdir()
+        write_weights(root / source.name, HFWeights(source), shard_bytes=30_000)
+        (root / source.name / "config.json").write_bytes((source / "config.json").read_bytes())
+    assert len(list((root / "m0").glob("*.safetensors"))) > 3
+    return [root / source.name for source in models]
+
+
+def check_hashes(out: Path, inputs: list[Path]) -> None:
+    for path, told in zip(inputs, lineage_of(out)["ingredients"], strict=True):
+        files = {file.name: sha256_of(file) for file in path.glob("*.safetensors")}
+        assert {name: record["sha256"] for name, record in told["files"].items()} == files
+
+
+def test_files_do_not_depend_on_the_number_of_processes(models, sharded, tmp_path, monkeypatch):
+    """Nor numbers on how models are divided into files; pieces of a few rows, so that threads and files interleave."""
+    monkeypatch.setattr("ckpt_tools.averaging.sums.PIECE_BYTES", 1000)
+    average_models(tmp_path / "whole", models, processes=1)
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    for processes in (1, 2, 5):
+        out = tmp_path / str(processes)
+        average_models(out, sharded, processes=processes)
+        assert lineage_of(out)["files"] == lineage_of(tmp_path / "1")["files"]
+        assert all(torch.equal(weight, expected[name]) for name, weight in all_of(HFWeights(out)).items())
+        assert len(AutoModelForCausalLM.from_pretrained(out).state_dict()) == len(expected)
+    mixed = [sharded[0], models[1], sharded[2]]
+    average_models(tmp_path / "mixed", mixed, processes=2)
+    check_hashes(tmp_path / "mixed", mixed)
+    assert lineage_of(tmp_path / "mixed")["files"] == lineage_of(tmp_path / "1")["files"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_files_that_are_read_in_order_are_hashed_without_a_second_pass(
+    models, sharded, tmp_path, monkeypatch, processes
+):
+    def refuse(path: Path) -> str:
+        raise AssertionError(f"{path} is read again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpt_tools.averaging.ingredients.sha256_of", refuse)
+        average_models(tmp_path / "whole", models, processes=processes)
+        average_models(tmp_path / "sharded", sharded, processes=processes)
+    check_hashes(tmp_path / "whole", models)
+    check_hashes(tmp_path / "sharded", sharded)
+
+
+def test_hashes_of_files_read_otherwise_are_not_told(models):
+    path = models[0] / "model.safetensors"
+    weights = HashedWeights(models[0])
+    names = list(weights.tensors)
+    for name in [names[1], names[0], *names[2:]]:
+        read_whole(weights, name)
+    assert weights.sha256(path) is None
+    for name in names:
+        rows = weights.tensors[name].shape[0]
+        weights.read(name, 0, rows // 2)
+        weights.read(name, rows // 2, rows)
+    assert weights.sha256(path) == sha256_of(path)
+
+
+LARGE: dict[str, Any] = {"vocab_size": 40_000, "hidden_size": 64, "num_attention_heads": 4}  # 20 MB each
+MEASURED = """
+import sys
+from pathlib import Path
+from typing import Any
+from ckpt_tools.averaging.average import average_models
+out, *inputs = map(Path, sys.argv[1:])
+average_models(out, inputs, processes=1)
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> list[Path]:
+    """Twelve models whose weights are links to the same file."""
+    root = tmp_path_factory.mktemp("large")
+    first = make_hf_directory(root / "0", **LARGE)
+    for index in range(1, 12):
+        (root / str(index)).mkdir()
+        for path in first.iterdir():
+            os.link(path, root / str(index) / path.name)
+    return [root / str(index) for index in range(12)]
+
+
+def test_memory_does_not_grow_with_the_number_of_models(large, tmp_path):
+    peak_kib = []
+    for count in (2, 12):
+        command = [sys.executable, "-c", MEASURED, str(tmp_path / str(count)), *map(str, large[:count])]
+        done = execute(command, cwd=PROJECT)
+        assert done.returncode == 0, done.stderr
+        peak_kib.append(int(done.stdout.split()[-1]))
+    assert peak_kib[1] - peak_kib[0] < (large[0] / "model.safetensors").stat().st_size / 1024  # ten more are read
+
+
+def test_a_kill_leaves_nothing_half_written(large, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "ckpt_tools", "average", str(out), *map(str, large)]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, cwd=PROJECT) as process:
+        while not list(tmp_path.glob(".out.partial/*.safetensors")):
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert not out.exists()
+    done = execute(command, cwd=PROJECT)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    first = load_file(large[0] / "model.safetensors")
+    assert all(torch.allclose(weight, first[name]) for name, weight in load_file(out / "model.safetensors").items())

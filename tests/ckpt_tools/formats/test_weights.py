@@ -1,0 +1,269 @@
+"""Reading by the row and writing in shards, against safetensors, torch's own checkpoint reader and transformers."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Olmo2Config
+
+from ckpt_tools.checkpoint import open_weights
+from ckpt_tools.formats.hf_weights import INDEX_JSON, HFWeights
+from ckpt_tools.formats.hf_writer import write_weights
+from ckpt_tools.formats.parallel import each
+from ckpt_tools.formats.weights import Described
+from ckpt_tools.forward import stream_logits
+from tests.ckpt_tools.checkpoints import all_of
+from tests.conftest import LAYOUTS
+from train.command import UserError
+from train.config import load_run
+from train.run_directory import RunDirectory, first_damage, read_checkpoint_record
+
+
+def rows_of_heads(whole: torch.Tensor, heads: int, kv_heads: int, dim: int) -> dict[str, torch.Tensor]:
+    """q, k and v of a fused megatron tensor, row by row as the paper of grouped queries draws it."""
+    parts: dict[str, list[torch.Tensor]] = {"q": [], "k": [], "v": []}
+    row = 0
+    for _ in range(kv_heads):
+        for part, count in (("q", heads // kv_heads), ("k", 1), ("v", 1)):
+            for _ in range(count * dim):
+                parts[part].append(whole[row])
+                row += 1
+    return {part: torch.stack(rows) for part, rows in parts.items()}
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "ds-zero1"])
+@pytest.mark.parametrize("main", [False, True], ids=["trained", "main"])
+def test_megatron_weights_are_what_torch_reads(trained, layout, main):
+    """The witness loads global tensors whole with torch's own reader and takes them apart by hand."""
+    checkpoint = trained(layout) / "checkpoints" / "step00000020"
+    model = load_run(trained(layout) / "run.json").model
+    found = all_of(open_weights(checkpoint, read_checkpoint_record(checkpoint), main=main))
+    reader, prefix = FileSystemReader(checkpoint), "optimizer.state.param." if main else ""
+    stored = reader.read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(tuple(value.size), dtype=value.properties.dtype)
+        for key, value in stored.items()
+        if isinstance(value, TensorStorageMetadata) and key.startswith(prefix) and key.startswith("optimizer.") == main
+    }
+    load(state, storage_reader=reader, no_dist=True)
+    state = {key.removeprefix(prefix): tensor for key, tensor in state.items() if main or "optimizer" not in key}
+    expected = {
+        "model.embed_tokens.weight": state["embedding.word_embeddings.weight"],
+        "model.norm.weight": state["decoder.final_layernorm.weight"],
+        "lm_head.weight": state["output_layer.weight"],
+    }
+    for layer in range(4):
+        inside = {key.removeprefix("decoder.layers."): value[layer] for key, value in state.items() if "layers" in key}
+        here = f"model.layers.{layer}."
+        fused = rows_of_heads(inside["self_attention.linear_qkv.weight"], 4, model.num_key_value_heads, 8)
+        expected |= {f"{here}self_attn.{part}_proj.weight": rows for part, rows in fused.items()}
+        expected[f"{here}mlp.gate_proj.weight"] = inside["mlp.linear_fc1.weight"][:64]
+        expected[f"{here}mlp.up_proj.weight"] = inside["mlp.linear_fc1.weight"][64:]
+        for hf_name, name in {
+            "self_attn.o_proj": "self_attention.linear_proj",
+            "self_attn.q_norm": "self_attention.q_layernorm",
+            "self_attn.k_norm": "self_attention.k_layernorm",
+            "mlp.down_proj": "mlp.linear_fc2",
+            "post_attention_layernorm": "self_attention.linear_proj.post_norm",
+            "post_feedforward_layernorm": "mlp.linear_fc2.post_norm",
+        }.items():
+            expected[f"{here}{hf_name}.weight"] = inside[f"{name}.weight"]
+    assert found.keys() == expected.keys()
+    dtype = torch.bfloat16 if layout.startswith("bf16") and not main else torch.float32
+    for name, weight in found.items():
+        assert weight.dtype == dtype
+        assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("layout", ["tp2pp2", "gqa-tp2", "ds-zero1"])
+@pytest.mark.parametrize("main", [False, True], ids=["trained", "main"])
+def test_any_rows_are_those_of_the_whole(trained, layout, main):
+    checkpoint = trained(layout) / "checkpoints" / "step00000020"
+    weights = open_weights(checkpoint, read_checkpoint_record(checkpoint), main=main)
+    for name, whole in all_of(weights).items():
+        count = len(whole)
+        for start, stop in ((0, 1), (count // 2 - 3, count // 2 + 2), (count - 1, count)):
+            assert torch.equal(weights.read(name, start, stop), whole[start:stop]), name
+
+
+def test_main_weights_of_deepspeed_in_fp32_are_those_it_computes_with(trained):
+    checkpoint = trained("ds-zero1") / "checkpoints" / "step00000020"
+    record = read_checkpoint_record(checkpoint)
+    computed, main = (all_of(open_weights(checkpoint, record, main=main)) for main in (False, True))
+    assert computed.keys() == main.keys()
+    assert all(torch.equal(computed[name], main[name]) for name in computed)
+
+
+class Random:
+    """Weights made of nothing: every row is a function of its tensor's name and its number."""
+
+    def __init__(self, tensors: dict[str, Described]) -> None:
+        self.tensors = tensors
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        shape, dtype = self.tensors[name]
+        first = sum(map(ord, name)) * 1000
+        rows = torch.arange(first + start, first + stop).view(-1, *[1] * (len(shape) - 1))
+        return (rows * 0.37).sin().expand(stop - start, *shape[1:]).to(dtype).contiguous()
+
+
+TENSORS = {
+    "a": Described((40, 8), torch.float32),
+    "b": Described((7,), torch.float32),
+    "c": Described((300, 8), torch.bfloat16),
+    "d": Described((5, 3, 2), torch.float16),
+    "e": Described((0, 4), torch.float32),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("shard_bytes", [1, 1300, 1 << 30])
+def test_shards_are_what_safetensors_reads_whatever_the_number_of_processes(tmp_path, monkeypatch, dtype, shard_bytes):
+    monkeypatch.setattr("ckpt_tools.formats.hf_writer.CHUNK_BYTES", 256)  # several chunks of a tensor
+    weights = Random(TENSORS)
+    records = {}
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        out.mkdir()
+        records[processes] = write_weights(out, weights, dtype=dtype, processes=processes, shard_bytes=shard_bytes)
+        assert first_damage(out, records[processes]) is None
+        assert {path.name for path in out.iterdir()} == records[processes].keys()
+    assert records[1] == records[2]
+    found: dict[str, torch.Tensor] = {}
+    for path in out.glob("*.safetensors"):
+        found |= load_file(path)
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in found.items():
+        expected = weights.read(name, 0, TENSORS[name].shape[0]).to(dtype or TENSORS[name].dtype)
+        assert torch.equal(tensor, expected)
+    if shard_bytes < 1 << 30:
+        index = json.loads((out / INDEX_JSON).read_text())
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+        assert index["weight_map"].keys() == TENSORS.keys()
+    again = all_of(HFWeights(out))
+    assert all(torch.equal(again[name], found[name]) for name in TENSORS)
+
+
+def climb(directory: Path) -> None:
+    index = json.loads((directory / INDEX_JSON).read_text())
+    index["weight_map"]["a"] = "../elsewhere.safetensors"
+    (directory / INDEX_JSON).write_text(json.dumps(index))
+
+
+def misplace(directory: Path) -> None:
+    index = json.loads((directory / INDEX_JSON).read_text())
+    index["weight_map"]["a"] = index["weight_map"]["c"]
+    (directory / INDEX_JSON).write_text(json.dumps(index))
+
+
+def repeat(directory: Path) -> None:
+    first, *_, last = sorted(directory.glob("*.safetensors"))
+    save_file({**load_file(last), "a": torch.zeros(3)}, last)
+    assert "a" in load_file(first)
+
+
+def truncate(directory: Path) -> None:
+    path = sorted(directory.glob("*.safetensors"))[0]
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (climb, "names '../elsewhere.safetensors', which is no file of its directory"),
+        (misplace, "differ in 'a'"),
+        (repeat, "'a' lies in"),
+        (truncate, "is damaged"),
+        (lambda out: sorted(out.glob("*.safetensors"))[1].unlink(), "is missing"),
+        (lambda out: (out / INDEX_JSON).write_text("{"), "is damaged"),
+        (lambda out: (out / INDEX_JSON).write_text('{"weight_map": {}}'), "maps no tensor"),
+        (lambda out: (out / INDEX_JSON).unlink(), "holds no safetensors weights"),
+    ],
+    ids=["climbs", "misplaced", "twice", "truncated", "missing", "index", "empty index", "no index"],
+)
+def test_damaged_directories_are_refused(tmp_path, damage, expected):
+    write_weights(tmp_path, Random(TENSORS), shard_bytes=1300)
+    damage(tmp_path)
+    with pytest.raises(UserError, match=expected.replace(".", r"\.")):
+        HFWeights(tmp_path)
+
+
+def test_a_killed_process_is_one_line():
+    import os
+    import signal
+
+    def die(item: int) -> int:
+        if item == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return item
+
+    with pytest.raises(UserError, match="a process was killed"):
+        list(each(die, [0, 1, 2], processes=2))
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Olmo2Config(**SHAPE, num_key_value_heads=2),
+        LlamaConfig(**SHAPE, num_key_value_heads=2),
+        LlamaConfig(**SHAPE, num_key_value_heads=4, tie_word_embeddings=True),
+        GPTNeoXConfig(**SHAPE, tie_word_embeddings=False),
+    ],
+    ids=["olmo2", "llama", "llama tied", "gpt_neox"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streamed_logits_are_those_of_transformers(tmp_path, monkeypatch, config, dtype):
+    monkeypatch.setattr("ckpt_tools.forward.CHUNK_BYTES", 1000)  # a few rows of a matrix at a time
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.to(dtype).save_pretrained(tmp_path)
+    input_ids = torch.randint(320, (2, 21))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        expected = reference(input_ids).logits
+    logits = stream_logits(tmp_path, input_ids)
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["tp2pp2", "ds-zero1"])
+def test_every_damaged_file_of_a_checkpoint_is_named(trained, tmp_path, layout):
+    """A byte flipped anywhere, a file cut short, a file gone: for every file of the checkpoint."""
+    from ckpt_tools.export import export
+
+    shutil.copytree(trained(layout), tmp_path / "run")
+    checkpoint = RunDirectory(tmp_path / "run").checkpoint(20)
+    for name in read_checkpoint_record(checkpoint).files:
+        path, whole = checkpoint / name, (checkpoint / name).read_bytes()
+        for position in (0, len(whole) // 2, len(whole) - 1):
+            flipped = bytearray(whole)
+            flipped[position] ^= 16
+            path.write_bytes(flipped)
+            with pytest.raises(UserError, match=f"{name} was changed"):
+                export(checkpoint, tmp_path / "hf")
+        path.write_bytes(whole[:-1])
+        with pytest.raises(UserError, match=f"{name} has .* bytes instead of"):
+            export(checkpoint, tmp_path / "hf")
+        path.unlink()
+        with pytest.raises(UserError, match=f"{name} is missing"):
+            export(checkpoint, tmp_path / "hf")
+        path.write_bytes(whole)
+    assert not (tmp_path / "hf").exists()

@@ -1,0 +1,234 @@
+"""Downloads: exactly the data of each revision, resumed after a kill, checked by size and hash, never half there."""
+
+import fcntl
+import hashlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from ckpt_tools.released.download import download
+from tests.ckpt_tools.released.fake_hub import REPO, FakeHub, model_files
+from tests.runs import environment
+from train.command import UserError
+
+FIRST, SECOND, LAST = (
+    f"stage1-step{step}-tokens{tokens}B" for step, tokens in ((10_000, 21), (20_000, 42), (30_000, 63))
+)
+WANTED = {
+    *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"),
+    *("config.json", "tokenizer.json", "merges.txt"),
+}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub of three revisions, which huggingface_hub takes for huggingface.co."""
+    server = FakeHub({name: model_files(seed) for seed, name in enumerate((FIRST, SECOND, LAST))})
+    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.endpoint + template[template.index("/{") :])
+    yield server
+    server.let_go.set()
+    server.shutdown()
+    server.server_close()
+
+
+def check(directory: Path, hub: FakeHub, commit: str | None) -> None:
+    """Every wanted file byte by byte, nothing else, and a record that says so."""
+    revision = directory.name
+    files = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    assert files == WANTED | {"download.json"}
+    contents = {name: hub.revisions[revision][name] for name in WANTED}
+    assert {name: (directory / name).read_bytes() for name in WANTED} == contents
+    hashes = {name: {"bytes": len(held), "sha256": hashlib.sha256(held).hexdigest()} for name, held in contents.items()}
+    record = json.loads((directory / "download.json").read_text())
+    assert record == {"repo": REPO, "revision": revision, "commit": commit, "files": hashes}
+
+
+def test_from_the_hub_and_never_twice(hub, tmp_path, capsys):
+    download(REPO, tmp_path / "models", every=2)
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == [FIRST, LAST]
+    for name in (FIRST, LAST):
+        check(tmp_path / "models" / name, hub, hub.commit(name))
+    asked = len(hub.got)
+    assert asked == 2 * len(WANTED)
+    download(REPO, tmp_path / "models")
+    assert {name for name, _ in hub.got[asked:]} == {SECOND}
+    assert capsys.readouterr().out.splitlines()[-1].startswith("3 revisions in ")
+
+
+def test_a_killed_download_goes_on(hub, tmp_path):
+    """SIGKILL while half of the second shard is there: nothing by the revision's name, no whole file fetched twice."""
+    hub.stalled = "model-00002-of-00002.safetensors"
+    command = [sys.executable, "-m", "ckpt_tools", "download", REPO, str(tmp_path / "models"), "--revision", FIRST]
+    settings: dict[str, Any] = {"env": environment() | {"HF_ENDPOINT": hub.endpoint}, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, **settings)
+    try:
+        assert hub.reached_stall.wait(60)
+        partial = tmp_path / "models" / f".{FIRST}.partial"
+        while not WANTED - {hub.stalled} <= {path.name for path in partial.iterdir()}:
+            assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert not (tmp_path / "models" / FIRST).exists()
+    hub.let_go.set()
+    assert subprocess.run(command, text=True, timeout=60, check=False, **settings).returncode == 0
+    check(tmp_path / "models" / FIRST, hub, hub.commit(FIRST))
+    assert hub.got.count((FIRST, hub.stalled)) == 2
+    assert all(hub.got.count((FIRST, name)) == 1 for name in WANTED - {hub.stalled})
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [FIRST]
+
+
+@pytest.mark.parametrize("origin", ["hub", "directory"])
+@pytest.mark.parametrize("damage", ["truncated", "edited"])
+def test_damage_is_found_and_repaired(hub, tmp_path, capsys, origin, damage):
+    place = REPO if origin == "hub" else str(hub.lay_out(tmp_path / "OLMo-2-0425-1B"))
+    download(place, tmp_path / "models", revisions=[FIRST])
+    path = tmp_path / "models" / FIRST / "model-00001-of-00002.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] if damage == "truncated" else whole[:-1] + b"\0")
+    download(place, tmp_path / "models", revisions=[FIRST])
+    assert (path.read_bytes() == whole) == (damage == "truncated"), "sizes tell of truncation alone"
+    download(place, tmp_path / "models", revisions=[FIRST], verify=True)
+    check(tmp_path / "models" / FIRST, hub, hub.commit(FIRST) if origin == "hub" else None)
+    assert "fetching it again" in capsys.readouterr().err
+
+
+def test_from_a_directory(hub, tmp_path):
+    source = hub.lay_out(tmp_path / "allenai--OLMo-2-0425-1B")
+    download(str(source), tmp_path / "models", every=2)
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == [FIRST, LAST]
+    check(tmp_path / "models" / LAST, hub, None)
+    before = (tmp_path / "models" / LAST).stat().st_ino
+    download(str(source), tmp_path / "models", every=2)
+    assert (tmp_path / "models" / LAST).stat().st_ino == before, "what is complete is left alone"
+    hub.revisions[LAST] = model_files(seed=9)
+    hub.lay_out(source)
+    download(str(source), tmp_path / "models", every=2)
+    check(tmp_path / "models" / LAST, hub, None)
+
+
+def test_what_was_downloaded_can_be_downloaded_from(hub, tmp_path):
+    """It needs no --family, keeps the commit, and vouches for its files."""
+    download(REPO, tmp_path / "models", revisions=[FIRST, LAST])
+    download(str(tmp_path / "models"), tmp_path / "copies", revisions=[FIRST])
+    check(tmp_path / "copies" / FIRST, hub, hub.commit(FIRST))
+    shard = tmp_path / "models" / LAST / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
+    with pytest.raises(UserError, match="was changed after it was written"):
+        download(str(tmp_path / "models"), tmp_path / "copies", revisions=[LAST])
+    assert [path.name for path in (tmp_path / "copies").iterdir()] == [FIRST]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"revisions": ["stage1-step7-tokens1B"]}, "no such revision"),
+        ({"revisions": ["../outside"]}, "cannot name a directory"),
+        ({"revisions": ["refs/pr/1"]}, "cannot name a directory"),
+        ({"revisions": [FIRST], "every": 2}, "one or the other"),
+        ({"stage": "stage3"}, "no stage 'stage3'; give one of stage1"),
+        ({"place": "allenai/OLMo-2-1124-7B"}, "not on the hub"),
+        ({"place": "nobody/nothing"}, "no known trajectory"),
+        ({"place": "no such place"}, "no directory"),
+    ],
+)
+def test_bad_input_is_refused(hub, tmp_path, arguments, reason):
+    with pytest.raises(UserError, match=reason) as refused:
+        download(**({"place": REPO, "into": tmp_path / "models"} | arguments))
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "models").exists()
+
+
+def no_safetensors(hub: FakeHub, into: Path) -> None:
+    del hub.revisions[LAST]["model-00001-of-00002.safetensors"], hub.revisions[LAST]["model-00002-of-00002.safetensors"]
+
+
+def a_shard_missing(hub: FakeHub, into: Path) -> None:
+    del hub.revisions[LAST]["model-00001-of-00002.safetensors"]
+
+
+def wrong_bytes(hub: FakeHub, into: Path) -> None:
+    hub.corrupted = "model-00001-of-00002.safetensors"
+
+
+def a_directory_of_somebody(hub: FakeHub, into: Path) -> None:
+    (into / LAST).mkdir(parents=True)
+
+
+def a_file_of_somebody(hub: FakeHub, into: Path) -> None:
+    into.mkdir()
+    (into / LAST).touch()
+
+
+def another_repository(hub: FakeHub, into: Path) -> None:
+    download(REPO, into, revisions=[LAST])
+    record = json.loads((into / LAST / "download.json").read_text())
+    (into / LAST / "download.json").write_text(json.dumps(record | {"repo": "somebody/else"}))
+
+
+def a_record_that_climbs_out(hub: FakeHub, into: Path) -> None:
+    another_repository(hub, into)
+    record = json.loads((into / LAST / "download.json").read_text())
+    record["files"]["../../secret"] = record["files"]["config.json"]
+    (into / LAST / "download.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (no_safetensors, "no safetensors"),
+        (a_shard_missing, "is missing"),
+        (wrong_bytes, "other bytes than the hub says"),
+        (a_directory_of_somebody, "is no download"),
+        (a_file_of_somebody, "is no download"),
+        (another_repository, "of somebody/else"),
+        (a_record_that_climbs_out, "lies elsewhere"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_left_alone(hub, tmp_path, prepare, reason):
+    into = tmp_path / "models"
+    prepare(hub, into)
+    before = {path: path.stat().st_ino for path in into.rglob("*")}
+    with pytest.raises(UserError, match=reason) as refused:
+        download(REPO, into, revisions=[LAST])
+    assert "\n" not in str(refused.value)
+    left = {path: path.stat().st_ino for path in into.rglob("*") if not path.relative_to(into).parts[0].startswith(".")}
+    assert left == before
+
+
+@pytest.mark.parametrize("origin", ["hub", "directory"])
+def test_a_full_disk_is_seen_before_anything_is_written(hub, tmp_path, monkeypatch, origin):
+    """The two revisions need 2 x 320 kB of weights; a disk with 500 kB takes one of them, not both."""
+    place = REPO if origin == "hub" else str(hub.lay_out(tmp_path / "OLMo-2-0425-1B"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 500_000, 500_000))
+    with pytest.raises(UserError, match="choose fewer revisions"):
+        download(place, tmp_path / "models", revisions=[FIRST, LAST])
+    assert list((tmp_path / "models").glob("*")) == []
+    download(place, tmp_path / "models", revisions=[FIRST])
+
+
+def test_without_network_the_line_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"not reached.*give that directory") as refused:
+        download(REPO, tmp_path / "models")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_second_process_is_refused(hub, tmp_path):
+    lock = tmp_path / f".{FIRST}.lock"
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process"):
+            download(REPO, tmp_path, revisions=[FIRST])
+    assert list(tmp_path.iterdir()) == [lock]
+    download(REPO, tmp_path, revisions=[FIRST])
+    check(tmp_path / FIRST, hub, hub.commit(FIRST))

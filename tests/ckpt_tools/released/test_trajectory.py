@@ -1,0 +1,172 @@
+"""Trajectories of the hub and of local directories: order, choice, table; what is unknown is said to be."""
+
+import csv
+import json
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from ckpt_tools.export import export
+from ckpt_tools.hf_directory import read_lineage
+from ckpt_tools.released.download import download
+from ckpt_tools.released.registry import parse_revision
+from ckpt_tools.released.trajectory import choose, revisions_of, show
+from tests.ckpt_tools.released.fake_hub import REPO, FakeHub
+from train.command import UserError
+from train.run_directory import first_damage
+
+SMOLLM3 = "HuggingFaceTB/SmolLM3-3B-checkpoints"
+IN_ORDER = [
+    *("stage1-step40000-tokens84B", "stage1-step120000-tokens252B", "stage1-step1050000-tokens2203B"),
+    *("stage2-ingredient1-step7000-tokens15B", "stage2-ingredient1-step23852-tokens51B"),
+    *("stage2-ingredient3-step7000-tokens15B", "main"),
+]
+ODD = ["revert-safetensors", "stage1-step40000-tokens9999B"]
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = FakeHub({name: {} for name in sorted(IN_ORDER + ODD)})
+    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def directories(root, names):
+    for name in names:
+        (root / name).mkdir(parents=True)
+    return root
+
+
+def test_of_the_hub(hub, tmp_path, capsys):
+    """Steps and stages sort as numbers; names that are none are told, not lost."""
+    show(REPO, every=None, stage=None, family=None, out=tmp_path / "tables" / "1b.csv")
+    printed = capsys.readouterr()
+    with (tmp_path / "tables" / "1b.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["repo", "revision", "stage", "ingredient", "step", "tokens", "learning_rate", "schedule"]
+    assert [row["revision"] for row in rows] == IN_ORDER
+    assert [row["ingredient"] for row in rows] == ["", "", "", "1", "1", "3", "3"]
+    assert (rows[0]["step"], rows[0]["tokens"]) == ("40000", "83886080000")
+    assert float(rows[0]["learning_rate"]) == pytest.approx(3.997968e-4, rel=1e-6)
+    assert float(rows[4]["learning_rate"]) == 0
+    assert all(name in printed.err for name in ODD)
+    assert all(name in printed.out for name in IN_ORDER)
+    assert "OLMo2-1B-stage1.yaml" in printed.out
+
+
+def test_the_table_takes_the_name_of_the_repository(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    show(REPO, every=2, stage="stage1", family=None, out=None)
+    assert len((tmp_path / "trajectory-allenai--OLMo-2-0425-1B.csv").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("every", "stage", "kept"),
+    [
+        (None, None, [0, 1, 2, 3, 4, 5, 6]),
+        (1, None, [0, 1, 2, 3, 4, 5, 6]),
+        (2, None, [0, 2, 3, 4, 5, 6]),  # the first, the third which is the last; of an ingredient the first, the last
+        (10, None, [0, 2, 3, 4, 5, 6]),
+        (10, "stage1", [0, 2]),
+        (None, "stage2", [3, 4, 5]),
+        (None, "main", [6]),
+    ],
+)
+def test_choice(every, stage, kept):
+    revisions = [parse_revision(REPO, name) for name in IN_ORDER]
+    assert [IN_ORDER.index(one.revision) for one in choose(revisions, every=every, stage=stage)] == kept
+
+
+def test_the_last_is_kept_once():
+    revisions = [parse_revision("EleutherAI/pythia-70m", f"step{step}000") for step in range(1, 8)]
+    assert [one.step for one in choose(revisions, every=3)] == [1000, 4000, 7000]
+    assert [one.step for one in choose(revisions[:-1], every=3)] == [1000, 4000, 6000]
+
+
+def test_order_of_a_trajectory_of_many_stages(tmp_path):
+    names = ["stage1-step-3440000", "stage2-step-3480000", "stage3-step-4240000", "lc-4k-to-32k-step-4000"]
+    names += ["lc-32k-to-64k-step-4000", "it-mid-training", "it-SFT", "it-soup-APO", "it-LC-expert"]
+    found = revisions_of(str(directories(tmp_path / "x", names)), family=SMOLLM3)
+    assert [one.revision for one in found] == names
+
+
+@pytest.mark.parametrize("told_by", ["option", "directory", "download"])
+def test_of_a_directory(tmp_path, told_by, capsys):
+    root = directories(tmp_path / ("Amber" if told_by == "directory" else "models"), ["ckpt_100", "ckpt_020", ".cache"])
+    (root / "notes.txt").touch()
+    if told_by == "download":
+        for path in root.glob("ckpt_*"):
+            record = {"repo": "LLM360/Amber", "revision": path.name, "commit": None, "files": {}}
+            (path / "download.json").write_text(json.dumps(record))
+    found = revisions_of(str(root), family="LLM360/Amber" if told_by == "option" else None)
+    assert [one.step for one in found] == [21 * 762, 101 * 762]
+    assert found[0].learning_rate == pytest.approx(2.982426e-4, rel=1e-6)
+    assert capsys.readouterr().err == ""
+
+
+def test_of_a_run(trained, tmp_path, capsys):
+    """Real exports: step, tokens and learning rate are those of the run; 8 sequences of 32 tokens a step."""
+    for step in (20, 10):
+        export(trained("dp1") / "checkpoints" / f"step{step:08d}", tmp_path / "hf" / f"step{step:08d}")
+    average = tmp_path / "hf" / "lawa5x2-step00000020"
+    average.mkdir()
+    lineage: dict[str, Any] = {"kind": "average", "run": "dp1", "steps": [18, 20], "tokens": None, "files": {}}
+    (average / "lineage.json").write_text(json.dumps(lineage))
+    found = revisions_of(str(tmp_path / "hf"))
+    logged = [json.loads(line) for line in (trained("dp1") / "metrics.jsonl").read_text().splitlines()]
+    rates = {line["step"]: line["learning_rate"] for line in logged if "learning_rate" in line}
+    assert [(one.stage, one.step, one.tokens) for one in found] == [
+        ("training", 10, 10 * 8 * 32),
+        ("training", 20, 20 * 8 * 32),
+        ("lawa5x2", 20, None),
+    ]
+    assert [one.learning_rate for one in found] == [rates[10], rates[20], None]
+    assert {one.repo for one in found} == {"dp1"}
+    download(str(tmp_path / "hf"), tmp_path / "copies", revisions=["step00000020"])
+    copied = read_lineage(tmp_path / "copies" / "step00000020")
+    assert copied is not None
+    assert first_damage(tmp_path / "copies" / "step00000020", copied[1]) is None
+    show(str(tmp_path / "hf"), every=None, stage="lawa5x2", family=None, out=tmp_path / "t.csv")
+    assert "unknown" in capsys.readouterr().out
+    assert (tmp_path / "t.csv").read_text().splitlines()[1].startswith("dp1,lawa5x2-step00000020,lawa5x2,,20,,,")
+
+
+@pytest.mark.parametrize(
+    ("names", "family", "reason"),
+    [
+        ([], None, "holds no revisions"),
+        (["step1000"], None, "give --family"),
+        (["step1000"], "EleutherAI/pythia-15m", "no known trajectory"),
+        (["step1000-tokens5B"], "EleutherAI/pythia-14m", "no revision of EleutherAI/pythia-14m"),
+    ],
+)
+def test_directories_that_tell_nothing_are_refused(tmp_path, names, family, reason):
+    root = directories(tmp_path / "models", names)
+    root.mkdir(exist_ok=True)
+    with pytest.raises(UserError, match=reason):
+        revisions_of(str(root), family=family)
+
+
+@pytest.mark.parametrize(
+    ("place", "family", "reason"),
+    [
+        ("nobody/nothing", None, "no known trajectory"),
+        ("./absent", None, "no directory"),
+        ("a/b/c", None, "no directory"),
+        (REPO, None, r"not reached.*give that directory"),
+        ("mirror/of-it", REPO, r"not reached for mirror/of-it"),
+    ],
+)
+def test_places_that_are_none_are_refused(monkeypatch, place, family, reason):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=reason) as refused:
+        revisions_of(place, family)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_stage_that_is_not_there_is_refused():
+    with pytest.raises(UserError, match="no stage 'stage3'; give one of stage1, stage2, main"):
+        choose([parse_revision(REPO, name) for name in IN_ORDER], stage="stage3")

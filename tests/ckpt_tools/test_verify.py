@@ -1,0 +1,277 @@
+"""Verification: every fault in an HF directory is found and called by its name."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ckpt_tools.export import export
+from ckpt_tools.verify import check_probe, verify, verify_directories
+from tests.conftest import make_hf_directory
+from tests.probes import accused, name_of
+from tests.runs import error_line, python
+from train.command import UserError
+from train.run_directory import record_files, write_json
+
+Weights = dict[str, Tensor]
+EMBEDDING = "model.embed_tokens.weight"
+
+
+Q1, K1, V1 = (name_of(1, f"self_attn.{part}_proj") for part in "qkv")
+GATE1, UP1 = (name_of(1, f"mlp.{part}_proj") for part in ("gate", "up"))
+O1, DOWN1 = name_of(1, "self_attn.o_proj"), name_of(1, "mlp.down_proj")
+
+
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory) -> Callable[[str], Path]:
+    """`exported(layout)`: the HF directory of its last checkpoint."""
+    root = tmp_path_factory.mktemp("hf")
+
+    def directory_of(name: str) -> Path:
+        export(trained(name) / "checkpoints" / "step00000020", root / name)
+        return root / name
+
+    return directory_of
+
+
+def seal(hf_dir: Path, **changes: Any) -> None:
+    """Writes lineage.json again, with the hashes of the files as they are now."""
+    path = hf_dir / "lineage.json"
+    lineage = json.loads(path.read_text()) if path.exists() else {}
+    path.unlink(missing_ok=True)
+    files = {name: record.model_dump() for name, record in record_files(hf_dir).items()}
+    write_json(path, lineage | changes | {"files": files})
+
+
+def planted(source: Path, out: Path, change: Callable[[Weights], object]) -> Path:
+    """A copy of an export whose weights are changed, and whose hashes do not tell."""
+    shutil.copytree(source, out)
+    weights = load_file(out / "model.safetensors")
+    change(weights)
+    tensors = {name: weight.contiguous() for name, weight in weights.items()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    seal(out)
+    return out
+
+
+def refusal(hf_dir: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        verify(hf_dir)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith("export the checkpoint again")
+    return str(caught.value)
+
+
+def swap(weights: Weights, one: str, other: str) -> None:
+    weights[one], weights[other] = weights[other], weights[one]
+
+
+def swap_layers(weights: Weights) -> None:
+    for name in [name for name in weights if name.startswith("model.layers.1.")]:
+        swap(weights, name, name.replace("layers.1.", "layers.2."))
+
+
+def split_contiguously(weights: Weights) -> None:
+    """Takes [q k v] per group, as megatron fuses them, for all queries, then all keys, then all values."""
+    query, key, value = weights[Q1], weights[K1], weights[V1]
+    head, rows = 8, []
+    per_group = len(query) // len(key) * head
+    for group in range(len(key) // head):
+        rows += [query[group * per_group : (group + 1) * per_group]]
+        rows += [key[group * head : (group + 1) * head], value[group * head : (group + 1) * head]]
+    weights[Q1], weights[K1], weights[V1] = torch.cat(rows).split([len(query), len(key), len(value)])
+
+
+def interleave_gate_and_up(weights: Weights) -> None:
+    both = torch.cat([weights[GATE1], weights[UP1]])
+    weights[GATE1], weights[UP1] = both[::2], both[1::2]
+
+
+def roll(weights: Weights) -> None:
+    weights[EMBEDDING] = weights[EMBEDDING].roll(1, 0)
+
+
+def transpose(name: str) -> Callable[[Weights], None]:
+    return lambda weights: weights.update({name: weights[name].T})
+
+
+NORMS1 = [name_of(1, f"post_{part}_layernorm") for part in ("attention", "feedforward")]
+QK_NORMS1 = [name_of(1, f"self_attn.{part}_norm") for part in "qk"]
+# what is done to the weights, and the parameters to be named
+FAULTS: dict[str, tuple[Callable[[Weights], object], set[str]]] = {
+    "q, k, v taken apart contiguously": (split_contiguously, {Q1, K1, V1}),
+    "k and v swapped": (lambda weights: swap(weights, K1, V1), {K1, V1}),
+    "gate and up swapped": (lambda weights: swap(weights, GATE1, UP1), {GATE1, UP1}),
+    "gate and up taken apart row by row": (interleave_gate_and_up, {GATE1, UP1}),
+    "q transposed": (transpose(Q1), {Q1}),
+    "o transposed": (transpose(O1), {O1}),
+    "value heads rolled": (lambda weights: weights.update({V1: weights[V1].roll(8, 0)}), {V1}),
+    "down halved": (lambda weights: weights[DOWN1].mul_(0.5), {DOWN1}),
+    "layers swapped": (swap_layers, {Q1, K1, V1}),
+    "embedding rows shifted": (roll, {EMBEDDING}),
+    "lm_head rows shifted": (
+        lambda weights: weights.update({"lm_head.weight": weights["lm_head.weight"].roll(1, 0)}),
+        {"lm_head.weight"},
+    ),
+    "lm_head for embedding": (lambda weights: swap(weights, EMBEDDING, "lm_head.weight"), {EMBEDDING}),
+    "final norm doubled": (lambda weights: weights["model.norm.weight"].mul_(2), {"model.norm.weight"}),
+    "norms swapped": (lambda weights: swap(weights, *NORMS1), {NORMS1[0]}),  # the other's input is wrong already
+}
+SAME_WIDTHS: dict[str, tuple[Callable[[Weights], object], set[str]]] = {
+    "q and k swapped": (lambda weights: swap(weights, Q1, K1), {Q1, K1}),
+    "q and k norms swapped": (lambda weights: swap(weights, *QK_NORMS1), set(QK_NORMS1)),
+}
+
+
+@pytest.mark.parametrize("layout_name", ["dp1", "gqa-tp2", "bf16-dp1"])
+def test_planted_faults_are_called_by_name(exported, tmp_path, layout_name):
+    """In bf16 the q and k norms of this short run lie within rounding of each other; they are left out."""
+    faults = FAULTS if "gqa" in layout_name else FAULTS | SAME_WIDTHS
+    source = exported(layout_name)
+    verify(source)
+    for fault, (change, expected) in faults.items():
+        if "bf16" in layout_name and fault == "q and k norms swapped":
+            continue
+        line = refusal(planted(source, tmp_path / fault, change))
+        assert accused(line) == expected, fault
+
+
+def test_one_changed_element_of_any_parameter_is_found(exported, tmp_path):
+    """By as much as the largest of its tensor; of the embedding, in the row of any token of the probe."""
+    hf_dir = shutil.copytree(exported("dp1"), tmp_path / "hf")
+    probe, weights = load_file(hf_dir / "verification" / "probe.safetensors"), load_file(hf_dir / "model.safetensors")
+    for name, weight in weights.items():
+        element = (int(probe["input_ids"][0, 5]) if name == EMBEDDING else 3, 3)[: weight.ndim]
+        kept = weight[element].item()
+        weight[element] += weight.abs().max()
+        save_file(weights, hf_dir / "model.safetensors", metadata={"format": "pt"})
+        weight[element] = kept
+        with pytest.raises(UserError) as caught:
+            check_probe(hf_dir, probe, "fp32")
+        assert accused(str(caught.value)) == {name}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda w: w.update(renamed=w.pop(DOWN1)), [f"'{DOWN1}' is missing", "'renamed' is unknown"]),
+        (
+            lambda w: w.update({DOWN1.replace("down_proj", "w2"): w.pop(DOWN1), "extra": torch.ones(3)}),
+            [f"'{DOWN1}' is missing, perhaps renamed to 'model.layers.1.mlp.w2.weight'", "'extra' is unknown"],
+        ),
+        (lambda w: w.update({O1: torch.ones(4, 32)}), [f"'{O1}' is (4, 32), config.json makes it (32, 32)"]),
+        (lambda w: w.update({O1: w[O1].bfloat16()}), [f"'{O1}' is torch.bfloat16, config.json says torch.float32"]),
+        (lambda w: w[V1][0, 0].fill_(torch.nan), [f"'{V1}' holds values that are not finite"]),
+        (lambda w: w[GATE1][-1, -1].fill_(-torch.inf), [f"'{GATE1}' holds values that are not finite"]),
+        (lambda w: [w.pop(name) for name in list(w)[:9]], ["is missing", "and 4 more problems"]),
+    ],
+    ids=["key", "renamed and extra", "shape", "dtype", "nan", "infinity", "many"],
+)
+def test_wrong_tensors_are_called_by_name(exported, tmp_path, change, expected):
+    line = refusal(planted(exported("dp1"), tmp_path / "hf", change))
+    assert all(part in line for part in expected), line
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 5.0}, "o_proj.weight (or heads and rope"),
+        ("num_attention_heads", 2, "o_proj.weight (or heads and rope"),
+        ("rms_norm_eps", 0.1, "model.layers.0.self_attn.q_norm.weight, model.layers.0.self_attn.k_norm.weight;"),
+        ("num_hidden_layers", 3, "'model.layers.3."),
+    ],
+)
+def test_a_wrong_configuration_is_found(exported, tmp_path, key, value, expected):
+    shutil.copytree(exported("dp1"), tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    changes = {"num_key_value_heads": value, key: value} if key == "num_attention_heads" else {key: value}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | changes))
+    seal(tmp_path / "hf")
+    assert expected in refusal(tmp_path / "hf")
+
+
+def test_the_figures_are_those_of_the_probe(exported, tmp_path):
+    """A known error: with all of lm_head scaled, logits are off by exactly that much and nothing else is."""
+    source = exported("tp2")
+    report = verify(source)
+    assert report["parity"] == json.loads((source / "lineage.json").read_text())["parity"]
+    probe = load_file(source / "verification" / "probe.safetensors")
+    logits = probe["logits"].clone()
+    changed = check_probe(source, probe | {"logits": logits * (1 + 1e-5)}, "fp32")
+    assert changed["logits"] == pytest.approx(1e-5, rel=0.1)
+    assert changed["max_logit"] == pytest.approx(logits.abs().max().item(), rel=1e-4)
+    assert changed["max_absolute_error"] == pytest.approx(1e-5 * changed["max_logit"], rel=0.1)
+    assert {key: changed[key] for key in ("attention", "layer")} == {
+        key: report["parity"][key] for key in ("attention", "layer")
+    }
+    for worse, expected in (("logits", "lm_head.weight"), ("outputs/model.layers.1", "the sum in model.layers.1")):
+        with pytest.raises(UserError) as caught:
+            check_probe(source, probe | {worse: probe[worse] * (1 + 1e-4)}, "fp32")
+        assert accused(str(caught.value)) == {expected}
+    with pytest.raises(UserError, match=r"see 'outputs/model\.norm'"):
+        check_probe(source, {key: probe[key] for key in probe if key != "outputs/model.norm"}, "fp32")
+    with pytest.raises(UserError, match=r"is \(2, 8\), config.json makes it \(2, 32\)"):
+        check_probe(source, probe | {"outputs/model.norm": torch.ones(2, 8)}, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("verification/probe.safetensors", "probe.safetensors is missing"),
+        ("tokenizer.json", "tokenizer.json is missing"),
+    ],
+)
+def test_missing_files_are_called_by_name(exported, tmp_path, name, expected):
+    shutil.copytree(exported("dp1"), tmp_path / "hf")
+    (tmp_path / "hf" / name).unlink()
+    assert expected in refusal(tmp_path / "hf")
+    if "probe" in name:
+        seal(tmp_path / "hf")  # a lineage that never knew of one
+        assert expected in refusal(tmp_path / "hf")
+
+
+def test_weights_that_lineage_does_not_know_are_refused(exported, tmp_path):
+    shutil.copytree(exported("dp1"), tmp_path / "hf")
+    lineage = json.loads((tmp_path / "hf" / "lineage.json").read_text())
+    del lineage["files"]["model.safetensors"]
+    (tmp_path / "hf" / "lineage.json").write_text(json.dumps(lineage))
+    assert "model.safetensors is not in lineage.json" in refusal(tmp_path / "hf")
+
+
+def test_a_directory_without_a_probe_is_told_so(hf_dir, tmp_path):
+    """Of others, or an average: nothing vouches for the weights, but what is unsound is named."""
+    report = verify(hf_dir)
+    assert (report["lineage"], report["files"]) == ("none", 0)
+    assert "no engine's probe vouches" in report["verdict"]
+    shutil.copytree(hf_dir, tmp_path / "average")
+    seal(tmp_path / "average", kind="average")
+    assert verify(tmp_path / "average")["verdict"] == report["verdict"]
+    weights = tmp_path / "average" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x00")
+    with pytest.raises(UserError, match=r"was changed .*; make the average again"):
+        verify(tmp_path / "average")
+    loud = make_hf_directory(tmp_path / "loud")
+    tensors = load_file(loud / "model.safetensors")
+    save_file(tensors | {O1: torch.full_like(tensors[O1], 3e38)}, loud / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"'model\.layers\.1\.self_attn\.o_proj' overflows"):
+        verify(loud)
+
+
+def test_the_command_prints_what_holds_and_refuses_what_does_not(exported, tmp_path, capsys):
+    good = exported("dp1")
+    bad = planted(good, tmp_path / "bad", transpose(Q1))
+    done = python("ckpt_tools", "verify", str(good), "--out", str(tmp_path / "report.json"))
+    assert done.returncode == 0, done.stderr
+    assert "computes what the megatron engine did, at step 20" in done.stdout
+    assert json.loads((tmp_path / "report.json").read_text()) == [verify(good)]
+    assert Q1 in error_line(python("ckpt_tools", "verify", str(bad)))
+    with pytest.raises(UserError, match=f"1 of 2 failed: {bad}"):
+        verify_directories([bad, good], out=tmp_path / "none.json")
+    assert "computes what the megatron engine did" in capsys.readouterr().out
+    assert not (tmp_path / "none.json").exists()
