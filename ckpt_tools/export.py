@@ -132,8 +132,9 @@ def copy_configuration(out: Path, checkpoint: Path, record: CheckpointRecord, dt
     from ckpt_tools.hf_configuration import change_dtype, write_configuration
 
     if record.imported is not None:
-        for path in sorted((checkpoint / IMPORTED_FROM).iterdir()):
-            shutil.copyfile(path, out / path.name)
+        for name in record.files:
+            if Path(name).parent == Path(IMPORTED_FROM):
+                shutil.copyfile(checkpoint / name, out / Path(name).name)
         if dtype != record.precision:
             change_dtype(out, dtype)
         return

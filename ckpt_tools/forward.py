@@ -17,7 +17,7 @@ from ckpt_tools.formats.weights import Weights, read_whole
 from ckpt_tools.hf_model import quiet_transformers
 from train.command import UserError
 
-CHUNK_BYTES = 8 << 20  # of fp32 weights in memory at once
+CHUNK_BYTES = 1 << 20  # of fp32 weights in memory at once; larger ones leave holes between what modules put out
 # What transformers calls in memory otherwise than in files, where names stay as they were released.
 NAMES_IN_FILES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
 

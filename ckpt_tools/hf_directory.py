@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from train.command import UserError
-from train.run_directory import FileRecord, write_json
+from train.run_directory import FileRecord, check_inside, write_json
 
 LINEAGE_JSON = "lineage.json"
 RESULT_JSON = "result.json"
@@ -67,6 +67,7 @@ def read_lineage(hf_dir: Path) -> tuple[dict[str, Any], dict[str, FileRecord]] |
     try:
         lineage = json.loads(path.read_text())
         files = {name: FileRecord.model_validate(record) for name, record in lineage.pop("files").items()}
-        return lineage, files
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, ValidationError):
         raise UserError(f"{path} is damaged; remove {hf_dir} and export the checkpoint again") from None
+    check_inside(path, files)
+    return lineage, files

@@ -11,7 +11,6 @@ from ckpt_tools.formats.deepspeed_weights import RankState
 from ckpt_tools.formats.megatron_shards import ShardedTensors, check_names
 from ckpt_tools.formats.megatron_writer import COMMON, FORMAT_JSON, METADATA, write_shards
 from ckpt_tools.formats.parallel import default_processes, each, first_damage_in_parallel
-from ckpt_tools.released.download_record import is_within
 from train.command import UserError, explain_validation
 from train.config import RunConfig
 from train.run_directory import (
@@ -187,11 +186,6 @@ def _at_stage(run: RunConfig, stage: int) -> RunConfig:
 
 def _copy(checkpoint: Path, aside: Path, record: CheckpointRecord, processes: int) -> dict[str, FileRecord]:
     """Copies what does not depend on the layout: the probe, whole weights, the tokenizer of an import."""
-    outside = next((name for name in record.files if not is_within(name)), None)
-    if outside is not None:
-        raise UserError(
-            f"{checkpoint / CHECKPOINT_JSON} names '{outside}', which lies elsewhere; give another checkpoint"
-        )
     names = [
         name for name in record.files if not any(Path(name).match(pattern) for pattern in REWRITTEN[record.engine])
     ]

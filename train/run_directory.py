@@ -7,9 +7,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -139,6 +139,14 @@ def record_files(directory: Path) -> dict[str, FileRecord]:
     return {str(path.relative_to(directory)): record_file(path) for path in paths}
 
 
+def check_inside(source: Path, names: Iterable[str]) -> None:
+    """UserError if a path that `source` lists, relative to its directory, climbs out of it."""
+    for name in names:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise UserError(f"{source} names '{name}', which lies elsewhere; restore it")
+
+
 def first_damage(directory: Path, records: dict[str, FileRecord]) -> str | None:
     """The first recorded file that is missing, truncated or edited, and how; None for a directory that is whole."""
     for name, record in records.items():
@@ -242,7 +250,7 @@ def read_checkpoint_record(checkpoint: Path) -> CheckpointRecord:
     """Reads checkpoint.json without touching the shards."""
     path = checkpoint / CHECKPOINT_JSON
     try:
-        return CheckpointRecord.model_validate_json(path.read_text())
+        record = CheckpointRecord.model_validate_json(path.read_text())
     except FileNotFoundError:
         raise UserError(
             f"{checkpoint} holds no {CHECKPOINT_JSON}: it is no complete checkpoint; give another"
@@ -251,6 +259,8 @@ def read_checkpoint_record(checkpoint: Path) -> CheckpointRecord:
         if isinstance(error, ValidationError):
             raise explain_validation(str(path), error) from None
         raise UserError(f"{path} is not text; delete {checkpoint} to go on from the checkpoint before it") from None
+    check_inside(path, record.files)
+    return record
 
 
 def verify_checkpoint(checkpoint: Path) -> CheckpointRecord:

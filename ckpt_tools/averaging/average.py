@@ -10,10 +10,10 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from ckpt_tools.averaging.ingredients import Ingredient, check_agreement, open_ingredient, read_checked_lineage
+from ckpt_tools.averaging.ingredients import Ingredient, check_agreement, open_ingredient
 from ckpt_tools.averaging.writer import Average, Recorded, make
 from ckpt_tools.formats.parallel import default_processes
-from ckpt_tools.hf_directory import LINEAGE_JSON
+from ckpt_tools.hf_directory import LINEAGE_JSON, read_lineage
 from train.command import Progress, UserError, explain_validation
 
 CANCELLED = 1e-6  # a sum of factors this small beside their magnitudes is the rounding of 0
@@ -80,7 +80,7 @@ def rebuild(lineage: Path, out: Path, *, processes: int | None = None) -> None:
     """
     processes = processes or default_processes()
     directory = lineage.parent if lineage.name == LINEAGE_JSON else lineage
-    found = read_checked_lineage(directory)
+    found = read_lineage(directory)
     if found is None:
         raise UserError(f"{lineage} is no {LINEAGE_JSON} and holds none; give that of an average")
     try:

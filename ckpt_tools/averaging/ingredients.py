@@ -4,7 +4,7 @@ import hashlib
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
@@ -100,15 +100,6 @@ class Ingredient:
     told: Mapping[str, Any]
 
 
-def read_checked_lineage(hf_dir: Path) -> tuple[dict[str, Any], dict[str, FileRecord]] | None:
-    """`read_lineage`, refused if it names a file outside of its directory."""
-    found = read_lineage(hf_dir)
-    for name in found[1] if found else ():
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise UserError(f"{hf_dir / LINEAGE_JSON} names '{name}', which lies outside; restore it")
-    return found
-
-
 def open_ingredient(path: Path, scratch: Path, processes: int) -> Ingredient:
     """Opens an HF directory or a checkpoint.
 
@@ -129,7 +120,7 @@ def open_ingredient(path: Path, scratch: Path, processes: int) -> Ingredient:
     if not (path / "config.json").is_file():
         raise UserError(f"{path} holds neither a model nor a checkpoint; give an HF directory or RUN/checkpoints/NAME")
     read_hf_config(path, EXPORTED_ARCHITECTURES)
-    found = read_checked_lineage(path)
+    found = read_lineage(path)
     lineage, recorded = found or ({}, {})
     names = [file.name for file in weight_files(path)]
     unknown = [name for name in names if name not in recorded]

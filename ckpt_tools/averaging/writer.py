@@ -11,14 +11,14 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, FiniteFloat
 
-from ckpt_tools.averaging.ingredients import HashedWeights, Ingredient, read_checked_lineage, verified_files
+from ckpt_tools.averaging.ingredients import HashedWeights, Ingredient, verified_files
 from ckpt_tools.averaging.sums import AveragedWeights
 from ckpt_tools.formats.hf_writer import SHARD_BYTES, Shard, divide, write_files
 from ckpt_tools.formats.parallel import first_damage_in_parallel
 from ckpt_tools.formats.weights import DTYPES, Described
 from ckpt_tools.forward import read_config, stream_logits
 from ckpt_tools.hf_configuration import change_dtype
-from ckpt_tools.hf_directory import LINEAGE_JSON, TOKENIZER_FILES
+from ckpt_tools.hf_directory import LINEAGE_JSON, TOKENIZER_FILES, read_lineage
 from ckpt_tools.hf_source import CONFIGURATION_FILES
 from train.command import UserError
 from train.run_directory import FileRecord, committed_directory, record_file, write_json
@@ -147,7 +147,7 @@ def _is_there(average: Average, processes: int) -> bool:
     """Whether the average is there whole; UserError if something else is."""
     if not average.out.exists():
         return False
-    lineage, files = read_checked_lineage(average.out) or ({}, {})
+    lineage, files = read_lineage(average.out) or ({}, {})
     wanted = average.lineage(verified_files(average.ingredients, processes))
     if any(lineage.get(key) != value for key, value in wanted.items()):
         raise UserError(f"{average.out} exists and is not this average; give a new directory or remove it")

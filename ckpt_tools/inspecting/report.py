@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 BLOCKS = ("tensors", "files", "parts", "made_by", "damage", "warnings")  # shown below the rest, each its own way
@@ -36,13 +35,10 @@ def _print(console: Console, title: str, rows: list[list[str]]) -> None:
     """A title and the rows below it, aligned; nothing for a block without rows, unless the title says it all."""
     if title and (rows or ":" in title or "/" in title):
         console.print(Text(title, style="bold red" if title == "DAMAGED" else "bold"))
-    if not rows:
-        return
-    table = Table.grid(padding=(0, 2))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [Text(cell, style="red" if cell.startswith("DAMAGED") else "") for cell in row]
-        table.add_row(" ", *cells)
-    console.print(table)
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        console.print(Text(f"   {line.rstrip()}", style="red" if "DAMAGED" in line else ""))
 
 
 def _leaves(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -50,6 +46,8 @@ def _leaves(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
     for key, inner in value.items():
         if isinstance(inner, dict) and inner:
             yield from _leaves(inner, f"{prefix}{key}.")
+        elif isinstance(inner, list) and any(isinstance(each, dict) for each in inner):
+            yield from _leaves({str(number): each for number, each in enumerate(inner, 1)}, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", _shown(inner)
 

@@ -2,14 +2,14 @@
 
 import json
 import shutil
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from pydantic import ValidationError
 
 from ckpt_tools.hf_directory import VERIFICATION_PROBE
 from train.command import UserError, explain_validation
 from train.frozen import Frozen
-from train.run_directory import FileRecord
+from train.run_directory import FileRecord, check_inside
 
 DOWNLOAD_JSON = "download.json"
 DATA_SUFFIXES = (".safetensors", ".json", ".jinja")
@@ -23,12 +23,6 @@ class DownloadRecord(Frozen):
     revision: str
     commit: str | None  # that the revision stood for; None: copied from a directory that does not tell
     files: dict[str, FileRecord]
-
-
-def is_within(name: str) -> bool:
-    """Whether a relative path stays in its directory."""
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
 
 
 def is_wanted(name: str) -> bool:
@@ -60,9 +54,7 @@ def read_download(directory: Path) -> DownloadRecord | None:
         raise explain_validation(str(path), error) from None
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise UserError(f"{path} is damaged; remove {directory} and download it again") from None
-    outside = next((name for name in record.files if not is_within(name)), None)
-    if outside is not None:
-        raise UserError(f"{path} names '{outside}', which lies elsewhere; remove {directory} and download it again")
+    check_inside(path, record.files)
     return record
 
 

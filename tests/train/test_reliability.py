@@ -201,8 +201,8 @@ class StaleEngine:
         self.weights_N = torch.zeros(4)
         self._first = None
 
-    def logits(self, inputs_BS):
-        return torch.zeros(*inputs_BS.shape, 8)
+    def probe(self, inputs_BS):
+        return {"logits": torch.zeros(*inputs_BS.shape, 8)}
 
     def snapshot(self, directory, *, weights_only):
         self._first = self.weights_N.clone() if self._first is None else self._first

@@ -114,7 +114,7 @@ REFUSALS: dict[str, tuple[Change, dict[str, Any], str]] = {
     "configuration": (flip("b/tokenizer.json"), {}, "root/b/tokenizer.json was changed"),
     "cut": (lambda root: (root / "b" / "model.safetensors").write_bytes(b"1234"), {}, "has 4 bytes instead of"),
     "told": (edit("b/lineage.json", "step", "last"), {}, "root/b/lineage.json: 'step': Input should be a"),
-    "climbs": (climb, {}, "names '../a/config.json', which lies outside"),
+    "climbs": (climb, {}, "names '../a/config.json', which lies elsewhere"),
     "inside": (nothing, {"out": "b/out"}, "lies in the input"),
     "itself": (nothing, {"out": "b"}, "lies in the input"),
     "taken": (lambda root: (root / "out").mkdir(), {}, "out exists and is not this average"),

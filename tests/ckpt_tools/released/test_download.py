@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,12 @@ def test_a_killed_download_goes_on(hub, tmp_path):
     process = subprocess.Popen(command, text=True, **settings)
     try:
         assert hub.reached_stall.wait(60)
-        partial = tmp_path / "models" / f".{FIRST}.partial"
-        while not WANTED - {hub.stalled} <= {path.name for path in partial.iterdir()}:
+        noted = (
+            tmp_path / "models" / f".{FIRST}.partial" / ".cache" / "huggingface" / "download"
+        )  # once a file is whole
+        while not WANTED - {hub.stalled} <= {path.stem for path in noted.glob("*.metadata")}:
             assert process.poll() is None
+            time.sleep(0.01)
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
