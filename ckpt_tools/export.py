@@ -99,8 +99,14 @@ def export(
         return current
     with committed_directory(out) as aside:
         weights = open_weights(checkpoint, record, main=main)
-        files = write_weights(aside, weights, dtype=DTYPES[lineage["dtype"]], processes=processes, label=label)
-        copy_configuration(aside, checkpoint, record, lineage["dtype"])
+        files = write_weights(
+            aside,
+            weights,
+            dtype=DTYPES[lineage["dtype"]],
+            processes=processes,
+            label=label,
+            meanwhile=lambda: copy_configuration(aside, checkpoint, record, lineage["dtype"]),
+        )
         (aside / VERIFICATION_PROBE).parent.mkdir()
         shutil.copyfile(checkpoint / PROBE, aside / VERIFICATION_PROBE)
         parity = _check(aside, checkpoint, record, lineage["dtype"])

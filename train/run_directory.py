@@ -19,7 +19,7 @@ from train.frozen import Frozen
 
 CHECKPOINT_JSON = "checkpoint.json"
 PROBE = "probe.safetensors"
-PROBE_SEQUENCES, PROBE_TOKENS = 2, 64  # what an engine computes for it, or less where sequences are shorter
+PROBE_SEQUENCES, PROBE_TOKENS = 2, 32  # what an engine computes for it, or less where sequences are shorter
 PROBE_OUTPUTS = "outputs/"  # begins what a module put out there, before its HF name
 MODEL_WEIGHTS = "model.safetensors"  # whole, by HF name: in HF directories and in DeepSpeed checkpoints
 IMPORTED_FROM = "hf"  # directory of an imported checkpoint: configuration and tokenizer of its source

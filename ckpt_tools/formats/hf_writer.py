@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +69,7 @@ def write_weights(
     processes: int = 1,
     shard_bytes: int = SHARD_BYTES,
     label: str | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> dict[str, FileRecord]:
     """Writes all weights as `model.safetensors`, or as shards with their index.
 
@@ -82,22 +82,32 @@ def write_weights(
         processes: at once.
         shard_bytes: of one file at most.
         label: of a progress bar over the files; None: there is none.
+        meanwhile: what this process does once the others are at work.
 
     Returns:
-        Size and SHA-256 of every file, synced to disk.
+        Size and SHA-256 of every file.
     """
     described = {name: Described(tensor.shape, dtype or tensor.dtype) for name, tensor in weights.tensors.items()}
-    return write_files(directory, divide(described, shard_bytes), weights, processes=processes, label=label)
+    return write_files(
+        directory, divide(described, shard_bytes), weights, processes=processes, label=label, meanwhile=meanwhile
+    )
 
 
 def write_files(
-    directory: Path, shards: list[Shard], weights: Weights, *, processes: int = 1, label: str | None = None
+    directory: Path,
+    shards: list[Shard],
+    weights: Weights,
+    *,
+    processes: int = 1,
+    label: str | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> dict[str, FileRecord]:
     """Writes the given shards, and their index unless all is in `model.safetensors`, as `write_weights` does."""
     files: dict[str, FileRecord] = {}
     largest_first = sorted(shards, key=lambda shard: -shard.nbytes)
     with Progress(label, total=len(shards)) if label else nullcontext() as progress:
-        for index, record in each(lambda shard: write_shard(directory, shard, weights), largest_first, processes):
+        written = each(lambda shard: write_shard(directory, shard, weights), largest_first, processes, meanwhile)
+        for index, record in written:
             files[largest_first[index].name] = record
             if progress:
                 progress.advance()
@@ -110,7 +120,10 @@ def write_files(
 
 
 def write_shard(directory: Path, shard: Shard, weights: Weights) -> FileRecord:
-    """Writes one file, synced to disk; its size and SHA-256."""
+    """Writes one file; its size and SHA-256.
+
+    It is not synced to disk: it can be made again, and whoever reads it compares its hash.
+    """
     digest, header = hashlib.sha256(), shard.header()
     with (directory / shard.name).open("wb", buffering=0) as file:
         file.write(header)
@@ -124,5 +137,4 @@ def write_shard(directory: Path, shard: Shard, weights: Weights) -> FileRecord:
                 digest.update(payload)
                 while payload:
                     payload = payload[file.write(payload) :]
-        os.fsync(file.fileno())
     return FileRecord(bytes=len(header) + shard.nbytes, sha256=digest.hexdigest())

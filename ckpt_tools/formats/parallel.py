@@ -24,16 +24,24 @@ def default_processes() -> int:
     return min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
 
 
-def each(work: Callable[[Item], Result], items: Sequence[Item], processes: int) -> Iterator[tuple[int, Result]]:
+def each(
+    work: Callable[[Item], Result],
+    items: Sequence[Item],
+    processes: int,
+    meanwhile: Callable[[], object] | None = None,
+) -> Iterator[tuple[int, Result]]:
     """(index, result) for every item, in the order in which they are done; they begin in the order given.
 
     Processes are forked, so `work` may be a closure and begins at once. The first error ends it and is raised.
+    This process does `meanwhile` once the others are at work.
 
     Raises:
         UserError: a process was killed.
     """
     processes = min(processes, len(items))
     if processes <= 1:
+        if meanwhile:
+            meanwhile()
         yield from ((index, work(item)) for index, item in enumerate(items))
         return
     _Forked.work = work
@@ -41,6 +49,8 @@ def each(work: Callable[[Item], Result], items: Sequence[Item], processes: int) 
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_Forked.begin) as pool:
         futures = {pool.submit(_Forked.call, item): index for index, item in enumerate(items)}
         try:
+            if meanwhile:
+                meanwhile()
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BrokenProcessPool:
