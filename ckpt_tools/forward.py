@@ -74,6 +74,11 @@ def check_shapes(model: PreTrainedModel, weights: Weights, source: Path) -> None
             )
 
 
+def spread_ids(vocab_size: int, sequences: int, tokens: int) -> Tensor:
+    """Token ids [sequences, tokens] all over the vocabulary, the same at every call."""
+    return (torch.arange(sequences * tokens) * 7919 % vocab_size).view(sequences, tokens)  # steps by the 1000th prime
+
+
 @torch.no_grad()
 def stream_logits(hf_dir: Path, input_ids_BS: Tensor, observe: Observe | None = None) -> Tensor:
     """Logits [B, S, V] in fp32 on the CPU.

@@ -19,7 +19,7 @@ from ckpt_tools.formats.megatron_shards import MOMENTS
 from ckpt_tools.formats.megatron_writer import empty_objects, write_shards
 from ckpt_tools.formats.parallel import default_processes, each, first_damage_in_parallel
 from ckpt_tools.formats.weights import DTYPES, Weights
-from ckpt_tools.forward import check_shapes, empty_model
+from ckpt_tools.forward import check_shapes, empty_model, spread_ids
 from ckpt_tools.hf_directory import TOKENIZER_FILES
 from ckpt_tools.hf_source import CONFIGURATION_FILES, find_source, read_model
 from ckpt_tools.verify import compute_probe
@@ -33,6 +33,7 @@ from train.run_directory import (
     CheckpointRecord,
     FileRecord,
     committed_directory,
+    fsync_path,
     read_checkpoint_record,
     record_file,
     sha256_of,
@@ -126,7 +127,8 @@ def import_checkpoint(
                 if (found.path / name).is_file():
                     shutil.copyfile(found.path / name, aside / IMPORTED_FROM / name)
                     files[f"{IMPORTED_FROM}/{name}"] = record_file(aside / IMPORTED_FROM / name)
-            input_ids_BS = _probe_ids(model.vocab_size, config.max_position_embeddings)
+            tokens_each = min(PROBE_TOKENS, config.max_position_embeddings)
+            input_ids_BS = spread_ids(model.vocab_size, PROBE_SEQUENCES, tokens_each)
             probe = {"input_ids": input_ids_BS, **compute_probe(found.path, input_ids_BS)}
             save_file({name: tensor.contiguous() for name, tensor in probe.items()}, aside / PROBE)
             files[PROBE] = record_file(aside / PROBE)
@@ -188,6 +190,8 @@ def _write(
     one_file = engine == "deepspeed"  # its checkpoints hold the model in one
     shard_bytes = sys.maxsize if one_file else SHARD_BYTES
     files = write_weights(aside, weights, processes=processes, shard_bytes=shard_bytes, label="import")
+    for name in files:
+        fsync_path(aside / name)
     if optimizer_state:
         state, decays = _FreshState(weights), OptimizerConfig(peak_lr=0.0).decays
         files |= write_state(aside, state, model, decays, stage=1, world_size=1, step=0, processes=1)
@@ -210,9 +214,3 @@ class _FreshState:
         width = torch.Size(self.shapes[name][1:]).numel()
         first, last = start // width, -(-stop // width)
         return self._weights.read(name, first, last).float().flatten()[start - first * width : stop - first * width]
-
-
-def _probe_ids(vocab_size: int, max_tokens: int) -> Tensor:
-    """Token ids [B, S] all over the vocabulary, the same for every model of its size."""
-    shape = PROBE_SEQUENCES, min(PROBE_TOKENS, max_tokens)
-    return (torch.arange(shape[0] * shape[1]) * 7919 % vocab_size).view(shape)  # steps by the 1000th prime

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from ckpt_tools.checkpoint import model_of, run_of, verified_record
 from ckpt_tools.formats.deepspeed_weights import RankState
-from ckpt_tools.formats.megatron_shards import ShardedTensors, check_names
-from ckpt_tools.formats.megatron_writer import COMMON, FORMAT_JSON, METADATA, write_shards
+from ckpt_tools.formats.megatron_shards import METADATA, ShardedTensors, check_names
+from ckpt_tools.formats.megatron_writer import COMMON, FORMAT_JSON, write_shards
 from ckpt_tools.formats.parallel import default_processes, each, first_damage_in_parallel
 from train.command import UserError, explain_validation
 from train.config import RunConfig

@@ -21,10 +21,10 @@ from transformers import PretrainedConfig
 
 from ckpt_tools.formats.hf_weights import HFWeights, weight_files
 from ckpt_tools.formats.parallel import default_processes, first_damage_in_parallel
-from ckpt_tools.forward import empty_model, names_in_files, read_config, stream_logits
+from ckpt_tools.forward import empty_model, names_in_files, read_config, spread_ids, stream_logits
 from ckpt_tools.hf_directory import LINEAGE_JSON, VERIFICATION_PROBE, read_lineage
 from train.command import UserError
-from train.run_directory import PROBE_OUTPUTS, FileRecord, write_json
+from train.run_directory import PROBE_OUTPUTS, PROBE_SEQUENCES, PROBE_TOKENS, FileRecord, write_json
 
 # Largest allowed |difference| of an output over the largest |value| of that output, behind the first layer. What the
 # layers round adds up like a random walk: behind layer n it is sqrt(n) times as much. Measured at 2 to 64 layers and
@@ -212,8 +212,7 @@ def _check_files(hf_dir: Path, files: dict[str, FileRecord], kind: str, again: s
 
 def _check_finite(hf_dir: Path, vocab_size: int) -> dict[str, Any]:
     """Outputs of all modules for fixed tokens: the largest |logit|; UserError naming a module if one is not finite."""
-    input_ids_BS = (torch.arange(2 * 32) * 7919 % vocab_size).view(2, 32)
-    outputs = compute_probe(hf_dir, input_ids_BS)
+    outputs = compute_probe(hf_dir, spread_ids(vocab_size, PROBE_SEQUENCES, PROBE_TOKENS))
     for key in sorted(outputs, key=_stage):
         if not outputs[key].isfinite().all():
             raise UserError(f"'{key.removeprefix(PROBE_OUTPUTS)}' overflows in a forward pass in fp32")

@@ -16,7 +16,7 @@ from ckpt_tools.averaging.sums import AveragedWeights
 from ckpt_tools.formats.hf_writer import SHARD_BYTES, Shard, divide, write_files
 from ckpt_tools.formats.parallel import first_damage_in_parallel
 from ckpt_tools.formats.weights import DTYPES, Described
-from ckpt_tools.forward import read_config, stream_logits
+from ckpt_tools.forward import read_config, spread_ids, stream_logits
 from ckpt_tools.hf_configuration import change_dtype
 from ckpt_tools.hf_directory import LINEAGE_JSON, TOKENIZER_FILES, read_lineage
 from ckpt_tools.hf_source import CONFIGURATION_FILES
@@ -177,6 +177,6 @@ def _write_weights(directory: Path, average: Average, processes: int, label: str
 
 def _check_forward(hf_dir: Path) -> None:
     """UserError unless the model computes finite logits; what they should be no engine has told."""
-    input_ids_BS = (torch.arange(SANITY_TOKENS) * 7919 % read_config(hf_dir).vocab_size)[None]
+    input_ids_BS = spread_ids(read_config(hf_dir).vocab_size, 1, SANITY_TOKENS)
     if not stream_logits(hf_dir, input_ids_BS).isfinite().all():
         raise UserError("the average computes logits that are not finite, so it was not written; leave models out")

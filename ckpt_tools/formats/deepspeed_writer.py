@@ -24,7 +24,7 @@ from ckpt_tools.formats.weights import Described
 from ckpt_tools.forward import empty_model, names_in_files
 from train.command import Progress
 from train.families import hf_settings, parameter_shapes
-from train.run_directory import FileRecord
+from train.run_directory import FileRecord, fsync_path
 from train.settings import ModelConfig
 
 
@@ -138,7 +138,9 @@ def write_state(
         starts = {part.name: part.start for part in ranges}
         header = {"stage": stage, "world_size": world_size, "step": step, "starts": starts}
         share, name = _Share(state, ranges), f"optimizer-{rank:05d}-of-{world_size:05d}.safetensors"
-        return name, write_shard(directory, Shard(name, share.tensors, {"state": json.dumps(header)}), share)
+        record = write_shard(directory, Shard(name, share.tensors, {"state": json.dumps(header)}), share)
+        fsync_path(directory / name)
+        return name, record
 
     files: dict[str, FileRecord] = {}
     with Progress(label, total=world_size) if label else nullcontext() as progress:

@@ -24,6 +24,7 @@ from train.command import UserError
 from train.families import parameter_shapes
 from train.settings import ModelConfig
 
+METADATA = ".metadata"  # a pickle
 OPTIMIZER = "optimizer.state."
 MAIN = "param"  # the fp32 weights that the optimizer goes on from
 MOMENTS = ("exp_avg", "exp_avg_sq")

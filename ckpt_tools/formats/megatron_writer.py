@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt_tools.formats.hf_writer import CHUNK_BYTES
 from ckpt_tools.formats.megatron_boxes import IN_LAYER, Box, boxes_of_ranks, object_layer, object_rank
-from ckpt_tools.formats.megatron_shards import FP8_SCALES
+from ckpt_tools.formats.megatron_shards import FP8_SCALES, METADATA
 from ckpt_tools.formats.parallel import each
 from ckpt_tools.formats.weights import Weights
 from train import layout
@@ -37,7 +37,7 @@ from train.run_directory import FileRecord, record_file
 from train.settings import ModelConfig, ParallelConfig
 
 SHARDS = "__{rank}_0.distcp"
-METADATA, COMMON, FORMAT_JSON = ".metadata", "common.pt", "metadata.json"
+COMMON, FORMAT_JSON = "common.pt", "metadata.json"
 FORMAT = {
     **{"sharded_backend": "torch_dist", "sharded_backend_version": 1},
     **{"common_backend": "torch", "common_backend_version": 1},

@@ -9,10 +9,11 @@ from typing import Any
 
 from ckpt_tools.checkpoint import run_of
 from ckpt_tools.formats.hf_weights import INDEX_JSON
+from ckpt_tools.formats.megatron_shards import METADATA
 from ckpt_tools.formats.parallel import default_processes, each
 from ckpt_tools.hf_directory import LINEAGE_JSON, read_lineage
 from ckpt_tools.inspecting.report import print_description
-from ckpt_tools.inspecting.stored_keys import DCP_METADATA, Keys, safetensors_keys, sharded_keys, summary
+from ckpt_tools.inspecting.stored_keys import Keys, safetensors_keys, sharded_keys, summary
 from ckpt_tools.released.download_record import DOWNLOAD_JSON, read_download
 from train.command import Progress, UserError
 from train.config import load_run
@@ -87,7 +88,7 @@ def describe(path: Path, *, keys: bool = True, hashes: bool = True) -> dict[str,
     Raises:
         UserError: it is nothing of that kind, or the JSON that says what it is cannot be read.
     """
-    if (path / CHECKPOINT_JSON).exists() or (path / DCP_METADATA).exists():
+    if (path / CHECKPOINT_JSON).exists() or (path / METADATA).exists():
         return _describe_checkpoint(path, keys, hashes)
     if (path / "run.json").exists():
         return _describe_run(path, hashes)
@@ -102,7 +103,7 @@ def _describe_checkpoint(path: Path, keys: bool, hashes: bool) -> dict[str, Any]
     found = _check(path, record.files, hashes, seal=CHECKPOINT_JSON)
     stored: Keys = {}
     with found.noting():
-        stored = sharded_keys(path, record.files) if DCP_METADATA in record.files else safetensors_keys(path)
+        stored = sharded_keys(path, record.files) if METADATA in record.files else safetensors_keys(path)
     return {
         "path": str(path),
         "kind": _kind_of(record),

@@ -9,12 +9,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt_tools.formats.hf_weights import HFWeights, read_header
-from ckpt_tools.formats.megatron_shards import optimizer_part
+from ckpt_tools.formats.megatron_shards import METADATA, optimizer_part
 from ckpt_tools.formats.weights import Described
 from train.command import UserError
 from train.run_directory import FileRecord, first_damage
 
-DCP_METADATA = ".metadata"  # of torch's distributed checkpoint format, a pickle
 WEIGHTS, OBJECTS = "weights", "objects"  # groups of keys; objects are no tensors, such as Transformer Engine's states
 
 Keys = dict[str, dict[str, Described | None]]  # by group and key; None: an object
@@ -26,7 +25,7 @@ def sharded_keys(checkpoint: Path, files: dict[str, FileRecord]) -> Keys:
     Raises:
         UserError: `.metadata`, a pickle, is not the recorded one. It was not opened then.
     """
-    damage = first_damage(checkpoint, {DCP_METADATA: files[DCP_METADATA]})
+    damage = first_damage(checkpoint, {METADATA: files[METADATA]})
     if damage:
         raise UserError(damage)
     stored = {
