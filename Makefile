@@ -10,7 +10,7 @@ venv: .venv/complete
 .venv/complete: requirements.lock
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed; put it first on PATH as python3"; exit 2; }
 	python3 -m venv .venv
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
 	touch $@
 
 demo: venv

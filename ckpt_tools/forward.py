@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.activations import XIELUActivation
 
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import Weights, read_whole
@@ -33,34 +34,34 @@ def read_config(hf_dir: Path) -> PretrainedConfig:
     return config
 
 
-def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The causal language model without memory for its parameters, in eval mode, computing in fp32."""
+def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The causal language model without memory for its parameters, in eval mode, computing in `dtype`."""
     quiet_transformers()
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
         )
     for parent in list(model.modules()):
         for name, module in parent.named_children():
-            if any(buffer.is_meta for buffer in module.buffers(recurse=False)):  # frequencies of rotary embeddings
-                setattr(parent, name, type(module)(config))
+            if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+                is_activation = isinstance(module, XIELUActivation)  # has constants; all others are rotary embeddings
+                setattr(parent, name, type(module)(dtype=dtype) if is_activation else type(module)(config))
     model.eval()
     return model
 
 
 def names_in_files(model: PreTrainedModel) -> dict[str, str]:
-    """The key in the files of every parameter; tied parameters share one."""
+    """The key in the files of every parameter, and of every constant that is saved; tied parameters share one."""
     renamed = NAMES_IN_FILES.get(model.config.model_type, {})
     tied: Any = getattr(model, "_tied_weights_keys", None) if model.config.tie_word_embeddings else None
-    names = {name: renamed.get(name, name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = {name: renamed.get(name, name) for name in model.state_dict()}
     return {name: names[(tied or {}).get(name, name)] for name in names}
 
 
 def check_shapes(model: PreTrainedModel, weights: Weights, source: Path) -> None:
     """UserError naming the first key of the files that the model lacks, or has in another shape, or that is missing."""
-    wanted = {
-        name_in_file: tuple(model.get_parameter(name).shape) for name, name_in_file in names_in_files(model).items()
-    }
+    held = model.state_dict()
+    wanted = {file: tuple(held[name].shape) or (1,) for name, file in names_in_files(model).items()}
     missing, unknown = (
         sorted(a - b) for a, b in ((wanted.keys(), weights.tensors.keys()), (weights.tensors.keys(), wanted.keys()))
     )

@@ -14,7 +14,7 @@ from train.command import UserError
 from train.run_directory import sha256_of, verify_files
 
 EXPORTED_ARCHITECTURES = ("Olmo2ForCausalLM", "LlamaForCausalLM", "GPTNeoXForCausalLM")
-MEASURED_ARCHITECTURES = ("Olmo2ForCausalLM",)  # that quantization and curvature spell out
+MEASURED_ARCHITECTURES = ("Olmo2ForCausalLM",)  # that curvature spells out
 
 
 def quiet_transformers() -> None:
@@ -40,13 +40,13 @@ def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] = MEASURED_ARCHI
     return dict(config)
 
 
-def identify(hf_dir: Path) -> dict[str, Any]:
+def identify(hf_dir: Path, architectures: tuple[str, ...] = MEASURED_ARCHITECTURES) -> dict[str, Any]:
     """What a result says about its model: path, SHA-256 of every weight file, and the lineage where there is one.
 
     Raises:
-        UserError: a file that the lineage names is missing or was changed.
+        UserError: a file that the lineage names is missing or was changed, or the architecture is another.
     """
-    read_hf_config(hf_dir)
+    read_hf_config(hf_dir, architectures)
     weights = sorted(hf_dir.glob("*.safetensors"))
     if not weights:
         raise UserError(f"{hf_dir} holds no .safetensors weights; give a complete HF directory")

@@ -160,7 +160,8 @@ def check_tensors(weights: HFWeights, config: PretrainedConfig) -> dict[str, Any
     """
     dtype = config.dtype or next(iter(weights.tensors.values())).dtype
     model = empty_model(config)  # which changes the dtype in its configuration
-    shapes = {file: tuple(model.get_parameter(name).shape) for name, file in names_in_files(model).items()}
+    held = model.state_dict()
+    shapes = {file: tuple(held[name].shape) or (1,) for name, file in names_in_files(model).items()}
     problems = list(_wrong_names(weights, shapes))
     for name in shapes.keys() & weights.tensors.keys():
         found = weights.tensors[name]

@@ -1,17 +1,37 @@
-"""GPTQ (Frantar et al. 2022, arXiv:2210.17323, algorithm 1), in float64 throughout.
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323, algorithm 1): factored in float64, rounded in fp32, on any device.
 
-Shapes: O output features (rows), I input features (columns), C columns of one lazy block, R columns right of it.
+Shapes: O output features (rows), I input features (columns), C columns of one block, G groups of a row.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quant_eval.grid import fit_grid
+from quant_eval.grid import Grid, Rounded, check_scales, fit_grid
 from quant_eval.specs import QuantSpec
 from train.command import UserError
 
-# Columns whose rounding errors are collected before they reach the columns further right: a matter of speed only.
-LAZY_BLOCK_COLUMNS = 128
+# Columns whose errors reach the columns right of them together. Part of the definition: see `gptq` on groups.
+BLOCK_COLUMNS = 128
+# Rows are padded to whole vector registers: a row then rounds to the same bits whichever rows are computed with it.
+ROW_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What rounding needs to know of the inputs; the same for all rows.
+
+    Attributes:
+        order_I: int64, the input features in the order in which they are rounded.
+        dead_I: bool, the input features that are zero on every calibration token.
+        factor_II: fp32, along `order_I`; unit upper triangular: an error e of column i moves column j > i by
+            -e x factor_ij, which is what makes the objective smallest again.
+    """
+
+    order_I: Tensor
+    dead_I: Tensor
+    factor_II: Tensor
 
 
 def relative_output_error(weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor) -> float:
@@ -25,77 +45,139 @@ def relative_output_error(weight_OI: Tensor, quantized_OI: Tensor, hessian_II: T
     return float(error / torch.sum((weight_OI @ hessian_II) * weight_OI))
 
 
-def inverse_factor(hessian_II: Tensor, damping: float, name: str) -> Tensor:
-    """Upper triangular U with U^T U = (H + damping x mean(diag H) x identity)^-1, float64 [I, I] (section 3.3, step 3).
+def prepare(hessian_II: Tensor, spec: QuantSpec, name: str) -> Preparation:
+    """The order of the columns and the factor of the damped inverse Hessian.
 
-    Raises:
-        UserError: H is not positive definite in float64. A pivot that rounding noise alone could have made counts as
-            zero: the factor of such a matrix is noise too.
-    """
-    diagonal_I = hessian_II.diagonal()
-    identity_II = torch.eye(len(diagonal_I), dtype=torch.float64, device=hessian_II.device)
-    lower_II, failed_at = torch.linalg.cholesky_ex(hessian_II + damping * diagonal_I.mean() * identity_II)
-    noise = len(diagonal_I) * torch.finfo(torch.float64).eps * diagonal_I.max()
-    if failed_at or not bool((lower_II.diagonal().square() > noise).all()):
-        raise UserError(
-            f"{name}: the calibration Hessian with damping {damping:g} is not positive definite; "
-            f"use a spec with a larger damp or more calibration sequences"
-        )
-    upper_II: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower_II), upper=True)
-    return upper_II
+    Order: `actorder` by falling diag(H); `groupaware` (arXiv:2505.14638) whole groups by their largest diag(H), and by
+    falling diag(H) within a group, as in gptqmodel 7.6; ties in natural order.
 
-
-def gptq(weight_OI: Tensor, hessian_II: Tensor, spec: QuantSpec, name: str) -> Tensor:
-    """The rounded weight, float64 [O, I]: each column's error is made good by the columns after it.
-
-    Rows do not interact, so linears that read the same input may be stacked along O.
-
-    Groups: a group's grid is fitted when its first column is reached, to weights that already carry the corrections of
-    every earlier column. With `actorder` columns run by falling diag(H), ties in natural order, and groups are formed
-    along that order, as in the authors' code (so a group is no range of input features; kernels need its index).
-
-    Dead columns: where H_ii = 0 no calibration token excites input i and the objective does not depend on its weights,
-    so they become 0, as in the authors' code. The zero on the diagonal is replaced by the mean of the live diagonal;
-    row and column i are zero elsewhere, so nothing flows in or out, and the damping is what the live columns ask for.
+    Dead columns, where H_ii = 0: the objective does not depend on their weights. The zero is replaced by the mean of
+    the live diagonal. The authors' code and gptqmodel take 1 instead, before they damp and order; that depends on the
+    unit of H, in which the two differ. Here neither damping nor order sees dead columns: they come last.
 
     Args:
-        weight_OI: the linear's weight, any float dtype.
         hessian_II: X X^T over the calibration tokens, float64; its scale is free.
-        spec: bits, groups, symmetry, order and damping.
+        spec: group size, order and damping are read.
         name: what an error calls this weight.
 
     Raises:
-        UserError: H holds no live column, is not finite, or cannot be factored; nothing else is tried.
+        UserError: H holds no live column, or is not positive definite; nothing else is tried.
     """
     assert spec.damping is not None
     diagonal_I = hessian_II.diagonal()
     dead_I = diagonal_I == 0
     if bool(dead_I.all()):
         raise UserError(f"{name}: every calibration input is zero; check the checkpoint's weights")
-    live_II = hessian_II + torch.diag(dead_I * diagonal_I[~dead_I].mean())
-    weight_IO = weight_OI.double().T.masked_fill(dead_I[:, None], 0.0)  # transposed: a column is contiguous
-    order_I = torch.arange(len(diagonal_I), device=diagonal_I.device)
+    order_I = _order(diagonal_I, spec)
+    live_mean = diagonal_I[~dead_I].mean()
+    added_I = (dead_I + spec.damping) * live_mean
+    return Preparation(order_I, dead_I, _factor(hessian_II, added_I, order_I, name, spec.damping))
+
+
+def _order(diagonal_I: Tensor, spec: QuantSpec) -> Tensor:
     if spec.order == "actorder":
-        order_I = torch.argsort(diagonal_I, descending=True, stable=True)
-    factor_II = inverse_factor(live_II[order_I][:, order_I], spec.damping, name)
-    rounded_IO = _round_columns(weight_IO[order_I].contiguous(), factor_II, spec)
-    return torch.empty_like(rounded_IO).index_copy_(0, order_I, rounded_IO).T
+        return diagonal_I.argsort(descending=True, stable=True)
+    natural_I = torch.arange(len(diagonal_I), device=diagonal_I.device)
+    if spec.order == "natural":
+        return natural_I
+    assert spec.group_size is not None
+    diagonal_GK = diagonal_I.view(-1, spec.group_size)
+    within_GK = natural_I.view_as(diagonal_GK).gather(1, diagonal_GK.argsort(dim=1, descending=True, stable=True))
+    return within_GK[diagonal_GK.amax(1).argsort(descending=True, stable=True)].flatten()
 
 
-def _round_columns(weight_IO: Tensor, factor_II: Tensor, spec: QuantSpec) -> Tensor:
-    """Rounds the columns in the given order; `weight_IO` is overwritten on the way."""
-    num_inputs = len(weight_IO)
-    group_size = spec.group_size or num_inputs
-    rounded_IO = torch.empty_like(weight_IO)
-    for group_start in range(0, num_inputs, group_size):
-        group_end = group_start + group_size
-        grid = fit_grid(weight_IO[group_start:group_end].T, spec.bits, spec.symmetric)
-        for start in range(group_start, group_end, LAZY_BLOCK_COLUMNS):
-            end = min(start + LAZY_BLOCK_COLUMNS, group_end)
-            errors_CO = torch.empty_like(weight_IO[start:end])
-            for i in range(start, end):
-                rounded_IO[i] = grid.nearest(weight_IO[i, :, None])[:, 0]
-                errors_CO[i - start] = (weight_IO[i] - rounded_IO[i]) / factor_II[i, i]
-                weight_IO[i + 1 : end].addr_(factor_II[i, i + 1 : end], errors_CO[i - start], alpha=-1)
-            weight_IO[end:].addmm_(factor_II[start:end, end:].T, errors_CO, alpha=-1)  # [R, C] @ [C, O]
-    return rounded_IO
+def _factor(hessian_II: Tensor, added_I: Tensor, order_I: Tensor, name: str, damping: float) -> Tensor:
+    """diag(U)^-1 U for the upper triangular U with U^T U = (H + diag(added))^-1, in the given order (section 3.3).
+
+    A = H + diag(added) is R R^T with R upper triangular, its Cholesky factor with columns in reverse; so U = R^-1.
+    With F the factor, a pivot R_ii^2 is F_i A F_i^T: what remains of A_ii given all later columns. Rounding every A_jk
+    by eps sqrt(A_jj A_kk) moves it by up to eps (sum_j |F_ij| sqrt(A_jj))^2. A pivot that such noise alone could have
+    made counts as zero, since F is noise too. (Measured: singular matrices stay below 0.02 of this bound whatever the
+    order and the sizes of the inputs; regular ones of condition 1e13 are above by 78 or more.)
+    """
+    reverse_I = order_I.flip(0)
+    damped_II = hessian_II[reverse_I[:, None], reverse_I]
+    damped_II.diagonal().add_(added_I[reverse_I])
+    lower_II, failed_at = torch.linalg.cholesky_ex(damped_II)
+    root_I = lower_II.diagonal()
+    # F lower = diag(lower), both in reverse
+    factor_II: Tensor = torch.linalg.solve_triangular(lower_II, root_I.diag(), upper=False, left=False)
+    noise_I = torch.finfo(torch.float64).eps * (factor_II.abs() @ damped_II.diagonal().sqrt()).square()
+    if bool(failed_at) or not bool((root_I.square() > noise_I).all()):
+        raise UserError(
+            f"{name}: the calibration Hessian with damping {damping:g} is not positive definite; "
+            f"use a spec with a larger damp or more calibration sequences"
+        )
+    return factor_II.flip(0, 1).float()
+
+
+@torch.no_grad()
+def gptq(weight_OI: Tensor, preparation: Preparation, spec: QuantSpec) -> Rounded:
+    """Rounds column after column; each column's error is made good by the columns after it.
+
+    Rows do not interact, so linears that read the same input may be stacked along O, and any rows be computed apart:
+    on a CPU every row comes out the same, bit for bit.
+
+    Groups: with `actorder` they are formed along the order, as in the authors' code, so a group is no range of input
+    features; otherwise a group is. With static groups all grids are fitted to the given weight, and a group is a range
+    of input features in any order. Else a group's grid is fitted when its first column is reached, to weights that
+    carry the corrections of all columns of earlier blocks of 128 columns, but not of the same block: the authors' code
+    and gptqmodel do so too, and without it groups of less than 128 would have other scales than theirs.
+
+    Dead columns are set to 0, before the grids of groups are fitted, but after the one grid of a whole row: also as in
+    both.
+
+    Raises:
+        UserError: a weight is not finite, or a scale is beyond the spec's format.
+    """
+    num_outputs, num_inputs = weight_OI.shape
+    group_size, order_I = spec.group_size or num_inputs, preparation.order_I
+    weight_IO = weight_OI.new_zeros(num_inputs, -(-num_outputs // ROW_MULTIPLE) * ROW_MULTIPLE, dtype=torch.float32)
+    weight_IO[:, :num_outputs] = weight_OI.T
+    grids: dict[int, Grid] = {}
+    if spec.group_size is None:
+        grids = {0: fit_grid(weight_IO, spec)}
+    weight_IO.masked_fill_(preparation.dead_I[:, None], 0.0)
+    if spec.static_groups and not grids:
+        grids = {group: fit_grid(part, spec) for group, part in enumerate(weight_IO.split(group_size))}
+    fixed = bool(grids)
+    weight_IO = weight_IO[order_I]
+
+    along_order = spec.order == "actorder" and not spec.static_groups
+    position_I = torch.arange(num_inputs, device=order_I.device)
+    group_I = (position_I if along_order else order_I) // group_size  # by position
+    groups = group_I.tolist()
+    codes_IO = torch.empty_like(weight_IO, dtype=torch.uint8)
+    for start in range(0, num_inputs, BLOCK_COLUMNS):
+        end = min(start + BLOCK_COLUMNS, num_inputs)
+        if not fixed:
+            for first in range(-(-start // group_size) * group_size, end, group_size):
+                grids[groups[first]] = fit_grid(weight_IO[first : first + group_size], spec)
+        of_columns = [grids[group] for group in groups[start:end]]
+        error_CO, factor_CI = weight_IO[start:end], preparation.factor_II[start:end]
+        codes_IO[order_I[start:end]] = _round_block(error_CO, factor_CI[:, start:end], of_columns)
+        weight_IO[end:].addmm_(factor_CI[:, end:].T, error_CO, alpha=-1)
+
+    in_order = [grids[group] for group in range(len(grids))]
+    scales_OG = torch.stack([grid.scale[:num_outputs] for grid in in_order], dim=1)
+    zeros_OG = torch.stack([-grid.lowest[:num_outputs] for grid in in_order], dim=1).to(torch.uint8)
+    check_scales(scales_OG, weight_OI, spec)
+    groups_I = torch.empty_like(group_I, dtype=torch.int32).index_copy_(0, order_I, group_I.int())
+    codes_OI = codes_IO[:, :num_outputs].T.contiguous()
+    return Rounded(codes_OI, scales_OG, zeros_OG, groups_I)
+
+
+def _round_block(weight_CO: Tensor, factor_CC: Tensor, grids: list[Grid]) -> Tensor:
+    """Codes, uint8 [C, O], of a block of columns, whose weights are overwritten with their rounding errors.
+
+    After column k (from 1), the last s columns reach the next s, s the largest power of two that divides k: so every
+    column is reached by all before it when its turn comes, in products rather than one column at a time.
+    """
+    codes_CO = torch.empty_like(weight_CO)
+    for k, grid in enumerate(grids, start=1):
+        step_O = grid.steps(weight_CO[k - 1])
+        weight_CO[k - 1].sub_(step_O * grid.scale)
+        torch.sub(step_O, grid.lowest, out=codes_CO[k - 1])
+        s = k & -k
+        weight_CO[k : k + s].addmm_(factor_CC[k - s : k, k : k + s].T, weight_CO[k - s : k], alpha=-1)
+    return codes_CO.to(torch.uint8)

@@ -1,7 +1,7 @@
 """The uniform grid a group of weights is rounded to, and rounding to the nearest point of it (RTN).
 
-Shapes: O output features (rows), I input features, G groups of a row, K weights that share a scale. Grids broadcast
-over leading dimensions, so one column [O] and all groups [O, G, K] use the same code.
+Shapes: O output features (rows), I input features, G groups of a row, K weights that share a scale. What shares a scale
+lies along the first dimension, so one group [K, O] and all groups [K, O, G] use the same code.
 """
 
 from dataclasses import dataclass
@@ -10,52 +10,98 @@ import torch
 from torch import Tensor
 
 from quant_eval.specs import QuantSpec
+from train.command import UserError
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Points scale x (code - zero) for the integer codes 0..max_code.
+    """Points scale x step for the integer steps lowest..highest; the code of a step is step - lowest.
 
     Attributes:
-        scale, zero: float64 [..., 1], one pair per group; `scale` holds fp32 values, `zero` integers.
+        scale: fp32 [...], of each group; NaN where the spec's scales cannot hold it.
+        lowest, highest: integers as fp32 [...].
     """
 
     scale: Tensor
-    zero: Tensor
-    max_code: int
+    lowest: Tensor
+    highest: Tensor
 
-    def nearest(self, weights: Tensor) -> Tensor:
-        """The grid point of each weight [..., K], float64; halves round to even, what lies outside is clipped."""
-        codes = (weights / self.scale).round_().add_(self.zero).clamp_(0, self.max_code)
-        return codes.sub_(self.zero).mul_(self.scale)
+    def steps(self, weights: Tensor) -> Tensor:
+        """The step nearest to each fp32 weight [...]; halves go to the even step, what lies outside is clipped."""
+        return (weights / self.scale).round_().clamp_(self.lowest, self.highest)
 
 
-def fit_grid(weights: Tensor, bits: int, symmetric: bool) -> Grid:
-    """The min-max grid of each group of weights, float64 [..., K].
+@dataclass(frozen=True)
+class Rounded:
+    """A quantized linear: integer codes and their grids.
+
+    Attributes:
+        codes_OI: uint8, in the order of the input features.
+        scales_OG: fp32 (values of fp16 where the spec says so).
+        zeros_OG: uint8, the code of 0.
+        groups_I: int32, the group of each input feature.
+    """
+
+    codes_OI: Tensor
+    scales_OG: Tensor
+    zeros_OG: Tensor
+    groups_I: Tensor
+
+    def dense(self) -> Tensor:
+        """The weight, scale x (code - zero), fp32 [O, I]; exact but for one rounding."""
+        groups_I = self.groups_I.long()
+        return (self.codes_OI.float() - self.zeros_OG.float()[:, groups_I]) * self.scales_OG[:, groups_I]
+
+
+def fit_grid(weights: Tensor, spec: QuantSpec) -> Grid:
+    """The min-max grid of each group of fp32 weights [K, ...].
 
     Symmetric: scale = 2 max|w| / (2^bits - 1) and zero = 2^(bits - 1), the convention of AutoGPTQ and gptqmodel: the
     positive end lies half a step inside max|w|, the negative end half a step outside. Asymmetric: from min(w, 0) to
     max(w, 0), so that zero is a grid point. A group of zeros gets the grid of [-1, 1], as there; it rounds to zeros.
 
-    Scales are cut to fp32, towards zero: the weight -max|w| of a symmetric group lies midway between two points, and so
-    it always takes the outer one, instead of the one that rounding noise would choose.
+    Scales are cut to fp32 or fp16, towards zero: the weight -max|w| of a symmetric group lies midway between two
+    points, and so it always takes the outer one, instead of the one that rounding noise would choose. A cut that takes
+    half a step or more off the range is no rounding: such a scale, too small or too large for the format, becomes NaN.
     """
-    max_code = 2**bits - 1
-    low, high = weights.amin(-1, keepdim=True).clamp(max=0), weights.amax(-1, keepdim=True).clamp(min=0)
-    if symmetric:
+    max_code = 2**spec.bits - 1
+    low, high = (end.double() for end in torch.aminmax(weights, dim=0))
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    if spec.symmetric:
         high = torch.maximum(high, -low)
         low = -high
     is_empty = low == high
     low, high = low.masked_fill(is_empty, -1.0), high.masked_fill(is_empty, 1.0)
     exact = (high - low) / max_code
-    nearest = exact.float()
+    nearest = exact.to(torch.float16 if spec.scales == "fp16" else torch.float32)
     scale = torch.where(nearest > exact, nearest.nextafter(torch.zeros_like(nearest)), nearest).double()
-    zero = torch.full_like(scale, 2 ** (bits - 1)) if symmetric else (-low / scale).round()
-    return Grid(scale, zero, max_code)
+    scale = scale.where((exact - scale) * max_code < scale / 2, torch.nan)
+    zero = torch.full_like(scale, 2 ** (spec.bits - 1)) if spec.symmetric else (-low / scale).round()
+    return Grid(scale.float(), -zero.float(), max_code - zero.float())
 
 
-def round_to_nearest(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
-    """RTN: every weight goes to the nearest point of its own group's grid; float64 [O, I]."""
+def round_to_nearest(weight_OI: Tensor, spec: QuantSpec) -> Rounded:
+    """RTN: every weight goes to the nearest point of its own group's grid.
+
+    Raises:
+        UserError: a weight is not finite, or a scale is beyond the spec's format.
+    """
     num_outputs, num_inputs = weight_OI.shape
-    weight_OGK = weight_OI.double().reshape(num_outputs, -1, spec.group_size or num_inputs)
-    return fit_grid(weight_OGK, spec.bits, spec.symmetric).nearest(weight_OGK).reshape(num_outputs, num_inputs)
+    group_size = spec.group_size or num_inputs
+    weight_KOG = weight_OI.float().reshape(num_outputs, -1, group_size).permute(2, 0, 1)
+    grid = fit_grid(weight_KOG, spec)
+    check_scales(grid.scale, weight_OI, spec)
+    codes_OGK = (grid.steps(weight_KOG) - grid.lowest).to(torch.uint8).permute(1, 2, 0)
+    groups_I = torch.arange(num_inputs, dtype=torch.int32, device=weight_OI.device) // group_size
+    return Rounded(codes_OGK.reshape(num_outputs, num_inputs), grid.scale, (-grid.lowest).to(torch.uint8), groups_I)
+
+
+def check_scales(scales: Tensor, weight_OI: Tensor, spec: QuantSpec) -> None:
+    """UserError if a scale is not usable, which says whether the weights or the spec's format are at fault."""
+    if bool(scales.isfinite().all()):
+        return
+    if not bool(weight_OI.isfinite().all()):
+        raise UserError("weights hold NaN or infinity; check the checkpoint with 'python -m ckpt_tools verify'")
+    if spec.scales == "fp16":
+        raise UserError(f"spec {spec.name}: fp16 cannot hold the scale of every group; use a spec without -s16")
+    raise UserError(f"spec {spec.name}: fp32 cannot hold the scale of every group; check the checkpoint's weights")

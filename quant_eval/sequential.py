@@ -1,39 +1,49 @@
-"""The walk over the decoder: every linear is quantized on the inputs that the quantized model before it produces.
+"""The walk through a decoder block: every linear is quantized on the inputs that the quantized ones before it produce.
 
-Shapes: N calibration sequences, L tokens of a sequence, B sequences of a batch, D hidden features, I input features.
+Shapes: B sequences, L tokens of a sequence, D hidden features, O output features, I input features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from quant_eval.gptq import gptq, relative_output_error
-from quant_eval.grid import round_to_nearest
+from quant_eval.activations import Activations
+from quant_eval.gptq import gptq, prepare, relative_output_error
+from quant_eval.grid import Rounded, round_to_nearest
+from quant_eval.hessian import InputHessian
+from quant_eval.ranks import Ranks
 from quant_eval.specs import QuantSpec
-from train.command import Progress, UserError
+from quant_eval.streamed import Block, StreamedModel
+from train.command import UserError
+
+Keep = Callable[[str, Rounded], None]
+FOLDING = ("awq",)  # methods that move scales between linears: what one linear puts out means nothing by itself
 
 
 @dataclass(frozen=True)
 class LinearError:
-    """A quantized linear: its name in the model, and tr(dW H dW^T) / tr(W H W^T) with the H it was quantized on."""
+    """A quantized linear.
+
+    Attributes:
+        name: in the model.
+        relative_output_error: GPTQ's objective tr(dW H dW^T) / tr(W H W^T) with the H of the inputs it was
+            quantized on.
+        relative_weight_error: ||dW||_F^2 / ||W||_F^2.
+        folded: whether scales were moved into other linears, which leaves both errors without meaning, and null.
+    """
 
     name: str
-    relative_output_error: float
+    relative_output_error: float | None
+    relative_weight_error: float | None
+    folded: bool = False
 
 
-def decoder_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """The linears of the decoder blocks by name: all that is ever quantized."""
-    named = model.named_modules()
-    return {name: part for name, part in named if isinstance(part, nn.Linear) and name.startswith("model.layers.")}
-
-
-def check_groups(model: PreTrainedModel, spec: QuantSpec) -> None:
+def check_groups(model: StreamedModel, spec: QuantSpec) -> None:
     """UserError if the group size does not divide the input features of every linear."""
-    for name, linear in decoder_linears(model).items():
+    for name, linear in model.empty_linears().items():
         if spec.group_size is not None and linear.in_features % spec.group_size:
             raise UserError(
                 f"spec {spec.name}: group size {spec.group_size} does not divide the {linear.in_features} input "
@@ -41,92 +51,144 @@ def check_groups(model: PreTrainedModel, spec: QuantSpec) -> None:
             )
 
 
-def input_hessian(inputs: Sequence[Tensor], name: str) -> Tensor:
-    """X^T X / tokens over all batches [B, L, I], products and sum in float64; [I, I]. UserError if not finite."""
-    width = inputs[0].shape[-1]
-    hessian_II = torch.zeros(width, width, dtype=torch.float64, device=inputs[0].device)
-    for batch_BLI in inputs:
-        tokens_TI = batch_BLI.reshape(-1, width).double()
-        hessian_II.addmm_(tokens_TI.T, tokens_TI)
-    if not bool(hessian_II.isfinite().all()):
-        raise UserError(f"{name}: calibration inputs are not finite; check the checkpoint's weights")
-    return hessian_II / sum(batch_BLI[..., 0].numel() for batch_BLI in inputs)
+class BlockQuantizer:
+    """Quantizes one block after another for one spec.
 
-
-def quantize_shared_input(
-    linears: dict[str, nn.Linear], inputs: Sequence[Tensor], spec: QuantSpec
-) -> list[LinearError]:
-    """Replaces the weights of linears that read the same input. One Hessian serves all: rows do not interact."""
-    first = next(iter(linears))
-    hessian_II = input_hessian(inputs, first)
-    weight_OI = torch.cat([linear.weight for linear in linears.values()])
-    rounded_OI = (
-        gptq(weight_OI, hessian_II, spec, first) if spec.method == "gptq" else round_to_nearest(weight_OI, spec)
-    ).to(weight_OI.dtype)
-    errors = []
-    for name, linear in linears.items():
-        quantized_OI, rounded_OI = rounded_OI.split([linear.out_features, len(rounded_OI) - linear.out_features])
-        errors.append(LinearError(name, relative_output_error(linear.weight, quantized_OI, hessian_II)))
-        linear.weight.copy_(quantized_OI)
-    return errors
-
-
-def attention_outputs(attention: nn.Module, inputs: Sequence[Tensor], **context: Any) -> list[Tensor]:
-    """What o_proj reads, batch by batch: the attention is run whole, and o_proj's input noted on the way."""
-    noted: list[Tensor] = []
-    handle = attention.o_proj.register_forward_pre_hook(lambda _, arguments: noted.append(arguments[0]))  # type: ignore[union-attr, operator]
-    try:
-        for batch_BLD in inputs:
-            attention(hidden_states=batch_BLD, **context)
-    finally:
-        handle.remove()
-    return noted
-
-
-def quantize_layer(
-    layer: Any, prefix: str, inputs: list[Tensor], spec: QuantSpec, **context: Any
-) -> tuple[list[Tensor], list[LinearError]]:
-    """Quantizes one OLMo2 block and returns the quantized block's outputs.
-
-    The block is spelled out, h = x + norm(attention(x)), then h + norm(mlp(h)) (arXiv:2501.00656), so that each linear
-    runs once and (q, k, v), o, (gate, up), down each read what the quantized linears before them made.
+    Args of the constructor:
+        calibration: this rank's sequences as the first block reads them; advanced in place.
+        contexts: per batch, what the blocks need besides.
+        keep: called with every linear's codes, for methods that have them, on every rank.
     """
-    attention, mlp = layer.self_attn, layer.mlp
 
-    def quantize(part: str, names: str, linear_inputs: Sequence[Tensor]) -> list[LinearError]:
-        owner = getattr(layer, part)
-        linears = {f"{prefix}.{part}.{name}": getattr(owner, name) for name in names.split()}
-        return quantize_shared_input(linears, linear_inputs, spec)
+    def __init__(
+        self,
+        spec: QuantSpec,
+        calibration: Activations,
+        contexts: list[dict[str, Any]],
+        ranks: Ranks,
+        keep: Keep | None = None,
+    ) -> None:
+        self.spec, self.errors = spec, list[LinearError]()
+        self._calibration, self._contexts, self._ranks, self._keep = calibration, contexts, ranks, keep
+        self._attended: Activations | None = None
 
-    errors = quantize("self_attn", "q_proj k_proj v_proj", inputs)
-    attended = attention_outputs(attention, inputs, **context)
-    errors += quantize("self_attn", "o_proj", attended)
-    middle = [x + layer.post_attention_layernorm(attention.o_proj(a)) for x, a in zip(inputs, attended, strict=True)]
-    errors += quantize("mlp", "gate_proj up_proj", middle)
-    gated = [mlp.act_fn(mlp.gate_proj(h)) * mlp.up_proj(h) for h in middle]
-    errors += quantize("mlp", "down_proj", gated)
-    outputs = [h + layer.post_feedforward_layernorm(mlp.down_proj(g)) for h, g in zip(middle, gated, strict=True)]
-    return outputs, errors
+    @torch.no_grad()
+    def __call__(self, block: Block, given: Block | None) -> None:
+        """Quantizes a block in place; its calibration inputs become its outputs.
+
+        Args:
+            block: full precision.
+            given: the same block with the weights that another project's library made; None for own methods.
+
+        Raises:
+            UserError: a Hessian cannot be used at the stated damping, or the method does not take a weight's shape.
+        """
+        if self.spec.method in FOLDING:
+            assert given is not None
+            block.module.load_state_dict(given.module.state_dict(), assign=True)
+            names = [name for group in block.linears() for name in group]
+            self.errors += [LinearError(name, None, None, folded=True) for name in names]
+            return
+        x, contexts, device = self._calibration, self._contexts, self._ranks.device
+        groups, library = block.linears(), list(given.linears()) if given else None
+
+        def quantize(number: int, inputs: Callable[[int], Tensor]) -> None:
+            hessian = InputHessian(next(iter(groups[number].values())).in_features, device)
+            for index in range(len(x)):
+                hessian.add(inputs(index))
+            self._quantize_group(block, groups[number], hessian, library[number] if library else None)
+
+        quantize(0, lambda index: block.attention_input(x.read(index, device)))
+        attended = self._attended = self._attended or x.like(next(iter(groups[1].values())).in_features)
+
+        def attend(index: int) -> Tensor:
+            made = block.attended(x.read(index, device), contexts[index])
+            attended.write(index, made)
+            return made
+
+        quantize(1, attend)
+        streams = [x, attended] if block.is_parallel else [x]
+
+        def read_by_mlp(index: int) -> Tensor:
+            stream, added = block.after_attention(x.read(index, device), attended.read(index, device))
+            streams[-1].write(index, added)
+            return block.mlp_input(stream)
+
+        quantize(2, read_by_mlp)
+        # computed twice rather than kept: these are the widest of all, and would double what is in memory
+        quantize(3, lambda index: block.gated(x.read(index, device)))
+        for index in range(len(x)):
+            gated = block.gated(x.read(index, device))
+            x.write(index, block.after_mlp(streams[-1].read(index, device), gated))
+
+    def _quantize_group(
+        self, block: Block, linears: dict[str, nn.Linear], hessian: InputHessian, given: dict[str, nn.Linear] | None
+    ) -> None:
+        """Quantizes linears that read the same input. One Hessian serves all: rows do not interact."""
+        name = next(iter(linears))
+        self._ranks.sum(hessian.sum_II)
+        hessian.tokens = int(self._ranks.sum(torch.tensor(hessian.tokens)))
+        hessian_II = hessian.mean(name)
+        if self.spec.method == "int8":
+            from quant_eval.libraries.bitsandbytes import dense_weight, replace_linears
+
+            before = {key: linear.weight for key, linear in linears.items()}
+            relative = {key: key.removeprefix(f"{block.prefix}.") for key in linears}
+            replace_linears(block.module, list(relative.values()), self.spec)
+            block.mixes_sequences = True
+            for key, weight_OI in before.items():
+                dense_OI = dense_weight(block.module.get_submodule(relative[key]))
+                self.errors.append(_error(key, weight_OI, dense_OI, hessian_II))
+            return
+        stacked_OI = torch.cat([linear.weight for linear in linears.values()])
+        if given is not None:
+            dense_OI = torch.cat([linear.weight for linear in given.values()])
+        elif self.spec.method == "nf4":
+            from quant_eval.libraries.bitsandbytes import nf4_dense
+
+            assert self.spec.group_size is not None
+            dense_OI = nf4_dense(stacked_OI, self.spec.group_size)
+        else:
+            rounded = self._round(stacked_OI, hessian_II, name)
+            dense_OI = rounded.dense()
+            if self._keep:
+                _hand_on(rounded, linears, self._keep)
+        start = 0
+        for key, linear in linears.items():
+            quantized_OI = dense_OI[start : start + linear.out_features].to(linear.weight.dtype)
+            start += linear.out_features
+            self.errors.append(_error(key, linear.weight, quantized_OI, hessian_II))
+            linear.weight = nn.Parameter(quantized_OI.clone(), requires_grad=False)
+
+    def _round(self, weight_OI: Tensor, hessian_II: Tensor, name: str) -> Rounded:
+        """Each rank rounds its share of the rows; all get all of them."""
+        ranks, rows = self._ranks, len(weight_OI)
+        share = ranks.share(rows)
+        own_OI = weight_OI[share.start : share.stop]
+        if self.spec.method == "gptq":
+            # before any row, so that a Hessian that is refused is refused on every rank
+            own = gptq(own_OI, prepare(hessian_II, self.spec, name), self.spec)
+        else:
+            own = round_to_nearest(own_OI, self.spec)
+        if ranks.size == 1:
+            return own
+
+        def gathered(part: Tensor) -> Tensor:
+            whole = part.new_zeros(rows, part.shape[1])
+            whole[share.start : share.stop] = part
+            return ranks.sum(whole)
+
+        return Rounded(gathered(own.codes_OI), gathered(own.scales_OG), gathered(own.zeros_OG), own.groups_I)
 
 
-@torch.no_grad()
-def quantize_model(
-    model: Any, spec: QuantSpec, calibration_NL: Tensor, batch_size: int, progress: Progress
-) -> list[LinearError]:
-    """Quantizes the decoder blocks in place, first to last, on unpadded sequences of equal length.
+def _hand_on(rounded: Rounded, linears: dict[str, nn.Linear], keep: Keep) -> None:
+    sizes = [linear.out_features for linear in linears.values()]
+    parts = [part.split(sizes) for part in (rounded.codes_OI, rounded.scales_OG, rounded.zeros_OG)]
+    for key, codes_OI, scales_OG, zeros_OG in zip(linears, *parts, strict=True):
+        keep(f"{key}.weight", Rounded(codes_OI, scales_OG, zeros_OG, rounded.groups_I))
 
-    The model must run causal attention without a mask (sdpa does): none is passed. Advances `progress` once a layer.
-    """
-    assert model.config._attn_implementation == "sdpa"
-    check_groups(model, spec)
-    decoder = model.model
-    hidden = [decoder.embed_tokens(tokens_BL) for tokens_BL in calibration_NL.split(batch_size)]
-    position_ids = torch.arange(calibration_NL.shape[1], device=calibration_NL.device)[None]
-    context = {"position_embeddings": decoder.rotary_emb(hidden[0], position_ids=position_ids), "attention_mask": None}
-    errors = []
-    for index, layer in enumerate(decoder.layers):
-        hidden, layer_errors = quantize_layer(layer, f"model.layers.{index}", hidden, spec, **context)
-        errors += layer_errors
-        progress.advance()
-    assert {error.name for error in errors} == set(decoder_linears(model)), "a linear was left out of the walk"
-    return errors
+
+def _error(name: str, weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor) -> LinearError:
+    difference = (weight_OI.double() - quantized_OI.double()).square().sum()
+    weight_error = float(difference / weight_OI.double().square().sum())
+    return LinearError(name, relative_output_error(weight_OI, quantized_OI, hessian_II), weight_error)

@@ -5,50 +5,96 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from train.command import UserError, explain_validation
+from quant_eval.methods import METHODS, Method, MethodName
+from train.command import UserError
 from train.frozen import Frozen
 
+Order = Literal["natural", "actorder", "groupaware"]
+
+EXAMPLES = "gptq-b3-g128, gptq-b4-perchannel-asym-actorder-damp0.01, gptqmodel-b4-g128-paper, gptaq-b3-g128, "
+EXAMPLES += "awq-b4-g128, rtn-b3-g32, int8-t6, nf4-g64"
 GRAMMAR = (
-    "(rtn|gptq)-b<bits 2..8>-(g<group size>|perchannel)[-sym|-asym], for gptq then [-natural|-actorder]"
-    "[-damp<fraction>], for example gptq-b3-g128 or gptq-b4-perchannel-asym-actorder-damp0.01"
+    f"({'|'.join(METHODS)})[-b<bits>][-g<group size>|-perchannel][-sym|-asym][-natural|-actorder|-groupaware]"
+    f"[-static][-damp<fraction>][-alpha<fraction>][-t<threshold>][-s16]; for example {EXAMPLES}; "
+    "'python -m quant_eval methods' lists what each takes"
 )
+_NUMBER = r"\d{1,3}(?:\.\d{1,6})?"
 SPEC_PATTERN = re.compile(
-    r"(?P<method>rtn|gptq)-b(?P<bits>\d{1,2})-(?:g(?P<group>\d{1,6})|perchannel)(?:-(?P<symmetry>sym|asym))?"
-    r"(?:-(?P<order>natural|actorder))?(?:-damp(?P<damping>\d(?:\.\d{1,6})?))?"
+    rf"(?P<method>{'|'.join(METHODS)})(?:-b(?P<bits>\d{{1,2}}))?(?:-(?:g(?P<group>\d{{1,6}})|(?P<row>perchannel)))?"
+    r"(?:-(?P<symmetry>sym|asym))?(?:-(?P<order>natural|actorder|groupaware|paper))?(?P<static>-static)?"
+    rf"(?:-damp(?P<damping>{_NUMBER}))?(?:-alpha(?P<alpha>{_NUMBER}))?(?:-t(?P<threshold>{_NUMBER}))?(?P<s16>-s16)?",
+    re.ASCII,
 )
-DEFAULT_DAMPING = 0.05
+# GPTQ as arXiv:2510.06213 ran it: the defaults of gptqmodel before version 5.
+PAPER: dict[str, Any] = {"group_size": 128, "symmetric": True, "order": "actorder"}
+PAPER |= {"static_groups": False, "damping": 0.05}
 
 
 class QuantSpec(Frozen):
-    """How the linear layers of the decoder blocks are rounded; embeddings, norms and lm_head are never touched.
+    """How the linear layers of the decoder blocks are quantized; embeddings, norms and lm_head are never rounded.
 
-    Scales are fp32 and the result is a dense, dequantized weight in the model's own dtype.
+    A setting is None where the method's row in `METHODS` does not name it.
     """
 
-    method: Literal["rtn", "gptq"]
+    method: MethodName
     bits: int = Field(ge=2, le=8)
-    group_size: int | None = Field(ge=2, description="input features that share a scale; None: a whole row does")
-    symmetric: bool = Field(default=True, description="zero point fixed at 2^(bits - 1); otherwise fitted per group")
-    order: Literal["natural", "actorder"] | None = Field(description="GPTQ's column order; None for rtn")
-    damping: float | None = Field(ge=0, le=1, description="added to GPTQ's Hessian diagonal, x its mean; None for rtn")
+    group_size: int | None = Field(default=None, ge=2, description="inputs that share a scale; None: a whole row does")
+    symmetric: bool | None = Field(default=None, description="zero point fixed at 2^(bits - 1), or fitted per group")
+    order: Order | None = Field(default=None, description="in which columns are rounded")
+    static_groups: bool | None = Field(default=None, description="grids fitted before any column is rounded")
+    damping: float | None = Field(default=None, ge=0, le=1, description="added to the Hessian's diagonal, x its mean")
+    alpha: float | None = Field(default=None, ge=0, le=1, description="weight of GPTAQ's asymmetric term")
+    threshold: float | None = Field(default=None, ge=0, description="activations above it stay in 16 bits; 0: none do")
+    scales: Literal["fp32", "fp16"] | None = Field(default=None, description="fp16: as a saved checkpoint holds them")
+
+    @property
+    def row(self) -> Method:
+        """The method's row of the table."""
+        return METHODS[self.method]
 
     @model_validator(mode="after")
     def _options_fit_method(self) -> Self:
-        is_gptq = self.method == "gptq"
-        if (self.order is not None) != is_gptq or (self.damping is not None) != is_gptq:
-            raise ValueError("column order and damping belong to gptq, and to gptq alone")
+        if self.bits not in self.row.bits:
+            raise ValueError(f"{self.method} takes {', '.join(map(str, self.row.bits))} bits, not {self.bits}")
+        for option, given in self:
+            if option in ("method", "bits", "group_size"):
+                continue
+            if (given is not None) != (option in self.row.defaults):
+                what = "needs" if given is None else "does not take"
+                raise ValueError(f"{self.method} {what} {option}")
+        if self.group_size is None and self.method == "nf4":
+            raise ValueError("nf4 needs a group size")
+        if self.group_size is not None and "group_size" not in self.row.defaults:
+            raise ValueError(f"{self.method} does not take a group size")
+        if self.order == "groupaware" and self.group_size is None:
+            raise ValueError("groupaware orders groups: give a group size, or use actorder")
+        if self.static_groups and self.order == "groupaware":
+            raise ValueError("static groups are for natural order and actorder; groupaware keeps groups whole anyway")
         return self
 
     @property
     def name(self) -> str:
         """The shortest name of this value: defaults are left out."""
-        parts = [self.method, f"b{self.bits}", f"g{self.group_size}" if self.group_size else "perchannel"]
-        if not self.symmetric:
-            parts.append("asym")
-        if self.order == "actorder":
-            parts.append("actorder")
-        if self.damping not in (None, DEFAULT_DAMPING):
-            parts.append(f"damp{self.damping:.6f}".rstrip("0").rstrip("."))
+        defaults = self.row.defaults
+        parts: list[str] = [self.method]
+        if len(self.row.bits) > 1:
+            parts.append(f"b{self.bits}")
+        if "group_size" in defaults:
+            parts.append(f"g{self.group_size}" if self.group_size else "perchannel")
+        if self.method == "gptqmodel" and all(getattr(self, option) == value for option, value in PAPER.items()):
+            return "-".join([*parts, "paper"])
+        if self.symmetric != defaults.get("symmetric"):
+            parts.append("sym" if self.symmetric else "asym")
+        if self.order not in (None, "natural"):
+            parts.append(str(self.order))
+        if self.static_groups:
+            parts.append("static")
+        for label, option in (("damp", "damping"), ("alpha", "alpha"), ("t", "threshold")):
+            value = getattr(self, option)
+            if value != defaults.get(option):
+                parts.append(label + f"{value:.6f}".rstrip("0").rstrip("."))
+        if self.scales == "fp16":
+            parts.append("s16")
         return "-".join(parts)
 
 
@@ -61,18 +107,34 @@ def parse_spec(text: str) -> QuantSpec:
     match = SPEC_PATTERN.fullmatch(text)
     if match is None:
         raise UserError(f"unknown spec {text!r}; write {GRAMMAR}")
-    is_gptq = match["method"] == "gptq"
-    if not is_gptq and (match["order"] or match["damping"]):
-        raise UserError(f"spec {text!r}: rounding to nearest has no column order and no damping; write {GRAMMAR}")
-    values: dict[str, Any] = {
-        "method": match["method"],
-        "bits": int(match["bits"]),
+    row = METHODS[match["method"]]  # type: ignore[index]
+    values: dict[str, Any] = {"method": match["method"], **row.defaults}
+    if match["order"] == "paper":
+        if match["method"] != "gptqmodel" or any(match[key] for key in ("symmetry", "static", "damping")):
+            raise UserError(f"spec {text!r}: paper stands for all settings of gptqmodel but bits; write {GRAMMAR}")
+        values |= PAPER
+    if match["bits"] is None and len(row.bits) > 1:
+        raise UserError(f"spec {text!r}: {match['method']} needs its bits; write {GRAMMAR}")
+    if "group_size" in row.defaults and not (match["group"] or match["row"]):
+        raise UserError(f"spec {text!r}: {match['method']} needs a group size or perchannel; write {GRAMMAR}")
+    values["bits"] = int(match["bits"] or row.bits[0])
+    given: dict[str, Any] = {
         "group_size": int(match["group"]) if match["group"] else None,
-        "symmetric": match["symmetry"] != "asym",
-        "order": (match["order"] or "natural") if is_gptq else None,
-        "damping": float(match["damping"] or DEFAULT_DAMPING) if is_gptq else None,
+        "symmetric": match["symmetry"] == "sym" if match["symmetry"] else None,
+        "order": match["order"] if match["order"] != "paper" else None,
+        "static_groups": True if match["static"] else None,
+        "damping": float(match["damping"]) if match["damping"] else None,
+        "alpha": float(match["alpha"]) if match["alpha"] else None,
+        "threshold": float(match["threshold"]) if match["threshold"] else None,
+        "scales": "fp16" if match["s16"] else None,
     }
+    values |= {option: value for option, value in given.items() if value is not None}
+    if match["order"] == "paper" and match["group"] != str(PAPER["group_size"]):
+        raise UserError(f"spec {text!r}: the paper used groups of {PAPER['group_size']}; write {GRAMMAR}")
     try:
         return QuantSpec(**values)
     except ValidationError as error:
-        raise UserError(f"{explain_validation(f'spec {text!r}', error)}; write {GRAMMAR}") from None
+        problem = error.errors()[0]
+        where = "".join(f"{part}: " for part in problem["loc"])
+        reason = where + problem["msg"].removeprefix("Value error, ")
+        raise UserError(f"spec {text!r}: {reason}; write {GRAMMAR}") from None

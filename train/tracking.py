@@ -16,7 +16,7 @@ from train.run_directory import write_json
 
 TRACKED_PACKAGES = (
     *("torch", "megatron-core", "deepspeed", "transformer-engine", "transformers", "tokenizers", "safetensors"),
-    *("numpy", "mlflow"),
+    *("numpy", "mlflow", "gptqmodel", "llmcompressor", "bitsandbytes", "lm-eval"),
 )
 TRAINED = "learning_rate"  # every row of an update has it, of a skipped one as well
 

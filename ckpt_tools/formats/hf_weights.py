@@ -44,7 +44,8 @@ def read_header(path: Path) -> dict[str, FileTensor]:
         if entry["dtype"] not in TORCH_DTYPES:
             raise UserError(f"{path}: '{name}' is of type {entry['dtype']}, which is not supported here; convert it")
         begin, _ = entry["data_offsets"]
-        tensors[name] = FileTensor(path, 8 + length + begin, tuple(entry["shape"]), TORCH_DTYPES[entry["dtype"]])
+        shape = tuple(entry["shape"]) or (1,)  # a scalar is one row
+        tensors[name] = FileTensor(path, 8 + length + begin, shape, TORCH_DTYPES[entry["dtype"]])
     return tensors
 
 

@@ -32,7 +32,7 @@ def command(monkeypatch, capsys, hf_dir, train_prefix, held_out_prefix):
             "eval": held_out_prefix,
             "calibration-sequences": 24,
             "eval-tokens": 1500,
-            "bootstrap-samples": 50,
+            "bootstrap-samples": 200,
         }
         given = defaults | {name.replace("_", "-"): value for name, value in options.items()}
         pairs = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
@@ -53,7 +53,7 @@ def results(tmp_path_factory, hf_dir, train_prefix, held_out_prefix):
     """Two specs in one run of the real command, as a user starts it."""
     root = tmp_path_factory.mktemp("results")
     command = [sys.executable, "-m", "quant_eval", "run", hf_dir, "--calibration", train_prefix]
-    command += ["--eval", held_out_prefix, "--calibration-sequences", "24", "--bootstrap-samples", "50"]
+    command += ["--eval", held_out_prefix, "--calibration-sequences", "24", "--bootstrap-samples", "200"]
     command += ["--spec", "gptq-b3-g16", "--out", root / "a/gptq", "--spec", "rtn-b3-g16", "--out", root / "rtn"]
     hashes = {path.name: sha256_of(path) for path in hf_dir.iterdir()}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -75,8 +75,10 @@ def test_a_result_is_complete(results, hf_dir, held_out_prefix):
     assert gptq["spec"]["evaluation"]["sha256"] == sha256_of(Path(f"{held_out_prefix}.bin"))
     for measured in (gptq["measured"], rtn["measured"]):
         assert measured.keys() == UNITS.keys() | {"intervals", "interval", "units"}
-        assert all(isinstance(measured[name], int | float) for name in UNITS if name not in ("layers", "per_document"))
-        assert measured["interval"]["samples"] == 50
+        structured = ("layers", "per_document", "calibration")
+        assert all(isinstance(measured[name], int | float) for name in UNITS if name not in structured)
+        assert measured["calibration"] is None
+        assert measured["interval"]["samples"] == 200
         assert len(measured["layers"]) == 14
         for name, (low, high) in measured["intervals"].items():
             assert low <= measured[name] <= high
@@ -140,16 +142,18 @@ def assert_refused(outcome, directory, reason):
     assert len(errors) == 1
     assert lines[-1] == errors[0]
     assert reason in errors[0]
-    assert all(line.startswith(("error: ", "quantize ", "evaluate ")) for line in lines)
+    assert all(line.startswith(("error: ", "quantize ", "losses ")) for line in lines)
     assert list(directory.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("spec", "options", "reason"),
     [
-        ("gptq-b3", {}, "write (rtn|gptq)"),
+        ("gptq-b3", {}, "needs a group size or perchannel"),
+        ("quip-b3-g16", {}, "unknown spec 'quip-b3-g16'; write (rtn|gptq|gptqmodel|gptaq|awq|int8|nf4)"),
+        ("awq-b3-g16-actorder", {}, "awq does not take order"),
         ("gptq-b3-g64", {}, "64 does not divide the 32 input features"),
-        ("gptq-b3-g16", {"sequence_length": 65}, "exceeds the model's context 64"),
+        ("gptq-b3-g16", {"sequence_length": 65}, "longer than the model's context of 64"),
         ("gptq-b3-g16", {"sequence_length": 0}, "sequence_length"),
         ("gptq-b3-g16", {"calibration_sequences": 100_000}, "lower --calibration-sequences"),
         ("gptq-b3-g16", {"calibration": "/nowhere/train"}, "/nowhere/train.json does not exist"),
@@ -160,8 +164,10 @@ def assert_refused(outcome, directory, reason):
         ("gptq-b3-g16", {"bootstrap_samples": 0}, "bootstrap_samples"),
         ("gptq-b3-g16", {"batch_size": 0}, "batch_size"),
         ("gptq-b3-g16", {"seed": -1}, "seed"),
-        # one sequence of 16 tokens spans at most 16 of the 32 input directions
-        ("gptq-b3-g16-damp0", {"calibration_sequences": 1, "sequence_length": 16}, "not positive definite"),
+        ("gptq-b3-g16", {"documents": "joined"}, "documents"),
+        ("gptq-b3-g16", {"device": "tpu"}, "device"),
+        ("gptq-b3-g16", {"calibration_seeds": 0}, "seeds"),
+        ("gptq-b3-g16", {"calibration_sequences": 3, "sequence_length": 16}, "48 calibration tokens are too few"),
     ],
 )
 def test_bad_settings_are_refused(command, tmp_path, spec, options, reason):
@@ -189,11 +195,16 @@ def test_specs_and_outs_must_pair(command, tmp_path):
     assert_refused(command(*same, *same), tmp_path, "same directory")
 
 
-def test_one_bad_spec_spoils_all(command, tmp_path):
-    """The good spec comes first and is measured, the second fails on the way: neither is written."""
+def test_one_bad_spec_spoils_all(command, tmp_path, hf_dir, tmp_path_factory):
+    """The good spec is measured, the second fails on the way, its first Hessian being singular: neither is written."""
+    singular = Path(shutil.copytree(hf_dir, tmp_path_factory.mktemp("singular") / "model"))
+    weights = load_file(singular / "model.safetensors")
+    weights["model.embed_tokens.weight"][:, 3] = weights["model.embed_tokens.weight"][:, 4]
+    save_file(weights, singular / "model.safetensors", metadata={"format": "pt"})
     specs = ["--spec", "rtn-b3-g16", "--out", tmp_path / "a", "--spec", "gptq-b3-g16-damp0", "--out", tmp_path / "b"]
-    outcome = command(*specs, calibration_sequences=1, sequence_length=16)
-    assert_refused(outcome, tmp_path, "model.layers.0.self_attn.q_proj")
+    assert_refused(
+        command(*specs, model=singular), tmp_path, "model.layers.0.self_attn.q_proj: the calibration Hessian"
+    )
 
 
 def with_weight(hf_dir, directory, name, value):
@@ -206,14 +217,15 @@ def with_weight(hf_dir, directory, name, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("name", "value", "reason"),
     [
-        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj: calibration inputs are not finite"),
-        ("lm_head.weight", "nll of gptq-b3-g16 sums to nan"),
+        ("model.layers.0.mlp.up_proj.weight", float("nan"), "'model.layers.0.mlp.up_proj.weight' holds values that"),
+        ("lm_head.weight", float("inf"), "'lm_head.weight' holds values that are not finite"),
+        ("model.layers.0.mlp.up_proj.weight", 3e38, "model.layers.0.mlp.down_proj"),  # its outputs overflow
     ],
 )
-def test_a_loss_that_is_not_finite_is_refused(command, tmp_path, hf_dir, tmp_path_factory, name, reason):
-    broken = with_weight(hf_dir, tmp_path_factory.mktemp("broken") / "model", name, float("nan"))
+def test_what_is_not_finite_is_refused(command, tmp_path, hf_dir, tmp_path_factory, name, value, reason):
+    broken = with_weight(hf_dir, tmp_path_factory.mktemp("broken") / "model", name, value)
     outcome = command("--spec", "gptq-b3-g16", "--out", tmp_path / "out", model=broken)
     assert_refused(outcome, tmp_path, reason)
 
@@ -230,11 +242,11 @@ def test_models_that_cannot_be_measured_are_refused(command, tmp_path, hf_dir, t
     refused(truncated, "damaged")
     other = Path(shutil.copytree(hf_dir, models / "other"))
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
-    refused(other, "holds a LlamaForCausalLM")
+    (other / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    refused(other, "holds a GPT2LMHeadModel")
     wider = Path(shutil.copytree(hf_dir, models / "wider"))
     (wider / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
-    refused(wider, "mismatched_keys")
+    refused(wider, "config.json needs (80, 32)")
     refused(make_hf_directory(models / "small", vocab_size=50, eos_token_id=0), "outside the model's vocabulary of 50")
 
 
@@ -253,22 +265,19 @@ def test_a_corpus_shorter_than_one_sequence_is_refused(command, tmp_path, short_
     assert_refused(command(*out, eval=short_prefix), tmp_path, "at least 2")
 
 
-def test_losses_are_those_of_the_quantized_weights_in_a_fresh_model(results, hf_dir, held_out_prefix, train_prefix):
+def test_losses_are_those_of_the_quantized_model_saved_and_reloaded(results, hf_dir, held_out_prefix, train_prefix):
     """Quantized again, saved and reloaded by transformers, the model gives the recorded loss on the first document."""
     from transformers import AutoModelForCausalLM
 
-    from quant_eval.sequential import quantize_model
+    from quant_eval.quantized import quantized_model
+    from quant_eval.settings import CalibrationSettings, ComputeSettings
     from quant_eval.specs import parse_spec
-    from train.command import Progress
     from train.corpus import open_corpus
-    from train.data import batch
 
-    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32, attn_implementation="sdpa")
-    drawn = batch(open_corpus(train_prefix), step=1, batch_size=24, sequence_length=64, seed=0)
-    with Progress("quantize", total=2) as progress:
-        quantize_model(model, parse_spec("gptq-b3-g16"), torch.from_numpy(drawn[:, :-1].copy()), 8, progress)
+    drawn = CalibrationSettings(prefix=train_prefix, sequences=24, sequence_length=None, seed=0)
+    compute = ComputeSettings(dtype="fp32", batch_size=8, device="cpu", scratch=None)
     saved = results[0].parent / "saved"
-    model.save_pretrained(saved)
+    quantized_model(hf_dir, parse_spec("gptq-b3-g16"), drawn, compute).save_pretrained(saved)
     reloaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, attn_implementation="eager")
     document = torch.from_numpy(open_corpus(held_out_prefix).document(0))[None]
     nll = 0.0

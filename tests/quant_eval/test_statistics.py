@@ -1,10 +1,16 @@
-"""Bootstrap intervals against loops, closed forms and the normal approximation."""
+"""Figures and intervals against loops, leaving documents out, closed forms and the normal approximation."""
+
+import math
 
 import numpy as np
 import pytest
+from scipy.stats import t as student
 
+from quant_eval import bootstrap
+from quant_eval.bootstrap import Statistic, resample
 from quant_eval.losses import PairedLosses
-from quant_eval.statistics import UNITS, bootstrap_intervals, ratios
+from quant_eval.statistics import UNITS, figures_of, ratios
+from train.command import UserError
 
 
 def documents(seed=0, count=40, noise=0.02):
@@ -13,56 +19,104 @@ def documents(seed=0, count=40, noise=0.02):
     tokens = generator.integers(5, 500, count).astype(float)
     nll = tokens * generator.normal(3, 0.4, count)
     nll_quantized = nll * (1.01 + noise * generator.normal(size=count))
-    return PairedLosses(tokens, nll, nll_quantized, nll * generator.uniform(0, 0.02, count), tokens / 2)
+    agreements = generator.binomial(tokens.astype(int), 0.9).astype(float)
+    return PairedLosses(tokens, nll, nll_quantized, nll * generator.uniform(0, 0.02, count), agreements)
 
 
-def quantile(values, fraction):
-    """Linear interpolation between order statistics."""
-    ordered = sorted(values)
-    below = int(fraction * (len(ordered) - 1))
-    above = min(below + 1, len(ordered) - 1)
-    weight = fraction * (len(ordered) - 1) - below
-    return ordered[below] * (1 - weight) + ordered[above] * weight
+def intervals_of(losses, samples=200, level=0.95, seed=0):
+    return figures_of([losses], samples=samples, level=level, seed=seed)["intervals"]
 
 
-def test_intervals_equal_an_explicit_loop():
-    losses = documents()
-    generator = np.random.default_rng(7)
-    relative, absolute, kl = [], [], []
-    for _ in range(200):
-        tokens = full = quantized = divergence = 0.0
-        for drawn in generator.integers(40, size=40):
-            tokens += losses.tokens[drawn]
-            full += losses.nll[drawn]
-            quantized += losses.nll_quantized[drawn]
-            divergence += losses.kl[drawn]
-        relative.append(quantized / full - 1)
-        absolute.append(quantized / tokens - full / tokens)
-        kl.append(divergence / tokens)
-    intervals = bootstrap_intervals(losses, samples=200, level=0.9, seed=7)
-    for name, values in (("relative_error", relative), ("absolute_error", absolute), ("kl_divergence", kl)):
-        assert intervals[name] == pytest.approx([quantile(values, 0.05), quantile(values, 0.95)], rel=1e-9), name
+def half_width_by_loops(pairs, logarithmic, samples, level, seed):
+    """A symmetric bootstrap-t, document by document, of one ratio or of a first one minus a second.
+
+    Args:
+        pairs: numerators and denominators per document.
+    """
+    count = len(pairs[0][0])
+    everything = range(count)
+    totals = [sum(b) for _, b in pairs]
+
+    def value(members):
+        of_each = [sum(a[i] for i in members) / sum(b[i] for i in members) for a, b in pairs]
+        return of_each[0] - (of_each[1] if len(pairs) == 2 else 0)
+
+    def variance(members):
+        total = 0.0
+        for i in members:
+            contribution = 0.0
+            for sign, (a, b), whole in zip((1, -1), pairs, totals, strict=False):
+                own = sum(b[j] for j in members)
+                ratio = sum(a[j] for j in members) / own
+                contribution += sign * (a[i] - ratio * b[i]) / (1 - b[i] / whole) / own
+            total += contribution**2
+        return total / (value(members) ** 2 if logarithmic else 1)
+
+    estimate, spread = value(everything), variance(everything)
+    generator = np.random.default_rng(seed)
+    studentized = []
+    for _ in range(samples):
+        members = generator.integers(count, size=count)
+        change = math.log(value(members) / estimate) if logarithmic else value(members) - estimate
+        studentized.append(abs(change) / math.sqrt((count * variance(members) + spread) / (count + 1)))
+    return sorted(studentized)[math.ceil(level * (samples + 1)) - 1] * math.sqrt(spread)
+
+
+def test_intervals_equal_explicit_loops():
+    losses = documents(count=12)
+    intervals = intervals_of(losses, samples=60, level=0.9, seed=7)
+    half = half_width_by_loops([(losses.nll_quantized, losses.nll)], False, 60, 0.9, 7)
+    ratio = losses.nll_quantized.sum() / losses.nll.sum() - 1
+    assert intervals["relative_error"] == pytest.approx([ratio - half, ratio + half], rel=1e-9)
+    half = half_width_by_loops([(losses.kl, losses.tokens)], True, 60, 0.9, 7)
+    divergence = losses.kl.sum() / losses.tokens.sum()
+    expected = [divergence * math.exp(-half), divergence * math.exp(half)]
+    assert intervals["kl_divergence"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_intervals_of_a_difference_equal_explicit_loops():
+    one, other = documents(1, count=12), documents(2, count=12)
+    pairs = [(one.nll_quantized, one.nll), (other.nll_quantized, other.nll)]
+    (resampled,) = resample([Statistic("difference", *pairs)], [None], samples=60, seed=3)
+    half = half_width_by_loops(pairs, False, 60, 0.8, 3)
+    value = one.nll_quantized.sum() / one.nll.sum() - other.nll_quantized.sum() / other.nll.sum()
+    assert resampled.interval(0.8) == pytest.approx([value - half, value + half], rel=1e-9)
+
+
+def test_the_standard_error_is_what_leaving_documents_out_shows():
+    """variance = sum over documents of (statistic without it - statistic)^2."""
+    one, other = documents(3), documents(4)
+
+    def value(keep):
+        return one.kl[keep].sum() / one.nll[keep].sum() - other.kl[keep].sum() / other.nll[keep].sum()
+
+    everything = np.arange(40)
+    changes = [value(everything != left_out) - value(everything >= 0) for left_out in everything]
+    statistic = Statistic("difference", (one.kl, one.nll), (other.kl, other.nll))
+    assert statistic.standard_error == pytest.approx(math.sqrt(sum(change**2 for change in changes)), rel=1e-9)
 
 
 def test_equal_documents_leave_no_uncertainty():
     ones = np.ones(12)
     losses = PairedLosses(100 * ones, 300 * ones, 306 * ones, 4 * ones, 90 * ones)
-    intervals = bootstrap_intervals(losses, samples=50, level=0.95, seed=0)
+    figures = figures_of([losses], samples=50, level=0.95, seed=0)
     expected = {
         "cross_entropy": 3.0,
         "cross_entropy_quantized": 3.06,
         "absolute_error": 0.06,
         "relative_error": 0.02,
         "kl_divergence": 0.04,
+        "top1_agreement": 0.9,
     }
-    assert intervals.keys() == expected.keys() <= UNITS.keys()
+    assert figures["intervals"].keys() == expected.keys() <= UNITS.keys()
     for name, value in expected.items():
-        assert intervals[name] == pytest.approx([value, value], rel=1e-12), name
+        assert figures["intervals"][name] == pytest.approx([value, value], rel=1e-12), name
+        assert figures[name] == pytest.approx(value, rel=1e-12)
 
 
 def test_pairing_removes_what_both_models_share():
     """Losses differ between documents, their ratio does not: only the losses themselves are uncertain."""
-    intervals = bootstrap_intervals(documents(noise=0.0), samples=200, level=0.95, seed=0)
+    intervals = intervals_of(documents(noise=0.0))
     assert intervals["relative_error"] == pytest.approx([0.01, 0.01], rel=1e-9)
     low, high = intervals["cross_entropy"]
     assert high - low > 0.1
@@ -70,24 +124,126 @@ def test_pairing_removes_what_both_models_share():
 
 def test_wide_intervals_contain_narrow_ones_and_the_estimate():
     losses = documents()
-    narrow, wide = (bootstrap_intervals(losses, samples=500, level=level, seed=1) for level in (0.5, 0.99))
-    sums = (losses.tokens.sum(), losses.nll.sum(), losses.nll_quantized.sum(), losses.kl.sum())
-    for name, value in ratios(*sums).items():
+    narrow, wide = (intervals_of(losses, samples=500, level=level, seed=1) for level in (0.5, 0.99))
+    sums = (losses.tokens, losses.nll, losses.nll_quantized, losses.kl, losses.agreements)
+    for name, value in ratios(*(values.sum() for values in sums)).items():
         assert wide[name][0] < narrow[name][0] < value < narrow[name][1] < wide[name][1]
 
 
 def test_many_documents_give_the_normal_interval_of_a_ratio():
     """Half width 1.96 sqrt(sum (q - R p)^2) / sum p, the linearised error of a ratio estimator (Cochran 1977, 6.3)."""
-    losses = documents(seed=3, count=2000)
-    low, high = bootstrap_intervals(losses, samples=2000, level=0.95, seed=0)["relative_error"]
+    losses = documents(seed=3, count=500)
+    low, high = intervals_of(losses, samples=20_000)["relative_error"]
     ratio = losses.nll_quantized.sum() / losses.nll.sum()
     half_width = 1.96 * np.sqrt(((losses.nll_quantized - ratio * losses.nll) ** 2).sum()) / losses.nll.sum()
-    # 2000 samples place a 2.5% quantile within about 5% of the half width.
-    assert (high - low) / 2 == pytest.approx(half_width, rel=0.1)
-    assert (high + low) / 2 == pytest.approx(ratio - 1, abs=0.1 * half_width)
+    # 20000 samples place this quantile within about 1% of itself, and 500 documents are not quite normal.
+    assert (high - low) / 2 == pytest.approx(half_width, rel=0.03)
+    assert (high + low) / 2 == pytest.approx(ratio - 1, rel=1e-9)
 
 
-def test_the_seed_decides():
+def test_the_seed_decides_and_the_memory_does_not(monkeypatch):
     losses = documents()
-    first, again, other = (bootstrap_intervals(losses, samples=100, level=0.95, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (intervals_of(losses, samples=100, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
+    monkeypatch.setattr(bootstrap, "COUNTS_AT_ONCE", 7 * 40)  # 7 samples at once
+    for name, interval in intervals_of(losses, samples=100, seed=1).items():
+        assert interval == pytest.approx(first[name], rel=1e-12)
+
+
+def test_units_carry_over():
+    """A divergence in other units, longer documents, has the same interval in those units."""
+    losses = documents()
+    bits = PairedLosses(losses.tokens, losses.nll, losses.nll_quantized, losses.kl / math.log(2), losses.agreements)
+    expected = [end / math.log(2) for end in intervals_of(losses)["kl_divergence"]]
+    assert intervals_of(bits)["kl_divergence"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_sparse_figures_have_finite_intervals():
+    """In a third of the resamples no document disagrees, and the resample itself shows no error at all."""
+    losses = documents(count=30)
+    agreements = losses.tokens.copy()
+    agreements[4] -= 1
+    low, high = intervals_of(PairedLosses(losses.tokens, losses.nll, losses.nll_quantized, losses.kl, agreements))[
+        "top1_agreement"
+    ]
+    assert 0.9 < low < agreements.sum() / losses.tokens.sum() < high <= 1
+    always = PairedLosses(losses.tokens, losses.nll, losses.nll, 0 * losses.kl, losses.tokens)
+    intervals = intervals_of(always)
+    assert intervals["top1_agreement"] == [1, 1]
+    assert intervals["kl_divergence"] == intervals["relative_error"] == [0, 0]
+    for name, (low, high) in intervals_of(documents(count=2), samples=100).items():
+        assert -math.inf < low < high < math.inf, name
+
+
+def test_what_has_no_interval_is_refused():
+    losses = documents(count=20)
+    noise = PairedLosses(losses.tokens, losses.nll, losses.nll, -1e-9 * losses.kl, losses.tokens)
+    with pytest.raises(UserError, match=r"kl_divergence is -.*lost in rounding"):
+        intervals_of(noise)
+    with pytest.raises(UserError, match=r"18 bootstrap samples are too few .* take 19 or more"):
+        intervals_of(losses, samples=18)
+    alone = PairedLosses(losses.tokens, losses.nll * (np.arange(20) == 0), losses.nll, losses.kl, losses.agreements)
+    with pytest.raises(UserError, match="relative_error: one document holds all"):
+        intervals_of(alone)
+
+
+def shifted(losses, change):
+    """Another calibration draw, which adds `change` nats per token to every document."""
+    quantized = losses.nll_quantized + change * losses.tokens
+    return PairedLosses(losses.tokens, losses.nll, quantized, losses.kl, losses.agreements)
+
+
+def test_one_draw_says_nothing_of_draws_and_equal_draws_add_nothing():
+    losses = documents()
+    one = figures_of([losses], samples=200, level=0.95, seed=0)
+    assert one["calibration"] is None
+    assert one["interval"]["units_resampled"] == "documents"
+    three = figures_of([losses] * 3, samples=200, level=0.95, seed=0)
+    assert three["interval"]["units_resampled"] == "documents and calibration draws"
+    for name, interval in one["intervals"].items():
+        assert three["intervals"][name] == pytest.approx(interval, rel=1e-12)
+        assert three["calibration"]["figures"][name]["standard_error"] == pytest.approx(0, abs=1e-12)
+
+
+def test_figures_are_means_over_draws():
+    draws = [shifted(documents(), change) for change in (0.01, 0.02, 0.06)]
+    figures = figures_of(draws, samples=100, level=0.95, seed=0)
+    errors = [(one.nll_quantized.sum() - one.nll.sum()) / one.tokens.sum() for one in draws]
+    spread = figures["calibration"]["figures"]["absolute_error"]
+    assert figures["calibration"]["seeds"] == 3
+    assert figures["absolute_error"] == pytest.approx(sum(errors) / 3)
+    assert spread["values"] == pytest.approx(errors)
+    # Deviations from the mean are -0.02, -0.01 and 0.03.
+    assert spread["standard_deviation"] == pytest.approx(math.sqrt(0.0014 / 2))
+    assert spread["standard_error"] == pytest.approx(math.sqrt(0.0014 / 6))
+
+
+def test_draws_alone_give_the_interval_of_student():
+    """Where documents do not vary, K draws are K normal observations."""
+    ones = np.ones(12)
+    losses = PairedLosses(100 * ones, 300 * ones, 306 * ones, 4 * ones, 90 * ones)
+    draws = [shifted(losses, change) for change in (0.01, 0.02, 0.06)]
+    low, high = figures_of(draws, samples=20_000, level=0.9, seed=0)["intervals"]["absolute_error"]
+    half_width = student.ppf(0.95, df=2) * math.sqrt(0.0014 / 6)
+    # 20000 samples place this quantile within about 1% of itself.
+    assert (high - low) / 2 == pytest.approx(half_width, rel=0.04)
+    assert (high + low) / 2 == pytest.approx(0.06 + 0.03)
+
+
+def test_what_documents_show_of_the_draws_counts_once():
+    """Two draws that move each of 10 documents by +-(d +- 0.03) nats per token, and their mean by nothing.
+
+    Their figures differ by 2 d, so their mean has a variance of d^2, of which the documents' own 0.03^2 / 9 is 0.0001.
+    """
+    tokens = np.full(10, 100.0)
+    moved = np.array([0.03, -0.03] * 5)
+
+    def half_width(change):
+        quantized = [300 + 100 * (0.06 + sign * (change + moved)) for sign in (1, -1)]
+        draws = [PairedLosses(tokens, 3 * tokens, values, tokens, tokens) for values in quantized]
+        low, high = figures_of(draws, samples=20_000, level=0.5, seed=0)["intervals"]["absolute_error"]
+        return (high - low) / 2
+
+    # Half of a Student t of 1 degree of freedom lies within 1 of 0; 20000 samples place that within about 1%.
+    assert half_width(0.02) == pytest.approx(math.sqrt(0.0004 - 0.0001), rel=0.05)
+    assert half_width(0.005) == pytest.approx(0, abs=1e-9)

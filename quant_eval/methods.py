@@ -1,0 +1,89 @@
+"""The one table of quantization methods: what each is, the widths it takes, its settings, and where it comes from.
+
+A setting that a method's row does not name does not exist for it: `QuantSpec` refuses it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+MethodName = Literal["rtn", "gptq", "gptqmodel", "gptaq", "awq", "int8", "nf4"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method.
+
+    Attributes:
+        title: what a figure calls it.
+        library: whose code rounds the weights.
+        bits: the widths it takes.
+        defaults: its settings and what a name that leaves them out means; None: the name has to say it.
+        source: paper, and which implementation.
+        needs_calibration: whether its result depends on the calibration text.
+    """
+
+    title: str
+    library: Literal["quantdyn", "gptqmodel", "llmcompressor", "bitsandbytes"]
+    bits: tuple[int, ...]
+    defaults: dict[str, Any] = field(hash=False)
+    source: str
+    needs_calibration: bool = True
+
+
+_GROUPS: dict[str, Any] = {"group_size": None, "symmetric": True}
+_ORDER: dict[str, Any] = {"order": "natural", "static_groups": False, "damping": 0.05}
+
+METHODS: dict[MethodName, Method] = {
+    "rtn": Method(
+        title="RTN",
+        library="quantdyn",
+        bits=tuple(range(2, 9)),
+        defaults=_GROUPS | {"scales": "fp32"},
+        source="rounding to nearest on min-max grids (quant_eval/grid.py)",
+        needs_calibration=False,
+    ),
+    "gptq": Method(
+        title="GPTQ",
+        library="quantdyn",
+        bits=tuple(range(2, 9)),
+        defaults=_GROUPS | _ORDER | {"scales": "fp32"},
+        source="Frantar et al. 2022, arXiv:2210.17323, algorithm 1 (quant_eval/gptq.py)",
+    ),
+    "gptqmodel": Method(
+        title="GPTQ (gptqmodel)",
+        library="gptqmodel",
+        bits=(2, 3, 4, 8),
+        defaults=_GROUPS | _ORDER,
+        source="arXiv:2210.17323 as ModelCloud's gptqmodel 7.6 implements it; -paper is what arXiv:2510.06213 ran",
+    ),
+    "gptaq": Method(
+        title="GPTAQ",
+        library="gptqmodel",
+        bits=(2, 3, 4, 8),
+        defaults=_GROUPS | {"damping": 0.05, "alpha": 0.25},
+        source="Li et al. 2025, arXiv:2504.02692, by gptqmodel 7.6",
+    ),
+    "awq": Method(
+        title="AWQ",
+        library="llmcompressor",
+        bits=(3, 4, 8),
+        defaults={"group_size": None, "symmetric": False},
+        source="Lin et al. 2023, arXiv:2306.00978, by llmcompressor 0.14 with this project's mappings",
+    ),
+    "int8": Method(
+        title="LLM.int8()",
+        library="bitsandbytes",
+        bits=(8,),
+        defaults={"threshold": None},
+        source="Dettmers et al. 2022, arXiv:2208.07339, by bitsandbytes 0.50; activations are quantized too",
+        needs_calibration=False,
+    ),
+    "nf4": Method(
+        title="NF4",
+        library="bitsandbytes",
+        bits=(4,),
+        defaults={"group_size": None},
+        source="Dettmers et al. 2023, arXiv:2305.14314, by bitsandbytes 0.50, without double quantization",
+        needs_calibration=False,
+    ),
+}

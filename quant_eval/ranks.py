@@ -1,0 +1,49 @@
+"""The processes that measure one model together: started by torchrun, or one alone."""
+
+import os
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+WAIT = timedelta(hours=12)  # for rank 0, while it runs another project's library
+
+
+class Ranks(NamedTuple):
+    """Which process it is, of how many, and where it computes."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def share(self, count: int) -> range:
+        """The rank's consecutive items of `count`; shares differ by one at most."""
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The tensor, in place, becomes its sum over the ranks; every rank has to call it."""
+        if self.size > 1:
+            moved = tensor.to(self.device)  # NCCL takes what is on the GPU only
+            dist.all_reduce(moved)
+            if moved is not tensor:
+                tensor.copy_(moved)
+        return tensor
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def start(device: str) -> Ranks:
+    """Joins the other ranks that torchrun started, over gloo on CPUs and NCCL on GPUs."""
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    place = torch.device(device)
+    if device == "cuda":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(place)
+    if size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=WAIT)
+    return Ranks(rank, size, place)

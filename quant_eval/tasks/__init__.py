@@ -1,0 +1,1 @@
+"""Accuracy on downstream tasks before and after quantization, through lm-evaluation-harness."""

@@ -1,0 +1,153 @@
+"""LLM.int8() and NF4 against the papers' formulas in float64, and against transformers' own way to bitsandbytes."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import norm
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from quant_eval.libraries.bitsandbytes import dense_weight, nf4_dense, replace_linears
+from quant_eval.specs import parse_spec
+from train.command import UserError
+
+
+def int8_spec(threshold):
+    return parse_spec(f"int8-t{threshold:g}")
+
+
+def absmax_codes(values):
+    """Rows rounded to -127..127 steps of their largest magnitude, and the size of a step."""
+    steps = values.abs().amax(1, keepdim=True) / 127
+    return torch.where(steps > 0, values / steps, 0.0).round(), steps
+
+
+def llm_int8(x_TI, weight_OI, bias_O, threshold):
+    """Vector-wise quantization with outlier features apart, float64: the paper's figure 2.
+
+    Two things are bitsandbytes' and not the paper's: a token's largest magnitude is taken over all of its values below
+    the threshold, also those in outlier features, and outlier features meet the decoded instead of the fp16 weights.
+    """
+    outlier_TI = x_TI.abs() >= threshold if threshold else torch.zeros_like(x_TI, dtype=torch.bool)
+    outlier_I = outlier_TI.any(0)
+    codes_TI, steps_T = absmax_codes(x_TI.half().double().masked_fill(outlier_TI, 0))
+    codes_OI, steps_O = absmax_codes(weight_OI.half().double())
+    regular_TO = (codes_TI * ~outlier_I) @ codes_OI.T * steps_T * steps_O.T
+    return regular_TO + x_TI[:, outlier_I] @ (codes_OI * steps_O)[:, outlier_I].T + bias_O, codes_OI * steps_O
+
+
+@pytest.fixture
+def activations():
+    x_TI = torch.randn(18, 64, generator=torch.Generator().manual_seed(1))
+    x_TI[3, 5], x_TI[9, 7], x_TI[4, 5] = 11.0, -9.0, 5.5  # two outlier features; below 6 the largest of its token
+    x_TI[12] = 0
+    return x_TI
+
+
+@pytest.fixture
+def block():
+    torch.manual_seed(0)
+    return nn.ModuleDict({"inner": nn.Sequential(nn.Linear(64, 48), nn.Linear(64, 8, bias=False))})
+
+
+@pytest.mark.parametrize("threshold", [0.0, 2.5, 6.0])
+def test_int8_follows_the_formula(block, activations, threshold):
+    linear = copy.deepcopy(block["inner"][0])
+    replace_linears(block, ["inner.0"], int8_spec(threshold))
+    weight_OI, bias_O = linear.weight.detach().double(), linear.bias.detach().double()
+    expected_TO, decoded_OI = llm_int8(activations.double(), weight_OI, bias_O, threshold)
+    held_OI = dense_weight(block["inner"][0])
+    with torch.no_grad():
+        output_TO = block["inner"][0](activations.reshape(2, 9, 64)).reshape(18, 48)
+    # bitsandbytes' constant on a CPU is 1.8e-5 off 1 / 127^2; quantization itself moves outputs by 1e-2
+    torch.testing.assert_close(output_TO.double(), expected_TO, rtol=0, atol=3e-5 * float(expected_TO.abs().max()))
+    torch.testing.assert_close(held_OI.double(), decoded_OI, rtol=1e-6, atol=0)
+    assert torch.equal(dense_weight(block["inner"][0]), held_OI)  # a call moves the codes
+    plain_TO = activations.double() @ weight_OI.T + bias_O
+    assert (output_TO - plain_TO).abs().max() > 1e-3 * plain_TO.abs().max()
+
+
+def test_int8_in_bf16_is_int8_in_fp32_rounded(block, activations):
+    replace_linears(block.bfloat16(), ["inner.0"], int8_spec(6.0))
+    linear = block["inner"][0]
+    with torch.no_grad():
+        output_TO = linear(activations.bfloat16())
+        full_TO = copy.deepcopy(linear)(activations.bfloat16().float())
+    assert output_TO.dtype == torch.bfloat16
+    # output and outlier products are each rounded to 8 bits
+    torch.testing.assert_close(output_TO.float(), full_TO, rtol=2**-7, atol=2**-8 * float(full_TO.abs().max()))
+
+
+def test_only_named_linears_are_replaced(block):
+    kept, rounded = copy.deepcopy(block["inner"][0].weight), block["inner"][1].weight.detach().clone()
+    replace_linears(block, ["inner.1"], int8_spec(6.0))
+    assert type(block["inner"][0]) is nn.Linear
+    assert torch.equal(block["inner"][0].weight, kept)
+    steps_O = rounded.abs().amax(1, keepdim=True) / 127
+    # half a step, and fp16 rounds weight and maximum by up to 127 * 2^-12 steps each
+    assert ((dense_weight(block["inner"][1]) - rounded).abs() <= 0.57 * steps_O).all()
+
+
+def test_a_weight_beyond_fp16_is_refused(block):
+    with torch.no_grad():
+        block["inner"][0].weight[1, 2] = 70_000.0
+    with pytest.raises(UserError, match=r"^inner\.0: a weight overflows fp16"):
+        replace_linears(block, ["inner.0"], int8_spec(6.0))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_is_what_transformers_makes_of_it(hf_dir, threshold, dtype):
+    tokens_BL = torch.arange(48).reshape(2, 24) * 5
+    told = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
+    theirs = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=dtype, quantization_config=told, device_map="cpu")
+    ours = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=dtype)
+    with torch.no_grad():
+        full_BLV = ours(input_ids=tokens_BL).logits
+        for layer in ours.model.layers:
+            names = [name for name, part in layer.named_modules() if isinstance(part, nn.Linear)]
+            replace_linears(layer, names, int8_spec(threshold))
+        ours_BLV, theirs_BLV = (model(input_ids=tokens_BL).logits for model in (ours, theirs))
+    assert torch.equal(ours_BLV, theirs_BLV)
+    assert not torch.equal(ours_BLV, full_BLV)
+
+
+def nf4_values():
+    """NF4's 16 values (Dettmers et al. 2023, section 3 and appendix E): normal quantiles, 7 below zero, 8 above.
+
+    The outermost quantile is the mean of 1 - 1/(2 x 15) and 1 - 1/(2 x 16).
+    """
+    outermost = 1 - (1 / 30 + 1 / 32) / 2
+    above = norm.ppf(np.linspace(outermost, 0.5, 9)[:-1])
+    below = -norm.ppf(np.linspace(outermost, 0.5, 8)[:-1])
+    return torch.from_numpy(np.sort(np.concatenate([below, [0.0], above])) / above.max())
+
+
+@pytest.mark.parametrize("group_size", [32, 128, 2048])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nf4_is_the_nearest_published_value(group_size, dtype):
+    weight_OI = torch.randn(5, 4096, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight_OI[2, :group_size] = 0
+    dense_OI = nf4_dense(weight_OI, group_size)
+    groups_GK = weight_OI.double().reshape(-1, group_size)
+    largest_G1 = groups_GK.abs().amax(1, keepdim=True)
+    scaled_GK = torch.where(largest_G1 > 0, groups_GK / largest_G1, 0.0)
+    nearest_GK = (scaled_GK[..., None] - nf4_values()).abs().argmin(-1)
+    expected_OI = (nf4_values()[nearest_GK] * largest_G1).reshape(5, 4096)
+    assert dense_OI.dtype == torch.float32
+    # published values have 7 digits or so; a weight midway between two values may go either way
+    close_OI = (dense_OI - expected_OI).abs() <= 1e-6 * largest_G1.max()
+    assert close_OI.double().mean() >= 0.9995
+    assert ((dense_OI - weight_OI).abs() <= (expected_OI - weight_OI).abs() + 1e-4).all()
+    assert not dense_OI[2, :group_size].any()
+
+
+@pytest.mark.parametrize(
+    ("group_size", "reason"),
+    [(48, "nf4 does not take groups of 48; choose one of 32, 64"), (64, "64 does not divide 96 input features")],
+)
+def test_nf4_sizes_are_refused(group_size, reason):
+    with pytest.raises(UserError, match=reason):
+        nf4_dense(torch.ones(2, 96), group_size)

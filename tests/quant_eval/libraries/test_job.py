@@ -1,0 +1,77 @@
+"""run_job against a stand-in for the library's process: what it is told, what it leaves, how it fails."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from quant_eval.libraries.job import REPORT, WEIGHTS, Job, run_job
+from quant_eval.specs import parse_spec
+from train.command import UserError
+
+
+@pytest.fixture
+def process(tmp_path, monkeypatch):
+    """`process(script)` makes that shell script what run_job starts; its arguments are -m MODULE JOB.json."""
+
+    def becomes(script: str) -> None:
+        path = tmp_path / "process.sh"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return becomes
+
+
+def job_in(out: Path) -> Job:
+    return Job(
+        hf_dir=Path("model"),
+        spec=parse_spec("gptqmodel-b4-g128"),
+        calibration=Path("calibration.safetensors"),
+        dtype="fp32",
+        batch_size=2,
+        threads=3,
+        out=out,
+    )
+
+
+def test_the_process_gets_the_job_and_its_report_comes_back(tmp_path, monkeypatch, process):
+    report = {"library": "stand-in", "version": "1", "settings": {"bits": 4}, "layers": []}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    monkeypatch.chdir(tmp_path)
+    process(
+        f"echo noise; echo noise >&2; env > {tmp_path}/env; pwd > {tmp_path}/cwd;\n"
+        f'cp {tmp_path}/report.json "$(dirname "$3")"'
+    )
+    returned = run_job(job_in(Path("out")))
+    assert returned.model_dump(mode="json") == report
+    told = Job.model_validate_json((tmp_path / "out" / "job.json").read_text())
+    assert told.spec == parse_spec("gptqmodel-b4-g128")
+    # relative paths are the caller's, and the process works elsewhere
+    assert (told.hf_dir, told.calibration) == (tmp_path / "model", tmp_path / "calibration.safetensors")
+    place = Path((tmp_path / "cwd").read_text().strip())
+    assert place != tmp_path
+    assert not place.exists()
+    assert "OMP_NUM_THREADS=3\n" in (tmp_path / "env").read_text()
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ("echo warning >&2; echo 'error: use a larger damp' >&2; exit 2", "spec gptqmodel-b4-g128: use a larger damp"),
+        ("echo Traceback >&2; echo 'ValueError: x' >&2; exit 1", "ended with exit code 1: ValueError: x"),
+        ("exit 1", "ended with exit code 1: no message"),
+        ("kill -9 $$", "was killed, most likely for memory"),
+    ],
+)
+def test_a_failure_is_one_line_and_leaves_no_result(tmp_path, process, script, line):
+    for name in (WEIGHTS, REPORT):
+        (tmp_path / name).write_text("of an earlier job")
+    process(script)
+    with pytest.raises(UserError) as refused:
+        run_job(job_in(tmp_path))
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / WEIGHTS).exists()
+    assert not (tmp_path / REPORT).exists()

@@ -1,0 +1,48 @@
+"""A tiny random model of every architecture as an HF directory."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "eos_token_id": 0,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+# name -> model type and what differs from its defaults
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo2": ("olmo2", {"num_key_value_heads": 4}),
+    "olmo": ("olmo", {"num_key_value_heads": 4, "clip_qkv": 0.5}),
+    "llama": ("llama", {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "smollm3": ("smollm3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1]}),
+    "apertus": ("apertus", {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False}),
+}
+
+
+def make_model(directory: Path, name: str, **changes: Any) -> Path:
+    """Random weights, norms and biases included: at their initial 1 and 0 a swapped or dropped one would go unseen."""
+    model_type, settings = ARCHITECTURES[name]
+    config = CONFIG_MAPPING[model_type](**(SHAPE | settings | changes))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if "norm" in key and key.endswith("weight"):
+                weight.uniform_(0.5, 1.5)
+            elif "act_fn" in key:
+                weight.uniform_(0.2, 1.0)
+            else:
+                weight.normal_(std=0.15)
+    model.save_pretrained(directory)
+    return directory

@@ -1,0 +1,53 @@
+"""Two random models that answer differently, a tokenizer, and documents of all tasks."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from quant_eval.settings import ComputeSettings
+from quant_eval.tasks.settings import TaskSettings
+from tests.conftest import make_hf_directory
+from tests.quant_eval.tasks.task_files import write_task_files
+
+
+class Pair(NamedTuple):
+    full: PreTrainedModel
+    quantized: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+@pytest.fixture(scope="session")
+def long_hf_dir(tmp_path_factory, tokenizer_dir) -> Path:
+    """A random OLMo2 whose context holds five examples, with its tokenizer."""
+    directory = make_hf_directory(tmp_path_factory.mktemp("hf") / "long", max_position_embeddings=1024)
+    for path in tokenizer_dir.iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    return directory
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory, long_hf_dir) -> Pair:
+    """The second model has nothing to do with the first: their answers differ on many items."""
+    other = make_hf_directory(tmp_path_factory.mktemp("hf") / "other", seed=1, max_position_embeddings=1024)
+    full, quantized = (AutoModelForCausalLM.from_pretrained(directory).eval() for directory in (long_hf_dir, other))
+    return Pair(full, quantized, AutoTokenizer.from_pretrained(long_hf_dir))
+
+
+@pytest.fixture(scope="session")
+def task_files(tmp_path_factory) -> Path:
+    return write_task_files(tmp_path_factory.mktemp("task_files"))
+
+
+@pytest.fixture(scope="session")
+def settings_of(task_files):
+    """`settings_of(tasks, **changes)`: small settings on the local documents."""
+
+    def settings(*tasks, **changes):
+        compute = ComputeSettings(dtype="fp32", batch_size=16, device="cpu", scratch=None)
+        given = {"tasks": tasks, "num_fewshot": 5, "limit": None, "task_files": task_files, "seed": 3}
+        given |= {"bootstrap_samples": 400, "level": 0.9, "compute": compute}
+        return TaskSettings.model_validate(given | changes)
+
+    return settings

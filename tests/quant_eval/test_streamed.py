@@ -1,0 +1,98 @@
+"""A model read block by block, and blocks taken apart, against transformers' whole model."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from ckpt_tools.formats.hf_weights import HFWeights
+from quant_eval.streamed import StreamedModel
+from tests.quant_eval.models import ARCHITECTURES, make_model
+from train.command import UserError
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(1, 320, (3, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def directory(request, tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def open_model(directory, dtype=torch.float32):
+    return StreamedModel(directory, HFWeights(directory), dtype, CPU)
+
+
+@torch.no_grad()
+def run(model, block_output):
+    """Logits, with every block computed by `block_output`."""
+    x, context = model.embedding()(TOKENS), model.context(TOKENS.shape[1])
+    for index in range(model.num_blocks):
+        x = block_output(model.block(index), x, context)
+    return model.head()(x)
+
+
+def taken_apart(block, x, context):
+    stream, added = block.after_attention(x, block.attended(x, context))
+    return block.after_mlp(added, block.gated(stream))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_logits_are_those_of_the_whole_model(directory, dtype):
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
+    with torch.no_grad():
+        expected = whole(TOKENS, use_cache=False).logits
+    got = run(open_model(directory, dtype), lambda block, x, context: block(x, context))
+    assert torch.equal(got, expected)
+
+
+def test_a_block_taken_apart_is_the_block(directory):
+    model = open_model(directory)
+    whole = run(model, lambda block, x, context: block(x, context))
+    torch.testing.assert_close(run(model, taken_apart), whole, rtol=1e-5, atol=1e-5)  # sums in another order
+
+
+def test_each_linear_reads_what_its_group_says(directory):
+    """Hooks on transformers' own block see the inputs that the block taken apart gives."""
+    model = open_model(directory)
+    block, context = model.block(1), model.context(TOKENS.shape[1])
+    seen: dict[str, torch.Tensor] = {}
+    x = torch.randn(3, 40, 32, generator=torch.Generator().manual_seed(2))
+    for group in block.linears():
+        for name, linear in group.items():
+            linear.register_forward_pre_hook(lambda _, given, name=name: seen.__setitem__(name, given[0]))
+    with torch.no_grad():
+        block(x, context)
+        expected = dict(seen)
+        attended = block.attended(x, context)
+        stream, _ = block.after_attention(x, attended)
+        inputs = [block.attention_input(x), attended, block.mlp_input(stream), block.gated(stream)]
+    assert expected.keys() == {name for group in block.linears() for name in group}
+    assert expected.keys() == {name for name in model.empty_linears() if ".1." in name}
+    for group, given in zip(block.linears(), inputs, strict=True):
+        for name in group:
+            torch.testing.assert_close(given, expected[name], rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path):
+    directory = make_model(tmp_path / "model", "llama")
+    weights = load_file(directory / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    model = open_model(directory)
+    model.block(0)
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        model.block(1)
+
+
+def test_unknown_architectures_and_sliding_windows_are_refused(tmp_path):
+    directory = make_model(tmp_path / "model", "smollm3")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"layer_types": ["sliding_attention"] * 3}))
+    with pytest.raises(UserError, match="sliding"):
+        open_model(directory)
+    (directory / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    with pytest.raises(UserError, match="one of llama"):
+        open_model(directory)
