@@ -264,12 +264,9 @@ def ratio_lines(costs: dict[str, list[Cost]]) -> list[str]:
     lines = []
     for ours in (name for name in costs if name.startswith("ours")):
         for peer in (name for name in costs if not name.startswith("ours")):
-            times = [max(cost.seconds for cost in costs[name]) for name in (ours, peer)]
-            peaks = [max(cost.peak_mib for cost in costs[name]) for name in (ours, peer)]
-            lines.append(
-                f"{f'GPTQ, seconds: {ours} / {peer}':<70} {times[0] / times[1]:>6.2f}   "
-                f"(peak memory {peaks[0] / peaks[1]:.2f})"
-            )
+            seconds = max(cost.seconds for cost in costs[ours]) / costs[peer][0].seconds
+            memory = max(cost.peak_mib for cost in costs[ours]) / costs[peer][0].peak_mib
+            lines.append(f"{f'GPTQ, seconds: {ours} / {peer}':<70} {seconds:>6.2f}   (peak memory {memory:.2f})")
     return lines
 
 

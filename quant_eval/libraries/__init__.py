@@ -1,1 +1,9 @@
-"""Quantizers of other projects, each in a process of its own: their imports patch what is around them."""
+"""Quantizers of other projects, each in a process of its own: their imports patch what is around them.
+
+bitsandbytes does not, and runs where the model is.
+"""
+
+import logging
+
+# as bitsandbytes is imported it warns that a kernel it could fetch from the hub is not there
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -41,6 +41,8 @@ def test_three_bit_grids_worked_by_hand():
     negative = round_to_nearest(weights.clamp(max=0), parse_spec("rtn-b3-perchannel-asym"))  # step 1: -7..0
     assert negative.dense().tolist() == [[-7.0, -3.0, 0.0, 0.0, 0.0, 0.0]]
     assert (negative.codes_OI.tolist(), negative.zeros_OG.item()) == ([[0, 4, 7, 7, 7, 7]], 7)
+    above_zero = round_to_nearest(torch.tensor([[3.2, 4.0, 7.0]]), parse_spec("rtn-b3-perchannel-asym"))
+    assert above_zero.dense().tolist() == [[3.0, 4.0, 7.0]]  # 0 stays a point of the grid: step 1
 
 
 @pytest.mark.parametrize("name", ["rtn-b2-g32", "rtn-b2-g32-asym", "gptq-b2-g32", "gptq-b2-g32-asym-actorder-s16"])

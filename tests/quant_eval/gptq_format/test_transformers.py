@@ -1,0 +1,50 @@
+"""Saved checkpoints as `transformers.AutoModelForCausalLM.from_pretrained` loads them."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.quant_eval.gptq_format.examples import logits_of
+
+NAMES = ("gptq-b3-g32-asym-actorder-s16", "gptq-b4-g32-asym-s16", "gptq-b4-g32-groupaware-s16")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, examples):
+    """Logits of some checkpoints, by name."""
+    root = tmp_path_factory.mktemp("transformers")
+    for directory in ("checkpoints", "logits"):
+        (root / directory).mkdir()
+    for name in NAMES:
+        (root / "checkpoints" / name).symlink_to(examples[name].out)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tests.quant_eval.gptq_format.transformers_witness"),
+            *(str(root / "checkpoints"), str(root / "logits")),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ
+        | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GPTQMODEL_CPU_WORKERS": "2", "TORCHDYNAMO_DISABLE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: load_file(root / "logits" / f"{name}.safetensors")["logits"] for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_computes_with_the_weights_that_were_measured(name, found, examples):
+    """In bf16, where the dense weights move the logits too: by as much, give or take a factor of two.
+
+    A zero that is off by one, or groups in another order, move them by as much as they are.
+    """
+    exact = logits_of(examples[name].dense)
+    rounded = logits_of(copy.deepcopy(examples[name].dense).to(torch.bfloat16)).float()
+    moved = float((found[name] - exact).norm() / exact.norm())
+    assert moved <= 2 * float((rounded - exact).norm() / exact.norm())
+    assert moved < 0.05
