@@ -165,11 +165,12 @@ class BlockQuantizer:
         ranks, rows = self._ranks, len(weight_OI)
         share = ranks.share(rows)
         own_OI = weight_OI[share.start : share.stop]
-        if self.spec.method == "gptq":
-            # before any row, so that a Hessian that is refused is refused on every rank
-            own = gptq(own_OI, prepare(hessian_II, self.spec, name), self.spec)
-        else:
-            own = round_to_nearest(own_OI, self.spec)
+        # a Hessian that is refused is refused on every rank
+        prepared = prepare(hessian_II, self.spec, name) if self.spec.method == "gptq" else None
+        try:
+            own = gptq(own_OI, prepared, self.spec) if prepared else round_to_nearest(own_OI, self.spec)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
         if ranks.size == 1:
             return own
 
