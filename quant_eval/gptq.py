@@ -34,15 +34,20 @@ class Preparation:
     factor_II: Tensor
 
 
+def row_output_errors(weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row w: (w - wq) H (w - wq)^T, GPTQ's objective (eq. 1) on the undamped H, and w H w^T; float64 [O]."""
+    difference_OI = weight_OI.double() - quantized_OI.double()
+    weight_OI = weight_OI.double()
+    return ((difference_OI @ hessian_II) * difference_OI).sum(1), ((weight_OI @ hessian_II) * weight_OI).sum(1)
+
+
 def relative_output_error(weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor) -> float:
     """||(W - Wq) X||_F^2 / ||W X||_F^2 = tr((W - Wq) H (W - Wq)^T) / tr(W H W^T); dimensionless.
 
-    GPTQ's objective (eq. 1) on the undamped H = X X^T, normalised so that layers compare.
+    GPTQ's objective on the undamped H = X X^T, normalised so that layers compare.
     """
-    difference_OI = weight_OI.double() - quantized_OI.double()
-    weight_OI = weight_OI.double()
-    error = torch.sum((difference_OI @ hessian_II) * difference_OI)
-    return float(error / torch.sum((weight_OI @ hessian_II) * weight_OI))
+    error_O, whole_O = row_output_errors(weight_OI, quantized_OI, hessian_II)
+    return float(error_O.sum() / whole_O.sum())
 
 
 def prepare(hessian_II: Tensor, spec: QuantSpec, name: str) -> Preparation:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quant_eval.activations import Activations
-from quant_eval.gptq import gptq, prepare, relative_output_error
+from quant_eval.gptq import gptq, prepare, row_output_errors
 from quant_eval.grid import Rounded, round_to_nearest
 from quant_eval.hessian import InputHessian
 from quant_eval.ranks import Ranks
@@ -73,12 +73,13 @@ class BlockQuantizer:
         self._attended: Activations | None = None
 
     @torch.no_grad()
-    def __call__(self, block: Block, given: Block | None) -> None:
+    def __call__(self, block: Block, given: Block | None, is_last: bool) -> None:
         """Quantizes a block in place; its calibration inputs become its outputs.
 
         Args:
             block: full precision.
             given: the same block with the weights that another project's library made; None for own methods.
+            is_last: no block reads the outputs, so they are not computed.
 
         Raises:
             UserError: a Hessian cannot be used at the stated damping, or the method does not take a weight's shape.
@@ -117,7 +118,7 @@ class BlockQuantizer:
         quantize(2, read_by_mlp)
         # computed twice rather than kept: these are the widest of all, and would double what is in memory
         quantize(3, lambda index: block.gated(x.read(index, device)))
-        for index in range(len(x)):
+        for index in range(0 if is_last else len(x)):
             gated = block.gated(x.read(index, device))
             x.write(index, block.after_mlp(streams[-1].read(index, device), gated))
 
@@ -132,13 +133,12 @@ class BlockQuantizer:
         if self.spec.method == "int8":
             from quant_eval.libraries.bitsandbytes import dense_weight, replace_linears
 
-            before = {key: linear.weight for key, linear in linears.items()}
+            before_OI = torch.cat([linear.weight for linear in linears.values()])
             relative = {key: key.removeprefix(f"{block.prefix}.") for key in linears}
             replace_linears(block.module, list(relative.values()), self.spec)
             block.mixes_sequences = True
-            for key, weight_OI in before.items():
-                dense_OI = dense_weight(block.module.get_submodule(relative[key]))
-                self.errors.append(_error(key, weight_OI, dense_OI, hessian_II))
+            decoded_OI = torch.cat([dense_weight(block.module.get_submodule(key)) for key in relative.values()])
+            self._record(linears, before_OI, decoded_OI, hessian_II)
             return
         stacked_OI = torch.cat([linear.weight for linear in linears.values()])
         if given is not None:
@@ -153,12 +153,27 @@ class BlockQuantizer:
             dense_OI = rounded.dense()
             if self._keep:
                 _hand_on(rounded, linears, self._keep)
-        start = 0
-        for key, linear in linears.items():
-            quantized_OI = dense_OI[start : start + linear.out_features].to(linear.weight.dtype)
-            start += linear.out_features
-            self.errors.append(_error(key, linear.weight, quantized_OI, hessian_II))
+        dense_OI = dense_OI.to(stacked_OI.dtype)
+        self._record(linears, stacked_OI, dense_OI, hessian_II)
+        sizes = [linear.out_features for linear in linears.values()]
+        for linear, quantized_OI in zip(linears.values(), dense_OI.split(sizes), strict=True):
             linear.weight = nn.Parameter(quantized_OI.clone(), requires_grad=False)
+
+    def _record(
+        self, linears: dict[str, nn.Linear], weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor
+    ) -> None:
+        """Notes the errors of linears whose rows are stacked; each rank works out its share of the rows."""
+        share = self._ranks.share(len(weight_OI))
+        own = slice(share.start, share.stop)
+        sums_O4 = torch.zeros(len(weight_OI), 4, dtype=torch.float64, device=weight_OI.device)
+        output_errors = row_output_errors(weight_OI[own], quantized_OI[own], hessian_II)
+        difference_OI = weight_OI[own].double() - quantized_OI[own].double()
+        squares = (difference_OI.square().sum(1), weight_OI[own].double().square().sum(1))
+        sums_O4[own] = torch.stack([*output_errors, *squares], dim=1)
+        sizes = [linear.out_features for linear in linears.values()]
+        for name, rows_O4 in zip(linears, self._ranks.sum(sums_O4).split(sizes), strict=True):
+            output, whole, weight, norm = rows_O4.sum(0).tolist()
+            self.errors.append(LinearError(name, output / whole, weight / norm))
 
     def _round(self, weight_OI: Tensor, hessian_II: Tensor, name: str) -> Rounded:
         """Each rank rounds its share of the rows; all get all of them."""
@@ -187,9 +202,3 @@ def _hand_on(rounded: Rounded, linears: dict[str, nn.Linear], keep: Keep) -> Non
     parts = [part.split(sizes) for part in (rounded.codes_OI, rounded.scales_OG, rounded.zeros_OG)]
     for key, codes_OI, scales_OG, zeros_OG in zip(linears, *parts, strict=True):
         keep(f"{key}.weight", Rounded(codes_OI, scales_OG, zeros_OG, rounded.groups_I))
-
-
-def _error(name: str, weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor) -> LinearError:
-    difference = (weight_OI.double() - quantized_OI.double()).square().sum()
-    weight_error = float(difference / weight_OI.double().square().sum())
-    return LinearError(name, relative_output_error(weight_OI, quantized_OI, hessian_II), weight_error)

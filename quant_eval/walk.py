@@ -175,7 +175,8 @@ def walk(
             block = model.block(index)
             for number, (variant, quantizer) in enumerate(zip(variants, quantizers, strict=True)):
                 quantized = block.copy()
-                quantizer(quantized, variant.given.block(index) if variant.given else None)
+                given = variant.given.block(index) if variant.given else None
+                quantizer(quantized, given, is_last=index == model.num_blocks - 1)
                 if variant.finished:
                     variant.finished(index, quantized)
                 if full:

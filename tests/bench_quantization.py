@@ -2,7 +2,7 @@
 
     python -m tests.bench_quantization [--small]
 
-4 bits, groups of 128, symmetric, natural column order, damping 0.05, fp32; 32 sequences of 2048 tokens, 4 at a time.
+4 bits, groups of 128, symmetric, natural column order, damping 0.05, fp32; 32 sequences of 2048 tokens, one at a time.
 Every contender has a process of its own with one thread on one core (ours once more as two ranks, a core each). Its
 seconds are those of quantizing alone; imports and loading are given beside them, and what CPU time it took, which is
 what counts on a busy machine. gptqmodel's include the packing of its checkpoint, which it cannot leave out.
@@ -29,14 +29,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.hf_model import load_hf_model
 from quant_eval.libraries.job import WEIGHTS, Job
+from quant_eval.ranks import start
+from quant_eval.settings import ComputeSettings
 from quant_eval.specs import QuantSpec, parse_spec
+from quant_eval.streamed import Block, StreamedModel
+from quant_eval.walk import Variant, walk
 from tests.conftest import make_hf_directory
 from tests.runs import execute, torchrun
 
 SPEC = "gptqmodel-b4-g128"
-BATCH_SIZE = 4
+BATCH_SIZE = 1
 CONTENDERS = ("ours-1", "ours-2", "gptqmodel", "llmcompressor")  # ours: by number of processes
 SHARED_INPUTS = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
@@ -79,7 +84,16 @@ def timed(call: Callable[[], object]) -> Cost:
 
 def quantize_ours(hf_dir: Path, calibration_NL: Tensor, spec: QuantSpec) -> dict[str, Tensor]:
     """This project's walk over the model, in every rank; the dense values of every linear, by parameter name."""
-    raise NotImplementedError("the walk over a model is not connected to this bench")
+    ranks, dense = start("cpu"), dict[str, Tensor]()
+
+    def keep(_: int, block: Block) -> None:
+        for group in block.linears():
+            dense.update({f"{name}.weight": linear.weight.detach().clone() for name, linear in group.items()})
+
+    compute = ComputeSettings(dtype="fp32", batch_size=BATCH_SIZE, device="cpu", scratch=None)
+    model = StreamedModel(hf_dir, HFWeights(hf_dir), torch.float32, ranks.device)
+    walk(model, [Variant(spec, calibration_NL, finished=keep)], None, compute, ranks)
+    return dense
 
 
 def run_ours(place: Path, ids_NL: Tensor) -> Cost:
@@ -280,6 +294,7 @@ def contend(method: str, place: Path) -> None:
     rank, processes = int(os.environ.get("RANK", "0")), os.environ.get("WORLD_SIZE", "1")
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.chdir(place)  # where the libraries leave their logs
     torch.set_num_threads(1)
     ids_NL = load_file(place / "ids.safetensors")["input_ids"]
     run = {"ours": run_ours, "gptqmodel": run_gptqmodel, "llmcompressor": run_llmcompressor}[method]

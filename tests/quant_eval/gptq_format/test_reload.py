@@ -1,6 +1,5 @@
 """Saved checkpoints as gptqmodel reads them, and its packing beside ours."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from quant_eval.gptq_format.packing import pack
 from quant_eval.gptq_format.reader import SavedWeights
 from quant_eval.gptq_format.reload import reload_with_gptqmodel
 from quant_eval.grid import Rounded
+from quant_eval.libraries.job import process_environment
 from tests.quant_eval.gptq_format.examples import SPECS, Example, input_ids, logits_of
 from tests.quant_eval.gptq_format.test_packing import WIDTHS, random_rounded
 from train.command import UserError
@@ -44,7 +44,8 @@ def witness(tmp_path_factory, examples) -> Path:
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        env=process_environment(threads=1),
+        cwd=tmp_path_factory.mktemp("logs"),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return root

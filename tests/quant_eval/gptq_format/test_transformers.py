@@ -1,7 +1,6 @@
 """Saved checkpoints as `transformers.AutoModelForCausalLM.from_pretrained` loads them."""
 
 import copy
-import os
 import subprocess
 import sys
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quant_eval.libraries.job import process_environment
 from tests.quant_eval.gptq_format.examples import logits_of
 
 NAMES = ("gptq-b3-g32-asym-actorder-s16", "gptq-b4-g32-asym-s16", "gptq-b4-g32-groupaware-s16")
@@ -30,8 +30,8 @@ def found(tmp_path_factory, examples):
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ
-        | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GPTQMODEL_CPU_WORKERS": "2", "TORCHDYNAMO_DISABLE": "1"},
+        env=process_environment(threads=1) | {"GPTQMODEL_CPU_WORKERS": "2", "TORCHDYNAMO_DISABLE": "1"},
+        cwd=root,  # where gptqmodel leaves a log
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: load_file(root / "logits" / f"{name}.safetensors")["logits"] for name in NAMES}
