@@ -47,9 +47,11 @@ def test_gptqmodel_and_our_gptq_cost_the_same_where_their_settings_agree(results
     assert theirs["cross_entropy"] == ours["cross_entropy"]
     assert theirs["kl_divergence"] == pytest.approx(ours["kl_divergence"], rel=0.02)
     assert ours["kl_divergence"] < 0.8 * results["rtn-b3-g32"]["measured"]["kl_divergence"]
-    for one, other in zip(ours["layers"], theirs["layers"], strict=True):
+    for index, (one, other) in enumerate(zip(ours["layers"], theirs["layers"], strict=True)):
         assert one["name"] == other["name"]
-        assert other["relative_output_error"] == pytest.approx(one["relative_output_error"], rel=0.02)
+        # q, k and v of the first block read the same; further on a flip in 32 inputs moves what the others read
+        tolerance = 2e-3 if index < 3 else 0.1
+        assert other["relative_output_error"] == pytest.approx(one["relative_output_error"], rel=tolerance)
 
 
 def test_a_result_says_what_the_library_was_told(results):
