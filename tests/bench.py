@@ -16,6 +16,7 @@ from study.recipes import resolve
 from tests.bench_average import average_lines
 from tests.bench_export import export_lines
 from tests.bench_loader import loader_lines
+from tests.bench_quantization import quantization_lines
 from tests.runs import execute, torchrun
 from train.config import RunConfig
 from train.families import hf_settings
@@ -77,7 +78,14 @@ def training_lines() -> list[str]:
 def main() -> None:
     """Prints one line per comparison, as each is measured."""
     torch.set_num_threads(1)
-    for lines in (curvature_lines, training_lines, loader_lines, export_lines, average_lines):
+    for lines in (
+        curvature_lines,
+        training_lines,
+        loader_lines,
+        export_lines,
+        average_lines,
+        quantization_lines,
+    ):
         for line in lines():
             print(line, flush=True)
 

@@ -5,13 +5,14 @@ import math
 from pathlib import Path
 
 from ckpt_tools.hf_directory import LINEAGE_JSON
-from study.settings import MeasuredModel, Study, save_study
+from study.collect import collect_rows, read_table, write_table
+from study.settings import MeasuredModel, Study, save_study, write_run_configurations
 from study.steps import (
+    blocks_result,
     checkpoint_directory,
     curvature_result,
     hf_directory,
     quantization_result,
-    write_run_configurations,
 )
 from train.config import RunConfig
 from train.frozen import fingerprint
@@ -27,13 +28,97 @@ def held_out_loss(run: RunConfig, step: int) -> float:
     return 3.0 + 0.3 * distance + 4.6 * math.exp(-9 * step / run.total_steps) + 0.18 * rate * (1 + 0.3 * distance)
 
 
-def relative_error(run: RunConfig, step: int, bits: int) -> float:
+# By how much a method costs more than GPTQ at 3 bits.
+COST = {"gptq-b3-g32": 1.0, "gptq-b4-g32": 0.18, "rtn-b3-g32": 2.2, "gptqmodel-b3-g32": 1.02, "gptaq-b3-g32": 0.95}
+COST |= {"awq-b3-g32": 1.8, "int8-t6": 0.004}
+# One evaluation text for all models: documents of other lengths, some harder than others for every model alike.
+TOKENS = [600 + 41 * ((7 * document) % 29) for document in range(28)]
+_EFFECTS = [math.sin(3 * document) for document in range(28)]
+_MEAN = sum(effect * tokens for effect, tokens in zip(_EFFECTS, TOKENS, strict=True)) / sum(TOKENS)
+HARDNESS = [effect - _MEAN for effect in _EFFECTS]  # of mean 0 over the tokens
+
+
+def relative_error(run: RunConfig, step: int, spec: str) -> float:
     """Grows with the peak and as the rate falls."""
     rate = learning_rate(run, step) / run.optimizer.peak_lr
     size: float = (
         0.02 * (run.optimizer.peak_lr / 1e-3) ** 0.3 * (1.6 - 0.6 * rate) * (0.5 + 0.5 * step / run.total_steps)
     )
-    return size * (1.0 if bits == 3 else 0.18)
+    return size * COST[spec]
+
+
+def per_document(loss: float, increase: float, divergence: float) -> dict[str, list]:
+    """Sums of documents that have these means over all tokens; quantization costs more where the text is harder."""
+    columns: dict[str, list] = {"document": list(range(len(TOKENS))), "tokens": TOKENS}
+    columns |= {name: [] for name in ("nll", "nll_quantized", "kl", "agreements")}
+    for tokens, hardness in zip(TOKENS, HARDNESS, strict=True):
+        columns["nll"].append(tokens * (loss + 0.5 * hardness))
+        columns["nll_quantized"].append(columns["nll"][-1] + tokens * increase * (1 + 0.4 * hardness))
+        columns["kl"].append(tokens * divergence * (1 + 0.4 * hardness))
+        columns["agreements"].append(tokens * (1 - 4 * increase))
+    return columns
+
+
+def result_of(path: Path, spec: str, losses: dict[str, list]) -> dict:
+    """A result.json of quant_eval with these losses by document; the intervals are made up."""
+    tokens, nll, quantized, kl, agreements = (
+        sum(losses[name]) for name in ("tokens", "nll", "nll_quantized", "kl", "agreements")
+    )
+    figures = {
+        "cross_entropy": nll / tokens,
+        "cross_entropy_quantized": quantized / tokens,
+        "absolute_error": (quantized - nll) / tokens,
+        "relative_error": quantized / nll - 1,
+        "kl_divergence": kl / tokens,
+        "top1_agreement": agreements / tokens,
+    }
+    intervals = {name: [0.93 * value, 1.08 * value] for name, value in figures.items()}
+    intervals["cross_entropy"] = [figures["cross_entropy"] - 0.11, figures["cross_entropy"] + 0.12]
+    counts = {"tokens": tokens, "documents": len(losses["tokens"]), "calibration": None}
+    evaluation = {"sha256": "0" * 64, "sequence_length": 128, "documents": "separate"}
+    described = {"name": spec, "method": spec.partition("-")[0], "dtype": "fp32", "evaluation": evaluation}
+    measured = {**figures, **counts, "intervals": intervals, "per_document": losses, "layers": []}
+    return {"model": {"path": str(path)}, "spec": described, "measured": measured}
+
+
+def write_blocks(path: Path, result: dict, blocks: int = 4) -> None:
+    """The same result as --per-block leaves it: the outer blocks cost twice as much as those between."""
+    total = result["measured"]["absolute_error"]
+    costs = [2 if block in (0, blocks - 1) else 1 for block in range(blocks)]
+
+    def increase(value: float) -> dict:
+        ends = [value - 0.02 * total, value + 0.03 * total]
+        return {"absolute_error": value, "intervals": {"absolute_error": ends}}
+
+    measured = result["measured"] | {
+        "blocks": [
+            {
+                "block": block,
+                "alone": increase(0.9 * total * cost / sum(costs)),
+                "all_but_it": increase(total * (1 - 1.2 * cost / sum(costs))),
+            }
+            for block, cost in enumerate(costs)
+        ],
+        "layers": [
+            {"name": f"model.layers.{block}.{linear}", "relative_output_error": error * (1 + 0.1 * block)}
+            for block in range(blocks)
+            for linear, error in (("self_attn.q_proj", 0.05), ("self_attn.o_proj", 0.01), ("mlp.down_proj", 0.03))
+        ],
+    }
+    _write(path, result | {"measured": measured})
+
+
+def change_losses(directory: Path, run: str, spec: str, model: str = "step00000640", **columns: list[float]) -> None:
+    """Gives a result other sums of documents, and the figures that follow from them."""
+    path = directory / run / "hf" / model / "quant" / spec / "result.json"
+    result = json.loads(path.read_text())
+    write_json(path, result_of(path, spec, result["measured"]["per_document"] | columns))
+
+
+def table_of(directory: Path, study: Study) -> list[dict]:
+    """The rows of the table, made from the results that are there now."""
+    write_table(directory, study, collect_rows(directory, study).rows)
+    return read_table(directory, study)
 
 
 def _write(path: Path, content: dict) -> None:
@@ -43,20 +128,13 @@ def _write(path: Path, content: dict) -> None:
 
 def _write_results(directory: Path, study: Study, run: RunConfig, model: MeasuredModel, loss: float) -> None:
     step = model.step
-    for spec in study.quantization.specs:
-        error = relative_error(run, step, 3 if "b3" in spec else 4) * (0.6 if model.average else 1)
-        figures = {
-            "cross_entropy": loss,
-            "cross_entropy_quantized": loss * (1 + error),
-            "absolute_error": loss * error,
-            "relative_error": error,
-            "kl_divergence": loss * error * 1.1,
-        }
-        intervals = {name: [0.93 * value, 1.08 * value] for name, value in figures.items()}
-        intervals["cross_entropy"] = [loss - 0.11, loss + 0.12]
-        counts = {"top1_agreement": 1 - 4 * error, "tokens": 32768, "documents": 28}
-        measured = {**figures, **counts, "intervals": intervals}
-        _write(directory / quantization_result(run.name, model, spec), {"measured": measured})
+    for spec in study.specs_of(run, model):
+        increase = loss * relative_error(run, step, spec) * (0.6 if model.average else 1)
+        losses = per_document(loss, increase, 1.1 * increase)
+        result = result_of(directory / hf_directory(run.name, model), spec, losses)
+        _write(directory / quantization_result(run.name, model, spec), result)
+        if model == MeasuredModel(run.total_steps) and spec == study.quantization.specs[0]:
+            write_blocks(directory / blocks_result(run, spec), result)
     if model.average:
         return
     trace = 900 * (run.optimizer.peak_lr / 1e-3) ** -0.4 * (1.8 - learning_rate(run, step) / run.optimizer.peak_lr)

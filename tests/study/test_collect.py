@@ -9,14 +9,18 @@ from study.collect import collect_rows, phase_of, read_table, write_table
 from study.recipes import tiny
 from study.settings import MeasuredModel
 from study.steps import curvature_result, quantization_result
+from tests.study.synthetic import table_of
 from train.command import UserError
 from train.run_directory import RunDirectory, sha256_of
+
+METHODS = [[spec] for spec in ("rtn-b3-g32", "gptqmodel-b3-g32", "gptaq-b3-g32", "awq-b3-g32", "int8-t6")]
 
 
 def test_every_checkpoint_is_one_row_with_its_own_numbers(study_dir, study):
     collected = collect_rows(study_dir, study)
-    # of a checkpoint: itself, two quantizations, curvature; of five averages and two soups all but curvature
-    assert collected.found == collected.expected == 4 * (9 * 4 + (5 + 2) * 3)
+    # of a checkpoint: itself, two quantizations, curvature; of five averages and two soups all but curvature; of the
+    # last checkpoint five more methods
+    assert collected.found == collected.expected == 4 * (9 * 4 + (5 + 2) * 3 + 5)
     write_table(study_dir, study, collected.rows)
     rows = read_table(study_dir, study)
     trained = [(row["run"], row["step"]) for row in rows if row["average"] is None]
@@ -69,6 +73,22 @@ def test_a_soup_is_a_row_of_its_last_step_with_what_was_measured_of_it(study_dir
     assert "curvature/trace" not in row
 
 
+def test_further_methods_have_columns_of_their_own_and_values_at_the_end_alone(study_dir, study):
+    rows = table_of(study_dir, study)
+    for spec in study.quantization.methods:
+        measured = [(row["run"], row["step"], row["average"]) for row in rows if row[f"quant/{spec}/relative_error"]]
+        assert measured == [(run.name, 640, None) for run in study.runs]
+    last = next(row for row in rows if (row["run"], row["step"], row["average"]) == ("lr1e-2", 640, None))
+    result = json.loads((study_dir / "lr1e-2/hf/step00000640/quant/awq-b3-g32/result.json").read_text())["measured"]
+    assert last["quant/awq-b3-g32/kl_divergence"] == result["kl_divergence"]
+    assert last["quant/awq-b3-g32/top1_agreement_low"] == result["intervals"]["top1_agreement"][0]
+    assert last["quant/int8-t6/documents"] == 28
+    plain = study.model_copy(update={"quantization": study.quantization.model_copy(update={"methods": ()})})
+    fewer = table_of(study_dir, plain)
+    assert fewer == [{key: value for key, value in row.items() if key in fewer[0]} for row in rows]
+    assert rows[0].keys() - fewer[0].keys() == {key for key in rows[0] if key.split("/")[1:2] in METHODS}
+
+
 def test_phases(study):
     run = study.runs[0]  # warm-up to 32, anneal from 448
     assert [phase_of(run, step) for step in (0, 32, 33, 448, 449, 640)] == [
@@ -90,7 +110,7 @@ def test_what_is_not_measured_is_null_and_counted(study_dir, study):
     (RunDirectory(study_dir / "lr3e-2").checkpoint(640) / "checkpoint.json").unlink()
     (study_dir / "lr3e-2/hf/soup-anneal-step00000640/lineage.json").unlink()
     collected = collect_rows(study_dir, study)
-    assert collected.expected - collected.found == 1 + 1 + 4 + 3
+    assert collected.expected - collected.found == 1 + 1 + (4 + 5) + 3
     path = write_table(study_dir, study, collected.rows)
     table = pq.read_table(path)
     assert table.num_rows == 35 + 4 * 5 + 7

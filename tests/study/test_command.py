@@ -29,6 +29,7 @@ def study_command(*arguments: str) -> subprocess.CompletedProcess:
         (["status", "absent", "--root", "/nonexistent"], "does not exist"),
         (["collect", "tiny", "--root", "/nonexistent"], "does not exist"),
         (["report", "tiny", "--root", "/nonexistent"], "does not exist"),
+        (["blocks", "/nonexistent/result.json", "--out", "blocks.png"], "does not exist"),
     ],
 )
 def test_bad_input_ends_with_one_line_and_code_2(arguments, words):
@@ -44,12 +45,14 @@ def test_list_show_and_status(study_dir, study):
     shown = study_command("show", "tiny", "--profile", "smoke").stdout
     assert "python -m quant_eval run" in shown
     assert "lr3e-2: peak 0.03" in shown
+    assert "quantized at the end of training: rtn-b3-g32, int8-t6" in shown
+    assert "block by block at the end of training: gptq-b3-g32" in shown
     assert "averages quantized: lawa5x4 at 48, 72" in shown
     assert "soup-anneal: the mean of the checkpoints at 48, 72, quantized" in shown
     status = study_command("status", "tiny", "--root", str(study_dir.parent))
     # results alone do not make a step complete: nothing says which command left them
     assert "train      0/4" in status.stdout
-    assert f"0/38 steps complete in {study_dir}" in status.stdout
+    assert f"0/46 steps complete in {study_dir}" in status.stdout
 
 
 def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):
@@ -65,6 +68,13 @@ def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):
     # without the settings it is another study; by the name of its directory it is found as it is
     assert "does not exist" in study_command("status", "tiny", "--root", str(tmp_path)).stderr
     assert f"steps complete in {directory}" in study_command("status", changed.name, "--root", str(tmp_path)).stdout
+
+
+def test_blocks_are_drawn_of_results_from_anywhere(study_dir, tmp_path):
+    results = [str(study_dir / f"{run}/hf/step00000640/blocks/gptq-b3-g32") for run in ("lr1e-3", "lr3e-2")]
+    done = study_command("blocks", *results, "--out", str(tmp_path / "new" / "blocks.png"))
+    assert done.stdout == f"{tmp_path / 'new' / 'blocks.png'}\n", done.stderr
+    assert (tmp_path / "new" / "blocks.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_used_name_is_refused_before_anything_runs(study_dir):

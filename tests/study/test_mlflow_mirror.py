@@ -56,6 +56,9 @@ def test_mirrored_twice_it_holds_everything_once(collected_dir, study):
         path = collected_dir / name / "hf/step00000448/quant/gptq-b3-g32/result.json"
         assert error[4].value == json.loads(path.read_text())["measured"]["relative_error"]
         assert len(history["curvature/trace"]) == 9
+        (method,) = history["quant/awq-b3-g32/kl_divergence"]  # of the last checkpoint alone
+        path = collected_dir / name / "hf/step00000640/quant/awq-b3-g32/result.json"
+        assert (method.step, method.value) == (640 * 2048, json.loads(path.read_text())["measured"]["kl_divergence"])
         losses = [{metric.step: metric.value for metric in history[key]} for key in (HELD_OUT, f"lawa5x16/{HELD_OUT}")]
         assert [losses[1][step] for step in losses[0]] == [pytest.approx(loss - 0.08) for loss in losses[0].values()]
         averaged = {metric.step: metric.value for metric in history["lawa5x16/quant/gptq-b3-g32/relative_error"]}

@@ -4,8 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from study.recipes import RECIPES, learning_rate_name, resolve, tiny
-from study.settings import Study, load_study, save_study
-from study.steps import steps_of, write_run_configurations
+from study.settings import Study, load_study, save_study, spec_title, write_run_configurations
+from study.steps import steps_of
 from train.command import UserError
 from train.schedules import learning_rate
 
@@ -106,6 +106,10 @@ def test_a_spec_must_be_canonical_and_runs_must_differ():
     spelt = content | {"quantization": content["quantization"] | {"specs": ["gptq-b3-g32-sym"]}}
     with pytest.raises(ValidationError, match="write gptq-b3-g32 instead"):
         Study.model_validate(spelt)
+    for methods, words in ((["rtn-b3-g32-sym"], "write rtn-b3-g32 instead"), (["gptq-b4-g32"], "listed twice")):
+        content["quantization"]["methods"] = methods
+        with pytest.raises(ValidationError, match=words):
+            Study.model_validate(content)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +165,10 @@ def test_the_steps_form_a_graph_over_distinct_outputs():
     for step in steps:
         assert seen.issuperset(step.after), step.name
         seen.add(step.name)
-    # text; per run: training, export, two soups and two processes for each of the two measurements; table, report,
-    # MLflow (averages are quantized by the processes that work on the checkpoints of their steps)
-    assert len(seen) == len(steps) == 3 + 4 * (1 + 1 + 2 + 2 * 2) + 3
+    # text; per run: training, export, two soups, two processes for each of the two measurements, one for the methods
+    # and one for the blocks of the end; table, report, MLflow (averages are quantized by the processes that work on the
+    # checkpoints of their steps)
+    assert len(seen) == len(steps) == 3 + 4 * (1 + 1 + 2 + 2 * 2 + 2) + 3
     outputs = [output for step in steps for output in step.outputs]
     assert len(set(outputs)) == len(outputs)
     # every input of a command lies below the study, so that the study can be moved
@@ -199,3 +204,57 @@ def test_a_soup_is_made_of_exports_and_quantized_as_they_are():
     results = {f"lr3e-3/hf/soup-stable-step00000448/quant/{spec}/result.json" for spec in specs}
     assert results <= set(quantize.outputs)
     assert {step.kind for step in readers.values()} == {"average", "quantize"}, "curvature is not measured of averages"
+
+
+def test_methods_and_blocks_are_measured_of_the_last_checkpoint_as_every_other():
+    steps = {step.name: step for step in steps_of(tiny())}
+    last, quantize = "lr3e-3/hf/step00000640", steps["quantize-lr3e-3-step00000496"]
+    settings = quantize.command[quantize.command.index("--calibration") :]
+    methods, blocks = steps["methods-lr3e-3"], steps["blocks-lr3e-3"]
+    run = ("{python}", "-m", "quant_eval", "run", f"{{study}}/{last}")
+    specs = ("rtn-b3-g32", "gptqmodel-b3-g32", "gptaq-b3-g32", "awq-b3-g32", "int8-t6")
+    assert methods.command == (*run, *(word for spec in specs for word in ("--spec", spec)), *settings)
+    assert methods.outputs == tuple(f"{last}/quant/{spec}/result.json" for spec in specs)
+    out = f"{last}/blocks/gptq-b3-g32"
+    assert blocks.command == (*run, "--spec", "gptq-b3-g32", *settings, "--per-block", "--out", f"{{study}}/{out}")
+    assert blocks.outputs == (f"{out}/result.json",)
+    assert {"export-lr3e-3", "prepare-train", "prepare-held_out"} == set(methods.after) == set(blocks.after)
+    assert methods.name in steps["collect"].after
+    # the report compares document by document what the table only sums
+    assert {quantize.name, methods.name, blocks.name} <= set(steps["report"].after)
+
+
+def test_a_study_without_methods_and_blocks_has_neither_their_steps_nor_their_figures():
+    settings = tiny().quantization.model_copy(update={"methods": (), "per_block": False})
+    plain, whole = (steps_of(study) for study in (tiny().model_copy(update={"quantization": settings}), tiny()))
+    assert {step.kind for step in whole} - {step.kind for step in plain} == {"methods", "blocks"}
+    assert set(whole[-2].outputs) - set(plain[-2].outputs) == {"figures/methods.png", "figures/blocks.png"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "title"),
+    [
+        ("gptq-b3-g32", "GPTQ, 3 bits, groups of 32"),
+        (
+            "gptq-b4-perchannel-asym-actorder-damp0.01",
+            "GPTQ, 4 bits, one scale per channel, asymmetric, activation order, damping 0.01",
+        ),
+        ("gptqmodel-b4-g128-paper", "GPTQ by gptqmodel, 4 bits, groups of 128, activation order"),
+        ("gptaq-b3-g32-alpha0.5", "GPTAQ, 3 bits, groups of 32, alpha 0.5"),
+        ("awq-b3-g32", "AWQ, 3 bits, groups of 32"),
+        ("rtn-b2-g64-s16", "RTN, 2 bits, groups of 64, fp16 scales"),
+        ("int8-t6", "LLM.int8(), threshold 6"),
+        ("int8-t0", "LLM.int8(), threshold 0"),
+        ("nf4-g64", "NF4, groups of 64"),
+    ],
+)
+def test_titles_say_all_that_a_name_says(spec, title):
+    assert spec_title(spec) == title
+
+
+def test_runs_of_one_peak_are_told_apart_by_their_names():
+    first, second = tiny().runs[:2]
+    assert tiny().label_of(first) == "0.001"
+    same = second.model_copy(update={"optimizer": first.optimizer})
+    study = tiny().model_copy(update={"runs": (first, same)})
+    assert [study.label_of(run) for run in study.runs] == ["lr1e-3", "lr3e-3"]

@@ -42,6 +42,23 @@ def finish(root: Path) -> str:
     return done.stdout + done.stderr
 
 
+def check_the_end(study: Path, table: list[dict]) -> None:
+    """Further methods, and the view by block, are of the last checkpoints alone."""
+    for row in table:
+        if (row["step"], row["average"]) == (72, None):
+            assert row["quant/rtn-b3-g32/kl_divergence"] > row["quant/gptq-b3-g32/kl_divergence"]
+            assert 0 < row["quant/int8-t6/kl_divergence"] < row["quant/gptq-b4-g32/kl_divergence"]
+        else:
+            assert row["quant/rtn-b3-g32/kl_divergence"] is row["quant/int8-t6/kl_divergence"] is None
+    for run in ("lr3e-3", "lr3e-2"):  # the same checkpoint, spec and text: --per-block adds to a result, nothing else
+        by_block, plain = (
+            json.loads((study / run / "hf/step00000072" / place / "gptq-b3-g32/result.json").read_text())["measured"]
+            for place in ("blocks", "quant")
+        )
+        assert len(by_block["blocks"]) == 4
+        assert by_block["per_document"] == plain["per_document"]
+
+
 def test_the_whole_study_survives_a_kill(tmp_path):
     """kill -9 while the first quantization runs; the second start skips what is complete and ends the study."""
     study, started = tmp_path / "tiny-smoke", start(tmp_path)
@@ -71,6 +88,7 @@ def test_the_whole_study_survives_a_kill(tmp_path):
             assert row["curvature/trace"] is None
         if row["average"] != "soup-anneal":  # the same held-out text, in other blocks
             assert row["quant/gptq-b3-g32/cross_entropy"] == pytest.approx(row["held_out_loss"], abs=0.3)
+    check_the_end(study, table)
     assert {path.stem for path in (study / "figures").glob("*.png")} == set(FIGURES)
 
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
