@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from train.command import UserError
+
 WAIT = timedelta(hours=12)  # for rank 0, while it runs another project's library
 
 
@@ -38,11 +40,20 @@ class Ranks(NamedTuple):
 
 
 def start(device: str) -> Ranks:
-    """Joins the other ranks that torchrun started, over gloo on CPUs and NCCL on GPUs."""
+    """Joins the other ranks that torchrun started, over gloo on CPUs and NCCL on GPUs.
+
+    Raises:
+        UserError: there is no GPU for the rank.
+    """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     place = torch.device(device)
     if device == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        found = torch.cuda.device_count()
+        if place.index >= found:
+            raise UserError(
+                f"--device cuda: this machine has {found} GPUs for rank {place.index}; start fewer, or use cpu"
+            )
         torch.cuda.set_device(place)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=WAIT)

@@ -199,6 +199,6 @@ class BlockQuantizer:
 
 def _hand_on(rounded: Rounded, linears: dict[str, nn.Linear], keep: Keep) -> None:
     sizes = [linear.out_features for linear in linears.values()]
-    parts = [part.split(sizes) for part in (rounded.codes_OI, rounded.scales_OG, rounded.zeros_OG)]
+    parts = [part.cpu().split(sizes) for part in (rounded.codes_OI, rounded.scales_OG, rounded.zeros_OG)]
     for key, codes_OI, scales_OG, zeros_OG in zip(linears, *parts, strict=True):
-        keep(f"{key}.weight", Rounded(codes_OI, scales_OG, zeros_OG, rounded.groups_I))
+        keep(f"{key}.weight", Rounded(codes_OI, scales_OG, zeros_OG, rounded.groups_I.cpu()))

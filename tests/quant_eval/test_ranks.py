@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from quant_eval.gptq_format.reader import SavedWeights
-from quant_eval.ranks import Ranks
+from quant_eval.ranks import Ranks, start
 from tests.quant_eval.models import make_model
 from tests.runs import execute, torchrun
+from train.command import UserError
 
 SPECS = ("gptq-b3-g16-actorder-s16",)
 
@@ -64,3 +65,10 @@ def test_shares_cover_everything_once():
             shares = [Ranks(rank, size, torch.device("cpu")).share(count) for rank in range(size)]
             assert [index for share in shares for index in share] == list(range(count))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError, match="has 1 GPUs for rank 1; start fewer"):
+        start("cuda")
