@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from study.recipes import RECIPES, resolve
-from study.settings import Study, load_study, save_study
+from study.settings import Study, load_study, save_study, write_run_configurations
 from train.command import UserError, run_command
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -62,6 +62,10 @@ def show(name: Name, profile: Profile = "full", settings: Settings = None) -> No
             f"{annealed}, {run.engine}, checkpoints at {', '.join(map(str, run.save_steps))}"
         )
     typer.echo(f"  quantized: {', '.join(study.quantization.specs)}; curvature: {study.curvature.pairs} probe pairs")
+    if study.quantization.methods:
+        typer.echo(f"  quantized at the end of training: {', '.join(study.quantization.methods)}")
+    if study.quantization.per_block:
+        typer.echo(f"  block by block at the end of training: {study.quantization.specs[0]}")
     averages = dict.fromkeys(average.name for run in study.runs for average in run.averages)
     if averages and study.averaged_steps:
         typer.echo(f"  averages quantized: {', '.join(averages)} at {', '.join(map(str, study.averaged_steps))}")
@@ -90,7 +94,7 @@ def run(
     from study.mlflow_mirror import server_command
     from study.report import REPORT
     from study.runner import Runner, StepError, locked
-    from study.steps import steps_of, write_run_configurations
+    from study.steps import steps_of
 
     study = resolve(name, profile, tuple(settings or ()))
     directory = root / study.name
@@ -156,6 +160,21 @@ def report(name: StudyName, root: Root = Path("runs"), profile: Profile = "full"
 
     directory, study = _existing(name, root, profile, settings)
     typer.echo(str(write_report(directory, study)))
+
+
+@app.command()
+def blocks(
+    results: Annotated[list[Path], typer.Argument(help="result.json of 'quant_eval run --per-block', or directories")],
+    out: Annotated[Path, typer.Option(help="PNG file that takes the figure")],
+) -> None:
+    """Draw what each decoder block adds to the cost of quantization: a line per result, named by its run and step.
+
+    Example: python -m study blocks runs/tiny/lr*/hf/step00000640/blocks/gptq-b3-g32 --out blocks.png
+    """
+    from study.blocks import draw_results
+
+    draw_results(results, out)
+    typer.echo(str(out))
 
 
 @app.command()

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from quant_eval.specs import parse_spec
+from study.paired import Paired, Row, Verdict
 from study.settings import SoupSettings, Study, spec_title
 from study.summary import Estimate, Rows, estimate, listed
 from train.config import RunConfig
 from train.settings import Ema, Lawa
 
-Row = dict[str, Any]
 Choice = Callable[[RunConfig, Rows], Row | None]  # one of a run's rows
 
 
@@ -79,7 +79,7 @@ def compare(study: Study, rows: Rows) -> list[Compared]:
             if row["step"] in steps:
                 model = titles[row["average"]] if row["average"] else f"step {row['step']}, {_phase(run, row)}"
                 estimates = {column: estimate(row, column) for column in columns}
-                compared.append(Compared(f"{run.optimizer.peak_lr:g}", model, estimates))
+                compared.append(Compared(study.label_of(run), model, estimates))
     return compared
 
 
@@ -93,16 +93,15 @@ def _by_peak(study: Study) -> list[RunConfig]:
     return sorted(study.runs, key=lambda run: run.optimizer.peak_lr)
 
 
-def _clause(quantity: str, pairs: list[tuple[str, Estimate, Estimate]]) -> str:
-    """How the first estimate of each labelled pair lies to the second; order is claimed where intervals lie apart."""
-    groups: dict[str, list[str]] = {"lower": [], "higher": [], "not told apart": []}
-    for label, first, second in pairs:
-        apart = "lower" if first.is_below(second) else "higher" if second.is_below(first) else "not told apart"
-        groups[apart].append(label)
-    if len(groups["not told apart"]) == len(pairs):
+def _clause(quantity: str, verdicts: dict[str, Verdict]) -> str:
+    """How the first of each labelled pair of models lies to the second."""
+    groups: dict[Verdict, list[str]] = {"lower": [], "higher": [], "not told apart": []}
+    for label, verdict in verdicts.items():
+        groups[verdict].append(label)
+    if len(groups["not told apart"]) == len(verdicts):
         return f"{quantity} is not told apart at any peak"
     parts = [
-        f"{word} at {'every peak' if len(labels) == len(pairs) else listed(labels)}"
+        f"{word} at {'every peak' if len(labels) == len(verdicts) else listed(labels)}"
         for word, labels in groups.items()
         if labels
     ]
@@ -125,7 +124,7 @@ def _annealed(run: RunConfig, own: Rows) -> Row | None:
     return weights[-1] if weights and weights[-1]["step"] == run.total_steps else None
 
 
-def average_findings(study: Study, rows: Rows) -> list[str]:
+def average_findings(study: Study, rows: Rows, paired: Paired) -> list[str]:
     """A sentence per comparison, at the lowest width: which of two models has the lower losses and divergence.
 
     Averages kept in training, the last ones before the anneal, and soups are compared with the annealed weights; soups
@@ -142,11 +141,11 @@ def average_findings(study: Study, rows: Rows) -> list[str]:
         for average in kept_averages(study):
             head = f"{title}, against {average_label(average, kept_averages(study))} at step {last}"
             comparisons.append((head, made, _average(average.name, "step", last)))
-    sentences = [_sentence(study, rows, *comparison) for comparison in comparisons]
+    sentences = [_sentence(study, rows, paired, *comparison) for comparison in comparisons]
     return [sentence for sentence in sentences if sentence]
 
 
-def _sentence(study: Study, rows: Rows, head: str, first: Choice, second: Choice) -> str | None:
+def _sentence(study: Study, rows: Rows, paired: Paired, head: str, first: Choice, second: Choice) -> str | None:
     spec = lowest_spec(study)
     quantities = {
         "cross_entropy": "the full-precision loss",
@@ -157,18 +156,17 @@ def _sentence(study: Study, rows: Rows, head: str, first: Choice, second: Choice
     for figure, quantity in quantities.items():
         pairs = _pairs(study, rows, first, second, f"quant/{spec}/{figure}")
         if pairs:
-            clauses.append(_clause(quantity, pairs))
+            verdicts = paired.verdicts(list(pairs.values()), spec, figure)
+            clauses.append(_clause(quantity, dict(zip(pairs, verdicts, strict=True))))
     return f"{head}: {'; '.join(clauses)}." if clauses else None
 
 
-def _pairs(
-    study: Study, rows: Rows, first: Choice, second: Choice, column: str
-) -> list[tuple[str, Estimate, Estimate]]:
-    """By peak learning rate: the column of both chosen models, for the runs that have them."""
-    pairs = []
+def _pairs(study: Study, rows: Rows, first: Choice, second: Choice, column: str) -> dict[str, tuple[Row, Row]]:
+    """By peak learning rate: the second and the first chosen model, for the runs that have the column of both."""
+    pairs = {}
     for run in _by_peak(study):
         own = [row for row in rows if row["run"] == run.name]
-        one, other = estimate(first(run, own), column), estimate(second(run, own), column)
-        if one and other:
-            pairs.append((f"{run.optimizer.peak_lr:g}", one, other))
+        one, other = first(run, own), second(run, own)
+        if one and other and None not in (one[column], other[column]):
+            pairs[study.label_of(run)] = (other, one)
     return pairs

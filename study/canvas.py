@@ -4,16 +4,18 @@ One colour and marker per run, from a sequence that stays readable without colou
 ordered by their peak learning rate, so are the colours. Bars are the intervals of the results.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from study.settings import Study
 from train.config import RunConfig
@@ -49,17 +51,51 @@ class Look:
     marker: str
 
 
-def looks_of(study: Study) -> dict[str, Look]:
-    """Colours from dark violet for the lowest peak to orange for the highest; yellow, unreadable on white, is left."""
-    runs = sorted(study.runs, key=lambda run: run.optimizer.peak_lr)
-    span = max(len(runs) - 1, 1)
+def looks_for(labels: Iterable[str]) -> list[Look]:
+    """Colours from dark violet for the first to orange for the last; yellow, unreadable on white, is left out."""
+    names = list(labels)
+    span = max(len(names) - 1, 1)
     colours = matplotlib.colormaps["plasma"]
-    return {
-        run.name: Look(
-            f"{run.optimizer.peak_lr:g}", to_hex(colours(0.02 + 0.76 * index / span)), MARKERS[index % len(MARKERS)]
-        )
-        for index, run in enumerate(runs)
-    }
+    return [
+        Look(label, to_hex(colours(0.02 + 0.76 * index / span)), MARKERS[index % len(MARKERS)])
+        for index, label in enumerate(names)
+    ]
+
+
+def looks_of(study: Study) -> dict[str, Look]:
+    """Of every run, by rising peak learning rate."""
+    runs = sorted(study.runs, key=lambda run: run.optimizer.peak_lr)
+    return dict(zip([run.name for run in runs], looks_for(map(study.label_of, runs)), strict=True))
+
+
+def panels_of(count: int, height: float = 3.9, **shared: Any) -> tuple[Figure, list[Axes]]:
+    """A figure with a row of panels."""
+    figure = Figure(figsize=(4.6 * count + 0.4 if count > 1 else 6.4, height), dpi=170, layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False, **shared)[0])
+
+
+def legend_above(figure: Figure, heading: str, looks: Iterable[Look], extra: Iterable[Line2D] = ()) -> None:
+    """One legend above all panels, in as many rows as it needs."""
+    handles = [Line2D([], [], color=look.colour, marker=look.marker, label=look.label) for look in looks]
+    handles = [Line2D([], [], linestyle="none", label=heading), *handles, *extra]
+    inches = sum(0.5 + 0.065 * len(str(handle.get_label())) for handle in handles)
+    columns = math.ceil(len(handles) / math.ceil(inches / figure.get_figwidth()))
+    figure.legend(handles=handles, loc="outside upper left", ncols=columns, handlelength=1.6, columnspacing=1.2)
+
+
+def logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
+    """A logarithmic axis with its values written out, the powers of ten alone where it spans many."""
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes the PNG, without the version of the library in it."""
+    figure.savefig(path, format="png", metadata={"Software": None})
 
 
 def token_unit(study: Study) -> tuple[float, str]:
@@ -84,8 +120,7 @@ class Canvas:
 
     def __init__(self, study: Study, rows: Rows, panels: int) -> None:
         self.study, self.rows, self.looks = study, rows, looks_of(study)
-        self.figure = Figure(figsize=(4.6 * panels + 0.4 if panels > 1 else 6.4, 3.9), dpi=170, layout="constrained")
-        self.axes: list[Axes] = list(self.figure.subplots(1, panels, squeeze=False)[0])
+        self.figure, self.axes = panels_of(panels)
         self.unit, self.unit_name = token_unit(study)
 
     def points(self, run: str, column: str, average: str | None = None) -> Rows:
@@ -149,14 +184,8 @@ class Canvas:
 
     def legend(self, extra: Iterable[Line2D] = ()) -> None:
         """The legend of the runs above the panels."""
-        handles = [
-            Line2D([], [], color=look.colour, marker=look.marker, label=look.label) for look in self.looks.values()
-        ]
-        handles = [Line2D([], [], linestyle="none", label="peak learning rate"), *handles, *extra]
-        self.figure.legend(
-            handles=handles, loc="outside upper left", ncols=len(handles), handlelength=1.6, columnspacing=1.2
-        )
+        legend_above(self.figure, "peak learning rate", self.looks.values(), extra)
 
     def save(self, path: Path) -> None:
-        """Writes the PNG, without the version of the library in it."""
-        self.figure.savefig(path, format="png", metadata={"Software": None})
+        """Writes the PNG."""
+        save(self.figure, path)

@@ -1,7 +1,8 @@
 """All measurements of a study as one table: a row per run and measured model, a column per figure.
 
 A row is the weights after a step, or an average of weights up to there (then `average` names it); curvature is not
-measured of averages, nor did training evaluate a soup, which is made from exports. Columns have the names of the MLflow
+measured of averages, nor did training evaluate a soup, which is made from exports, and further methods quantize the
+last weights of a run alone: what was not measured is null. Columns have the names of the MLflow
 metrics: `held_out_loss`, `quant/gptq-b3-g32/relative_error`, `curvature/trace`. There is neither a time nor a path in
 the table: a study that was killed and resumed gives the same one.
 """
@@ -30,6 +31,7 @@ INTERVAL_FIGURES = (
     "absolute_error",
     "relative_error",
     "kl_divergence",
+    "top1_agreement",
 )
 COUNT_FIGURES = ("tokens", "documents")
 CURVATURE_FIGURES = {
@@ -56,7 +58,7 @@ class Collected(NamedTuple):
 def quantization_columns(spec: str) -> list[str]:
     """Columns of one quantization; `_low` and `_high` bound the figure before them."""
     columns = [f"{figure}{bound}" for figure in INTERVAL_FIGURES for bound in ("", "_low", "_high")]
-    return [f"quant/{spec}/{column}" for column in (*columns, "top1_agreement", *COUNT_FIGURES)]
+    return [f"quant/{spec}/{column}" for column in (*columns, *COUNT_FIGURES)]
 
 
 def schema_of(study: Study) -> pa.Schema:
@@ -64,7 +66,7 @@ def schema_of(study: Study) -> pa.Schema:
     fields = [("study", pa.string()), ("run", pa.string()), ("average", pa.string()), ("phase", pa.string())]
     fields += [("peak_lr", pa.float64()), ("step", pa.int64()), ("tokens", pa.int64()), ("learning_rate", pa.float64())]
     fields += [("train_loss", pa.float64()), ("held_out_loss", pa.float64())]
-    names = [name for spec in study.quantization.specs for name in quantization_columns(spec)]
+    names = [name for spec in study.quantization.at_the_end for name in quantization_columns(spec)]
     names += [f"curvature/{figure}" for figure in CURVATURE_FIGURES]
     for name in names:
         figure = name.rpartition("/")[2]
@@ -92,7 +94,7 @@ def quantization_values(path: Path, spec: str) -> dict[str, Any]:
     """Columns of one quantization from its result.json."""
     measured = read_measured(path)
     try:
-        values = {figure: measured[figure] for figure in (*INTERVAL_FIGURES, "top1_agreement", *COUNT_FIGURES)}
+        values = {figure: measured[figure] for figure in (*INTERVAL_FIGURES, *COUNT_FIGURES)}
         for figure in INTERVAL_FIGURES:
             values[f"{figure}_low"], values[f"{figure}_high"] = measured["intervals"][figure]
     except KeyError as error:
@@ -140,7 +142,7 @@ def collect_rows(directory: Path, study: Study) -> Collected:
         for model in study.models_of(run):
             results: list[tuple[Path, Callable[[Path], dict[str, Any]]]] = [
                 (directory / quantization_result(run.name, model, spec), partial(quantization_values, spec=spec))
-                for spec in study.quantization.specs
+                for spec in study.specs_of(run, model)
             ]
             if model.average is None:
                 results.append((directory / curvature_result(run.name, model), curvature_values))

@@ -7,14 +7,16 @@ from typing import Any
 
 import matplotlib
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from quant_eval.specs import parse_spec
 from study.averages import average_label, kept_averages, lowest_spec
-from study.canvas import LEARNING_RATE_COLOUR, SMALL_MARKER, STYLE, Bounds, Canvas, Rows
+from study.blocks import draw_blocks, read_block_result
+from study.canvas import LEARNING_RATE_COLOUR, SMALL_MARKER, STYLE, Bounds, Canvas, Rows, logarithmic, looks_of
 from study.collect import trained
+from study.methods import draw_methods
 from study.settings import Study, spec_title
-from study.steps import FIGURES
+from study.steps import blocks_result, figures_of
 from train.run_directory import RunDirectory
 from train.tracking import read_metrics
 
@@ -175,26 +177,34 @@ def draw_curvature(study: Study, rows: Rows, path: Path) -> None:
         axis.set_ylabel("nats per token / (unit of the parameters)$^2$")
         # bars that reach zero have no place on a logarithmic axis
         if axis.get_lines() and axis.dataLim.ymin > 0:
-            axis.set_yscale("log")
-            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axis.yaxis.set_minor_formatter(NullFormatter())
+            logarithmic(axis, "y")
     label = "not converged"
     unfilled = Line2D([], [], linestyle="none", marker="o", color="#555555", markerfacecolor="white", label=label)
     canvas.legend([unfilled] if open_points else [])
     canvas.save(path)
 
 
+def draw_blocks_of(study: Study, directory: Path, path: Path) -> None:
+    """The last checkpoints block by block, a line per run."""
+    spec, looks = study.quantization.specs[0], looks_of(study)
+    paths = {run.name: directory / blocks_result(run, spec) for run in study.runs}
+    results = [(look, read_block_result(paths[run])) for run, look in looks.items() if paths[run].exists()]
+    draw_blocks("peak learning rate", results, path)
+
+
 def draw_all(directory: Path, study: Study, rows: Rows) -> dict[str, Path]:
-    """Draws every figure into STUDY/figures; returns caption -> path in the order of the report."""
-    folder = directory / "figures"
-    folder.mkdir(exist_ok=True)
-    paths = {name: folder / f"{name}.png" for name in FIGURES}
+    """Draws every figure into STUDY/figures; returns name -> path in the order of the report."""
+    paths = {name: directory / path for name, path in figures_of(study).items()}
+    (directory / "figures").mkdir(exist_ok=True)
     with matplotlib.rc_context(STYLE):
         draw_quantization(study, rows, paths["quantization_error"], "relative_error")
         draw_quantization(study, rows, paths["kl_divergence"], "kl_divergence")
         draw_validation_loss(study, rows, directory, paths["validation_loss"])
         draw_averages(study, rows, paths["averages"])
+        if "methods" in paths:
+            draw_methods(study, rows, paths["methods"])
+        if "blocks" in paths:
+            draw_blocks_of(study, directory, paths["blocks"])
         draw_full_against_quantized(study, rows, paths["full_against_quantized"])
         draw_curvature(study, rows, paths["curvature"])
     return paths

@@ -56,6 +56,7 @@ class _TinySize:
     lawa: Lawa
     averaged_steps: tuple[int, ...]
     soups: tuple[SoupSettings, ...]
+    methods: tuple[str, ...]
     eval_tokens: int
     calibration_sequences: int
     pairs: int
@@ -74,6 +75,7 @@ _TINY_FULL = _TinySize(
         SoupSettings(name="soup-stable", steps=(256, 352, 448)),
         SoupSettings(name="soup-anneal", steps=(496, 544, 592, 640)),
     ),
+    methods=("rtn-b3-g32", "gptqmodel-b3-g32", "gptaq-b3-g32", "awq-b3-g32", "int8-t6"),
     eval_tokens=40_960,
     calibration_sequences=64,
     pairs=16,
@@ -88,6 +90,7 @@ _TINY_SMOKE = _TinySize(
     lawa=Lawa(interval_steps=4, window=5),
     averaged_steps=(48, 72),
     soups=(SoupSettings(name="soup-anneal", steps=(48, 72)),),
+    methods=("rtn-b3-g32", "int8-t6"),  # those of other libraries spend many seconds on their imports
     eval_tokens=8_192,
     calibration_sequences=32,
     pairs=4,
@@ -133,6 +136,8 @@ def _tiny_of_size(name: str, size: _TinySize) -> Study:
         runs=tuple(_tiny_run(peak_lr, size) for peak_lr in size.peaks),
         quantization=QuantizationSettings(
             specs=("gptq-b3-g32", "gptq-b4-g32"),
+            methods=size.methods,
+            per_block=True,
             calibration_sequences=size.calibration_sequences,
             eval_tokens=size.eval_tokens,
         ),

@@ -8,9 +8,11 @@ from pydantic import Field, ValidationError, model_validator
 
 from quant_eval.specs import parse_spec
 from train.command import UserError, explain_validation
-from train.config import RunConfig
+from train.config import RunConfig, dump_run, load_run
 from train.frozen import NAME_PATTERN, Frozen
-from train.run_directory import write_json
+from train.run_directory import RunDirectory, write_json
+
+ORDERS = {"actorder": "activation order", "groupaware": "group-aware order"}
 
 
 class CorpusSettings(Frozen):
@@ -25,17 +27,26 @@ class QuantizationSettings(Frozen):
     """What every checkpoint is quantized with, calibrated on and evaluated on."""
 
     specs: tuple[str, ...] = Field(min_length=1)
+    methods: tuple[str, ...] = Field(default=(), description="further specs, for the last checkpoint of each run only")
+    per_block: bool = Field(
+        default=False, description="measure the first spec at the last checkpoint of each run block by block too"
+    )
     calibration_sequences: int = Field(ge=1)
     eval_tokens: int = Field(ge=1, description="predicted tokens behind each loss")
+
+    @property
+    def at_the_end(self) -> tuple[str, ...]:
+        """Every spec that the last checkpoint of a run is quantized with."""
+        return (*self.specs, *self.methods)
 
     @model_validator(mode="after")
     def _canonical(self) -> Self:
         # A spec names a directory and a column, so it must be written in its one canonical form.
-        for spec in self.specs:
+        for spec in self.at_the_end:
             canonical = parse_spec(spec).name
             if spec != canonical:
                 raise ValueError(f"write {canonical} instead of {spec}")
-        if len(set(self.specs)) != len(self.specs):
+        if len(set(self.at_the_end)) != len(self.at_the_end):
             raise ValueError("a spec is listed twice")
         return self
 
@@ -117,12 +128,44 @@ class Study(Frozen):
             models += [MeasuredModel(step, soup.name, soup.steps) for soup in self.soups if soup.steps[-1] == step]
         return models
 
+    def label_of(self, run: RunConfig) -> str:
+        """The run's peak learning rate; its name where another run has the same peak."""
+        peaks = [other.optimizer.peak_lr for other in self.runs]
+        peak = run.optimizer.peak_lr
+        return f"{peak:g}" if peaks.count(peak) == 1 else run.name
+
+    def specs_of(self, run: RunConfig, model: MeasuredModel) -> tuple[str, ...]:
+        """What a model of the run is quantized with: the weights at the end of training with every method."""
+        settings = self.quantization
+        return settings.at_the_end if model == MeasuredModel(run.total_steps) else settings.specs
+
 
 def spec_title(spec: str) -> str:
-    """'GPTQ, 3 bits, groups of 32' for gptq-b3-g32."""
+    """A spec in words; what its name leaves out, the title does.
+
+    >>> [spec_title(spec) for spec in ("gptq-b3-g32", "int8-t6")]
+    ['GPTQ, 3 bits, groups of 32', 'LLM.int8(), threshold 6']
+    """
     parsed = parse_spec(spec)
-    scale = f"groups of {parsed.group_size}" if parsed.group_size else "one scale per channel"
-    return f"{parsed.method.upper()}, {parsed.bits} bits, {scale}"
+    defaults = parsed.row.defaults
+    parts = ["GPTQ by gptqmodel" if parsed.method == "gptqmodel" else parsed.row.title]
+    if len(parsed.row.bits) > 1:
+        parts.append(f"{parsed.bits} bits")
+    if "group_size" in defaults:
+        parts.append(f"groups of {parsed.group_size}" if parsed.group_size else "one scale per channel")
+    if parsed.symmetric != defaults.get("symmetric"):
+        parts.append("symmetric" if parsed.symmetric else "asymmetric")
+    if parsed.order not in (None, "natural"):
+        parts.append(ORDERS[parsed.order])
+    if parsed.static_groups:
+        parts.append("static groups")
+    for option in ("damping", "alpha", "threshold"):
+        value = getattr(parsed, option)
+        if value != defaults.get(option):
+            parts.append(f"{option} {value:g}")
+    if parsed.scales == "fp16":
+        parts.append("fp16 scales")
+    return ", ".join(parts)
 
 
 def save_study(directory: Path, study: Study) -> None:
@@ -140,3 +183,19 @@ def load_study(directory: Path) -> Study:
         raise UserError(f"{path} does not exist; start the study with 'python -m study run NAME --root ROOT'") from None
     except ValidationError as error:
         raise explain_validation(str(path), error) from None
+
+
+def write_run_configurations(directory: Path, study: Study) -> None:
+    """Writes RUN/run.json of every run; UserError where a name already belongs to another configuration."""
+    paths = {run.name: RunDirectory(directory / run.name).run_json for run in study.runs}
+    missing = [run for run in study.runs if not paths[run.name].exists()]
+    for run in study.runs:
+        path = paths[run.name]
+        if run not in missing and load_run(path) != run:
+            raise UserError(
+                f"{path} holds another configuration than recipe {study.name}; a run's name is used once: remove "
+                f"{path.parent} to train it again, or choose another --root"
+            )
+    for run in missing:
+        paths[run.name].parent.mkdir(parents=True, exist_ok=True)
+        write_json(paths[run.name], dump_run(run))

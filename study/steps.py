@@ -11,15 +11,16 @@ from pathlib import Path
 
 from ckpt_tools.hf_directory import LINEAGE_JSON, RESULT_JSON, result_directory
 from study.settings import MeasuredModel, Study
-from train.command import UserError
-from train.config import RunConfig, dump_run, load_run
+from train.config import RunConfig
 from train.frozen import fingerprint
-from train.run_directory import CHECKPOINT_JSON, RunDirectory, step_name, write_json
+from train.run_directory import CHECKPOINT_JSON, RunDirectory, step_name
 
 MLFLOW_STORE = "mlflow.db"
 CURVATURE_SPEC = "hutchinson"
-FIGURES = ("quantization_error", "kl_divergence", "validation_loss", "averages", "full_against_quantized", "curvature")
-FIGURE_FILES = tuple(f"figures/{name}.png" for name in FIGURES)
+FIGURES = (
+    *("quantization_error", "kl_divergence", "validation_loss", "averages", "methods", "blocks"),
+    *("full_against_quantized", "curvature"),
+)
 CORPUS = "data/corpus"
 CHECKPOINTS_PER_PROCESS = 5  # a process spends some seconds on its imports, as much as one tiny checkpoint takes
 COMMAND_PROMPT = "$ "  # begins the line that a log shows before each attempt
@@ -135,6 +136,14 @@ def curvature_result(run: str, model: MeasuredModel) -> str:
     return str(result_directory(hf_directory(run, model), "curvature", CURVATURE_SPEC) / RESULT_JSON)
 
 
+def blocks_result(run: RunConfig, spec: str) -> str:
+    """Path below the study of the result of the last checkpoint block by block: STUDY/RUN/hf/STEP/blocks/SPEC.
+
+    Not below quant/, where the same spec has its result as at every other checkpoint.
+    """
+    return str(hf_directory(run.name, MeasuredModel(run.total_steps)) / "blocks" / spec / RESULT_JSON)
+
+
 def _measuring_steps(study: Study, run: RunConfig) -> list[Step]:
     """Export of a run's checkpoints, its soups, then their measurements, some checkpoints to a process.
 
@@ -164,14 +173,34 @@ def _measuring_steps(study: Study, run: RunConfig) -> list[Step]:
         results = tuple(quantization_result(run.name, model, spec) for model in quantized for spec in specs)
         curvatures = tuple(curvature_result(run.name, model) for model in curved)
         made = (export.name, *(soups[model].name for model in quantized if model.soup_of))
-        for kind, measured, command, outputs, reads in (
-            ("quantize", quantized, _quantizing, results, (*made, *texts)),
-            ("curvature", curved, _curving, curvatures, (export.name, texts[1])),
+        for kind, measured, outputs, reads in (
+            ("quantize", quantized, results, (*made, *texts)),
+            ("curvature", curved, curvatures, (export.name, texts[1])),
         ):
             directories = [f"{{study}}/{hf_directory(run.name, model)}" for model in measured]
+            command = _quantizing(study, directories, specs) if kind == "quantize" else _curving(study, directories)
             name, seconds = f"{kind}-{run.name}-{step_name(chosen[0])}", 5.0 + 5.0 * len(measured)
-            arguments = command(study, directories)
-            steps.append(Step(name, kind, arguments, outputs, reads, run.name, expected_seconds=seconds))
+            steps.append(Step(name, kind, command, outputs, reads, run.name, expected_seconds=seconds))
+    return steps + _end_steps(study, run, (export.name, *texts))
+
+
+def _end_steps(study: Study, run: RunConfig, reads: tuple[str, ...]) -> list[Step]:
+    """What is measured of a run's last checkpoint alone: further methods, and the first spec block by block."""
+    settings, last, steps = study.quantization, MeasuredModel(run.total_steps), []
+    directories = [f"{{study}}/{hf_directory(run.name, last)}"]
+    if settings.methods:
+        command = _quantizing(study, directories, settings.methods)
+        results = tuple(quantization_result(run.name, last, spec) for spec in settings.methods)
+        seconds = 10.0 + 10.0 * len(settings.methods)
+        steps.append(
+            Step(f"methods-{run.name}", "methods", command, results, reads, run.name, expected_seconds=seconds)
+        )
+    if settings.per_block:
+        spec = settings.specs[0]
+        result = blocks_result(run, spec)
+        command = _quantizing(study, directories, (spec,))
+        command += ("--per-block", "--out", f"{{study}}/{Path(result).parent}")
+        steps.append(Step(f"blocks-{run.name}", "blocks", command, (result,), reads, run.name, expected_seconds=15.0))
     return steps
 
 
@@ -190,10 +219,10 @@ def _soup_step(run: RunConfig, soup: MeasuredModel, export: str) -> Step:
     )
 
 
-def _quantizing(study: Study, models: list[str]) -> tuple[str, ...]:
+def _quantizing(study: Study, models: list[str], specs: tuple[str, ...]) -> tuple[str, ...]:
     settings = study.quantization
     command = _python("quant_eval", "run", *models)
-    for spec in settings.specs:
+    for spec in specs:
         command += ("--spec", spec)
     command += ("--calibration", "{study}/data/train", "--eval", "{study}/data/held_out")
     command += ("--calibration-sequences", str(settings.calibration_sequences))
@@ -213,10 +242,14 @@ def steps_of(study: Study) -> list[Step]:
     steps += [_train_step(study, run) for run in study.runs]
     for run in study.runs:
         steps += _measuring_steps(study, run)
-    measured = tuple(step.name for step in steps if step.kind in ("train", "quantize", "curvature"))
+
+    def of_kinds(*kinds: str) -> tuple[str, ...]:
+        return tuple(step.name for step in steps if step.kind in kinds)
+
+    compared = of_kinds("quantize", "methods", "blocks")  # the report reads their losses document by document
     last = [
-        ("collect", ("table.parquet",), measured, 3.0),
-        ("report", ("report.html", *FIGURE_FILES), ("collect",), 5.0),
+        ("collect", ("table.parquet",), of_kinds("train", "quantize", "methods", "curvature"), 3.0),
+        ("report", ("report.html", *figures_of(study).values()), ("collect", *compared), 10.0),
         ("mirror", ("mlflow.json", f"../{MLFLOW_STORE}"), ("collect", "report"), 15.0),
     ]
     for kind, outputs, after, seconds in last:
@@ -226,20 +259,11 @@ def steps_of(study: Study) -> list[Step]:
     return steps
 
 
-def write_run_configurations(directory: Path, study: Study) -> None:
-    """Writes RUN/run.json of every run; UserError where a name already belongs to another configuration."""
-    paths = {run.name: RunDirectory(directory / run.name).run_json for run in study.runs}
-    missing = [run for run in study.runs if not paths[run.name].exists()]
-    for run in study.runs:
-        path = paths[run.name]
-        if run not in missing and load_run(path) != run:
-            raise UserError(
-                f"{path} holds another configuration than recipe {study.name}; a run's name is used once: remove "
-                f"{path.parent} to train it again, or choose another --root"
-            )
-    for run in missing:
-        paths[run.name].parent.mkdir(parents=True, exist_ok=True)
-        write_json(paths[run.name], dump_run(run))
+def figures_of(study: Study) -> dict[str, str]:
+    """Name -> path below the study of every figure that it has something to show in, in the order of the report."""
+    settings = study.quantization
+    without = {"methods": not settings.methods, "blocks": not settings.per_block}
+    return {name: f"figures/{name}.png" for name in FIGURES if not without.get(name)}
 
 
 def log_path(directory: Path, step: Step) -> Path:

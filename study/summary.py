@@ -1,13 +1,16 @@
-"""What the table says in a few numbers and sentences: a row per run, and findings only where intervals lie apart."""
+"""What the table says in a few numbers and sentences: a row per run, and findings only where models are told apart."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from study.collect import trained
+from study.paired import Order, Paired, Row, Verdict
 from study.settings import Study, spec_title
 
 Rows = list[dict[str, Any]]
+TRACE = "curvature/trace"
 
 
 @dataclass(frozen=True)
@@ -29,18 +32,16 @@ class RunSummary:
 
     Attributes:
         label: the peak learning rate.
-        loss: full-precision loss of the last checkpoint on the evaluation text, nats per token.
-        before: per measurement, the last checkpoint before the anneal.
-        after: per measurement, the last checkpoint of the run.
+        first: row of the last checkpoint before the anneal; None where there is none.
+        last: row of the last checkpoint of the run.
     """
 
     label: str
-    loss: Estimate | None
-    before: dict[str, Estimate | None]
-    after: dict[str, Estimate | None]
+    first: Row | None
+    last: Row | None
 
 
-def estimate(row: dict[str, Any] | None, column: str) -> Estimate | None:
+def estimate(row: Row | None, column: str) -> Estimate | None:
     """A column of a row with its `_low` and `_high`; the trace with two standard errors on either side."""
     if row is None or row[column] is None:
         return None
@@ -53,90 +54,109 @@ def estimate(row: dict[str, Any] | None, column: str) -> Estimate | None:
 
 def summarize(study: Study, rows: Rows) -> list[RunSummary]:
     """One summary per run, by rising peak learning rate."""
-    figures = ("relative_error", "kl_divergence")
-    columns = [f"quant/{spec}/{figure}" for spec in study.quantization.specs for figure in figures]
-    columns.append("curvature/trace")
     summaries = []
     for run in sorted(study.runs, key=lambda run: run.optimizer.peak_lr):
         own = {row["step"]: row for row in trained(rows) if row["run"] == run.name}
         stable = [row for row in own.values() if row["phase"] == "stable"]
-        first, last = stable[-1] if stable and run.schedule.anneal else None, own.get(run.total_steps)
-        summaries.append(
-            RunSummary(
-                label=f"{run.optimizer.peak_lr:g}",
-                loss=estimate(last, f"quant/{study.quantization.specs[0]}/cross_entropy"),
-                before={column: estimate(first, column) for column in columns},
-                after={column: estimate(last, column) for column in columns},
-            )
-        )
+        first = stable[-1] if stable and run.schedule.anneal else None
+        summaries.append(RunSummary(study.label_of(run), first, own.get(run.total_steps)))
     return summaries
 
 
-def listed(labels: list[str]) -> str:
+def listed(labels: Sequence[str]) -> str:
     """'a, b and c'."""
     return ", ".join(labels[:-1]) + f" and {labels[-1]}" if len(labels) > 1 else "".join(labels)
 
 
-def anneal_finding(summaries: list[RunSummary], column: str, quantity: str) -> str | None:
-    """Whether `quantity` rose or fell over the anneal, for the runs whose two intervals lie apart."""
-    rose: list[str] = []
-    fell: list[str] = []
-    unclear: list[str] = []
-    for summary in summaries:
-        before, after = summary.before[column], summary.after[column]
-        if before is None or after is None:
-            return None
-        group = rose if before.is_below(after) else fell if after.is_below(before) else unclear
-        group.append(summary.label)
-    parts = [
-        f"{verb} for peak learning rate{'s' if len(labels) > 1 else ''} {listed(labels)}"
-        for verb, labels in (("rose", rose), ("fell", fell))
-        if labels
-    ]
-    if unclear:
-        parts.append(f"shows no change beyond its intervals for {listed(unclear)}")
+def last_rows(summaries: list[RunSummary], column: str) -> dict[str, Row] | None:
+    """Label -> last row, where every run has one in which the column is measured; otherwise None."""
+    found = {summary.label: summary.last for summary in summaries if summary.last and summary.last[column] is not None}
+    return found if len(found) == len(summaries) else None
+
+
+def anneal_finding(changes: dict[str, Verdict], quantity: str) -> str:
+    """Whether `quantity` rose or fell over the anneal; `changes` has for each run how its end lies to its start."""
+    phrases = {
+        "higher": "rose for peak learning rate{} {}",
+        "lower": "fell for peak learning rate{} {}",
+        "not told apart": "shows no change for peak learning rate{} {} that could be told from none",
+    }
+    parts = []
+    for verdict, phrase in phrases.items():
+        labels = [label for label, found in changes.items() if found == verdict]
+        if labels:
+            parts.append(phrase.format("s" if len(labels) > 1 else "", listed(labels)))
     return f"Over the anneal, {quantity} {'; it '.join(parts)}."
 
 
-def order_finding(summaries: list[RunSummary], column: str, quantity: str) -> str | None:
-    """How `quantity` of the last checkpoints is ordered by peak learning rate, for pairs whose intervals lie apart."""
-    values = [(summary.label, summary.after[column]) for summary in summaries]
-    known = [(label, value) for label, value in values if value is not None]
-    if len(known) < len(values) or len(known) < 2:
-        return None
+def order_finding(order: Order, quantity: str) -> str:
+    """How `quantity` of the last checkpoints is ordered by peak learning rate, for the pairs that are told apart."""
     head = f"At the end of training, {quantity}"
-    if all(low.is_below(high) for (_, low), (_, high) in pairwise(known)):
+    labels = list(dict.fromkeys(label for pair in order for label in pair))
+    steps = {order[pair] for pair in pairwise(labels)}
+    if steps == {"higher"}:
         return f"{head} rises with every step of the peak learning rate."
-    if all(high.is_below(low) for (_, low), (_, high) in pairwise(known)):
+    if steps == {"lower"}:
         return f"{head} falls with every step of the peak learning rate."
-    apart = [
-        f"{label} below {other}"
-        for label, value in known
-        for other, other_value in known
-        if value.is_below(other_value)
-    ]
+    below = {"higher": "{0} below {1}", "lower": "{1} below {0}"}
+    apart = [below[verdict].format(*pair) for pair, verdict in order.items() if verdict in below]
     if not apart:
-        return f"{head} does not tell any two peak learning rates apart: all intervals overlap."
-    return f"{head} orders these peak learning rates: {listed(apart)}; the intervals of the other pairs overlap."
+        return f"{head} does not tell any two peak learning rates apart."
+    rest = "" if len(apart) == len(order) else "; the other pairs are not told apart"
+    return f"{head} orders these peak learning rates: {listed(apart)}{rest}."
 
 
-def loss_finding(summaries: list[RunSummary]) -> str | None:
-    """Which run ends with the lowest loss and which others its interval does not exclude."""
-    known = [(summary.label, summary.loss) for summary in summaries if summary.loss is not None]
-    if not known:
-        return None
-    label, best = min(known, key=lambda pair: pair[1].value)
-    rivals = [other for other, loss in known if other != label and not best.is_below(loss)]
-    rest = f"; the intervals of {listed(rivals)} overlap with it" if rivals else ", apart from all others"
-    return f"The lowest final loss is {best.value:.3f} nats per token, at a peak learning rate of {label}{rest}."
+def loss_finding(losses: dict[str, float], order: Order) -> str:
+    """Which run ends with the lowest loss, and which others are not told apart from it."""
+    best = min(losses, key=lambda label: losses[label])
+    rivals = [
+        second if first == best else first
+        for (first, second), verdict in order.items()
+        if best in (first, second) and verdict == "not told apart"
+    ]
+    rest = f"; {listed(rivals)} {'are' if len(rivals) > 1 else 'is'} not told apart from it" if rivals else ""
+    if len(losses) > 1 and not rivals:
+        rest = ", told apart from all others"
+    return f"The lowest final loss is {losses[best]:.3f} nats per token, at a peak learning rate of {best}{rest}."
 
 
-def findings(study: Study, summaries: list[RunSummary]) -> list[str]:
-    """Plain sentences that the numbers bear out."""
-    sentences = [loss_finding(summaries)]
+def findings(study: Study, summaries: list[RunSummary], paired: Paired) -> list[str]:
+    """Plain sentences that the numbers bear out, for what is measured of every run."""
+    spec = study.quantization.specs[0]
+    sentences = []
+    ends = last_rows(summaries, f"quant/{spec}/cross_entropy")
+    if ends:
+        losses = {label: row[f"quant/{spec}/cross_entropy"] for label, row in ends.items()}
+        sentences.append(loss_finding(losses, paired.order(ends, spec, "cross_entropy")))
     for spec in study.quantization.specs:
         for figure, name in (("relative_error", "quantization error"), ("kl_divergence", "KL divergence")):
             column, quantity = f"quant/{spec}/{figure}", f"the {name} ({spec_title(spec)})"
-            sentences += [anneal_finding(summaries, column, quantity), order_finding(summaries, column, quantity)]
-    sentences.append(anneal_finding(summaries, "curvature/trace", "the trace of the Hessian"))
-    return [sentence for sentence in sentences if sentence]
+            pairs = _both_ends(summaries, column)
+            if pairs:
+                verdicts = paired.verdicts(list(pairs.values()), spec, figure)
+                sentences.append(anneal_finding(dict(zip(pairs, verdicts, strict=True)), quantity))
+            ends = last_rows(summaries, column)
+            if ends and len(ends) > 1:
+                sentences.append(order_finding(paired.order(ends, spec, figure), quantity))
+    traces = _both_ends(summaries, TRACE)
+    if traces:
+        changes = {label: _apart(*(estimate(row, TRACE) for row in pair)) for label, pair in traces.items()}
+        sentences.append(anneal_finding(changes, "the trace of the Hessian"))
+    return sentences
+
+
+def _both_ends(summaries: list[RunSummary], column: str) -> dict[str, tuple[Row, Row]] | None:
+    """Label -> rows before and after the anneal, where every run has both; otherwise None."""
+    pairs = {
+        summary.label: (summary.first, summary.last)
+        for summary in summaries
+        if summary.first and summary.last and None not in (summary.first[column], summary.last[column])
+    }
+    return pairs if len(pairs) == len(summaries) else None
+
+
+def _apart(first: Estimate | None, second: Estimate | None) -> Verdict:
+    """How the second estimate lies to the first, if their intervals lie apart."""
+    assert first
+    assert second
+    return "higher" if first.is_below(second) else "lower" if second.is_below(first) else "not told apart"
