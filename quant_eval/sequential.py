@@ -173,7 +173,7 @@ class BlockQuantizer:
         sizes = [linear.out_features for linear in linears.values()]
         for name, rows_O4 in zip(linears, self._ranks.sum(sums_O4).split(sizes), strict=True):
             output, whole, weight, norm = rows_O4.sum(0).tolist()
-            self.errors.append(LinearError(name, output / whole, weight / norm))
+            self.errors.append(LinearError(name, _relative(output, whole, name), _relative(weight, norm, name)))
 
     def _round(self, weight_OI: Tensor, hessian_II: Tensor, name: str) -> Rounded:
         """Each rank rounds its share of the rows; all get all of them."""
@@ -202,3 +202,10 @@ def _hand_on(rounded: Rounded, linears: dict[str, nn.Linear], keep: Keep) -> Non
     parts = [part.cpu().split(sizes) for part in (rounded.codes_OI, rounded.scales_OG, rounded.zeros_OG)]
     for key, codes_OI, scales_OG, zeros_OG in zip(linears, *parts, strict=True):
         keep(f"{key}.weight", Rounded(codes_OI, scales_OG, zeros_OG, rounded.groups_I.cpu()))
+
+
+def _relative(error: float, whole: float, name: str) -> float:
+    """Their ratio; 0 for a linear of zeros, which is rounded to zeros."""
+    if error and not whole:
+        raise UserError(f"{name}: nothing comes out of it on the calibration text; check the checkpoint's weights")
+    return error / whole if whole else 0.0

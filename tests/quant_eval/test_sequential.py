@@ -1,10 +1,12 @@
 """The walk against full forward passes of a model into which the quantized weights are put one by one."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ckpt_tools.formats.hf_weights import HFWeights
@@ -124,6 +126,19 @@ def test_bf16_weights_stay_bf16(tmp_path, calibration):
     assert all(weight_OI.dtype == torch.bfloat16 for weight_OI in quantized.values())
     # 8 bits of a group's range and bf16's 8 significant bits are alike: steps of about 1e-2 of a typical weight.
     assert all(error.relative_output_error < 1e-3 for error in errors)
+
+
+def test_a_linear_of_zeros_is_kept_as_it_is(tmp_path, hf_dir, calibration):
+    """As some initialise what writes to the residual stream."""
+    directory = Path(shutil.copytree(hf_dir, tmp_path / "model"))
+    weights = load_file(directory / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj"
+    weights[f"{name}.weight"].zero_()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    quantized, errors, _ = quantize(directory, "gptq-b3-g16", calibration)
+    assert not quantized[name].any()
+    (error,) = (error for error in errors if error.name == name)
+    assert error.relative_output_error == error.relative_weight_error == 0
 
 
 def test_scratch_files_change_nothing_and_are_gone(hf_dir, calibration, tmp_path):
