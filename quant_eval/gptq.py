@@ -16,6 +16,7 @@ from train.command import UserError
 BLOCK_COLUMNS = 128
 # Rows are padded to whole vector registers: a row then rounds to the same bits whichever rows are computed with it.
 ROW_MULTIPLE = 64
+CHUNK_ROWS = 1024  # in float64 at a time
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,13 @@ class Preparation:
 
 def row_output_errors(weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor) -> tuple[Tensor, Tensor]:
     """Of each row w: (w - wq) H (w - wq)^T, GPTQ's objective (eq. 1) on the undamped H, and w H w^T; float64 [O]."""
-    difference_OI = weight_OI.double() - quantized_OI.double()
-    weight_OI = weight_OI.double()
-    return ((difference_OI @ hessian_II) * difference_OI).sum(1), ((weight_OI @ hessian_II) * weight_OI).sum(1)
+    errors, wholes = [weight_OI.new_empty(0, dtype=torch.float64)], [weight_OI.new_empty(0, dtype=torch.float64)]
+    for weight_CI, quantized_CI in zip(weight_OI.split(CHUNK_ROWS), quantized_OI.split(CHUNK_ROWS), strict=True):
+        whole_CI = weight_CI.double()
+        error_CI = whole_CI - quantized_CI.double()
+        errors.append(((error_CI @ hessian_II) * error_CI).sum(1))
+        wholes.append(((whole_CI @ hessian_II) * whole_CI).sum(1))
+    return torch.cat(errors), torch.cat(wholes)
 
 
 def relative_output_error(weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor) -> float:
@@ -103,17 +108,21 @@ def _factor(hessian_II: Tensor, added_I: Tensor, order_I: Tensor, name: str, dam
     reverse_I = order_I.flip(0)
     damped_II = hessian_II[reverse_I[:, None], reverse_I]
     damped_II.diagonal().add_(added_I[reverse_I])
+    size_I = damped_II.diagonal().sqrt()
     lower_II, failed_at = torch.linalg.cholesky_ex(damped_II)
-    root_I = lower_II.diagonal()
+    root_I = lower_II.diagonal().clone()
+    del damped_II  # of 11,008 inputs each of these takes 1 GB
     # F lower = diag(lower), both in reverse
     factor_II: Tensor = torch.linalg.solve_triangular(lower_II, root_I.diag(), upper=False, left=False)
-    noise_I = torch.finfo(torch.float64).eps * (factor_II.abs() @ damped_II.diagonal().sqrt()).square()
+    del lower_II
+    moved_I = torch.cat([part_II.abs() @ size_I for part_II in factor_II.split(CHUNK_ROWS)])
+    noise_I = torch.finfo(torch.float64).eps * moved_I.square()
     if bool(failed_at) or not bool((root_I.square() > noise_I).all()):
         raise UserError(
             f"{name}: the calibration Hessian with damping {damping:g} is not positive definite; "
             f"use a spec with a larger damp or more calibration sequences"
         )
-    return factor_II.flip(0, 1).float()
+    return factor_II.float().flip(0, 1)
 
 
 @torch.no_grad()

@@ -97,7 +97,9 @@ class BlockQuantizer:
             hessian = InputHessian(next(iter(groups[number].values())).in_features, device)
             for index in range(len(x)):
                 hessian.add(inputs(index))
-            self._quantize_group(block, groups[number], hessian, library[number] if library else None)
+            hessian_II = self._mean(hessian, next(iter(groups[number])))
+            del hessian  # the widest takes 1 GB at 7B
+            self._quantize_group(block, groups[number], hessian_II, library[number] if library else None)
 
         quantize(0, lambda index: block.attention_input(x.read(index, device)))
         attended = self._attended = self._attended or x.like(next(iter(groups[1].values())).in_features)
@@ -122,14 +124,16 @@ class BlockQuantizer:
             gated = block.gated(x.read(index, device))
             x.write(index, block.after_mlp(streams[-1].read(index, device), gated))
 
-    def _quantize_group(
-        self, block: Block, linears: dict[str, nn.Linear], hessian: InputHessian, given: dict[str, nn.Linear] | None
-    ) -> None:
-        """Quantizes linears that read the same input. One Hessian serves all: rows do not interact."""
-        name = next(iter(linears))
+    def _mean(self, hessian: InputHessian, name: str) -> Tensor:
+        """Over the tokens of all ranks."""
         self._ranks.sum(hessian.sum_II)
         hessian.tokens = int(self._ranks.sum(torch.tensor(hessian.tokens)))
-        hessian_II = hessian.mean(name)
+        return hessian.mean(name)
+
+    def _quantize_group(
+        self, block: Block, linears: dict[str, nn.Linear], hessian_II: Tensor, given: dict[str, nn.Linear] | None
+    ) -> None:
+        """Quantizes linears that read the same input. One Hessian serves all: rows do not interact."""
         if self.spec.method == "int8":
             from quant_eval.libraries.bitsandbytes import dense_weight, replace_linears
 
@@ -149,7 +153,7 @@ class BlockQuantizer:
             assert self.spec.group_size is not None
             dense_OI = nf4_dense(stacked_OI, self.spec.group_size)
         else:
-            rounded = self._round(stacked_OI, hessian_II, name)
+            rounded = self._round(stacked_OI, hessian_II, next(iter(linears)))
             dense_OI = rounded.dense()
             if self._keep:
                 _hand_on(rounded, linears, self._keep)
