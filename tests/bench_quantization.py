@@ -82,27 +82,32 @@ def timed(call: Callable[[], object]) -> Cost:
     return Cost(seconds, cpu_seconds, seconds_before, peak_mib, mib_before)
 
 
-def quantize_ours(hf_dir: Path, calibration_NL: Tensor, spec: QuantSpec) -> dict[str, Tensor]:
-    """This project's walk over the model, in every rank; the dense values of every linear, by parameter name."""
-    ranks, dense = start("cpu"), dict[str, Tensor]()
+def quantize_ours(hf_dir: Path, calibration_NL: Tensor, spec: QuantSpec, out: Path) -> None:
+    """This project's walk over the model, in every rank; rank 0 leaves a file of dense values for every block."""
+    ranks = start("cpu")
 
-    def keep(_: int, block: Block) -> None:
-        for group in block.linears():
-            dense.update({f"{name}.weight": linear.weight.detach().clone() for name, linear in group.items()})
+    def keep(index: int, block: Block) -> None:
+        linears = [linear for group in block.linears() for linear in group.items()]
+        if ranks.rank == 0:
+            save_file({f"{name}.weight": linear.weight for name, linear in linears}, out / f"{index}.safetensors")
 
     compute = ComputeSettings(dtype="fp32", batch_size=BATCH_SIZE, device="cpu", scratch=None)
     model = StreamedModel(hf_dir, HFWeights(hf_dir), torch.float32, ranks.device)
     walk(model, [Variant(spec, calibration_NL, finished=keep)], None, compute, ranks)
-    return dense
 
 
 def run_ours(place: Path, ids_NL: Tensor) -> Cost:
-    """Its loading counts as quantizing: it reads the model block by block."""
-    dense: dict[str, Tensor] = {}
+    """Its loading counts as quantizing, and so does its saving: both go block by block."""
+    name = f"ours-{os.environ.get('WORLD_SIZE', '1')}"
+    out = place / name
+    out.mkdir(exist_ok=True)
     spec = parse_spec(SPEC.replace("gptqmodel", "gptq"))
-    cost = timed(lambda: dense.update(quantize_ours(place / "model", ids_NL, spec)))
+    cost = timed(lambda: quantize_ours(place / "model", ids_NL, spec, out))
     if os.environ.get("RANK", "0") == "0":
-        save_file(dense, place / f"ours-{os.environ.get('WORLD_SIZE', '1')}.safetensors")
+        dense: dict[str, Tensor] = {}
+        for path in out.iterdir():
+            dense |= load_file(path)
+        save_file(dense, place / f"{name}.safetensors")
     return cost
 
 
