@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckpt_tools.formats.hf_weights import HFWeights
+from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf_model import identify
 from quant_eval.families import ARCHITECTURES
 from quant_eval.gptq_format.writer import CheckpointWriter
-from quant_eval.libraries.job import MODULES, WEIGHTS, Job, Report, run_job
+from quant_eval.libraries.job import MODULES, REPORT, WEIGHTS, Job, Report, run_job
 from quant_eval.losses import EvaluationSet, PairedLosses, evaluation_set
 from quant_eval.ranks import Ranks
 from quant_eval.saving import CHECKPOINT, prove_saved
@@ -25,8 +26,9 @@ from quant_eval.specs import QuantSpec
 from quant_eval.statistics import UNITS, figures_of
 from quant_eval.streamed import StreamedModel
 from quant_eval.texts import block_length, calibration_draw, check_apart, check_tokens, describe, open_text
-from quant_eval.walk import DTYPES, Overlaid, Variant, walk
+from quant_eval.walk import Overlaid, Variant, walk
 from train.command import UserError
+from train.corpus import Corpus
 from train.tracking import environment
 
 LIBRARY_WORK = "library"  # below a result's directory while another project's library is at work
@@ -46,7 +48,7 @@ def open_texts(
     """Opens and checks both texts; UserError if they do not fit the model or each other."""
     config = model.config
     first, second = (open_text(one.prefix, hf_dir, config.vocab_size) for one in (calibration, evaluation))
-    draws = calibration_draws(hf_dir, model, calibration)
+    draws = calibration_draws(first, model, calibration)
     length = block_length(evaluation.sequence_length, config)
     data = evaluation_set(second, length, evaluation.max_tokens, evaluation.documents)
     shared = check_apart(first, draws, second, data)
@@ -61,9 +63,8 @@ def open_texts(
     return Texts(draws, data, described)
 
 
-def calibration_draws(hf_dir: Path, model: StreamedModel, settings: CalibrationSettings) -> list[Tensor]:
+def calibration_draws(corpus: Corpus, model: StreamedModel, settings: CalibrationSettings) -> list[Tensor]:
     """The token ids of every draw, int64 [N, L]."""
-    corpus = open_text(settings.prefix, hf_dir, model.config.vocab_size)
     length = block_length(settings.sequence_length, model.config)
     draws = [calibration_draw(corpus, settings, length, draw, model.config) for draw in range(settings.seeds)]
     check_tokens(draws[0], {name: linear.in_features for name, linear in model.empty_linears().items()})
@@ -92,7 +93,7 @@ def library_model(
         )
         run_job(job)
     ranks.wait()
-    report = Report.model_validate_json((work / "out" / "report.json").read_text())
+    report = Report.model_validate_json((work / "out" / REPORT).read_text())
     weights = Overlaid(HFWeights(hf_dir), work / "out" / WEIGHTS)
     return StreamedModel(hf_dir, weights, DTYPES[compute.dtype], ranks.device), report
 

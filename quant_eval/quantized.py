@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ckpt_tools.formats.hf_weights import HFWeights
+from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf_model import load_hf_model
 from quant_eval.families import ARCHITECTURES
 from quant_eval.libraries.job import MODULES
@@ -15,7 +16,8 @@ from quant_eval.ranks import start
 from quant_eval.settings import CalibrationSettings, ComputeSettings
 from quant_eval.specs import QuantSpec
 from quant_eval.streamed import LAYERS, Block, StreamedModel
-from quant_eval.walk import DTYPES, Variant, walk
+from quant_eval.texts import open_text
+from quant_eval.walk import Variant, walk
 
 
 def quantized_model(
@@ -28,7 +30,8 @@ def quantized_model(
     ranks = start(compute.device)
     whole: Any = load_hf_model(hf_dir, DTYPES[compute.dtype], "sdpa", ARCHITECTURES)
     model = StreamedModel(hf_dir, HFWeights(hf_dir), DTYPES[compute.dtype], ranks.device)
-    (draw_NL,) = calibration_draws(hf_dir, model, calibration.model_copy(update={"seeds": 1}))
+    corpus = open_text(calibration.prefix, hf_dir, model.config.vocab_size)
+    (draw_NL,) = calibration_draws(corpus, model, calibration.model_copy(update={"seeds": 1}))
     layers = getattr(getattr(whole, model.family.decoder), LAYERS)
 
     def keep(index: int, block: Block) -> None:

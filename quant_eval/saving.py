@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckpt_tools.formats.weights import DTYPES
 from quant_eval.gptq_format.reader import SavedWeights
 from quant_eval.gptq_format.reload import reload_with_gptqmodel
 from quant_eval.losses import EvaluationSet, PairedLosses, paired_losses
 from quant_eval.ranks import Ranks
 from quant_eval.settings import ComputeSettings
 from quant_eval.streamed import StreamedModel
-from quant_eval.walk import DTYPES, evaluated_stream
+from quant_eval.walk import evaluated_stream
 from train.command import UserError
 
 CHECKPOINT = "checkpoint"  # below a result's directory

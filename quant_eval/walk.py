@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ckpt_tools.formats.hf_weights import read_header
-from ckpt_tools.formats.weights import Described, FileTensor, Weights
+from ckpt_tools.formats.weights import DTYPES, Described, FileTensor, Weights
 from quant_eval.activations import Activations
 from quant_eval.losses import EvaluationSet, PairedLosses, paired_losses
 from quant_eval.ranks import Ranks
@@ -23,7 +23,6 @@ from quant_eval.specs import QuantSpec
 from quant_eval.streamed import Block, StreamedModel
 from train.command import Progress
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Finished = Callable[[int, Block], None]
 
 

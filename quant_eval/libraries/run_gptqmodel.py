@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf_model import load_hf_model, read_hf_config
 from quant_eval.families import ARCHITECTURES, family_of
 from quant_eval.libraries.job import REPORT, WEIGHTS, Job, LayerReport, Report
@@ -35,7 +36,6 @@ from train.run_directory import write_json
 # Found right linear by linear. Olmo is not: gptqmodel does not know the order of its linears, and calibrates o_proj and
 # down_proj on inputs from before q_proj and gate_proj were rounded.
 RIGHT = ("Olmo2ForCausalLM", "LlamaForCausalLM", "GPTNeoXForCausalLM", "SmolLM3ForCausalLM", "ApertusForCausalLM")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DROPPED_TOKENS = 10  # gptqmodel leaves out sequences of up to so many tokens, whatever it is told
 ENVIRONMENT = {
     "GPTQMODEL_CPU_WORKERS": "2",  # the fewest it starts with; on its own it takes as many as there are cores

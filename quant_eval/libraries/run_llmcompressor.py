@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf_model import load_hf_model
 from quant_eval.libraries.awq_mappings import (
     ARCHITECTURES,
@@ -44,7 +45,6 @@ from train.command import UserError, run_command
 from train.run_directory import write_json
 
 SCALES = "scales.safetensors"  # of every fold, by the name of the smoothed layer
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HARMLESS = ("No accelerator available!", "Disabling tokenizer parallelism")  # starts of warnings that change nothing
 # The library's own: s = 1, and x^r / w^(1 - r) for 19 ratios r, with x and w the mean sizes of inputs and weights.
 GRID: dict[str, Any] = {"duo_scaling": True, "n_grid": 20}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf_model import identify, load_hf_model
 from quant_eval.families import ARCHITECTURES
 from quant_eval.settings import CalibrationSettings
@@ -19,8 +20,6 @@ from quant_eval.tasks.settings import TaskSettings
 from quant_eval.texts import describe, open_text
 from train.command import UserError
 from train.tracking import environment
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def measure_tasks(

@@ -10,13 +10,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ckpt_tools.formats.hf_weights import HFWeights
+from ckpt_tools.formats.weights import DTYPES
 from quant_eval.gptq import gptq, prepare
 from quant_eval.grid import round_to_nearest
 from quant_eval.ranks import Ranks
 from quant_eval.settings import ComputeSettings
 from quant_eval.specs import parse_spec
 from quant_eval.streamed import StreamedModel
-from quant_eval.walk import DTYPES, Variant, walk
+from quant_eval.walk import Variant, walk
 from tests.conftest import make_hf_directory
 from tests.quant_eval.models import ARCHITECTURES, make_model
 from train.command import UserError
