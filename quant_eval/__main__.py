@@ -68,9 +68,9 @@ def run(
     specs = [parse_spec(text) for text in spec]
     outs = result_directories(hf_dirs, "quant", [one.name for one in specs], out)
 
+    from ckpt_tools.ranks import start
     from quant_eval.families import ARCHITECTURES
     from quant_eval.measurement import measure
-    from quant_eval.ranks import start
     from quant_eval.settings import CalibrationSettings, ComputeSettings, EvaluationSettings
 
     for hf_dir in hf_dirs:  # not after minutes on the ones before it

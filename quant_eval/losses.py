@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ckpt_tools.ranks import Ranks
 from quant_eval.activations import Activations
-from quant_eval.ranks import Ranks
 from train.command import Progress, UserError
 from train.corpus import Corpus
 

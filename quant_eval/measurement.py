@@ -15,11 +15,11 @@ from torch import Tensor
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf_model import identify
+from ckpt_tools.ranks import Ranks
 from quant_eval.families import ARCHITECTURES
 from quant_eval.gptq_format.writer import CheckpointWriter
 from quant_eval.libraries.job import MODULES, REPORT, WEIGHTS, Job, Report, run_job
 from quant_eval.losses import EvaluationSet, PairedLosses, evaluation_set
-from quant_eval.ranks import Ranks
 from quant_eval.saving import CHECKPOINT, prove_saved
 from quant_eval.settings import CalibrationSettings, ComputeSettings, EvaluationSettings
 from quant_eval.specs import QuantSpec

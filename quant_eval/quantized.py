@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf_model import load_hf_model
+from ckpt_tools.ranks import start
 from quant_eval.families import ARCHITECTURES
 from quant_eval.libraries.job import MODULES
 from quant_eval.measurement import calibration_draws, library_model
-from quant_eval.ranks import start
 from quant_eval.settings import CalibrationSettings, ComputeSettings
 from quant_eval.specs import QuantSpec
 from quant_eval.streamed import LAYERS, Block, StreamedModel

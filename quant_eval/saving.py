@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from ckpt_tools.formats.weights import DTYPES
+from ckpt_tools.ranks import Ranks
 from quant_eval.gptq_format.reader import SavedWeights
 from quant_eval.gptq_format.reload import reload_with_gptqmodel
 from quant_eval.losses import EvaluationSet, PairedLosses, paired_losses
-from quant_eval.ranks import Ranks
 from quant_eval.settings import ComputeSettings
 from quant_eval.streamed import StreamedModel
 from quant_eval.walk import evaluated_stream

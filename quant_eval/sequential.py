@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckpt_tools.ranks import Ranks
 from quant_eval.activations import Activations
 from quant_eval.gptq import gptq, prepare, row_output_errors
 from quant_eval.grid import Rounded, round_to_nearest
 from quant_eval.hessian import InputHessian
-from quant_eval.ranks import Ranks
 from quant_eval.specs import QuantSpec
 from quant_eval.streamed import Block, StreamedModel
 from train.command import UserError

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ckpt_tools.formats.hf_weights import read_header
 from ckpt_tools.formats.weights import DTYPES, Described, FileTensor, Weights
+from ckpt_tools.ranks import Ranks
 from quant_eval.activations import Activations
 from quant_eval.losses import EvaluationSet, PairedLosses, paired_losses
-from quant_eval.ranks import Ranks
 from quant_eval.sequential import BlockQuantizer, Keep, check_groups
 from quant_eval.settings import ComputeSettings
 from quant_eval.specs import QuantSpec

@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader
 
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.hf_model import load_hf_model
+from ckpt_tools.ranks import start
 from quant_eval.libraries.job import WEIGHTS, Job
-from quant_eval.ranks import start
 from quant_eval.settings import ComputeSettings
 from quant_eval.specs import QuantSpec, parse_spec
 from quant_eval.streamed import Block, StreamedModel

@@ -6,9 +6,9 @@ import torch
 
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.hf_model import load_hf_model
+from ckpt_tools.ranks import Ranks
 from quant_eval.measurement import measure
 from quant_eval.quantized import quantized_model
-from quant_eval.ranks import Ranks
 from quant_eval.settings import CalibrationSettings, ComputeSettings, EvaluationSettings
 from quant_eval.specs import parse_spec
 from quant_eval.streamed import StreamedModel

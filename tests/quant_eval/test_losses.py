@@ -9,8 +9,8 @@ from torch.distributions import Categorical, kl_divergence
 
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.hf_model import load_hf_model
+from ckpt_tools.ranks import Ranks
 from quant_eval.losses import evaluation_set, paired_losses
-from quant_eval.ranks import Ranks
 from quant_eval.settings import ComputeSettings
 from quant_eval.streamed import StreamedModel
 from quant_eval.walk import Stream

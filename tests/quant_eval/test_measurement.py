@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from ckpt_tools.ranks import Ranks
 from quant_eval.libraries.job import Report, run_job
 from quant_eval.measurement import measure
-from quant_eval.ranks import Ranks
 from quant_eval.settings import CalibrationSettings, ComputeSettings, EvaluationSettings
 from quant_eval.specs import parse_spec
 from tests.quant_eval.models import make_model

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from ckpt_tools.ranks import Ranks, start
 from quant_eval.gptq_format.reader import SavedWeights
-from quant_eval.ranks import Ranks, start
 from tests.quant_eval.models import make_model
 from tests.runs import execute, torchrun
 from train.command import UserError

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
+from ckpt_tools.ranks import Ranks
 from quant_eval.gptq import gptq, prepare
 from quant_eval.grid import round_to_nearest
-from quant_eval.ranks import Ranks
 from quant_eval.settings import ComputeSettings
 from quant_eval.specs import parse_spec
 from quant_eval.streamed import StreamedModel

@@ -123,8 +123,8 @@ def test_what_has_no_blocks_is_refused(study_dir, tmp_path):
 
 def test_a_real_result_is_drawn_and_equals_the_one_without_blocks(hf_dir, train_prefix, held_out_prefix, tmp_path):
     """quant_eval's own result: of the spec itself --per-block changes nothing."""
+    from ckpt_tools.ranks import start
     from quant_eval.measurement import measure
-    from quant_eval.ranks import start
     from quant_eval.specs import parse_spec
 
     calibration = CalibrationSettings(prefix=train_prefix, sequences=16, sequence_length=32, seed=0)
