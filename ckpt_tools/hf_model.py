@@ -14,7 +14,6 @@ from train.command import UserError
 from train.run_directory import sha256_of, verify_files
 
 EXPORTED_ARCHITECTURES = ("Olmo2ForCausalLM", "LlamaForCausalLM", "GPTNeoXForCausalLM")
-MEASURED_ARCHITECTURES = ("Olmo2ForCausalLM",)  # that curvature spells out
 
 
 def quiet_transformers() -> None:
@@ -23,7 +22,7 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] = MEASURED_ARCHITECTURES) -> dict[str, Any]:
+def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] | None = None) -> dict[str, Any]:
     """config.json of an HF directory; UserError if it is none or of an architecture not in `architectures`."""
     path = hf_dir / "config.json"
     try:
@@ -35,22 +34,28 @@ def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] = MEASURED_ARCHI
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no JSON object; export the checkpoint again")
     held = config.get("architectures") or ["none"]
-    if held[0] not in architectures:
+    if architectures is not None and held[0] not in architectures:
         raise UserError(f"{hf_dir} holds a {held[0]}; give one of {', '.join(architectures)}")
     return dict(config)
 
 
-def identify(hf_dir: Path, architectures: tuple[str, ...] = MEASURED_ARCHITECTURES) -> dict[str, Any]:
+def identify(hf_dir: Path, architectures: tuple[str, ...] | None = None) -> dict[str, Any]:
     """What a result says about its model: path, SHA-256 of every weight file, and the lineage where there is one.
 
     Raises:
-        UserError: a file that the lineage names is missing or was changed, or the architecture is another.
+        UserError: a file that the lineage names is missing or was changed, the architecture is another, or the
+            directory is an export that was not proven to compute what its training engine did.
     """
     read_hf_config(hf_dir, architectures)
     weights = sorted(hf_dir.glob("*.safetensors"))
     if not weights:
         raise UserError(f"{hf_dir} holds no .safetensors weights; give a complete HF directory")
     lineage, files = read_lineage(hf_dir) or (None, {})
+    if lineage and lineage.get("kind") == "export" and not lineage.get("parity"):
+        raise UserError(
+            f"{hf_dir} was not proven to compute what its training engine did (lineage.json has no parity); remove it "
+            f"and export the checkpoint again"
+        )
     verify_files(hf_dir, files, "export the checkpoint again")
     weights_sha256 = {path.name: files[path.name].sha256 if path.name in files else sha256_of(path) for path in weights}
     identity: dict[str, Any] = {"path": str(hf_dir), "weights_sha256": weights_sha256}
@@ -63,7 +68,7 @@ def load_hf_model(
     hf_dir: Path,
     dtype: torch.dtype,
     attention: str = "eager",
-    architectures: tuple[str, ...] = MEASURED_ARCHITECTURES,
+    architectures: tuple[str, ...] | None = None,
 ) -> PreTrainedModel:
     """The causal language model of an HF directory in eval mode, every weight loaded from it and none left over."""
     read_hf_config(hf_dir, architectures)

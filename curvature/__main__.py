@@ -1,4 +1,4 @@
-"""python -m curvature: trace and top eigenvalue of the loss Hessian of an HF model."""
+"""`python -m curvature`: the sharpness of the loss of HF language models, with its errors."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,10 +7,12 @@ import typer
 from pydantic import ValidationError
 
 from ckpt_tools.hf_directory import RESULT_JSON, result_directories, write_result
-from train.command import UserError, explain_validation, one_process_only, run_command
+from curvature.comparing import compare_command
+from curvature.slices.command import slice_command
+from curvature.step.command import step_command
+from train.command import UserError, explain_validation, run_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-SPECS = ("hutchinson",)
 
 
 @app.callback()
@@ -20,59 +22,111 @@ def main() -> None:
 
 @app.command()
 def run(
-    hf_dirs: Annotated[list[Path], typer.Argument(help="HF directories of OLMo2s, measured one after the other.")],
-    spec: Annotated[str, typer.Option(help="What to measure: hutchinson (trace and largest eigenvalue).")],
+    hf_dirs: Annotated[list[Path], typer.Argument(help="HF directories, measured one after the other.")],
+    spec: Annotated[
+        str, typer.Option(help="hutchinson, lanczos, power (as arXiv:2510.06213), or hutch++ or xtrace (small models).")
+    ],
     data: Annotated[Path, typer.Option(help="Prefix of the token files made by 'python -m train prepare'.")],
     out: Annotated[
         Path | None, typer.Option(help="Directory of result.json.", show_default="HF_DIR/curvature/SPEC")
     ] = None,
-    pairs: Annotated[int, typer.Option(help="(probe, microbatch) pairs behind the trace, 2 or more.")] = 32,
-    microbatch_sequences: Annotated[int, typer.Option(help="Sequences of one Hessian product.")] = 2,
+    pairs: Annotated[int | None, typer.Option(help="hutchinson: pairs of a probe and a microbatch, at most.")] = None,
+    probes_per_microbatch: Annotated[int | None, typer.Option(help="hutchinson: probes on each microbatch.")] = None,
+    relative_error: Annotated[
+        float | None, typer.Option(help="hutchinson: stop when standard error / |trace| is no more.")
+    ] = None,
+    norm_pairs: Annotated[int | None, typer.Option(help="hutchinson: pairs with probes of the norms alone.")] = None,
+    companion_pairs: Annotated[
+        int | None, typer.Option(help="hutchinson: microbatches of the Gauss-Newton and Fisher traces.")
+    ] = None,
+    products: Annotated[int | None, typer.Option(help="hutch++, xtrace: Hessian products of the trace.")] = None,
+    probes: Annotated[int | None, typer.Option(help="power: probes of the trace.")] = None,
+    largest: Annotated[int | None, typer.Option(help="lanczos: largest eigenvalues.")] = None,
+    smallest: Annotated[int | None, typer.Option(help="lanczos: smallest eigenvalues.")] = None,
+    starts: Annotated[int | None, typer.Option(help="lanczos: start vectors of the density.")] = None,
+    steps: Annotated[int | None, typer.Option(help="lanczos: steps of each of them.")] = None,
+    fixed_sequences: Annotated[int | None, typer.Option(help="Sequences of the fixed batch of eigenvalues.")] = None,
+    max_iterations: Annotated[int | None, typer.Option(help="Iterations on the fixed batch at most.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="|Hx - lambda x| / |lambda| that counts as converged.")
+    ] = None,
+    microbatch_sequences: Annotated[int | None, typer.Option(help="Sequences of one Hessian product.")] = None,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens; by default the model's context.")] = None,
-    eigen_sequences: Annotated[int, typer.Option(help="Sequences of the fixed batch of the top eigenvalue.")] = 8,
-    max_iterations: Annotated[int, typer.Option(help="Products on the fixed batch at most.")] = 50,
-    tolerance: Annotated[float, typer.Option(help="|Hx - lambda x| / |lambda| that counts as converged.")] = 1e-3,
-    seed: Annotated[int, typer.Option(help="Of the probes and of the order of the sequences.")] = 0,
-    route: Annotated[str, typer.Option(help="Hessian products: dual (exact) or finite-difference.")] = "dual",
-    checkpointing: Annotated[bool, typer.Option(help="Keep only the layers' inputs: slower, far less memory.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Of the probes and of the order of the sequences.")] = None,
+    level: Annotated[float | None, typer.Option(help="Coverage of the intervals.")] = None,
+    route: Annotated[str | None, typer.Option(help="Products: dual (exact) or finite-difference.")] = None,
+    attention: Annotated[str | None, typer.Option(help="finite-difference: transformers' kernel.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32 or bf16, of the dual layers' matrices.")] = None,
+    checkpointing: Annotated[
+        bool | None, typer.Option("--checkpointing", help="Keep only the blocks' inputs: slower, far less memory.")
+    ] = None,
+    sharding: Annotated[
+        str | None, typer.Option(help="none: ranks share the pairs; fsdp: they share the model.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    vectors: Annotated[str | None, typer.Option(help="device or host: where vectors over all weights lie.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what it would cost; config.json is enough.")
+    ] = False,
+    world_size: Annotated[int | None, typer.Option(help="--dry-run: GPUs.", show_default="1")] = None,
+    gpu: Annotated[str | None, typer.Option(help="--dry-run: h100, h200 or a100.", show_default="h100")] = None,
+    mfu: Annotated[
+        float | None, typer.Option(help="--dry-run: share of the GPU's peak that is reached.", show_default="0.4")
+    ] = None,
 ) -> None:
-    """Measures trace and largest eigenvalue of the Hessian of the mean loss per token.
+    """Writes result.json: trace and eigenvalues of the Hessian of the mean loss per token, with their errors.
+
+    The settings' defaults are those of the spec. Under torchrun all processes share the work.
 
     Example: python -m curvature run hf/step00000400 --spec hutchinson --data data/held_out
     """
-    from ckpt_tools.hf_model import read_hf_config
-    from curvature.measure import HutchinsonSpec, measure  # transformers takes seconds, --help should not
+    of_the_command = ("hf_dirs", "spec", "data", "out", "dry_run", "world_size", "gpu", "mfu")
+    given = {k: v for k, v in locals().items() if k not in (*of_the_command, "of_the_command") and v is not None}
+    directories = [group[0] for group in result_directories(hf_dirs, "curvature", [spec], [out] if out else None)]
+
+    from ckpt_tools.hf_model import read_hf_config  # torch and transformers take seconds, --help should not
+    from ckpt_tools.ranks import start
+    from curvature.measurement import measure
+    from curvature.settings import SPECS
 
     if spec not in SPECS:
         raise UserError(f"--spec '{spec}' is unknown; give one of: {', '.join(SPECS)}")
-    directories = result_directories(hf_dirs, "curvature", [spec], [out] if out else None)
-    one_process_only("curvature")
-    for hf_dir in hf_dirs:  # not after minutes on the ones before it
-        read_hf_config(hf_dir)
+    for name in sorted(given.keys() - SPECS[spec].model_fields.keys()):
+        raise UserError(f"--{name.replace('_', '-')} does not belong to --spec {spec}; leave it out")
     try:
-        settings = HutchinsonSpec(
-            name="hutchinson",
-            pairs=pairs,
-            microbatch_sequences=microbatch_sequences,
-            sequence_length=sequence_length,
-            eigen_sequences=eigen_sequences,
-            max_iterations=max_iterations,
-            tolerance=tolerance,
-            seed=seed,
-            route=route,  # type: ignore[arg-type]
-            checkpointing=checkpointing,
-        )
+        settings = SPECS[spec].model_validate(given | {"name": spec})
     except ValidationError as error:
         raise explain_validation("curvature run", error) from None
-    for hf_dir, (directory,) in zip(hf_dirs, directories, strict=True):
-        result = measure(hf_dir, settings, data)
-        write_result(directory, result)
-        trace, top = result["measured"]["trace"], result["measured"]["lambda_max"]
-        note = "" if top["converged"] else " (not converged)"
-        typer.echo(
-            f"trace {trace['mean']:.6g} +- {trace['standard_error']:.2g}  lambda_max {top['value']:.6g}{note}  "
-            f"loss {result['measured']['loss']:.4f} nats/token  -> {directory / RESULT_JSON}"
-        )
+    settings.check()
+    for hf_dir in hf_dirs:  # not after minutes on the ones before it
+        read_hf_config(hf_dir)
+    planned = {k: v for k, v in {"world_size": world_size, "gpu": gpu, "mfu": mfu}.items() if v is not None}
+    if planned and not dry_run:
+        raise UserError("--world-size, --gpu and --mfu belong to --dry-run; leave them out, or give it")
+    if dry_run:
+        from curvature.cost import cost_lines, estimate
+
+        plan = {"world_size": 1, "gpu": "h100", "mfu": 0.4} | planned
+        for hf_dir in hf_dirs:
+            cost = estimate(hf_dir, settings, **plan)  # type: ignore[arg-type]
+            typer.echo("\n".join([str(hf_dir), *cost_lines(cost, settings, **plan)]))  # type: ignore[arg-type]
+        return
+    ranks = start(settings.device)
+    for hf_dir, directory in zip(hf_dirs, directories, strict=True):
+        result = measure(hf_dir, settings, data, ranks)
+        if ranks.rank == 0:
+            write_result(directory, result)
+            trace, top = result["measured"]["trace"], result["measured"]["lambda_max"]
+            note = "" if top["converged"] else " (not converged)"
+            typer.echo(
+                f"trace {trace['mean']:.6g} +- {trace['standard_error']:.2g}  lambda_max {top['value']:.6g}{note}  "
+                f"loss {result['measured']['loss']:.4f} nats/token  -> {directory / RESULT_JSON}"
+            )
+
+
+app.command("step")(step_command)
+app.command("slice")(slice_command)
+app.command("compare")(compare_command)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,16 @@ A dual number is x + eps x_dot with eps^2 = 0 (Clifford 1873); carried through a
 yields the loss L and its directional derivative g.v. The derivative of g.v by the parameters is the Hessian-vector
 product Hv (Pearlmutter 1994, 'Fast exact multiplication by the Hessian'). All rules are ordinary differentiable torch
 code, so that second step is first-order reverse mode: no double backward, no forward AD, and any hook or checkpoint of
-autograd works. Nothing is cast: float64 parameters give float64 results.
+autograd works.
+
+Products of matrices are computed in the precision of the weights; norms, activations, softmax and losses in that
+precision too, but not below fp32. So float64 weights give float64 results, and bf16 ones what mixed precision means.
 
 Shapes: B sequences, S positions of a sequence, K key/value heads, G query heads per key/value head, E features of a
 head, I and O input and output features, N tokens (B x S), V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -33,35 +37,103 @@ class Dual(NamedTuple):
         """The sum; tuples would be joined."""
         return Dual(self.value + other.value, self.tangent + other.tangent)
 
+    def __mul__(self, other: Self) -> "Dual":  # type: ignore[override]
+        """The product entry by entry; a tuple would be repeated."""
+        return Dual(self.value * other.value, self.tangent * other.value + self.value * other.tangent)
 
-def rematerialised(function: Callable[..., Any], *arguments: Any) -> Any:
+
+def rematerialised(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Calls `function` and keeps only its arguments for the backward pass, which calls it again."""
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **named)
+
+
+def widened(x: Dual) -> Dual:
+    """In fp32, or in the precision it has if that is higher."""
+    return x.map(lambda t: t.to(torch.promote_types(t.dtype, torch.float32)))
 
 
 def linear(x: Dual, weight_OI: Dual) -> Dual:
     """The product y = x W' with y_dot = x_dot W' + x W_dot'."""
+    x = x.map(lambda t: t.to(weight_OI.value.dtype))
     tangent = F.linear(x.tangent, weight_OI.value) + F.linear(x.value, weight_OI.tangent)
     return Dual(F.linear(x.value, weight_OI.value), tangent)
 
 
-def rms_norm(x: Dual, weight: Dual, epsilon: float) -> Dual:
-    """The normed w n with n = x r, r = (mean x^2 + epsilon)^(-1/2) over the last axis (Zhang and Sennrich 2019).
+def normalised(x: Dual, epsilon: float) -> Dual:
+    """Divided by the root mean square of the last axis: n = x r with r = (mean x^2 + epsilon)^(-1/2).
 
     n_dot = r (x_dot - n mean(n x_dot)).
     """
+    x = widened(x)
     scale = torch.rsqrt(x.value.square().mean(-1, keepdim=True) + epsilon)
     normed = x.value * scale
-    normed_tangent = scale * (x.tangent - normed * (normed * x.tangent).mean(-1, keepdim=True))
-    return Dual(weight.value * normed, weight.tangent * normed + weight.value * normed_tangent)
+    return Dual(normed, scale * (x.tangent - normed * (normed * x.tangent).mean(-1, keepdim=True)))
+
+
+def standardised(x: Dual, epsilon: float) -> Dual:
+    """The part of a LayerNorm (Ba et al. 2016) that has no parameters: x less its mean, normalised."""
+    return normalised(widened(x).map(lambda t: t - t.mean(-1, keepdim=True)), epsilon)
+
+
+def rms_norm(x: Dual, weight: Dual, epsilon: float) -> Dual:
+    """The normed w n (Zhang and Sennrich 2019)."""
+    return weight * normalised(x, epsilon)
+
+
+def layer_norm(x: Dual, weight: Dual, bias: Dual, epsilon: float) -> Dual:
+    """The LayerNorm of x (Ba et al. 2016)."""
+    return weight * standardised(x, epsilon) + bias
+
+
+def silu(x: Dual) -> Dual:
+    """The SiLU x s with s = sigmoid(x), of slope s + x s (1 - s) (Elfwing et al. 2018)."""
+    x = widened(x)
+    sigmoid = torch.sigmoid(x.value)
+    value = x.value * sigmoid
+    return Dual(value, (sigmoid + value * (1 - sigmoid)) * x.tangent)
 
 
 def swiglu(gate: Dual, up: Dual) -> Dual:
-    """silu(a) u with silu(a) = a s, s = sigmoid(a), silu'(a) = s + silu(a) (1 - s) (Shazeer 2020)."""
-    sigmoid = torch.sigmoid(gate.value)
-    silu = gate.value * sigmoid
-    slope = sigmoid + silu * (1 - sigmoid)
-    return Dual(silu * up.value, slope * gate.tangent * up.value + silu * up.tangent)
+    """silu(a) u (Shazeer 2020)."""
+    return silu(gate) * widened(up)
+
+
+def gelu(x: Dual) -> Dual:
+    """The exact GELU x Phi(x), of slope Phi(x) + x phi(x), Phi and phi of the normal law (Hendrycks, Gimpel 2016)."""
+    x = widened(x)
+    below = torch.special.ndtr(x.value)
+    density = torch.exp(-0.5 * x.value.square()) / math.sqrt(2 * math.pi)
+    return Dual(x.value * below, (below + x.value * density) * x.tangent)
+
+
+def softplus(x: Dual) -> Dual:
+    """log(1 + e^x), of slope sigmoid(x)."""
+    return Dual(F.softplus(x.value), torch.sigmoid(x.value) * x.tangent)
+
+
+def xielu(x: Dual, alpha_p: Dual, alpha_n: Dual, beta: Tensor, epsilon: Tensor) -> Dual:
+    """a_p x^2 + beta x where x > 0, a_n (e^x - 1 - x) + beta x elsewhere (Huang and Schlag 2024, arXiv 2411.13010).
+
+    a_p = softplus(alpha_p), a_n = beta + softplus(alpha_n). As in transformers' code, x above epsilon < 0 is epsilon in
+    e^x. The second derivative jumps at 0; a point there has the derivatives of the branch that gives its value.
+    """
+    x, alpha_p, alpha_n = widened(x), widened(alpha_p), widened(alpha_n)
+    held = x.value.clamp(max=epsilon)
+    bend = Dual(torch.expm1(held) - x.value, (torch.exp(held) * (x.value < epsilon) - 1) * x.tangent)
+    above = softplus(alpha_p) * x * x
+    scale = softplus(alpha_n)
+    below = Dual(scale.value + beta, scale.tangent) * bend
+    right = x.value > 0
+    bent = Dual(torch.where(right, above.value, below.value), torch.where(right, above.tangent, below.tangent))
+    return bent + x.map(lambda t: beta * t)
+
+
+def clipped(x: Dual, limit: float) -> Dual:
+    """The entries of x within +- limit, the others there and without derivative; an entry on the limit has slope 1.
+
+    The slope's jump at the limit is no part of the Hessian, but of a difference of gradients whose step crosses it.
+    """
+    return Dual(x.value.clamp(-limit, limit), x.tangent * (x.value.abs() <= limit))
 
 
 def _attend(query: Dual, key: Dual, value: Dual, first_query: int, scale: float) -> Dual:
@@ -69,10 +141,13 @@ def _attend(query: Dual, key: Dual, value: Dual, first_query: int, scale: float)
     keys = key.map(lambda t: t.transpose(-1, -2))
     scores = (query.value * scale) @ keys.value
     scores_tangent = (query.tangent * scale) @ keys.value + (query.value * scale) @ keys.tangent
+    dtype = scores.dtype
+    scores, scores_tangent = widened(Dual(scores, scores_tangent))
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(first_query + 1)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     centre = (weights * scores_tangent).sum(-1, keepdim=True)
-    weights_tangent = weights * (scores_tangent - centre)
+    weights_tangent = (weights * (scores_tangent - centre)).to(dtype)
+    weights = weights.to(dtype)
     return Dual(weights @ value.value, weights_tangent @ value.value + weights @ value.tangent)
 
 
@@ -98,11 +173,10 @@ def causal_attention(
 
 
 def _summed_cross_entropy(hidden_NI: Dual, weight_VI: Dual, labels_N: Tensor) -> Dual:
-    logits_NV = linear(hidden_NI, weight_VI)
+    logits_NV = widened(linear(hidden_NI, weight_VI))
     weights_NV = logits_NV.value.softmax(-1)
-    with (
-        torch.no_grad()
-    ):  # only the tangent is differentiated; logsumexp z = z_j - log p_j for every j, here the largest
+    # Only the tangent is differentiated; logsumexp z = z_j - log p_j for every j, here the largest.
+    with torch.no_grad():
         largest_N, index_N = logits_NV.value.max(-1, keepdim=True)
         log_total_N = largest_N - weights_NV.gather(-1, index_N).log()
         loss = (log_total_N - logits_NV.value.gather(-1, labels_N[:, None])).sum()
@@ -110,19 +184,19 @@ def _summed_cross_entropy(hidden_NI: Dual, weight_VI: Dual, labels_N: Tensor) ->
     return Dual(loss, expected - logits_NV.tangent.gather(-1, labels_N[:, None]).sum())
 
 
-def mean_cross_entropy(hidden_NI: Dual, weight_VI: Dual, labels_N: Tensor, *, tokens_per_chunk: int) -> Dual:
-    """Mean of -log softmax(W h)[label], nats per token; derivative mean(sum_V p z_dot - z_dot[label]), logits z.
+def summed_cross_entropy(hidden_NI: Dual, weight_VI: Dual, labels_N: Tensor, *, tokens_per_chunk: int) -> Dual:
+    """Sum over tokens of -log softmax(W h)[label], nats; derivative sum(sum_V p z_dot - z_dot[label]), logits z.
 
     Tokens go through in chunks; more than one chunk are rematerialised, so the N x V logits never lie in memory whole.
     The value carries no gradient, the tangent does.
     """
     num_tokens = len(labels_N)
     if num_tokens <= tokens_per_chunk:
-        return _summed_cross_entropy(hidden_NI, weight_VI, labels_N).map(lambda total: total / num_tokens)
+        return _summed_cross_entropy(hidden_NI, weight_VI, labels_N)
     sums = []
     for start in range(0, num_tokens, tokens_per_chunk):
         rows = slice(start, start + tokens_per_chunk)
         hidden = Dual(hidden_NI.value[rows], hidden_NI.tangent[rows])
         sums.append(rematerialised(_summed_cross_entropy, hidden, weight_VI, labels_N[rows]))
     values, tangents = zip(*sums, strict=True)
-    return Dual(torch.stack(values).sum() / num_tokens, torch.stack(tangents).sum() / num_tokens)
+    return Dual(torch.stack(values).sum(), torch.stack(tangents).sum())

@@ -5,17 +5,18 @@ the quadratic neighbourhood, and the right one differs by orders of magnitude be
 eigenvector. Here eps is set by what it does: |g+ - g-| / |g| = relative_change. In fp32 a change of 0.01 gives Hv to
 about 2e-4.
 
-Shapes: B sequences, S positions of a sequence, P parameters.
+Shapes: B sequences, S positions of a sequence, p parameters of this rank.
 """
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.func import functional_call
-from transformers import PreTrainedModel
+import math
 
-from curvature.olmo2 import HessianProduct
-from curvature.parameters import Parameters
+import torch
+from torch import Tensor
+
+from curvature.exact import HessianProduct, whole_gradient
+from curvature.model import CurvedModel
+from curvature.parameters import Probe
+from curvature.trace.hutchinson import Quadratic
 from train.command import UserError
 
 RELATIVE_CHANGE = 0.01
@@ -24,38 +25,57 @@ ACCEPTED_FACTOR = 2.0  # the change may miss its aim by this factor
 MAX_STEPS = 5
 
 
-class FiniteDifference:
-    """The Hessian of a causal language model's loss as an operator: (tokens, v) -> Hv, from differences of gradients.
+class DifferenceHessian:
+    """Products by differences of gradients.
 
     Args:
-        model: any HF causal language model in eval mode.
+        model: its parameters move while a product is computed, and are put back to the bit.
         relative_change: |g+ - g-| / |g| that sets the step.
     """
 
-    def __init__(self, model: PreTrainedModel, *, relative_change: float = RELATIVE_CHANGE) -> None:
-        self.parameters = Parameters(model)
+    def __init__(self, model: CurvedModel, *, relative_change: float = RELATIVE_CHANGE) -> None:
+        assert torch.finfo(model.parameters.dtype).bits >= 32, "a lower precision rounds the step away"
+        self.parameters = model.parameters
         self._model = model
         self._relative_change = relative_change
 
-    def __call__(self, tokens_BS1: Tensor, v_P: Tensor) -> HessianProduct:
-        """Hv and the loss over sequences of S inputs and S labels, int64 [B, S + 1].
+    def product(self, tokens_BS1: Tensor, v_p: Tensor) -> HessianProduct:
+        """Hv.
 
         Raises:
             UserError: no step changes the gradient by about the wanted amount.
         """
-        theta_P = self.parameters.join(self.parameters.weights.values()).detach()
-        gradient_P, loss = self._gradient(tokens_BS1, theta_P)
-        norm = float(gradient_P.norm())
-        step = TRIAL_STEP * float(theta_P.norm()) / float(v_P.norm())
+        theta_p = self.parameters.point()
+        try:
+            return self._product(tokens_BS1, theta_p, v_p)
+        finally:
+            self.parameters.move(theta_p)
+
+    def quadratic(self, tokens_BS1: Tensor, v_p: Tensor) -> Quadratic:
+        """v_t'(Hv)_t of every tensor t."""
+        loss, slope, hv_p = self.product(tokens_BS1, v_p)
+        return Quadratic(loss, slope, self.parameters.dots(v_p, hv_p))
+
+    def probed(self, tokens_BS1: Tensor, probe: Probe) -> Quadratic:
+        """The same for a probe."""
+        return self.quadratic(tokens_BS1, self.parameters.probe(probe))
+
+    def _product(self, tokens_BS1: Tensor, theta_p: Tensor, v_p: Tensor) -> HessianProduct:
+        loss, gradient_p = self._gradient(tokens_BS1)
+        slope = float(self.parameters.inner(v_p[None], gradient_p))
+        norm = self.parameters.norm(gradient_p)
+        step = TRIAL_STEP * self.parameters.norm(theta_p) / self.parameters.norm(v_p)
+        change = math.nan
         for _ in range(MAX_STEPS):
-            ahead_P, _ = self._gradient(tokens_BS1, theta_P + step * v_P)
-            behind_P, _ = self._gradient(tokens_BS1, theta_P - step * v_P)
-            difference_P = ahead_P - behind_P
-            change = float(difference_P.norm()) / norm if norm else float("nan")
+            self.parameters.move(theta_p + step * v_p)
+            _, difference_p = self._gradient(tokens_BS1)
+            self.parameters.move(theta_p - step * v_p)
+            difference_p -= self._gradient(tokens_BS1)[1]
+            change = self.parameters.norm(difference_p) / norm if norm else math.nan
             ratio = change / self._relative_change
             if 1 / ACCEPTED_FACTOR <= ratio <= ACCEPTED_FACTOR:
-                return HessianProduct(difference_P / (2 * step), loss)
-            if not 0 < ratio < float("inf"):
+                return HessianProduct(loss, slope, difference_p / (2 * step))
+            if not 0 < ratio < math.inf:
                 break
             step /= ratio
         raise UserError(
@@ -63,12 +83,7 @@ class FiniteDifference:
             f"{change:.3g}); check that the checkpoint is finite"
         )
 
-    def _gradient(self, tokens_BS1: Tensor, theta_P: Tensor) -> tuple[Tensor, float]:
-        """Gradient of the mean cross-entropy at theta, and the loss in nats per token."""
-        weights = {name: w.detach().requires_grad_() for name, w in self.parameters.split(theta_P).items()}
-        with torch.enable_grad():
-            arguments = {"input_ids": tokens_BS1[:, :-1], "use_cache": False}
-            logits_BSV = functional_call(self._model, weights, (), arguments).logits
-            loss = F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS1[:, 1:].flatten())
-            gradient = torch.autograd.grad(loss, list(weights.values()))
-        return self.parameters.join(gradient), float(loss.detach())
+    def _gradient(self, tokens_BS1: Tensor) -> tuple[float, Tensor]:
+        """Mean cross-entropy where the parameters are now, in nats per token, and its gradient."""
+        loss = self._model.loss(tokens_BS1)
+        return loss.value, whole_gradient(self.parameters, loss.share)

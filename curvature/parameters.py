@@ -1,72 +1,193 @@
-"""All parameters of a model as one flat vector, and the blocks it falls into.
+"""All parameters of a model as one flat vector, of which each rank may hold a part, and the blocks it falls into.
 
-Shapes: P parameters of the whole model.
+Shapes: P parameters of the whole model, p those of this rank (all of them unless the model is sharded), K vectors.
 """
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from curvature.probes import rademacher
 
-LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+LAYER_NAME = re.compile(r".*\.layers\.(\d+)\.")
+EMBEDDING_NAME = re.compile(r".*\.embed(_tokens|_in)\.")
+TANGENT = "_tangent"  # ends the name of what lies beside a parameter and is none
+ENTRIES_PER_SUM = 1 << 20  # turned into float64 at once
+
+Reduce = Callable[[Tensor], Tensor]
 
 
 def block_of(name: str) -> str:
     """The block a parameter is counted in: 'embedding', 'layer<i>', or 'head' (final norm and unembedding)."""
-    if name.startswith("model.embed_tokens."):
+    if EMBEDDING_NAME.match(name):
         return "embedding"
     if layer := LAYER_NAME.match(name):
         return f"layer{layer[1]}"
     return "head"
 
 
+def is_norm(name: str) -> bool:
+    """Whether a parameter belongs to a norm, whose Hessian entries are orders of magnitude above a matrix's."""
+    return "norm" in name.split(".")[-2]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A Rademacher vector over all parameters, named by what decides its signs.
+
+    Attributes:
+        seed: of a measurement.
+        index: which of its probes.
+        only: names of the tensors it is restricted to, 0 elsewhere; None is all.
+    """
+
+    seed: int
+    index: int
+    only: Collection[str] | None = None
+
+
 class Parameters:
-    """The parameters of a model in `named_parameters()` order, which is the order inside every vector v_P.
+    """The parameters of a model in `named_parameters()` order, which is the order inside every vector v_p.
+
+    A sharded parameter is split by rows (FSDP2's Shard(0)); a rank's part of a vector joins its rows of every one.
 
     Attributes:
         weights: the model's own tensors by name; nothing is copied.
+        shapes: their whole shapes by name.
         size: P.
+        device: where vectors lie; host memory may take those that do not fit beside the model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.weights: dict[str, Tensor] = dict(model.named_parameters())
-        self._sizes = [weight.numel() for weight in self.weights.values()]
-        self.size = sum(self._sizes)
-        first = next(iter(self.weights.values()))
-        self.dtype, self.device = first.dtype, first.device
+    def __init__(
+        self, model: nn.Module, reduce: Reduce = lambda summed: summed, device: torch.device | None = None
+    ) -> None:
+        """`reduce` sums a tensor over the ranks that hold the other parts; vectors lie with the model by default."""
+        named = model.named_parameters()
+        self.weights: dict[str, nn.Parameter] = {name: w for name, w in named if not name.endswith(TANGENT)}
+        self.shapes = {name: weight.shape for name, weight in self.weights.items()}
+        self.size = sum(shape.numel() for shape in self.shapes.values())
+        self._reduce = reduce
+        self._starts = {name: _first_entry(weight) for name, weight in self.weights.items()}
+        self._sizes = [local(weight).numel() for weight in self.weights.values()]
+        first = local(next(iter(self.weights.values())))
+        self.dtype, self.device = first.dtype, device or first.device
 
-    def split(self, v_P: Tensor) -> dict[str, Tensor]:
-        """Views of a flat vector in the shapes of the parameters, by name."""
-        pieces = v_P.split(self._sizes)
-        return {name: piece.view_as(w) for piece, (name, w) in zip(pieces, self.weights.items(), strict=True)}
+    def split(self, v_p: Tensor) -> dict[str, Tensor]:
+        """Views of a flat vector in the shapes of this rank's parameters, by name."""
+        pieces = zip(v_p.split(self._sizes), self.weights.items(), strict=True)
+        return {name: piece.view_as(local(weight)) for piece, (name, weight) in pieces}
 
-    @staticmethod
-    def join(tensors: Iterable[Tensor]) -> Tensor:
-        """The flat vector of tensors given in the order of the parameters."""
-        return torch.cat([tensor.flatten() for tensor in tensors])
+    def zeros(self) -> Tensor:
+        """The vector 0."""
+        return torch.zeros(sum(self._sizes), dtype=self.dtype, device=self.device)
 
-    def probe(self, seed: int, index: int) -> Tensor:
-        """Probe `index` of a seed: a Rademacher vector v_P, in the parameters' precision."""
-        signs = [
-            rademacher(name, 0, size, seed=seed, probe=index, device=self.device).to(self.dtype)
-            for name, size in zip(self.weights, self._sizes, strict=True)
-        ]
-        return torch.cat(signs)
+    def point(self) -> Tensor:
+        """A copy of the parameters themselves, theta_p."""
+        theta_p = self.zeros()
+        for name, part in self.split(theta_p).items():
+            part.copy_(local(self.weights[name]).detach())
+        return theta_p
+
+    @torch.no_grad()
+    def move(self, theta_p: Tensor) -> None:
+        """Sets the parameters."""
+        for name, values in self.split(theta_p).items():
+            local(self.weights[name]).copy_(values)
+
+    def take(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The vector made of whole tensors by name, this rank's part; 0 where none is given."""
+        v_p = self.zeros()
+        parts = self.split(v_p)
+        for name, whole in tensors.items():
+            start, count = self._starts[name], parts[name].numel()
+            parts[name].copy_(whole.flatten()[start : start + count].view_as(parts[name]))
+        return v_p
+
+    def signs(self, name: str, probe: Probe) -> Tensor:
+        """A probe in one tensor, this rank's part, where the tensor lies."""
+        weight = local(self.weights[name])
+        if probe.only is not None and name not in probe.only:
+            return torch.zeros_like(weight)
+        start = self._starts[name]
+        drawn = rademacher(
+            name,
+            start,
+            start + weight.numel(),
+            seed=probe.seed,
+            probe=probe.index,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        return drawn.view_as(weight)
+
+    def whole_signs(self, probe: Probe, names: Collection[str]) -> dict[str, Tensor]:
+        """A probe in whole tensors by name, as `take` reads them."""
+        drawn = {}
+        for name in names:
+            size = self.shapes[name].numel()
+            signs = rademacher(name, 0, size, seed=probe.seed, probe=probe.index, dtype=self.dtype)
+            drawn[name] = signs.view(self.shapes[name])
+        return drawn
+
+    def probe(self, probe: Probe) -> Tensor:
+        """A probe as a vector v_p."""
+        v_p = self.zeros()
+        for name, part in self.split(v_p).items():
+            part.copy_(self.signs(name, probe))
+        return v_p
+
+    def inner(self, a_Kp: Tensor, b_p: Tensor) -> Tensor:
+        """a_k . b over all ranks, float64 [K] on the CPU."""
+        sums_K = torch.zeros(len(a_Kp), dtype=torch.float64, device=b_p.device)
+        for start in range(0, len(b_p), ENTRIES_PER_SUM):
+            part = slice(start, start + ENTRIES_PER_SUM)
+            sums_K += a_Kp[:, part].double() @ b_p[part].double()
+        return self._reduce(sums_K.cpu())
+
+    def norm(self, v_p: Tensor) -> float:
+        """|v| over all ranks."""
+        return math.sqrt(float(self.inner(v_p[None], v_p)))
+
+    def dots(self, a_p: Tensor, b_p: Tensor) -> dict[str, float]:
+        """a_t . b_t of every tensor t over all ranks, by name; their sum is a . b."""
+        pairs = zip(a_p.split(self._sizes), b_p.split(self._sizes), strict=True)
+        return self.total([dot(a, b) for a, b in pairs])
+
+    def total(self, sums: list[Tensor]) -> dict[str, float]:
+        """One number of every tensor, in their order, summed over the ranks, by name."""
+        totals = self._reduce(torch.stack(sums).cpu()).tolist()
+        return dict(zip(self.weights, totals, strict=True))
 
     def block_sizes(self) -> dict[str, int]:
         """Number of parameters of each block, in the order of the model."""
         sizes: dict[str, int] = {}
-        for name, size in zip(self.weights, self._sizes, strict=True):
-            sizes[block_of(name)] = sizes.get(block_of(name), 0) + size
+        for name, shape in self.shapes.items():
+            sizes[block_of(name)] = sizes.get(block_of(name), 0) + shape.numel()
         return sizes
 
-    def block_dots(self, a_P: Tensor, b_P: Tensor) -> dict[str, float]:
-        """a_b . b_b of every block b; their sum is a . b."""
-        dots: dict[str, float] = {}
-        pieces = zip(self.weights, a_P.split(self._sizes), b_P.split(self._sizes), strict=True)
-        for name, a, b in pieces:
-            dots[block_of(name)] = dots.get(block_of(name), 0.0) + float(a @ b)
-        return dots
+
+def local(weight: Tensor) -> Tensor:
+    """What of a parameter lies on this rank."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of a b over two tensors on this rank, a float64 scalar."""
+    a_n, b_n = a.detach().flatten(), b.detach().flatten()
+    parts = zip(a_n.split(ENTRIES_PER_SUM), b_n.split(ENTRIES_PER_SUM), strict=True)
+    sums = [x.double() @ y.double() for x, y in parts]
+    return torch.stack(sums).sum()
+
+
+def _first_entry(weight: Tensor) -> int:
+    """Where this rank's rows of a parameter begin in the flattened whole: rows are dealt out as torch.chunk does."""
+    if not isinstance(weight, DTensor):
+        return 0
+    rows, mesh = weight.shape[0], weight.device_mesh
+    first = min(rows, mesh.get_local_rank() * -(-rows // mesh.size()))
+    return first * (weight.numel() // rows)

@@ -1,4 +1,4 @@
-"""Rademacher probes from a counter-based hash: every sign is a pure function of where it stands.
+"""Random signs from a counter-based hash: every sign is a pure function of where it stands.
 
 Neither the order of generation nor the sharding nor the model's values enter, so all checkpoints of a study meet the
 same probes and differences between them keep only their own noise.
@@ -7,9 +7,11 @@ same probes and differences between them keep only their own noise.
 import hashlib
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BITS_PER_WORD = 64
+WORDS_PER_CHUNK = 1 << 15  # 2 million signs: what is made at once does not grow with the parameter
 MASK = (1 << BITS_PER_WORD) - 1
 
 
@@ -28,25 +30,42 @@ def _xor_shift(words: Tensor, bits: int) -> Tensor:
     return words ^ ((words >> bits) & (MASK >> bits))
 
 
-def _splitmix64(key: int, counters: Tensor) -> Tensor:
-    """Outputs number `counters` of the SplitMix64 generator in state `key` (Steele, Lea, Flood 2014), as int64."""
-    words = counters * GOLDEN + _signed(key)
-    words = _xor_shift(words, 30) * MULTIPLIERS[0]
-    words = _xor_shift(words, 27) * MULTIPLIERS[1]
-    return _xor_shift(words, 31)
+def words(key: str, start: int, stop: int, *, device: torch.device | str = "cpu") -> Tensor:
+    """Words start..stop-1 of the stream a text names, int64 with 64 random bits each.
+
+    Word i is output i + 1 of SplitMix64 (Steele, Lea, Flood 2014) in state BLAKE2b-64(text), little endian.
+    """
+    state = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+    counters = torch.arange(start + 1, stop + 1, device=device)
+    mixed = counters * GOLDEN + _signed(state)
+    mixed = _xor_shift(mixed, 30) * MULTIPLIERS[0]
+    mixed = _xor_shift(mixed, 27) * MULTIPLIERS[1]
+    return _xor_shift(mixed, 31)
 
 
 def rademacher(
-    name: str, start: int, stop: int, *, seed: int, probe: int, device: torch.device | str = "cpu"
+    name: str,
+    start: int,
+    stop: int,
+    *,
+    seed: int,
+    probe: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """Entries start..stop-1 of the probe of one parameter, each +1 or -1, int64.
+    """Entries start..stop-1 of the probe of one parameter, each +1 or -1.
 
-    The key is BLAKE2b-64 of the text 'seed/probe/name' (little endian); entry i, counted over the whole flattened
-    parameter, is bit i mod 64 of output i // 64 + 1 of SplitMix64 in that state: 1 gives +1, 0 gives -1.
+    Entry i, counted over the whole flattened parameter, is bit i mod 64 of word i // 64 of the stream
+    'seed/probe/name': 1 gives +1, 0 gives -1.
     """
-    digest = hashlib.blake2b(f"{seed}/{probe}/{name}".encode(), digest_size=8).digest()
+    signs = torch.empty(stop - start, dtype=dtype, device=device)
+    of_bytes = ((torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1) * 2 - 1
+    of_bytes = of_bytes.to(dtype)
     first, last = start // BITS_PER_WORD, -(-stop // BITS_PER_WORD)
-    words = _splitmix64(int.from_bytes(digest, "little"), torch.arange(first + 1, last + 1, device=device))
-    bits = (words[:, None] >> torch.arange(BITS_PER_WORD, device=device)) & 1
-    offset = first * BITS_PER_WORD
-    return bits.flatten()[start - offset : stop - offset] * 2 - 1
+    for word in range(first, last, WORDS_PER_CHUNK):
+        chunk = words(f"{seed}/{probe}/{name}", word, min(word + WORDS_PER_CHUNK, last), device=device)
+        drawn = F.embedding(chunk.view(torch.uint8).int(), of_bytes).flatten()  # little endian: the low byte first
+        offset = word * BITS_PER_WORD
+        low, high = max(start, offset), min(stop, offset + len(drawn))
+        signs[low - start : high - start] = drawn[low - offset : high - offset]
+    return signs

@@ -44,6 +44,9 @@ def run(
     save: Annotated[
         bool, typer.Option(help="Also save a checkpoint in GPTQ's format; specs that end in -s16.")
     ] = False,
+    dense: Annotated[
+        bool, typer.Option(help="Also write the dequantized weights that were measured, to the result's dense/.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the first calibration draw and of the bootstrap.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Sequences per forward pass; moves results by rounding only.")] = 8,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16, for the full and the quantized model alike.")] = "fp32",
@@ -97,7 +100,7 @@ def run(
         raise explain_validation("command line", error) from None
     ranks = start(compute.device)
     for hf_dir, directories in zip(hf_dirs, outs, strict=True):
-        results = measure(hf_dir, specs, directories, drawn, measured_on, compute, ranks, per_block, save)
+        results = measure(hf_dir, specs, directories, drawn, measured_on, compute, ranks, per_block, save, dense)
         for directory, result in zip(directories, results, strict=True):
             if ranks.rank == 0:
                 write_result(directory, result)

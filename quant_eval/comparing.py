@@ -1,9 +1,8 @@
 """The command that compares results: what it reads, prints and writes."""
 
-import itertools
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ckpt_tools.hf_directory import RESULT_JSON
+from ckpt_tools.holm import Pairing, pairs_of
 from quant_eval import comparison
 from quant_eval.comparison import FIGURES, Comparison, Result
 from quant_eval.statistics import UNITS
@@ -19,7 +19,6 @@ from train.command import UserError
 from train.run_directory import write_json
 
 PLAIN_WIDTH = 250  # columns where there is no terminal
-Pairing = Literal["baseline", "successive", "all"]
 SHOWN_PARTS = 3  # of a model's path: run, hf, checkpoint
 
 
@@ -68,13 +67,6 @@ def compare(
     print_comparisons(read, comparisons, figure, level)
     if out:
         write_json(out, _as_json(read, paths, comparisons, settings))
-
-
-def pairs_of(count: int, pairing: Pairing) -> list[tuple[int, int]]:
-    """Which of `count` results stand beside which: each behind the first, behind the one before it, or all."""
-    if pairing == "all":
-        return list(itertools.combinations(range(count), 2))
-    return [(0 if pairing == "baseline" else second - 1, second) for second in range(1, count)]
 
 
 def read_result(path: Path) -> Result:

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, Field
 
+from ckpt_tools.holm import holm
 from quant_eval.bootstrap import CalibrationDraws, Floats, Resampled, Statistic, resample
 from quant_eval.methods import METHODS, MethodName
 from quant_eval.statistics import fractions
@@ -95,20 +96,6 @@ class Comparison(NamedTuple):
     sources: Literal["documents", "documents and calibration draws"]  # of error that the interval covers
     p_adjusted: float  # Holm, over the pairs of the call
     verdict: Literal["higher", "lower", "not told apart"]  # the second, by the adjusted p-value
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values, in the order given; those up to alpha keep the chance of any false finding below alpha.
-
-    With p_(1) <= ... <= p_(m): max over j <= i of min(1, (m - j + 1) p_(j)). Holm 1979, "A simple sequentially
-    rejective multiple test procedure"; it holds whatever the dependence, and pairs that share a result depend.
-    """
-    adjusted = [0.0] * len(p_values)
-    largest = 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
 
 
 def compare_losses(

@@ -16,6 +16,7 @@ from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf_model import identify
 from ckpt_tools.ranks import Ranks
+from quant_eval.dense import DenseWriter, check_dense, dense_weights
 from quant_eval.families import ARCHITECTURES
 from quant_eval.gptq_format.writer import CheckpointWriter
 from quant_eval.libraries.job import MODULES, REPORT, WEIGHTS, Job, Report, run_job
@@ -108,13 +109,14 @@ def measure(
     ranks: Ranks,
     by_block: bool = False,
     save: bool = False,
+    dense: bool = False,
 ) -> list[dict[str, Any]]:
     """The content of one result.json per spec. All share one load, the calibration draws and the full-precision pass.
 
     Both models of a pair run in the same dtype, with the same attention and on the same batches. `outs` is where the
     results belong; files of other projects' libraries lie there meanwhile. With `by_block` each block is also quantized
     alone, and all but it; with `save` a checkpoint in GPTQ's format is left beside each result, proven to have the
-    measured loss.
+    measured loss; with `dense` the dequantized weights.
 
     Raises:
         UserError: the input does not allow the measurement, or a loss is not finite.
@@ -124,9 +126,10 @@ def measure(
     texts = open_texts(hf_dir, model, calibration, evaluation)
     if save and len(texts.draws) > 1:
         raise UserError("--save saves one calibration draw; leave --calibration-seeds out")
+    check_dense(specs if dense else [], len(texts.draws))
     pairs = list(zip(specs, outs, strict=True)) if save else []
     writers = [CheckpointWriter(hf_dir, out / CHECKPOINT, spec, dtype=compute.dtype) for spec, out in pairs]
-    variants, reports = [], []
+    variants, reports, kept = [], [], list[DenseWriter]()
     works = [out / LIBRARY_WORK for out in outs]
     with ExitStack() as cleanup:
         cleanup.callback(_remove, works, ranks)
@@ -140,6 +143,8 @@ def measure(
         if ranks.rank == 0:
             for writer, variant in zip(writers, variants, strict=save):
                 variant.keep = cleanup.enter_context(writer).add
+            kept_by = dense_weights(hf_dir, variants, outs, compute.dtype, identity["weights_sha256"])
+            kept = cleanup.enter_context(kept_by) if dense else []
         walk(model, variants, texts.data, compute, ranks)
         for writer in writers if ranks.rank == 0 else []:
             writer.finish({"model": identity} | texts.described)
@@ -162,6 +167,7 @@ def measure(
         losses = variants[own][0].losses
         if save and losses:
             measured["reloaded"] = prove_saved(outs[number] / CHECKPOINT, losses, texts.data, compute, ranks)
+        measured |= {"dense": kept[number].sha256} if kept else {}
         results.append({"model": identity, "spec": what | settings | shared, "measured": measured, "environment": here})
     return results
 

@@ -64,8 +64,8 @@ def show(name: Name, profile: Profile = "full", settings: Settings = None) -> No
     typer.echo(f"  quantized: {', '.join(study.quantization.specs)}; curvature: {study.curvature.pairs} probe pairs")
     if study.quantization.methods:
         typer.echo(f"  quantized at the end of training: {', '.join(study.quantization.methods)}")
-    if study.quantization.per_block:
-        typer.echo(f"  block by block at the end of training: {study.quantization.specs[0]}")
+    if study.quantization.by_block:
+        typer.echo(f"  block by block at the end of training: {', '.join(study.quantization.by_block)}")
     averages = dict.fromkeys(average.name for run in study.runs for average in run.averages)
     if averages and study.averaged_steps:
         typer.echo(f"  averages quantized: {', '.join(averages)} at {', '.join(map(str, study.averaged_steps))}")

@@ -68,10 +68,10 @@ def looks_of(study: Study) -> dict[str, Look]:
     return dict(zip([run.name for run in runs], looks_for(map(study.label_of, runs)), strict=True))
 
 
-def panels_of(count: int, height: float = 3.9, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """A figure with a row of panels."""
+def panels_of(count: int, height: float = 3.9, rows: int = 1, **shared: Any) -> tuple[Figure, list[Axes]]:
+    """A figure with a row of panels, or with more rows of as many, listed one after the other."""
     figure = Figure(figsize=(4.6 * count + 0.4 if count > 1 else 6.4, height), dpi=170, layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False, **shared)[0])
+    return figure, list(figure.subplots(rows, count, squeeze=False, **shared).flat)
 
 
 def legend_above(figure: Figure, heading: str, looks: Iterable[Look], extra: Iterable[Line2D] = ()) -> None:

@@ -2,13 +2,14 @@
 
 A row is the weights after a step, or an average of weights up to there (then `average` names it); curvature is not
 measured of averages, nor did training evaluate a soup, which is made from exports, and further methods quantize the
-last weights of a run alone: what was not measured is null. Columns have the names of the MLflow
-metrics: `held_out_loss`, `quant/gptq-b3-g32/relative_error`, `curvature/trace`. There is neither a time nor a path in
-the table: a study that was killed and resumed gives the same one.
+last weights of a run alone, of which quantization steps are measured too: what was not measured is null. Columns have
+the names of the MLflow metrics: `held_out_loss`, `quant/gptq-b3-g32/relative_error`, `curvature/trace`,
+`curvature/step-gptq-b3-g32/predicted`. There is neither a time nor a path in the table: a study that was killed and
+resumed gives the same one.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ckpt_tools.hf_directory import LINEAGE_JSON
+from study.layout import checkpoint_directory, curvature_result, hf_directory, quantization_result, step_result
 from study.settings import MeasuredModel, Study
-from study.steps import checkpoint_directory, curvature_result, hf_directory, quantization_result
 from train.command import UserError
 from train.config import RunConfig
 from train.run_directory import CHECKPOINT_JSON, read_checkpoint_record, replaced_file
@@ -34,15 +35,27 @@ INTERVAL_FIGURES = (
     "top1_agreement",
 )
 COUNT_FIGURES = ("tokens", "documents")
-CURVATURE_FIGURES = {
+Places = dict[str, tuple[str, ...]]  # a figure, and where it lies below `measured`
+# A figure's columns, and where they lie in the estimate of a result; a ratio to nothing has no estimate.
+ESTIMATE: dict[str, tuple[str | int, ...]] = {
+    "": ("mean",),
+    "_standard_error": ("standard_error",),
+    "_low": ("interval", 0),
+    "_high": ("interval", 1),
+}
+TRACES: Places = {name: (name,) for name in ("trace", "gauss_newton_trace", "fisher_trace")}
+CURVATURE_FIGURES: Places = {
     "loss": ("loss",),
-    "trace": ("trace", "mean"),
-    "trace_standard_error": ("trace", "standard_error"),
     "trace_probes": ("trace", "probes"),
     "lambda_max": ("lambda_max", "value"),
     "lambda_max_residual": ("lambda_max", "residual"),
     "lambda_max_converged": ("lambda_max", "converged"),
     "lambda_max_iterations": ("lambda_max", "iterations"),
+}
+STEP_FIGURES: Places = {
+    **{name: ("whole", name) for name in ("first_order", "second_order", "predicted", "measured", "remainder")},
+    "relative_difference": ("whole", "relative_difference"),
+    **{name: ("whole", "ratios", name) for name in ("step_to_mean", "step_to_signed")},
 }
 INTEGERS = {"step", "tokens", "documents", "trace_probes", "lambda_max_iterations"}
 
@@ -67,7 +80,10 @@ def schema_of(study: Study) -> pa.Schema:
     fields += [("peak_lr", pa.float64()), ("step", pa.int64()), ("tokens", pa.int64()), ("learning_rate", pa.float64())]
     fields += [("train_loss", pa.float64()), ("held_out_loss", pa.float64())]
     names = [name for spec in study.quantization.at_the_end for name in quantization_columns(spec)]
+    names += [f"curvature/{figure}{column}" for figure in TRACES for column in ESTIMATE]
     names += [f"curvature/{figure}" for figure in CURVATURE_FIGURES]
+    steps = [f"curvature/step-{spec}" for spec in study.quantization.by_block]
+    names += [f"{step}/{figure}{column}" for step in steps for figure in STEP_FIGURES for column in ESTIMATE]
     for name in names:
         figure = name.rpartition("/")[2]
         is_flag = figure.endswith("_converged")
@@ -102,18 +118,41 @@ def quantization_values(path: Path, spec: str) -> dict[str, Any]:
     return {f"quant/{spec}/{figure}": value for figure, value in values.items()}
 
 
-def curvature_values(path: Path) -> dict[str, Any]:
-    """Columns of the curvature measurement from its result.json."""
+def _entry(path: Path, measured: dict[str, Any], keys: Sequence[str | int]) -> Any:
+    """What lies below the keys; UserError where they lead nowhere."""
+    entry: Any = measured
+    for key in keys:
+        try:
+            entry = entry[key]
+        except (KeyError, IndexError, TypeError):
+            raise UserError(
+                f"{path} has no measured.{'.'.join(map(str, keys))}; remove it and run the study again"
+            ) from None
+    return entry
+
+
+def _estimates(path: Path, measured: dict[str, Any], figures: Places) -> dict[str, Any]:
+    """All columns of figures that are estimates."""
     values: dict[str, Any] = {}
-    measured = read_measured(path)
-    for figure, keys in CURVATURE_FIGURES.items():
-        value: Any = measured
-        for key in keys:
-            if not isinstance(value, dict) or key not in value:
-                raise UserError(f"{path} has no measured.{'.'.join(keys)}; remove it and run the study again")
-            value = value[key]
-        values[f"curvature/{figure}"] = value
+    for figure, keys in figures.items():
+        is_there = _entry(path, measured, keys) is not None
+        for column, place in ESTIMATE.items():
+            values[f"{figure}{column}"] = _entry(path, measured, (*keys, *place)) if is_there else None
     return values
+
+
+def curvature_values(path: Path) -> dict[str, Any]:
+    """Columns of traces and eigenvalue from their result.json."""
+    measured = read_measured(path)
+    values = _estimates(path, measured, TRACES)
+    values |= {figure: _entry(path, measured, keys) for figure, keys in CURVATURE_FIGURES.items()}
+    return {f"curvature/{figure}": value for figure, value in values.items()}
+
+
+def step_values(path: Path, spec: str) -> dict[str, Any]:
+    """Columns of one quantization step from its result.json."""
+    values = _estimates(path, read_measured(path), STEP_FIGURES)
+    return {f"curvature/step-{spec}/{figure}": value for figure, value in values.items()}
 
 
 def _training_values(directory: Path, run: RunConfig, model: MeasuredModel) -> dict[str, Any] | None:
@@ -146,6 +185,11 @@ def collect_rows(directory: Path, study: Study) -> Collected:
             ]
             if model.average is None:
                 results.append((directory / curvature_result(run.name, model), curvature_values))
+            if model == MeasuredModel(run.total_steps):
+                results += [
+                    (directory / step_result(run, spec), partial(step_values, spec=spec))
+                    for spec in study.quantization.by_block
+                ]
             expected += 1 + len(results)
             trained_on = _training_values(directory, run, model)
             if trained_on is None:

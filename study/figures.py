@@ -1,6 +1,5 @@
 """The figures of a report, drawn as in the reference study (arXiv 2510.06213, figures 1, 4, 6 and 23)."""
 
-from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,11 @@ from study.averages import average_label, kept_averages, lowest_spec
 from study.blocks import draw_blocks, read_block_result
 from study.canvas import LEARNING_RATE_COLOUR, SMALL_MARKER, STYLE, Bounds, Canvas, Rows, logarithmic, looks_of
 from study.collect import trained
+from study.layout import blocks_result, figures_of
 from study.methods import draw_methods
+from study.prediction import draw_prediction
 from study.settings import Study, spec_title
-from study.steps import blocks_result, figures_of
+from study.slices import draw_slices
 from train.run_directory import RunDirectory
 from train.tracking import read_metrics
 
@@ -38,9 +39,12 @@ def interval_of(column: str) -> Bounds:
     return lambda row: (row[f"{column}_low"], row[f"{column}_high"])
 
 
-def around(column: str, margin: Callable[[dict[str, Any]], float]) -> Bounds:
-    """Bounds at the same distance on either side."""
-    return lambda row: (row[column] - margin(row), row[column] + margin(row))
+def residual_of(column: str) -> Bounds:
+    """Bounds on the distance to the nearest eigenvalue."""
+    return lambda row: (
+        row[column] - row[f"{column}_residual"] * abs(row[column]),
+        row[column] + row[f"{column}_residual"] * abs(row[column]),
+    )
 
 
 def draw_quantization(study: Study, rows: Rows, path: Path, figure: str) -> None:
@@ -159,14 +163,13 @@ def draw_full_against_quantized(study: Study, rows: Rows, path: Path) -> None:
 
 
 def draw_curvature(study: Study, rows: Rows, path: Path) -> None:
-    """Trace of the Hessian (bars: two standard errors) and its largest eigenvalue against tokens."""
+    """Trace of the Hessian with its interval, and its largest eigenvalue with its residual, against tokens."""
     canvas = Canvas(study, rows, 2)
     trace, top = "curvature/trace", "curvature/lambda_max"
     for axis in canvas.axes:
         canvas.tokens_axis(axis)
-    canvas.lines(canvas.axes[0], trace, around(trace, lambda row: 2 * float(row[f"{trace}_standard_error"])))
-    # the residual bounds the distance to the nearest eigenvalue
-    canvas.lines(canvas.axes[1], top, around(top, lambda row: float(row[f"{top}_residual"] * abs(row[top]))))
+    canvas.lines(canvas.axes[0], trace, interval_of(trace))
+    canvas.lines(canvas.axes[1], top, residual_of(top))
     open_points = [row for row in trained(rows) if row[top] is not None and not row[f"{top}_converged"]]
     for row in open_points:
         look = canvas.looks[row["run"]]
@@ -186,7 +189,7 @@ def draw_curvature(study: Study, rows: Rows, path: Path) -> None:
 
 def draw_blocks_of(study: Study, directory: Path, path: Path) -> None:
     """The last checkpoints block by block, a line per run."""
-    spec, looks = study.quantization.specs[0], looks_of(study)
+    spec, looks = study.quantization.by_block[0], looks_of(study)
     paths = {run.name: directory / blocks_result(run, spec) for run in study.runs}
     results = [(look, read_block_result(paths[run])) for run, look in looks.items() if paths[run].exists()]
     draw_blocks("peak learning rate", results, path)
@@ -207,4 +210,8 @@ def draw_all(directory: Path, study: Study, rows: Rows) -> dict[str, Path]:
             draw_blocks_of(study, directory, paths["blocks"])
         draw_full_against_quantized(study, rows, paths["full_against_quantized"])
         draw_curvature(study, rows, paths["curvature"])
+        if "prediction" in paths:
+            draw_prediction(study, directory, paths["prediction"])
+        if "slices" in paths:
+            draw_slices(study, directory, paths["slices"])
     return paths

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.collect import TABLE, read_table
+from study.layout import MLFLOW_STORE
 from study.settings import Study
-from study.steps import MLFLOW_STORE
 from train.command import UserError
 from train.config import RunConfig
 from train.frozen import fingerprint

@@ -41,12 +41,22 @@ def settings_table(directory: Path, study: Study) -> str:
             f"{', '.join(quantization.specs)}; {quantization.calibration_sequences} calibration sequences, "
             f"losses over {quantization.eval_tokens} tokens"
             + (f"; at the end of training also {', '.join(quantization.methods)}" if quantization.methods else "")
-            + (f"; {quantization.specs[0]} block by block" if quantization.per_block else ""),
+            + (
+                f"; {', '.join(quantization.by_block)} block by block, over {quantization.block_tokens} tokens"
+                if quantization.by_block
+                else ""
+            ),
         ),
         (
             "curvature",
-            f"{curvature.pairs} probe pairs of {curvature.microbatch_sequences} sequences; largest eigenvalue on "
-            f"{curvature.eigen_sequences} sequences",
+            f"{curvature.pairs} pairs of a probe and {curvature.microbatch_sequences} sequences; largest eigenvalue on "
+            f"{curvature.fixed_sequences} sequences"
+            + (
+                f"; steps on {curvature.step_microbatches} x {curvature.microbatch_sequences} sequences; slices of "
+                f"{curvature.slice_grid} x {curvature.slice_grid} points on {curvature.slice_sequences} sequences"
+                if quantization.by_block
+                else ""
+            ),
         ),
     ]
     if run.averages:

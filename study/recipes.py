@@ -59,7 +59,11 @@ class _TinySize:
     methods: tuple[str, ...]
     eval_tokens: int
     calibration_sequences: int
+    by_block: tuple[str, ...]
+    block_tokens: int
     pairs: int
+    step_microbatches: int
+    slice_grid: int
 
 
 _TINY_FULL = _TinySize(
@@ -67,18 +71,22 @@ _TINY_FULL = _TinySize(
     warmup_steps=32,
     anneal_start=448,
     total_steps=640,
-    save_steps=(64, 160, 256, 352, 448, 496, 544, 592, 640),
-    evaluate_every_steps=32,
+    save_steps=(64, 192, 320, 448, 512, 576, 640),
+    evaluate_every_steps=64,
     lawa=Lawa(interval_steps=16, window=5),
-    averaged_steps=(256, 352, 448, 544, 640),
+    averaged_steps=(192, 448, 640),
     soups=(
-        SoupSettings(name="soup-stable", steps=(256, 352, 448)),
-        SoupSettings(name="soup-anneal", steps=(496, 544, 592, 640)),
+        SoupSettings(name="soup-stable", steps=(192, 320, 448)),
+        SoupSettings(name="soup-anneal", steps=(512, 576, 640)),
     ),
-    methods=("rtn-b3-g32", "gptqmodel-b3-g32", "gptaq-b3-g32", "awq-b3-g32", "int8-t6"),
-    eval_tokens=40_960,
+    methods=("rtn-b3-g32", "gptqmodel-b3-g32", "awq-b3-g32", "int8-t6"),
+    eval_tokens=32_768,
     calibration_sequences=64,
+    by_block=("gptq-b3-g32", "gptq-b4-g32", "gptq-b8-g32"),
+    block_tokens=16_384,
     pairs=16,
+    step_microbatches=8,
+    slice_grid=9,
 )
 _TINY_SMOKE = _TinySize(
     peaks=(3e-3, 3e-2),
@@ -93,7 +101,11 @@ _TINY_SMOKE = _TinySize(
     methods=("rtn-b3-g32", "int8-t6"),  # those of other libraries spend many seconds on their imports
     eval_tokens=8_192,
     calibration_sequences=32,
+    by_block=("gptq-b3-g32",),
+    block_tokens=8_192,
     pairs=4,
+    step_microbatches=2,
+    slice_grid=5,
 )
 
 
@@ -137,11 +149,22 @@ def _tiny_of_size(name: str, size: _TinySize) -> Study:
         quantization=QuantizationSettings(
             specs=("gptq-b3-g32", "gptq-b4-g32"),
             methods=size.methods,
-            per_block=True,
+            by_block=size.by_block,
             calibration_sequences=size.calibration_sequences,
             eval_tokens=size.eval_tokens,
+            block_tokens=size.block_tokens,
         ),
-        curvature=CurvatureSettings(pairs=size.pairs, microbatch_sequences=2, eigen_sequences=4, tolerance=1e-2),
+        curvature=CurvatureSettings(
+            pairs=size.pairs,
+            norm_pairs=2,
+            companion_pairs=size.pairs // 2,
+            microbatch_sequences=2,
+            fixed_sequences=4,
+            tolerance=1e-2,
+            step_microbatches=size.step_microbatches,
+            slice_grid=size.slice_grid,
+            slice_sequences=8,
+        ),
         averaged_steps=size.averaged_steps,
         soups=size.soups,
     )

@@ -11,11 +11,12 @@ from study.figures import draw_all
 from study.methods import method_findings
 from study.mlflow_mirror import server_command
 from study.paired import Paired
+from study.prediction import step_findings
 from study.provenance import commands, settings_table
 from study.settings import Study
 from study.steps import INTERVAL_LEVEL
 from study.summary import Rows, findings, summarize
-from study.tables import average_table, method_table, summary_table
+from study.tables import average_table, method_table, step_table, summary_table
 from train.run_directory import replaced_file
 
 REPORT = "report.html"
@@ -54,8 +55,22 @@ CAPTIONS = {
     "the block's linears on the calibration text, their mean, with bars from the smallest to the largest.",
     "full_against_quantized": "Loss after against loss before quantization, a point per checkpoint of the second half "
     "of training; large points lie in the anneal. On the dashed line quantization costs nothing.",
-    "curvature": "Trace of the Hessian of the held-out loss (bars: two standard errors over probes and microbatches), "
-    "and its largest eigenvalue on a fixed batch (bars: residual of the solver, no sampling error).",
+    "curvature": "Trace of the Hessian of the held-out loss, and its largest eigenvalue on a fixed batch. Bars of the "
+    "trace are its 95% intervals over pairs of a microbatch and a probe; all checkpoints share the pairs, so the "
+    "differences between them, by which they are told apart, are known far better. Bars of the eigenvalue are the "
+    "residual of the solver: it holds for that batch, and has no sampling error. Both are per squared unit of the "
+    "parameters, whose scale differs between the runs: neither alone says what a step of the quantizer costs.",
+    "prediction": "The second-order prediction of the loss increase, g.delta + delta'H delta / 2, of the quantization "
+    "step of the last checkpoints. Above: against the measured increase of the same microbatches; bars are 95% "
+    "intervals over microbatches. Another draw of text moves both together, along the line. Below: what the second "
+    "order leaves out, with the 95% interval of the difference taken microbatch by microbatch; open marks are the "
+    "decoder blocks, the first one leftmost. Differences of some 1e-7 are rounding: fp32 tells losses between 2 and 4 "
+    "apart by 2.4e-7. Percentages: the relative difference of the whole step, with its standard "
+    "error over microbatches; a dash where the measured increase is not told from 0.",
+    "slices": "The loss on the plane through the last two checkpoints and the quantized last one, over that of the "
+    "last checkpoint on the same sequences. One scale of colours for all panels; distances are Euclidean, and each "
+    "panel has its own scale of them. Above each: the increases at the points, with their standard errors over "
+    "sequences.",
 }
 
 
@@ -83,11 +98,11 @@ def write_report(directory: Path, study: Study) -> Path:
     documents = " or ".join(map(str, counts)) or "0"
     note = (
         f"Intervals of losses, errors and divergences: {INTERVAL_LEVEL:.0%}, each model for itself ({METHOD}; the "
-        f"evaluation text has {documents} documents); of traces: two standard errors. Two models are compared on the "
-        "same documents, by a bootstrap-t of the difference paired over them, so they can be told apart although their "
-        "intervals overlap. Holm's correction is over the runs, or pairs of runs, that a sentence speaks of, for each "
-        "figure and method by itself: the chance that any of them is told apart wrongly is held to "
-        f"{1 - INTERVAL_LEVEL:.0%}. Traces are not paired: a change is claimed where their intervals lie apart."
+        f"evaluation text has {documents} documents). Two models are compared on the same documents, by a bootstrap-t "
+        "of the difference paired over them, so they can be told apart although their intervals overlap. Traces are "
+        "compared on the same microbatches with the same probes, by Student's t of the differences. Holm's correction "
+        "is over the runs, or pairs of runs, that a sentence speaks of, for each figure and method by itself: the "
+        f"chance that any of them is told apart wrongly is held to {1 - INTERVAL_LEVEL:.0%}."
     )
     page = f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -97,6 +112,7 @@ def write_report(directory: Path, study: Study) -> Path:
 {summary_table(study, summaries)}<p class="note">{escape(note)}</p>
 {method_table(study, summaries, method_findings(study, summaries, paired))}
 {average_table(study, rows)}
+{step_table(study, summaries, step_findings(study, summaries))}
 <h2>Figures</h2>{_figures(draw_all(directory, study, rows))}
 <h2>Settings</h2>{settings_table(directory, study)}
 <h2>Commands behind every number</h2>

@@ -28,11 +28,14 @@ class QuantizationSettings(Frozen):
 
     specs: tuple[str, ...] = Field(min_length=1)
     methods: tuple[str, ...] = Field(default=(), description="further specs, for the last checkpoint of each run only")
-    per_block: bool = Field(
-        default=False, description="measure the first spec at the last checkpoint of each run block by block too"
+    by_block: tuple[str, ...] = Field(
+        default=(),
+        description="specs measured block by block at the last checkpoint of each run, with the curvature along their "
+        "steps; the first spans the slices",
     )
     calibration_sequences: int = Field(ge=1)
     eval_tokens: int = Field(ge=1, description="predicted tokens behind each loss")
+    block_tokens: int = Field(ge=1, description="the same block by block: with B blocks 2 B + 1 losses are measured")
 
     @property
     def at_the_end(self) -> tuple[str, ...]:
@@ -42,22 +45,33 @@ class QuantizationSettings(Frozen):
     @model_validator(mode="after")
     def _canonical(self) -> Self:
         # A spec names a directory and a column, so it must be written in its one canonical form.
-        for spec in self.at_the_end:
+        for spec in (*self.at_the_end, *self.by_block):
             canonical = parse_spec(spec).name
             if spec != canonical:
                 raise ValueError(f"write {canonical} instead of {spec}")
-        if len(set(self.at_the_end)) != len(self.at_the_end):
+        if any(len(set(specs)) != len(specs) for specs in (self.at_the_end, self.by_block)):
             raise ValueError("a spec is listed twice")
+        for spec in self.by_block:
+            if parse_spec(spec).method == "int8":
+                raise ValueError(f"{spec} rounds activations too, it is no step of weights; leave it out of by_block")
         return self
 
 
 class CurvatureSettings(Frozen):
-    """Hessian of the held-out loss at every checkpoint: trace by Hutchinson, top eigenvalue by Lanczos."""
+    """Hessian of the held-out loss at every checkpoint: traces from pairs, top eigenvalue by Lanczos.
+
+    At the last checkpoint of each run also along the steps of `QuantizationSettings.by_block`, and the loss on a plane.
+    """
 
     pairs: int = Field(ge=2, description="(probe, microbatch) pairs behind the trace")
+    norm_pairs: int = Field(ge=2, description="pairs whose probes are restricted to the norms")
+    companion_pairs: int = Field(ge=2, description="microbatches of the Gauss-Newton and Fisher traces")
     microbatch_sequences: int = Field(ge=1)
-    eigen_sequences: int = Field(ge=1)
+    fixed_sequences: int = Field(ge=1, description="sequences of the fixed batch of the eigenvalue")
     tolerance: float = Field(gt=0, description="relative residual that counts as converged")
+    step_microbatches: int = Field(ge=2, description="behind every figure of a quantization step")
+    slice_grid: int = Field(ge=3, description="points along either axis of a slice")
+    slice_sequences: int = Field(ge=2, description="sequences that every loss of a slice is over")
 
 
 class SoupSettings(Frozen):
@@ -114,6 +128,8 @@ class Study(Frozen):
             if run.model.family != "olmo2":
                 raise ValueError(f"run {run.name} trains {run.model.family}; a study measures olmo2 alone")
             unsaved = sorted(set(self.averaged_steps) - set(run.save_steps)) if run.averages else []
+            if self.quantization.by_block and len(run.save_steps) < 2:
+                raise ValueError(f"run {run.name} saves one checkpoint, a slice goes through the last two; save more")
             if unsaved:
                 raise ValueError(f"averages are to be measured at step {unsaved[0]}, run {run.name} saves none there")
         return self

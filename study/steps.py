@@ -9,22 +9,30 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_tools.hf_directory import LINEAGE_JSON, RESULT_JSON, result_directory
+from ckpt_tools.hf_directory import LINEAGE_JSON
+from study.layout import (
+    CORPUS,
+    CURVATURE_SPEC,
+    MLFLOW_STORE,
+    blocks_result,
+    checkpoint_directory,
+    curvature_result,
+    figures_of,
+    hf_directory,
+    quantization_result,
+    slice_result,
+    step_result,
+)
 from study.settings import MeasuredModel, Study
 from train.config import RunConfig
 from train.frozen import fingerprint
 from train.run_directory import CHECKPOINT_JSON, RunDirectory, step_name
 
-MLFLOW_STORE = "mlflow.db"
-CURVATURE_SPEC = "hutchinson"
-FIGURES = (
-    *("quantization_error", "kl_divergence", "validation_loss", "averages", "methods", "blocks"),
-    *("full_against_quantized", "curvature"),
-)
-CORPUS = "data/corpus"
-CHECKPOINTS_PER_PROCESS = 5  # a process spends some seconds on its imports, as much as one tiny checkpoint takes
+CHECKPOINTS_PER_PROCESS = 10  # a process spends some seconds on its imports, as much as one tiny checkpoint takes
+# The steps of a run in the order in which they start: long ones first, so that the last run leaves no core idle.
+MEASURING = ("export", "average", "quantize", "blocks", "methods", "curvature", "step", "slice")
 COMMAND_PROMPT = "$ "  # begins the line that a log shows before each attempt
-INTERVAL_LEVEL = 0.95  # coverage of the intervals of quantization errors
+INTERVAL_LEVEL = 0.95  # coverage of all intervals
 
 
 @dataclass(frozen=True)
@@ -111,39 +119,6 @@ def _train_step(study: Study, run: RunConfig) -> Step:
     )
 
 
-def checkpoint_directory(run: str, model: MeasuredModel) -> Path:
-    """Below the study, where training leaves the model; it leaves no soups."""
-    directory = RunDirectory(Path(run))
-    if model.average:
-        return directory.average_checkpoint(model.average, model.step)
-    return directory.checkpoint(model.step)
-
-
-def hf_directory(run: str, model: MeasuredModel) -> Path:
-    """Below the study, where the model lies as it is measured."""
-    directory = RunDirectory(Path(run))
-    name = directory.average_name(model.average, model.step) if model.average else step_name(model.step)
-    return directory.hf / name
-
-
-def quantization_result(run: str, model: MeasuredModel, spec: str) -> str:
-    """Path below the study of the result of one quantization."""
-    return str(result_directory(hf_directory(run, model), "quant", spec) / RESULT_JSON)
-
-
-def curvature_result(run: str, model: MeasuredModel) -> str:
-    """Path below the study of the result of the curvature measurement."""
-    return str(result_directory(hf_directory(run, model), "curvature", CURVATURE_SPEC) / RESULT_JSON)
-
-
-def blocks_result(run: RunConfig, spec: str) -> str:
-    """Path below the study of the result of the last checkpoint block by block: STUDY/RUN/hf/STEP/blocks/SPEC.
-
-    Not below quant/, where the same spec has its result as at every other checkpoint.
-    """
-    return str(hf_directory(run.name, MeasuredModel(run.total_steps)) / "blocks" / spec / RESULT_JSON)
-
-
 def _measuring_steps(study: Study, run: RunConfig) -> list[Step]:
     """Export of a run's checkpoints, its soups, then their measurements, some checkpoints to a process.
 
@@ -178,30 +153,57 @@ def _measuring_steps(study: Study, run: RunConfig) -> list[Step]:
             ("curvature", curved, curvatures, (export.name, texts[1])),
         ):
             directories = [f"{{study}}/{hf_directory(run.name, model)}" for model in measured]
-            command = _quantizing(study, directories, specs) if kind == "quantize" else _curving(study, directories)
+            if kind == "quantize":
+                command = _quantizing(study, directories, specs, study.quantization.eval_tokens)
+            else:
+                command = _curving(study, directories)
             name, seconds = f"{kind}-{run.name}-{step_name(chosen[0])}", 5.0 + 5.0 * len(measured)
             steps.append(Step(name, kind, command, outputs, reads, run.name, expected_seconds=seconds))
-    return steps + _end_steps(study, run, (export.name, *texts))
+    steps += _end_steps(study, run, (export.name, *texts))
+    return sorted(steps, key=lambda step: MEASURING.index(step.kind))
 
 
 def _end_steps(study: Study, run: RunConfig, reads: tuple[str, ...]) -> list[Step]:
-    """What is measured of a run's last checkpoint alone: further methods, and the first spec block by block."""
+    """What is measured of a run's last checkpoint alone: further methods, and some specs block by block."""
     settings, last, steps = study.quantization, MeasuredModel(run.total_steps), []
     directories = [f"{{study}}/{hf_directory(run.name, last)}"]
     if settings.methods:
-        command = _quantizing(study, directories, settings.methods)
+        command = _quantizing(study, directories, settings.methods, settings.eval_tokens)
         results = tuple(quantization_result(run.name, last, spec) for spec in settings.methods)
         seconds = 10.0 + 10.0 * len(settings.methods)
         steps.append(
             Step(f"methods-{run.name}", "methods", command, results, reads, run.name, expected_seconds=seconds)
         )
-    if settings.per_block:
-        spec = settings.specs[0]
-        result = blocks_result(run, spec)
-        command = _quantizing(study, directories, (spec,))
-        command += ("--per-block", "--out", f"{{study}}/{Path(result).parent}")
-        steps.append(Step(f"blocks-{run.name}", "blocks", command, (result,), reads, run.name, expected_seconds=15.0))
+    if settings.by_block:
+        results = tuple(blocks_result(run, spec) for spec in settings.by_block)
+        command = _quantizing(study, directories, settings.by_block, settings.block_tokens)
+        command += ("--per-block", "--dense")
+        for result in results:
+            command += ("--out", f"{{study}}/{Path(result).parent}")
+        seconds = 5.0 + 6.0 * len(results)
+        blocks = Step(f"blocks-{run.name}", "blocks", command, results, reads, run.name, expected_seconds=seconds)
+        steps += [blocks, *_around_the_end(study, run, (blocks.name, *reads))]
     return steps
+
+
+def _around_the_end(study: Study, run: RunConfig, reads: tuple[str, ...]) -> list[Step]:
+    """Curvature along the quantization steps of a run's last checkpoint, and the loss on the plane of the first one."""
+    settings, specs = study.curvature, study.quantization.by_block
+    before, last = (f"{{study}}/{hf_directory(run.name, MeasuredModel(step))}" for step in run.save_steps[-2:])
+    text = ("--data", "{study}/data/held_out")
+    quantized = [f"{{study}}/{Path(blocks_result(run, spec)).parent}" for spec in specs]
+    along = (*_python("curvature", "step", last), *text, "--microbatches", str(settings.step_microbatches))
+    along += ("--microbatch-sequences", str(settings.microbatch_sequences), "--level", f"{INTERVAL_LEVEL:g}")
+    for directory in quantized:
+        along += ("--quantized", directory)
+    plane = (*_python("curvature", "slice", last), *text, "--previous", before, "--quantized", quantized[0])
+    plane += ("--grid", str(settings.slice_grid), "--sequences", str(settings.slice_sequences))
+    results = tuple(step_result(run, spec) for spec in specs)
+    seconds = 5.0 + 3.0 * len(specs)
+    return [
+        Step(f"step-{run.name}", "step", along, results, reads, run.name, expected_seconds=seconds),
+        Step(f"slice-{run.name}", "slice", plane, (slice_result(run, specs[0]),), reads, run.name, expected_seconds=10),
+    ]
 
 
 def _soup_step(run: RunConfig, soup: MeasuredModel, export: str) -> Step:
@@ -219,21 +221,24 @@ def _soup_step(run: RunConfig, soup: MeasuredModel, export: str) -> Step:
     )
 
 
-def _quantizing(study: Study, models: list[str], specs: tuple[str, ...]) -> tuple[str, ...]:
+def _quantizing(study: Study, models: list[str], specs: tuple[str, ...], tokens: int) -> tuple[str, ...]:
     settings = study.quantization
     command = _python("quant_eval", "run", *models)
     for spec in specs:
         command += ("--spec", spec)
     command += ("--calibration", "{study}/data/train", "--eval", "{study}/data/held_out")
     command += ("--calibration-sequences", str(settings.calibration_sequences))
-    return (*command, "--eval-tokens", str(settings.eval_tokens), "--level", f"{INTERVAL_LEVEL:g}")
+    return (*command, "--eval-tokens", str(tokens), "--level", f"{INTERVAL_LEVEL:g}")
 
 
 def _curving(study: Study, models: list[str]) -> tuple[str, ...]:
     settings = study.curvature
     command = _python("curvature", "run", *models, "--spec", CURVATURE_SPEC, "--data", "{study}/data/held_out")
-    command += ("--pairs", str(settings.pairs), "--microbatch-sequences", str(settings.microbatch_sequences))
-    return (*command, "--eigen-sequences", str(settings.eigen_sequences), "--tolerance", f"{settings.tolerance:g}")
+    command += ("--pairs", str(settings.pairs), "--norm-pairs", str(settings.norm_pairs))
+    command += ("--companion-pairs", str(settings.companion_pairs))
+    command += ("--microbatch-sequences", str(settings.microbatch_sequences))
+    command += ("--fixed-sequences", str(settings.fixed_sequences), "--tolerance", f"{settings.tolerance:g}")
+    return (*command, "--level", f"{INTERVAL_LEVEL:g}")
 
 
 def steps_of(study: Study) -> list[Step]:
@@ -246,10 +251,11 @@ def steps_of(study: Study) -> list[Step]:
     def of_kinds(*kinds: str) -> tuple[str, ...]:
         return tuple(step.name for step in steps if step.kind in kinds)
 
-    compared = of_kinds("quantize", "methods", "blocks")  # the report reads their losses document by document
+    collected = of_kinds("train", "quantize", "methods", "curvature", "step")
+    read = of_kinds("quantize", "methods", "curvature", "blocks", "step", "slice")  # by the report: more than numbers
     last = [
-        ("collect", ("table.parquet",), of_kinds("train", "quantize", "methods", "curvature"), 3.0),
-        ("report", ("report.html", *figures_of(study).values()), ("collect", *compared), 10.0),
+        ("collect", ("table.parquet",), collected, 3.0),
+        ("report", ("report.html", *figures_of(study).values()), ("collect", *read), 10.0),
         ("mirror", ("mlflow.json", f"../{MLFLOW_STORE}"), ("collect", "report"), 15.0),
     ]
     for kind, outputs, after, seconds in last:
@@ -257,13 +263,6 @@ def steps_of(study: Study) -> list[Step]:
         settings = fingerprint(study)
         steps.append(Step(kind, kind, command, outputs, after, settings=settings, expected_seconds=seconds))
     return steps
-
-
-def figures_of(study: Study) -> dict[str, str]:
-    """Name -> path below the study of every figure that it has something to show in, in the order of the report."""
-    settings = study.quantization
-    without = {"methods": not settings.methods, "blocks": not settings.per_block}
-    return {name: f"figures/{name}.png" for name in FIGURES if not without.get(name)}
 
 
 def log_path(directory: Path, step: Step) -> Path:

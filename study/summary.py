@@ -6,11 +6,10 @@ from itertools import pairwise
 from typing import Any
 
 from study.collect import trained
-from study.paired import Order, Paired, Row, Verdict
+from study.paired import TRACE, Order, Paired, Row, Verdict
 from study.settings import Study, spec_title
 
 Rows = list[dict[str, Any]]
-TRACE = "curvature/trace"
 
 
 @dataclass(frozen=True)
@@ -20,10 +19,6 @@ class Estimate:
     value: float
     low: float
     high: float
-
-    def is_below(self, other: "Estimate") -> bool:
-        """Whether the whole interval lies below the other's."""
-        return self.high < other.low
 
 
 @dataclass(frozen=True)
@@ -42,14 +37,10 @@ class RunSummary:
 
 
 def estimate(row: Row | None, column: str) -> Estimate | None:
-    """A column of a row with its `_low` and `_high`; the trace with two standard errors on either side."""
+    """A column of a row with its `_low` and `_high`."""
     if row is None or row[column] is None:
         return None
-    value = row[column]
-    if f"{column}_standard_error" in row:
-        margin = 2 * row[f"{column}_standard_error"]
-        return Estimate(value, value - margin, value + margin)
-    return Estimate(value, row[f"{column}_low"], row[f"{column}_high"])
+    return Estimate(row[column], row[f"{column}_low"], row[f"{column}_high"])
 
 
 def summarize(study: Study, rows: Rows) -> list[RunSummary]:
@@ -138,10 +129,13 @@ def findings(study: Study, summaries: list[RunSummary], paired: Paired) -> list[
             ends = last_rows(summaries, column)
             if ends and len(ends) > 1:
                 sentences.append(order_finding(paired.order(ends, spec, figure), quantity))
-    traces = _both_ends(summaries, TRACE)
+    traces, quantity = _both_ends(summaries, TRACE), "the trace of the Hessian"
     if traces:
-        changes = {label: _apart(*(estimate(row, TRACE) for row in pair)) for label, pair in traces.items()}
-        sentences.append(anneal_finding(changes, "the trace of the Hessian"))
+        changes = dict(zip(traces, paired.traces(list(traces.values())), strict=True))
+        sentences.append(anneal_finding(changes, quantity))
+    ends = last_rows(summaries, TRACE)
+    if ends and len(ends) > 1:
+        sentences.append(order_finding(paired.order_of_traces(ends), quantity))
     return sentences
 
 
@@ -153,10 +147,3 @@ def _both_ends(summaries: list[RunSummary], column: str) -> dict[str, tuple[Row,
         if summary.first and summary.last and None not in (summary.first[column], summary.last[column])
     }
     return pairs if len(pairs) == len(summaries) else None
-
-
-def _apart(first: Estimate | None, second: Estimate | None) -> Verdict:
-    """How the second estimate lies to the first, if their intervals lie apart."""
-    assert first
-    assert second
-    return "higher" if first.is_below(second) else "lower" if second.is_below(first) else "not told apart"

@@ -24,6 +24,12 @@ def _percent_digits(estimates: list[Estimate | None]) -> int:
     return max(2, 1 - math.ceil(math.log10(largest))) if largest > 0 else 2
 
 
+def _digits_of_errors(estimates: list[Estimate | None], scale: float) -> int:
+    """Decimals at which the shortest of these intervals has two figures or more."""
+    shortest = min((found.high - found.low for found in estimates if found and found.high > found.low), default=1.0)
+    return max(0, 1 - math.floor(math.log10(scale * shortest)))
+
+
 def table_row(cells: Sequence[str], tag: str = "td") -> str:
     """A row of texts."""
     return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
@@ -99,4 +105,44 @@ def method_table(study: Study, summaries: list[RunSummary], sentences: Sequence[
         f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
         "<p>KL divergence in nats per token, by peak learning rate.</p>"
         f'<table class="wide"><thead><tr><th>method</th>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
+    )
+
+
+def step_table(study: Study, summaries: list[RunSummary], sentences: Sequence[str]) -> str:
+    """The sentences on quantization steps, then a row per spec and run: the terms of the loss increase, and ratios."""
+    specs = study.quantization.by_block
+    if not specs:
+        return ""
+    terms = {
+        "first_order": "g.delta",
+        "second_order": "delta'H delta / 2",
+        "predicted": "their sum",
+        "measured": "measured increase",
+        "remainder": "left over",
+    }
+    ratios = {"step_to_mean": "step / mean", "step_to_signed": "step / random signs"}
+    body = []
+    for spec in specs:
+        column = f"curvature/step-{spec}"
+        ends = {summary.label: summary.last for summary in summaries}
+        found = {figure: [estimate(row, f"{column}/{figure}") for row in ends.values()] for figure in terms}
+        digits = {figure: _digits_of_errors(estimates, 1000) for figure, estimates in found.items()}
+        for label, row in ends.items():
+            cells = f'<td>{escape(label)}</td><td class="text">{escape(spec_title(spec))}</td>'
+            for figure in terms:
+                cells += _estimate(estimate(row, f"{column}/{figure}"), digits[figure], scale=1000)
+            cells += "".join(_estimate(estimate(row, f"{column}/{figure}"), digits=2) for figure in ratios)
+            body.append(f"<tr>{cells}</tr>")
+    head = ["peak learning rate", "quantization", *terms.values(), *ratios.values()]
+    above = f'<th colspan="{len(terms)}">thousandths of a nat per token</th><th colspan="{len(ratios)}">curvature</th>'
+    thead = f"<tr><th></th><th></th>{above}</tr>{table_row(head, 'th')}"
+    return (
+        "<h2>Along the quantization step</h2>"
+        f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
+        "<p>The step delta leads from the weights at the end of training to the quantized ones. Its curvature, "
+        "delta'H delta / |delta|<sup>2</sup>, is set against tr H / N of the same weights, the mean over random steps, "
+        "and against the mean over steps with the same entries but random signs: a ratio to that below 1 says that "
+        "errors of entries cancel. In the sentences &plusmn; is a standard error over microbatches, and ratios are "
+        "told from 1 by Student's t with Holm's correction over the runs. Intervals are 95%, over microbatches.</p>"
+        f'<table class="wide"><thead>{thead}</thead><tbody>{"".join(body)}</tbody></table>'
     )

@@ -14,7 +14,7 @@ import torch
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from study.corpus import END_OF_TEXT, train_tokenizer
-from tests.runs import execute, make_run, torchrun
+from tests.runs import make_run, ranks
 from train.prepare import prepare
 
 VOCAB_SIZE = 320
@@ -137,7 +137,7 @@ def trained(tmp_path_factory, inputs):
             if not (root / f"{layout}.done").exists():
                 processes, settings = LAYOUTS[layout]
                 make_run(root / layout, **inputs, **settings)
-                finished = execute(torchrun(processes, "train", "run", str(root / layout)))
+                finished = ranks(processes, "train", "run", str(root / layout))
                 assert finished.returncode == 0, finished.stderr[-3000:]
                 (root / f"{layout}.done").touch()
         return root / layout

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from tests.forked import run_forked
 from train.config import RunConfig, dump_run
 from train.run_directory import write_json
 from train.settings import Anneal, CosinePhase, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, ScheduleConfig
@@ -84,9 +87,18 @@ def execute(command: list[str], timeout_seconds: float = 240, **kwargs) -> subpr
     )
 
 
-def python(*arguments: str, **kwargs) -> subprocess.CompletedProcess:
-    """Runs `python -m MODULE ARGUMENTS` as a user would."""
-    return execute([sys.executable, "-m", *arguments], **kwargs)
+def python(*arguments: str, cwd: Path = PROJECT, timeout_seconds: float = 240) -> subprocess.CompletedProcess:
+    """Runs `python -m MODULE ARGUMENTS`, forked."""
+    return run_forked(arguments, [environment()], cwd, timeout_seconds)
+
+
+def ranks(processes: int, *arguments: str, timeout_seconds: float = 240) -> subprocess.CompletedProcess:
+    """Runs what `torchrun` runs, forked; the exit code is that of the first rank that fails."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost"}
+    shared |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is not rank 0's
+    each = [environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    return run_forked(arguments, each, PROJECT, timeout_seconds)
 
 
 def error_line(done: subprocess.CompletedProcess) -> str:

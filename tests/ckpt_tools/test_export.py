@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ckpt_tools.export import export
-from ckpt_tools.hf_model import identify, load_hf_model
+from ckpt_tools.hf_model import EXPORTED_ARCHITECTURES, identify, load_hf_model
 from tests.ckpt_tools.checkpoints import seal
 from tests.conftest import LAYOUTS
 from tests.runs import error_line, python
@@ -224,7 +224,15 @@ def test_changed_or_foreign_hf_directories_are_refused(exported, tmp_path):
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(UserError, match="holds a GPT2LMHeadModel"):
-        load_hf_model(tmp_path / "hf", torch.float32)
+        load_hf_model(tmp_path / "hf", torch.float32, architectures=EXPORTED_ARCHITECTURES)
+
+
+def test_an_export_without_parity_is_refused(exported, tmp_path):
+    shutil.copytree(exported("dp1", 20), tmp_path / "hf")
+    lineage = json.loads((tmp_path / "hf" / "lineage.json").read_text())
+    (tmp_path / "hf" / "lineage.json").write_text(json.dumps(lineage | {"parity": None}))
+    with pytest.raises(UserError, match="was not proven to compute"):
+        identify(tmp_path / "hf")
 
 
 def test_a_weight_file_without_a_key_is_refused(exported, tmp_path):

@@ -20,7 +20,7 @@ from ckpt_tools.formats.weights import read_whole
 from ckpt_tools.importing import import_checkpoint
 from ckpt_tools.released.download_record import DOWNLOAD_JSON, DownloadRecord
 from tests.conftest import VOCAB_SIZE, make_hf_directory
-from tests.runs import execute, make_run, torchrun
+from tests.runs import make_run, ranks
 from train import layout
 from train.command import UserError
 from train.config import load_run
@@ -126,7 +126,7 @@ def test_the_engine_computes_with_the_weights_what_transformers_does(tmp_path, i
     make_run(tmp_path / "run", **inputs, engine=engine, model=model, **layout_of_run)
     worker = (str(tmp_path / "run"), str(checkpoint), str(tmp_path / "logits.safetensors"))
     processes = layout_of_run.get("tensor", 1)
-    done = execute(torchrun(processes, "tests.ckpt_tools.test_import", *worker))
+    done = ranks(processes, "tests.ckpt_tools.test_import", *worker)
     assert done.returncode == 0, done.stderr[-3000:]
     probe = load_file(checkpoint / "probe.safetensors")
     reference = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")

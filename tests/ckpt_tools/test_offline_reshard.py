@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ckpt_tools.export import export
 from ckpt_tools.reshard import reshard_checkpoint
 from tests.ckpt_tools.checkpoints import seal
-from tests.runs import error_line, execute, make_run, python, torchrun
+from tests.runs import error_line, make_run, python, ranks
 from train.command import UserError
 from train.config import dump_run, load_run
 from train.run_directory import CHECKPOINT_JSON, read_checkpoint_record, verify_checkpoint, write_json
@@ -43,7 +43,7 @@ def averaged(tmp_path_factory, inputs) -> Path:
     directory = tmp_path_factory.mktemp("averaged") / "run"
     lawa = (Lawa(interval_steps=2, window=2), Lawa(interval_steps=5, window=2))
     make_run(directory, **inputs, kv_heads=2, averages=lawa, total_steps=20)
-    done = execute(torchrun(1, "train", "run", str(directory)))
+    done = ranks(1, "train", "run", str(directory))
     assert done.returncode == 0, done.stderr[-3000:]
     return directory
 
@@ -89,7 +89,7 @@ def test_files_are_those_of_the_engine_and_it_goes_on_from_them(
     write_json(tmp_path / "run.json", dump_run(run))
     processes = run.parallel.tensor * run.parallel.pipeline * data
     worker = ("tests.ckpt_tools.test_offline_reshard", str(tmp_path), json.dumps(wanted))
-    done = execute(torchrun(processes, *worker))
+    done = ranks(processes, *worker)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in names:
         checkpoint, resharded = run_dir / "checkpoints" / name, tmp_path / "resharded" / name

@@ -11,7 +11,7 @@ import torch
 
 from ckpt_tools.reshard import reshard_checkpoint
 from tests.ckpt_tools.checkpoints import write_record
-from tests.runs import execute, torchrun
+from tests.runs import ranks
 from tests.train.test_deepspeed import batch_of, small_run
 from train.command import UserError
 from train.config import RunConfig, dump_run
@@ -77,7 +77,7 @@ def on_ranks(processes: int, jobs: list[tuple[str, str, Path]], out: Path) -> di
     for _, _, place in jobs:
         place.mkdir(parents=True)
     shown = json.dumps([(name, checkpoint, str(place)) for name, checkpoint, place in jobs])
-    done = execute(torchrun(processes, MODULE, shown, str(out)))
+    done = ranks(processes, MODULE, shown, str(out))
     assert done.returncode == 0, done.stderr[-3000:]
     rows: dict[str, list[list[float]]] = json.loads(out.read_text())
     return rows

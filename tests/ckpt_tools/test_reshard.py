@@ -9,7 +9,7 @@ import torch
 
 from tests.ckpt_tools.checkpoints import read_shards
 from tests.conftest import LAYOUTS
-from tests.runs import execute, torchrun
+from tests.runs import ranks
 from train.config import load_run
 from train.run_directory import RunDirectory
 from train.tracking import read_metrics
@@ -40,7 +40,7 @@ def test_trained_weights_survive_another_layout_bit_for_bit(trained, tmp_path, s
     for name, start, at in (("there", checkpoint, layout), ("back", tmp_path / "there", source)):
         (tmp_path / name).mkdir()
         arguments = (str(trained(at)), str(start), str(tmp_path / name))
-        done = execute(torchrun(LAYOUTS[at][0], "tests.ckpt_tools.test_reshard", *arguments))
+        done = ranks(LAYOUTS[at][0], "tests.ckpt_tools.test_reshard", *arguments)
         assert done.returncode == 0, done.stderr[-3000:]
     model = load_run(trained(source) / "run.json").model
     before, after = read_shards(checkpoint, model), read_shards(tmp_path / "there", model)
@@ -60,7 +60,7 @@ def test_a_run_resumed_at_another_layout_goes_on_with_the_same_losses(trained, t
     directory.path.mkdir()
     shutil.copyfile(trained(layout) / "run.json", directory.run_json)
     shutil.copytree(whole.checkpoint(10), directory.checkpoint(10))
-    done = execute(torchrun(LAYOUTS[layout][0], "train", "run", str(directory.path)))
+    done = ranks(LAYOUTS[layout][0], "train", "run", str(directory.path))
     assert done.returncode == 0, done.stderr[-3000:]
     found, expected = (
         {row["step"]: row["loss"] for row in read_metrics(run.metrics) if "loss" in row} for run in (directory, whole)

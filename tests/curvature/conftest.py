@@ -3,15 +3,20 @@
 Shapes: B sequences, S positions of a sequence, P parameters.
 """
 
+import sys
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Olmo2Config, Olmo2ForCausalLM
-from transformers.models.olmo2 import modeling_olmo2
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ckpt_tools.ranks import Ranks
+from curvature.exact import DualHessian
+from curvature.model import CurvedModel
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
 TINY: dict[str, Any] = {
     "vocab_size": 24,
     "hidden_size": 8,
@@ -30,10 +35,11 @@ TINY: dict[str, Any] = {
 }
 
 
-def tiny_model(dtype: torch.dtype = torch.float64, *, std: float = 0.5, **config) -> Olmo2ForCausalLM:
-    """A random OLMo2 of about 1,500 parameters, norm weights drawn too."""
+def tiny_model(dtype: torch.dtype = torch.float64, *, std: float = 0.5, model_type: str = "olmo2", **config) -> Any:
+    """A random model of about 1,500 parameters, norm weights drawn too."""
     torch.manual_seed(1)
-    model: Olmo2ForCausalLM = Olmo2ForCausalLM(Olmo2Config(**(TINY | config)))
+    settings = AutoConfig.for_model(model_type, **(TINY | config))
+    model = AutoModelForCausalLM.from_config(settings)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
@@ -45,6 +51,16 @@ def tiny_model(dtype: torch.dtype = torch.float64, *, std: float = 0.5, **config
     return model
 
 
+def dual_hessian(model: PreTrainedModel, **options) -> DualHessian:
+    """Products of a model, which is taken over."""
+    return DualHessian(CurvedModel(model, ranks=ALONE, **options))
+
+
+def gaussian(size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A random vector v_P."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
 def random_tokens(batch: int = 2, length: int = 7, seed: int = 0) -> Tensor:
     """Sequences of `length` inputs and labels, int64 [batch, length + 1]."""
     generator = torch.Generator().manual_seed(seed)
@@ -52,7 +68,10 @@ def random_tokens(batch: int = 2, length: int = 7, seed: int = 0) -> Tensor:
 
 
 class _DoubleForFloat:
-    """Stands for `torch` inside HF's file and reads float32, which it hard-codes in norms and softmax, as float64."""
+    """Stands for `torch` inside HF's file and reads float32, which it hard-codes in norms and softmax, as float64.
+
+    Rotary tables stay as HF has them, computed in fp32: the dual layers take theirs from the same module.
+    """
 
     float32 = torch.float64
 
@@ -68,7 +87,7 @@ class Dense(NamedTuple):
     hessian_PP: Tensor
 
 
-def differentiable_gradient(model: Olmo2ForCausalLM, tokens_BS1: Tensor) -> tuple[Tensor, Tensor]:
+def differentiable_gradient(model: PreTrainedModel, tokens_BS1: Tensor) -> tuple[Tensor, Tensor]:
     """Loss and gradient by HF's own forward, ready to be differentiated once more."""
     logits_BSV = model(tokens_BS1[:, :-1], use_cache=False).logits
     loss = -F.log_softmax(logits_BSV, dim=-1).gather(-1, tokens_BS1[:, 1:, None]).mean()
@@ -76,11 +95,11 @@ def differentiable_gradient(model: Olmo2ForCausalLM, tokens_BS1: Tensor) -> tupl
     return loss, torch.cat([part.flatten() for part in gradient])
 
 
-def dense_hessian(model: Olmo2ForCausalLM, tokens_BS1: Tensor) -> Dense:
+def dense_hessian(model: PreTrainedModel, tokens_BS1: Tensor) -> Dense:
     """Row after row by reverse mode over reverse mode, in float64."""
     weights = list(model.parameters())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling_olmo2, "torch", _DoubleForFloat())
+        patch.setattr(sys.modules[type(model).__module__], "torch", _DoubleForFloat())
         loss, gradient_P = differentiable_gradient(model, tokens_BS1)
     size = len(gradient_P)
     chunks = []
@@ -94,7 +113,7 @@ def dense_hessian(model: Olmo2ForCausalLM, tokens_BS1: Tensor) -> Dense:
 class Case(NamedTuple):
     """A float64 model, a batch, and their dense Hessian."""
 
-    model: Olmo2ForCausalLM
+    model: PreTrainedModel
     config: dict
     tokens_BS1: Tensor
     dense: Dense

@@ -1,170 +1,230 @@
-"""The command, end to end and with bad input."""
+"""`python -m curvature run` end to end: every spec against the dense Hessian of a tiny model.
+
+Shapes: B sequences, S positions of a sequence, V vocabulary, N tokens, R rows of a Jacobian, P parameters.
+"""
 
 import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from transformers import Olmo2ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-import curvature.olmo2
 from curvature.__main__ import app
-from curvature.dual import rms_norm
+from curvature.parameters import block_of
+from curvature.probes import rademacher
 from tests.conftest import make_hf_directory
+from tests.curvature.conftest import Dense, dense_hessian, differentiable_gradient
 from train.command import run_command
 from train.corpus import open_corpus
 from train.data import batch
+from train.prepare import prepare
 
-SMALL = ["--pairs", "4", "--sequence-length", "24", "--eigen-sequences", "3", "--max-iterations", "30", "--seed", "5"]
+WORDS = ["<|endoftext|>", *(chr(97 + index) for index in range(23))]
+SEED, LENGTH, SEQUENCES = 5, 12, 8
+FIXED = ["--fixed-sequences", str(SEQUENCES), "--sequence-length", str(LENGTH), "--seed", str(SEED)]
 
 
-def curvature_command(monkeypatch, *arguments) -> int:
-    monkeypatch.setattr("sys.argv", ["curvature", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        run_command(app, "curvature")
+def command(*arguments) -> int:
+    """The exit code of the command line."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["curvature", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            run_command(app, "curvature")
     return int(ended.value.code or 0)
 
 
-@pytest.fixture
-def measured(monkeypatch, tmp_path, train_prefix):
-    """Runs the command in small and returns result.json."""
+class Tiny(NamedTuple):
+    """A model of 1,500 parameters and text of 24 tokens, with what HF's own code says of them in float64."""
 
-    def run(model, *options, name="out"):
-        out = tmp_path / name / "hutchinson"
-        arguments = ("--spec", "hutchinson", "--data", train_prefix, "--out", out, *SMALL, *options)
-        assert curvature_command(monkeypatch, "run", model, *arguments) == 0
-        assert [path.name for path in out.iterdir()] == ["result.json"]
-        return json.loads((out / "result.json").read_text())
+    hf_dir: Path
+    data: Path
+    dense: Dense  # of the fixed batch
+    reference: Any
 
-    return run
+    def tokens(self, index: int, size: int = 1) -> Tensor:
+        found = batch(open_corpus(self.data), step=index + 1, batch_size=size, sequence_length=LENGTH, seed=SEED)
+        return torch.from_numpy(found)
 
+    def signs(self, probe: int) -> Tensor:
+        parts = [
+            rademacher(name, 0, weight.numel(), seed=SEED, probe=probe)
+            for name, weight in self.reference.named_parameters()
+        ]
+        return torch.cat(parts).double()
 
-def test_result_holds_numbers_with_their_conditions(measured, hf_dir, train_prefix):
-    result = measured(hf_dir)
-    assert list(result) == ["model", "spec", "measured", "environment"]
-    spec, values = result["spec"], result["measured"]
-    assert (spec["name"], spec["pairs"], spec["seed"], spec["sequence_length"]) == ("hutchinson", 4, 5, 24)
-    assert spec["data"]["bin_sha256"] == open_corpus(train_prefix).manifest.bin.sha256
-    assert result["model"]["path"] == str(hf_dir)
-    assert values["trace"]["probes"] == len(values["trace"]["per_pair"]) == 4
-    assert values["trace"]["mean"] == pytest.approx(sum(block["mean"] for block in values["block_traces"].values()))
-    assert values["parameters"] == sum(block["parameters"] for block in values["block_traces"].values())
-    assert values["lambda_max"]["converged"] is True
-    assert values["lambda_max"]["residual"] <= spec["tolerance"]
-    assert values["guard"]["product_relative_difference"] < 1e-3
-
-
-def test_loss_is_hfs_own_on_the_first_batches_of_the_seed(measured, hf_dir, train_prefix):
-    corpus, model = open_corpus(train_prefix), Olmo2ForCausalLM.from_pretrained(hf_dir)
-    losses = []
-    for step in range(1, 5):
-        tokens = torch.from_numpy(batch(corpus, step=step, batch_size=2, sequence_length=24, seed=5))
-        losses.append(model(tokens, labels=tokens).loss.item())
-    assert measured(hf_dir)["measured"]["loss"] == pytest.approx(sum(losses) / 4, rel=1e-6)
+    def measured(self, spec: str, *options) -> dict[str, Any]:
+        """`measured` of the command's result."""
+        assert command("run", self.hf_dir, "--spec", spec, "--data", self.data, *FIXED, *options) == 0
+        found: dict[str, Any] = json.loads((self.hf_dir / "curvature" / spec / "result.json").read_text())
+        assert (found["spec"]["name"], found["spec"]["seed"]) == (spec, SEED)
+        measured: dict[str, Any] = found["measured"]
+        return measured
 
 
-def test_both_routes_agree(measured, hf_dir):
-    """To the accuracy of finite differences."""
-    dual = measured(hf_dir, name="dual")["measured"]
-    differences = measured(hf_dir, "--route", "finite-difference", name="differences")["measured"]
-    assert differences["trace"]["per_pair"] == pytest.approx(dual["trace"]["per_pair"], rel=2e-3)
-    assert differences["lambda_max"]["value"] == pytest.approx(dual["lambda_max"]["value"], rel=1e-3)
-    assert differences["loss"] == pytest.approx(dual["loss"], rel=1e-6)
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Tiny:
+    root = tmp_path_factory.mktemp("tiny")
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    (root / "tokenizer").mkdir()
+    tokenizer.save(str(root / "tokenizer/tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": WORDS[0], "pad_token": WORDS[0]}
+    (root / "tokenizer/tokenizer_config.json").write_text(json.dumps(settings))
+    letters = np.random.default_rng(0).integers(1, 24, (20, 60))
+    lines = [json.dumps({"text": " ".join(WORDS[letter] for letter in row)}) for row in letters]
+    (root / "text.jsonl").write_text("\n".join(lines))
+    prepare([root / "text.jsonl"], root / "tokenizer", root / "data")
+    shape: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 2}
+    hf_dir = make_hf_directory(root / "model", vocab_size=24, max_position_embeddings=16, **shape)
+    reference = AutoModelForCausalLM.from_pretrained(hf_dir, attn_implementation="eager").double()
+    unfinished = Tiny(hf_dir, root / "data", Dense(0.0, torch.empty(0), torch.empty(0)), reference)
+    return unfinished._replace(dense=dense_hessian(reference, unfinished.tokens(0, SEQUENCES)))
 
 
-def test_repeating_and_checkpointing_change_nothing(measured, hf_dir):
-    first, second = measured(hf_dir, name="first"), measured(hf_dir, name="second")
-    assert first["measured"] == second["measured"]
-    thrifty = measured(hf_dir, "--checkpointing", name="thrifty")
-    assert thrifty["spec"]["checkpointing"] is True
-    assert thrifty["measured"]["trace"]["per_pair"] == pytest.approx(first["measured"]["trace"]["per_pair"], rel=1e-5)
+@pytest.fixture(scope="module")
+def hutchinson(tiny) -> dict[str, Any]:
+    pairs = ("--pairs", SEQUENCES, "--microbatch-sequences", "1", "--companion-pairs", "16", "--norm-pairs", "16")
+    return tiny.measured("hutchinson", *pairs)
 
 
-@pytest.mark.parametrize("route", ["dual", "finite-difference"])
-def test_the_padding_token_is_a_token_like_others(measured, tmp_path, hf_dir, train_prefix, route):
-    """HF drops the gradient of its embedding row: with a frequent token as padding, trace and guard would notice."""
-    tokens = batch(open_corpus(train_prefix), step=1, batch_size=2, sequence_length=24, seed=5)
-    frequent = int(np.bincount(tokens[:, :-1].ravel()).argmax())
-    padded = measured(make_hf_directory(tmp_path / "padded", pad_token_id=frequent), "--route", route, name="padded")
-    plain = measured(hf_dir, "--route", route, name="plain")
-    assert padded["measured"]["trace"]["per_pair"] == pytest.approx(plain["measured"]["trace"]["per_pair"], rel=1e-6)
+def within(estimate: dict[str, Any], truth: float, errors: float = 4.0) -> None:
+    """The truth is no more than 4 standard errors away, which a right estimate misses once in 1,000 tries or less."""
+    assert abs(estimate["mean"] - truth) <= errors * estimate["standard_error"]
+    assert estimate["standard_error"] > 0
 
 
-def test_a_microbatch_size_that_does_not_divide_the_fixed_batch(measured, hf_dir):
-    """Three sequences in microbatches of two and one, or of three: the same mean loss, hence the same Hessian."""
-    two, three = (measured(hf_dir, "--microbatch-sequences", size, name=f"m{size}") for size in (2, 3))
-    assert two["measured"]["lambda_max"]["value"] == pytest.approx(three["measured"]["lambda_max"]["value"], rel=1e-5)
+def test_every_pair_is_the_quadratic_form_of_its_probe_and_microbatch(tiny, hutchinson):
+    names = [name for name, _ in tiny.reference.named_parameters()]
+    sizes = [weight.numel() for weight in tiny.reference.parameters()]
+    losses, tensors = [], dict.fromkeys(names, 0.0)
+    for index, found in enumerate(hutchinson["trace"]["per_microbatch"]):
+        v_P = tiny.signs(index)
+        loss, gradient_P = differentiable_gradient(tiny.reference, tiny.tokens(index))
+        product = torch.autograd.grad(gradient_P @ v_P, list(tiny.reference.parameters()))
+        parts = [float(v @ hv.flatten()) for v, hv in zip(v_P.split(sizes), product, strict=True)]
+        losses.append(loss.item())
+        for name, part in zip(names, parts, strict=True):
+            tensors[name] += part / SEQUENCES
+        assert found == pytest.approx(sum(parts), rel=1e-5, abs=1e-5 * sum(map(abs, parts)))  # fp32's rounding
+    scale = max(map(abs, tensors.values()))
+    assert hutchinson["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    for name, expected in tensors.items():
+        assert hutchinson["tensor_traces"][name]["mean"] == pytest.approx(expected, rel=1e-4, abs=1e-5 * scale)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--spec", "slice"], "--spec 'slice' is unknown"),
-        (["--pairs", "1"], "'pairs'"),
-        (["--route", "guess"], "'route'"),
-        (["--route", "finite-difference", "--checkpointing"], "belongs to --route dual; leave it out"),
-        (["--tolerance", "nan"], "'tolerance'"),
-        (["--max-iterations", "1"], "'max_iterations'"),
-        (["--sequence-length", "65"], "beyond the model's context 64"),
-        (["--pairs", "100000"], "sequences of 24 tokens, 200000 are needed"),
-        (["--data", "nowhere/at-all"], "does not exist; make it with"),
-    ],
-)
-def test_bad_options_end_with_one_line_and_nothing_written(
-    monkeypatch, capsys, tmp_path, hf_dir, train_prefix, options, message
-):
-    out = tmp_path / "out"
-    arguments = ["--spec", "hutchinson", "--data", train_prefix, "--out", out, *SMALL, *options]
-    assert curvature_command(monkeypatch, "run", hf_dir, *arguments) == 2
-    lines = capsys.readouterr().err.split("\n")[:-1]
-    lines = [line for line in lines if "Loading weights" not in line]  # transformers' own bar
-    assert len(lines) == 1
-    assert message in lines[0]
-    assert not out.exists()
+def test_traces_lie_within_their_errors(tiny, hutchinson):
+    diagonal_P = tiny.dense.hessian_PP.diagonal()
+    weights = dict(tiny.reference.named_parameters())
+    parts = dict(zip(weights, diagonal_P.split([weight.numel() for weight in weights.values()]), strict=True))
+    low, high = hutchinson["trace"]["interval"]
+    assert low <= float(diagonal_P.sum()) <= high
+    for block, found in hutchinson["block_traces"].items():
+        within(found, sum(float(part.sum()) for name, part in parts.items() if block_of(name) == block))
+    norms = sum(float(part.sum()) for name, part in parts.items() if "norm" in name)
+    within(hutchinson["norm_traces"]["total"], norms)
 
 
-def refused(monkeypatch, capsys, tmp_path, model, train_prefix) -> str:
-    out = tmp_path / "out"
-    arguments = ("--spec", "hutchinson", "--data", train_prefix, "--out", out, *SMALL)
-    assert curvature_command(monkeypatch, "run", model, *arguments) == 2
-    assert not out.exists()
-    return str(capsys.readouterr().err.splitlines()[-1])
+def test_gauss_newton_and_fisher_lie_within_their_errors(tiny, hutchinson):
+    weights = list(tiny.reference.parameters())
+    gauss_newton, fisher = [], []
+    for index in range(16):
+        tokens_BS1 = tiny.tokens(index)
+        logits_NV = tiny.reference(tokens_BS1[:, :-1], use_cache=False).logits.flatten(0, 1)
+        units = torch.eye(logits_NV.numel(), dtype=torch.float64).view(-1, *logits_NV.shape)
+        rows = torch.autograd.grad(logits_NV, weights, units, is_grads_batched=True)
+        jacobian_NVP = torch.cat([row.flatten(1) for row in rows], dim=1).view(*logits_NV.shape, -1)
+        p_NV = logits_NV.detach().softmax(-1)
+        covariance_NVV = torch.diag_embed(p_NV) - p_NV[:, :, None] * p_NV[:, None]
+        kernel_NVV = jacobian_NVP @ jacobian_NVP.mT
+        gauss_newton.append(float((covariance_NVV * kernel_NVV).sum() / len(p_NV)))
+        errors_NV = p_NV - torch.nn.functional.one_hot(tokens_BS1[:, 1:].flatten(), 24)
+        fisher.append(float((errors_NV[:, None] @ jacobian_NVP).square().sum() / len(p_NV)))
+    for name, expected in (("gauss_newton_trace", gauss_newton), ("fisher_trace", fisher)):
+        within(hutchinson[name], float(np.mean(expected)))
+        assert hutchinson[name]["standard_error"] < 0.4 * hutchinson[name]["mean"]
+        assert sum(block["mean"] for block in hutchinson[name]["blocks"].values()) == pytest.approx(
+            hutchinson[name]["mean"], rel=1e-9
+        )
 
 
-def test_bad_models_are_refused(monkeypatch, capsys, tmp_path, train_prefix):
-    def refusal(model) -> str:
-        return refused(monkeypatch, capsys, tmp_path, model, train_prefix)
-
-    assert "does not exist" in refusal(tmp_path / "nothing")
-    assert "outside the model's vocabulary of 16" in refusal(make_hf_directory(tmp_path / "small", vocab_size=16))
-    other = make_hf_directory(tmp_path / "other")
-    config = json.loads((other / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
-    (other / "config.json").write_text(json.dumps(config))
-    assert "holds a LlamaForCausalLM" in refusal(other)
-    broken = make_hf_directory(tmp_path / "broken")
-    model = Olmo2ForCausalLM.from_pretrained(broken)
-    with torch.no_grad():
-        model.model.norm.weight[0] = float("nan")
-    model.save_pretrained(broken)
-    assert "not finite" in refusal(broken)
-
-
-def test_a_refusing_guard_writes_nothing(monkeypatch, capsys, tmp_path, hf_dir, train_prefix):
-    monkeypatch.setattr(curvature.olmo2, "rms_norm", lambda x, weight, epsilon: rms_norm(x, weight, 0.1))
-    assert "refusing to measure" in refused(monkeypatch, capsys, tmp_path, hf_dir, train_prefix)
+def test_lanczos_finds_both_ends_and_the_density(tiny):
+    eigenvalues_P = torch.linalg.eigvalsh(tiny.dense.hessian_PP)
+    found = tiny.measured("lanczos", "--largest", "3", "--smallest", "2", "--tolerance", "1e-5", "--starts", "6")
+    assert found["lambda_max"]["value"] == pytest.approx(float(eigenvalues_P[-1]), rel=1e-4)
+    for end, expected in (("largest", eigenvalues_P.flip(0)[:3]), ("smallest", eigenvalues_P[:2])):
+        assert [pair["value"] for pair in found["eigenvalues"][end]] == pytest.approx(expected.tolist(), rel=1e-4)
+        assert all(pair["converged"] for pair in found["eigenvalues"][end])
+    assert found["loss"] == pytest.approx(tiny.dense.loss, rel=1e-6)
+    within(found["trace"], float(eigenvalues_P.sum()))
+    within(found["density"]["squared_norm"], float(eigenvalues_P.square().sum()))
+    nodes, weights = (np.array(found["density"][key]) for key in ("nodes", "weights"))
+    assert weights.sum(axis=1) == pytest.approx(1, abs=1e-6)
+    for index in range(6):  # a quadrature is exact for powers: v'Hv and |Hv|^2 of its start vector
+        v_P = tiny.signs(index)
+        hv_P = tiny.dense.hessian_PP @ v_P
+        assert (nodes[index] * weights[index]).sum() * len(v_P) == pytest.approx(float(v_P @ hv_P), rel=1e-3)
+        assert (nodes[index] ** 2 * weights[index]).sum() * len(v_P) == pytest.approx(float(hv_P @ hv_P), rel=1e-4)
 
 
-def test_results_lie_beside_their_models_by_default(monkeypatch, capsys, tmp_path, train_prefix):
-    models = [make_hf_directory(tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two"))]
-    arguments = ("--spec", "hutchinson", "--data", train_prefix, *SMALL)
-    assert curvature_command(monkeypatch, "run", *models, *arguments) == 0
-    first, second = (json.loads((model / "curvature/hutchinson/result.json").read_text()) for model in models)
-    assert first["measured"]["trace"] != second["measured"]["trace"]
-    assert first["measured"]["loss"] > 0
-    assert curvature_command(monkeypatch, "run", *models, *arguments, "--out", tmp_path / "out") == 2
-    assert "leave it out for several" in capsys.readouterr().err
+def test_power_iteration_finds_the_eigenvalue_of_largest_magnitude(tiny):
+    eigenvalues_P = torch.linalg.eigvalsh(tiny.dense.hessian_PP)
+    largest = float(eigenvalues_P[eigenvalues_P.abs().argmax()])
+    found = tiny.measured("power", "--probes", "12", "--tolerance", "1e-7", "--max-iterations", "300")
+    assert found["lambda_max"]["rule_met"]
+    assert found["lambda_max"]["value"] == pytest.approx(largest, rel=1e-4)
+    early = tiny.measured("power", "--probes", "2", "--tolerance", "1e-4")["lambda_max"]
+    assert (early["rule_met"], early["converged"]) == (True, False)  # the rule says nothing of the residual
+    assert abs(early["value"] - largest) <= early["residual"] * abs(early["value"])
+    values = [float(v_P @ tiny.dense.hessian_PP @ v_P) for v_P in map(tiny.signs, range(12))]
+    assert found["trace"]["mean"] == pytest.approx(np.mean(values), rel=1e-4)
+    assert found["trace"]["standard_error"] == pytest.approx(np.std(values, ddof=1) / math.sqrt(12), rel=1e-4)
 
 
-def test_more_than_one_process_is_refused(monkeypatch, capsys, tmp_path, hf_dir, train_prefix):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "without torchrun" in refused(monkeypatch, capsys, tmp_path, hf_dir, train_prefix)
+@pytest.mark.parametrize("spec", ["hutch++", "xtrace"])
+def test_traces_of_the_fixed_batch(tiny, spec):
+    """Nearer than Hutchinson's error sqrt(2 (|H|_F^2 - sum h_ii^2) / m) with as many products."""
+    hessian_PP = tiny.dense.hessian_PP
+    found = tiny.measured(spec, "--products", "90", "--tolerance", "1e-5")
+    within(found["trace"], float(hessian_PP.trace()))
+    hutchinsons = math.sqrt(2 * float(hessian_PP.square().sum() - hessian_PP.diagonal().square().sum()) / 90)
+    assert found["trace"]["standard_error"] < 0.5 * hutchinsons
+    assert found["lambda_max"]["value"] == pytest.approx(float(torch.linalg.eigvalsh(hessian_PP)[-1]), rel=1e-4)
+
+
+def test_repeating_changes_nothing_and_other_routes_only_rounding(tiny, hutchinson):
+    pairs = ("--pairs", SEQUENCES, "--microbatch-sequences", "1", "--companion-pairs", "16", "--norm-pairs", "16")
+    assert tiny.measured("hutchinson", *pairs) == hutchinson
+    scale = max(map(abs, hutchinson["trace"]["per_microbatch"]))
+    thrifty = tiny.measured("hutchinson", *pairs, "--checkpointing", "--vectors", "host")
+    assert thrifty["trace"]["per_microbatch"] == pytest.approx(hutchinson["trace"]["per_microbatch"], abs=1e-5 * scale)
+    for kernel in ("eager", "sdpa"):  # the accuracy of finite differences
+        found = tiny.measured("hutchinson", *pairs, "--route", "finite-difference", "--attention", kernel)
+        assert found["trace"]["per_microbatch"] == pytest.approx(
+            hutchinson["trace"]["per_microbatch"], rel=2e-3, abs=2e-3 * scale
+        )
+        assert found["lambda_max"]["value"] == pytest.approx(hutchinson["lambda_max"]["value"], rel=2e-3)
+
+
+def test_microbatches_of_the_fixed_batch_need_not_be_equal(tiny, hutchinson):
+    """Eight sequences in microbatches of three and two, or of one: the same mean loss, hence the same Hessian."""
+    found = tiny.measured("power", "--probes", "2", "--microbatch-sequences", "3", "--tolerance", "1e-4")
+    whole = tiny.measured("power", "--probes", "2", "--microbatch-sequences", "8", "--tolerance", "1e-4")
+    assert found["lambda_max"]["value"] == pytest.approx(whole["lambda_max"]["value"], rel=1e-4)
+    assert found["trace"]["mean"] == pytest.approx(whole["trace"]["mean"], rel=1e-4)
+
+
+def test_stopping_at_a_relative_error(tiny):
+    """The pairs that were taken are those of a longer run; asked for more than they give, it takes them all."""
+    common = ("--microbatch-sequences", "1", "--companion-pairs", "2", "--norm-pairs", "2", "--max-iterations", "2")
+    stopped = tiny.measured("hutchinson", "--pairs", "80", "--relative-error", "100", *common)["trace"]
+    whole = tiny.measured("hutchinson", "--pairs", "80", *common)["trace"]
+    assert (stopped["microbatches"], stopped["reached"]) == (64, True)
+    assert whole["per_microbatch"][:64] == stopped["per_microbatch"]
+    assert (whole["microbatches"], whole["reached"]) == (80, None)

@@ -6,8 +6,9 @@ import itertools
 import pytest
 import torch
 
-from curvature.parameters import Parameters
-from curvature.probes import rademacher
+import curvature.probes
+from curvature.parameters import Parameters, Probe
+from curvature.probes import rademacher, words
 from tests.curvature.conftest import tiny_model
 
 
@@ -31,6 +32,27 @@ def test_signs_follow_the_documented_hash(seed, probe):
     assert rademacher(name, 0, 1000, seed=seed, probe=probe).tolist() == splitmix64_signs(
         name, 1000, seed=seed, probe=probe
     )
+
+
+def splitmix64_words(key: str, count: int) -> list[int]:
+    """The signed words, put together from the bits of the hash above."""
+    seed, probe, name = key.split("/")
+    signs = splitmix64_signs(name, 64 * count, seed=int(seed), probe=int(probe))
+    numbers = [sum(1 << bit for bit in range(64) if signs[64 * word + bit] == 1) for word in range(count)]
+    return [number - 2**64 if number >= 2**63 else number for number in numbers]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 20), (7, 20), (19, 20), (4, 4)])
+def test_words_are_those_of_the_documented_hash_from_any_place(start, stop):
+    assert words("5/3/a.weight", start, stop).tolist() == splitmix64_words("5/3/a.weight", 20)[start:stop]
+
+
+@pytest.mark.parametrize("words_per_chunk", [1, 2, 3])
+@pytest.mark.parametrize(("start", "stop"), [(0, 500), (64, 128), (100, 321), (191, 193)])
+def test_signs_do_not_depend_on_how_many_are_made_at_once(monkeypatch, words_per_chunk, start, stop):
+    monkeypatch.setattr(curvature.probes, "WORDS_PER_CHUNK", words_per_chunk)
+    whole = splitmix64_signs("w", 500, seed=0, probe=1)
+    assert rademacher("w", start, stop, seed=0, probe=1).tolist() == whole[start:stop]
 
 
 def test_golden_signs():
@@ -61,9 +83,18 @@ def test_signs_are_balanced_and_uncorrelated():
 
 
 def test_a_models_probe_joins_those_of_its_tensors_and_ignores_their_values():
-    parameters, other = Parameters(tiny_model()), Parameters(tiny_model(torch.float32))
-    v_P = parameters.probe(4, 9)
-    for name, part in parameters.split(v_P).items():
+    parameters, other = Parameters(tiny_model()), Parameters(tiny_model(torch.float32, std=0.1))
+    v_p = parameters.probe(Probe(4, 9))
+    for name, part in parameters.split(v_p).items():
         expected = rademacher(name, 0, part.numel(), seed=4, probe=9)
         assert torch.equal(part.flatten(), expected.double())
-    assert torch.equal(other.probe(4, 9), v_P.float())
+        assert torch.equal(parameters.signs(name, Probe(4, 9)), part)
+    assert torch.equal(other.probe(Probe(4, 9)), v_p.float())
+
+
+def test_a_probe_of_some_tensors_is_the_whole_one_with_zeros_elsewhere():
+    parameters = Parameters(tiny_model())
+    chosen = ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"]
+    whole, some = (parameters.split(parameters.probe(Probe(1, 2, only))) for only in (None, chosen))
+    for name, part in some.items():
+        assert torch.equal(part, whole[name] if name in chosen else torch.zeros_like(part))

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,11 +14,10 @@ from safetensors.torch import load_file, save_file
 from quant_eval.__main__ import app
 from quant_eval.statistics import UNITS
 from tests.conftest import make_hf_directory
+from tests.runs import python
 from train.command import run_command
 from train.prepare import prepare
 from train.run_directory import sha256_of
-
-PROJECT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -50,16 +48,13 @@ def read(directory):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, hf_dir, train_prefix, held_out_prefix):
-    """Two specs in one run of the real command, as a user starts it."""
+    """Two specs in one run of the real command, in a process of its own."""
     root = tmp_path_factory.mktemp("results")
-    command = [sys.executable, "-m", "quant_eval", "run", hf_dir, "--calibration", train_prefix]
+    command = ["quant_eval", "run", hf_dir, "--calibration", train_prefix]
     command += ["--eval", held_out_prefix, "--calibration-sequences", "24", "--bootstrap-samples", "200"]
     command += ["--spec", "gptq-b3-g16", "--out", root / "a/gptq", "--spec", "rtn-b3-g16", "--out", root / "rtn"]
     hashes = {path.name: sha256_of(path) for path in hf_dir.iterdir()}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, cwd=PROJECT, env=environment, check=False
-    )
+    done = python(*map(str, command))
     assert done.returncode == 0, done.stderr
     assert hashes == {path.name: sha256_of(path) for path in hf_dir.iterdir()}
     return root / "a/gptq", root / "rtn"

@@ -7,9 +7,10 @@ import sys
 import pytest
 import typer
 
+from ckpt_tools.holm import holm, pairs_of
 from quant_eval.comparing import compare as command
-from quant_eval.comparing import pairs_of, read_result
-from quant_eval.comparison import compare, compare_losses, holm
+from quant_eval.comparing import read_result
+from quant_eval.comparison import compare, compare_losses
 from tests.quant_eval.test_comparison import SETTINGS, pair
 from train.command import run_command
 

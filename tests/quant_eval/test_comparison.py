@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom, ttest_rel
 
-from quant_eval.comparison import compare_losses, holm
+from ckpt_tools.holm import holm
+from quant_eval.comparison import compare_losses
 from quant_eval.losses import PairedLosses
 from quant_eval.statistics import figures_of
 from tests.quant_eval.test_coverage import documents

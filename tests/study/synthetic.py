@@ -6,14 +6,17 @@ from pathlib import Path
 
 from ckpt_tools.hf_directory import LINEAGE_JSON
 from study.collect import collect_rows, read_table, write_table
-from study.settings import MeasuredModel, Study, save_study, write_run_configurations
-from study.steps import (
+from study.layout import (
     blocks_result,
     checkpoint_directory,
     curvature_result,
     hf_directory,
     quantization_result,
+    slice_result,
+    step_result,
 )
+from study.settings import MeasuredModel, Study, save_study, write_run_configurations
+from tests.study.curved import curvature_content, slice_content, step_content
 from train.config import RunConfig
 from train.frozen import fingerprint
 from train.run_directory import CHECKPOINT_JSON, CheckpointRecord, RunDirectory, write_json
@@ -29,8 +32,8 @@ def held_out_loss(run: RunConfig, step: int) -> float:
 
 
 # By how much a method costs more than GPTQ at 3 bits.
-COST = {"gptq-b3-g32": 1.0, "gptq-b4-g32": 0.18, "rtn-b3-g32": 2.2, "gptqmodel-b3-g32": 1.02, "gptaq-b3-g32": 0.95}
-COST |= {"awq-b3-g32": 1.8, "int8-t6": 0.004}
+COST = {"gptq-b3-g32": 1.0, "gptq-b4-g32": 0.18, "rtn-b3-g32": 2.2, "gptqmodel-b3-g32": 1.02}
+COST |= {"awq-b3-g32": 1.8, "int8-t6": 0.004, "gptq-b8-g32": 0.001}
 # One evaluation text for all models: documents of other lengths, some harder than others for every model alike.
 TOKENS = [600 + 41 * ((7 * document) % 29) for document in range(28)]
 _EFFECTS = [math.sin(3 * document) for document in range(28)]
@@ -133,17 +136,25 @@ def _write_results(directory: Path, study: Study, run: RunConfig, model: Measure
         losses = per_document(loss, increase, 1.1 * increase)
         result = result_of(directory / hf_directory(run.name, model), spec, losses)
         _write(directory / quantization_result(run.name, model, spec), result)
-        if model == MeasuredModel(run.total_steps) and spec == study.quantization.specs[0]:
-            write_blocks(directory / blocks_result(run, spec), result)
     if model.average:
         return
     trace = 900 * (run.optimizer.peak_lr / 1e-3) ** -0.4 * (1.8 - learning_rate(run, step) / run.optimizer.peak_lr)
-    curved = {
-        "trace": {"mean": trace, "standard_error": 0.05 * trace, "probes": study.curvature.pairs},
-        "lambda_max": {"value": trace / 40, "residual": 0.008, "converged": step % 120 != 0, "iterations": 23},
-        "loss": loss + 0.01,
-    }
-    _write(directory / curvature_result(run.name, model), {"measured": curved})
+    hf = directory / hf_directory(run.name, model)
+    content = curvature_content(hf, trace, loss + 0.01, study.curvature.pairs, is_converged=step % 120 != 0)
+    _write(directory / curvature_result(run.name, model), content)
+    if step == run.total_steps:
+        _write_end(directory, study, run, loss)
+
+
+def _write_end(directory: Path, study: Study, run: RunConfig, loss: float) -> None:
+    """What is measured block by block, and the slice."""
+    hf = directory / hf_directory(run.name, MeasuredModel(run.total_steps))
+    for spec in study.quantization.by_block:
+        increase = loss * relative_error(run, run.total_steps, spec)
+        result = result_of(hf, spec, per_document(loss, increase, 1.1 * increase))
+        write_blocks(directory / blocks_result(run, spec), result)
+        _write(directory / step_result(run, spec), step_content(increase))
+    _write(directory / slice_result(run, study.quantization.by_block[0]), slice_content(loss))
 
 
 def _write_metrics(directory: RunDirectory, run: RunConfig) -> None:

@@ -6,34 +6,36 @@ import pyarrow.parquet as pq
 import pytest
 
 from study.collect import collect_rows, phase_of, read_table, write_table
-from study.recipes import tiny
+from study.layout import curvature_result, quantization_result, step_result
 from study.settings import MeasuredModel
-from study.steps import curvature_result, quantization_result
 from tests.study.synthetic import table_of
 from train.command import UserError
 from train.run_directory import RunDirectory, sha256_of
 
-METHODS = [[spec] for spec in ("rtn-b3-g32", "gptqmodel-b3-g32", "gptaq-b3-g32", "awq-b3-g32", "int8-t6")]
+METHODS = [[spec] for spec in ("rtn-b3-g32", "gptqmodel-b3-g32", "awq-b3-g32", "int8-t6")]
 
 
 def test_every_checkpoint_is_one_row_with_its_own_numbers(study_dir, study):
     collected = collect_rows(study_dir, study)
-    # of a checkpoint: itself, two quantizations, curvature; of five averages and two soups all but curvature; of the
-    # last checkpoint five more methods
-    assert collected.found == collected.expected == 4 * (9 * 4 + (5 + 2) * 3 + 5)
+    # of a checkpoint: itself, two quantizations, curvature; of three averages and two soups all but curvature; of the
+    # last checkpoint four more methods and three steps
+    assert collected.found == collected.expected == 4 * (7 * 4 + (3 + 2) * 3 + 4 + 3)
     write_table(study_dir, study, collected.rows)
     rows = read_table(study_dir, study)
     trained = [(row["run"], row["step"]) for row in rows if row["average"] is None]
     assert trained == [(run.name, step) for run in study.runs for step in run.save_steps]
-    row = next(row for row in rows if row["run"] == "lr1e-2" and row["step"] == 496)
-    checkpoint = json.loads((study_dir / "lr1e-2/checkpoints/step00000496/checkpoint.json").read_text())
-    assert (row["tokens"], row["held_out_loss"]) == (496 * 2048, checkpoint["held_out_loss"])
-    folder = study_dir / "lr1e-2/hf/step00000496"
+    row = next(row for row in rows if row["run"] == "lr1e-2" and row["step"] == 512)
+    checkpoint = json.loads((study_dir / "lr1e-2/checkpoints/step00000512/checkpoint.json").read_text())
+    assert (row["tokens"], row["held_out_loss"]) == (512 * 2048, checkpoint["held_out_loss"])
+    folder = study_dir / "lr1e-2/hf/step00000512"
     quant = json.loads((folder / "quant/gptq-b4-g32/result.json").read_text())["measured"]
     assert row["quant/gptq-b4-g32/relative_error"] == quant["relative_error"]
     assert row["quant/gptq-b4-g32/kl_divergence_high"] == quant["intervals"]["kl_divergence"][1]
     curvature = json.loads((folder / "curvature/hutchinson/result.json").read_text())["measured"]
     assert row["curvature/trace_standard_error"] == curvature["trace"]["standard_error"]
+    assert [row["curvature/trace_low"], row["curvature/trace_high"]] == curvature["trace"]["interval"]
+    assert row["curvature/gauss_newton_trace"] == curvature["gauss_newton_trace"]["mean"]
+    assert row["curvature/fisher_trace_standard_error"] == curvature["fisher_trace"]["standard_error"]
     assert row["curvature/lambda_max"] == curvature["lambda_max"]["value"]
     assert row["curvature/lambda_max_converged"] is True
 
@@ -44,7 +46,7 @@ def test_an_average_is_a_row_of_its_own_beside_the_weights_of_its_step(study_dir
     assert [(row["run"], row["step"], row["phase"]) for row in averages] == [
         (run.name, step, "stable" if step <= 448 else "anneal") for run in study.runs for step in study.averaged_steps
     ]
-    row, before = averages[2], rows[rows.index(averages[2]) - 1]
+    row, before = averages[1], rows[rows.index(averages[1]) - 1]
     assert (before["step"], before["average"]) == (448, None)
     folder = study_dir / "lr1e-3/hf/lawa5x16-step00000448"
     quant = json.loads((folder / "quant/gptq-b3-g32/result.json").read_text())["measured"]
@@ -89,6 +91,28 @@ def test_further_methods_have_columns_of_their_own_and_values_at_the_end_alone(s
     assert rows[0].keys() - fewer[0].keys() == {key for key in rows[0] if key.split("/")[1:2] in METHODS}
 
 
+def test_steps_are_measured_of_the_last_checkpoints_and_a_ratio_to_nothing_is_null(study_dir, study):
+    path = study_dir / step_result(study.runs[1], "gptq-b8-g32")
+    content = json.loads(path.read_text())
+    whole = content["measured"]["whole"]
+    whole["relative_difference"] = None
+    path.write_text(json.dumps(content))
+    rows = table_of(study_dir, study)
+    for spec in study.quantization.by_block:
+        column = f"curvature/step-{spec}/predicted"
+        measured = [(row["run"], row["step"], row["average"]) for row in rows if row[column] is not None]
+        assert measured == [(run.name, 640, None) for run in study.runs]
+    row = next(row for row in rows if (row["run"], row["step"], row["average"]) == ("lr3e-3", 640, None))
+    column = "curvature/step-gptq-b8-g32"
+    assert row[f"{column}/measured"] == whole["measured"]["mean"]
+    assert row[f"{column}/second_order_standard_error"] == whole["second_order"]["standard_error"]
+    assert [row[f"{column}/step_to_mean_{end}"] for end in ("low", "high")] == whole["ratios"]["step_to_mean"][
+        "interval"
+    ]
+    assert row[f"{column}/relative_difference"] is row[f"{column}/relative_difference_low"] is None
+    assert row["curvature/step-gptq-b4-g32/relative_difference"] is not None
+
+
 def test_phases(study):
     run = study.runs[0]  # warm-up to 32, anneal from 448
     assert [phase_of(run, step) for step in (0, 32, 33, 448, 449, 640)] == [
@@ -106,29 +130,30 @@ def test_the_table_is_the_same_bytes_wherever_and_whenever_it_is_made(study_dir,
 
 def test_what_is_not_measured_is_null_and_counted(study_dir, study):
     (study_dir / quantization_result("lr1e-3", MeasuredModel(64), "gptq-b3-g32")).unlink()
-    (study_dir / curvature_result("lr1e-3", MeasuredModel(160))).unlink()
+    (study_dir / curvature_result("lr1e-3", MeasuredModel(192))).unlink()
     (RunDirectory(study_dir / "lr3e-2").checkpoint(640) / "checkpoint.json").unlink()
     (study_dir / "lr3e-2/hf/soup-anneal-step00000640/lineage.json").unlink()
     collected = collect_rows(study_dir, study)
-    assert collected.expected - collected.found == 1 + 1 + (4 + 5) + 3
+    assert collected.expected - collected.found == 1 + 1 + (4 + 4 + 3) + 3
     path = write_table(study_dir, study, collected.rows)
     table = pq.read_table(path)
-    assert table.num_rows == 35 + 4 * 5 + 7
+    assert table.num_rows == 27 + 4 * 3 + 7
     assert table["quant/gptq-b3-g32/relative_error"].null_count == 1
     assert table["quant/gptq-b4-g32/relative_error"].null_count == 0
-    assert table["curvature/lambda_max_converged"].null_count == 1 + 4 * 5 + 7
+    assert table["curvature/lambda_max_converged"].null_count == 1 + 4 * 3 + 7
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"measured": {}}', '{"spec": {}}'])
-def test_a_broken_result_is_named(study_dir, content):
+def test_a_broken_result_is_named(study_dir, study, content):
     for relative in (
         quantization_result("lr1e-3", MeasuredModel(64), "gptq-b3-g32"),
         quantization_result("lr1e-3", MeasuredModel(448, "lawa5x16"), "gptq-b3-g32"),
         curvature_result("lr1e-3", MeasuredModel(64)),
+        step_result(study.runs[0], "gptq-b4-g32"),
     ):
         path = study_dir / relative
         whole = path.read_text()
         path.write_text(content)
         with pytest.raises(UserError, match=r"result\.json"):
-            collect_rows(study_dir, tiny())
+            collect_rows(study_dir, study)
         path.write_text(whole)

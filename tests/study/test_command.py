@@ -23,7 +23,7 @@ def study_command(*arguments: str) -> subprocess.CompletedProcess:
         (["run", "tinny"], "no recipe 'tinny'"),
         (["run", "tiny", "--profile", "huge"], "no profile 'huge'"),
         (["run", "tiny", "--set", "engin=deepspeed"], "no such key"),
-        (["show", "tiny", "--set", "save_steps=[640]"], "soup-stable takes in step 256, run lr1e-3 saves none there"),
+        (["show", "tiny", "--set", "save_steps=[640]"], "soup-stable takes in step 192, run lr1e-3 saves none there"),
         (["show", "tiny", "--set", "engine=deepspeed", "--set", "model.family=llama"], "measures olmo2 alone"),
         (["status", "tiny-smoke", "--set", "engine=deepspeed"], "--set belongs to a recipe (tiny)"),
         (["status", "absent", "--root", "/nonexistent"], "does not exist"),
@@ -64,7 +64,7 @@ def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):
     changed = resolve("tiny", "full", ("engine=deepspeed", "zero.stage=2"))
     directory = write_study(tmp_path / changed.name, changed)
     name = study_command("collect", "tiny", *setting, "--root", str(tmp_path))
-    assert name.stdout.startswith(f"{directory / 'table.parquet'}: 64 rows"), name.stderr
+    assert name.stdout.startswith(f"{directory / 'table.parquet'}: 48 rows"), name.stderr
     # without the settings it is another study; by the name of its directory it is found as it is
     assert "does not exist" in study_command("status", "tiny", "--root", str(tmp_path)).stderr
     assert f"steps complete in {directory}" in study_command("status", changed.name, "--root", str(tmp_path)).stdout

@@ -42,7 +42,6 @@ def test_every_method_is_held_against_the_order_that_gptq_finds(study_dir, study
         "RTN, 3 bits, groups of 32": "for 1 of 6 pairs told apart by KL divergence (reversed: 0.001 vs 0.003, "
         f"0.001 vs 0.01, 0.001 vs 0.03, 0.003 vs 0.03, 0.01 vs 0.03) and {error}",
         "GPTQ by gptqmodel, 3 bits, groups of 32": whole,
-        "GPTAQ, 3 bits, groups of 32": whole,
         "AWQ, 3 bits, groups of 32": "for 5 of 6 pairs told apart by KL divergence (not told apart here: "
         f"0.003 vs 0.01) and {error}",
         "LLM.int8(), threshold 6": whole,
@@ -71,7 +70,7 @@ def test_where_gptq_finds_no_order_nothing_is_said_of_it(study_dir, study):
 def test_nothing_is_said_of_a_method_that_a_run_lacks(study_dir, study):
     (study_dir / "lr3e-2/hf/step00000640/quant/awq-b3-g32/result.json").unlink()
     assert [title.split(",")[0] for title in said_of(study_dir, study)] == [
-        "RTN", "GPTQ by gptqmodel", "GPTAQ", "LLM.int8()",
+        "RTN", "GPTQ by gptqmodel", "LLM.int8()",
     ]  # fmt: skip
 
 
@@ -95,12 +94,12 @@ def test_the_figure_holds_every_method_of_every_run_in_its_look(study_dir, study
     draw_methods(study, rows, study_dir / "methods.png")
     looks = {(look.colour, look.marker): run for run, look in looks_of(study).items()}
     specs = shown_methods(study)
-    assert len(specs) == 7
+    assert len(specs) == 6
     left, right = drawn[0].axes
     assert left.get_xscale() == "log"
     for axis, figure in ((left, "kl_divergence"), (right, "relative_error")):
         found = marks_of(axis)
-        assert len(found) == 7 * 4 - 1
+        assert len(found) == 6 * 4 - 1
         for (colour, marker, value, place), (low, high) in found:
             spec, run = specs[round(place)], looks[colour, marker]
             row = next(row for row in rows if (row["run"], row["step"], row["average"]) == (run, 640, None))

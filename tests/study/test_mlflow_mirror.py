@@ -54,8 +54,12 @@ def test_mirrored_twice_it_holds_everything_once(collected_dir, study):
         error = history["quant/gptq-b3-g32/relative_error"]
         assert [metric.step for metric in error] == [step * 2048 for step in study.runs[0].save_steps]
         path = collected_dir / name / "hf/step00000448/quant/gptq-b3-g32/result.json"
-        assert error[4].value == json.loads(path.read_text())["measured"]["relative_error"]
-        assert len(history["curvature/trace"]) == 9
+        assert error[3].value == json.loads(path.read_text())["measured"]["relative_error"]
+        assert len(history["curvature/trace"]) == 7
+        (predicted,) = history["curvature/step-gptq-b8-g32/predicted"]
+        path = collected_dir / name / "hf/step00000640/curvature/step-gptq-b8-g32/result.json"
+        whole = json.loads(path.read_text())["measured"]["whole"]
+        assert (predicted.step, predicted.value) == (640 * 2048, whole["predicted"]["mean"])
         (method,) = history["quant/awq-b3-g32/kl_divergence"]  # of the last checkpoint alone
         path = collected_dir / name / "hf/step00000640/quant/awq-b3-g32/result.json"
         assert (method.step, method.value) == (640 * 2048, json.loads(path.read_text())["measured"]["kl_divergence"])
@@ -66,7 +70,7 @@ def test_mirrored_twice_it_holds_everything_once(collected_dir, study):
         assert averaged.keys() == {step * 2048 for step in study.averaged_steps}
         assert [point.step for point in history["soup-anneal/quant/gptq-b3-g32/relative_error"]] == [640 * 2048]
         assert not any(key.startswith("soup-") and HELD_OUT in key for key in history), "it was not evaluated"
-        assert averaged[448 * 2048] == json.loads(path.read_text())["measured"]["relative_error"] != error[4].value
+        assert averaged[448 * 2048] == json.loads(path.read_text())["measured"]["relative_error"] != error[3].value
         assert "run.json" in store[name]["artifacts"]
     assert {"table.parquet", "study.json"} <= store["tiny"]["artifacts"]
     again = mirror(collected_dir, study)
@@ -104,7 +108,7 @@ def test_what_comes_later_is_added_and_what_changed_is_made_anew(collected_dir, 
     anew = read_store(root)["lr1e-3"]
     error = anew["history"]["quant/gptq-b3-g32/relative_error"]
     assert [metric.value for metric in error].count(0.5) == 1
-    assert len(error) == 9
+    assert len(error) == 7
 
 
 def test_a_store_made_elsewhere_is_refused_with_a_way_out(collected_dir, study, tmp_path):

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_rel
 
-from quant_eval.comparison import holm
+from ckpt_tools.holm import holm
 from study.collect import trained
 from study.paired import Order, Paired, Verdict
 from study.summary import anneal_finding, findings, loss_finding, order_finding, summarize
 from tests.study.synthetic import change_losses, table_of
 from train.command import UserError
+from train.run_directory import write_json
 
 SPEC, LAST = "gptq-b3-g32", 640
 
@@ -138,7 +139,62 @@ def test_a_study_is_summed_up_by_what_its_documents_bear_out(study_dir, study):
         "0.001 below 0.03, 0.003 below 0.03 and 0.01 below 0.03; the other pairs are not told apart."
     ) in said
     assert f"Over the anneal, {quantity} rose for peak learning rates 0.001, 0.003, 0.01 and 0.03." in said
-    assert (
-        said[-1]
-        == "Over the anneal, the trace of the Hessian rose for peak learning rates 0.001, 0.003, 0.01 and 0.03."
-    )
+    quantity = "the trace of the Hessian"
+    assert said[-2:] == [
+        f"Over the anneal, {quantity} rose for peak learning rates 0.001, 0.003, 0.01 and 0.03.",
+        f"At the end of training, {quantity} falls with every step of the peak learning rate.",
+    ]
+
+
+def change_trace(directory, run: str, values: list[float], step: int = LAST) -> None:
+    """Gives a result other products of the microbatches."""
+    path = directory / run / f"hf/step{step:08d}/curvature/hutchinson/result.json"
+    content = json.loads(path.read_text())
+    content["measured"]["trace"] |= {"mean": float(np.mean(values)), "per_microbatch": values}
+    write_json(path, content)
+
+
+def test_traces_are_compared_microbatch_by_microbatch(study_dir, study):
+    """By another library's paired test; each for itself, their intervals overlap."""
+    generator = np.random.default_rng(0)
+    base = 1000 + 300 * generator.normal(size=16)
+    for run, shift in zip(study.runs, (0.0, 0.0, 60.0, 60.0), strict=True):
+        change_trace(study_dir, run.name, list(base + shift + 20 * generator.normal(size=16)))
+    rows = last_rows(study_dir, study)
+    order = Paired(study_dir).order_of_traces(rows)
+    results = [study_dir / run.name / "hf/step00000640/curvature/hutchinson/result.json" for run in study.runs]
+    found = {path.parts[-6]: json.loads(path.read_text())["measured"]["trace"]["per_microbatch"] for path in results}
+    tests = {(first, second): ttest_rel(found[second], found[first]) for first, second in order}
+    adjusted = dict(zip(tests, holm([test.pvalue for test in tests.values()]), strict=True))
+    assert all(not 0.02 < p < 0.1 for p in adjusted.values()), "no pair is near the border"
+    assert order == {
+        pair: ("higher" if test.statistic > 0 else "lower") if adjusted[pair] < 0.05 else "not told apart"
+        for pair, test in tests.items()
+    }
+    assert sorted(order.values()) == ["higher"] * 4 + ["not told apart"] * 2
+    assert np.std(base) / 4 > 60, "by their own errors no two would be told apart"
+    low, high = rows["lr1e-3"], rows["lr3e-2"]
+    assert Paired(study_dir).traces([(low, high), (high, low)]) == ["higher", "lower"]
+    assert Paired(study_dir).traces([]) == []
+
+
+def test_traces_of_other_pairs_or_another_time_are_refused(study_dir, study):
+    rows = last_rows(study_dir, study)
+    pair = [(rows["lr1e-3"], rows["lr3e-3"])]
+    path = study_dir / "lr3e-3/hf/step00000640/curvature/hutchinson/result.json"
+    whole = path.read_text()
+    content = json.loads(whole)
+    content["spec"]["seed"] = 1
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="not measured on the same"):
+        Paired(study_dir).traces(pair)
+    path.write_text(whole)
+    change_trace(study_dir, "lr3e-3", [900.0 + index for index in range(16)])
+    with pytest.raises(UserError, match="another trace than the table; run 'python -m study collect'"):
+        Paired(study_dir).traces(pair)
+    path.write_text("{")
+    with pytest.raises(UserError, match="is not valid JSON"):
+        Paired(study_dir).traces(pair)
+    path.unlink()
+    with pytest.raises(UserError, match="does not exist"):
+        Paired(study_dir).traces(pair)

@@ -5,7 +5,6 @@ from pydantic import ValidationError
 
 from study.recipes import RECIPES, learning_rate_name, resolve, tiny
 from study.settings import Study, load_study, save_study, spec_title, write_run_configurations
-from study.steps import steps_of
 from train.command import UserError
 from train.schedules import learning_rate
 
@@ -106,23 +105,43 @@ def test_a_spec_must_be_canonical_and_runs_must_differ():
     spelt = content | {"quantization": content["quantization"] | {"specs": ["gptq-b3-g32-sym"]}}
     with pytest.raises(ValidationError, match="write gptq-b3-g32 instead"):
         Study.model_validate(spelt)
-    for methods, words in ((["rtn-b3-g32-sym"], "write rtn-b3-g32 instead"), (["gptq-b4-g32"], "listed twice")):
-        content["quantization"]["methods"] = methods
+    for changed, words in (
+        ({"methods": ["rtn-b3-g32-sym"]}, "write rtn-b3-g32 instead"),
+        ({"methods": ["gptq-b4-g32"]}, "listed twice"),
+        ({"by_block": ["gptq-b3-g32-sym"]}, "write gptq-b3-g32 instead"),
+        ({"by_block": ["gptq-b3-g32"] * 2}, "listed twice"),
+        ({"by_block": ["int8-t6"]}, "int8-t6 rounds activations too, it is no step of weights"),
+    ):
         with pytest.raises(ValidationError, match=words):
-            Study.model_validate(content)
+            Study.model_validate(content | {"quantization": content["quantization"] | changed})
+
+
+@pytest.mark.parametrize("setting", ["norm_pairs", "companion_pairs", "step_microbatches", "slice_sequences"])
+def test_no_error_is_told_from_one_value(setting):
+    content = tiny().model_dump(mode="json")
+    content["curvature"][setting] = 1
+    with pytest.raises(ValidationError, match=f"curvature.{setting}"):
+        Study.model_validate(content)
+
+
+def test_a_slice_needs_two_checkpoints():
+    content = tiny().model_dump(mode="json") | {"averaged_steps": [], "soups": []}
+    content["runs"][1]["save_steps"] = [640]
+    with pytest.raises(ValidationError, match="run lr3e-3 saves one checkpoint, a slice goes through the last two"):
+        Study.model_validate(content)
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({"averaged_steps": [448, 600]}, "averages are to be measured at step 600, run lr1e-3 saves none there"),
-        ({"soups": [{"name": "soup", "steps": [592, 600]}]}, "soup takes in step 600, run lr1e-3 saves none there"),
+        ({"soups": [{"name": "soup", "steps": [576, 600]}]}, "soup takes in step 600, run lr1e-3 saves none there"),
         ({"soups": [{"name": "soup", "steps": [640]}]}, "at least 2 items"),
-        ({"soups": [{"name": "soup", "steps": [592, 592]}]}, "do not rise"),
-        ({"soups": [{"name": "soup", "steps": [640, 592]}]}, "do not rise"),
-        ({"soups": [{"name": "soup", "steps": [592, 640]}] * 2}, "share a name among soup, soup, lawa5x16"),
-        ({"soups": [{"name": "lawa5x16", "steps": [592, 640]}]}, "share a name among lawa5x16, lawa5x16"),
-        ({"soups": [{"name": "a/soup", "steps": [592, 640]}]}, "should match pattern"),
+        ({"soups": [{"name": "soup", "steps": [576, 576]}]}, "do not rise"),
+        ({"soups": [{"name": "soup", "steps": [640, 576]}]}, "do not rise"),
+        ({"soups": [{"name": "soup", "steps": [576, 640]}] * 2}, "share a name among soup, soup, lawa5x16"),
+        ({"soups": [{"name": "lawa5x16", "steps": [576, 640]}]}, "share a name among lawa5x16, lawa5x16"),
+        ({"soups": [{"name": "a/soup", "steps": [576, 640]}]}, "should match pattern"),
     ],
 )
 def test_averages_are_of_saved_steps_and_have_names_of_their_own(changed, words):
@@ -134,18 +153,16 @@ def test_models_are_measured_by_rising_step_weights_first():
     models = tiny().models_of(tiny().runs[0])
     assert [(model.step, model.average) for model in models] == [
         (64, None),
-        (160, None),
-        (256, None), (256, "lawa5x16"),
-        (352, None), (352, "lawa5x16"),
+        (192, None), (192, "lawa5x16"),
+        (320, None),
         (448, None), (448, "lawa5x16"), (448, "soup-stable"),
-        (496, None),
-        (544, None), (544, "lawa5x16"),
-        (592, None),
+        (512, None),
+        (576, None),
         (640, None), (640, "lawa5x16"), (640, "soup-anneal"),
     ]  # fmt: skip
     assert {model.average: model.soup_of for model in models if model.soup_of} == {
-        "soup-stable": (256, 352, 448),
-        "soup-anneal": (496, 544, 592, 640),
+        "soup-stable": (192, 320, 448),
+        "soup-anneal": (512, 576, 640),
     }
 
 
@@ -156,79 +173,6 @@ def test_a_run_name_is_not_used_for_another_configuration(tmp_path):
     other = study.runs[0].model_copy(update={"seed": 1})
     with pytest.raises(UserError, match="another configuration"):
         write_run_configurations(tmp_path, study.model_copy(update={"runs": (other,)}))
-
-
-def test_the_steps_form_a_graph_over_distinct_outputs():
-    study = tiny()
-    steps = steps_of(study)
-    seen: set[str] = set()
-    for step in steps:
-        assert seen.issuperset(step.after), step.name
-        seen.add(step.name)
-    # text; per run: training, export, two soups, two processes for each of the two measurements, one for the methods
-    # and one for the blocks of the end; table, report, MLflow (averages are quantized by the processes that work on the
-    # checkpoints of their steps)
-    assert len(seen) == len(steps) == 3 + 4 * (1 + 1 + 2 + 2 * 2 + 2) + 3
-    outputs = [output for step in steps for output in step.outputs]
-    assert len(set(outputs)) == len(outputs)
-    # every input of a command lies below the study, so that the study can be moved
-    for step in steps:
-        assert not any(argument.startswith("/") for argument in step.command)
-    train = next(step for step in steps if step.kind == "train")
-    assert len(train.outputs) == 9 + 5
-    assert train.slots == 2
-    assert train.outputs[-2:] == (
-        "lr1e-3/checkpoints/step00000640/checkpoint.json",
-        "lr1e-3/checkpoints/lawa5x16-step00000640/checkpoint.json",
-    )
-    words = [word for step in steps for word in step.command if "/hf/lawa" in word]
-    assert words == [
-        f"{{study}}/{run.name}/hf/lawa5x16-step{step:08d}" for run in study.runs for step in study.averaged_steps
-    ], "an average is quantized, once, and nothing else"
-
-
-def test_a_soup_is_made_of_exports_and_quantized_as_they_are():
-    steps = {step.name: step for step in steps_of(tiny())}
-    average = steps["average-lr3e-3-soup-stable-step00000448"]
-    hf = "{study}/lr3e-3/hf"
-    made = (f"{hf}/soup-stable-step00000448", *(f"{hf}/step00000{step}" for step in (256, 352, 448)))
-    assert average.command == ("{python}", "-m", "ckpt_tools", "average", *made)
-    assert average.outputs == ("lr3e-3/hf/soup-stable-step00000448/lineage.json",)
-    assert average.after == ("export-lr3e-3",)
-    export = steps["export-lr3e-3"]
-    assert not any("soup" in word for word in (*export.command, *export.outputs)), "no engine ever held it"
-    readers = {name: step for name, step in steps.items() if any("/soup-stable" in word for word in step.command)}
-    quantize = readers["quantize-lr3e-3-step00000064"]
-    assert average.name in quantize.after
-    specs = tiny().quantization.specs
-    results = {f"lr3e-3/hf/soup-stable-step00000448/quant/{spec}/result.json" for spec in specs}
-    assert results <= set(quantize.outputs)
-    assert {step.kind for step in readers.values()} == {"average", "quantize"}, "curvature is not measured of averages"
-
-
-def test_methods_and_blocks_are_measured_of_the_last_checkpoint_as_every_other():
-    steps = {step.name: step for step in steps_of(tiny())}
-    last, quantize = "lr3e-3/hf/step00000640", steps["quantize-lr3e-3-step00000496"]
-    settings = quantize.command[quantize.command.index("--calibration") :]
-    methods, blocks = steps["methods-lr3e-3"], steps["blocks-lr3e-3"]
-    run = ("{python}", "-m", "quant_eval", "run", f"{{study}}/{last}")
-    specs = ("rtn-b3-g32", "gptqmodel-b3-g32", "gptaq-b3-g32", "awq-b3-g32", "int8-t6")
-    assert methods.command == (*run, *(word for spec in specs for word in ("--spec", spec)), *settings)
-    assert methods.outputs == tuple(f"{last}/quant/{spec}/result.json" for spec in specs)
-    out = f"{last}/blocks/gptq-b3-g32"
-    assert blocks.command == (*run, "--spec", "gptq-b3-g32", *settings, "--per-block", "--out", f"{{study}}/{out}")
-    assert blocks.outputs == (f"{out}/result.json",)
-    assert {"export-lr3e-3", "prepare-train", "prepare-held_out"} == set(methods.after) == set(blocks.after)
-    assert methods.name in steps["collect"].after
-    # the report compares document by document what the table only sums
-    assert {quantize.name, methods.name, blocks.name} <= set(steps["report"].after)
-
-
-def test_a_study_without_methods_and_blocks_has_neither_their_steps_nor_their_figures():
-    settings = tiny().quantization.model_copy(update={"methods": (), "per_block": False})
-    plain, whole = (steps_of(study) for study in (tiny().model_copy(update={"quantization": settings}), tiny()))
-    assert {step.kind for step in whole} - {step.kind for step in plain} == {"methods", "blocks"}
-    assert set(whole[-2].outputs) - set(plain[-2].outputs) == {"figures/methods.png", "figures/blocks.png"}
 
 
 @pytest.mark.parametrize(

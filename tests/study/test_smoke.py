@@ -15,7 +15,7 @@ import torch
 from mlflow import MlflowClient
 from safetensors.torch import load_file
 
-from study.steps import FIGURES
+from study.layout import FIGURES
 from tests.runs import PROJECT, environment
 
 COMMAND = [sys.executable, "-m", "study", "run", "tiny", "--profile", "smoke", "--root"]
@@ -57,6 +57,15 @@ def check_the_end(study: Path, table: list[dict]) -> None:
         )
         assert len(by_block["blocks"]) == 4
         assert by_block["per_document"] == plain["per_document"]
+        row = next(row for row in table if (row["run"], row["step"], row["average"]) == (run, 72, None))
+        column = "curvature/step-gptq-b3-g32"
+        assert abs(row[f"{column}/remainder"]) < 0.3 * row[f"{column}/second_order"]
+        curvature = study / run / "hf/step00000072/curvature"
+        along, plane = (
+            json.loads((curvature / f"{kind}-gptq-b3-g32/result.json").read_text()) for kind in ("step", "slice")
+        )
+        assert along["spec"]["quantized"]["path"] == plane["spec"]["quantized"]["path"]
+        assert Path(plane["spec"]["previous"]["path"]).name == "step00000048"
 
 
 def test_the_whole_study_survives_a_kill(tmp_path):

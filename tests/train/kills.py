@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.runs import execute, make_run, torchrun
+from tests.runs import make_run, ranks, torchrun
 from tests.train.trajectories import kill, numbers, shard_hashes, started, wait_for
 from train.run_directory import RunDirectory, verify_checkpoint
 from train.settings import SavingConfig
@@ -64,7 +64,7 @@ def survive(root: Path, inputs: dict[str, Any], *, kills: int, processes: int, *
             assert killed.complete_steps()[-1] == total, process.returncode
             break
     for directory in (killed, whole):
-        finished = execute(torchrun(processes, "train", "run", str(directory.path)), timeout_seconds=600)
+        finished = ranks(processes, "train", "run", str(directory.path), timeout_seconds=600)
         assert finished.returncode == 0, finished.stderr[-3000:]
     recorded = [entry["resumed_from_step"] for entry in attempts(killed.environment_json)]
     assert recorded[: len(resumed_from)] == resumed_from

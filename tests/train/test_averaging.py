@@ -9,7 +9,7 @@ from ckpt_tools.averaging.average import average_models
 from ckpt_tools.export import export
 from ckpt_tools.formats.hf_weights import HFWeights
 from tests.ckpt_tools.checkpoints import all_of, read_weights
-from tests.runs import execute, make_run, torchrun
+from tests.runs import make_run, ranks
 from tests.train.trajectories import numbers, shard_hashes
 from train.run_directory import RunDirectory, read_checkpoint_record
 from train.settings import Ema, Lawa, SavingConfig
@@ -26,7 +26,7 @@ def averaged(tmp_path_factory, inputs):
     run = make_run(
         directory.path, **inputs, averages=(LAWA, EMA), save_steps=(*SAVED, 20), saving=SavingConfig(asynchronous=True),
     )  # fmt: skip
-    done = execute(torchrun(2, "train", "run", str(directory.path)))
+    done = ranks(2, "train", "run", str(directory.path))
     assert done.returncode == 0, done.stderr[-3000:]
     return directory, run
 
@@ -88,7 +88,7 @@ def test_averages_go_on_bit_for_bit_after_a_resume(averaged, tmp_path, last):
     for path in again.checkpoints.iterdir():
         if path not in kept:
             shutil.rmtree(path)
-    done = execute(torchrun(2, "train", "run", str(again.path)))
+    done = ranks(2, "train", "run", str(again.path))
     assert done.returncode == 0, done.stderr[-3000:]
     assert numbers(again.path) == numbers(whole.path)
     for step in (14, 20):

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.probes import largest_error, plain_probe
-from tests.runs import execute, torchrun
+from tests.runs import ranks
 from train.command import UserError
 from train.config import RunConfig, dump_run, load_run
 from train.engine import Batch
@@ -202,7 +202,7 @@ def reports(tmp_path_factory) -> dict[str, dict]:
     for name, run in RUNS.items():
         write_json(directory / f"{name}.json", dump_run(run))
     paths = json.dumps([str(directory / f"{name}.json") for name in RUNS])
-    done = execute(torchrun(2, "tests.train.test_deepspeed", paths, str(directory / "out.json")))
+    done = ranks(2, "tests.train.test_deepspeed", paths, str(directory / "out.json"))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "[WARNING]" not in done.stdout + done.stderr
     assert done.stdout == ""

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.runs import environment, execute, python, torchrun
+from tests.runs import environment, python, ranks
 from tests.train.deepspeed_attempts import named
 from tests.train.test_deepspeed import plain_model
 from train.run_directory import sha256_of
@@ -46,7 +47,7 @@ def saved(tmp_path_factory) -> tuple[Path, dict]:
     places = {name: str(root / name) for name in ("one", "two", "back")}
     commands = (
         (python, ("save_at_one_process", places["one"])),
-        (lambda *args: execute(torchrun(2, *args)), ("go_through_two_processes", places["two"], places["one"])),
+        (partial(ranks, 2), ("go_through_two_processes", places["two"], places["one"])),
         (python, ("load_in_one_process", places["back"], places["two"])),
     )
     report = {}

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from tests.runs import execute, make_run, python, torchrun
+from tests.runs import make_run, python, ranks
 from train.run_directory import RunDirectory
 from train.settings import ZeroConfig
 
@@ -18,7 +18,7 @@ def test_fifty_steps_of_both_engines_are_the_same_run(tmp_path, inputs):
     }
     for name, changes in variants.items():
         make_run(tmp_path / name, **inputs, **settings, **changes)
-        done = execute(torchrun(2, "train", "run", str(tmp_path / name)))
+        done = ranks(2, "train", "run", str(tmp_path / name))
         assert done.returncode == 0, done.stderr[-3000:]
         status = json.loads(RunDirectory(tmp_path / name).status_json.read_text())
         assert (status["status"], status["step"]) == ("done", 50)

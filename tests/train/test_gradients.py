@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.conftest import make_hf_directory
-from tests.runs import execute, make_run, torchrun
+from tests.runs import make_run, ranks
 from train import layout
 from train.config import load_run
 
@@ -70,8 +70,7 @@ def test_gradients_under_tensor_parallelism_equal_hf(tmp_path, inputs, kv_heads)
     """
     run = make_run(tmp_path / "run", **inputs, tensor=2, sequence=kv_heads == 2, kv_heads=kv_heads)
     hf_dir = make_hf_directory(tmp_path / "hf", num_hidden_layers=4, num_key_value_heads=kv_heads)
-    worker = torchrun(2, "tests.train.test_gradients", str(tmp_path / "run"), str(hf_dir), str(tmp_path))
-    done = execute(worker)
+    done = ranks(2, "tests.train.test_gradients", str(tmp_path / "run"), str(hf_dir), str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     saved = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.conftest import make_hf_directory
-from tests.runs import execute, make_run, torchrun
+from tests.runs import make_run, ranks
 from train import layout
 from train.config import load_run
 
@@ -53,7 +53,7 @@ def test_attention_within_documents_equals_hf_with_the_mask_written_out(tmp_path
     make_run(tmp_path / "run", **inputs, **settings, data=masked)
     hf_dir = make_hf_directory(tmp_path / "hf", num_hidden_layers=4)
     arguments = (str(tmp_path / "run"), str(hf_dir), str(tmp_path))
-    done = execute(torchrun(processes, "tests.train.test_masks", *arguments))
+    done = ranks(processes, "tests.train.test_masks", *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
 
     from transformers import Olmo2ForCausalLM

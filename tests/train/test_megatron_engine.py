@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.ckpt_tools.checkpoints import read_shards
-from tests.runs import execute, make_run, python, torchrun
+from tests.runs import make_run, python, ranks
 from train.config import load_run
 from train.run_directory import sha256_of
 from train.settings import Lawa, OptimizerConfig
@@ -155,7 +155,7 @@ def test_verbs(tmp_path, inputs, settings):
     optimizer = OptimizerConfig(peak_lr=RATE, weight_decay=DECAY, undecayed=("norm", "lm_head"))
     settings |= {"optimizer": optimizer, "averages": (Lawa(interval_steps=1, window=2),)}
     run = make_run(tmp_path / "run", **inputs, **settings)
-    done = execute(torchrun(2, "tests.train.test_megatron_engine", "use", str(tmp_path / "run"), str(tmp_path)))
+    done = ranks(2, "tests.train.test_megatron_engine", "use", str(tmp_path / "run"), str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
 
     # A rejected or overflowed step leaves no trace, neither at once nor later.
@@ -177,7 +177,7 @@ def test_verbs(tmp_path, inputs, settings):
 
     make_run(tmp_path / "elsewhere", **inputs, **settings | {"tensor": 1, "pipeline": 2, "virtual_pipeline": 2})
     arguments = ["reload", str(tmp_path / "elsewhere"), str(tmp_path / "slots")]
-    done = execute(torchrun(2, "tests.train.test_megatron_engine", *arguments))
+    done = ranks(2, "tests.train.test_megatron_engine", *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

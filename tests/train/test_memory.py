@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.runs import execute, make_run, torchrun
+from tests.runs import make_run, ranks
 from train.averaging import slot_names
 from train.config import RunConfig, load_run
 from train.engine import Batch, Engine, build_engine
@@ -140,7 +140,7 @@ def measured(tmp_path):
 
     def measure(*runs: RunConfig) -> dict[str, list[dict]]:
         directories = [tmp_path / run.name for run in runs]
-        done = execute(torchrun(2, "tests.train.test_memory", *map(str, directories)))
+        done = ranks(2, "tests.train.test_memory", *map(str, directories))
         assert done.returncode == 0, done.stderr[-3000:]
         return {
             directory.name: [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from ckpt_tools.export import export
 from tests.probes import largest_error, plain_probe
-from tests.runs import execute, torchrun
+from tests.runs import ranks
 from train.config import load_run
 
 LAYER = (
@@ -65,7 +65,7 @@ def probe_shorter(run_dir: str, out: str) -> None:
 
 def test_padding_and_the_rank_of_the_last_token_do_not_matter(trained, tmp_path):
     """Under sequence parallelism 7 tokens are padded to 8; no hook stays behind."""
-    done = execute(torchrun(2, "tests.train.test_probing", str(trained("sp2")), str(tmp_path)))
+    done = ranks(2, "tests.train.test_probing", str(trained("sp2")), str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     model = exported_model(trained("sp2") / "checkpoints" / "step00000000", tmp_path / "hf")
     for length in (7, 20):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import resource
 import shutil
+import sys
 from typing import ClassVar, cast
 
 import numpy as np
@@ -78,7 +79,7 @@ def test_a_disk_that_stays_full_ends_the_run_at_the_next_save(tmp_path, inputs, 
         assert len(lines) == 1, done.stderr[:6000]
         line = lines[0]
     else:
-        done = python(*command, preexec_fn=limit_file_size)
+        done = execute([sys.executable, "-m", *command], preexec_fn=limit_file_size)
         line = error_line(done)
     assert "could not save" in line
     assert "step00000000" in line

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.runs import error_line, execute, make_run, python, torchrun
+from tests.runs import error_line, execute, make_run, python, ranks, torchrun
 from tests.train.trajectories import kill, numbers, shard_hashes, started, wait_for
 from train.run_directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record
 from train.tracking import read_metrics
@@ -20,7 +20,7 @@ def test_resumed_run_is_bit_identical(trained, tmp_path, layout):
     shutil.rmtree(again.checkpoint(20))
     rows = again.metrics.read_text().splitlines()
     again.metrics.write_text("\n".join(rows[:-3]) + "\n" + rows[-3][:20])  # the last lines lost, one of them torn
-    done = execute(torchrun(2, "train", "run", str(again.path)))
+    done = ranks(2, "train", "run", str(again.path))
     assert done.returncode == 0, done.stderr[-3000:]
     assert numbers(again.path) == numbers(whole.path)
     assert shard_hashes(again.checkpoint(20)) == shard_hashes(whole.checkpoint(20))
@@ -49,7 +49,7 @@ def test_resume_at_another_layout_goes_on_with_the_same_losses(trained, tmp_path
     directory.path.mkdir()
     shutil.copyfile(source.run_json, directory.run_json)
     shutil.copytree(trained("tp2pp2") / "checkpoints" / "step00000010", directory.checkpoint(10))
-    done = execute(torchrun(2, "train", "run", str(directory.path)))
+    done = ranks(2, "train", "run", str(directory.path))
     assert done.returncode == 0, done.stderr[-3000:]
     losses, expected = (
         {row["step"]: row["loss"] for row in numbers(run.path) if "loss" in row} for run in (directory, source)

@@ -14,7 +14,7 @@ from ckpt_tools.checkpoint import open_weights
 from ckpt_tools.importing import import_checkpoint
 from tests.ckpt_tools.checkpoints import all_of, read_weights, seal
 from tests.conftest import make_hf_directory
-from tests.runs import error_line, execute, make_run, python, torchrun
+from tests.runs import error_line, make_run, python, ranks
 from train.config import load_run
 from train.corpus import open_corpus
 from train.data import batch
@@ -94,7 +94,7 @@ def test_training_starts_from_the_imported_weights_with_a_fresh_optimizer(tmp_pa
     processes, engine, settings = LAYOUTS[layout]
     checkpoint = import_as(tmp_path, source, engine=engine, optimizer_state=layout.endswith("state"))
     start_run(tmp_path / "run", checkpoint, inputs, **settings)
-    done = execute(torchrun(processes, "train", "run", str(tmp_path / "run")))
+    done = ranks(processes, "train", "run", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr[-3000:]
     imported = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
     first = read_weights(RunDirectory(tmp_path / "run").checkpoint(0))
@@ -108,7 +108,7 @@ def test_training_starts_from_the_imported_weights_with_a_fresh_optimizer(tmp_pa
 def test_main_weights_keep_fp32_where_the_model_computes_in_bf16(tmp_path, source, inputs):
     checkpoint = import_as(tmp_path, source)
     start_run(tmp_path / "run", checkpoint, inputs, precision="bf16", total_steps=1, save_steps=(0, 1))
-    done = execute(torchrun(2, "train", "run", str(tmp_path / "run")))
+    done = ranks(2, "train", "run", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr[-3000:]
     first = RunDirectory(tmp_path / "run").checkpoint(0)
     imported = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()

@@ -63,6 +63,15 @@ def _stand_in_for_cuda() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
 
+def _import_without_compiler() -> None:
+    """megatron-core passes its fused functions to torch.compile, 1.5 s of imports per rank; on CPU none is called."""
+    module: Any = torch
+    module.compile, compiler = lambda function: function, module.compile
+    import megatron.core  # noqa: F401
+
+    module.compile = compiler
+
+
 # megatron-core announces at import that Apex and Transformer Engine are missing; on CPU neither could be used.
 warnings.filterwarnings("ignore", module=r"megatron\.core.*")
 warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
@@ -70,3 +79,4 @@ warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprec
 logging.getLogger("megatron.core").setLevel(logging.ERROR)
 if not torch.cuda.is_available():
     _stand_in_for_cuda()
+    _import_without_compiler()

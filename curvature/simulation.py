@@ -1,0 +1,126 @@
+"""What one pass through a model computes and holds, found by running it on tensors without content.
+
+The real code runs in torch's FakeTensorMode, at two depths; every decoder block adds the same, so the model's own depth
+follows. Nothing of the model is in memory and no weight is read: a config.json is enough.
+"""
+
+import copy
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ckpt_tools.formats.weights import DTYPES
+from ckpt_tools.hf_model import quiet_transformers
+from ckpt_tools.ranks import Ranks
+from curvature.model import CurvedModel, cross_entropy
+from curvature.settings import ProductSettings
+
+DEPTHS = (2, 3)
+COUNTED = flop_registry | {  # operations to a function of their arguments that counts them; torch lacks two of ours
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(
+        lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(
+        lambda gradient, query, key, value, *_, **__: sdpa_backward_flop_count(gradient, query, key, value)
+    ),
+}
+
+
+class Pass(NamedTuple):
+    """A forward and a backward pass over one microbatch.
+
+    Attributes:
+        forward_flops: floating-point operations of matrix products of the forward pass.
+        flops: of both, recomputation included.
+        bytes: most that activations and gradients take at once; weights and tangents come on top.
+    """
+
+    forward_flops: float
+    flops: float
+    bytes: float
+
+
+class Count(TorchDispatchMode):
+    """Counts what operations compute, and the bytes of the storages that they make, while it is active.
+
+    torch's own FlopCounterMode would keep tensors of a checkpointed forward pass alive.
+
+    Attributes:
+        flops: operations of matrix products.
+        peak: bytes of most storages alive at once.
+    """
+
+    def __init__(self, known: set[int]) -> None:
+        """`known` are ids of storages that were there before."""
+        super().__init__()
+        self._known, self._sizes = known, dict[int, int]()
+        self._now = self.peak = self.flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation and takes note of what is new."""
+        named = kwargs or {}
+        made = func(*args, **named)
+        if func._overloadpacket in COUNTED:
+            self.flops += COUNTED[func._overloadpacket](*args, **named, out_val=made)
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                key = id(storage)
+                if key not in self._sizes and key not in self._known:
+                    self._sizes[key] = storage.nbytes()
+                    self._now += storage.nbytes()
+                    self.peak = max(self.peak, self._now)
+                    weakref.finalize(storage, self._gone, key)
+        return made
+
+    def _gone(self, key: int) -> None:
+        self._now -= self._sizes.pop(key)
+
+
+def simulate(config: PretrainedConfig, settings: ProductSettings, sequence_length: int, *, dual: bool) -> Pass:
+    """One pass of the dual layers, or of transformers' own forward, over a microbatch at the model's own depth."""
+    shallow, deep = (_at_depth(config, depth, settings, sequence_length, dual) for depth in DEPTHS)
+    further = (config.num_hidden_layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+    return Pass(*(a + further * (b - a) for a, b in zip(shallow, deep, strict=True)))
+
+
+def _at_depth(config: PretrainedConfig, depth: int, settings: ProductSettings, length: int, dual: bool) -> Pass:
+    shortened = copy.deepcopy(config)
+    shortened.num_hidden_layers = depth
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(shortened, name, value[:depth])
+    quiet_transformers()
+    with FakeTensorMode(), torch.random.fork_rng():
+        loaded = AutoModelForCausalLM.from_config(
+            shortened, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+        )
+        model = CurvedModel(
+            loaded.eval(),
+            ranks=Ranks(0, 1, torch.device("cpu")),
+            dual=dual,
+            dtype=DTYPES[settings.dtype],
+            checkpointing=settings.checkpointing,
+        )
+        tokens_BS1 = torch.zeros(settings.microbatch_sequences, length + 1, dtype=torch.int64)
+        for weight in model.parameters.weights.values():
+            weight.register_post_accumulate_grad_hook(_drop)
+        storages = [tensor.untyped_storage() for tensor in (*loaded.parameters(), *loaded.buffers())]
+        with Count({id(storage) for storage in storages}) as count:
+            loss = model.entry(tokens_BS1, None if dual else cross_entropy, range(len(tokens_BS1)))
+            forward = count.flops
+            (loss.tangent if dual else loss).backward()
+        return Pass(float(forward), float(count.flops), float(count.peak))
+
+
+def _drop(weight: Tensor) -> None:
+    weight.grad = None

@@ -1,0 +1,1 @@
+"""The loss on planes through weights: through three checkpoints, along random directions, and uphill (SAM)."""

@@ -1,0 +1,1 @@
+"""The quantization step: where it leads from the full-precision weights, and what the loss does along it."""

@@ -1,0 +1,88 @@
+"""Curvature along the quantization step of one result: model, step and products put together.
+
+Shapes: p parameters of this rank.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from torch import Tensor
+
+from ckpt_tools.forward import names_in_files
+from ckpt_tools.ranks import Ranks
+from curvature.opened import Opened, open_model
+from curvature.parameters import Probe, block_of
+from curvature.settings import ProductSettings
+from curvature.step.prediction import UNITS, Vector, predict
+from curvature.step.quantized import Step, read_step
+from curvature.trace.hutchinson import Quadratic
+from train.command import Progress, UserError
+
+
+class StepSettings(ProductSettings):
+    """Everything that decides the numbers, the model, the quantized model and the text aside."""
+
+    microbatches: int = Field(default=16, ge=2, description="behind every figure, all of one size")
+
+    def check(self) -> None:
+        """UserError for settings that do not go together."""
+        super().check()
+        if self.dtype != "fp32":
+            raise UserError("losses before and behind a step are compared in fp32; leave --dtype out")
+
+
+def measure(hf_dir: Path, result_dir: Path, settings: StepSettings, data_prefix: Path, ranks: Ranks) -> dict[str, Any]:
+    """The content of result.json for the quantized model whose result lies in `result_dir`. Writes nothing.
+
+    Raises:
+        UserError: the quantized model is another's, model, text, settings and ranks do not fit, a figure is not finite,
+            or the guard refuses.
+    """
+    if ranks.size > 1 and settings.sharding == "none":
+        raise UserError(f"{ranks.size} ranks share the products of a step; give --sharding fsdp, or start one process")
+    clock = time.perf_counter()
+    step = read_step(hf_dir, result_dir)
+    needed = settings.microbatches * settings.microbatch_sequences
+    opened = open_model(hf_dir, settings, data_prefix, ranks, needed=needed)
+    measured = _predicted(opened, step, settings)
+    measured |= {"quantization": step.measured, "units": UNITS | {"quantization": "nats per token, on its own text"}}
+    more = {"name": f"step-{step.spec}", "quantized": {"path": str(result_dir), "spec": step.spec}}
+    return opened.result(measured, more, {"all": time.perf_counter() - clock})
+
+
+def _predicted(opened: Opened, step: Step, settings: StepSettings) -> dict[str, Any]:
+    parameters, files = opened.hessian.parameters, names_in_files(opened.model.entry.model)
+    delta = {name: moved for name in parameters.weights if (moved := step.delta(files[name])) is not None}
+    delta = {name: moved.view(parameters.shapes[name]) for name, moved in delta.items()}
+    blocks = {block_of(name) for name in delta}
+    total = settings.microbatches * (3 + len(blocks))
+
+    with Progress(f"step of {step.spec}", total=total) as progress:
+
+        def evaluate(index: int, v: Vector) -> Quadratic:
+            progress.advance()
+            return opened.hessian.quadratic(opened.microbatch(index), parameters.take(v))
+
+        def loss_moved(index: int, v: Vector) -> float:
+            theta_p = parameters.point()
+            try:
+                if v:
+                    parameters.move(theta_p + parameters.take(v))
+                return opened.model.loss(opened.microbatch(index)).value
+            finally:
+                parameters.move(theta_p)
+
+        def signs(index: int) -> dict[str, Tensor]:
+            return parameters.whole_signs(Probe(settings.seed, index), delta)
+
+        return predict(
+            evaluate,
+            loss_moved,
+            delta,
+            signs,
+            microbatches=settings.microbatches,
+            block_of=block_of,
+            level=settings.level,
+        )

@@ -1,0 +1,182 @@
+"""What the loss does along the quantization step delta, and whether the step is sharper than a random one.
+
+L(theta + delta) - L(theta) = g.delta + 1/2 delta'H delta + R, of the step as a whole and of every decoder block's part
+of it alone. R, what is measured beyond the second order, is of third order in delta.
+
+The curvature along the step, delta'H delta / |delta|^2, exceeds the mean curvature tr H / N of the same N weights for
+two reasons, told apart by the step with random signs s, E[(s delta)'H(s delta)] = sum_i h_ii delta_i^2: larger steps
+where the diagonal is large, and errors that add up because H couples them.
+
+All figures of a microbatch belong to the same tokens, so differences and ratios are paired; the microbatches are of one
+size and independent, and stand for the text.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from curvature.trace.hutchinson import Quadratic, estimate_mean
+from train.command import UserError
+
+Vector = dict[str, Tensor]
+
+_NATS = "nats per token"
+_SHARPNESS = "nats per token per squared parameter unit"
+UNITS = {
+    "loss": f"{_NATS}, before the step",
+    "norm": "parameter units, |delta|",
+    "parameters": "entries of the tensors that differ",
+    "first_order": f"{_NATS}, g.delta",
+    "second_order": f"{_NATS}, delta'H delta / 2",
+    "predicted": f"{_NATS}, first_order + second_order",
+    "measured": f"{_NATS}, loss behind the step minus loss before it",
+    "remainder": f"{_NATS}, measured - predicted",
+    "relative_difference": "1 (predicted / measured - 1)",
+    "curvature.along_step": f"{_SHARPNESS}, delta'H delta / |delta|^2",
+    "curvature.signed": f"{_SHARPNESS}, the same with random signs: sum_i h_ii delta_i^2 / |delta|^2",
+    "curvature.mean": f"{_SHARPNESS}, tr H / N over the tensors that differ",
+    "ratios.step_to_mean": "1 (along_step / mean)",
+    "ratios.step_to_signed": "1 (along_step / signed)",
+    "ratios.signed_to_mean": "1 (signed / mean)",
+    "interaction.second_order": f"{_NATS}, of the whole step minus the sum over blocks",
+    "interaction.measured": f"{_NATS}, of the whole step minus the sum over blocks",
+    "interaction.share": "1 (interaction.second_order / second_order)",
+    "per_microbatch": f"{_NATS}, in the order of the microbatches",
+}
+
+
+INCREASE = ("first_order", "second_order", "predicted", "measured", "remainder")
+CURVATURE = ("along_step", "signed", "mean")
+
+
+class _Part:
+    """The whole step, or a block's part of it.
+
+    Attributes:
+        moved: its tensors by name.
+        square: |delta|^2.
+        size: its entries.
+        values: by figure, one of each microbatch.
+    """
+
+    def __init__(self, label: str, moved: Vector) -> None:
+        self.label, self.moved = label, moved
+        self.square = math.fsum(float(tensor.double().square().sum()) for tensor in moved.values())
+        self.size = sum(tensor.numel() for tensor in moved.values())
+        self.values: dict[str, list[float]] = {figure: [] for figure in (*INCREASE, *CURVATURE)}
+
+    def add(self, along: Quadratic, increase: float, signed: dict[str, float], probed: dict[str, float]) -> None:
+        """Takes in a microbatch: the product with the part, the measured increase, and what random signs give."""
+        dots = (math.fsum(held[name] for name in self.moved) for held in (along.dots, signed, probed))
+        curvature, with_signs, trace = dots
+        predicted = along.slope + curvature / 2
+        found = (
+            *(along.slope, curvature / 2, predicted, increase, increase - predicted),
+            *(curvature / self.square, with_signs / self.square, trace / self.size),
+        )
+        for (figure, values), value in zip(self.values.items(), found, strict=True):
+            if not math.isfinite(value):
+                raise UserError(
+                    f"microbatch {len(values)}: {figure} of the step in {self.label} is not finite; give a checkpoint "
+                    f"and quantized weights where it is"
+                )
+            values.append(value)
+
+    def summary(self, level: float) -> dict[str, Any]:
+        """Means over the microbatches and their ratios."""
+        values = self.values
+        ratios = {"step_to_mean": CURVATURE[::2], "step_to_signed": CURVATURE[:2], "signed_to_mean": CURVATURE[1:]}
+        return {
+            "norm": math.sqrt(self.square),
+            "parameters": self.size,
+            **{figure: _mean(values[figure], level) for figure in INCREASE},
+            "relative_difference": _ratio([-one for one in values["remainder"]], values["measured"], level),
+            "curvature": {figure: _mean(values[figure], level) for figure in CURVATURE},
+            "ratios": {name: _ratio(values[above], values[below], level) for name, (above, below) in ratios.items()},
+        }
+
+
+def predict(
+    evaluate: Callable[[int, Vector], Quadratic],
+    loss_moved: Callable[[int, Vector], float],
+    delta: Vector,
+    random: Callable[[int], Vector],
+    *,
+    microbatches: int,
+    block_of: Callable[[str], str],
+    level: float = 0.95,
+) -> dict[str, Any]:
+    """Predicted and measured loss increase of a step and of each block's part, ready for JSON; units are in `UNITS`.
+
+    Every microbatch takes 3 + B products and 2 + B losses, B blocks. Each figure is an `Estimate` over microbatches:
+    "mean" (or ratio of means), "standard_error", "interval"; a ratio to what is 0 in every digit is None.
+
+    Args:
+        evaluate: loss, g.v and v_t'(Hv)_t by tensor of microbatch `index` at theta, for a v that is 0 in tensors that
+            it does not name.
+        loss_moved: the loss of microbatch `index` at theta + v, in fp32, with the same convention.
+        delta: the step, no tensor of zeros.
+        random: signs (Rademacher) of probe `index`, at least for the tensors of delta.
+        microbatches: two or more.
+        block_of: the block that a tensor belongs to.
+        level: coverage of the intervals.
+
+    Raises:
+        UserError: a figure is not finite.
+    """
+    if microbatches < 2 or not 0 < level < 1:
+        raise ValueError(f"{microbatches} microbatches at level {level}: there is no interval")
+    unmoved = [name for name, tensor in delta.items() if not bool(tensor.any())]
+    if unmoved or not delta:
+        raise ValueError(f"the step does not move {unmoved or 'anything'}")
+    by_block: dict[str, Vector] = {}
+    for name, tensor in delta.items():
+        by_block.setdefault(block_of(name), {})[name] = tensor
+    whole, blocks = _Part("all blocks", delta), [_Part(block, moved) for block, moved in by_block.items()]
+    losses = []
+    for index in range(microbatches):
+        probe = random(index)
+        probed = evaluate(index, {name: probe[name] for name in delta}).dots
+        signed = evaluate(index, {name: probe[name] * tensor for name, tensor in delta.items()}).dots
+        # by the function that measures behind the step: rounding that they share is no increase
+        losses.append(loss_moved(index, {}))
+        for part in (whole, *blocks):
+            along = evaluate(index, part.moved)
+            part.add(along, loss_moved(index, part.moved) - losses[-1], signed, probed)
+    return {
+        "microbatches": microbatches,
+        "level": level,
+        "loss": _mean(losses, level),
+        "whole": whole.summary(level) | {"per_microbatch": {figure: whole.values[figure] for figure in INCREASE}},
+        "blocks": {part.label: part.summary(level) for part in blocks},
+        "interaction": _interaction(whole, blocks, level),
+    }
+
+
+def _interaction(whole: _Part, blocks: list[_Part], level: float) -> dict[str, Any]:
+    """What the blocks cost together and not one by one."""
+    beyond = {
+        figure: [
+            value - math.fsum(part.values[figure][index] for part in blocks)
+            for index, value in enumerate(whole.values[figure])
+        ]
+        for figure in ("second_order", "measured")
+    }
+    share = _ratio(beyond["second_order"], whole.values["second_order"], level)
+    return {figure: _mean(values, level) for figure, values in beyond.items()} | {"share": share}
+
+
+def _mean(values: list[float], level: float) -> dict[str, Any]:
+    return estimate_mean(values, level=level)._asdict()
+
+
+def _ratio(above: list[float], below: list[float], level: float) -> dict[str, Any] | None:
+    """Ratio r of two means over the same microbatches; its error is the delta method's, of (above - r below) / mean."""
+    scale = math.fsum(below) / len(below)
+    if not scale:
+        return None
+    ratio = math.fsum(above) / len(above) / scale
+    # values whose mean is the ratio and whose spread is that of its error
+    return _mean([ratio + (one - ratio * other) / scale for one, other in zip(above, below, strict=True)], level)

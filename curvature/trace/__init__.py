@@ -1,0 +1,1 @@
+"""Traces of the Hessian, of the Gauss-Newton matrix and of the empirical Fisher, each with its standard error."""

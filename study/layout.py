@@ -1,0 +1,67 @@
+"""Where the files of a study lie, below its directory."""
+
+from pathlib import Path
+
+from ckpt_tools.hf_directory import RESULT_JSON, result_directory
+from study.settings import MeasuredModel, Study
+from train.config import RunConfig
+from train.run_directory import RunDirectory, step_name
+
+MLFLOW_STORE = "mlflow.db"  # beside all studies of a root
+CORPUS = "data/corpus"
+CURVATURE_SPEC = "hutchinson"
+FIGURES = (
+    *("quantization_error", "kl_divergence", "validation_loss", "averages", "methods", "blocks"),
+    *("full_against_quantized", "curvature", "prediction", "slices"),
+)
+
+
+def checkpoint_directory(run: str, model: MeasuredModel) -> Path:
+    """Where training leaves the model; it leaves no soups."""
+    directory = RunDirectory(Path(run))
+    if model.average:
+        return directory.average_checkpoint(model.average, model.step)
+    return directory.checkpoint(model.step)
+
+
+def hf_directory(run: str, model: MeasuredModel) -> Path:
+    """Where the model lies as it is measured."""
+    directory = RunDirectory(Path(run))
+    name = directory.average_name(model.average, model.step) if model.average else step_name(model.step)
+    return directory.hf / name
+
+
+def quantization_result(run: str, model: MeasuredModel, spec: str) -> str:
+    """Result of one quantization."""
+    return str(result_directory(hf_directory(run, model), "quant", spec) / RESULT_JSON)
+
+
+def curvature_result(run: str, model: MeasuredModel, spec: str = CURVATURE_SPEC) -> str:
+    """Result of a measurement of curvature: by default traces and eigenvalue."""
+    return str(result_directory(hf_directory(run, model), "curvature", spec) / RESULT_JSON)
+
+
+def blocks_result(run: RunConfig, spec: str) -> str:
+    """Result of the last checkpoint block by block: RUN/hf/STEP/blocks/SPEC.
+
+    Not below quant/, where the same spec has its result as at every other checkpoint.
+    """
+    return str(hf_directory(run.name, MeasuredModel(run.total_steps)) / "blocks" / spec / RESULT_JSON)
+
+
+def step_result(run: RunConfig, spec: str) -> str:
+    """Result of the quantization step of the last checkpoint."""
+    return curvature_result(run.name, MeasuredModel(run.total_steps), f"step-{spec}")
+
+
+def slice_result(run: RunConfig, spec: str) -> str:
+    """Result of the slice through the last two checkpoints and the quantized last one."""
+    return curvature_result(run.name, MeasuredModel(run.total_steps), f"slice-{spec}")
+
+
+def figures_of(study: Study) -> dict[str, str]:
+    """Name -> path of every figure that the study has something to show in, in the order of the report."""
+    settings = study.quantization
+    without = dict.fromkeys(("blocks", "prediction", "slices"), not settings.by_block)
+    without["methods"] = not settings.methods
+    return {name: f"figures/{name}.png" for name in FIGURES if not without.get(name)}

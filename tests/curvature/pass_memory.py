@@ -1,0 +1,60 @@
+"""`python -m tests.curvature.pass_memory`: what passes through a model take, resident, and what the simulation says.
+
+Started with MALLOC_MMAP_THRESHOLD_=65536, so that what is freed leaves the process at once and no arena's gaps count.
+"""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Olmo2Config
+
+from ckpt_tools.formats.weights import DTYPES
+from curvature.exact import DualHessian, streamed
+from curvature.model import CurvedModel
+from curvature.parameters import Probe
+from curvature.settings import HutchinsonSettings
+from curvature.simulation import simulate
+from tests.curvature.conftest import ALONE
+from tests.curvature.streaming_memory import resident
+
+SEQUENCES, LENGTH, VOCABULARY = 3, 256, 2048
+PASSES = ((True, "bf16", False), (True, "bf16", True), (False, "fp32", True))
+
+
+def main() -> None:
+    """Bytes of each pass, measured and simulated."""
+    shape: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "eos_token_id": 0}
+    config = Olmo2Config(vocab_size=VOCABULARY, num_hidden_layers=5, max_position_embeddings=LENGTH, **shape)
+    found = []
+    for dual, dtype, checkpointing in PASSES:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+        curved = CurvedModel(model, ranks=ALONE, dual=dual, dtype=DTYPES[dtype], checkpointing=checkpointing)
+
+        def run(length: int, curved: CurvedModel = curved, dual: bool = dual) -> None:
+            tokens_BS1 = torch.zeros(SEQUENCES, length + 1, dtype=torch.int64)
+            if dual:
+                DualHessian(curved).probed(tokens_BS1, Probe(0, 0))
+            else:
+                share = curved.loss(tokens_BS1).share
+                streamed(curved.parameters, share, lambda _, gradient: gradient.double().sum())
+
+        run(8)  # what is allocated once and for all is no part of it
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # begins a new high-water mark
+        before = resident("VmRSS")
+        run(LENGTH)
+        measured = resident("VmHWM") - before
+        settings = HutchinsonSettings(
+            microbatch_sequences=SEQUENCES,
+            dtype=dtype,  # type: ignore[arg-type]
+            checkpointing=checkpointing,
+        )
+        found.append([measured, simulate(config, settings, LENGTH, dual=dual).bytes])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

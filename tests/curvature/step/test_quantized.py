@@ -1,0 +1,190 @@
+"""The step read from files: what `quant_eval run --dense` wrote, and everything that must not pass for it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckpt_tools.ranks import Ranks
+from curvature.step.quantized import read_step
+from quant_eval.measurement import measure
+from quant_eval.settings import CalibrationSettings, ComputeSettings, EvaluationSettings
+from quant_eval.specs import parse_spec
+from tests.conftest import make_hf_directory
+from train.command import UserError
+from train.run_directory import sha256_of
+
+SPEC = parse_spec("rtn-b3-g32")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, train_prefix, held_out_prefix):
+    """Bases in fp32 and bf16, and a result with its weights in every dtype that either was measured in."""
+    root = tmp_path_factory.mktemp("step")
+    for held, dtypes in {"fp32": ("fp32", "bf16"), "bf16": ("fp32", "bf16")}.items():
+        base = make_hf_directory(root / held, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[held])
+        for dtype in dtypes:
+            out = root / f"{held}-{dtype}"
+            (result,) = measure(
+                base,
+                [SPEC],
+                [out],
+                CalibrationSettings(prefix=train_prefix, sequences=8, sequence_length=None, seed=0),
+                EvaluationSettings(
+                    prefix=held_out_prefix,
+                    max_tokens=600,
+                    sequence_length=None,
+                    documents="separate",
+                    bootstrap_samples=200,
+                    level=0.95,
+                    seed=0,
+                ),
+                ComputeSettings.model_validate({"dtype": dtype, "batch_size": 8, "device": "cpu", "scratch": None}),
+                Ranks(0, 1, torch.device("cpu")),
+                by_block=held == dtype == "fp32",
+                dense=True,
+            )
+            (out / "result.json").write_text(json.dumps(result))
+    return root
+
+
+@pytest.fixture
+def place(measured, tmp_path):
+    """A base and its result, to be damaged."""
+    shutil.copytree(measured / "fp32", tmp_path / "base")
+    shutil.copytree(measured / "fp32-fp32", tmp_path / "result")
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", ["fp32-fp32", "bf16-bf16", "bf16-fp32"])
+def test_the_step_leads_from_the_base_to_the_kept_weights(measured, case):
+    base = load_file(measured / case.split("-")[0] / "model.safetensors")
+    step = read_step(measured / case.split("-")[0], measured / case)
+    kept = {
+        k: v for path in sorted((measured / case / "dense").glob("*.safetensors")) for k, v in load_file(path).items()
+    }
+    assert step.names == tuple(kept)
+    assert len(step.names) == 2 * 7
+    for name, tensor in base.items():
+        delta = step.delta(name)
+        if name not in kept:
+            assert delta is None
+            continue
+        assert delta is not None
+        assert delta.dtype == torch.float32
+        assert torch.equal(delta, torch.from_numpy(kept[name].float().numpy() - tensor.float().numpy()))
+
+
+def test_what_was_measured_comes_along(measured):
+    step = read_step(measured / "fp32", measured / "fp32-fp32")
+    written = json.loads((measured / "fp32-fp32" / "result.json").read_text())["measured"]
+    assert step.spec == "rtn-b3-g32"
+    for figure in ("cross_entropy", "cross_entropy_quantized", "absolute_error"):
+        assert step.measured[figure] == written[figure]
+    assert step.measured["interval"] == written["intervals"]["absolute_error"]
+    for block, (read, told) in enumerate(zip(step.measured["blocks"], written["blocks"], strict=True)):
+        assert read == {
+            "block": block,
+            "absolute_error": told["alone"]["absolute_error"],
+            "interval": told["alone"]["intervals"]["absolute_error"],
+        }
+    assert "blocks" not in read_step(measured / "bf16", measured / "bf16-bf16").measured
+
+
+def test_bf16_weights_of_an_fp32_base_are_refused(measured):
+    """The step would hold the base's own rounding, which is of the size of 8 bits."""
+    with pytest.raises(UserError, match=r"measured in bf16.*measure it with --dtype fp32"):
+        read_step(measured / "fp32", measured / "fp32-bf16")
+
+
+def test_another_base_is_refused(measured, tmp_path):
+    other = make_hf_directory(tmp_path / "other", seed=1)
+    with pytest.raises(UserError, match=r"is of another model than .*other; give the one that was quantized"):
+        read_step(other, measured / "fp32-fp32")
+
+
+def test_a_changed_base_is_refused(place):
+    weights = load_file(place / "base" / "model.safetensors")
+    weights["model.norm.weight"][0] += 1e-3
+    save_file(weights, place / "base" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="is of another model"):
+        read_step(place / "base", place / "result")
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def flip(path):
+    held = bytearray(path.read_bytes())
+    held[-1] ^= 1
+    path.write_bytes(held)
+
+
+BLOCK, DENSE = "dense/block00001.safetensors", "dense/dense.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        (BLOCK, cut, "block00001.safetensors has .* bytes instead of"),
+        (BLOCK, flip, "block00001.safetensors was changed after"),
+        (BLOCK, lambda path: path.unlink(), "block00001.safetensors is missing"),
+        (DENSE, flip, "dense.json is not the one that result.json was written with"),
+        (DENSE, lambda path: path.unlink(), "holds no dequantized weights"),
+        ("dense", shutil.rmtree, "holds no dequantized weights"),
+        ("result.json", cut, "result.json"),
+        ("result.json", lambda path: path.unlink(), "result.json does not exist"),
+        ("result.json", lambda path: path.write_bytes(b"\xff\xfe\x00"), "result.json is not text"),
+    ],
+)
+def test_damage_is_refused_by_the_files_name(place, name, damage, message):
+    damage(place / "result" / name)
+    with pytest.raises(UserError, match=message) as refused:
+        read_step(place / "base", place / "result")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_result_without_dense_weights_names_the_command(place):
+    path = place / "result" / "result.json"
+    result = json.loads(path.read_text())
+    del result["measured"]["dense"]
+    path.write_text(json.dumps(result))  # such as of a later run without --dense, which leaves the old ones
+    with pytest.raises(UserError, match=r"python -m quant_eval run .*base --dense"):
+        read_step(place / "base", place / "result")
+
+
+def rewrite(place, change):
+    """dense.json with another content, for which the result vouches."""
+    path = place / "result" / "dense" / "dense.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    result = json.loads((place / "result" / "result.json").read_text())
+    result["measured"]["dense"] = sha256_of(path)
+    (place / "result" / "result.json").write_text(json.dumps(result))
+
+
+def test_files_elsewhere_are_refused(place):
+    rewrite(
+        place, lambda content: content["files"].update({"../../base/model.safetensors": content["files"][BLOCK[6:]]})
+    )
+    with pytest.raises(UserError, match="lies elsewhere"):
+        read_step(place / "base", place / "result")
+
+
+def test_tensors_that_the_base_lacks_are_refused(place):
+    path = place / "result" / BLOCK
+    save_file({"model.layers.1.mlp.up.weight": torch.ones(2)}, path)
+    record = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    rewrite(place, lambda content: content["files"].update({BLOCK[6:]: record}))
+    with pytest.raises(UserError, match=r"'model\.layers\.1\.mlp\.up\.weight' does not fit"):
+        read_step(place / "base", place / "result")
+
+
+def test_a_step_of_no_tensor_is_refused(place):
+    rewrite(place, lambda content: content["files"].clear())
+    with pytest.raises(UserError, match="quantized nothing"):
+        read_step(place / "base", place / "result")

@@ -1,0 +1,48 @@
+"""`python -m tests.curvature.streaming_memory`: what a product takes above the model, as a share of its parameters.
+
+21 million parameters in 56 matrices and two tokens: next to the gradients, activations are nothing.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+
+from ckpt_tools.ranks import start
+from curvature.exact import DualHessian
+from curvature.model import CurvedModel
+from curvature.parameters import Probe
+from tests.curvature.conftest import random_tokens, tiny_model
+
+
+def resident(figure: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at most since the mark was reset."""
+    found = re.search(rf"{figure}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return 1024 * int(found[1])
+
+
+def main() -> None:
+    """Peaks of the quadratic form of a vector, of a probe that is drawn where it is used, and of Hv kept whole."""
+    model = tiny_model(torch.float32, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, std=0.02)
+    hessian = DualHessian(CurvedModel(model, ranks=start("cpu")))
+    tokens_BS1, probe = random_tokens(1, length=2), Probe(0, 0)
+    v_p = hessian.parameters.probe(probe)
+    products = {
+        "probed": lambda: hessian.probed(tokens_BS1, probe),
+        "quadratic": lambda: hessian.quadratic(tokens_BS1, v_p),
+        "product": lambda: hessian.product(tokens_BS1, v_p),
+    }
+    peaks = {}
+    for name, product in products.items():
+        product()  # what is allocated once and for all is no part of it
+        Path("/proc/self/clear_refs").write_text("5")  # begins a new high-water mark
+        before = resident("VmRSS")
+        product()
+        peaks[name] = (resident("VmHWM") - before) / (4 * hessian.parameters.size)
+    print(json.dumps(peaks))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""`python -m curvature` on one, two and three ranks: the same numbers, written once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quant_eval.__main__ import app as quant_eval
+from tests.conftest import make_hf_directory
+from tests.curvature.test_command import command
+from tests.runs import error_line, execute, ranks, torchrun
+from train.command import run_command
+
+# Five pairs in microbatches of two and a fixed batch of two and one: shares are uneven at two and at three ranks, and
+# of three ranks that share a model or the fixed batch one has no sequence.
+OPTIONS = ["--sequence-length", "24", "--microbatch-sequences", "2", "--fixed-sequences", "3", "--tolerance", "1e-5"]
+PAIRS = ["--pairs", "5", "--norm-pairs", "3", "--companion-pairs", "3", "--spec", "hutchinson"]
+PLACES = [(2, "none"), (2, "fsdp"), (3, "none"), (3, "fsdp")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, train_prefix, held_out_prefix) -> Path:
+    """An HF directory with a result that kept its dequantized weights."""
+    model = make_hf_directory(tmp_path_factory.mktemp("ranks") / "model")
+    options = ["--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", "500", "--dense"]
+    options += ["--bootstrap-samples", "100", "--calibration-sequences", "2", "--spec", "rtn-b3-g16"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["quant_eval", "run", *map(str, (model, *options))])
+        with pytest.raises(SystemExit) as ended:
+            run_command(quant_eval, "quant_eval")
+    assert not ended.value.code
+    return model
+
+
+@pytest.fixture(scope="module")
+def alone(model, held_out_prefix) -> dict[str, Any]:
+    assert command("run", model, "--data", held_out_prefix, *OPTIONS, *PAIRS) == 0
+    return result_of(model / "curvature/hutchinson")
+
+
+def result_of(directory: Path) -> dict[str, Any]:
+    assert [path.name for path in directory.iterdir()] == ["result.json"]
+    result: dict[str, Any] = json.loads((directory / "result.json").read_text())
+    return result
+
+
+@pytest.mark.parametrize(("size", "sharding"), PLACES)
+def test_ranks_change_rounding_alone(tmp_path, model, alone, held_out_prefix, size, sharding):
+    out = tmp_path / "out"
+    program = ["curvature", "run", model, "--data", held_out_prefix, *OPTIONS, *PAIRS, "--sharding", sharding]
+    program = [*map(str, program), "--out", str(out)]
+    done = execute(torchrun(size, *program)) if (size, sharding) == PLACES[0] else ranks(size, *program)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("trace ") == 1  # rank 0 says what it wrote
+    shared = result_of(out)
+    assert shared["spec"] == alone["spec"] | {"ranks": size, "sharding": sharding}
+    assert shared["model"] == alone["model"]
+    found, expected = shared["measured"], alone["measured"]
+    for values, known in (
+        (found["trace"], expected["trace"]),
+        *((found["block_traces"][block], known) for block, known in expected["block_traces"].items()),
+    ):
+        scale = max(map(abs, known["per_microbatch"]))
+        # 1e-6 of the trace; values of blocks are sums with cancellation, of which fp32 keeps as much
+        assert values["per_microbatch"] == pytest.approx(known["per_microbatch"], rel=1e-6, abs=2e-6 * scale)
+        assert values["interval"] == pytest.approx(known["interval"], rel=1e-5, abs=1e-5 * scale)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-7)
+    for name in ("gauss_newton_trace", "fisher_trace"):
+        assert found[name]["mean"] == pytest.approx(expected[name]["mean"], rel=1e-6)
+        assert found[name]["standard_error"] == pytest.approx(expected[name]["standard_error"], rel=1e-4)
+    assert found["norm_traces"]["total"]["mean"] == pytest.approx(expected["norm_traces"]["total"]["mean"], rel=1e-5)
+    assert found["lambda_max"]["value"] == pytest.approx(expected["lambda_max"]["value"], rel=1e-5)
+    assert (found["parameters"], found["lambda_max"]["converged"]) == (expected["parameters"], True)
+
+
+def test_a_step_on_two_ranks(tmp_path, model, held_out_prefix):
+    options = ["--quantized", model / "quant/rtn-b3-g16", "--data", held_out_prefix, "--microbatches", "2"]
+    options += ["--microbatch-sequences", "3", "--sequence-length", "24"]
+    assert command("step", model, *options, "--out", tmp_path / "alone") == 0
+    program = [*map(str, ("curvature", "step", model, *options)), "--out", str(tmp_path / "out")]
+    done = ranks(2, *program, "--sharding", "fsdp")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("predicted ") == 1
+    found, expected = (result_of(tmp_path / name)["measured"] for name in ("out", "alone"))
+    parts = [(found["whole"], expected["whole"])]
+    print("BLOCKS", type(found["blocks"]), found["blocks"].keys() if isinstance(found["blocks"], dict) else found["blocks"][0].keys())
+    for ours, theirs in parts:
+        assert (ours["norm"], ours["parameters"]) == pytest.approx((theirs["norm"], theirs["parameters"]), rel=1e-12)
+        for figure in ("first_order", "second_order", "predicted"):
+            assert ours[figure]["mean"] == pytest.approx(theirs[figure]["mean"], rel=1e-5)
+        assert ours["measured"]["mean"] == pytest.approx(
+            theirs["measured"]["mean"], rel=1e-5, abs=1e-6
+        )  # of fp32 losses
+
+
+def test_refusals_are_one_line_of_all_ranks(tmp_path, model, held_out_prefix):
+    program = ["curvature", "run", str(model), "--data", str(held_out_prefix), "--out", str(tmp_path / "out")]
+    few = ["--spec", "lanczos", "--fixed-sequences", "2", "--microbatch-sequences", "1", "--sequence-length", "24"]
+    assert "2 sequences are fewer than 3 ranks; start fewer" in error_line(ranks(3, *program, *few))
+    step = ["curvature", "step", str(model), "--data", str(held_out_prefix), "--out", str(tmp_path / "out")]
+    line = error_line(ranks(2, *step, "--quantized", str(model / "quant/rtn-b3-g16")))
+    assert "2 ranks share the products of a step; give --sharding fsdp" in line
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,212 @@
+"""What the commands of curvature refuse: one line, exit code 2, nothing written; and where results go otherwise."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Olmo2ForCausalLM
+
+from curvature.architectures import parts
+from curvature.dual import rms_norm
+from quant_eval.__main__ import app as quant_eval
+from tests.conftest import make_hf_directory
+from tests.curvature.test_command import command
+from train.command import run_command
+
+SMALL = ["--sequence-length", "16", "--fixed-sequences", "2", "--max-iterations", "3"]
+PAIRS = ["--pairs", "2", "--norm-pairs", "2", "--companion-pairs", "2"]
+
+
+@pytest.fixture
+def refusal(capsys, tmp_path, held_out_prefix):
+    """The one line of a refused measurement."""
+
+    def run(model: Path, *options, spec="hutchinson", data=held_out_prefix) -> str:
+        out = tmp_path / "refused"
+        of_spec = PAIRS if spec == "hutchinson" else []
+        before = sorted(model.rglob("*"))
+        capsys.readouterr()
+        assert command("run", model, "--spec", spec, "--data", data, "--out", out, *SMALL, *of_spec, *options) == 2
+        assert not out.exists()
+        assert sorted(model.rglob("*")) == before
+        lines = capsys.readouterr().err.splitlines()
+        assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+        assert "Traceback" not in "".join(lines)
+        return str(lines[-1])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--attention", "flash_attention_2"],
+            "second derivatives .*; leave it out, or give --route finite-difference",
+        ),
+        (["--attention", "flash_attention_2", "--route", "finite-difference"], "give --attention sdpa"),
+        (["--attention", "flex_attention", "--route", "finite-difference"], "on CPUs; give --attention sdpa"),
+        (["--attention", "fast"], "'attention'"),
+        (["--route", "guess"], "'route'"),
+        (["--route", "finite-difference", "--dtype", "bf16"], "give --dtype fp32 or --route dual"),
+        (["--pairs", "0"], "'pairs'"),
+        (["--pairs", "-4"], "'pairs'"),
+        (["--pairs", "100000"], "sequences of 16 tokens, 200000 are needed; give more text"),
+        (["--pairs", "5", "--probes-per-microbatch", "3"], "ask for 6"),
+        (["--probes-per-microbatch", "0"], "'probes_per_microbatch'"),
+        (["--relative-error", "0.05"], "ask for 64 pairs or more"),
+        (["--relative-error", "nan"], "'relative_error'"),
+        (["--norm-pairs", "1"], "'norm_pairs'"),
+        (["--companion-pairs", "1"], "'companion_pairs'"),
+        (["--products", "60"], "--products does not belong to --spec hutchinson"),
+        (["--starts", "2", "--spec", "lanczos"], "--companion-pairs does not belong to --spec lanczos"),
+        (["--spec", "slice"], "--spec 'slice' is unknown; give one of: hutchinson, "),
+        (["--tolerance", "nan"], "'tolerance'"),
+        (["--max-iterations", "1"], "'max_iterations'"),
+        (["--max-iterations", "999999999"], "vectors of 41,248 entries take .* lower --max-iterations"),
+        (["--microbatch-sequences", "0"], "'microbatch_sequences'"),
+        (["--sequence-length", "65"], "beyond the model's context 64"),
+        (["--seed", "-1"], "'seed'"),
+        (["--level", "1"], "'level'"),
+        (["--sharding", "some"], "'sharding'"),
+        (["--device", "tpu"], "'device'"),
+        (["--vectors", "disk"], "'vectors'"),
+        (["--gpu", "h100"], "belong to --dry-run"),
+        (["--data", "nowhere/at-all"], "does not exist; make it with"),
+    ],
+)
+def test_bad_options(refusal, hf_dir, options, message):
+    line = refusal(hf_dir, *options)
+    assert re.search(message, line), line
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        ("power", ["--probes", "0"], "'probes'"),
+        ("power", ["--pairs", "4"], "--pairs does not belong to --spec power"),
+        ("lanczos", ["--largest", "0"], "'largest'"),
+        ("lanczos", ["--largest", "9", "--max-iterations", "8"], "give --max-iterations 12 or ask for fewer"),
+        ("hutch++", ["--products", "61"], "ask for 63"),
+        ("xtrace", ["--products", "61"], "ask for 62"),
+        ("xtrace", ["--products", "0"], "'products'"),
+    ],
+)
+def test_bad_options_of_the_other_specs(refusal, hf_dir, spec, options, message):
+    assert message in refusal(hf_dir, *options, spec=spec)
+
+
+def test_bad_models(refusal, tmp_path):
+    assert "does not exist; give an HF directory" in refusal(tmp_path / "nothing")
+    assert "outside the model's vocabulary of 16" in refusal(make_hf_directory(tmp_path / "small", vocab_size=16))
+    model = make_hf_directory(tmp_path / "model")
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").unlink()
+    assert "holds no .safetensors weights; give a complete HF directory" in refusal(model)
+    (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert "a weight file is damaged" in refusal(model)
+    (model / "model.safetensors").write_bytes(weights)
+    lineage: dict[str, Any] = {"kind": "export", "files": {}, "parity": None}
+    (model / "lineage.json").write_text(json.dumps(lineage))
+    assert "was not proven to compute what its training engine did" in refusal(model)
+    lineage |= {"parity": {"largest_difference": 1e-6}, "files": {"model.safetensors": {"bytes": 1, "sha256": "ab"}}}
+    (model / "lineage.json").write_text(json.dumps(lineage))
+    assert "; export the checkpoint again" in refusal(model)
+    (model / "lineage.json").write_text('{"kind": "exp')
+    assert "lineage.json is damaged" in refusal(model)
+    other = make_hf_directory(tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"], "model_type": "bert"}))
+    print("BERT", refusal(other))
+    assert "error: " in refusal(other)
+    (other / "config.json").write_text(json.dumps(config)[:-9])
+    assert "is not valid JSON" in refusal(other)
+
+
+@pytest.mark.parametrize("route", ["dual", "finite-difference"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+def test_losses_that_are_not_finite(refusal, tmp_path, route, value):
+    model = make_hf_directory(tmp_path / "model")
+    broken = Olmo2ForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        broken.lm_head.weight[0] = value
+    broken.save_pretrained(model)
+    assert "; check the checkpoint's weights for overflow" in refusal(model, "--route", route)
+
+
+def test_text_that_is_not_what_was_prepared(refusal, tmp_path, hf_dir, held_out_prefix):
+    for suffix in ("bin", "idx", "json"):
+        shutil.copy(f"{held_out_prefix}.{suffix}", tmp_path / f"text.{suffix}")
+    tokens = bytearray((tmp_path / "text.bin").read_bytes())
+    tokens[8:10] = tokens[6:8]
+    (tmp_path / "text.bin").write_bytes(tokens)
+    assert "text.bin was changed after it was prepared" in refusal(hf_dir, data=tmp_path / "text")
+    (tmp_path / "text.bin").write_bytes(tokens[:-100])
+    assert "text.bin is missing or truncated" in refusal(hf_dir, data=tmp_path / "text")
+    (tmp_path / "text.json").write_text("")
+    assert "is not valid JSON" in refusal(hf_dir, data=tmp_path / "text")
+
+
+def test_a_product_that_differs_from_finite_differences(refusal, monkeypatch, hf_dir):
+    monkeypatch.setattr(parts, "rms_norm", lambda x, weight, epsilon: rms_norm(x, weight, 0.1))
+    assert "refusing to measure" in refusal(hf_dir)
+
+
+def test_results_lie_beside_their_models_and_nowhere_else(capsys, tmp_path, held_out_prefix):
+    models = [make_hf_directory(tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two"))]
+    arguments = ("--spec", "hutchinson", "--data", held_out_prefix, *SMALL, *PAIRS)
+    assert command("run", *models, *arguments, "--dry-run") == 0
+    assert "memory of a GPU: " in capsys.readouterr().out
+    assert not (models[0] / "curvature").exists()
+    assert command("run", *models, *arguments) == 0
+    first, second = (json.loads((model / "curvature/hutchinson/result.json").read_text()) for model in models)
+    assert first["measured"]["trace"] != second["measured"]["trace"]
+    assert [path.name for path in (models[0] / "curvature/hutchinson").iterdir()] == ["result.json"]
+    assert command("run", *models, *arguments, "--out", tmp_path / "out") == 2
+    assert "leave it out for several" in capsys.readouterr().err
+    assert command("run", models[0], models[0], *arguments) == 2
+    assert command("run", models[0], *arguments, "--out", models[0] / "config.json") == 2
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory, train_prefix, held_out_prefix) -> Path:
+    """A model whose dequantized weights lie in quant/rtn-b3-g16."""
+    model = make_hf_directory(tmp_path_factory.mktemp("quantized") / "model")
+    options = ["--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", "500", "--dense"]
+    options += ["--bootstrap-samples", "100", "--calibration-sequences", "2", "--spec", "rtn-b3-g16"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["quant_eval", "run", *map(str, (model, *options))])
+        with pytest.raises(SystemExit) as ended:
+            run_command(quant_eval, "quant_eval")
+    assert not ended.value.code
+    return model
+
+
+def test_steps(capsys, tmp_path, quantized, held_out_prefix):
+    """Every refusal leaves both results as they were."""
+    result = quantized / "quant/rtn-b3-g16"
+    before = (result / "result.json").read_bytes()
+
+    def refused(model, directory, *options) -> str:
+        arguments = ["--quantized", directory, "--data", held_out_prefix, "--sequence-length", "16", *options]
+        assert command("step", model, *arguments) == 2
+        assert (result / "result.json").read_bytes() == before
+        assert not (quantized / "curvature").exists()
+        return str(capsys.readouterr().err.splitlines()[-1])
+
+    other = make_hf_directory(tmp_path / "other", seed=1)
+    assert f"is of another model than {other}; give the one that was quantized" in refused(other, result)
+    assert "result.json does not exist; measure it with" in refused(quantized, tmp_path)
+    assert "would be lost; give another --out" in refused(quantized, result, "--out", result)
+    assert "'microbatches'" in refused(quantized, result, "--microbatches", "1")
+    assert "second derivatives" in refused(quantized, result, "--attention", "flash_attention_2")
+    bare = tmp_path / "rtn-b3-g16"
+    shutil.copytree(result, bare)
+    shutil.rmtree(bare / "dense")
+    assert "holds no dequantized weights; measure it with" in refused(quantized, bare)
+    assert command("step", quantized, "--quantized", result, "--data", held_out_prefix, "--microbatches", "2") == 0
+    assert [path.name for path in (quantized / "curvature/step-rtn-b3-g16").iterdir()] == ["result.json"]

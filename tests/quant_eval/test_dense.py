@@ -1,0 +1,168 @@
+"""What `--dense` leaves: the weights behind the measured loss, read back by safetensors and transformers alone."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from ckpt_tools.ranks import Ranks
+from quant_eval.losses import evaluation_set
+from quant_eval.measurement import measure
+from quant_eval.settings import CalibrationSettings, ComputeSettings, EvaluationSettings
+from quant_eval.specs import parse_spec
+from tests.quant_eval.models import make_model
+from train.command import UserError
+from train.corpus import open_corpus
+from train.run_directory import sha256_of
+
+LINEARS = {
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+}
+SPECS = {
+    "olmo2": ("rtn-b3-g32", "gptq-b3-g32", "nf4-g32"),
+    "llama-tied": ("awq-b3-g32",),  # folds scales into norms and into linears that feed others
+    "gpt_neox": ("rtn-b4-g32",),  # whose files call the head otherwise than transformers does
+}
+CASES = [(model, spec, "fp32") for model, specs in SPECS.items() for spec in specs] + [("olmo2", "rtn-b3-g32", "bf16")]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, train_prefix, held_out_prefix):
+    """`measured(model, specs, dtype)`: the base, and the results with their directories."""
+    root = tmp_path_factory.mktemp("dense")
+
+    def run(name, specs, dtype="fp32", seeds=1, outs=None):
+        base = root / name
+        if not base.exists():
+            make_model(base, name)
+        outs = outs or [root / "out" / name / dtype / spec for spec in specs]
+        results = measure(
+            base,
+            [parse_spec(spec) for spec in specs],
+            outs,
+            CalibrationSettings(prefix=train_prefix, sequences=8, sequence_length=None, seed=0, seeds=seeds),
+            EvaluationSettings(
+                prefix=held_out_prefix,
+                max_tokens=600,
+                sequence_length=None,
+                documents="separate",
+                bootstrap_samples=200,
+                level=0.95,
+                seed=0,
+            ),
+            ComputeSettings.model_validate({"dtype": dtype, "batch_size": 8, "device": "cpu", "scratch": None}),
+            Ranks(0, 1, torch.device("cpu")),
+            dense=True,
+        )
+        return base, dict(zip(specs, zip(outs, results, strict=True), strict=True))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def kept(measured):
+    """By model, spec and dtype: the base, the result and the kept tensors."""
+    found = {}
+    for name, dtype in [(name, "fp32") for name in SPECS] + [("olmo2", "bf16")]:
+        base, results = measured(name, SPECS[name] if dtype == "fp32" else SPECS[name][:1], dtype)
+        for spec, (out, result) in results.items():
+            tensors = {
+                k: v for path in sorted((out / "dense").glob("*.safetensors")) for k, v in load_file(path).items()
+            }
+            found[name, spec, dtype] = base, out, result, tensors
+    return found
+
+
+@torch.no_grad()
+def loss_of(model, prefix):
+    """Sum of the losses of whole blocks one at a time, over their tokens."""
+    data = evaluation_set(open_corpus(prefix), 64, 600, "separate")
+    total = tokens = 0.0
+    for block_T in data.blocks:
+        ids = torch.from_numpy(block_T)[None]
+        logits_V = model(ids[:, :-1], use_cache=False).logits[0].double()
+        total -= float(logits_V.log_softmax(-1).gather(-1, ids[0, 1:, None]).sum())
+        tokens += len(block_T) - 1
+    return total / tokens
+
+
+@pytest.mark.parametrize(("name", "spec", "dtype"), CASES)
+def test_transformers_with_the_files_has_the_measured_loss(kept, held_out_prefix, name, spec, dtype):
+    base, _, result, tensors = kept[name, spec, dtype]
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=types[dtype], attn_implementation="sdpa").eval()
+    before = loss_of(model, held_out_prefix)
+    parameters = dict(model.named_parameters())
+    for key, tensor in tensors.items():
+        parameters[key].data.copy_(tensor)
+    expected = result["measured"]
+    assert abs(expected["cross_entropy_quantized"] - expected["cross_entropy"]) > 1e-3
+    # bf16 matmuls round by the shape of the batch, here and there
+    tolerance = 1e-6 if dtype == "fp32" else 1e-3
+    assert before == pytest.approx(expected["cross_entropy"], rel=tolerance)
+    assert loss_of(model, held_out_prefix) == pytest.approx(expected["cross_entropy_quantized"], rel=tolerance)
+
+
+@pytest.mark.parametrize(("name", "spec", "dtype"), CASES)
+def test_only_what_changed_is_in_the_files(kept, name, spec, dtype):
+    base, _, _, tensors = kept[name, spec, dtype]
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    before = load_file(base / "model.safetensors")
+    for key, tensor in tensors.items():
+        assert tensor.dtype == types[dtype]
+        assert not torch.equal(tensor, before[key].to(tensor.dtype))
+    for index in range(3):
+        inside = {key.split(f".layers.{index}.")[1] for key in tensors if f".layers.{index}." in key}
+        if name == "gpt_neox":
+            assert len(inside) == 4
+        elif spec.startswith("awq"):
+            assert inside == LINEARS | {"input_layernorm.weight", "post_attention_layernorm.weight"}
+        else:
+            assert inside == LINEARS
+
+
+def test_dense_json_vouches_for_the_files_and_the_result_for_it(kept):
+    for (_, spec, dtype), (base, out, result, tensors) in kept.items():
+        told = json.loads((out / "dense" / "dense.json").read_text())
+        assert result["measured"]["dense"] == sha256_of(out / "dense" / "dense.json")
+        assert (told["spec"], told["dtype"]) == (spec, dtype)
+        assert told["base"]["weights_sha256"] == {"model.safetensors": sha256_of(base / "model.safetensors")}
+        assert list(told["files"]) == [f"block{index:05d}.safetensors" for index in range(3)]
+        assert {path.name for path in out.iterdir()} == {"dense"}
+        for index, (file, record) in enumerate(told["files"].items()):
+            path = out / "dense" / file
+            assert record == {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            assert all(f".layers.{index}." in key and key in tensors for key in load_file(path))
+
+
+def test_a_walk_that_fails_leaves_the_weights_of_the_one_before(measured, kept, monkeypatch):
+    _, out, result, _ = kept["olmo2", "rtn-b3-g32", "fp32"]
+
+    def fails(*_):
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr("quant_eval.dense.write_json", fails)
+    with pytest.raises(UserError, match="disk"):
+        measured("olmo2", ["rtn-b3-g32"])
+    assert [path.name for path in out.iterdir()] == ["dense"]
+    assert result["measured"]["dense"] == sha256_of(out / "dense" / "dense.json")
+    fresh = out.parent / "fresh"
+    with pytest.raises(UserError, match="disk"):
+        measured("olmo2", ["rtn-b3-g32"], outs=[fresh])
+    assert not list(fresh.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("spec", "seeds", "message"),
+    [
+        ("int8-t6", 1, "int8-t6 rounds activations.*leave --dense out"),
+        ("rtn-b3-g32", 2, "leave --calibration-seeds out"),
+    ],
+)
+def test_what_no_weights_reproduce_is_refused(measured, tmp_path, spec, seeds, message):
+    with pytest.raises(UserError, match=message):
+        measured("olmo2", [spec], seeds=seeds, outs=[tmp_path / "out"])
+    assert not (tmp_path / "out").exists()

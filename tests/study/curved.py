@@ -1,0 +1,81 @@
+"""What the commands of `curvature` leave behind, with made-up numbers."""
+
+import math
+import statistics
+from pathlib import Path
+
+BLOCKS = 4
+# Every checkpoint is measured on the same microbatches with the same probes: some are sharper than others.
+PAIRS = [math.sin(3 * pair) for pair in range(16)]
+
+
+def estimate(mean: float, standard_error: float) -> dict:
+    """A mean over eight microbatches with its 95% interval: 2.365 is Student's 97.5% quantile at 7 degrees."""
+    half = 2.365 * standard_error
+    return {"mean": mean, "standard_error": standard_error, "interval": [mean - half, mean + half]}
+
+
+def traces_around(trace: float, pairs: int = len(PAIRS)) -> list[float]:
+    """v'Hv of every microbatch, scattered by a quarter of their mean."""
+    shifts = PAIRS[:pairs]
+    return [trace * (1 + 0.35 * (shift - statistics.mean(shifts))) for shift in shifts]
+
+
+def curvature_content(path: Path, trace: float, loss: float, pairs: int, is_converged: bool) -> dict:
+    """result.json of 'curvature run --spec hutchinson'."""
+    values = traces_around(trace, pairs)
+    error = statistics.stdev(values) / math.sqrt(pairs)
+    spec = {"name": "hutchinson", "data": {"bin_sha256": "0" * 64}, "sequence_length": 128, "seed": 0, "dtype": "fp32"}
+    spec |= {"microbatch_sequences": 2, "probes_per_microbatch": 1}
+    measured = {
+        "loss": loss,
+        "trace": estimate(trace, error) | {"probes": pairs, "per_microbatch": values},
+        "block_traces": {},
+        "gauss_newton_trace": estimate(0.9 * trace, 0.1 * error),
+        "fisher_trace": estimate(1.1 * trace, 0.1 * error),
+        "lambda_max": {"value": trace / 40, "residual": 0.008, "converged": is_converged, "iterations": 23},
+    }
+    return {"model": {"path": str(path)}, "spec": spec, "measured": measured}
+
+
+def _part(measured: float, share: float, ratio: tuple[float, float]) -> dict:
+    """A step whose second-order prediction is `share` of the measured increase."""
+    error = 0.2 * abs(measured)
+    return {
+        "first_order": estimate(0.1 * share * measured, error),
+        "second_order": estimate(0.9 * share * measured, 0.1 * error),
+        "predicted": estimate(share * measured, error),
+        "measured": estimate(measured, error),
+        "remainder": estimate((1 - share) * measured, 0.05 * error),
+        "relative_difference": estimate(share - 1, 0.01),
+        "ratios": {"step_to_mean": estimate(*ratio), "step_to_signed": estimate(0.3, 0.02)},
+    }
+
+
+def step_content(measured: float, share: float = 0.96, ratio: tuple[float, float] = (0.25, 0.02)) -> dict:
+    """result.json of 'curvature step': the whole, and blocks that share it out evenly."""
+    blocks = {f"layer{block}": _part(measured / BLOCKS, share, ratio) for block in range(BLOCKS)}
+    return {"measured": {"whole": _part(measured, share, ratio), "blocks": blocks}}
+
+
+def slice_content(loss: float) -> dict:
+    """result.json of 'curvature slice': a valley that is narrow across and wide along the quantization step."""
+    x = [-2.0, -1.0, 0.0, 1.0, 2.0]
+    y = [-2.0, 0.0, 2.0, 4.0, 6.0]
+    points = {"base": (0.0, 0.0), "previous": (1.0, 0.0), "quantized": (0.1, 4.0)}
+
+    def at(one: float, other: float) -> float:
+        return loss + 0.08 * one**2 + 0.002 * other**2 - 0.0005 * other
+
+    return {
+        "measured": {
+            "grid": {"x": x, "y": y, "loss": [[at(one, other) for one in x] for other in y]},
+            "points": [
+                {
+                    "name": name, "x": one, "y": other, "loss": at(one, other),
+                    "increase": at(one, other) - loss, "increase_standard_error": 0.004 if one else 0.0,
+                }
+                for name, (one, other) in points.items()
+            ],
+        }
+    }  # fmt: skip
