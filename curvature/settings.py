@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from curvature.trace import hutch_plus_plus, xtrace
+from curvature.trace.hutchinson import check_pairs
 from train.command import UserError
 from train.frozen import Frozen
 
@@ -66,12 +68,22 @@ class HutchinsonSettings(_EigenSettings):
     norm_pairs: Several = Field(default=16, description="pairs whose probes are restricted to the norms")
     companion_pairs: Several = Field(default=16, description="microbatches of the Gauss-Newton and Fisher traces")
 
+    def check(self) -> None:
+        """UserError for settings that do not go together."""
+        super().check()
+        check_pairs(self.pairs, self.probes_per_microbatch, self.relative_error)
+
 
 class FixedTraceSettings(_EigenSettings):
     """The trace on the fixed batch by Hutch++ or XTrace, and lambda_max."""
 
     name: Literal["hutch++", "xtrace"]
     products: Annotated[int, Field(ge=6)] = Field(default=60, description="Hessian products behind the trace")
+
+    def check(self) -> None:
+        """UserError for settings that do not go together."""
+        super().check()
+        (hutch_plus_plus if self.name == "hutch++" else xtrace).check_products(self.products)
 
 
 class LanczosSettings(_EigenSettings):

@@ -75,7 +75,7 @@ class _Directions(NamedTuple):
 
 def _tokens(data_prefix: Path, spec: SliceSpec, config: Any) -> tuple[Tensor, dict[str, Any]]:
     """The first sequences of the seed's order, int64 [B, S + 1], and which they are."""
-    corpus = open_corpus(data_prefix)
+    corpus = open_corpus(data_prefix, verify_hashes=True)
     check_vocabulary(corpus, config.vocab_size)
     context = config.max_position_embeddings
     length = spec.sequence_length or context

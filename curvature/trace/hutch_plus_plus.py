@@ -107,10 +107,7 @@ def hutch_plus_plus(product: Product, probes: Probes, inner: Inner, *, matvecs: 
     Raises:
         UserError: another number of products, or a product that is not finite.
     """
-    if matvecs < 6 or matvecs % 3:
-        raise UserError(
-            f"Hutch++ makes a multiple of 3 products, 6 or more, not {matvecs}; ask for {_multiple(matvecs)}"
-        )
+    check_products(matvecs)
     size = matvecs // 3
     basis_rp = sketch(product, probes, inner, size=size).basis_rp
     dominant = math.fsum(float(inner(q_p[None], product(q_p))) for q_p in basis_rp)
@@ -123,5 +120,8 @@ def hutch_plus_plus(product: Product, probes: Probes, inner: Inner, *, matvecs: 
     return MatrixTrace(dominant + statistics.fmean(rest), standard_error, 2 * size + len(basis_rp), "hutch++")
 
 
-def _multiple(matvecs: int) -> int:
-    return max(6, math.ceil(matvecs / 3) * 3)
+def check_products(matvecs: int) -> None:
+    """UserError for a number of products that Hutch++ does not make."""
+    if matvecs < 6 or matvecs % 3:
+        multiple = max(6, math.ceil(matvecs / 3) * 3)
+        raise UserError(f"Hutch++ makes a multiple of 3 products, 6 or more, not {matvecs}; ask for {multiple}")

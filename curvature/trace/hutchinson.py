@@ -90,7 +90,8 @@ def estimate_mean(values: Sequence[float] | NDArray[np.float64], *, level: float
     return Estimate(mean, standard_error, (mean - half, mean + half))
 
 
-def _check(pairs: int, probes_per_microbatch: int, relative_error: float | None) -> None:
+def check_pairs(pairs: int, probes_per_microbatch: int, relative_error: float | None) -> None:
+    """UserError if the pairs are none, no whole microbatches, or too few to tell an error."""
     least = 2 if relative_error is None else MINIMUM_TO_STOP
     if pairs < 1 or probes_per_microbatch < 1:
         raise UserError(
@@ -183,7 +184,7 @@ def estimate_trace(
     Raises:
         UserError: the pairs are none, no whole microbatches or too few to tell an error, or a value is not finite.
     """
-    _check(pairs, probes_per_microbatch, relative_error)
+    check_pairs(pairs, probes_per_microbatch, relative_error)
     size = pairs if relative_error is None else ROUND_MICROBATCHES * probes_per_microbatch
     done: list[Quadratic] = []
     reached: bool | None = None

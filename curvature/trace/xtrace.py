@@ -92,10 +92,7 @@ def xtrace(product: Product, probes: Probes, inner: Inner, *, matvecs: int) -> M
     Raises:
         UserError: another number of products, or a product that is not finite.
     """
-    if matvecs < 4 or matvecs % 2:
-        raise UserError(
-            f"XTrace makes an even number of products, 4 or more, not {matvecs}; ask for {max(4, matvecs + 1)}"
-        )
+    check_products(matvecs)
     size = matvecs // 2
     basis_rp, factor_rk = sketch(product, probes, inner, size=size)
     if not len(basis_rp):
@@ -108,3 +105,11 @@ def xtrace(product: Product, probes: Probes, inner: Inner, *, matvecs: int) -> M
     covariance = float((changes_kk * changes_kk.T).sum()) / (size * (size - 1))
     variance = float(t_k.var()) / size + max(0.0, covariance)
     return MatrixTrace(float(t_k.mean()), math.sqrt(variance), size + len(basis_rp), "xtrace")
+
+
+def check_products(matvecs: int) -> None:
+    """UserError for a number of products that XTrace does not make."""
+    if matvecs < 4 or matvecs % 2:
+        raise UserError(
+            f"XTrace makes an even number of products, 4 or more, not {matvecs}; ask for {max(4, matvecs + 1)}"
+        )

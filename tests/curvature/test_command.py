@@ -81,7 +81,12 @@ def tiny(tmp_path_factory) -> Tiny:
     lines = [json.dumps({"text": " ".join(WORDS[letter] for letter in row)}) for row in letters]
     (root / "text.jsonl").write_text("\n".join(lines))
     prepare([root / "text.jsonl"], root / "tokenizer", root / "data")
-    shape: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 2}
+    shape: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     hf_dir = make_hf_directory(root / "model", vocab_size=24, max_position_embeddings=16, **shape)
     reference = AutoModelForCausalLM.from_pretrained(hf_dir, attn_implementation="eager").double()
     unfinished = Tiny(hf_dir, root / "data", Dense(0.0, torch.empty(0), torch.empty(0)), reference)

@@ -191,7 +191,7 @@ def test_pairings_and_blocks(run, three, tmp_path):
     ("options", "message"),
     [
         (["--figure", "layer9"], "has no figure 'layer9'; give trace or one of layer3"),
-        (["--level", "1"], "--level 1 is no coverage; give one between 0 and 1"),
+        (["--level", "1"], "--level 1 is no coverage; give one between 0 and 0.9999"),
         (["--level", "nan"], "--level nan is no coverage"),
         (["--successive", "--all-pairs"], "two ways to form pairs; give one of them"),
         (["nowhere"], "nowhere does not exist; give a result.json of 'python -m curvature run'"),
