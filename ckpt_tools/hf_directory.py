@@ -4,6 +4,7 @@ Names are made here and nowhere else. Needs neither torch nor transformers.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,8 +49,11 @@ def result_directories(
     if len(set(together)) != len(together):
         raise UserError("two results would go to the same directory; give each spec and HF directory once")
     for directory in together:
-        if directory.exists() and not directory.is_dir():
-            raise UserError(f"{directory} is a file; give a directory for {RESULT_JSON}")
+        there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise UserError(f"{there} is a file; give a directory for {RESULT_JSON}")
+        if not os.access(there, os.W_OK):
+            raise UserError(f"{there} is not writable; give another --out for {RESULT_JSON}")
     return directories
 
 
