@@ -81,10 +81,11 @@ def parts_of(settings: CurvatureSettings) -> list[Part]:
     ends = 1
     if isinstance(settings, HutchinsonSettings):
         stops = settings.relative_error is not None
+        at_once = ROUND_MICROBATCHES * settings.probes_per_microbatch if stops else settings.pairs
         parts += [
-            Part("trace", settings.pairs, 0, 0, ROUND_MICROBATCHES * settings.probes_per_microbatch, stops),
-            Part("norm traces", settings.norm_pairs, 0, 0, ROUND_MICROBATCHES),
-            Part("Gauss-Newton and Fisher traces", 0, 2 * settings.companion_pairs, 0, ROUND_MICROBATCHES),
+            Part("trace", settings.pairs, 0, 0, at_once, stops),
+            Part("norm traces", settings.norm_pairs, 0, 0, settings.norm_pairs),
+            Part("Gauss-Newton and Fisher traces", 0, 2 * settings.companion_pairs, 0, settings.companion_pairs),
         ]
     elif isinstance(settings, FixedTraceSettings):
         sketched = settings.products // (3 if settings.name == "hutch++" else 2)
@@ -188,7 +189,7 @@ def _memory(
         "activations and gradients": activations,
         "framework": float(FRAMEWORK_BYTES),
     }
-    if sharded:  # what lies outside the blocks stays gathered; of the blocks one computes and one is on its way
+    if sharded:  # at most what lies outside the blocks, a block that computes and one on its way
         largest = max(size for block, size in sizes.items() if block.startswith("layer"))
         memory["gathered weights and tangents"] = (FP32 + tangent) * (sizes["outside the blocks"] + 2 * largest)
     return memory
