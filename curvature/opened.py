@@ -84,9 +84,9 @@ def open_model(hf_dir: Path, settings: ProductSettings, data_prefix: Path, ranks
         architecture_of(config)  # refused before the weights are read
     batches = Batches(data_prefix, config, sequence_length=settings.sequence_length, seed=settings.seed, needed=needed)
     # The guard's reference runs HF's code on another attention kernel than the formula the dual layers spell out.
-    # FSDP2 moves block by block what no single GPU might hold
     loaded = load_hf_model(hf_dir, torch.float32, settings.attention or "sdpa")
     model = CurvedModel(
+        # FSDP2 moves block by block what no single GPU might hold
         loaded if sharded else loaded.to(ranks.device),  # type: ignore[arg-type]
         ranks=ranks,
         sharding=settings.sharding,
