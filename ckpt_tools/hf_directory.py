@@ -15,6 +15,7 @@ from train.run_directory import FileRecord, check_inside, write_json
 
 LINEAGE_JSON = "lineage.json"
 RESULT_JSON = "result.json"
+DENSE_JSON = "dense/dense.json"  # below a result's directory; the dequantized weights it vouches for lie beside it
 VERIFICATION_PROBE = "verification/probe.safetensors"  # what the training engine computed, which HF has to reproduce
 # What makes up a tokenizer; its directory may be a whole HF model's.
 TOKENIZER_FILES = (
@@ -55,6 +56,17 @@ def result_directories(
         if not os.access(there, os.W_OK):
             raise UserError(f"{there} is not writable; give another --out for {RESULT_JSON}")
     return directories
+
+
+def compared_results(results: list[Path]) -> list[Path]:
+    """The result.json of each result or its directory; UserError unless they are two or more, all different."""
+    paths = [path / RESULT_JSON if path.is_dir() else path for path in results]
+    if len(paths) < 2:
+        raise UserError("there is nothing to compare with; give two results or more")
+    for index, path in enumerate(paths):
+        if path.resolve() in [other.resolve() for other in paths[:index]]:
+            raise UserError(f"{path} is given twice; give every result once")
+    return paths
 
 
 def write_result(directory: Path, result: dict[str, Any]) -> None:

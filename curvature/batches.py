@@ -24,9 +24,18 @@ class Batches:
     """
 
     def __init__(
-        self, prefix: Path, config: PretrainedConfig, *, sequence_length: int | None, seed: int, needed: int
+        self,
+        prefix: Path,
+        config: PretrainedConfig,
+        *,
+        sequence_length: int | None,
+        seed: int,
+        needed: int,
+        option: str | None = None,
     ) -> None:
         """`needed` sequences of `sequence_length` tokens, the model's context if that is None.
+
+        `option` of the command line is named in the refusal if it alone decides how many are needed.
 
         Raises:
             UserError: the text is of another vocabulary or too short, or the sequences are too long for the model.
@@ -41,8 +50,9 @@ class Batches:
             )
         available = self._corpus.num_sequences(self.sequence_length)
         if needed > available:
+            asked = f"{option} asks for {needed}" if option else f"{needed} are needed"
             raise UserError(
-                f"{prefix} holds {available} sequences of {self.sequence_length} tokens, {needed} are needed; give "
+                f"{prefix} holds {available} sequences of {self.sequence_length} tokens, {asked}; give "
                 f"more text, ask for less, or shorten --sequence-length"
             )
         self.described: dict[str, Any] = {

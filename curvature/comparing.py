@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ckpt_tools.hf_directory import RESULT_JSON
+from ckpt_tools.hf_directory import compared_results
 from ckpt_tools.holm import Pairing, pairs_of
 from curvature import comparison
 from curvature.comparison import Comparison
@@ -39,12 +39,7 @@ def compare_command(
         raise UserError("--successive and --all-pairs are two ways to form pairs; give one of them")
     if not 0 < level <= LARGEST_LEVEL:
         raise UserError(f"--level {level:g} is no coverage; give one between 0 and {LARGEST_LEVEL}, such as 0.95")
-    paths = [path / RESULT_JSON if path.is_dir() else path for path in results]
-    if len(paths) < 2:
-        raise UserError("there is nothing to compare with; give two results or more")
-    for index, path in enumerate(paths):
-        if path.resolve() in [other.resolve() for other in paths[:index]]:
-            raise UserError(f"{path} is given twice; give every result once")
+    paths = compared_results(results)
 
     pairing: Pairing = "successive" if successive else "all" if all_pairs else "baseline"
     read = [comparison.read_result(_content(path), str(path)) for path in paths]

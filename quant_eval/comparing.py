@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ckpt_tools.hf_directory import RESULT_JSON
+from ckpt_tools.hf_directory import compared_results
 from ckpt_tools.holm import Pairing, pairs_of
 from quant_eval import comparison
 from quant_eval.comparison import FIGURES, Comparison, Result
@@ -45,12 +45,7 @@ def compare(
         raise UserError(f"--level {level:g} is no coverage; give one between 0 and 1, such as 0.95")
     if figure not in FIGURES:
         raise UserError(f"no figure is called '{figure}'; take one of {', '.join(FIGURES)}")
-    paths = [path / RESULT_JSON if path.is_dir() else path for path in results]
-    if len(paths) < 2:
-        raise UserError("there is nothing to compare with; give two results or more")
-    for index, path in enumerate(paths):
-        if path.resolve() in [other.resolve() for other in paths[:index]]:
-            raise UserError(f"{path} is given twice; give every result once")
+    paths = compared_results(results)
     pairing: Pairing = "successive" if successive else "all" if all_pairs else "baseline"
     read = [read_result(path) for path in paths]
     comparisons = comparison.compare(

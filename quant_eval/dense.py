@@ -16,14 +16,12 @@ from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import Shard, write_shard
 from ckpt_tools.formats.weights import DTYPES, Described, read_whole
 from ckpt_tools.forward import empty_model, names_in_files, read_config
+from ckpt_tools.hf_directory import DENSE_JSON
 from quant_eval.specs import QuantSpec
 from quant_eval.streamed import Block
 from quant_eval.walk import Variant
 from train.command import UserError
 from train.run_directory import FileRecord, committed_directory, sha256_of, write_json
-
-DENSE = "dense"  # below a result's directory
-DENSE_JSON = "dense.json"
 
 
 def check_dense(specs: Sequence[QuantSpec], draws: int) -> None:
@@ -82,8 +80,8 @@ class DenseWriter:
             "dtype": self._dtype,
             "files": {name: record.model_dump() for name, record in self._files.items()},
         }
-        write_json(self._directory / DENSE_JSON, content)
-        self.sha256 = sha256_of(self._directory / DENSE_JSON)
+        write_json(self._directory / Path(DENSE_JSON).name, content)
+        self.sha256 = sha256_of(self._directory / Path(DENSE_JSON).name)
 
 
 @contextmanager
@@ -97,7 +95,7 @@ def dense_weights(
     with ExitStack() as directories:
         writers = []
         for variant, out in zip(variants, outs, strict=True):
-            aside = directories.enter_context(committed_directory(out / DENSE))
+            aside = directories.enter_context(committed_directory((out / DENSE_JSON).parent))
             writers.append(DenseWriter(hf_dir, aside, variant.spec, dtype))
             variant.finished = writers[-1].add
         yield writers

@@ -1,7 +1,6 @@
 """Decoder blocks as dual layers: one file for each arrangement of transformers' modules, and the table of all."""
 
 from transformers import PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from curvature.architectures import gpt_neox, olmo2, pre_norm
 from curvature.architectures.parts import Architecture
@@ -18,8 +17,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "apertus": pre_norm.APERTUS,
     "gpt_neox": gpt_neox.ARCHITECTURE,
 }
-CAUSAL_LMS: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] for model_type in ARCHITECTURES)
-
 SETTINGS_OF_ALL = {"is_causal": True, "layer_types": "full_attention"}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ckpt_tools.forward import names_in_files, read_config
 from ckpt_tools.hf_model import identify, load_hf_model, read_hf_config
 from ckpt_tools.ranks import Ranks
+from curvature.batches import Batches
 from curvature.slices.losses import SequenceLosses, mean_and_error
 from curvature.slices.plane import (
     Plane,
@@ -31,8 +32,6 @@ from curvature.slices.random_directions import filter_normalised
 from curvature.slices.sam import sam_sharpness
 from curvature.step.quantized import Step, read_step
 from train.command import UserError
-from train.corpus import check_vocabulary, open_corpus
-from train.data import batch
 from train.frozen import Frozen
 from train.tracking import environment
 
@@ -71,25 +70,6 @@ class _Directions(NamedTuple):
     second: dict[str, Tensor]
     direct: dict[str, Tensor]
     settings: dict[str, Any]
-
-
-def _tokens(data_prefix: Path, spec: SliceSpec, config: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The first sequences of the seed's order, int64 [B, S + 1], and which they are."""
-    corpus = open_corpus(data_prefix, verify_hashes=True)
-    check_vocabulary(corpus, config.vocab_size)
-    context = config.max_position_embeddings
-    length = spec.sequence_length or context
-    if length > context:
-        raise UserError(f"--sequence-length {length} is beyond the model's context {context}; shorten it")
-    available = corpus.num_sequences(length)
-    if spec.sequences > available:
-        raise UserError(
-            f"{data_prefix} holds {available} sequences of {length} tokens, --sequences asks for {spec.sequences}; "
-            f"give more text, fewer sequences or a shorter --sequence-length"
-        )
-    tokens_BS1 = batch(corpus, step=1, batch_size=spec.sequences, sequence_length=length, seed=spec.seed)
-    data = {"prefix": str(data_prefix), "bin_sha256": corpus.manifest.bin.sha256}
-    return torch.from_numpy(tokens_BS1), {"sequence_length": length, "data": data}
 
 
 def _check_same_configuration(hf_dir: Path, previous: Path) -> None:
@@ -200,7 +180,15 @@ def measure(hf_dir: Path, spec: SliceSpec, data_prefix: Path, ends: Ends | None,
     if ends:
         _check_same_configuration(hf_dir, ends.previous)
     clock = time.perf_counter()
-    tokens_BS1, text = _tokens(data_prefix, spec, read_config(hf_dir))
+    batches = Batches(
+        data_prefix,
+        read_config(hf_dir),
+        sequence_length=spec.sequence_length,
+        seed=spec.seed,
+        needed=spec.sequences,
+        option="--sequences",
+    )
+    tokens_BS1 = batches.number(0, spec.sequences)
     files = _Files(tokens_BS1, spec, ranks)
     base, _ = files.open(hf_dir)
     base_B = base()
@@ -213,6 +201,7 @@ def measure(hf_dir: Path, spec: SliceSpec, data_prefix: Path, ends: Ends | None,
     measured["sam"] = sam_sharpness(base, base_B, theta_norm, spec.radii, spec.sam_steps, ranks)
     measured["parameters"] = sum(weight.numel() for weight in base.weights.values())
     measured["theta_norm"] = theta_norm
+    text = {"sequence_length": batches.sequence_length, "data": batches.described}
     return {
         "model": identity,
         "spec": spec.model_dump(mode="json") | settings | text | {"precision": "fp32", "attention": "sdpa"},

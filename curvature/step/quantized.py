@@ -8,14 +8,13 @@ from torch import Tensor, promote_types
 
 from ckpt_tools.formats.hf_weights import HFWeights, read_header
 from ckpt_tools.formats.weights import FileTensor
-from ckpt_tools.hf_directory import RESULT_JSON
+from ckpt_tools.hf_directory import DENSE_JSON, RESULT_JSON
 from ckpt_tools.hf_model import identify
 from train.command import UserError, explain_validation
 from train.frozen import Frozen
 from train.run_directory import FileRecord, check_inside, sha256_of, verify_files
 
 Kind = TypeVar("Kind", bound=BaseModel)
-DENSE_JSON = "dense/dense.json"  # below a result's directory; its files lie beside it
 
 
 class _Base(Frozen):
@@ -87,13 +86,12 @@ class Step(NamedTuple):
         return quantized.read(0, quantized.shape[0]).float() - base.read(0, base.shape[0]).float()
 
 
-def read_step(hf_dir: Path, result_dir: Path, architectures: tuple[str, ...] | None = None) -> Step:
+def read_step(hf_dir: Path, result_dir: Path) -> Step:
     """Opens a result whose dequantized weights were kept, and checks every file of it and of the base.
 
     Args:
         hf_dir: the model that was quantized.
         result_dir: of the result, such as HF_DIR/quant/SPEC.
-        architectures: that the base may be of.
 
     Raises:
         UserError: there are no dequantized weights, a file is damaged, or another model was quantized.
@@ -108,7 +106,7 @@ def read_step(hf_dir: Path, result_dir: Path, architectures: tuple[str, ...] | N
     dense = _read(_Dense, path, again)
     check_inside(path, dense.files)
     verify_files(path.parent, dense.files, again)
-    if identify(hf_dir, architectures)["weights_sha256"] != dense.base.weights_sha256:
+    if identify(hf_dir)["weights_sha256"] != dense.base.weights_sha256:
         raise UserError(f"{result_dir} is of another model than {hf_dir}; give the one that was quantized")
     base = HFWeights(hf_dir).stored
     quantized = {name: held for file in dense.files for name, held in read_header(path.parent / file).items()}

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from curvature.__main__ import app
 from curvature.parameters import block_of
 from curvature.probes import rademacher
+from quant_eval.__main__ import app as quant_eval
 from tests.conftest import make_hf_directory
 from tests.curvature.conftest import Dense, dense_hessian, differentiable_gradient
 from train.command import run_command
@@ -38,6 +39,19 @@ def command(*arguments) -> int:
         with pytest.raises(SystemExit) as ended:
             run_command(app, "curvature")
     return int(ended.value.code or 0)
+
+
+def quantized_model(place: Path, train_prefix: Path, held_out_prefix: Path) -> Path:
+    """An HF directory whose dequantized weights lie in quant/rtn-b3-g16."""
+    model = make_hf_directory(place / "model")
+    options = ["--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", "500", "--dense"]
+    options += ["--bootstrap-samples", "100", "--calibration-sequences", "2", "--spec", "rtn-b3-g16"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["quant_eval", "run", *map(str, (model, *options))])
+        with pytest.raises(SystemExit) as ended:
+            run_command(quant_eval, "quant_eval")
+    assert not ended.value.code
+    return model
 
 
 class Tiny(NamedTuple):

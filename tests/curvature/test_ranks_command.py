@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 
-from quant_eval.__main__ import app as quant_eval
-from tests.conftest import make_hf_directory
-from tests.curvature.test_command import command
+from tests.curvature.test_command import command, quantized_model
 from tests.runs import error_line, ranks
-from train.command import run_command
 
 # Five pairs in microbatches of two and a fixed batch of two and one: shares are uneven at two and at three ranks, and
 # of three ranks that share a model or the fixed batch one has no sequence.
@@ -21,15 +18,7 @@ PAIRS = ["--pairs", "5", "--norm-pairs", "3", "--companion-pairs", "3", "--spec"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, train_prefix, held_out_prefix) -> Path:
     """An HF directory with a result that kept its dequantized weights."""
-    model = make_hf_directory(tmp_path_factory.mktemp("ranks") / "model")
-    options = ["--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", "500", "--dense"]
-    options += ["--bootstrap-samples", "100", "--calibration-sequences", "2", "--spec", "rtn-b3-g16"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["quant_eval", "run", *map(str, (model, *options))])
-        with pytest.raises(SystemExit) as ended:
-            run_command(quant_eval, "quant_eval")
-    assert not ended.value.code
-    return model
+    return quantized_model(tmp_path_factory.mktemp("ranks"), train_prefix, held_out_prefix)
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,8 @@ from transformers import Olmo2ForCausalLM
 
 from curvature.architectures import parts
 from curvature.dual import rms_norm
-from quant_eval.__main__ import app as quant_eval
 from tests.conftest import make_hf_directory
-from tests.curvature.test_command import command
-from train.command import run_command
+from tests.curvature.test_command import command, quantized_model
 
 SMALL = ["--sequence-length", "16", "--fixed-sequences", "2", "--max-iterations", "3"]
 PAIRS = ["--pairs", "2", "--norm-pairs", "2", "--companion-pairs", "2"]
@@ -175,15 +173,7 @@ def test_results_lie_beside_their_models_and_nowhere_else(capsys, tmp_path, held
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory, train_prefix, held_out_prefix) -> Path:
     """A model whose dequantized weights lie in quant/rtn-b3-g16."""
-    model = make_hf_directory(tmp_path_factory.mktemp("quantized") / "model")
-    options = ["--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", "500", "--dense"]
-    options += ["--bootstrap-samples", "100", "--calibration-sequences", "2", "--spec", "rtn-b3-g16"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["quant_eval", "run", *map(str, (model, *options))])
-        with pytest.raises(SystemExit) as ended:
-            run_command(quant_eval, "quant_eval")
-    assert not ended.value.code
-    return model
+    return quantized_model(tmp_path_factory.mktemp("quantized"), train_prefix, held_out_prefix)
 
 
 def test_steps(capsys, tmp_path, quantized, held_out_prefix):
