@@ -237,6 +237,21 @@ def download(
 
 
 @app.command()
+def tokenizer(
+    repo: Annotated[str, typer.Argument(help="repository of the hub")],
+    out: Annotated[Path, typer.Argument(help="directory to write")],
+) -> None:
+    """Fetch the tokenizer of a model on the hub, without its weights.
+
+    Example: python -m ckpt_tools tokenizer allenai/OLMo-2-1124-7B runs/texts/allenai--OLMo-2-1124-7B
+    """
+    from ckpt_tools.released.tokenizer import fetch_tokenizer
+
+    fetch_tokenizer(repo, out)
+    typer.echo(str(out))
+
+
+@app.command()
 def publish(
     run_dir: Annotated[Path, typer.Argument(help="run whose exports lie in RUN_DIR/hf")],
     out: Annotated[Path, typer.Argument(help="directory to write")],

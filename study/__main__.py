@@ -7,72 +7,67 @@ from typing import Annotated
 
 import typer
 
-from study.recipes import RECIPES, resolve
-from study.settings import Study, load_study, save_study, write_run_configurations
+from study.choosing import (
+    Every,
+    Family,
+    Name,
+    Profile,
+    Root,
+    Settings,
+    Source,
+    Stage,
+    StudyName,
+    Text,
+    existing,
+    released_of,
+    wanted,
+)
+from study.settings import save_study, write_run_configurations
+from study.tracking.commands import create_store, export_mlflow, mirror
 from train.command import UserError, run_command
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
-Name = Annotated[str, typer.Argument(help="a recipe, see 'python -m study list'")]
-StudyName = Annotated[str, typer.Argument(help="a study, the directory's name below the root")]
-Root = Annotated[Path, typer.Option(help="directory of all studies and of the MLflow store")]
-Profile = Annotated[str, typer.Option(help="'full', or 'smoke': the same study at a size a test can afford")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="key.path=value of run.json, for every run; stands in the study's name. Repeatable."),
-]
-
-
-def _existing(name: str, root: Path, profile: str, settings: list[str] | None) -> tuple[Path, Study]:
-    """The directory and study of a name; a recipe's name means the study of that profile with those settings."""
-    if name in RECIPES:
-        directory = root / resolve(name, profile, tuple(settings or ())).name
-    elif settings:
-        raise UserError(f"--set belongs to a recipe ({', '.join(RECIPES)}); {name} is a study and has its settings")
-    else:
-        directory = root / name
-    return directory, load_study(directory)
-
 
 @app.command("list")
 def list_() -> None:
-    """List the recipes and their profiles.
+    """List the recipes, their profiles, and what training the full ones takes.
 
     Example: python -m study list
     """
-    for name, profiles in RECIPES.items():
-        typer.echo(f"{name} ({', '.join(profiles)}): {resolve(name, 'full').description}")
+    from study.recipes.shown import listed
+
+    for line in listed():
+        typer.echo(line)
 
 
 @app.command()
-def show(name: Name, profile: Profile = "full", settings: Settings = None) -> None:
-    """Show what a recipe trains and measures, and every command it consists of.
+def show(
+    name: Name,
+    root: Root = Path("runs"),
+    profile: Profile = "full",
+    settings: Settings = None,
+    source: Source = None,
+    every: Every = None,
+    stage: Stage = None,
+    family: Family = None,
+    text: Text = None,
+) -> None:
+    """Show what a recipe trains and measures, its sources, and every command it consists of.
 
     Example: python -m study show tiny --profile smoke
-    """
-    from study.steps import shown, steps_of
 
-    study = resolve(name, profile, tuple(settings or ()))
-    typer.echo(f"{study.name}: {study.description}")
-    for run in study.runs:
-        anneal = run.schedule.anneal
-        annealed = f", linear anneal from step {anneal.start_step}" if anneal else ""
-        typer.echo(
-            f"  {run.name}: peak {run.optimizer.peak_lr:g}, {run.total_steps} steps of {run.tokens_per_step} tokens"
-            f"{annealed}, {run.engine}, checkpoints at {', '.join(map(str, run.save_steps))}"
-        )
-    typer.echo(f"  quantized: {', '.join(study.quantization.specs)}; curvature: {study.curvature.pairs} probe pairs")
-    if study.quantization.methods:
-        typer.echo(f"  quantized at the end of training: {', '.join(study.quantization.methods)}")
-    if study.quantization.by_block:
-        typer.echo(f"  block by block at the end of training: {', '.join(study.quantization.by_block)}")
-    averages = dict.fromkeys(average.name for run in study.runs for average in run.averages)
-    if averages and study.averaged_steps:
-        typer.echo(f"  averages quantized: {', '.join(averages)} at {', '.join(map(str, study.averaged_steps))}")
-    for soup in study.soups:
-        typer.echo(f"  {soup.name}: the mean of the checkpoints at {', '.join(map(str, soup.steps))}, quantized")
+    Example: python -m study show trajectory --source allenai/OLMo-2-1124-7B --every 20
+    """
+    from study.commands import here, shown
+    from study.recipes.shown import summary
+    from study.steps import steps_of
+
+    study = wanted(name, root, profile, settings, released_of(source, every, stage, family, text))
+    for line in summary(study):
+        typer.echo(line)
     for step in steps_of(study):
-        typer.echo(f"{step.name}: {shown(step.command)}")
+        typer.echo(f"{step.name}: {shown(step.command, here(step))}")
 
 
 @app.command()
@@ -84,19 +79,26 @@ def run(
     workers: Annotated[int, typer.Option(min=1, help="cores to use; a training run takes one per rank")] = (
         len(os.sched_getaffinity(0))
     ),
+    source: Source = None,
+    every: Every = None,
+    stage: Stage = None,
+    family: Family = None,
+    text: Text = None,
 ) -> None:
     """Run a study, or go on with it: only what is missing or changed is done.
 
     Example: python -m study run tiny --root runs --profile smoke
 
     Example: python -m study run tiny --set engine=deepspeed --set zero.stage=2
+
+    Example: python -m study run trajectory --source allenai/OLMo-2-1124-7B --every 20 --stage stage1
     """
-    from study.mlflow_mirror import server_command
     from study.report import REPORT
     from study.runner import Runner, StepError, locked
     from study.steps import steps_of
+    from study.tracking.store import opening, tracking_uri
 
-    study = resolve(name, profile, tuple(settings or ()))
+    study = wanted(name, root, profile, settings, released_of(source, every, stage, family, text))
     directory = root / study.name
     try:
         with locked(directory) as lock_fd:
@@ -110,7 +112,7 @@ def run(
         print("interrupted; the same command goes on from here", file=sys.stderr)
         raise typer.Exit(130) from None
     typer.echo(f"report: {(directory / REPORT).absolute()}")
-    typer.echo(f"MLflow: {server_command(root)}")
+    typer.echo(f"MLflow: {opening(root, tracking_uri(root))}")
 
 
 @app.command()
@@ -122,7 +124,7 @@ def status(name: StudyName, root: Root = Path("runs"), profile: Profile = "full"
     from study.ledger import Ledger
     from study.steps import steps_of
 
-    directory, study = _existing(name, root, profile, settings)
+    directory, study = existing(name, root, profile, settings)
     steps = steps_of(study)
     complete = Ledger(directory, steps).complete_steps()
     kinds = list(dict.fromkeys(step.kind for step in steps))
@@ -142,7 +144,7 @@ def collect(name: StudyName, root: Root = Path("runs"), profile: Profile = "full
     """
     from study.collect import collect_rows, write_table
 
-    directory, study = _existing(name, root, profile, settings)
+    directory, study = existing(name, root, profile, settings)
     collected = collect_rows(directory, study)
     if not collected.rows:
         raise UserError(f"{directory} holds no checkpoint yet; run 'python -m study run {name} --root {root}' first")
@@ -158,8 +160,44 @@ def report(name: StudyName, root: Root = Path("runs"), profile: Profile = "full"
     """
     from study.report import write_report
 
-    directory, study = _existing(name, root, profile, settings)
+    directory, study = existing(name, root, profile, settings)
     typer.echo(str(write_report(directory, study)))
+
+
+@app.command()
+def claims(name: StudyName, root: Root = Path("runs"), profile: Profile = "full", settings: Settings = None) -> None:
+    """Say of each claim of the paper whether table.parquet and the results support it, with the statistic.
+
+    Example: python -m study claims tiny --root runs
+    """
+    from study.claims.page import claims_text
+    from study.collect import read_table
+    from study.paired import Paired
+
+    directory, study = existing(name, root, profile, settings)
+    typer.echo(claims_text(study, read_table(directory, study), Paired(directory)))
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="directory of a study")],
+    second: Annotated[Path, typer.Argument(help="directory of another one, or of the same at another place")],
+    out: Annotated[Path | None, typer.Option(help="HTML file that takes the page with its figures")] = None,
+) -> None:
+    """Put two studies side by side: settings that differ, matched runs, differences paired over documents.
+
+    Example: python -m study compare runs/tiny runs/tiny-engine=deepspeed --out compared.html
+    """
+    from study.side_by_side import compare as compare_sides
+    from study.side_by_side import open_sides
+    from study.side_by_side_page import text_of, write_page
+
+    sides = open_sides(first, second)
+    tables = compare_sides(*sides)
+    typer.echo(text_of(tables))
+    if out:
+        write_page(*sides, tables, out)
+        typer.echo(str(out))
 
 
 @app.command()
@@ -175,21 +213,6 @@ def blocks(
 
     draw_results(results, out)
     typer.echo(str(out))
-
-
-@app.command()
-def mirror(name: StudyName, root: Root = Path("runs"), profile: Profile = "full", settings: Settings = None) -> None:
-    """Bring ROOT/mlflow.db up to table.parquet and the runs' metrics; may be repeated at any time.
-
-    Example: python -m study mirror tiny --root runs
-    """
-    from study.mlflow_mirror import mirror as mirror_study
-    from study.mlflow_mirror import server_command
-
-    directory, study = _existing(name, root, profile, settings)
-    done = mirror_study(directory, study)
-    typer.echo(f"{done['metrics']} metrics in {len(done['runs'])} runs, {done['metrics_added']} of them new")
-    typer.echo(f"open it with: {server_command(root)}")
 
 
 @app.command()
@@ -210,6 +233,10 @@ def corpus(
     )
     typer.echo(f"{out}: {files['train']} training files, {files['held_out']} held out")
 
+
+app.command()(mirror)
+app.command("create-store")(create_store)
+app.command("export-mlflow")(export_mlflow)
 
 if __name__ == "__main__":
     run_command(app, "study")

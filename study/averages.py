@@ -5,16 +5,17 @@ Two kinds: those kept in training (LAWA windows, EMAs), and soups of exported ch
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from quant_eval.specs import parse_spec
+from study.collect import phase_of
 from study.paired import Paired, Row, Verdict
+from study.released import ReleasedRun
 from study.settings import SoupSettings, Study, spec_title
-from study.summary import Estimate, Rows, estimate, listed
+from study.summary import AnyRun, Estimate, Rows, ends_of_training, estimate, in_order, lineage, listed
 from train.config import RunConfig
 from train.settings import Ema, Lawa
 
-Choice = Callable[[RunConfig, Rows], Row | None]  # one of a run's rows
+Choice = Callable[[AnyRun, Rows], Row | None]  # one of the rows that led to the end of a run
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Compared:
     """One model of the comparison: weights after a step, or an average at that step.
 
     Attributes:
-        label: the peak learning rate of the run.
+        label: what tells the run apart in legends.
         model: what it is, in words.
         estimates: column of the table -> the figure with its interval.
     """
@@ -34,7 +35,7 @@ class Compared:
 
 def kept_averages(study: Study) -> list[Lawa | Ema]:
     """The averages that the runs keep in training, each once."""
-    return list(dict.fromkeys(average for run in study.runs for average in run.averages))
+    return list(dict.fromkeys(average for run in study.trained for average in run.averages))
 
 
 def average_title(average: Lawa | Ema | SoupSettings) -> str:
@@ -65,12 +66,12 @@ def compared_columns(study: Study) -> list[str]:
 
 
 def compare(study: Study, rows: Rows) -> list[Compared]:
-    """By rising peak learning rate, the weights and their averages at the end of each phase and of each soup."""
+    """Run by run in order, the weights and their averages at the end of each phase and of each soup."""
     columns = compared_columns(study)
     titles = {average.name: average_title(average) for average in (*kept_averages(study), *study.soups)}
     soups = {soup.name for soup in study.soups}
     compared = []
-    for run in _by_peak(study):
+    for run in in_order(study):
         own = [row for row in rows if row["run"] == run.name]
         averaged = [row for row in own if row["average"]]
         last_of_phase = {row["phase"]: row["step"] for row in averaged}
@@ -83,45 +84,73 @@ def compare(study: Study, rows: Rows) -> list[Compared]:
     return compared
 
 
-def _phase(run: RunConfig, row: Row) -> str:
+def _phase(run: AnyRun, row: Row) -> str:
     if row["phase"] != "anneal":
-        return "before the anneal" if run.schedule.anneal else row["phase"]
+        anneals = isinstance(run, RunConfig) and run.schedule.anneal
+        return "before the anneal" if anneals else row["phase"]
     return "annealed" if row["step"] == run.total_steps else "in the anneal"
 
 
-def _by_peak(study: Study) -> list[RunConfig]:
-    return sorted(study.runs, key=lambda run: run.optimizer.peak_lr)
-
-
-def _clause(quantity: str, verdicts: dict[str, Verdict]) -> str:
+def _clause(quantity: str, verdicts: dict[str, Verdict], heading: str) -> str:
     """How the first of each labelled pair of models lies to the second."""
     groups: dict[Verdict, list[str]] = {"lower": [], "higher": [], "not told apart": []}
     for label, verdict in verdicts.items():
         groups[verdict].append(label)
     if len(groups["not told apart"]) == len(verdicts):
-        return f"{quantity} is not told apart at any peak"
+        return f"{quantity} is not told apart in any run"
     parts = [
-        f"{word} at {'every peak' if len(labels) == len(verdicts) else listed(labels)}"
+        f"{word} {'in every run' if len(labels) == len(verdicts) else f'at {heading} {listed(labels)}'}"
         for word, labels in groups.items()
         if labels
     ]
     return f"{quantity} is {', '.join(parts)}"
 
 
-def _average(name: str, key: str, value: Any) -> Choice:
-    """The last model of an average among the rows with this value."""
+@dataclass(frozen=True)
+class Made:
+    """The last model of an average, in a phase or at a step, among the rows that led to the end of a run."""
 
-    def choose(_run: RunConfig, own: Rows) -> Row | None:
-        found = [row for row in own if row["average"] == name and row[key] == value]
+    name: str
+    phase: str | None = None
+    step: int | None = None
+
+    def __call__(self, _run: AnyRun, led: Rows) -> Row | None:
+        """Its row, where there is one."""
+        found = [row for row in led if row["average"] == self.name and self._fits(row["phase"], row["step"])]
         return found[-1] if found else None
 
-    return choose
+    def planned(self, study: Study, run: AnyRun) -> bool:
+        """Whether the study measures it, of this run or up to where it branches from another."""
+        if isinstance(run, ReleasedRun):
+            return False
+        led = [(run, run.total_steps)]
+        if run.branch_from:
+            led.append((study.parent_of(run), run.branch_from.step))
+        return any(
+            model.average == self.name and model.step <= last and self._fits(phase_of(one, model.step), model.step)
+            for one, last in led
+            for model in study.models_of(one)
+        )
+
+    def _fits(self, phase: str, step: int) -> bool:
+        return self.phase in (None, phase) and self.step in (None, step)
 
 
-def _annealed(run: RunConfig, own: Rows) -> Row | None:
+def _annealed(run: AnyRun, own: Rows) -> Row | None:
     """The last weights of a run that ends with an anneal."""
     weights = [row for row in own if not row["average"] and row["phase"] == "anneal"]
     return weights[-1] if weights and weights[-1]["step"] == run.total_steps else None
+
+
+def against_annealed(study: Study) -> dict[str, Made]:
+    """Every average that is compared with the annealed weights, by its title: kept ones before the anneal, soups."""
+    found = {
+        f"{average_title(average)}, before the anneal": Made(average.name, phase="stable")
+        for average in kept_averages(study)
+    }
+    for soup in study.soups:
+        found[average_title(soup)] = Made(soup.name, step=soup.steps[-1])
+    return found
 
 
 def average_findings(study: Study, rows: Rows, paired: Paired) -> list[str]:
@@ -131,16 +160,14 @@ def average_findings(study: Study, rows: Rows, paired: Paired) -> list[str]:
     also with the averages kept in training at their last step.
     """
     comparisons: list[tuple[str, Choice, Choice]] = []
-    for average in kept_averages(study):
-        head = f"{average_title(average)}, before the anneal against the annealed weights"
-        comparisons.append((head, _average(average.name, "phase", "stable"), _annealed))
+    for title, made in against_annealed(study).items():
+        comparisons.append((f"{title[0].upper()}{title[1:]}, against the annealed weights", made, _annealed))
     for soup in study.soups:
         last = soup.steps[-1]
-        made, title = _average(soup.name, "step", last), average_title(soup).capitalize()
-        comparisons.append((f"{title}, against the annealed weights", made, _annealed))
+        made, title = Made(soup.name, step=last), average_title(soup).capitalize()
         for average in kept_averages(study):
             head = f"{title}, against {average_label(average, kept_averages(study))} at step {last}"
-            comparisons.append((head, made, _average(average.name, "step", last)))
+            comparisons.append((head, made, Made(average.name, step=last)))
     sentences = [_sentence(study, rows, paired, *comparison) for comparison in comparisons]
     return [sentence for sentence in sentences if sentence]
 
@@ -154,19 +181,21 @@ def _sentence(study: Study, rows: Rows, paired: Paired, head: str, first: Choice
     }
     clauses = []
     for figure, quantity in quantities.items():
-        pairs = _pairs(study, rows, first, second, f"quant/{spec}/{figure}")
+        pairs = average_pairs(study, rows, first, f"quant/{spec}/{figure}", second)
         if pairs:
             verdicts = paired.verdicts(list(pairs.values()), spec, figure)
-            clauses.append(_clause(quantity, dict(zip(pairs, verdicts, strict=True))))
+            clauses.append(_clause(quantity, dict(zip(pairs, verdicts, strict=True)), study.heading))
     return f"{head}: {'; '.join(clauses)}." if clauses else None
 
 
-def _pairs(study: Study, rows: Rows, first: Choice, second: Choice, column: str) -> dict[str, tuple[Row, Row]]:
-    """By peak learning rate: the second and the first chosen model, for the runs that have the column of both."""
+def average_pairs(
+    study: Study, rows: Rows, first: Choice, column: str, second: Choice = _annealed
+) -> dict[str, tuple[Row, Row]]:
+    """Label of a run -> the second and the first chosen model, for the runs that have the column of both."""
     pairs = {}
-    for run in _by_peak(study):
-        own = [row for row in rows if row["run"] == run.name]
-        one, other = first(run, own), second(run, own)
+    for run in ends_of_training(study):
+        led = lineage(study, rows, run)
+        one, other = first(run, led), second(run, led)
         if one and other and None not in (one[column], other[column]):
             pairs[study.label_of(run)] = (other, one)
     return pairs

@@ -3,17 +3,17 @@
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pydantic import BaseModel, Field, ValidationError
 
 from ckpt_tools.hf_directory import RESULT_JSON
-from study.canvas import SMALL_MARKER, STYLE, Look, legend_above, logarithmic, looks_for, panels_of, save
+from study.canvas import NEUTRAL, Canvas, Look, legend_of, looks_for
+from study.drawing import drawn, save
+from study.layout import blocks_result
+from study.plots import POWER_2, Axis, Line, Mark, Panel, Plot, Point, Series, ends, logarithmic
 from study.settings import spec_title
 from train.command import UserError
 from train.run_directory import replaced_file
@@ -21,8 +21,15 @@ from train.run_directory import replaced_file
 INCREASE = "absolute_error"
 MANY_BLOCKS = 12  # from here on marks are small
 SPREAD = 0.36  # of the room between two blocks that the marks of one take up
-EQUAL: Any = {"color": "#555555", "linestyle": "--", "linewidth": 1}
 NO_SHARE = "no clear increase"
+TITLES = ("one block quantized", "all blocks but one quantized", "linears of the block")
+NORM, QUANTIZED = "\u2016", "\u0174"
+OUTPUT_ERROR = f"output error {NORM}(W - {QUANTIZED}) X{NORM}{POWER_2} / {NORM}W X{NORM}{POWER_2}"
+LABELS = (
+    "loss increase / that of the whole model",
+    "1 - loss increase / that of the whole model",
+    "relative output error of the linears",
+)
 
 
 class Increase(BaseModel):
@@ -126,11 +133,11 @@ def output_errors(measured: Measured) -> dict[int, list[float]]:
     return dict(sorted(errors.items()))
 
 
-def draw_blocks(heading: str, results: Sequence[tuple[Look, BlockResult]], path: Path) -> None:
+def blocks_plot(heading: str, results: Sequence[tuple[Look, BlockResult]]) -> Plot:
     """Shares of the loss increase block by block, and the output errors of the linears; a line per result."""
-    figure, axes = panels_of(3)
-    depths = {len(result.measured.blocks) for _, result in results}
-    deepest, looks = max(depths, default=1), []
+    deepest = max((len(result.measured.blocks) for _, result in results), default=1)
+    panels_of: list[list[Series]] = [[], [], []]
+    looks = []
     for index, (look, result) in enumerate(results):
         offset = SPREAD * (index / (len(results) - 1) - 0.5) if len(results) > 1 and deepest < MANY_BLOCKS else 0.0
         found = shares(result.measured)
@@ -138,47 +145,45 @@ def draw_blocks(heading: str, results: Sequence[tuple[Look, BlockResult]], path:
         errors = output_errors(result.measured)
         means = [(sum(values) / len(values), min(values), max(values)) for values in errors.values()]
         blocks = [block.block for block in result.measured.blocks]
-        drawn = [(axes[2], list(errors), means)]
-        drawn += [(axis, blocks, values) for axis, values in zip(axes[:2], found, strict=True)] if found else []
-        for axis, places, values in drawn:
-            _line(axis, [place + offset for place in places], values, look, deepest >= MANY_BLOCKS)
+        lines = [(panels_of[2], list(errors), means)]
+        lines += [(one, blocks, values) for one, values in zip(panels_of[:2], found, strict=True)] if found else []
+        mark = replace(look.mark, size=2.6, width=1, has_band=True) if deepest >= MANY_BLOCKS else look.mark
+        for series, places, values in lines:
+            series.append(Series(mark, _points(places, values, offset), look.label))
     specs = {result.spec.name for _, result in results}
-    shared = f"{spec_title(*specs)}\n" if len(specs) == 1 else ""
-    titles = ("one block quantized", "all blocks but one quantized", "linears of the block")
-    labels = (
-        "loss increase / that of the whole model",
-        "1 - loss increase / that of the whole model",
-        r"output error $\Vert(W - \hat{W})\,X\Vert^2\,/\,\Vert W X\Vert^2$",
+    above = f"{spec_title(*specs)}\n" if len(specs) == 1 else ""
+    equal = tuple(
+        Line(1 / depth, kind="dashed") for depth in sorted({len(result.measured.blocks) for _, result in results})
     )
-    for axis, title, label in zip(axes, titles, labels, strict=True):
-        axis.set_title(shared + title)
-        axis.set_xlabel("decoder block")
-        axis.set_ylabel(label)
-        axis.set_xlim(-0.6, deepest - 0.4)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axis in axes[:2]:
-        if not axis.has_data():
-            axis.text(0.5, 0.5, "no loss increase told from 0", transform=axis.transAxes, ha="center", color="#777777")
-        axis.axhline(0, color="#999999", linewidth=0.8, zorder=0)
-        for depth in depths:
-            axis.axhline(1 / depth, **EQUAL, zorder=1)
-        axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
-        axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None if deepest < MANY_BLOCKS else 1))
-    if axes[2].has_data():
-        logarithmic(axes[2], "y")
-    legend_above(figure, heading, looks, [Line2D([], [], **EQUAL, label="equal shares")])
-    save(figure, path)
+    x = Axis(title="decoder block", is_place=True, is_integer=True, limits=(-0.6, deepest - 0.4))
+    panels = []
+    for series, title, label in zip(panels_of, TITLES, LABELS, strict=True):
+        one: Any = {"x": x, "series": tuple(series), "title": above + title}
+        if label == LABELS[-1]:
+            reach = ends([point for line in series for point in line.points], "y")
+            panels.append(Panel(y=logarithmic(Axis(title=label, written=OUTPUT_ERROR), reach), **one))
+            continue
+        y = Axis(title=label, is_percent=True, holds_zero=True)
+        note = "" if series else "no loss increase told from 0"
+        panels.append(Panel(y=y, lines=(Line(0.0), *equal), note=note, **one))
+    keys = {"equal shares": Mark(colour=NEUTRAL, line="--", width=1)}
+    return Plot(heading=heading, looks=legend_of(looks), panels=tuple(panels), keys=keys)
 
 
-def _line(axis: Axes, places: list[float], values: Sequence[Share], look: Look, is_dense: bool) -> None:
-    """A line with a bar at every block, or with a band where there is no room for bars."""
-    middle, low, high = (list(column) for column in zip(*values, strict=True)) if values else ([], [], [])
-    if is_dense:
-        axis.plot(places, middle, look.marker, color=look.colour, linestyle="-", markersize=SMALL_MARKER, linewidth=1)
-        axis.fill_between(places, low, high, color=look.colour, alpha=0.13, linewidth=0)
-        return
-    bars = [[a - b for a, b in zip(middle, low, strict=True)], [b - a for a, b in zip(middle, high, strict=True)]]
-    axis.errorbar(places, middle, yerr=bars, color=look.colour, marker=look.marker, elinewidth=0.9, capsize=2)
+def _points(blocks: Sequence[int], values: Sequence[Share], offset: float) -> tuple[Point, ...]:
+    return tuple(
+        Point(x=block + offset, y=value, y_interval=(low, high), facts={"block": block})
+        for block, (value, low, high) in zip(blocks, values, strict=True)
+    )
+
+
+def study_blocks_plot(canvas: Canvas, directory: Path) -> Plot:
+    """The last checkpoints of a study block by block, a line per run."""
+    study = canvas.study
+    spec, runs = study.quantization.by_block[0], {run.name: run for run in study.runs}
+    paths = {name: directory / blocks_result(runs[name], spec) for name in canvas.looks}
+    results = [(look, read_block_result(paths[run])) for run, look in canvas.looks.items() if paths[run].exists()]
+    return blocks_plot(study.heading, results)
 
 
 def draw_results(paths: Sequence[Path], out: Path) -> None:
@@ -190,5 +195,5 @@ def draw_results(paths: Sequence[Path], out: Path) -> None:
     if len({result.spec.name for result in results}) > 1 or len(set(labels)) < len(labels):
         labels = [f"{label} {result.spec.name}" for label, result in zip(labels, results, strict=True)]
     out.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(STYLE), replaced_file(out) as aside:
-        draw_blocks("model", list(zip(looks_for(labels), results, strict=True)), aside)
+    with replaced_file(out) as aside:
+        save(drawn(blocks_plot("model", list(zip(looks_for(labels), results, strict=True)))), aside)

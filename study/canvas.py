@@ -1,45 +1,30 @@
-"""What the figures of a report share: a look per run, axes in tokens, learning rates, a legend.
+"""What the figures of a report share: a look per run, axes in tokens, learning rates, lines along training.
 
 One colour and marker per run, from a sequence that stays readable without colour vision and in grey: the runs are
-ordered by their peak learning rate, so are the colours. Bars are the intervals of the results.
+ordered by what the study varies, so are the colours. Bars are the intervals of the results.
 """
 
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from study.plots import Axis, Limits, Mark, Panel, Point, Series, Shade, Span, around, ends
 from study.settings import Study
 from train.config import RunConfig
-from train.schedules import learning_rate
+from train.schedules import first_step, learning_rate
 
 MARKERS = "osD^vPX*"
-STYLE: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 4.5,
-}
-SMALL_MARKER = 2.6
-LEARNING_RATE_COLOUR, ANNEAL_COLOUR = "#777777", "#f3f1e7"
-Rows = list[dict[str, Any]]
-Bounds = Callable[[dict[str, Any]], tuple[float, float]]  # of a row: lower and upper end of the bar
+NEUTRAL = "#555555"  # of legend entries that belong to no run
+RATE_COLOUR = "#777777"
+RATE_TITLE = "learning rate / its peak"
+MOST_RATES = 400  # points of a curve of learning rates, its corners aside
+NEAR = 0.06  # of the range of the values, around them
+Row = dict[str, Any]
+Rows = list[Row]
+Bounds = Callable[[Row], Span]  # of a row: lower and upper end of the bar
 
 
 @dataclass(frozen=True)
@@ -50,142 +35,186 @@ class Look:
     colour: str
     marker: str
 
+    @property
+    def mark(self) -> Mark:
+        """A line with markers."""
+        return Mark(colour=self.colour, marker=self.marker)
+
 
 def looks_for(labels: Iterable[str]) -> list[Look]:
     """Colours from dark violet for the first to orange for the last; yellow, unreadable on white, is left out."""
     names = list(labels)
-    span = max(len(names) - 1, 1)
-    colours = matplotlib.colormaps["plasma"]
-    return [
-        Look(label, to_hex(colours(0.02 + 0.76 * index / span)), MARKERS[index % len(MARKERS)])
-        for index, label in enumerate(names)
-    ]
+    colours = _colours(len(names))
+    return [Look(label, colours[index], MARKERS[index % len(MARKERS)]) for index, label in enumerate(names)]
+
+
+def _colours(count: int) -> list[str]:
+    scale = matplotlib.colormaps["plasma"]
+    return [to_hex(scale(0.02 + 0.76 * index / max(count - 1, 1))) for index in range(count)]
 
 
 def looks_of(study: Study) -> dict[str, Look]:
-    """Of every run, by rising peak learning rate."""
-    runs = sorted(study.runs, key=lambda run: run.optimizer.peak_lr)
-    return dict(zip([run.name for run in runs], looks_for(map(study.label_of, runs)), strict=True))
+    """Of every run, by rising peak learning rate, or by what the study varies, those without a value first.
+
+    Where what is varied has groups, the colour is that of the value and the marker that of the group.
+    """
+    varied = study.varied
+
+    def rank(name: str) -> float:
+        if varied:
+            return varied.values.get(name, float("-inf"))
+        return next((run.optimizer.peak_lr for run in study.trained if run.name == name), 0.0)
+
+    runs = sorted(study.runs, key=lambda run: rank(run.name))
+    looks = dict(zip([run.name for run in runs], looks_for(map(study.label_of, runs)), strict=True))
+    if varied and len(set(varied.groups.values())) > 1:
+        values = sorted({rank(run.name) for run in runs})
+        groups = list(dict.fromkeys(varied.groups.get(run.name, "") for run in runs))
+        for name, look in looks.items():
+            colour = _colours(len(values))[values.index(rank(name))]
+            marker = MARKERS[groups.index(varied.groups.get(name, "")) % len(MARKERS)]
+            looks[name] = replace(look, colour=colour, marker=marker)
+    return looks
 
 
-def panels_of(count: int, height: float = 3.9, rows: int = 1, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """A figure with a row of panels, or with more rows of as many, listed one after the other."""
-    figure = Figure(figsize=(4.6 * count + 0.4 if count > 1 else 6.4, height), dpi=170, layout="constrained")
-    return figure, list(figure.subplots(rows, count, squeeze=False, **shared).flat)
+def legend_of(looks: Iterable[Look]) -> dict[str, Mark]:
+    """What a plot says of its runs."""
+    return {look.label: look.mark for look in looks}
 
 
-def legend_above(figure: Figure, heading: str, looks: Iterable[Look], extra: Iterable[Line2D] = ()) -> None:
-    """One legend above all panels, in as many rows as it needs."""
-    handles = [Line2D([], [], color=look.colour, marker=look.marker, label=look.label) for look in looks]
-    handles = [Line2D([], [], linestyle="none", label=heading), *handles, *extra]
-    inches = sum(0.5 + 0.065 * len(str(handle.get_label())) for handle in handles)
-    columns = math.ceil(len(handles) / math.ceil(inches / figure.get_figwidth()))
-    figure.legend(handles=handles, loc="outside upper left", ncols=columns, handlelength=1.6, columnspacing=1.2)
+def facts_of(row: Row) -> dict[str, Any]:
+    """What is known of a row besides what is drawn."""
+    return {"step": row["step"], "tokens": row["tokens"], "learning rate": row["learning_rate"], "phase": row["phase"]}
 
 
-def logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
-    """A logarithmic axis with its values written out, the powers of ten alone where it spans many."""
-    axes.set(**{f"{which}scale": "log"})
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+def interval_of(column: str) -> Bounds:
+    """The bounds that a row holds beside the column."""
+    return lambda row: (row[f"{column}_low"], row[f"{column}_high"])
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Writes the PNG, without the version of the library in it."""
-    figure.savefig(path, format="png", metadata={"Software": None})
+def residual_of(column: str) -> Bounds:
+    """Bounds on the distance to the nearest eigenvalue."""
 
+    def bounds(row: Row) -> Span:
+        reach = row[f"{column}_residual"] * abs(row[column])
+        return row[column] - reach, row[column] + reach
 
-def token_unit(study: Study) -> tuple[float, str]:
-    """Divisor and name of the unit that suits the longest run."""
-    longest = max(run.total_steps * run.tokens_per_step for run in study.runs)
-    return (1e9, "billion") if longest >= 1e9 else (1e6, "million")
-
-
-def _schedule_curve(run: RunConfig) -> tuple[tuple[int, ...], tuple[float, ...], int]:
-    """Steps, learning rate / peak at them, and tokens per step: at most some 400 points, the corners among them."""
-    corners = {0, run.warmup_steps, run.total_steps}
-    if run.schedule.anneal:
-        corners.add(run.schedule.anneal.start_step)
-    stride = max(1, run.total_steps // 400)
-    steps = tuple(sorted(corners | set(range(0, run.total_steps, stride))))
-    peak_lr = run.optimizer.peak_lr
-    return steps, tuple(round(learning_rate(run, step) / peak_lr, 9) for step in steps), run.tokens_per_step
+    return bounds
 
 
 class Canvas:
-    """A row of panels with one legend above them."""
+    """Builds the panels of a study along training."""
 
-    def __init__(self, study: Study, rows: Rows, panels: int) -> None:
+    def __init__(self, study: Study, rows: Rows) -> None:
         self.study, self.rows, self.looks = study, rows, looks_of(study)
-        self.figure, self.axes = panels_of(panels)
-        self.unit, self.unit_name = token_unit(study)
+        planned = [run.total_steps * run.tokens_per_step for run in study.trained]
+        self.most_tokens = max([*planned, *(row["tokens"] for row in rows if row["tokens"] is not None)], default=1)
+        self.unit, self.unit_name = (1e9, "billion") if self.most_tokens >= 1e9 else (1e6, "million")
+        self.rates, self.shade = self._rates(), self._shade()
 
-    def points(self, run: str, column: str, average: str | None = None) -> Rows:
-        """Rows of one run's weights, or of an average of them, where the column has a value."""
+    @property
+    def legend(self) -> dict[str, Any]:
+        """Heading and looks of a plot."""
+        return {"heading": self.study.heading, "looks": legend_of(self.looks.values())}
+
+    def rows_of(self, run: str, column: str, average: str | None = None) -> Rows:
+        """Rows of one run's weights, or of an average of them, where the column and its tokens are known."""
         rows = (row for row in self.rows if row["run"] == run and row["average"] == average)
-        return [row for row in rows if row[column] is not None]
+        return [row for row in rows if row.get(column) is not None and row["tokens"] is not None]
+
+    def last_rows(self) -> dict[str, Row]:
+        """Run -> the row of its last weights, where there is one."""
+        last = {run.name: run.total_steps for run in self.study.runs}
+        return {row["run"]: row for row in self.rows if row["average"] is None and row["step"] == last[row["run"]]}
+
+    def point(self, row: Row, column: str, bounds: Bounds | None) -> Point:
+        """A column against tokens."""
+        interval = bounds(row) if bounds else None
+        return Point(x=row["tokens"] / self.unit, y=row[column], y_interval=interval, facts=facts_of(row))
 
     def lines(
-        self,
-        axis: Axes,
-        column: str,
-        bounds: Bounds | None,
-        average: str | None = None,
-        style: dict[str, Any] | None = None,
-    ) -> None:
-        """A column against tokens, one line per run: of its weights, or of an average; with bars between the bounds."""
-        for run, look in self.looks.items():
-            rows = self.points(run, column, average)
-            bars = None
-            if bounds:
-                below = [row[column] - bounds(row)[0] for row in rows]
-                bars = [below, [bounds(row)[1] - row[column] for row in rows]]
-            tokens, values = [row["tokens"] / self.unit for row in rows], [row[column] for row in rows]
-            drawn: Any = {"color": look.colour, "marker": look.marker, **(style or {})}
-            axis.errorbar(tokens, values, yerr=bars, elinewidth=0.9, capsize=2, **drawn)
+        self, column: str, bounds: Bounds | None, average: str | None = None, label: str = "weights", **style: Any
+    ) -> list[Series]:
+        """A column against tokens, one line per run: of its weights, or of an average; with bars between the bounds.
 
-    def tokens_axis(self, axis: Axes) -> None:
-        """The x axis in tokens, with the anneal shaded where all runs share it."""
-        axis.set_xlabel(f"training tokens ({self.unit_name})")
-        axis.set_xlim(0, max(run.total_steps * run.tokens_per_step for run in self.study.runs) / self.unit * 1.02)
+        The weights of a branch go on from the checkpoint of its parent, by a line that has no marker there.
+        """
+        found = []
+        for run, look in self.looks.items():
+            points = tuple(self.point(row, column, bounds) for row in self.rows_of(run, column, average))
+            found.append(Series(replace(look.mark, **style), points, look.label, label))
+            origin = self._origin(run, column) if average is None else None
+            if origin and points:
+                link = (self.point(origin, column, None), replace(points[0], y_interval=None))
+                found.append(Series(Mark(colour=look.colour), link, look.label, is_data=False))
+        return found
+
+    def _origin(self, name: str, column: str) -> Row | None:
+        """The parent's row that a branch starts from."""
+        run = next((run for run in self.study.trained if run.name == name and run.branch_from), None)
+        if run is None or run.branch_from is None:
+            return None
+        rows = self.rows_of(self.study.parent_of(run).name, column)
+        return next((row for row in rows if row["step"] == run.branch_from.step), None)
+
+    def panel(self, y: Axis, series: Iterable[Series], title: str = "", **more: Any) -> Panel:
+        """Series against tokens, with the learning rates."""
+        limits = (0.0, 1.02 * self.most_tokens / self.unit)
+        x = Axis(title="training tokens", unit=self.unit_name, limits=limits)
+        return Panel(x=x, y=y, series=tuple(series), title=title, rates=self.rates, shade=self.shade, **more)
+
+    def _shade(self) -> Shade | None:
+        """The anneal where all runs share it."""
+        runs = self.study.trained
         spans = {
             (run.schedule.anneal.start_step * run.tokens_per_step, run.total_steps * run.tokens_per_step)
-            for run in self.study.runs
+            for run in runs
             if run.schedule.anneal
         }
-        if len(spans) == 1 and all(run.schedule.anneal for run in self.study.runs):
-            start, end = next(iter(spans))
-            axis.axvspan(start / self.unit, end / self.unit, color=ANNEAL_COLOUR, zorder=0, linewidth=0)
-            middle = (start + end) / 2 / self.unit
-            axis.text(
-                middle, 1.0, "anneal", transform=axis.get_xaxis_transform(), ha="center", va="bottom", color="#8a8468"
-            )
+        if len(spans) != 1 or len(runs) < len(self.study.runs) or not all(run.schedule.anneal for run in runs):
+            return None
+        ((start, end),) = spans
+        return Shade((start / self.unit, end / self.unit), "anneal")
 
-    def learning_rates(self, axis: Axes, labelled: bool) -> None:
-        """Learning rate as a share of its peak, dotted, on a second axis; schedules that coincide are drawn once."""
-        second = axis.twinx()
-        second.spines["right"].set_visible(True)
-        second.spines["right"].set_color(LEARNING_RATE_COLOUR)
-        second.tick_params(colors=LEARNING_RATE_COLOUR)
-        second.grid(False)
-        second.set_ylim(0, 1.06)
-        if labelled:
-            second.set_ylabel("learning rate / its peak (dotted)", color=LEARNING_RATE_COLOUR)
-        else:
-            second.set_yticklabels([])
-        curves = {_schedule_curve(run): run.name for run in self.study.runs if run.optimizer.peak_lr > 0}
-        for (steps, shares, tokens_per_step), run in curves.items():
-            colour = LEARNING_RATE_COLOUR if len(curves) == 1 else self.looks[run].colour
-            tokens = [step * tokens_per_step / self.unit for step in steps]
-            second.plot(tokens, shares, color=colour, linestyle=(0, (1, 1.6)), linewidth=1.2)
+    def _rates(self) -> tuple[Series, ...]:
+        """Learning rates as shares of their peaks; schedules that coincide are one line, which belongs to no run."""
+        curves: dict[tuple[Span, ...], list[str]] = {}
+        for run in self.study.runs:
+            curve = _schedule(run) if isinstance(run, RunConfig) else self._released(run.name)
+            if curve:
+                curves.setdefault(curve, []).append(run.name)
+        series = []
+        for curve, runs in curves.items():
+            look = self.looks[runs[0]] if len(runs) == 1 and len(curves) > 1 else None
+            points = tuple(Point(x=tokens / self.unit, y=share) for tokens, share in curve)
+            mark = Mark(colour=look.colour if look else RATE_COLOUR, line=":", width=1.2)
+            series.append(Series(mark, points, look.label if look else None, "learning rate"))
+        return tuple(series)
 
-    def legend(self, extra: Iterable[Line2D] = ()) -> None:
-        """The legend of the runs above the panels."""
-        legend_above(self.figure, "peak learning rate", self.looks.values(), extra)
+    def _released(self, name: str) -> tuple[Span, ...]:
+        """Of a released model: what is known at its checkpoints."""
+        rows = self.rows_of(name, "learning_rate")
+        peak = max((row["learning_rate"] for row in rows), default=0.0)
+        return tuple((row["tokens"], row["learning_rate"] / peak) for row in rows) if peak > 0 else ()
 
-    def save(self, path: Path) -> None:
-        """Writes the PNG."""
-        save(self.figure, path)
+
+def _schedule(run: RunConfig) -> tuple[Span, ...]:
+    """Tokens and learning rate / peak: at most some MOST_RATES points, the corners among them."""
+    peak, start = run.optimizer.peak_lr, first_step(run)
+    if peak <= 0:
+        return ()
+    corners = {start, run.warmup_steps, run.total_steps}
+    if run.schedule.anneal:
+        corners.add(run.schedule.anneal.start_step)
+    steps = sorted({*corners, *range(start, run.total_steps, max(1, run.total_steps // MOST_RATES))})
+    return tuple(
+        (float(step * run.tokens_per_step), round(learning_rate(run, step) / peak, 9))
+        for step in steps
+        if step >= start
+    )
+
+
+def late_limits(series: Iterable[Series], since: float) -> Limits:
+    """Limits of the y axis that hold what lies behind `since`: the first steps, far above, would flatten the rest."""
+    values = ends([point for one in series for point in one.points if point.x >= since], "y")
+    return around(values, NEAR) if values else (None, None)

@@ -17,8 +17,15 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ckpt_tools.hf_directory import LINEAGE_JSON
-from study.layout import checkpoint_directory, curvature_result, hf_directory, quantization_result, step_result
+from study.layout import (
+    checkpoint_directory,
+    curvature_result,
+    last_model,
+    model_record,
+    quantization_result,
+    step_result,
+)
+from study.released import ReleasedRun
 from study.settings import MeasuredModel, Study
 from train.command import UserError
 from train.config import RunConfig
@@ -80,8 +87,9 @@ def schema_of(study: Study) -> pa.Schema:
     fields += [("peak_lr", pa.float64()), ("step", pa.int64()), ("tokens", pa.int64()), ("learning_rate", pa.float64())]
     fields += [("train_loss", pa.float64()), ("held_out_loss", pa.float64())]
     names = [name for spec in study.quantization.at_the_end for name in quantization_columns(spec)]
-    names += [f"curvature/{figure}{column}" for figure in TRACES for column in ESTIMATE]
-    names += [f"curvature/{figure}" for figure in CURVATURE_FIGURES]
+    if study.curvature:
+        names += [f"curvature/{figure}{column}" for figure in TRACES for column in ESTIMATE]
+        names += [f"curvature/{figure}" for figure in CURVATURE_FIGURES]
     steps = [f"curvature/step-{spec}" for spec in study.quantization.by_block]
     names += [f"{step}/{figure}{column}" for step in steps for figure in STEP_FIGURES for column in ESTIMATE]
     for name in names:
@@ -91,8 +99,10 @@ def schema_of(study: Study) -> pa.Schema:
     return pa.schema(fields)
 
 
-def phase_of(run: RunConfig, step: int) -> str:
-    """Part of the schedule that update `step` belongs to: warmup, stable or anneal."""
+def phase_of(run: RunConfig | ReleasedRun, step: int) -> str:
+    """Part of the schedule that update `step` belongs to: warmup, stable or anneal; of a released model its stage."""
+    if isinstance(run, ReleasedRun):
+        return run.name
     if step <= run.warmup_steps:
         return "warmup"
     return "anneal" if run.schedule.anneal and step > run.schedule.anneal.start_step else "stable"
@@ -155,18 +165,23 @@ def step_values(path: Path, spec: str) -> dict[str, Any]:
     return {f"curvature/step-{spec}/{figure}": value for figure, value in values.items()}
 
 
-def _training_values(directory: Path, run: RunConfig, model: MeasuredModel) -> dict[str, Any] | None:
+def _training_values(directory: Path, run: RunConfig | ReleasedRun, model: MeasuredModel) -> dict[str, Any] | None:
     """Columns that training decides; None while there is no such model."""
+    if (model.soup_of or model.revision) and not (directory / model_record(run.name, model)).exists():
+        return None
+    if isinstance(run, ReleasedRun):
+        told = run.at(model.step)
+        rates = {"learning_rate": told.learning_rate, "train_loss": None, "held_out_loss": None}
+        return {"peak_lr": run.peak_lr, "tokens": told.tokens, **rates}
+    peak = {"peak_lr": run.optimizer.peak_lr}
     if model.soup_of:
-        if not (directory / hf_directory(run.name, model) / LINEAGE_JSON).exists():
-            return None
         last = {"tokens": model.step * run.tokens_per_step, "learning_rate": learning_rate(run, model.step)}
-        return last | {"train_loss": None, "held_out_loss": None}
+        return peak | last | {"train_loss": None, "held_out_loss": None}
     checkpoint = directory / checkpoint_directory(run.name, model)
     if not (checkpoint / CHECKPOINT_JSON).exists():
         return None
     record = read_checkpoint_record(checkpoint)
-    return {
+    return peak | {
         "tokens": record.tokens,
         "learning_rate": record.learning_rate,
         "train_loss": None if model.average else record.train_loss,
@@ -183,9 +198,9 @@ def collect_rows(directory: Path, study: Study) -> Collected:
                 (directory / quantization_result(run.name, model, spec), partial(quantization_values, spec=spec))
                 for spec in study.specs_of(run, model)
             ]
-            if model.average is None:
+            if study.curvature and model.average is None:
                 results.append((directory / curvature_result(run.name, model), curvature_values))
-            if model == MeasuredModel(run.total_steps):
+            if model == last_model(run):
                 results += [
                     (directory / step_result(run, spec), partial(step_values, spec=spec))
                     for spec in study.quantization.by_block
@@ -199,7 +214,6 @@ def collect_rows(directory: Path, study: Study) -> Collected:
                 "run": run.name,
                 "average": model.average,
                 "phase": phase_of(run, model.step),
-                "peak_lr": run.optimizer.peak_lr,
                 "step": model.step,
                 **trained_on,
             }

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from ckpt_tools.hf_directory import RESULT_JSON, result_directory
+from ckpt_tools.hf_directory import LINEAGE_JSON, RESULT_JSON, result_directory
+from ckpt_tools.released.download_record import DOWNLOAD_JSON
+from study.released import ReleasedRun
 from study.settings import MeasuredModel, Study
 from train.config import RunConfig
 from train.run_directory import RunDirectory, step_name
@@ -27,8 +29,22 @@ def checkpoint_directory(run: str, model: MeasuredModel) -> Path:
 def hf_directory(run: str, model: MeasuredModel) -> Path:
     """Where the model lies as it is measured."""
     directory = RunDirectory(Path(run))
+    if model.revision:
+        return directory.hf / model.revision
     name = directory.average_name(model.average, model.step) if model.average else step_name(model.step)
     return directory.hf / name
+
+
+def model_record(run: str, model: MeasuredModel) -> str:
+    """The file, written last, that makes the model complete."""
+    return str(hf_directory(run, model) / (DOWNLOAD_JSON if model.revision else LINEAGE_JSON))
+
+
+def last_model(run: RunConfig | ReleasedRun) -> MeasuredModel:
+    """The weights at the end of the run."""
+    if isinstance(run, ReleasedRun):
+        return MeasuredModel(run.total_steps, revision=run.revisions[-1].name)
+    return MeasuredModel(run.total_steps)
 
 
 def quantization_result(run: str, model: MeasuredModel, spec: str) -> str:
@@ -41,27 +57,27 @@ def curvature_result(run: str, model: MeasuredModel, spec: str = CURVATURE_SPEC)
     return str(result_directory(hf_directory(run, model), "curvature", spec) / RESULT_JSON)
 
 
-def blocks_result(run: RunConfig, spec: str) -> str:
+def blocks_result(run: RunConfig | ReleasedRun, spec: str) -> str:
     """Result of the last checkpoint block by block: RUN/hf/STEP/blocks/SPEC.
 
     Not below quant/, where the same spec has its result as at every other checkpoint.
     """
-    return str(hf_directory(run.name, MeasuredModel(run.total_steps)) / "blocks" / spec / RESULT_JSON)
+    return str(hf_directory(run.name, last_model(run)) / "blocks" / spec / RESULT_JSON)
 
 
-def step_result(run: RunConfig, spec: str) -> str:
+def step_result(run: RunConfig | ReleasedRun, spec: str) -> str:
     """Result of the quantization step of the last checkpoint."""
-    return curvature_result(run.name, MeasuredModel(run.total_steps), f"step-{spec}")
+    return curvature_result(run.name, last_model(run), f"step-{spec}")
 
 
-def slice_result(run: RunConfig, spec: str) -> str:
+def slice_result(run: RunConfig | ReleasedRun, spec: str) -> str:
     """Result of the slice through the last two checkpoints and the quantized last one."""
-    return curvature_result(run.name, MeasuredModel(run.total_steps), f"slice-{spec}")
+    return curvature_result(run.name, last_model(run), f"slice-{spec}")
 
 
 def figures_of(study: Study) -> dict[str, str]:
     """Name -> path of every figure that the study has something to show in, in the order of the report."""
     settings = study.quantization
     without = dict.fromkeys(("blocks", "prediction", "slices"), not settings.by_block)
-    without["methods"] = not settings.methods
+    without |= {"methods": not settings.methods, "curvature": study.curvature is None}
     return {name: f"figures/{name}.png" for name in FIGURES if not without.get(name)}

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from study.steps import Step
+from study.commands import Step
 from train.run_directory import sha256_of, write_json
 
 
@@ -17,15 +17,21 @@ class Ledger:
         self.steps = {step.name: step for step in steps}
         self.records = directory / "steps"
 
-    def fingerprint(self, step: Step) -> str:
-        """SHA-256 (16 hex digits) of the command, its settings, and the contents of the outputs it depends on.
+    def reads(self, step: Step) -> list[str]:
+        """The files that a step reads of what others made, relative to the study."""
+        return list(step.reads) or [output for name in step.after for output in self.steps[name].outputs]
 
-        The outputs hold the hashes of the large files beside them, so a changed checkpoint or text changes this too;
+    def missing(self, step: Step) -> list[str]:
+        """What it reads and is not there yet."""
+        return [name for name in self.reads(step) if not (self.directory / name).is_file()]
+
+    def fingerprint(self, step: Step) -> str:
+        """SHA-256 (16 hex digits) of the command, its settings, and the contents of what it reads.
+
+        What it reads holds the hashes of the large files beside it, so a changed checkpoint or text changes this too;
         where the study lies does not.
         """
-        reads = {
-            output: sha256_of(self.directory / output) for name in step.after for output in self.steps[name].outputs
-        }
+        reads = {name: sha256_of(self.directory / name) for name in self.reads(step)}
         content = {"command": step.command, "settings": step.settings, "reads": reads}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -42,17 +48,18 @@ class Ledger:
             return None
 
     def is_complete(self, step: Step) -> bool:
-        """Whether the outputs are those of this very step; its dependencies must be complete."""
+        """Whether the outputs are those of this very step, made from what it would read now."""
         record = self.record(step)
         return (
             record is not None
             and self.outputs_exist(step)
+            and not self.missing(step)
             and record.get("outputs") == self._hashes(step)
             and record.get("fingerprint") == self.fingerprint(step)
         )
 
     def _hashes(self, step: Step) -> dict[str, str]:
-        """SHA-256 of the step's own outputs; the MLflow store belongs to all studies and changes under each."""
+        """SHA-256 of the step's own outputs; what belongs to all studies of the root may change under each."""
         return {output: sha256_of(self.directory / output) for output in step.outputs if not output.startswith("../")}
 
     def prepare(self, step: Step) -> None:
@@ -60,7 +67,7 @@ class Ledger:
         (self.records / f"{step.name}.json").unlink(missing_ok=True)
         if not step.resumes:
             for output in step.outputs:
-                if not output.startswith("../"):  # the MLflow store belongs to all studies
+                if not output.startswith("../"):  # what belongs to all studies
                     (self.directory / output).unlink(missing_ok=True)
 
     def finish(self, step: Step, fingerprint: str, seconds: float) -> None:

@@ -1,17 +1,14 @@
 """Quantization methods side by side at the end of training: a figure, and whether they agree on the learning rates."""
 
-from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.ticker import PercentFormatter
+from dataclasses import replace
 
 from quant_eval.specs import parse_spec
-from study.canvas import Look, legend_above, logarithmic, looks_of, panels_of, save
-from study.collect import trained
-from study.paired import Order, Paired, Row
+from study.canvas import Canvas, facts_of
+from study.paired import Order, Paired
+from study.plots import Axis, Line, Panel, Plot, Point, Series, logarithmic
 from study.settings import Study, spec_title
-from study.summary import Rows, RunSummary, last_rows
+from study.summary import RunSummary, last_rows
+from study.trajectories import DIVERGENCE, ERROR
 
 FIGURES = {"kl_divergence": "KL divergence", "relative_error": "relative error"}
 SPREAD, STEP = 0.8, 0.2  # the room of one method, and how far apart marks are where there is more than they need
@@ -22,45 +19,44 @@ def shown_methods(study: Study) -> list[str]:
     return sorted(study.quantization.at_the_end, key=lambda spec: parse_spec(spec).bits)
 
 
-def draw_methods(study: Study, rows: Rows, path: Path) -> None:
+def methods_plot(canvas: Canvas) -> Plot:
     """KL divergence (logarithmic axis) and relative error of the last checkpoints: a line of marks per method."""
-    specs, looks = shown_methods(study), looks_of(study)
-    figure, axes = panels_of(2, height=1.4 + 0.52 * len(specs), sharey=True)
-    ends = {run.name: run.total_steps for run in study.runs}
-    last = {row["run"]: row for row in trained(rows) if row["step"] == ends[row["run"]]}
-    for axis, measure in zip(axes, FIGURES, strict=True):
+    specs = shown_methods(canvas.study)
+    ticks = tuple((float(place), spec_title(spec).replace(", ", "\n", 1)) for place, spec in enumerate(specs))
+    y = Axis(title="", is_place=True, ticks=ticks, limits=(len(specs) - 0.5, -0.5))
+    edges = tuple(Line(place + 0.5, kind="faint") for place in range(len(specs) - 1))
+    divergences, errors = _marks(canvas, specs, "kl_divergence"), _marks(canvas, specs, "relative_error")
+    x = replace(DIVERGENCE, holds_zero=False)
+    panels = (
+        Panel(x=logarithmic(x, _values(divergences)), y=y, series=divergences, lines=edges),
+        Panel(x=replace(ERROR, holds_zero=False), y=y, series=errors, lines=(*edges, Line(0.0, "x"))),
+    )
+    return Plot(panels=panels, height=1.4 + 0.52 * len(specs), shares_y=True, **canvas.legend)
+
+
+def _marks(canvas: Canvas, specs: list[str], figure: str) -> tuple[Series, ...]:
+    """Of every run its marks, one method below the other, beside those of the other runs."""
+    last, series = canvas.last_rows(), []
+    for index, (run, look) in enumerate(canvas.looks.items()):
+        offset = min(STEP, SPREAD / len(canvas.looks)) * (index - (len(canvas.looks) - 1) / 2)
+        points = []
         for place, spec in enumerate(specs):
-            for index, (run, look) in enumerate(looks.items()):
-                offset = min(STEP, SPREAD / len(looks)) * (index - (len(looks) - 1) / 2)
-                if run in last:
-                    _mark(axis, last[run], f"quant/{spec}/{measure}", place + offset, look)
-        axis.grid(visible=False, axis="y")
-        axis.tick_params(axis="y", length=0)
-        for edge in range(1, len(specs)):
-            axis.axhline(edge - 0.5, color="#dddddd", linewidth=0.6, zorder=0)
-    left, right = axes
-    left.set_yticks(range(len(specs)), [spec_title(spec).replace(", ", "\n", 1) for spec in specs])
-    left.set_ylim(len(specs) - 0.5, -0.5)
-    left.set_xlabel("KL(full || quantized), nats per token")
-    if left.containers:
-        logarithmic(left, "x")
-    right.set_xlabel("relative error of the loss")
-    right.xaxis.set_major_formatter(PercentFormatter(1.0))
-    right.axvline(0, color="#999999", linewidth=0.8, zorder=0)
-    legend_above(figure, "peak learning rate", looks.values())
-    save(figure, path)
+            column = f"quant/{spec}/{figure}"
+            row = last.get(run, {})
+            if row.get(column) is not None:
+                interval = (row[f"{column}_low"], row[f"{column}_high"])
+                facts = {"method": spec_title(spec)} | facts_of(row)
+                points.append(Point(x=row[column], y=place + offset, x_interval=interval, facts=facts))
+        series.append(Series(replace(look.mark, line="", bar=1.0), tuple(points), look.label))
+    return tuple(series)
 
 
-def _mark(axis: Axes, row: Row, column: str, place: float, look: Look) -> None:
-    value: Any = row[column]
-    if value is None:
-        return
-    bars = [[value - row[f"{column}_low"]], [row[f"{column}_high"] - value]]
-    axis.errorbar([value], [place], xerr=bars, fmt=look.marker, color=look.colour, elinewidth=1.0, capsize=2)
+def _values(series: tuple[Series, ...]) -> list[float]:
+    return [point.x for one in series for point in one.points]
 
 
 def method_findings(study: Study, summaries: list[RunSummary], paired: Paired) -> list[str]:
-    """For every further method whether the order of the peak learning rates found with the first spec holds."""
+    """For every further method whether the order of the runs found with the first spec holds."""
     first, *_ = study.quantization.specs
 
     def orders(spec: str) -> dict[str, Order]:
@@ -74,7 +70,7 @@ def method_findings(study: Study, summaries: list[RunSummary], paired: Paired) -
         clauses = [order_clause(known[one], found[one], FIGURES[one]) for one in known if one in found]
         if clauses:
             sentences.append(
-                f"{spec_title(spec)}, keeps the order of the peak learning rates that {spec_title(first)}, shows at "
+                f"{spec_title(spec)}, keeps the order by {study.heading} that {spec_title(first)}, shows at "
                 f"the end of training {' and '.join(clauses)}."
             )
     return sentences

@@ -3,26 +3,34 @@
 The intervals of a result say how far another draw of documents would move it; two models are measured on the same
 documents, so most of that is common to both and tells nothing of their difference. Traces are measured on the same
 microbatches with the same probes.
+
+Shapes: D documents.
 """
 
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
-from curvature import comparison as traces
+import numpy as np
+
+from curvature import comparison as of_traces
+from quant_eval.bootstrap import Floats, Resampled, Statistic, resample
 from quant_eval.comparing import read_result
-from quant_eval.comparison import Result, compare
+from quant_eval.comparison import SUMS, Comparison, Result, compare
+from quant_eval.statistics import fractions
 from study.layout import curvature_result, quantization_result
-from study.settings import MeasuredModel
+from study.settings import MeasuredModel, load_study
 from study.steps import INTERVAL_LEVEL
 from train.command import UserError
 
 SAMPLES = 10_000  # resamplings of the documents; a p-value is never below their reciprocal
 SEED = 0
 Row = dict[str, Any]
+Measured = tuple[Row, str]  # a model, and the spec that it was quantized with
 Verdict = Literal["higher", "lower", "not told apart"]
 Order = dict[tuple[str, str], Verdict]  # labels of two models -> how the second lies to the first
 TRACE = "curvature/trace"
@@ -41,23 +49,67 @@ class Paired:
         Raises:
             UserError: a result is missing, damaged, of other documents, or newer than the table.
         """
+        measured = [((first, spec), (second, spec)) for first, second in pairs]
+        return [one.verdict for one in self.compared(measured, figure)]
+
+    def compared(
+        self, pairs: Sequence[tuple[Measured, Measured]], figure: str, other: "Paired | None" = None
+    ) -> list[Comparison]:
+        """The same with differences, intervals and p-values; the two of a pair may be of different specs.
+
+        The second of each pair is of the study of `other`, where that is given.
+        """
         if not pairs:
             return []
-        paths = [tuple(self._path(row, spec) for row in pair) for pair in pairs]
+        paths = [(self._path(*first), (other or self)._path(*second)) for first, second in pairs]
         places = {path: index for index, path in enumerate(dict.fromkeys(path for pair in paths for path in pair))}
-        results = [self._read(path) for path in places]
-        compared = compare(
-            results,
+        found = compare(
+            [self._read(path) for path in places],
             [(places[first], places[second]) for first, second in paths],
             figure,
             samples=SAMPLES,
             level=INTERVAL_LEVEL,
             seed=SEED,
         )
-        for pair, of_pair, one in zip(pairs, paths, compared, strict=True):
-            for row, path, value in zip(pair, of_pair, (one.first_value, one.second_value), strict=True):
+        for pair, of_pair, one in zip(pairs, paths, found, strict=True):
+            for (row, spec), path, value in zip(pair, of_pair, (one.first_value, one.second_value), strict=True):
                 _check(path, row, f"quant/{spec}/{figure}", value)
-        return [one.verdict for one in compared]
+        return found
+
+    def contrast(self, weighted: Sequence[tuple[Row, float]], spec: str, figure: str) -> Resampled:
+        """The weighted sum of a figure of several models, by the bootstrap of the documents that they share.
+
+        C = sum_k w_k R_k with ratios R_k = sum(a_k) / sum(b_k) over documents. What is resampled is C linearised in
+        the documents, sum_k w_k (a_kD - R_k b_kD) / sum(b_k): exact where all models share the denominator, the number
+        of tokens; the relative error's differ by as much as the losses of the models do.
+
+        Raises:
+            UserError: as for `verdicts`, or of other settings of the evaluation.
+        """
+        paths = [self._path(row, spec) for row, _ in weighted]
+        results = [self._read(path) for path in paths]
+        for result in results[1:]:
+            differs = other_text(results[0], result)
+            if differs:
+                raise UserError(
+                    f"{results[0].model.path} and {result.model.path} differ in {differs}; remove one of the results "
+                    f"and run the study again"
+                )
+        tokens_D = np.asarray(results[0].measured.per_document["tokens"], dtype=np.float64)
+        value, influence_D = 0.0, np.zeros(len(tokens_D))
+        for (row, weight), path, result in zip(weighted, paths, results, strict=True):
+            a_D, b_D = _fraction(result, figure)
+            ratio = float(a_D.sum() / b_D.sum())
+            _check(path, row, f"quant/{spec}/{figure}", ratio)
+            value += weight * ratio
+            influence_D += weight * (a_D - ratio * b_D) / b_D.sum()
+        statistic = Statistic(figure, (value * tokens_D + tokens_D.sum() * influence_D, tokens_D))
+        (resampled,) = resample([statistic], [None], samples=SAMPLES, seed=SEED)
+        return resampled
+
+    def result(self, row: Row, spec: str) -> Result:
+        """What is known of a model by document."""
+        return self._read(self._path(row, spec))
 
     def order(self, rows: dict[str, Row], spec: str, figure: str) -> Order:
         """Every pair of labelled rows; Holm's correction is over all of them."""
@@ -69,28 +121,58 @@ class Paired:
         Raises:
             UserError: a result is missing, damaged, of other microbatches or probes, or newer than the table.
         """
-        verdicts: list[Verdict] = []
+        return [one.verdict for one in self.compared_traces(pairs)]
+
+    def compared_traces(self, pairs: Sequence[tuple[Row, Row]]) -> list[of_traces.Comparison]:
+        """The same with differences, intervals and p-values."""
         rows = [row for pair in pairs for row in pair]
-        paths = [self.directory / curvature_result(row["run"], MeasuredModel(row["step"])) for row in rows]
-        results = [traces.read_result(_content(path), str(path)) for path in paths]
+        paths = [self.directory / curvature_result(row["run"], self._model(row)) for row in rows]
+        results = [of_traces.read_result(_content(path), str(path)) for path in paths]
         places = [(2 * index, 2 * index + 1) for index in range(len(pairs))]
-        for one in traces.compare(results, places, traces.TRACE, level=INTERVAL_LEVEL):
+        found = of_traces.compare(results, places, of_traces.TRACE, level=INTERVAL_LEVEL)
+        for one in found:
             for place, value in ((one.first, one.first_value), (one.second, one.second_value)):
                 _check(paths[place], rows[place], TRACE, value)
-            verdicts.append(one.verdict)
-        return verdicts
+        return found
 
     def order_of_traces(self, rows: dict[str, Row]) -> Order:
         """Every pair of labelled rows by their traces; Holm's correction is over all of them."""
         return _ordered(rows, self.traces)
 
+    @cached_property
+    def _models(self) -> dict[tuple[str, int, str | None], MeasuredModel]:
+        study = load_study(self.directory)
+        return {(run.name, model.step, model.average): model for run in study.runs for model in study.models_of(run)}
+
+    def _model(self, row: Row) -> MeasuredModel:
+        return self._models[row["run"], row["step"], row["average"]]
+
     def _path(self, row: Row, spec: str) -> Path:
-        return self.directory / quantization_result(row["run"], MeasuredModel(row["step"], row["average"]), spec)
+        return self.directory / quantization_result(row["run"], self._model(row), spec)
 
     def _read(self, path: Path) -> Result:
         if path not in self._results:
             self._results[path] = read_result(path)
         return self._results[path]
+
+
+def _fraction(result: Result, figure: str) -> tuple[Floats, Floats]:
+    """Numerator and denominator of the figure, each [D]."""
+    if result.measured.calibration:
+        raise ValueError("a study measures with one draw of the calibration text")
+    columns = result.measured.per_document
+    return fractions(*(np.asarray(columns[key], dtype=np.float64) for key in SUMS))[figure]
+
+
+def other_text(first: Result, second: Result) -> str | None:
+    """In what the evaluations of two results differ, so that they cannot be paired; None where they can."""
+    both = [result.spec.evaluation.model_dump() | {"dtype": result.spec.dtype} for result in (first, second)]
+    both = [
+        settings | {key: result.measured.per_document[key] for key in ("document", "tokens")}
+        for settings, result in zip(both, (first, second), strict=True)
+    ]
+    names = {"sha256": "the text", "document": "the documents", "tokens": "the documents' numbers of tokens"}
+    return next((names.get(key, key) for key, value in both[0].items() if value != both[1][key]), None)
 
 
 def _ordered(rows: dict[str, Row], verdicts: Callable[[list[tuple[Row, Row]]], list[Verdict]]) -> Order:

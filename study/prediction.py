@@ -1,29 +1,30 @@
 """The second-order prediction of the loss increase beside the measured one, at the end of training."""
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from pydantic import BaseModel, ValidationError
 from scipy.special import stdtr
 
 from ckpt_tools.holm import holm
 from curvature.slices.figure import with_error
-from study.canvas import Look, legend_above, logarithmic, looks_of, panels_of, save
+from study.canvas import NEUTRAL, Canvas, Look
 from study.layout import step_result
 from study.paired import Row
+from study.plots import DELTA, HALF, TRANSPOSED, Axis, Line, Mark, Panel, Plot, Point, Series, around, ends, logarithmic
 from study.settings import Study, spec_title
 from study.steps import INTERVAL_LEVEL
 from study.summary import RunSummary, last_rows, listed
+from study.trajectories import DIAGONAL, NATS
 from train.command import UserError
 
-WHOLE: Any = {"markersize": 6.5, "zorder": 4}
-BLOCK: Any = {"markersize": 4, "markerfacecolor": "white", "markeredgewidth": 0.8, "zorder": 3}
-BARS: Any = {"elinewidth": 0.7, "capsize": 0, "linestyle": "none"}
-NEUTRAL: Any = {"color": "#555555", "marker": "o", "linestyle": "none"}
+BARS: Any = {"colour": NEUTRAL, "line": "", "bar": 0.7, "cap": 0.0}
+WHOLE = Mark(size=6.5, order=4, **BARS)
+BLOCK = Mark(size=4, is_open=True, order=3, **BARS)
+SECOND_ORDER = f"g\N{MIDDLE DOT}{DELTA} + {HALF} {DELTA}{TRANSPOSED}H{DELTA}"
+FAINT = 0.33  # opacity of bars that cross each other
 SPREAD = 0.3  # of the room between two runs that the marks of one take up on either side
 MARGIN = 0.08  # of the range of the values, around them
 
@@ -66,85 +67,91 @@ def read_step_result(path: Path) -> Measured:
         raise UserError(f"{path} is no result of a quantization step; remove it and run the study again") from None
 
 
-def draw_prediction(study: Study, directory: Path, path: Path) -> None:
+def prediction_plot(canvas: Canvas, directory: Path) -> Plot:
     """Above, predicted against measured increase, on the line where they agree; below, what is left between them."""
-    specs, looks = study.quantization.by_block, looks_of(study)
-    figure, axes = panels_of(len(specs), height=7.6, rows=2, height_ratios=(3, 2))
-    for place, spec in enumerate(specs):
-        above, below = axes[place], axes[len(specs) + place]
-        results = {}
-        for run in study.runs:
-            result = directory / step_result(run, spec)
-            if result.exists():
-                results[run.name] = read_step_result(result)
-        drawn = [(look, results.get(run)) for run, look in looks.items()]
-        _draw_pairs(above, drawn)
-        above.set_title(spec_title(spec))
-        _draw_remainders(below, drawn)
-    whole = Line2D([], [], label="whole step", **(NEUTRAL | WHOLE))
-    block = Line2D([], [], label="step of one block alone", **(NEUTRAL | BLOCK))
-    equal = Line2D([], [], color="#555555", linestyle="--", linewidth=1, label="predicted = measured")
-    legend_above(figure, "peak learning rate", looks.values(), [whole, block, equal])
-    save(figure, path)
+    study = canvas.study
+    specs, runs = study.quantization.by_block, {run.name: run for run in study.runs}
+    above, below = [], []
+    for spec in specs:
+        results: dict[str, Measured] = {}
+        for name in canvas.looks:
+            path = directory / step_result(runs[name], spec)
+            if path.exists():
+                results[name] = read_step_result(path)
+        above.append(_pairs(canvas, results, spec_title(spec)))
+        below.append(_remainders(canvas, results))
+    keys = {
+        "whole step": replace(WHOLE, colour=NEUTRAL, marker="o"),
+        "step of one block alone": replace(BLOCK, colour=NEUTRAL, marker="o"),
+        "predicted = measured": DIAGONAL,
+    }
+    rows: Any = {"rows": 2, "row_heights": (3, 2), "height": 7.6}
+    return Plot(panels=(*above, *below), keys=keys, **rows, **canvas.legend)
 
 
-def _parts(measured: Measured | None) -> list[tuple[Part, dict[str, Any]]]:
-    """Every part with its style: blocks, then the whole."""
-    if measured is None:
-        return []
-    return [*((part, BLOCK) for part in measured.blocks.values()), (measured.whole, WHOLE)]
+def _parts(measured: Measured) -> list[tuple[str, Part]]:
+    """Every part with its name: blocks, then the whole."""
+    return [*measured.blocks.items(), ("whole", measured.whole)]
 
 
-def _bars(known: Known) -> list[list[float]]:
-    return [[known.mean - known.interval[0]], [known.interval[1] - known.mean]]
+def _series(look: Look, points: dict[str, Point], opacity: float) -> list[Series]:
+    """Marks of the blocks, and over them that of the whole."""
+    blocks = tuple(point for part, point in points.items() if part != "whole")
+    style: Any = {"colour": look.colour, "marker": look.marker, "opacity_of_bars": opacity}
+    return [
+        Series(replace(BLOCK, **style), blocks, look.label, "one block"),
+        Series(replace(WHOLE, **style), (points["whole"],), look.label, "whole step"),
+    ]
 
 
-def _draw_pairs(axis: Axes, drawn: Sequence[tuple[Look, Measured | None]]) -> None:
-    ends: list[float] = []
-    for look, measured in drawn:
-        for part, style in _parts(measured):
-            one, other = part.measured, part.predicted
-            bars: Any = {"xerr": _bars(one), "yerr": _bars(other), "ecolor": f"{look.colour}55"}
-            axis.errorbar([one.mean], [other.mean], fmt=look.marker, color=look.colour, **bars, **BARS, **style)
-            ends += [*one.interval, *other.interval]
-    axis.set_xlabel("measured loss increase (nats per token)")
-    axis.set_ylabel(r"$g\cdot\delta + \frac{1}{2}\,\delta^T H\,\delta$ (nats per token)")
-    if not ends:
-        return
-    if min(ends) > 0:
-        low, high = min(ends) / 1.2, max(ends) * 1.2
-        logarithmic(axis, "x")
-        logarithmic(axis, "y")
-    else:
-        margin = MARGIN * (max(ends) - min(ends))
-        low, high = min(ends) - margin, max(ends) + margin
-        axis.locator_params(nbins=6)
-    axis.axline((low, low), (high, high), color="#555555", linestyle="--", linewidth=1, zorder=1)
-    axis.set(xlim=(low, high), ylim=(low, high), aspect="equal")
-    for line in (axis.axhline, axis.axvline):
-        line(0, color="#999999", linewidth=0.8, zorder=0)
+def _pairs(canvas: Canvas, results: dict[str, Measured], title: str) -> Panel:
+    series: list[Series] = []
+    for name, measured in results.items():
+        points = {
+            part: Point(
+                x=known.measured.mean,
+                y=known.predicted.mean,
+                x_interval=known.measured.interval,
+                y_interval=known.predicted.interval,
+                facts={"part": part},
+            )
+            for part, known in _parts(measured)
+        }
+        series += _series(canvas.looks[name], points, FAINT)
+    x = Axis(title="measured loss increase", unit=NATS)
+    y = Axis(title="second-order prediction of it", unit=NATS, written=f"{SECOND_ORDER} ({NATS})")
+    drawn = [point for one in series for point in one.points]
+    values = [*ends(drawn, "x"), *ends(drawn, "y")]
+    zeros: tuple[Line, ...] = (Line(0.0), Line(0.0, "x"))
+    if values:
+        limits = around(values, MARGIN)
+        x, y = logarithmic(x, values), logarithmic(y, values)
+        if x.is_log:
+            limits, zeros = (min(values) / 1.2, max(values) * 1.2), ()
+        x, y = replace(x, limits=limits), replace(y, limits=limits)
+        series.append(Series(DIAGONAL, tuple(Point(x=end, y=end) for end in limits), is_data=False))
+    return Panel(x=x, y=y, series=tuple(series), title=title, lines=zeros, is_square=True)
 
 
-def _draw_remainders(axis: Axes, drawn: Sequence[tuple[Look, Measured | None]]) -> None:
-    ends: list[float] = []
-    for place, (look, measured) in enumerate(drawn):
-        parts = _parts(measured)
-        for index, (part, style) in enumerate(parts):
+def _remainders(canvas: Canvas, results: dict[str, Measured]) -> Panel:
+    series: list[Series] = []
+    ticks: list[tuple[float, str]] = []
+    for place, (name, look) in enumerate(canvas.looks.items()):
+        ticks.append((float(place), f"{look.label}\n{relative_text(results[name].whole) if name in results else ''}"))
+        if name not in results:
+            continue
+        points, parts = {}, _parts(results[name])
+        for index, (part, known) in enumerate(parts):
             offset = SPREAD * (2 * index / max(len(parts) - 1, 1) - 1)
-            bars: Any = {"yerr": _bars(part.remainder), "color": look.colour}
-            axis.errorbar([place + offset], [part.remainder.mean], fmt=look.marker, **bars, **BARS, **style)
-            ends += part.remainder.interval
-    axis.axhline(0, color="#999999", linewidth=0.8, zorder=0)
-    shown = [f"{look.label}\n{relative_text(measured.whole) if measured else ''}" for look, measured in drawn]
-    axis.set_xticks(range(len(drawn)), shown)
-    axis.set_xlim(-0.6, len(drawn) - 0.4)
-    axis.grid(visible=False, axis="x")
-    axis.set_xlabel("peak learning rate; below it predicted / measured - 1")
-    axis.set_ylabel("measured - predicted (nats per token)")
-    axis.ticklabel_format(axis="y", scilimits=(-3, 3))
-    if ends:
-        margin = MARGIN * (max(ends) - min(ends)) or 1.0
-        axis.set_ylim(min(ends) - margin, max(ends) + margin)
+            left = known.remainder
+            points[part] = Point(x=place + offset, y=left.mean, y_interval=left.interval, facts={"part": part})
+        series += _series(look, points, 1.0)
+    title = f"{canvas.study.heading}; below it predicted / measured - 1"
+    x = Axis(title=title, is_place=True, ticks=tuple(ticks), limits=(-0.6, len(ticks) - 0.4))
+    values = ends([point for one in series for point in one.points], "y")
+    limits = around(values, MARGIN) if values else (None, None)
+    y = Axis(title="measured - predicted", unit=NATS, limits=limits)
+    return Panel(x=x, y=y, series=tuple(series), lines=(Line(0.0),))
 
 
 def relative_text(whole: Part) -> str:
@@ -184,6 +191,7 @@ def step_findings(study: Study, summaries: list[RunSummary]) -> list[str]:
 def _sharpness(study: Study, spec: str, ends: dict[str, Row], column: str) -> str:
     """By Student's t of the ratio against 1, with Holm's correction over the runs."""
     found = {label: (row[column], row[f"{column}_standard_error"]) for label, row in ends.items()}
+    assert study.curvature is not None
     degrees = study.curvature.step_microbatches - 1
     p_values = [2 * float(stdtr(degrees, -_standardized(ratio - 1, error))) for ratio, error in found.values()]
     groups: dict[str, list[str]] = {"flatter than": [], "sharper than": [], "not told apart from": []}
@@ -191,9 +199,7 @@ def _sharpness(study: Study, spec: str, ends: dict[str, Row], column: str) -> st
         words = "not told apart from" if p > 1 - INTERVAL_LEVEL else "sharper than" if ratio > 1 else "flatter than"
         groups[words].append(f"{label} ({with_error(ratio, error)})")
     clauses = [
-        f"{words} a random step at peak learning rate{'s' if len(labels) > 1 else ''} {listed(labels)}"
-        for words, labels in groups.items()
-        if labels
+        f"{words} a random step at {study.heading} {listed(labels)}" for words, labels in groups.items() if labels
     ]
     return f"The step of {spec_title(spec)}, is {'; '.join(clauses)}."
 

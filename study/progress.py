@@ -8,8 +8,8 @@ from statistics import mean
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
+from study.commands import COMMAND_PROMPT, Step
 from study.ledger import Ledger
-from study.steps import COMMAND_PROMPT, Step, log_path
 from train.command import PLAIN_LINE_EVERY_SECONDS
 
 
@@ -32,10 +32,10 @@ class StudyProgress:
     """Counts steps; the ETA comes from what steps of the same kind took, in this run or an earlier one."""
 
     def __init__(self, name: str, steps: list[Step], workers: int, ledger: Ledger) -> None:
-        self.name, self.workers, self.directory = name, workers, ledger.directory
+        self.name, self.workers = name, workers
         self.open = {step.name: step for step in steps}
         self.total = len(steps)
-        self.running: dict[str, float] = {}
+        self.running: dict[str, tuple[float, Path]] = {}  # since when, and the log of the process
         self.took: dict[str, list[float]] = {}
         for step in steps:
             record = ledger.record(step)
@@ -73,7 +73,7 @@ class StudyProgress:
         for step in self.open.values():
             left = self.expected_seconds(step)
             if step.name in self.running:
-                left = max(left - (now - self.running[step.name]), 0.05 * left)
+                left = max(left - (now - self.running[step.name][0]), 0.05 * left)
             work += left * min(step.slots, self.workers)
             longest = max(longest, left)
         return max(work / self.workers, longest)
@@ -88,9 +88,9 @@ class StudyProgress:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def started(self, step: Step) -> None:
-        """A step begins."""
-        self.running[step.name] = time.monotonic()
+    def started(self, steps: list[Step], log: Path) -> None:
+        """A process begins that does the work of these steps."""
+        self.running |= {step.name: (time.monotonic(), log) for step in steps}
         self.refresh()
 
     def skipped(self, step: Step) -> None:
@@ -98,25 +98,29 @@ class StudyProgress:
         del self.open[step.name]
         self.refresh()
 
-    def finished(self, step: Step, seconds: float) -> None:
-        """A step ended well."""
-        del self.open[step.name], self.running[step.name]
-        self._learn(step, seconds)
+    def finished(self, steps: list[Step], seconds: float) -> None:
+        """A process ended; these steps of it are complete, and took so many seconds together."""
+        guessed = sum(step.expected_seconds for step in steps)
+        for step in steps:
+            del self.open[step.name], self.running[step.name]
+            self._learn(step, seconds * step.expected_seconds / guessed)
         if not self._bar:
-            self._print(f"{self._count()} {step.name}  {seconds:.1f} s  ETA {clock(self.eta_seconds())}")
+            more = f" and {len(steps) - 1} more" if len(steps) > 1 else ""
+            self._print(f"{self._count()} {steps[0].name}{more}  {seconds:.1f} s  ETA {clock(self.eta_seconds())}")
 
-    def failed(self, step: Step, line: str) -> None:
-        """A step ended badly; the others go on."""
-        del self.open[step.name], self.running[step.name]
+    def failed(self, steps: list[Step], line: str) -> None:
+        """Steps ended badly; the others go on."""
+        for step in steps:
+            del self.open[step.name], self.running[step.name]
         self._print(line)
 
     def refresh(self) -> None:
         """Updates the bar; without a terminal, shows what the running steps last said, every few seconds."""
         eta = clock(self.eta_seconds())
         if self._bar:
-            note = f"ETA {eta}  {', '.join(self.running)}"
+            logs = dict.fromkeys(log.stem for _, log in self.running.values())
+            note = f"ETA {eta}  {', '.join(logs)}"
             self._bar.update(self._task, completed=self.total - len(self.open), note=note)
         elif self.running and time.monotonic() - self._printed_at >= PLAIN_LINE_EVERY_SECONDS:
-            for name in self.running:
-                said = last_line(log_path(self.directory, self.open[name]))
-                self._print(f"{self._count()} {name}: {said}  (study ETA {eta})")
+            for log in dict.fromkeys(log for _, log in self.running.values()):
+                self._print(f"{self._count()} {log.stem}: {last_line(log)}  (study ETA {eta})")

@@ -1,15 +1,16 @@
-"""report.html: findings, tables, the figures and the commands behind every number, in one file without scripts."""
+"""report.html: findings, tables, the figures and the commands behind every number, in one self-contained file."""
 
-import base64
 from html import escape
 from pathlib import Path
 
 from quant_eval.statistics import METHOD
 from study.averages import average_findings
+from study.claims.page import claims_section
 from study.collect import read_table
 from study.figures import draw_all
 from study.methods import method_findings
-from study.mlflow_mirror import server_command
+from study.page import STYLE as FIGURE_STYLE
+from study.page import figures_section, policy, scripts
 from study.paired import Paired
 from study.prediction import step_findings
 from study.provenance import commands, settings_table
@@ -17,6 +18,7 @@ from study.settings import Study
 from study.steps import INTERVAL_LEVEL
 from study.summary import Rows, findings, summarize
 from study.tables import average_table, method_table, step_table, summary_table
+from study.tracking.store import server_command
 from train.run_directory import replaced_file
 
 REPORT = "report.html"
@@ -25,7 +27,7 @@ body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-
   max-width: 62rem; margin: 2.5rem auto; padding: 0 1.5rem; }
 h1 { font-size: 1.7rem; margin: 0 0 .2rem; } h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem; }
 .lead { color: #555; margin-top: 0; } figure { margin: 1.6rem 0; } img { width: 100%; height: auto; }
-img.narrow { max-width: 42rem; } figcaption, .note { color: #555; font-size: .87rem; max-width: 56rem; }
+figcaption, .note { color: #555; font-size: .87rem; max-width: 56rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .8rem 0; }
 th, td { text-align: right; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid #e4e4e4; vertical-align: top; }
 th:first-child, td:first-child, .wide tr + tr th:nth-child(2) { text-align: left; }
@@ -40,6 +42,8 @@ CAPTIONS = {
     "held-out text, bars are their intervals. Dotted, on the second axis: the learning rate as a share of its peak.",
     "kl_divergence": "The same as Kullback-Leibler divergence of the quantized from the full-precision distribution "
     "of the next token: it cannot change sign and varies less between documents than a difference of losses.",
+    "ends": "Quantization at the end of every run against what the study varies, the relative error of the loss above "
+    "and Kullback-Leibler divergence below; bars are intervals.",
     "validation_loss": "Validation loss against training tokens, in full precision; markers are checkpoints.",
     "averages": "Averages of weights beside the weights themselves: full-precision loss, and Kullback-Leibler "
     "divergence of the model with the fewest bits. Open markers, dashed: an average kept in training. Stars: soups, at "
@@ -74,19 +78,6 @@ CAPTIONS = {
 }
 
 
-def _figures(paths: dict[str, Path]) -> str:
-    parts = []
-    for name, path in paths.items():
-        data = base64.b64encode(path.read_bytes()).decode()
-        kind = ' class="narrow"' if name == "validation_loss" else ""
-        caption = escape(CAPTIONS[name])
-        parts.append(
-            f'<figure><img{kind} alt="{caption}" src="data:image/png;base64,{data}">'
-            f"<figcaption>{caption}</figcaption></figure>"
-        )
-    return "".join(parts)
-
-
 def write_report(directory: Path, study: Study) -> Path:
     """Draws the figures and writes report.html aside, then renames it."""
     rows: Rows = read_table(directory, study)
@@ -104,23 +95,26 @@ def write_report(directory: Path, study: Study) -> Path:
         "is over the runs, or pairs of runs, that a sentence speaks of, for each figure and method by itself: the "
         f"chance that any of them is told apart wrongly is held to {1 - INTERVAL_LEVEL:.0%}."
     )
+    figures = draw_all(directory, study, rows)
     page = f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(study.name)}: quantization along training</title><style>{STYLE}</style></head><body>
+<meta http-equiv="Content-Security-Policy" content="{policy()}">
+<title>{escape(study.name)}: quantization along training</title><style>{STYLE}{FIGURE_STYLE}</style></head><body>
 <h1>{escape(study.name)}</h1><p class="lead">{escape(study.description)}</p>
 <h2>What is seen</h2><ul>{sentences}</ul>
 {summary_table(study, summaries)}<p class="note">{escape(note)}</p>
 {method_table(study, summaries, method_findings(study, summaries, paired))}
 {average_table(study, rows)}
 {step_table(study, summaries, step_findings(study, summaries))}
-<h2>Figures</h2>{_figures(draw_all(directory, study, rows))}
+{figures_section(figures, CAPTIONS, directory)}
+{claims_section(study, rows, paired)}
 <h2>Settings</h2>{settings_table(directory, study)}
 <h2>Commands behind every number</h2>
 <p>To be run from the project's directory. The first line names this study and what its steps run with, the second
 repeats whatever is missing. Each result lies beside its
 model as result.json with its settings; table.parquet holds them all.</p>{commands(directory, study)}
 <h2>MLflow</h2><pre>{escape(server_command(directory.parent))}</pre>
-</body></html>
+{scripts(figures)}</body></html>
 """
     with replaced_file(directory / REPORT) as aside:
         aside.write_text(page, encoding="utf-8")

@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import IO
 
 from study import supervise
+from study.commands import COMMAND_PROMPT, ONLINE, Step, batches, here, log_path, resolve, shared
 from study.ledger import Ledger
 from study.progress import StudyProgress
-from study.steps import COMMAND_PROMPT, Step, log_path
 from train.command import UserError
 
 PROJECT = Path(__file__).resolve().parent.parent
 ORPHAN_SECONDS = 30.0  # supervise.py needs about 3 to end what a killed runner left
 ERROR_PREFIX = "error: "
+MODELS_PER_PROCESS = 12  # a process spends some seconds on its imports, as much as one tiny checkpoint takes
 
 
 class StepError(Exception):
@@ -35,15 +36,17 @@ class StepError(Exception):
 
 @dataclass(frozen=True)
 class _Running:
+    steps: list[Step]
     process: subprocess.Popen
     pidfd: int
+    log: Path
     log_start: int
-    fingerprint: str
+    fingerprints: dict[str, str]
     started_at: float
 
 
-def child_environment() -> dict[str, str]:
-    """What a step runs with: this project importable from anywhere, one thread, nothing that reaches the network."""
+def child_environment(kind: str) -> dict[str, str]:
+    """What a step runs with: this project importable from anywhere, one thread, no network unless it fetches."""
     path = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH"))))
     return os.environ | {
         "PYTHONPATH": path,
@@ -52,7 +55,7 @@ def child_environment() -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",  # the studies that run here are sized for cores, with or without a GPU beside them
         "RAYON_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
+        **({} if kind in ONLINE else {"HF_HUB_OFFLINE": "1"}),
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "DO_NOT_TRACK": "true",
     }
@@ -99,7 +102,7 @@ class Runner:
         self.directory, self.workers, self.lock_fd = directory, workers, lock_fd
         self.ledger = Ledger(directory, steps)
         self.pending = {step.name: step for step in steps}
-        self.running: dict[str, _Running] = {}
+        self.running: list[_Running] = []
         self.complete: set[str] = set()
         self.failures: dict[str, tuple[str, bool]] = {}  # step -> one line, and whether it is the step's own
         self.progress = StudyProgress(directory.name, steps, workers, self.ledger)
@@ -128,7 +131,9 @@ class Runner:
     def _slots(self, step: Step) -> int:
         return min(step.slots, self.workers)
 
-    def _start_ready(self) -> None:
+    def _ready(self) -> list[Step]:
+        """Steps that may start now; those that are complete already are ticked off."""
+        ready = []
         for step in list(self.pending.values()):
             if not self.complete.issuperset(step.after):
                 continue
@@ -136,18 +141,33 @@ class Runner:
                 del self.pending[step.name]
                 self.complete.add(step.name)
                 self.progress.skipped(step)
-                continue
-            free = self.workers - sum(self._slots(self.ledger.steps[name]) for name in self.running)
-            if self._slots(step) <= free:
-                del self.pending[step.name]
-                self._start(step)
+            else:
+                ready.append(step)
+        return ready
 
-    def _start(self, step: Step) -> None:
-        fingerprint = self.ledger.fingerprint(step)  # of what it reads now, before it runs
-        self.ledger.prepare(step)
-        log = log_path(self.directory, step)
+    def _start_ready(self) -> None:
+        ready = self._ready()
+        if not ready:
+            return
+        at_work = {step.name for running in self.running for step in running.steps}
+        # A process that a step could share is not started while what that step waits for is at work.
+        awaited = {step.process for step in self.pending.values() if step.models and at_work.intersection(step.after)}
+        for batch in batches([step for step in ready if step.process not in awaited], MODELS_PER_PROCESS, len(ready)):
+            free = self.workers - sum(self._slots(running.steps[0]) for running in self.running)
+            if self._slots(batch[0]) <= free:
+                for step in batch:
+                    del self.pending[step.name]
+                self._start(batch)
+
+    def _start(self, batch: list[Step]) -> None:
+        # of what they read now, before they run
+        fingerprints = {step.name: self.ledger.fingerprint(step) for step in batch}
+        for step in batch:
+            self.ledger.prepare(step)
+        first = batch[0]
+        log = log_path(self.directory, first)
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = step.argv(self.directory)
+        command = resolve(shared(batch), self.directory, here(first))
         with log.open("ab") as output:
             output.write(f"{COMMAND_PROMPT}{shlex.join(command)}\n".encode())
             output.flush()
@@ -157,50 +177,56 @@ class Runner:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=child_environment(),
+                env=child_environment(first.kind),
                 cwd=PROJECT,
                 pass_fds=[self.lock_fd],
                 start_new_session=True,  # a Ctrl-C reaches this process alone, which then ends them in order
             )
         pidfd = os.pidfd_open(process.pid)
-        self.running[step.name] = _Running(process, pidfd, start, fingerprint, time.monotonic())
-        self.progress.started(step)
+        self.running.append(_Running(batch, process, pidfd, log, start, fingerprints, time.monotonic()))
+        self.progress.started(batch, log)
 
     def _wait(self) -> None:
-        by_fd = {running.pidfd: name for name, running in self.running.items()}
+        by_fd = {running.pidfd: running for running in self.running}
         ready, _, _ = select.select(list(by_fd), [], [], self.progress.interval_seconds)
         for pidfd in ready:
-            self._finished(self.ledger.steps[by_fd[pidfd]])
+            self._finished(by_fd[pidfd])
         self.progress.refresh()
 
-    def _finished(self, step: Step) -> None:
-        running = self.running.pop(step.name)
+    def _finished(self, running: _Running) -> None:
+        self.running.remove(running)
         seconds = time.monotonic() - running.started_at
         status = running.process.wait()
         _close(running)
-        log = log_path(self.directory, step)
-        if status == 0 and self.ledger.outputs_exist(step):
-            self.ledger.finish(step, running.fingerprint, seconds)
+        # Outputs are written whole and were removed before: one that is there is the process's own, however it ended.
+        several = len(running.steps) > 1
+        made = [step for step in running.steps if status == 0 or (several and not step.resumes)]
+        made = [step for step in made if self.ledger.outputs_exist(step)]
+        for step in made:
+            self.ledger.finish(step, running.fingerprints[step.name], seconds / len(running.steps))
             self.complete.add(step.name)
-            self.progress.finished(step, seconds)
+        if made:
+            self.progress.finished(made, seconds)
+        failed = [step for step in running.steps if step not in made]
+        if not failed:
             return
-        reason = last_error(log, running.log_start) if status else None
+        reason = last_error(running.log, running.log_start) if status else None
         if status == 0:
-            missing = [output for output in step.outputs if not (self.directory / output).is_file()]
-            why = f"it ended well but left no {missing[0]}; remove what it left and run again"
+            missing = next(name for name in failed[0].outputs if not (self.directory / name).is_file())
+            why = f"it ended well but left no {missing}; remove what it left and run again"
         else:
             why = reason or f"it ended with status {status}; read the log"
-        line = f"step {step.name} failed, log {log}: {why}"
-        self.failures[step.name] = (line, reason is not None)
-        self.progress.failed(step, line)
+        line = f"step {failed[0].name} failed, log {running.log}: {why}"
+        self.failures |= {step.name: (line, reason is not None) for step in failed}
+        self.progress.failed(failed, line)
 
     def _end_running(self) -> None:
         """Closing its standard input makes supervise.py end the step; all at once, then each awaited."""
-        for running in self.running.values():
+        for running in self.running:
             stdin: IO[bytes] | None = running.process.stdin
             assert stdin is not None
             stdin.close()
-        for running in self.running.values():
+        for running in self.running:
             running.process.wait()
             _close(running)
         self.running.clear()

@@ -1,26 +1,20 @@
-"""What a study is: its runs and what is measured of them, resolved. The content of study.json."""
+"""What a study is: its text, its runs and what is measured of them, resolved. The content of study.json."""
 
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from quant_eval.specs import parse_spec
+from study.released import ReleasedRun
+from study.text import PreparedText, StandardLibrary, TokenFiles
 from train.command import UserError, explain_validation
 from train.config import RunConfig, dump_run, load_run
-from train.frozen import NAME_PATTERN, Frozen
+from train.frozen import NAME_PATTERN, Frozen, fingerprint
 from train.run_directory import RunDirectory, write_json
 
 ORDERS = {"actorder": "activation order", "groupaware": "group-aware order"}
-
-
-class CorpusSettings(Frozen):
-    """The text of the running interpreter's standard library and the tokenizer trained on it."""
-
-    vocab_size: int = Field(gt=256, description="tokens of the byte-level BPE, end-of-text and 256 bytes included")
-    held_out_percent: int = Field(gt=0, lt=100, description="share of the files kept for measuring")
-    held_out_characters: int = Field(gt=0, description="kept of each held-out file")
 
 
 class QuantizationSettings(Frozen):
@@ -36,6 +30,7 @@ class QuantizationSettings(Frozen):
     calibration_sequences: int = Field(ge=1)
     eval_tokens: int = Field(ge=1, description="predicted tokens behind each loss")
     block_tokens: int = Field(ge=1, description="the same block by block: with B blocks 2 B + 1 losses are measured")
+    dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="of the full and the quantized model alike")
 
     @property
     def at_the_end(self) -> tuple[str, ...]:
@@ -72,6 +67,10 @@ class CurvatureSettings(Frozen):
     step_microbatches: int = Field(ge=2, description="behind every figure of a quantization step")
     slice_grid: int = Field(ge=3, description="points along either axis of a slice")
     slice_sequences: int = Field(ge=2, description="sequences that every loss of a slice is over")
+    dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="of the products' matrices")
+    sharding: Literal["none", "fsdp"] = Field(default="none", description="what ranks share: the pairs, or the model")
+    vectors: Literal["device", "host"] = Field(default="device", description="where vectors over all weights lie")
+    checkpointing: bool = Field(default=False, description="keep only the blocks' inputs: slower, far less memory")
 
 
 class SoupSettings(Frozen):
@@ -93,67 +92,150 @@ class MeasuredModel(NamedTuple):
     step: int
     average: str | None = None  # its name: lawa5x500 of one kept in training, or the soup's
     soup_of: tuple[int, ...] = ()  # the steps whose exports a soup averages
+    revision: str | None = None  # of a released model: its name there
+
+
+class Varied(Frozen):
+    """The quantity that a study sweeps, for the figure of final errors against it."""
+
+    name: str = Field(description="such as 'weight decay'")
+    unit: str = ""
+    scale: Literal["log", "linear"] = "log"
+    values: dict[str, float] = Field(description="by the name of the run; positive on a logarithmic axis")
+    groups: dict[str, str] = Field(default={}, description="line that a run belongs to, such as 'cosine'; none: one")
+
+    @model_validator(mode="after")
+    def _has_a_place(self) -> Self:
+        outside = [name for name, value in self.values.items() if value <= 0 and self.scale == "log"]
+        if outside:
+            raise ValueError(f"{self.name} of {outside[0]} has no place on a logarithmic axis; make it linear")
+        return self
+
+
+def _whose(run: Any) -> str:
+    known = run if isinstance(run, dict) else dict(run)
+    return "released" if "revisions" in known else "trained"
+
+
+Run = Annotated[
+    Annotated[RunConfig, Tag("trained")] | Annotated[ReleasedRun, Tag("released")], Discriminator(_whose)
+]  # so that what is wrong with a run is said of that kind of run alone
 
 
 class Study(Frozen):
-    """One study, resolved: what is trained and what is measured at every checkpoint. The content of study.json."""
+    """One study, resolved: what is trained and what is measured at every checkpoint. The content of study.json.
+
+    A run is trained here, from scratch or from a checkpoint of another run of the study (`branch_from`), or it is a
+    stage of a released model.
+    """
 
     name: str = Field(pattern=NAME_PATTERN)
     description: str
-    ranks: int = Field(gt=0, description="processes of one training run")
-    corpus: CorpusSettings
+    sources: tuple[str, ...] = Field(default=(), description="where the recipe's figures come from")
+    ranks: int = Field(gt=0, description="processes of one training run on one machine")
+    text: Annotated[StandardLibrary | PreparedText | TokenFiles, Field(discriminator="kind")]
     settings: tuple[str, ...] = Field(default=(), description="key.path=value, applied to every run of the recipe")
-    runs: tuple[RunConfig, ...] = Field(min_length=1)
+    runs: tuple[Run, ...] = Field(min_length=1)
+    heading: str = Field(default="peak learning rate", description="what tells the runs apart in legends")
+    labels: dict[str, str] = Field(default={}, description="of runs, by name; default: the peak learning rate")
+    varied: Varied | None = None
     quantization: QuantizationSettings
-    curvature: CurvatureSettings
+    curvature: CurvatureSettings | None = Field(default=None, description="None: not measured")
     averaged_steps: tuple[int, ...] = Field(
         default=(), description="steps at which the averages kept in training are quantized; curvature is not measured"
     )
-    soups: tuple[SoupSettings, ...] = Field(default=(), description="made of each run, and quantized")
+    soups: tuple[SoupSettings, ...] = Field(default=(), description="made of each run that saves their steps")
+
+    @property
+    def trained(self) -> tuple[RunConfig, ...]:
+        """The runs that the study trains itself."""
+        return tuple(run for run in self.runs if isinstance(run, RunConfig))
 
     @model_validator(mode="after")
     def _unique(self) -> Self:
         names = [run.name for run in self.runs]
         if len(set(names)) != len(names):
             raise ValueError(f"two runs share a name among {', '.join(names)}")
-        soups = [soup.name for soup in self.soups]
-        for run in self.runs:
-            averages = [*soups, *(average.name for average in run.averages)]
-            if len(set(averages)) != len(averages):
-                raise ValueError(f"two averages of run {run.name} share a name among {', '.join(averages)}")
-            for soup in self.soups:
-                if not set(soup.steps) <= set(run.save_steps):
-                    missing = min(set(soup.steps) - set(run.save_steps))
-                    raise ValueError(f"{soup.name} takes in step {missing}, run {run.name} saves none there")
-            if run.model.family != "olmo2":
-                raise ValueError(f"run {run.name} trains {run.model.family}; a study measures olmo2 alone")
-            unsaved = sorted(set(self.averaged_steps) - set(run.save_steps)) if run.averages else []
-            if self.quantization.by_block and len(run.save_steps) < 2:
-                raise ValueError(f"run {run.name} saves one checkpoint, a slice goes through the last two; save more")
-            if unsaved:
-                raise ValueError(f"averages are to be measured at step {unsaved[0]}, run {run.name} saves none there")
+        unknown = sorted({*self.labels, *(self.varied.values if self.varied else ())} - set(names))
+        if unknown:
+            raise ValueError(f"{unknown[0]} is labelled, but no run has that name")
+        labels = [self.label_of(run) for run in self.runs]
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"two runs share a label among {', '.join(labels)}; say in labels what tells them apart")
+        saved = {step for run in self.trained for step in run.save_steps}
+        if not set(self.averaged_steps) <= saved:
+            unsaved = min(set(self.averaged_steps) - saved)
+            raise ValueError(f"averages are to be measured at step {unsaved}, no run saves one there")
+        if self.quantization.by_block and not self.curvature:
+            raise ValueError("by_block measures curvature along the steps; give curvature, or leave by_block out")
+        if self.trained and (isinstance(self.text, TokenFiles) or getattr(self.text, "train", self) is None):
+            raise ValueError(f"run {self.trained[0].name} is trained, but the text names no training file; give one")
+        for soup in self.soups:
+            if not any(self.has_soup(run, soup) for run in self.trained):
+                raise ValueError(f"{soup.name} takes in steps {list(soup.steps)}, which no run saves all; correct them")
+        for run in self.trained:
+            self._check_run(run)
         return self
 
-    def models_of(self, run: RunConfig) -> list[MeasuredModel]:
+    def _check_run(self, run: RunConfig) -> None:
+        averages = [
+            *(soup.name for soup in self.soups if self.has_soup(run, soup)),
+            *(average.name for average in run.averages),
+        ]
+        if len(set(averages)) != len(averages):
+            raise ValueError(f"two averages of run {run.name} share a name among {', '.join(averages)}")
+        if self.quantization.by_block and len(run.save_steps) < 2:
+            raise ValueError(f"run {run.name} saves one checkpoint, a slice goes through the last two; save more")
+        if run.branch_from:
+            parent = self.parent_of(run)
+            if parent.branch_from:
+                raise ValueError(f"{run.name} branches from {parent.name}, a branch itself; branch from its parent")
+            if run.branch_from.step not in parent.save_steps:
+                raise ValueError(f"{run.name} branches at step {run.branch_from.step}, {parent.name} saves none there")
+            if run.branch_from.fingerprint != fingerprint(parent):
+                raise ValueError(f"{run.name} names another fingerprint than that of its parent {parent.name}")
+
+    def has_soup(self, run: RunConfig, soup: SoupSettings) -> bool:
+        """Whether the soup is made of this run: it saves all its steps."""
+        return set(soup.steps) <= set(run.save_steps)
+
+    def parent_of(self, run: RunConfig) -> RunConfig:
+        """The run of this study that `run` branches from; ValueError if there is none."""
+        assert run.branch_from
+        for parent in self.trained:
+            if run.branch_from.run == f"../{parent.name}":
+                return parent
+        raise ValueError(f"{run.name} branches from {run.branch_from.run}, which is no run of the study")
+
+    def models_of(self, run: RunConfig | ReleasedRun) -> list[MeasuredModel]:
         """Every model of the run that is measured, by rising step; averages follow the weights of their last step."""
+        if isinstance(run, ReleasedRun):
+            return [MeasuredModel(revision.step, revision=revision.name) for revision in run.revisions]
         models = []
         for step in run.save_steps:
             models.append(MeasuredModel(step))
             if step in self.averaged_steps:
                 models += [MeasuredModel(step, average.name) for average in run.averages]
-            models += [MeasuredModel(step, soup.name, soup.steps) for soup in self.soups if soup.steps[-1] == step]
+            models += [
+                MeasuredModel(step, soup.name, soup.steps)
+                for soup in self.soups
+                if soup.steps[-1] == step and self.has_soup(run, soup)
+            ]
         return models
 
-    def label_of(self, run: RunConfig) -> str:
-        """The run's peak learning rate; its name where another run has the same peak."""
-        peaks = [other.optimizer.peak_lr for other in self.runs]
+    def label_of(self, run: RunConfig | ReleasedRun) -> str:
+        """What the run is called in legends: by default its peak learning rate, its name where another has the same."""
+        if run.name in self.labels or isinstance(run, ReleasedRun):
+            return self.labels.get(run.name, run.name)
+        peaks = [other.optimizer.peak_lr for other in self.trained]
         peak = run.optimizer.peak_lr
         return f"{peak:g}" if peaks.count(peak) == 1 else run.name
 
-    def specs_of(self, run: RunConfig, model: MeasuredModel) -> tuple[str, ...]:
+    def specs_of(self, run: RunConfig | ReleasedRun, model: MeasuredModel) -> tuple[str, ...]:
         """What a model of the run is quantized with: the weights at the end of training with every method."""
         settings = self.quantization
-        return settings.at_the_end if model == MeasuredModel(run.total_steps) else settings.specs
+        at_the_end = model.average is None and model.step == run.total_steps
+        return settings.at_the_end if at_the_end else settings.specs
 
 
 def spec_title(spec: str) -> str:
@@ -203,9 +285,9 @@ def load_study(directory: Path) -> Study:
 
 def write_run_configurations(directory: Path, study: Study) -> None:
     """Writes RUN/run.json of every run; UserError where a name already belongs to another configuration."""
-    paths = {run.name: RunDirectory(directory / run.name).run_json for run in study.runs}
-    missing = [run for run in study.runs if not paths[run.name].exists()]
-    for run in study.runs:
+    paths = {run.name: RunDirectory(directory / run.name).run_json for run in study.trained}
+    missing = [run for run in study.trained if not paths[run.name].exists()]
+    for run in study.trained:
         path = paths[run.name]
         if run not in missing and load_run(path) != run:
             raise UserError(

@@ -36,10 +36,10 @@ def table_row(cells: Sequence[str], tag: str = "td") -> str:
 
 
 def summary_table(study: Study, summaries: list[RunSummary]) -> str:
-    """One row per learning rate."""
+    """One row per end of training."""
     specs = study.quantization.specs
     above = "".join(f'<th colspan="2">{escape(spec_title(spec))}</th>' for spec in specs)
-    head = ["peak learning rate", "final loss, nats per token", *["error before the anneal", "after it"] * len(specs)]
+    head = [study.heading, "final loss, nats per token", *["error before the anneal", "after it"] * len(specs)]
     columns = [f"quant/{spec}/relative_error" for spec in specs]
     found = {
         column: [estimate(row, column) for summary in summaries for row in (summary.first, summary.last)]
@@ -58,14 +58,14 @@ def summary_table(study: Study, summaries: list[RunSummary]) -> str:
 
 
 def average_table(study: Study, rows: Rows) -> str:
-    """Per learning rate and compared step: a row of the weights, and one of each average of weights up to there."""
+    """Per run and compared step: a row of the weights, and one of each average of weights up to there."""
     compared = compare(study, rows)
     if not compared:
         return ""
     specs = study.quantization.specs
     columns = compared_columns(study)
     above = "".join(f'<th colspan="3">{escape(spec_title(spec))}</th>' for spec in specs)
-    head = ["peak learning rate", "weights", "loss", *["quantized loss", "error", "KL divergence"] * len(specs)]
+    head = [study.heading, "weights", "loss", *["quantized loss", "error", "KL divergence"] * len(specs)]
     digits = {
         column: _percent_digits([one.estimates[column] for one in compared])
         for column in columns
@@ -103,7 +103,7 @@ def method_table(study: Study, summaries: list[RunSummary], sentences: Sequence[
     return (
         "<h2>Methods at the end of training</h2>"
         f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
-        "<p>KL divergence in nats per token, by peak learning rate.</p>"
+        f"<p>KL divergence in nats per token, by {escape(study.heading)}.</p>"
         f'<table class="wide"><thead><tr><th>method</th>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
     )
 
@@ -133,7 +133,7 @@ def step_table(study: Study, summaries: list[RunSummary], sentences: Sequence[st
                 cells += _estimate(estimate(row, f"{column}/{figure}"), digits[figure], scale=1000)
             cells += "".join(_estimate(estimate(row, f"{column}/{figure}"), digits=2) for figure in ratios)
             body.append(f"<tr>{cells}</tr>")
-    head = ["peak learning rate", "quantization", *terms.values(), *ratios.values()]
+    head = [study.heading, "quantization", *terms.values(), *ratios.values()]
     above = f'<th colspan="{len(terms)}">thousandths of a nat per token</th><th colspan="{len(ratios)}">curvature</th>'
     thead = f"<tr><th></th><th></th>{above}</tr>{table_row(head, 'th')}"
     return (

@@ -26,6 +26,9 @@ def prepare(
     ] = None,
     dataset_config: Annotated[str | None, typer.Option(help="configuration of the dataset")] = None,
     split: Annotated[str, typer.Option(help="split of the dataset")] = "train",
+    files: Annotated[
+        str | None, typer.Option(metavar="N|N-M", help="only these of the dataset's files, counted from 1")
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="processes; each source is read by one of them")] = 1,
     shard: Annotated[
         str | None, typer.Option(metavar="I/N", help="only the I-th of N parts of the sources, for 'merge'")
@@ -36,6 +39,7 @@ def prepare(
     Examples: python -m train prepare books.jsonl --tokenizer tokenizer --out data/train
     python -m train prepare --dataset HuggingFaceFW/fineweb-edu --dataset-config sample-10BT --tokenizer tokenizer
     --out data/train --workers 8 --shard 1/4
+    python -m train prepare --dataset allenai/c4 --dataset-config en --files 2 --tokenizer tokenizer --out data/c4
     """
     from train.documents import dataset_parts
     from train.prepare import prepare as prepare_tokens
@@ -43,9 +47,9 @@ def prepare(
 
     if bool(sources) == bool(dataset):
         raise UserError("give either files or --dataset; see python -m train prepare --help")
-    if not dataset and (dataset_config or split != "train"):
-        raise UserError("--dataset-config and --split belong to --dataset; leave them out")
-    found = dataset_parts(dataset, dataset_config, split, key) if dataset else sources or []
+    if not dataset and (dataset_config or split != "train" or files is not None):
+        raise UserError("--dataset-config, --split and --files belong to --dataset; leave them out")
+    found = dataset_parts(dataset, dataset_config, split, key, files) if dataset else sources or []
     part = parse_shard(shard) if shard else None
     manifest = prepare_tokens(found, tokenizer, out, key=key, workers=workers, shard=part)
     typer.echo(f"{out}: {manifest.tokens} tokens in {manifest.documents} documents")

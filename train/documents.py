@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -69,13 +70,38 @@ def _stream(dataset: str, config: str | None, split: str) -> Any:
         raise UserError(f"dataset {dataset}: {reason}; correct --dataset, --dataset-config or --split") from None
 
 
-def dataset_parts(dataset: str, config: str | None, split: str, key: str) -> list[DatasetPart]:
-    """A split of a dataset as the files it consists of, read as a stream; UserError if it cannot be opened."""
+def dataset_parts(
+    dataset: str, config: str | None, split: str, key: str, files: str | None = None
+) -> list[DatasetPart]:
+    """A split of a dataset as the files it consists of, read as a stream.
+
+    Args:
+        dataset: on the hub, or a directory.
+        config: of the dataset.
+        split: of the dataset.
+        key: column that holds the text.
+        files: numbers of the wanted files in the dataset's own order, from 1, such as '2' or '1-8'; None: all.
+
+    Raises:
+        UserError: it cannot be opened, or has no such files.
+    """
     parts = int(_stream(dataset, config, split).num_shards)
     return [
-        DatasetPart(dataset=dataset, config=config, split=split, index=index, parts=parts, key=key)
-        for index in range(parts)
+        DatasetPart(dataset=dataset, config=config, split=split, index=number - 1, parts=parts, key=key)
+        for number in _numbers(files, parts)
     ]
+
+
+def _numbers(files: str | None, parts: int) -> range:
+    if files is None:
+        return range(1, parts + 1)
+    found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", files, re.ASCII)
+    if not found:
+        raise UserError(f"--files {files} is no range; give a number such as 2, or the first and the last as 1-8")
+    first, last = int(found[1]), int(found[2] or found[1])
+    if not 1 <= first <= last <= parts:
+        raise UserError(f"--files {files}: the dataset has files 1 to {parts}; give some of them, the first one first")
+    return range(first, last + 1)
 
 
 def read_documents(source: Path, key: str = "text") -> Iterator[str]:

@@ -19,6 +19,7 @@ TRACKED_PACKAGES = (
     *("numpy", "mlflow", "gptqmodel", "llmcompressor", "bitsandbytes", "lm-eval"),
 )
 TRAINED = "learning_rate"  # every row of an update has it, of a skipped one as well
+ROW_KEYS = {"step", "tokens", "attempt", "time"}  # say when and where a row was written; all others are figures
 
 
 def environment() -> dict[str, Any]:
@@ -44,10 +45,17 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": versions,
         "host": socket.gethostname(),
+        "slurm_job": _slurm_job(),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def _slurm_job() -> str | None:
+    """The job as squeue names it: of an array JOB_TASK; None outside SLURM."""
+    array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
 
 
 def attempts(environment_json: Path) -> list[dict[str, Any]]:
@@ -106,13 +114,14 @@ class MetricsWriter:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """One row per step, rising. A torn last line is left out.
+def surviving_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows in the order of the file, each figure of a step once. A torn last line is left out.
 
     Of a step that several attempts trained the last attempt's values count, and none of the others', whatever the order
     of the lines: an orphan of an earlier attempt may have written after it.
     """
-    rows: dict[int, dict[int, dict[str, Any]]] = {}  # by step and attempt
+    rows: list[dict[str, Any]] = []
+    places: dict[int, list[tuple[int, int]]] = {}  # by step: attempt and index of its rows
     try:
         text = path.read_text() if path.exists() else ""
     except UnicodeDecodeError:
@@ -121,17 +130,29 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if line.endswith("\n"):
             try:
                 row = json.loads(line)
-                rows.setdefault(row["step"], {}).setdefault(row.get("attempt", 0), {}).update(row)
+                places.setdefault(row["step"], []).append((row.get("attempt", 0), len(rows)))
+                rows.append(row)
             except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
                 raise UserError(f"{path}: '{line[:60].strip()}' is no row of metrics; remove that line") from None
-    return [_merged(rows[step]) for step in sorted(rows)]
+    for of_step in places.values():
+        if len(of_step) > 1:
+            _strip(rows, of_step)
+    return [row for row in rows if row.keys() - ROW_KEYS]
 
 
-def _merged(by_attempt: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """The row of a step from those of all attempts: from the last one that trained it on."""
-    trained = max((attempt for attempt, row in by_attempt.items() if TRAINED in row), default=0)
-    merged: dict[str, Any] = {}
-    for attempt in sorted(by_attempt):
-        if attempt >= trained:
-            merged |= by_attempt[attempt]
-    return merged
+def _strip(rows: list[dict[str, Any]], of_step: list[tuple[int, int]]) -> None:
+    """Takes from the rows of a step what a later attempt, or a later line of the same one, said anew."""
+    trained = max((attempt for attempt, index in of_step if TRAINED in rows[index]), default=0)
+    said: set[str] = set()
+    for attempt, index in sorted(of_step, reverse=True):
+        kept = rows[index].keys() - said - ROW_KEYS if attempt >= trained else set()
+        said |= kept
+        rows[index] = {key: value for key, value in rows[index].items() if key in ROW_KEYS or key in kept}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """One row per step, rising: what `surviving_rows` says of it."""
+    merged: dict[int, dict[str, Any]] = {}
+    for row in sorted(surviving_rows(path), key=lambda row: (row["step"], row.get("attempt", 0))):
+        merged.setdefault(row["step"], {}).update(row)
+    return list(merged.values())

@@ -140,6 +140,7 @@ def _write_results(directory: Path, study: Study, run: RunConfig, model: Measure
         return
     trace = 900 * (run.optimizer.peak_lr / 1e-3) ** -0.4 * (1.8 - learning_rate(run, step) / run.optimizer.peak_lr)
     hf = directory / hf_directory(run.name, model)
+    assert study.curvature
     content = curvature_content(hf, trace, loss + 0.01, study.curvature.pairs, is_converged=step % 120 != 0)
     _write(directory / curvature_result(run.name, model), content)
     if step == run.total_steps:
@@ -154,7 +155,8 @@ def _write_end(directory: Path, study: Study, run: RunConfig, loss: float) -> No
         result = result_of(hf, spec, per_document(loss, increase, 1.1 * increase))
         write_blocks(directory / blocks_result(run, spec), result)
         _write(directory / step_result(run, spec), step_content(increase))
-    _write(directory / slice_result(run, study.quantization.by_block[0]), slice_content(loss))
+    for spec in study.quantization.by_block[:1]:
+        _write(directory / slice_result(run, spec), slice_content(loss))
 
 
 def _write_metrics(directory: RunDirectory, run: RunConfig) -> None:
@@ -184,7 +186,7 @@ def write_study(directory: Path, study: Study) -> Path:
     """A study directory with every file that collect, the report and MLflow read."""
     save_study(directory, study)
     write_run_configurations(directory, study)
-    for run in study.runs:
+    for run in study.trained:
         run_directory = RunDirectory(directory / run.name)
         for model in study.models_of(run):
             step = model.step

@@ -23,9 +23,11 @@ def study_command(*arguments: str) -> subprocess.CompletedProcess:
         (["run", "tinny"], "no recipe 'tinny'"),
         (["run", "tiny", "--profile", "huge"], "no profile 'huge'"),
         (["run", "tiny", "--set", "engin=deepspeed"], "no such key"),
-        (["show", "tiny", "--set", "save_steps=[640]"], "soup-stable takes in step 192, run lr1e-3 saves none there"),
-        (["show", "tiny", "--set", "engine=deepspeed", "--set", "model.family=llama"], "measures olmo2 alone"),
-        (["status", "tiny-smoke", "--set", "engine=deepspeed"], "--set belongs to a recipe (tiny)"),
+        (["show", "tiny", "--set", "save_steps=[640]"], "averages are to be measured at step 192"),
+        (["show", "tiny", "--set", "model.family=llama"], "the megatron engine trains olmo2, not llama"),
+        (["status", "../tiny", "--root", "runs"], "is no name of a study"),
+        (["run", "$(touch x)"], "is no name of a study"),
+        (["status", "tiny-smoke", "--set", "engine=deepspeed"], "--set belongs to a recipe, see"),
         (["status", "absent", "--root", "/nonexistent"], "does not exist"),
         (["collect", "tiny", "--root", "/nonexistent"], "does not exist"),
         (["report", "tiny", "--root", "/nonexistent"], "does not exist"),
@@ -52,7 +54,7 @@ def test_list_show_and_status(study_dir, study):
     status = study_command("status", "tiny", "--root", str(study_dir.parent))
     # results alone do not make a step complete: nothing says which command left them
     assert "train      0/4" in status.stdout
-    assert f"0/46 steps complete in {study_dir}" in status.stdout
+    assert f"0/210 steps complete in {study_dir}" in status.stdout
 
 
 def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):

@@ -2,18 +2,14 @@
 
 import json
 
-import pytest
-from matplotlib.axes import Axes
-
-from study import methods
-from study.canvas import looks_of
-from study.methods import draw_methods, method_findings, order_clause, shown_methods
+from study.canvas import Canvas
+from study.methods import method_findings, methods_plot, order_clause, shown_methods
 from study.paired import Order, Paired, Verdict
 from study.summary import summarize
 from tests.study.synthetic import change_losses, table_of
 
 LABELS = ("0.001", "0.003", "0.01", "0.03")
-HEAD = "keeps the order of the peak learning rates that GPTQ, 3 bits, groups of 32, shows at the end of training"
+HEAD = "keeps the order by peak learning rate that GPTQ, 3 bits, groups of 32, shows at the end of training"
 
 
 def losses_of(directory, run: str, spec: str) -> dict[str, list]:
@@ -86,32 +82,21 @@ def test_pairs_are_counted_by_what_both_methods_say():
     assert order_clause(known, dict.fromkeys(known, verdicts[2]), "it").startswith("for 0 of 6 pairs told apart")
 
 
-def test_the_figure_holds_every_method_of_every_run_in_its_look(study_dir, study, monkeypatch):
-    drawn: list = []
-    monkeypatch.setattr(methods, "save", lambda figure, path: drawn.append(figure))
+def test_the_figure_holds_every_method_of_every_run_in_its_look(study_dir, study):
     (study_dir / "lr3e-2/hf/step00000640/quant/awq-b3-g32/result.json").unlink()
     rows = table_of(study_dir, study)
-    draw_methods(study, rows, study_dir / "methods.png")
-    looks = {(look.colour, look.marker): run for run, look in looks_of(study).items()}
+    canvas = Canvas(study, rows)
+    looks = {(look.colour, look.marker): run for run, look in canvas.looks.items()}
     specs = shown_methods(study)
     assert len(specs) == 6
-    left, right = drawn[0].axes
-    assert left.get_xscale() == "log"
-    for axis, figure in ((left, "kl_divergence"), (right, "relative_error")):
-        found = marks_of(axis)
+    (_, left), (_, right) = methods_plot(canvas).shown
+    assert left.x.is_log
+    for panel, figure in ((left, "kl_divergence"), (right, "relative_error")):
+        found = [(series.mark, point) for series in panel.series for point in series.points]
         assert len(found) == 6 * 4 - 1
-        for (colour, marker, value, place), (low, high) in found:
-            spec, run = specs[round(place)], looks[colour, marker]
+        for mark, point in found:
+            spec, run = specs[round(point.y)], looks[mark.colour, mark.marker]
             row = next(row for row in rows if (row["run"], row["step"], row["average"]) == (run, 640, None))
-            assert abs(place - round(place)) < 0.5, "it lies on another method's line"
-            assert value == row[f"quant/{spec}/{figure}"]
-            assert [low, high] == pytest.approx([row[f"quant/{spec}/{figure}_{end}"] for end in ("low", "high")])
-
-
-def marks_of(axis: Axes) -> list[tuple[tuple[str, str, float, float], tuple[float, float]]]:
-    marks = []
-    for line, _, (bars,) in axis.containers:
-        (value,), (place,) = line.get_xdata(), line.get_ydata()
-        ends = bars.get_segments()[0][:, 0]
-        marks.append(((line.get_color(), line.get_marker(), value, place), (min(ends), max(ends))))
-    return marks
+            assert abs(point.y - round(point.y)) < 0.5, "it lies on another method's line"
+            assert point.x == row[f"quant/{spec}/{figure}"]
+            assert point.x_interval == tuple(row[f"quant/{spec}/{figure}_{end}"] for end in ("low", "high"))

@@ -5,13 +5,16 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import ttest_rel
+from scipy.stats import ttest_1samp, ttest_rel
 
 from ckpt_tools.holm import holm
 from study.collect import trained
+from study.layout import quantization_result
 from study.paired import Order, Paired, Verdict
+from study.released import ReleasedRevision, ReleasedRun
+from study.settings import MeasuredModel, save_study
 from study.summary import anneal_finding, findings, loss_finding, order_finding, summarize
-from tests.study.synthetic import change_losses, table_of
+from tests.study.synthetic import change_losses, per_document, result_of, table_of
 from train.command import UserError
 from train.run_directory import write_json
 
@@ -87,35 +90,43 @@ SAME: Verdict = "not told apart"
 
 def test_orders_are_said_as_far_as_pairs_are_told_apart():
     head = "At the end of training, it "
-    assert order_finding(order_of("abc", "higher", SAME, "higher"), "it").startswith(f"{head}rises with every step")
-    assert order_finding(order_of("abc", "lower", "lower", "lower"), "it").startswith(f"{head}falls with every step")
-    assert (
-        order_finding(order_of("abc", SAME, SAME, SAME), "it")
-        == f"{head}does not tell any two peak learning rates apart."
+    assert order_finding(order_of("abc", "higher", SAME, "higher"), "it", "peak").startswith(
+        f"{head}rises with every step"
     )
-    mixed = order_finding(order_of("abc", "higher", "lower", SAME), "it")
-    assert (
-        mixed == f"{head}orders these peak learning rates: a below b and c below a; the other pairs are not told apart."
+    assert order_finding(order_of("abc", "lower", "lower", "lower"), "it", "peak").startswith(
+        f"{head}falls with every step"
     )
-    full = order_finding(order_of("abc", "higher", "higher", "lower"), "it")
-    assert full == f"{head}orders these peak learning rates: a below b, a below c and c below b."
+    none = order_finding(order_of("abc", SAME, SAME, SAME), "it", "peak")
+    assert none == f"{head}does not tell any two runs apart (peak a, b and c)."
+    mixed = order_finding(order_of("abc", "higher", "lower", SAME), "it", "peak")
+    assert mixed == f"{head}orders the runs by peak: a below b and c below a; the other pairs are not told apart."
+    full = order_finding(order_of("abc", "higher", "higher", "lower"), "it", "peak")
+    assert full == f"{head}orders the runs by peak: a below b, a below c and c below b."
 
 
 def test_changes_are_said_of_the_runs_that_show_them():
     changes: dict[str, Verdict] = {"a": "higher", "b": "lower", "c": SAME, "d": "higher"}
-    assert anneal_finding(changes, "it") == (
-        "Over the anneal, it rose for peak learning rates a and d; it fell for peak learning rate b; it shows no "
-        "change for peak learning rate c that could be told from none."
+    assert anneal_finding(changes, "it", "weight decay") == (
+        "Over the anneal, it rose for weight decay a and d; it fell for weight decay b; it shows no change for weight "
+        "decay c that could be told from none."
     )
 
 
 def test_the_lowest_loss_is_named_with_those_that_may_be_as_low():
     losses = {"a": 3.1, "b": 3.0, "c": 3.05}
-    head = "The lowest final loss is 3.000 nats per token, at a peak learning rate of b"
-    assert loss_finding(losses, order_of("abc", "lower", "lower", "higher")) == f"{head}, told apart from all others."
-    assert loss_finding(losses, order_of("abc", "lower", "lower", SAME)) == f"{head}; c is not told apart from it."
-    assert loss_finding(losses, order_of("abc", SAME, "lower", SAME)) == f"{head}; a and c are not told apart from it."
-    assert loss_finding({"b": 3.0}, {}) == f"{head}."
+    head = "The lowest final loss is 3.000 nats per token, at peak b"
+    assert (
+        loss_finding(losses, order_of("abc", "lower", "lower", "higher"), "peak")
+        == f"{head}, told apart from all others."
+    )
+    assert (
+        loss_finding(losses, order_of("abc", "lower", "lower", SAME), "peak") == f"{head}; c is not told apart from it."
+    )
+    assert (
+        loss_finding(losses, order_of("abc", SAME, "lower", SAME), "peak")
+        == f"{head}; a and c are not told apart from it."
+    )
+    assert loss_finding({"b": 3.0}, {}, "peak") == f"{head}."
 
 
 def test_a_study_is_summed_up_by_what_its_documents_bear_out(study_dir, study):
@@ -126,7 +137,7 @@ def test_a_study_is_summed_up_by_what_its_documents_bear_out(study_dir, study):
     rows = table_of(study_dir, study)
     said = findings(study, summarize(study, rows), Paired(study_dir))
     assert said[0] == (
-        "The lowest final loss is 3.061 nats per token, at a peak learning rate of 0.01, told apart from all others."
+        "The lowest final loss is 3.061 nats per token, at peak learning rate 0.01, told apart from all others."
     )
     intervals = [
         (row[f"quant/{SPEC}/cross_entropy_low"], row[f"quant/{SPEC}/cross_entropy_high"])
@@ -135,13 +146,13 @@ def test_a_study_is_summed_up_by_what_its_documents_bear_out(study_dir, study):
     assert max(low for low, _ in intervals) < min(high for _, high in intervals), "all overlap"
     quantity = "the KL divergence (GPTQ, 3 bits, groups of 32)"
     assert (
-        f"At the end of training, {quantity} orders these peak learning rates: 0.001 below 0.003, 0.001 below 0.01, "
-        "0.001 below 0.03, 0.003 below 0.03 and 0.01 below 0.03; the other pairs are not told apart."
+        f"At the end of training, {quantity} orders the runs by peak learning rate: 0.001 below 0.003, 0.001 below "
+        "0.01, 0.001 below 0.03, 0.003 below 0.03 and 0.01 below 0.03; the other pairs are not told apart."
     ) in said
-    assert f"Over the anneal, {quantity} rose for peak learning rates 0.001, 0.003, 0.01 and 0.03." in said
+    assert f"Over the anneal, {quantity} rose for peak learning rate 0.001, 0.003, 0.01 and 0.03." in said
     quantity = "the trace of the Hessian"
     assert said[-2:] == [
-        f"Over the anneal, {quantity} rose for peak learning rates 0.001, 0.003, 0.01 and 0.03.",
+        f"Over the anneal, {quantity} rose for peak learning rate 0.001, 0.003, 0.01 and 0.03.",
         f"At the end of training, {quantity} falls with every step of the peak learning rate.",
     ]
 
@@ -198,3 +209,81 @@ def test_traces_of_other_pairs_or_another_time_are_refused(study_dir, study):
     path.unlink()
     with pytest.raises(UserError, match="does not exist"):
         Paired(study_dir).traces(pair)
+
+
+WEIGHTS = {"lr1e-3": -1.5, "lr3e-3": -0.5, "lr1e-2": 0.5, "lr3e-2": 1.5}
+
+
+def weighted(directory, study) -> list[tuple[dict, float]]:
+    rows = last_rows(directory, study)
+    return [(rows[run], weight) for run, weight in WEIGHTS.items()]
+
+
+def test_a_contrast_is_a_mean_over_documents_where_they_are_alike(study_dir, study):
+    """Documents of equal length: the weighted sum of divergences is a mean, and the one-sample t-test applies."""
+    generator, kl_of_run = np.random.default_rng(0), {}
+    for index, run in enumerate(study.runs):
+        kl_of_run[run.name] = 2 + 0.02 * index + 0.1 * generator.normal(size=28)
+        change_losses(study_dir, run.name, SPEC, tokens=[1000] * 28, kl=list(1000 * kl_of_run[run.name]))
+    found = Paired(study_dir).contrast(weighted(study_dir, study), SPEC, "kl_divergence")
+    test = ttest_1samp(sum(weight * kl_of_run[run] for run, weight in WEIGHTS.items()), 0)
+    interval = test.confidence_interval(0.95)
+    assert found.value == pytest.approx(test.statistic * test._standard_error)
+    width = found.interval(0.95)[1] - found.interval(0.95)[0]
+    assert width == pytest.approx(interval.high - interval.low, rel=0.1)  # of the bootstrap's and Student's quantile
+    assert found.p_value() == pytest.approx(test.pvalue, abs=0.03)
+
+
+def test_a_contrast_of_ratios_has_the_error_that_leaving_documents_out_shows(study_dir, study):
+    """Relative errors, each over its own losses, of documents of other lengths: against the delete-one jackknife."""
+    generator = np.random.default_rng(0)
+    sums = {}
+    for index, run in enumerate(study.runs):
+        path = study_dir / run.name / f"hf/step{LAST:08d}/quant" / SPEC / "result.json"
+        nll = np.array(json.loads(path.read_text())["measured"]["per_document"]["nll"])
+        quantized = nll * (1.02 + 0.01 * index + 0.01 * generator.normal(size=28))
+        change_losses(study_dir, run.name, SPEC, nll_quantized=list(quantized))
+        sums[run.name] = (nll, quantized)
+
+    def contrast(kept) -> float:
+        return sum(
+            weight * (sums[run][1][kept].sum() / sums[run][0][kept].sum() - 1) for run, weight in WEIGHTS.items()
+        )
+
+    whole = np.arange(28)
+    left_out = np.array([contrast(np.delete(whole, document)) for document in whole])
+    error = math.sqrt(27 / 28 * ((left_out - left_out.mean()) ** 2).sum())
+    found = Paired(study_dir).contrast(weighted(study_dir, study), SPEC, "relative_error")
+    assert found.value == pytest.approx(contrast(whole))
+    low, high = found.interval(0.6826895)  # of a normal error: one standard error to either side
+    assert (high - low) / 2 == pytest.approx(error, rel=0.1)
+
+
+def test_a_contrast_needs_one_text(study_dir, study):
+    path = study_dir / "lr3e-3/hf/step00000640/quant" / SPEC / "result.json"
+    rows = weighted(study_dir, study)
+    for key, value, words in (("sha256", "1" * 64, "the text"), ("sequence_length", 64, "sequence_length")):
+        content = json.loads(path.read_text())
+        kept = content["spec"]["evaluation"][key]
+        content["spec"]["evaluation"][key] = value
+        path.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=f"differ in {words}"):
+            Paired(study_dir).contrast(rows, SPEC, "kl_divergence")
+        content["spec"]["evaluation"][key] = kept
+        path.write_text(json.dumps(content))
+
+
+def test_released_checkpoints_lie_under_the_names_of_their_revisions(tmp_path, study):
+    revisions = [ReleasedRevision(name=f"stage1-step{step}", step=step) for step in (1000, 2000)]
+    run = ReleasedRun(name="stage1", source="someone/model", revisions=tuple(revisions))
+    save_study(tmp_path, study.model_copy(update={"runs": (run,), "labels": {}, "soups": ()}))
+    rows = []
+    for revision, error in zip(revisions, (0.02, 0.03), strict=True):
+        model = MeasuredModel(revision.step, revision=revision.name)
+        result = result_of(tmp_path, SPEC, per_document(4.0, 4 * error, 4 * error))
+        path = tmp_path / quantization_result("stage1", model, SPEC)
+        assert f"hf/{revision.name}/quant" in str(path)
+        path.parent.mkdir(parents=True)
+        write_json(path, result)
+        rows.append({"run": "stage1", "step": revision.step, "average": None, f"quant/{SPEC}/kl_divergence": 4 * error})
+    assert Paired(tmp_path).verdicts([(rows[0], rows[1])], SPEC, "kl_divergence") == ["higher"]

@@ -6,12 +6,11 @@ import re
 
 import numpy as np
 import pytest
-from PIL import Image
 from scipy.stats import ttest_1samp
 
-from study import prediction
+from study.canvas import Canvas
 from study.layout import step_result
-from study.prediction import draw_prediction, percent, read_step_result, step_findings
+from study.prediction import percent, prediction_plot, read_step_result, step_findings
 from study.summary import summarize
 from tests.study.curved import BLOCKS, estimate, step_content
 from tests.study.synthetic import table_of
@@ -37,7 +36,7 @@ def test_a_step_is_sharper_or_flatter_where_its_ratio_is_told_from_one(study_dir
     write_steps(study_dir, study, SPEC, ratio=[(0.25, 0.02), (1.5, 0.05), (0.95, 0.1), (0.5, 0.03)])
     sharpness, _ = said(study_dir, study)
     assert sharpness.replace("\N{PLUS-MINUS SIGN}", "+-") == (
-        f"The step of {TITLE}, is flatter than a random step at peak learning rates 0.001 (0.250 +- 0.020) and 0.03 "
+        f"The step of {TITLE}, is flatter than a random step at peak learning rate 0.001 (0.250 +- 0.020) and 0.03 "
         "(0.500 +- 0.030); sharper than a random step at peak learning rate 0.003 (1.500 +- 0.050); not told apart "
         "from a random step at peak learning rate 0.01 (0.95 +- 0.10)."
     )
@@ -59,7 +58,7 @@ def test_the_verdict_is_that_of_a_t_test_with_holm(study_dir, study, shift, alik
     assert (adjusted < 0.05) == (words == SHARPER)
     write_steps(study_dir, study, SPEC, ratio=[*[(0.25, 0.001)] * (4 - alike), *[near] * alike])
     sentence = said(study_dir, study)[0]
-    assert re.search(f"{words} a random step at peak learning rates? [^;]*0.03 [(]", sentence), sentence
+    assert re.search(f"{words} a random step at peak learning rate [^;]*0.03 [(]", sentence), sentence
 
 
 def test_the_prediction_is_said_where_there_is_an_increase_to_predict(study_dir, study):
@@ -88,43 +87,43 @@ def test_nothing_is_said_of_what_is_not_measured_of_every_run(study_dir, study):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_figure_holds_every_part_of_every_step(study_dir, study, monkeypatch, tmp_path, sign):
+def test_the_figure_holds_every_part_of_every_step(study_dir, study, sign):
     """Where an increase is negative, or an interval reaches 0, the axes are not logarithmic."""
-    drawn = []
     for run in study.runs:
         for spec in study.quantization.by_block:
             write_json(study_dir / step_result(run, spec), step_content(sign * 1e-3 * run.optimizer.peak_lr))
-    monkeypatch.setattr(prediction, "save", lambda figure, path: drawn.append(figure))
-    draw_prediction(study, study_dir, tmp_path / "prediction.png")
-    (figure,) = drawn
-    above, below = figure.axes[:3], figure.axes[3:]
-    for axis in above:
-        assert {axis.get_xscale(), axis.get_yscale()} == {"log" if sign > 0 else "linear"}
-        points = sorted((one[0].get_xdata()[0], one[0].get_ydata()[0]) for one in axis.containers)
+    panels = [panel for _, panel in prediction_plot(Canvas(study, []), study_dir).shown]
+    above, below = panels[:3], panels[3:]
+    for panel in above:
+        assert {panel.x.is_log, panel.y.is_log} == {sign > 0}
+        points = sorted((point.x, point.y) for series in panel.series if series.is_data for point in series.points)
         measured = [
             sign * 1e-3 * run.optimizer.peak_lr / part for run in study.runs for part in (1, *[BLOCKS] * BLOCKS)
         ]
         assert points == [pytest.approx((one, 0.96 * one)) for one in sorted(measured)]
-        (low, high), limits = axis.get_xlim(), axis.get_ylim()
-        assert (low, high) == limits
+        assert panel.x.limits == panel.y.limits
+        low, high = panel.x.limits
+        assert low is not None
+        assert high is not None
         assert low < points[0][0]
         assert high > points[-1][0]
-    for axis in below:
-        remainders = [one[0].get_ydata()[0] for one in axis.containers]
+    for panel in below:
+        remainders = [point.y for series in panel.series for point in series.points]
         expected = [
             sign * 4e-5 * run.optimizer.peak_lr / part for run in study.runs for part in (*[BLOCKS] * BLOCKS, 1)
         ]
         assert remainders == [pytest.approx(one) for one in expected]
-        labels = [text.get_text().split("\n") for text in axis.get_xticklabels()]
+        labels = [text.split("\n") for _, text in panel.x.ticks]
         assert labels == [[f"{run.optimizer.peak_lr:g}", percent(-0.04, 0.01)] for run in study.runs]
 
 
-def test_steps_that_are_missing_leave_their_place_empty_and_broken_ones_are_named(study_dir, study, tmp_path):
+def test_steps_that_are_missing_leave_their_place_empty_and_broken_ones_are_named(study_dir, study):
     for run in study.runs[1:]:
         (study_dir / step_result(run, SPEC)).unlink()
-    draw_prediction(study, study_dir, tmp_path / "prediction.png")
-    with Image.open(tmp_path / "prediction.png") as image:
-        assert image.width > 2000
+    panel = prediction_plot(Canvas(study, []), study_dir).panels[3]
+    assert panel is not None
+    assert {series.run for series in panel.series} == {f"{study.runs[0].optimizer.peak_lr:g}"}
+    assert [text.partition("\n")[2] for _, text in panel.x.ticks][1:] == [""] * 3
     path = study_dir / step_result(study.runs[0], SPEC)
     for content in ("{", "[1]", '{"measured": {}}'):
         path.write_text(content)

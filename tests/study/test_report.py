@@ -1,6 +1,7 @@
 """The report: complete, self-contained, and claiming no more than the intervals allow."""
 
 import base64
+import html
 import io
 import json
 import shutil
@@ -13,13 +14,15 @@ from PIL import Image
 from study.averages import average_findings
 from study.canvas import Canvas
 from study.collect import collect_rows, read_table, write_table
-from study.figures import draw_averages
-from study.layout import FIGURES
 from study.paired import Paired
+from study.provenance import commands, settings_table
 from study.recipes import resolve
 from study.report import write_report
 from study.summary import findings, summarize
+from study.trajectories import averages_plot
 from tests.study.synthetic import change_losses, table_of, write_study
+
+HOSTILE = "<script>alert(1)</script> & more"
 
 
 class Page(HTMLParser):
@@ -56,22 +59,34 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory, written_study, study) -> Page:
+def report(tmp_path_factory, written_study, study) -> Path:
     directory = Path(shutil.copytree(written_study, tmp_path_factory.mktemp("report") / study.name))
     write_table(directory, study, collect_rows(directory, study).rows)
-    return Page(write_report(directory, study).read_text())
+    return write_report(directory, study.model_copy(update={"description": HOSTILE}))
 
 
-def test_it_needs_nothing_but_itself(page):
-    assert "script" not in page.tags
+@pytest.fixture(scope="module")
+def page(report) -> Page:
+    return Page(report.read_text())
+
+
+def test_it_needs_nothing_but_itself_and_shows_pictures_without_scripts(page, report):
+    """Besides its pictures it names files that lie beside it, for the reader to open."""
     assert "link" not in page.tags
-    assert len(page.references) == len(FIGURES)
-    for reference in page.references:
+    pictures = [one for one in page.references if not one.startswith("figures/")]
+    assert len(pictures) == 10
+    for reference in pictures:
         kind, _, data = reference.partition(",")
         assert kind == "data:image/png;base64"
         with Image.open(io.BytesIO(base64.b64decode(data))) as image:
             assert image.width > 800
             assert len(set(image.convert("L").tobytes())) > 50, "blank"
+    beside = [one for one in page.references if one.startswith("figures/")]
+    assert len(beside) == 3 * len(pictures)
+    assert all((report.parent / name).stat().st_size > 500 for name in beside)
+    text = report.read_text()
+    assert text.count('<div class="plot" hidden>') == len(pictures)
+    assert '<div id="runs" hidden>' in text, "buttons that do nothing without scripts"
 
 
 def test_a_row_per_learning_rate_with_intervals(page, study):
@@ -98,12 +113,13 @@ def test_averages_stand_beside_the_weights_of_their_step(page, study):
         assert all("[" in cell for cell in (*weights[2:], *average[2:]))
 
 
-BEFORE = "LAWA, 5 weights 16 steps apart, before the anneal against the annealed weights"
+BEFORE = "LAWA, 5 weights 16 steps apart, before the anneal, against the annealed weights"
 STABLE, ANNEAL = "Soup of steps 192, 320 and 448, against ", "Soup of steps 512, 576 and 640, against "
-LOWER = "the KL divergence there is lower at every peak."  # synthetic averages have 0.6 times the error
-SAME = "the KL divergence there is not told apart at any peak."  # and those of one step the same
-FEW = "the KL divergence there is lower at 0.01 and 0.03, higher at 0.001, not told apart at 0.003."
-ONE = "the KL divergence there is higher at 0.001 and 0.003, not told apart at 0.01 and 0.03."
+LOWER = "the KL divergence there is lower in every run."  # synthetic averages have 0.6 times the error
+SAME = "the KL divergence there is not told apart in any run."  # and those of one step the same
+AT = "at peak learning rate"
+FEW = f"the KL divergence there is lower {AT} 0.01 and 0.03, higher {AT} 0.001, not told apart {AT} 0.003."
+ONE = f"the KL divergence there is higher {AT} 0.001 and 0.003, not told apart {AT} 0.01 and 0.03."
 # Synthetic averages have a loss 0.08 lower than the weights of their step, in every document alike.
 LOSS = {BEFORE: "higher", f"{STABLE}the annealed weights": "higher", f"{ANNEAL}the annealed weights": "lower"}
 
@@ -130,7 +146,7 @@ def test_what_is_said_of_averages_comes_from_their_documents(study_dir, study, a
     found = dict(sentence.split(": ") for sentence in average_findings(study, rows, Paired(study_dir)))
     assert {head: clauses.rpartition("; ")[2] for head, clauses in found.items()} == expected | changed
     for head, clauses in found.items():
-        where = f"is {LOSS[head]} at every peak" if head in LOSS else "is not told apart at any peak"
+        where = f"is {LOSS[head]} in every run" if head in LOSS else "is not told apart in any run"
         assert clauses.startswith(f"the full-precision loss {where}; ")
 
 
@@ -140,21 +156,19 @@ def test_nothing_is_said_of_annealed_weights_that_are_not_there(collected_dir, s
     assert sentence.startswith(f"{STABLE}LAWA at step 448: ")
 
 
-def test_the_figure_of_averages_holds_every_model_in_the_colour_of_its_run(collected_dir, study, monkeypatch):
-    rows, drawn = read_table(collected_dir, study), []
-    monkeypatch.setattr(Canvas, "save", lambda canvas, path: drawn.append(canvas))
-    draw_averages(study, rows, collected_dir / "averages.png")
-    (canvas,) = drawn
-    colours = {look.colour: run for run, look in canvas.looks.items()}
-    assert len(colours) == len(study.runs)
-    for axis, figure in zip(canvas.axes, ("cross_entropy", "kl_divergence"), strict=True):
+def test_the_figure_of_averages_holds_every_model_in_the_colour_of_its_run(collected_dir, study):
+    rows = read_table(collected_dir, study)
+    canvas = Canvas(study, rows)
+    runs = {(look.label, look.colour): run for run, look in canvas.looks.items()}
+    assert len(runs) == len(study.runs)
+    for (_, panel), figure in zip(averages_plot(canvas).shown, ("cross_entropy", "kl_divergence"), strict=True):
         found = []
-        for line, *_ in axis.containers:  # errorbar: the line itself, then caps and bars
-            soup, kept = line.get_marker() == "*", line.get_markerfacecolor() == "white"
-            assert line.get_linestyle() == ("None" if soup else "--" if kept else "-")
-            kind = "soup" if soup else "lawa5x16" if kept else None
-            points = zip(line.get_xdata(), line.get_ydata(), strict=True)
-            found += [(colours[line.get_color()], kind, pytest.approx(x * 1e6), y) for x, y in points]
+        for series in panel.series:
+            soup, kept = series.mark.marker == "*", series.mark.is_open
+            assert series.mark.line == ("" if soup else "--" if kept else "-")
+            assert series.run is not None
+            run, kind = runs[series.run, series.mark.colour], "soup" if soup else "lawa5x16" if kept else None
+            found += [(run, kind, pytest.approx(point.x * 1e6), point.y) for point in series.points]
         expected = [
             (
                 row["run"],
@@ -166,8 +180,9 @@ def test_the_figure_of_averages_holds_every_model_in_the_colour_of_its_run(colle
         ]
         assert len(found) == len(expected)
         assert all(point in found for point in expected)
-        low, high = axis.get_ylim()
-        assert all(low < y < high for _, kind, _, y in found if kind), "an average lies outside of the frame"
+        low, high = panel.y.limits
+        if low is not None and high is not None:
+            assert all(low < y < high for _, kind, _, y in found if kind), "an average lies outside of the frame"
 
 
 def test_methods_stand_below_each_other_with_what_is_said_of_them(page, study):
@@ -209,8 +224,7 @@ def test_the_engine_and_its_version_are_named(page, tmp_path):
     assert "deepspeed" not in told(page)["software"]
     changed = resolve("tiny", "full", ("engine=deepspeed",))
     directory = write_study(tmp_path / "other" / changed.name, changed)
-    write_table(directory, changed, collect_rows(directory, changed).rows)
-    other = Page(write_report(directory, changed).read_text())
+    other = Page(settings_table(directory, changed) + commands(directory, changed))
     assert told(other)["engine"] == "deepspeed, ZeRO stage 1, 2 ranks"
     assert "deepspeed 0.19.8" in told(other)["software"]
     assert "megatron" not in told(other)["software"]
@@ -226,20 +240,28 @@ def test_the_commands_behind_the_numbers_are_there(page):
     assert "mlflow server" in page.code
 
 
-def test_text_is_escaped(collected_dir, study):
-    hostile = study.model_copy(update={"description": "<script>alert(1)</script> & more"})
-    text = write_report(collected_dir, hostile).read_text()
-    assert "<script" not in text
-    assert "&lt;script&gt;" in text
+def test_text_is_escaped(report):
+    text = report.read_text()
+    assert "<script>alert" not in text
+    assert html.escape(HOSTILE) in text
 
 
 def test_a_partial_table_gives_a_partial_report(collected_dir, study):
+    """Figures without data are left out, their files too, and named; the others hold what there is."""
     for path in collected_dir.glob("lr3e-2/hf/*/quant/*/result.json"):
         path.unlink()
-    for path in collected_dir.glob("*/hf/*/curvature/*/result.json"):
-        path.unlink()
+    for pattern in ("*/hf/*/curvature/*/result.json", "*/hf/*/blocks/*/result.json"):
+        for path in collected_dir.glob(pattern):
+            path.unlink()
+    for kind in ("png", "pdf", "csv"):
+        (collected_dir / "figures").mkdir(exist_ok=True)
+        (collected_dir / f"figures/slices.{kind}").write_text("of yesterday")
     write_table(collected_dir, study, collect_rows(collected_dir, study).rows)
     sentences = findings(study, summarize(study, read_table(collected_dir, study)), Paired(collected_dir))
     assert not any("quantization error" in sentence or "trace" in sentence for sentence in sentences)
     text = write_report(collected_dir, study).read_text()
     assert "not measured" in text
+    assert "nothing of it is measured yet: blocks, curvature, prediction, slices." in text
+    files = {path.name for path in (collected_dir / "figures").iterdir()}
+    names = ("quantization_error", "kl_divergence", "validation_loss", "averages", "methods", "full_against_quantized")
+    assert files == {f"{name}.{kind}" for name in names for kind in ("png", "pdf", "csv")}

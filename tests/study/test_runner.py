@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from study.commands import Step
 from study.ledger import Ledger
 from study.runner import Runner, StepError, locked
-from study.steps import Step
 from train.command import UserError
 
 PROJECT = Path(__file__).resolve().parent.parent.parent

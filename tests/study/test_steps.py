@@ -1,101 +1,180 @@
-"""The steps of a study: a graph of commands, each with the files it leaves."""
+"""The steps of a study: a graph of commands, each with what it reads and the files it leaves."""
 
 from itertools import pairwise
 
-from study.recipes import tiny
+import pytest
+
+from study.commands import Machine, Step, batches, here, resolve, shared
+from study.recipes import RECIPES
+from study.recipes import resolve as resolve_recipe
 from study.steps import steps_of
 
 
-def test_the_steps_form_a_graph_over_distinct_outputs():
-    study = tiny()
-    steps = steps_of(study)
+@pytest.fixture(scope="module")
+def tiny():
+    return resolve_recipe("tiny", "full")
+
+
+@pytest.fixture(scope="module")
+def by_name(tiny):
+    return {step.name: step for step in steps_of(tiny)}
+
+
+PROFILES = [(name, profile) for name in RECIPES for profile in ("full", "smoke") if name != "trajectory"]
+
+
+@pytest.mark.parametrize(("recipe", "profile"), PROFILES)
+def test_the_steps_form_a_graph_over_distinct_outputs(recipe, profile):
     seen: set[str] = set()
-    for step in steps:
+    made: set[str] = set()
+    outputs: list[str] = []
+    for step in steps_of(resolve_recipe(recipe, profile)):
         assert seen.issuperset(step.after), step.name
+        # what it reads is made by what it comes after, or has to be there before the study begins
+        assert all(name in made or name.startswith("../texts/") for name in step.reads), step.name
         seen.add(step.name)
-    # text; per run: training, export, two soups, a process for each of the two measurements along the run, and for the
-    # methods, the blocks, the steps and the slice of its end; table, report, MLflow (averages are quantized by the
-    # process that works on the checkpoints of their steps)
-    assert len(seen) == len(steps) == 3 + 4 * (1 + 1 + 2 + 2 + 4) + 3
-    outputs = [output for step in steps for output in step.outputs]
+        made |= set(step.outputs)
+        outputs += step.outputs
+        assert not any(argument.startswith("/") for argument in step.command), "a study can be moved"
     assert len(set(outputs)) == len(outputs)
-    # every input of a command lies below the study, so that the study can be moved
-    for step in steps:
-        assert not any(argument.startswith("/") for argument in step.command)
-    train = next(step for step in steps if step.kind == "train")
+
+
+def test_tiny_has_a_step_for_everything_that_is_measured(tiny, by_name):
+    kinds: dict[str, int] = {}
+    for step in by_name.values():
+        kinds[step.kind] = kinds.get(step.kind, 0) + 1
+    # 4 runs; 7 checkpoints, an average at 3 of them, 2 soups; 2 specs of each, 4 methods at the end
+    assert kinds == {
+        "corpus": 1,
+        "prepare": 2,
+        "train": 4,
+        "export": 4 * (7 + 3),
+        "average": 4 * 2,
+        "quantize": 4 * (7 + 3 + 2) * 2,
+        "methods": 4 * 4,
+        "curvature": 4 * 7,
+        "blocks": 4,
+        "step": 4,
+        "slice": 4,
+        "collect": 1,
+        "report": 1,
+        "mirror": 1,
+    }
+    train = by_name["train-lr1e-3"]
     assert len(train.outputs) == 7 + 3
     assert train.slots == 2
     assert train.outputs[-2:] == (
         "lr1e-3/checkpoints/step00000640/checkpoint.json",
         "lr1e-3/checkpoints/lawa5x16-step00000640/checkpoint.json",
     )
-    words = [word for step in steps for word in step.command if "/hf/lawa" in word]
-    assert words == [
-        f"{{study}}/{run.name}/hf/lawa5x16-step{step:08d}" for run in study.runs for step in study.averaged_steps
-    ], "an average is quantized, once, and nothing else"
 
 
-def test_a_soup_is_made_of_exports_and_quantized_as_they_are():
-    steps = {step.name: step for step in steps_of(tiny())}
-    average = steps["average-lr3e-3-soup-stable-step00000448"]
+def test_an_export_waits_for_its_own_checkpoint_alone(by_name):
+    export = by_name["export-lr3e-3-step00000192"]
+    assert export.after == ("train-lr3e-3",)
+    assert export.reads == ("lr3e-3/checkpoints/step00000192/checkpoint.json",)
+    assert export.command[3:] == (
+        "export",
+        "{study}/lr3e-3/checkpoints/step00000192",
+        "--into",
+        "{study}/lr3e-3/hf",
+    )
+    quantize = by_name["quantize-lr3e-3-step00000192-gptq-b3-g32"]
+    assert quantize.reads == ("lr3e-3/hf/step00000192/lineage.json", "data/train.json", "data/held_out.json")
+    assert quantize.outputs == ("lr3e-3/hf/step00000192/quant/gptq-b3-g32/result.json",)
+
+
+def test_a_soup_is_made_of_exports_and_quantized_as_they_are(by_name):
+    average = by_name["average-lr3e-3-soup-stable-step00000448"]
     hf = "{study}/lr3e-3/hf"
     made = (f"{hf}/soup-stable-step00000448", *(f"{hf}/step00000{step}" for step in (192, 320, 448)))
     assert average.command == ("{python}", "-m", "ckpt_tools", "average", *made)
     assert average.outputs == ("lr3e-3/hf/soup-stable-step00000448/lineage.json",)
-    assert average.after == ("export-lr3e-3",)
-    export = steps["export-lr3e-3"]
-    assert not any("soup" in word for word in (*export.command, *export.outputs)), "no engine ever held it"
-    readers = {name: step for name, step in steps.items() if any("/soup-stable" in word for word in step.command)}
-    quantize = readers["quantize-lr3e-3-step00000064"]
+    assert average.after == tuple(f"export-lr3e-3-step00000{step}" for step in (192, 320, 448))
+    readers = {name: step for name, step in by_name.items() if any("/soup-stable" in word for word in step.command)}
+    quantize = by_name["quantize-lr3e-3-soup-stable-step00000448-gptq-b4-g32"]
     assert average.name in quantize.after
-    specs = tiny().quantization.specs
-    results = {f"lr3e-3/hf/soup-stable-step00000448/quant/{spec}/result.json" for spec in specs}
-    assert results <= set(quantize.outputs)
     assert {step.kind for step in readers.values()} == {"average", "quantize"}, "curvature is not measured of averages"
 
 
-def test_methods_and_blocks_are_measured_of_the_last_checkpoint_as_every_other():
-    steps = {step.name: step for step in steps_of(tiny())}
-    last, quantize = "lr3e-3/hf/step00000640", steps["quantize-lr3e-3-step00000064"]
-    settings = quantize.command[quantize.command.index("--calibration") :]
-    methods, blocks = steps["methods-lr3e-3"], steps["blocks-lr3e-3"]
-    run = ("{python}", "-m", "quant_eval", "run", f"{{study}}/{last}")
-    specs = ("rtn-b3-g32", "gptqmodel-b3-g32", "awq-b3-g32", "int8-t6")
-    assert methods.command == (*run, *(word for spec in specs for word in ("--spec", spec)), *settings)
-    assert methods.outputs == tuple(f"{last}/quant/{spec}/result.json" for spec in specs)
+def test_methods_and_blocks_are_measured_of_the_last_checkpoint_as_every_other(by_name):
+    last, quantize = "lr3e-3/hf/step00000640", by_name["quantize-lr3e-3-step00000640-gptq-b3-g32"]
+    blocks = by_name["blocks-lr3e-3"]
+    for spec in ("rtn-b3-g32", "gptqmodel-b3-g32", "awq-b3-g32", "int8-t6"):
+        methods = by_name[f"methods-lr3e-3-{spec}"]
+        run = ("{python}", "-m", "quant_eval", "run", f"{{study}}/{last}", "--spec", spec)
+        assert methods.command == (*run, *quantize.tail), "other projects' code runs in one process"
+        assert methods.outputs == (f"{last}/quant/{spec}/result.json",)
+        assert methods.name in by_name["collect"].after
     by_block = tuple(f"gptq-b{bits}-g32" for bits in (3, 4, 8))
     places = [f"{last}/blocks/{spec}" for spec in by_block]
     asked = [word for spec in by_block for word in ("--spec", spec)]
     outs = [word for place in places for word in ("--out", f"{{study}}/{place}")]
-    fewer = ["16384" if word == "32768" else word for word in settings]  # tokens
-    assert list(blocks.command) == [*run, *asked, *fewer, "--per-block", "--dense", *outs]
+    fewer = ["16384" if word == "32768" else word for word in quantize.tail]  # tokens
+    head = ("{launch}", "-m", "quant_eval", "run", f"{{study}}/{last}")
+    assert list(blocks.command) == [*head, *asked, *fewer, "--per-block", "--dense", *outs]
     assert blocks.outputs == tuple(f"{place}/result.json" for place in places)
-    assert {"export-lr3e-3", "prepare-train", "prepare-held_out"} == set(methods.after) == set(blocks.after)
-    assert methods.name in steps["collect"].after
     # the report compares document by document what the table only sums
-    assert {quantize.name, methods.name, blocks.name} <= set(steps["report"].after)
+    assert {quantize.name, blocks.name, "methods-lr3e-3-int8-t6"} <= set(by_name["report"].after)
 
 
-def test_steps_and_slice_are_of_the_last_checkpoint_and_what_its_blocks_left():
-    steps = {step.name: step for step in steps_of(tiny())}
-    last, blocks = "lr1e-2/hf/step00000640", steps["blocks-lr1e-2"]
-    along, plane = steps["step-lr1e-2"], steps["slice-lr1e-2"]
+def test_steps_and_slice_are_of_the_last_checkpoint_and_what_its_blocks_left(by_name):
+    last, blocks = "lr1e-2/hf/step00000640", by_name["blocks-lr1e-2"]
+    along, plane = by_name["step-lr1e-2"], by_name["slice-lr1e-2"]
     quantized = [output.removesuffix("/result.json") for output in blocks.outputs]
     for step, command, given in ((along, "step", quantized), (plane, "slice", quantized[:1])):
-        assert step.command[:5] == ("{python}", "-m", "curvature", command, f"{{study}}/{last}")
+        assert step.command[:5] == ("{launch}", "-m", "curvature", command, f"{{study}}/{last}")
         named = [after for word, after in pairwise(step.command) if word == "--quantized"]
         assert named == [f"{{study}}/{place}" for place in given]
-        assert {"export-lr1e-2", "prepare-held_out", blocks.name} <= set(step.after)
-        assert step.name in steps["report"].after
+        assert {"export-lr1e-2-step00000640", "prepare-held_out", blocks.name} <= set(step.after)
+        assert set(blocks.outputs) <= set(step.reads)
+        assert step.name in by_name["report"].after
     assert plane.command[plane.command.index("--previous") + 1] == "{study}/lr1e-2/hf/step00000576"
+    assert "lr1e-2/hf/step00000576/lineage.json" in plane.reads
     assert along.outputs == tuple(f"{last}/curvature/step-gptq-b{bits}-g32/result.json" for bits in (3, 4, 8))
     assert plane.outputs == (f"{last}/curvature/slice-gptq-b3-g32/result.json",)
-    assert along.name in steps["collect"].after
 
 
-def test_a_study_without_methods_and_blocks_has_neither_their_steps_nor_their_figures():
-    settings = tiny().quantization.model_copy(update={"methods": (), "by_block": ()})
-    plain, whole = (steps_of(study) for study in (tiny().model_copy(update={"quantization": settings}), tiny()))
-    assert {step.kind for step in whole} - {step.kind for step in plain} == {"methods", "blocks", "step", "slice"}
-    figures = {f"figures/{name}.png" for name in ("methods", "blocks", "prediction", "slices")}
-    assert set(whole[-2].outputs) - set(plain[-2].outputs) == figures
+def test_a_branch_waits_for_the_checkpoint_that_it_starts_from():
+    study = resolve_recipe("olmo2-7b-lr", "full")
+    branch = next(run for run in study.trained if run.branch_from)
+    assert branch.branch_from
+    parent = branch.branch_from.run.removeprefix("../")
+    train = next(step for step in steps_of(study) if step.name == f"train-{branch.name}")
+    assert f"train-{parent}" in train.after
+    assert f"{parent}/checkpoints/step00072000/checkpoint.json" in train.reads
+    assert not any(f"{parent}/checkpoints/step000840" in name for name in train.reads), "not for the parent's end"
+
+
+def model_step(model: str, spec: str, kind: str = "quantize") -> Step:
+    return Step(f"{kind}-{model}-{spec}", kind, ("q",), (), models=(model,), specs=("--spec", spec), tail=("t",))
+
+
+def test_steps_share_a_process_only_where_each_model_goes_with_each_spec():
+    steps = [model_step(model, spec) for model in "abc" for spec in ("x", "y", "z") if (model, spec) != ("b", "y")]
+    other = model_step("a", "x", kind="curvature")
+    found = batches([*steps, other], 2, 9)
+    assert sorted(step.name for batch in found for step in batch) == sorted(step.name for step in [*steps, other])
+    for batch in found:
+        command = shared(batch)
+        models = [word for word in command if word in "abc"]
+        specs = [word for word in command if word in "xyz"]
+        assert command == ("q", *models, *(word for spec in specs for word in ("--spec", spec)), "t")
+        assert len(batch) == len(models) * len(specs), "the command does what the steps say and nothing else"
+        assert len(models) <= 2
+    assert [len(batch) for batch in batches(steps, 1, 1)] == [1] * len(steps)
+    assert max(len(batch) for batch in batches(steps, 9, 2)) == 4
+
+
+def test_placeholders_stand_for_places_and_for_the_machine(tmp_path):
+    command = ("{launch}", "-m", "x", "{study}/run", "{root}/texts", "--device", "{device}", "{cores}", "a{study}")
+    machine = Machine(("{python}", "-m", "torchrun"), "cuda", 8, "/usr/bin/py")
+    resolved = resolve(command, tmp_path / "s", machine)
+    assert resolved[:5] == ["/usr/bin/py", "-m", "torchrun", "-m", "x"]
+    assert resolved[5:] == [f"{tmp_path}/s/run", f"{tmp_path}/texts", "--device", "cuda", "8", "a{study}"]
+
+
+def test_training_here_takes_as_many_ranks_as_the_study_says(by_name):
+    launch = here(by_name["train-lr3e-3"]).launch
+    assert launch[launch.index("--nproc-per-node") + 1] == "2"
+    assert here(by_name["quantize-lr3e-3-step00000192-gptq-b3-g32"]).launch == ("{python}",)

@@ -1,25 +1,12 @@
-"""Recipes: an ablation as a plain Python function that returns a Study.
+"""The demo: the OLMo2-7B learning-rate ablation in small, on text that every machine has."""
 
-A variant is a function with the one thing that differs as its argument; nothing here reads a file or a flag.
-"""
-
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from pydantic import ValidationError
-
-from study.settings import CorpusSettings, CurvatureSettings, QuantizationSettings, SoupSettings, Study
-from train.command import UserError, explain_validation
-from train.config import RunConfig, with_settings
-from train.settings import Anneal, CosinePhase, DataConfig, Lawa, ModelConfig, OptimizerConfig, ScheduleConfig
-
-
-def learning_rate_name(peak_lr: float) -> str:
-    """Name of a run after its peak learning rate: 0.003 -> 'lr3e-3', 0.00025 -> 'lr2.5e-4'."""
-    exponent = math.floor(math.log10(peak_lr))
-    return f"lr{round(peak_lr / 10**exponent, 6):g}e{exponent}"
-
+from study.recipes.parts import data_of, learning_rate_name
+from study.settings import CurvatureSettings, QuantizationSettings, SoupSettings, Study
+from study.text import StandardLibrary
+from train.config import RunConfig
+from train.settings import Anneal, CosinePhase, Lawa, ModelConfig, OptimizerConfig, ScheduleConfig
 
 # The OLMo2-7B ablation (arXiv 2501.00656, section 4.1): cosine towards 5e12 tokens, left at step 72,000 of 4,194,304
 # tokens for a linear anneal. Seen from there the horizon is this many times as far as the start of the anneal.
@@ -34,6 +21,7 @@ TINY_MODEL = ModelConfig(
     num_attention_heads=4,
     num_key_value_heads=4,
 )
+TINY_TEXT = StandardLibrary(vocab_size=TINY_MODEL.vocab_size, held_out_percent=10, held_out_characters=2400)
 TINY_SEQUENCE_LENGTH = 128
 TINY_BATCH = 16
 TINY_MICRO_BATCH = 8
@@ -115,13 +103,7 @@ def _tiny_run(peak_lr: float, size: _TinySize) -> RunConfig:
         seed=6198,
         precision="fp32",
         model=TINY_MODEL,
-        data=DataConfig(
-            train="../data/train",
-            held_out="../data/held_out",
-            tokenizer="../data/corpus/tokenizer",
-            sequence_length=TINY_SEQUENCE_LENGTH,
-            held_out_sequences=64,
-        ),
+        data=data_of(TINY_TEXT, sequence_length=TINY_SEQUENCE_LENGTH, held_out_sequences=64),
         optimizer=OptimizerConfig(peak_lr=peak_lr),
         schedule=ScheduleConfig(
             warmup_tokens=size.warmup_steps * TINY_TOKENS_PER_STEP,
@@ -143,8 +125,12 @@ def _tiny_of_size(name: str, size: _TinySize) -> Study:
     return Study(
         name=name,
         description="The OLMo2-7B learning-rate ablation in small: a near-constant rate, then a linear anneal to 0",
+        sources=(
+            "schedule: arXiv 2501.00656, section 4.1, figure 11",
+            "quantization, curvature, averages: arXiv 2510.06213, sections 3 to 6, appendix C",
+        ),
         ranks=2,
-        corpus=CorpusSettings(vocab_size=TINY_MODEL.vocab_size, held_out_percent=10, held_out_characters=2400),
+        text=TINY_TEXT,
         runs=tuple(_tiny_run(peak_lr, size) for peak_lr in size.peaks),
         quantization=QuantizationSettings(
             specs=("gptq-b3-g32", "gptq-b4-g32"),
@@ -178,38 +164,3 @@ def tiny() -> Study:
 def tiny_smoke() -> Study:
     """The same study with two learning rates, two checkpoints and a short training."""
     return _tiny_of_size("tiny-smoke", _TINY_SMOKE)
-
-
-# recipe -> profile -> function; "full" is the study itself.
-RECIPES: dict[str, dict[str, Callable[[], Study]]] = {"tiny": {"full": tiny, "smoke": tiny_smoke}}
-
-
-def resolve(recipe: str, profile: str, settings: tuple[str, ...] = ()) -> Study:
-    """The study of a recipe's name and profile, with `key.path=value` settings applied to every run of it.
-
-    The settings stand in the name of the study; its runs keep theirs.
-
-    >>> resolve("tiny", "full", ("engine=deepspeed",)).name
-    'tiny-engine=deepspeed'
-
-    Raises:
-        UserError: there is no such recipe or profile (the message lists what there is), or a setting does not fit.
-    """
-    if recipe not in RECIPES:
-        raise UserError(f"no recipe '{recipe}'; take one of: {', '.join(RECIPES)}")
-    if profile not in RECIPES[recipe]:
-        raise UserError(f"recipe {recipe} has no profile '{profile}'; take one of: {', '.join(RECIPES[recipe])}")
-    study = RECIPES[recipe][profile]()
-    if not settings:
-        return study
-    changed = [with_settings(run, list(settings)) for run in study.runs]
-    suffix = changed[0].name.removeprefix(study.runs[0].name)
-    runs = [
-        new.model_copy(update={"name": run.name}).model_dump() for new, run in zip(changed, study.runs, strict=True)
-    ]
-    try:
-        return Study.model_validate(
-            study.model_dump() | {"name": study.name + suffix, "settings": settings, "runs": runs}
-        )
-    except ValidationError as error:
-        raise explain_validation("--set", error) from None

@@ -1,0 +1,59 @@
+"""Recipes and studies in words, for 'python -m study list' and 'show'."""
+
+from collections.abc import Iterator
+
+from study.recipes import RECIPES, TRAJECTORY, resolve
+from study.recipes.parts import MFU, amount_name, gpu_hours, trained_tokens
+from study.released import ReleasedRun
+from study.settings import Study
+from train.config import RunConfig
+
+
+def listed() -> Iterator[str]:
+    """A line per recipe: its profiles, what it is, and what training its full profile takes."""
+    for name, profiles in RECIPES.items():
+        study = resolve(name, "full")
+        cost = f"{amount_name(trained_tokens(study)).upper()} tokens"
+        hours = gpu_hours(study)
+        if hours >= 1:
+            cost += f", {hours:,.0f} H100-hours of training at {MFU:.0%} of the peak"
+        yield f"{name} ({', '.join(profiles)}): {study.description} [{cost}]"
+    yield (
+        f"{TRAJECTORY} (full, smoke): A released model at its revisions, with --source OWNER/NAME or a directory "
+        "[nothing is trained]"
+    )
+
+
+def summary(study: Study) -> Iterator[str]:
+    """What a study trains and measures, and where its figures come from."""
+    yield f"{study.name}: {study.description}"
+    for run in study.runs:
+        yield f"  {run.name}: {_released(run) if isinstance(run, ReleasedRun) else _trained(run)}"
+    curvature = f"{study.curvature.pairs} probe pairs" if study.curvature else "not measured"
+    yield f"  quantized: {', '.join(study.quantization.specs)}; curvature: {curvature}"
+    if study.quantization.methods:
+        yield f"  quantized at the end of training: {', '.join(study.quantization.methods)}"
+    if study.quantization.by_block:
+        yield f"  block by block at the end of training: {', '.join(study.quantization.by_block)}"
+    averages = dict.fromkeys(average.name for run in study.trained for average in run.averages)
+    if averages and study.averaged_steps:
+        yield f"  averages quantized: {', '.join(averages)} at {', '.join(map(str, study.averaged_steps))}"
+    for soup in study.soups:
+        yield f"  {soup.name}: the mean of the checkpoints at {', '.join(map(str, soup.steps))}, quantized"
+    for source in study.sources:
+        yield f"  source: {source}"
+
+
+def _trained(run: RunConfig) -> str:
+    anneal, start = run.schedule.anneal, run.branch_from
+    begun = f" from step {start.step} of {start.run.removeprefix('../')}" if start else ""
+    annealed = f", {anneal.shape} anneal from step {anneal.start_step}" if anneal else ""
+    return (
+        f"peak {run.optimizer.peak_lr:g}, {run.schedule.phase.kind}{begun} to step {run.total_steps} of "
+        f"{run.tokens_per_step} tokens{annealed}, {run.engine}, checkpoints at {', '.join(map(str, run.save_steps))}"
+    )
+
+
+def _released(run: ReleasedRun) -> str:
+    first, last = run.revisions[0].name, run.revisions[-1].name
+    return f"{len(run.revisions)} revisions of {run.source}, {first} to {last}; {run.schedule or 'schedule unknown'}"

@@ -1,0 +1,75 @@
+"""The steps that make a study's text, and where its token files lie as commands name them."""
+
+from study.commands import Step
+from study.layout import CORPUS
+from study.settings import Study
+from study.text import TEXTS, PreparedText, StandardLibrary, TokenFile, TokenFiles
+
+
+def _python(*arguments: str) -> tuple[str, ...]:
+    return ("{python}", "-m", *arguments)
+
+
+def prefix(study: Study, use: str) -> str:
+    """PREFIX of the token file for `use` (train, held_out or calibration), as commands name it."""
+    if isinstance(study.text, PreparedText):
+        return f"{{root}}/{TEXTS}/{study.text.files[use].name}"
+    if isinstance(study.text, TokenFiles):
+        return study.text.held_out if use == "held_out" else study.text.calibration
+    return f"{{study}}/data/{'train' if use == 'calibration' else use}"
+
+
+def record(study: Study, use: str) -> str:
+    """Its manifest, relative to the study where it lies below the root."""
+    if isinstance(study.text, PreparedText):
+        return f"../{TEXTS}/{study.text.files[use].name}.json"
+    if isinstance(study.text, TokenFiles):
+        return f"{prefix(study, use)}.json"
+    return f"data/{'train' if use == 'calibration' else use}.json"
+
+
+def text_steps(study: Study) -> list[Step]:
+    """Everything that makes text; none for token files that have to be there before."""
+    if isinstance(study.text, StandardLibrary):
+        return _library_steps(study.text)
+    return _prepared_steps(study.text) if isinstance(study.text, PreparedText) else []
+
+
+def _library_steps(text: StandardLibrary) -> list[Step]:
+    make = _python("study", "corpus", f"{{study}}/{CORPUS}", "--vocab-size", str(text.vocab_size))
+    make += ("--held-out-percent", str(text.held_out_percent))
+    make += ("--held-out-characters", str(text.held_out_characters))
+    steps = [Step("corpus", "corpus", make, (f"{CORPUS}/corpus.json",), expected_seconds=12)]
+    for split in ("train", "held_out"):
+        source, tokenizer = f"{{study}}/{CORPUS}/{split}.jsonl", f"{{study}}/{CORPUS}/tokenizer"
+        command = _python("train", "prepare", source, "--tokenizer", tokenizer, "--out", f"{{study}}/data/{split}")
+        steps.append(Step(f"prepare-{split}", "prepare", command, (f"data/{split}.json",), ("corpus",)))
+    return steps
+
+
+def _prepared_steps(text: PreparedText) -> list[Step]:
+    place = text.tokenizer_directory
+    fetch = _python("ckpt_tools", "tokenizer", text.tokenizer, f"{{root}}/{place}")
+    steps = [Step("tokenizer", "download", fetch, (f"../{place}/tokenizer.json",), resumes=True)]
+    for file in dict.fromkeys(text.files.values()):
+        if file.dataset:
+            steps.append(_prepare_step(file, file.dataset, place))
+    return steps
+
+
+def _prepare_step(file: TokenFile, dataset: str, tokenizer: str) -> Step:
+    command = _python("train", "prepare", "--dataset", dataset, "--split", file.split, "--key", file.key)
+    if file.config:
+        command += ("--dataset-config", file.config)
+    if file.files:
+        command += ("--files", file.files)
+    command += (
+        "--tokenizer",
+        f"{{root}}/{tokenizer}",
+        "--out",
+        f"{{root}}/{TEXTS}/{file.name}",
+        "--workers",
+        "{cores}",
+    )
+    outputs = (f"../{TEXTS}/{file.name}.json",)
+    return Step(f"prepare-{file.name}", "prepare", command, outputs, ("tokenizer",), resumes=True, expected_seconds=600)

@@ -1,0 +1,100 @@
+"""The demo: what it promises, checked with numbers worked out by hand."""
+
+import pytest
+
+from study.recipes import learning_rate_name, resolve, tiny
+from study.settings import load_study, save_study
+from train.schedules import learning_rate
+
+PROFILES = ["full", "smoke"]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_anneal_has_checkpoints_at_both_ends(profile):
+    for run in resolve("tiny", profile).trained:
+        assert run.schedule.anneal is not None
+        assert run.schedule.anneal.start_step in run.save_steps
+        assert run.save_steps[-1] == run.total_steps
+        assert learning_rate(run, run.total_steps) == 0
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_rate_is_near_constant_as_in_the_7b_ablation(profile):
+    # There the anneal starts at 0.99234 of the peak. The warm-up here is a larger part of the run, and the cosine
+    # runs from its end, so the share may be slightly higher.
+    for run in resolve("tiny", profile).trained:
+        assert run.schedule.anneal is not None
+        share = learning_rate(run, run.schedule.anneal.start_step) / run.optimizer.peak_lr
+        assert share == pytest.approx(0.993, abs=0.0015)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_averages_are_measured_over_one_phase_each(profile):
+    study = resolve("tiny", profile)
+    for run in study.trained:
+        assert run.schedule.anneal is not None
+        start = run.schedule.anneal.start_step
+        assert {start, run.total_steps} <= set(study.averaged_steps)
+        for average in run.averages:
+            assert average.kind == "lawa"
+            back = (average.window - 1) * average.interval_steps
+            for step in study.averaged_steps:
+                assert step % average.interval_steps == 0
+                assert (start if step > start else run.warmup_steps) < step - back, "a window reaches into two phases"
+
+
+def test_settings_name_the_study_and_change_every_run(tmp_path):
+    study = resolve("tiny", "full", ("engine=deepspeed", "optimizer.weight_decay=0"))
+    assert study.name == "tiny-engine=deepspeed-weight_decay=0"
+    assert study.settings == ("engine=deepspeed", "optimizer.weight_decay=0")
+    assert [run.name for run in study.trained] == [run.name for run in tiny().trained]
+    for run, plain in zip(study.trained, tiny().trained, strict=True):
+        optimizer = plain.optimizer.model_copy(update={"weight_decay": 0.0})
+        assert run == plain.model_copy(update={"engine": "deepspeed", "optimizer": optimizer})
+    save_study(tmp_path, study)
+    assert load_study(tmp_path) == study
+
+
+def test_tiny_is_the_ablation_in_small():
+    study = tiny()
+    assert [run.name for run in study.trained] == ["lr1e-3", "lr3e-3", "lr1e-2", "lr3e-2"]
+    assert [run.optimizer.peak_lr for run in study.trained] == [1e-3, 3e-3, 1e-2, 3e-2]
+    shared = {run.model_copy(update={"name": "", "optimizer": None}).model_dump_json() for run in study.trained}
+    assert len(shared) == 1  # nothing but the peak differs
+    model = study.trained[0].model
+    width, inner = model.hidden_size, model.intermediate_size
+    block = 4 * width * width + 3 * width * inner + 4 * width
+    parameters = 2 * model.vocab_size * width + model.num_hidden_layers * block + width
+    assert 0.5e6 < parameters < 2e6
+    # denser in the anneal
+    run = study.trained[0]
+    assert run.schedule.anneal is not None
+    start = run.schedule.anneal.start_step
+    gaps = [later - earlier for earlier, later in zip(run.save_steps, run.save_steps[1:], strict=False)]
+    before = [gap for gap, step in zip(gaps, run.save_steps[1:], strict=True) if step <= start]
+    after = [gap for gap, step in zip(gaps, run.save_steps[1:], strict=True) if step > start]
+    assert max(after) < min(before)
+
+
+@pytest.mark.parametrize(
+    ("peak_lr", "name"), [(1e-3, "lr1e-3"), (3e-2, "lr3e-2"), (0.01, "lr1e-2"), (2.5e-4, "lr2.5e-4"), (3.0, "lr3e0")]
+)
+def test_runs_are_named_by_value(peak_lr, name):
+    assert learning_rate_name(peak_lr) == name
+
+
+def test_models_are_measured_by_rising_step_weights_first():
+    models = tiny().models_of(tiny().trained[0])
+    assert [(model.step, model.average) for model in models] == [
+        (64, None),
+        (192, None), (192, "lawa5x16"),
+        (320, None),
+        (448, None), (448, "lawa5x16"), (448, "soup-stable"),
+        (512, None),
+        (576, None),
+        (640, None), (640, "lawa5x16"), (640, "soup-anneal"),
+    ]  # fmt: skip
+    assert {model.average: model.soup_of for model in models if model.soup_of} == {
+        "soup-stable": (192, 320, 448),
+        "soup-anneal": (512, 576, 640),
+    }

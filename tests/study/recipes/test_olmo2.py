@@ -1,0 +1,142 @@
+"""The OLMo2 ablation against figures of its papers and scripts, and against sums worked by hand."""
+
+import pytest
+
+from study.recipes import resolve
+from study.recipes.parts import gpu_hours, trained_tokens
+from train.config import RunConfig
+from train.memory import rank_memory
+from train.schedules import learning_rate
+
+STEP = 4_194_304  # tokens of a step of the 7B: 1024 x 4096
+NAMES = ["lr3e-4", "lr6e-4", "lr9e-4", "lr1.2e-3"]
+ANNEALS = [
+    *("lr3e-4-anneal50b", "lr6e-4-anneal50b", "lr6e-4-anneal100b", "lr9e-4-anneal50b", "lr9e-4-anneal100b"),
+    *("lr1.2e-3-anneal50b", "lr1.2e-3-anneal100b"),
+]
+
+
+def runs_of(recipe: str, profile: str = "full") -> dict[str, RunConfig]:
+    return {run.name: run for run in resolve(recipe, profile).trained}
+
+
+def test_four_parents_and_seven_anneals():
+    runs = runs_of("olmo2-7b-lr")
+    assert [name for name, run in runs.items() if not run.branch_from] == NAMES
+    assert [name for name, run in runs.items() if run.branch_from] == ANNEALS
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"), [("lr3e-4", 2.9770e-4), ("lr6e-4", 5.9540e-4), ("lr9e-4", 8.9311e-4), ("lr1.2e-3", 1.19081e-3)]
+)
+def test_rates_where_the_anneals_start(name, rate):
+    """What Ai2's scripts read from the parents' logs at step 72,000; five or six digits of it."""
+    runs = runs_of("olmo2-7b-lr")
+    assert learning_rate(runs[name], 72_000) == pytest.approx(rate, rel=2e-5)
+    for run in runs.values():
+        if run.branch_from and run.branch_from.run == f"../{name}":
+            assert run.branch_from.step == 72_000
+            halfway = (72_000 + run.total_steps) / 2
+            assert learning_rate(run, 72_000) == pytest.approx(rate, rel=2e-5)
+            assert learning_rate(run, int(halfway)) == pytest.approx(rate / 2, rel=1e-4)
+            assert learning_rate(run, run.total_steps) == 0
+
+
+def test_steps_and_tokens():
+    runs = runs_of("olmo2-7b-lr")
+    for name, run in runs.items():
+        assert run.tokens_per_step == STEP
+        end = 83_921 if name.endswith("50b") else 95_842 if name.endswith("100b") else 72_000
+        assert run.total_steps == end
+        assert learning_rate(run, 1) == pytest.approx(run.optimizer.peak_lr / 2000)  # OLMo: update n uses LR(n)
+        assert learning_rate(run, 2000) == pytest.approx(run.optimizer.peak_lr)
+    short = runs["lr9e-4-anneal50b"]
+    assert short.total_steps * short.tokens_per_step == pytest.approx(351.99e9, rel=1e-5)
+    # 4 parents, 4 anneals of 11,921 and 3 of 23,842 steps
+    total = (4 * 72_000 + 4 * 11_921 + 3 * 23_842) * STEP
+    assert trained_tokens(resolve("olmo2-7b-lr", "full")) == total
+    # 47.768 GFLOP a token, as 'train plan' has it, at 40% of 989 TFLOP/s
+    assert gpu_hours(resolve("olmo2-7b-lr", "full")) == pytest.approx(total * 47.768e9 / 395.6e12 / 3600, rel=1e-5)
+
+
+def test_checkpoints_are_dense_where_the_error_surges():
+    for run in runs_of("olmo2-7b-lr").values():
+        start = run.branch_from.step if run.branch_from else 0
+        gaps = {later - earlier for earlier, later in zip((start, *run.save_steps), run.save_steps, strict=False)}
+        assert gaps <= ({4000} if start == 0 else {1490, 1491, 2980, 2981})
+        assert len(run.save_steps) == (8 if start else 18)
+
+
+def test_a_cosine_over_300b_enters_the_anneals_at_a_tenth():
+    for run in runs_of("olmo2-7b-lr-cosine300b").values():
+        peak = run.optimizer.peak_lr
+        assert learning_rate(run, 72_000) == pytest.approx(peak / 10)
+        # half way between the end of the warm-up and 300e9 tokens: (1 + 0.1) / 2 of the peak
+        halfway = (8_388_608_000 + 300_000_000_000) // 2 // STEP
+        assert learning_rate(run, halfway) == pytest.approx(0.55 * peak, rel=1e-4)
+    names = list(runs_of("olmo2-7b-lr"))
+    assert list(runs_of("olmo2-7b-lr-cosine300b")) == names
+
+
+@pytest.mark.parametrize(
+    ("recipe", "step_tokens", "warmup", "start", "ends"),
+    [
+        # 72,000 x 4,194,304 / 5 / 2,097,152; 10e9 and 20e9 / 2,097,152 = 4768.4 and 9536.7 steps
+        ("olmo2-1b-lr", 512 * 4096, 800, 28_800, {28_800 + 4_768, 28_800 + 9_537}),
+        # / 25 / 1,048,576; 2e9 and 4e9 / 1,048,576 = 1907.3 and 3814.7 steps
+        ("olmo2-190m-lr", 256 * 4096, 320, 11_520, {11_520 + 1_907, 11_520 + 3_815}),
+    ],
+)
+def test_smaller_sizes_go_through_the_same_schedule(recipe, step_tokens, warmup, start, ends):
+    runs, big = runs_of(recipe), runs_of("olmo2-7b-lr")["lr3e-4"]
+    assert len(runs) == 11
+    for run in runs.values():
+        assert run.tokens_per_step == step_tokens
+        assert run.warmup_steps == warmup
+        assert run.total_steps in ({*ends} if run.branch_from else {start})
+        if not run.branch_from:
+            for part in range(1, 73):
+                share = learning_rate(run, start * part // 72) / run.optimizer.peak_lr
+                assert share == pytest.approx(learning_rate(big, 1000 * part) / 3e-4, rel=1e-9)
+    peaks = sorted({run.optimizer.peak_lr for run in runs.values()})
+    assert [peak / peaks[0] for peak in peaks] == pytest.approx([1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "nodes", "gigabytes"),
+    [("olmo2-7b-lr", 1, 75), ("olmo2-7b-lr", 8, 50), ("olmo2-1b-lr", 1, 50), ("olmo2-190m-lr", 1, 41)],
+)
+def test_runs_fit_gpus_of_80_gb(recipe, nodes, gigabytes):
+    """The figures that the recipe's comment states."""
+    for run in resolve(recipe, "full").trained:
+        assert rank_memory(run, 8 * nodes).bytes / 1e9 == pytest.approx(gigabytes, abs=0.5)
+
+
+@pytest.mark.parametrize("recipe", ["olmo2-7b-lr", "olmo2-1b-lr", "olmo2-190m-lr", "olmo2-7b-lr-cosine300b"])
+@pytest.mark.parametrize("profile", ["full", "smoke"])
+def test_averages_lie_within_one_run(recipe, profile):
+    """A window ends where it is measured or less than an interval before, and begins behind warm-up and branch."""
+    study = resolve(recipe, profile)
+    for run in study.trained:
+        measured = [model.step for model in study.models_of(run) if (model.average or "").startswith("lawa")]
+        assert run.total_steps in measured
+        (average,) = run.averages
+        first = run.branch_from.step if run.branch_from else run.warmup_steps
+        for step in measured:
+            last_member = step // average.interval_steps * average.interval_steps
+            assert last_member - 4 * average.interval_steps > first - average.interval_steps
+    soups = {run.name for run in study.trained if any(model.soup_of for model in study.models_of(run))}
+    assert soups == {run.name for run in study.trained if not run.branch_from}
+
+
+def test_what_was_varied_has_a_line_per_length_of_anneal():
+    varied = resolve("olmo2-7b-lr", "full").varied
+    assert varied is not None
+    lines: dict[str, list[float]] = {}
+    for name, group in varied.groups.items():
+        lines.setdefault(group, []).append(varied.values[name])
+    assert lines == {
+        "no anneal": [3e-4, 6e-4, 9e-4, 1.2e-3],
+        "50B anneal": [3e-4, 6e-4, 9e-4, 1.2e-3],
+        "100B anneal": [6e-4, 9e-4, 1.2e-3],
+    }

@@ -1,0 +1,158 @@
+"""The recipe of released models: of the hub, of a directory of revisions, and of a run's exports."""
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from typer.testing import CliRunner
+
+from study.__main__ import app
+from study.recipes import Released, resolve, tiny
+from study.released import ReleasedRun
+from study.settings import Study, load_study, save_study
+from study.text import PreparedText, TokenFiles
+from tests.ckpt_tools.released.fake_hub import FakeHub
+from train.command import UserError
+
+REPO = "allenai/OLMo-2-1124-7B"
+REVISIONS = [
+    *("stage1-step1000-tokens5B", "step2000-tokens9B", "stage1-step2000-tokens9B", "stage1-step477000-tokens2001B"),
+    *("stage1-step928646-tokens3896B", "stage2-ingredient1-step1000-tokens5B"),
+    *("stage2-ingredient1-step11931-tokens50B", "stage2-ingredient3-step1000-tokens5B", "main", "nonsense"),
+]
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = FakeHub({name: {} for name in REVISIONS}, REPO)
+    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def text_dir(tmp_path) -> Path:
+    """A study whose text is measured on."""
+    save_study(tmp_path / "runs" / "tiny", tiny())
+    return tmp_path / "runs" / "tiny"
+
+
+def lines(study: Study) -> list[ReleasedRun]:
+    return [run for run in study.runs if isinstance(run, ReleasedRun)]
+
+
+def names(study: Study) -> dict[str, list[str]]:
+    assert not study.trained
+    return {run.name: [revision.name for revision in run.revisions] for run in lines(study)}
+
+
+@pytest.mark.usefixtures("hub")
+def test_of_the_hub_a_line_per_stage_and_ingredient(capsys):
+    study = resolve("trajectory", "full", released=Released(REPO))
+    assert study.name == "trajectory-OLMo-2-1124-7B"
+    assert [(run, len(found)) for run, found in names(study).items()] == [
+        ("stage1", 4), ("stage2-ingredient1", 2), ("stage2-ingredient3", 1),
+    ]  # fmt: skip
+    told = capsys.readouterr().err
+    assert all(f"left out: {name}" in told for name in ("nonsense", "main"))
+    assert "is of the same step as" in told  # 2000 is there under two names
+    stage1 = lines(study)[0]
+    assert [revision.step for revision in stage1.revisions] == [1000, 2000, 477_000, 928_646]
+    # configs/annealing/peteish7-from-477000-*.yaml starts from 2.0707e-4
+    assert stage1.revisions[2].learning_rate == pytest.approx(2.0707e-4, rel=1e-4)
+    assert stage1.revisions[2].tokens == 477_000 * 4_194_304
+    assert lines(study)[1].revisions[-1].learning_rate == 0
+    assert any("OLMo2-7B-stage1.yaml" in source for source in study.sources)
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_web_is_tokenized_as_the_model_reads_it():
+    text = resolve("trajectory", "full", released=Released(REPO, every=20, stage="stage1")).text
+    assert isinstance(text, PreparedText)
+    assert text.tokenizer == REPO
+    assert {use: (file.dataset, file.files) for use, file in text.files.items()} == {
+        "held_out": ("tiiuae/falcon-refinedweb", "1"),
+        "calibration": ("allenai/c4", "2"),
+    }
+    other = resolve("pythia-70m-kumar", "full").text
+    assert isinstance(other, PreparedText)
+    assert text.held_out.name != other.held_out.name  # other tokens of the same text
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_stage_and_every_so_manieth():
+    study = resolve("trajectory", "full", released=Released(REPO, every=10, stage="stage1"))
+    assert names(study) == {"stage1": ["stage1-step1000-tokens5B", "stage1-step928646-tokens3896B"]}
+    with pytest.raises(UserError, match="no stage 'stage9'; give one of stage1"):
+        resolve("trajectory", "full", released=Released(REPO, stage="stage9"))
+    with pytest.raises(UserError, match="has no revision that states a step"):  # a soup
+        resolve("trajectory", "full", released=Released(REPO, stage="main"))
+
+
+def test_of_a_directory_of_revisions(tmp_path, text_dir):
+    for name in ("step1000", "step2000", "step143000"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    released = Released(str(tmp_path / "models"), family="EleutherAI/pythia-160m", text=text_dir)
+    study = resolve("trajectory", "smoke", released=released)
+    assert study.name == "trajectory-models-smoke"
+    (run,) = lines(study)
+    assert run.name == "pretraining"
+    assert (run.source, run.family) == (str(tmp_path / "models"), "EleutherAI/pythia-160m")
+    assert run.revisions[-1].learning_rate == pytest.approx(6e-5)
+    assert study.text == TokenFiles(held_out=f"{text_dir}/data/held_out", calibration=f"{text_dir}/data/train")
+    with pytest.raises(UserError, match="name with --text a study"):
+        resolve("trajectory", "smoke", released=released._replace(text=None))
+
+
+def export(path: Path, **lineage) -> None:
+    path.mkdir(parents=True)
+    (path / "lineage.json").write_text(json.dumps({"run": "lr3e-3", "files": {}, **lineage}))
+
+
+def test_of_exports_with_their_averages_as_lines_of_their_own(tmp_path, text_dir):
+    hf = tmp_path / "lr3e-3" / "hf"
+    for step in (64, 128):
+        export(hf / f"step{step:08}", step=step, tokens=step * 2048, learning_rate=0.003)
+        export(hf / f"lawa5x16-step{step:08}", step=step, average="lawa5x16", tokens=step * 2048)
+    study = resolve("trajectory", "smoke", released=Released(str(hf), text=text_dir))
+    assert study.name == "trajectory-lr3e-3-smoke"
+    assert names(study) == {
+        "training": ["step00000064", "step00000128"],
+        "lawa5x16": ["lawa5x16-step00000064", "lawa5x16-step00000128"],
+    }
+    assert [one.learning_rate for one in lines(study)[1].revisions] == [None, None]
+
+
+def command(*arguments: str) -> str:
+    """What a refused command says."""
+    with pytest.raises(UserError) as refused:
+        CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_options_of_a_source_need_one(tmp_path):
+    assert "trajectory needs a released model" in command("show", "trajectory")
+    assert "give its --source" in command("show", "trajectory", "--every", "2")
+    assert "belong to trajectory, not to tiny" in command("show", "tiny", "--source", REPO)
+    assert "names no study" in command("status", "trajectory", "--root", str(tmp_path))
+    assert "no recipe 'none'" in command("show", "none", "--root", str(tmp_path))
+    assert "no profile 'large'" in command("show", "trajectory", "--source", REPO, "--profile", "large")
+
+
+def test_a_study_that_is_there_goes_on_as_it_was_listed(tmp_path, text_dir):
+    """Without its source: from study.json alone, by its name below the root."""
+    source = tmp_path / "models"
+    (source / "step1000").mkdir(parents=True)
+    released = Released(str(source), family="EleutherAI/pythia-160m", text=text_dir)
+    study = resolve("trajectory", "smoke", released=released)
+    save_study(text_dir.parent / study.name, study)
+    (source / "step2000").mkdir()  # appeared later
+    shown = CliRunner().invoke(app, ["show", study.name, "--root", str(text_dir.parent)], catch_exceptions=False)
+    assert shown.exit_code == 0
+    assert f"1 revisions of {source}, step1000 to step1000" in shown.stdout
+    assert "quant_eval run" in shown.stdout
+    assert f"{text_dir}/data/held_out" in shown.stdout
+    assert load_study(text_dir.parent / study.name) == study

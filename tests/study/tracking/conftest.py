@@ -1,0 +1,122 @@
+"""Real stores: SQLite, PostgreSQL in a cluster of its own, and an MLflow server; read back without MLflow, by SQL."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.study.tracking.stores import Database
+
+POSTGRES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+TIMEOUT_SECONDS = 240
+ENDING_WITH_US = ["setpriv", "--pdeathsig", "INT"]  # a test session that is killed leaves no servers
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(port: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        assert process.poll() is None, "the server ended"
+        time.sleep(0.1)
+    raise TimeoutError(f"nothing listens on {port}")
+
+
+@pytest.fixture(scope="session")
+def postgres():
+    """A cluster on a free port, without password for anyone on this machine; gives its port."""
+    if not POSTGRES:
+        if os.environ.get("QUANTDYN_REQUIRE_SLURM") == "1":
+            pytest.fail("PostgreSQL is not installed: apt-get install postgresql")
+        pytest.skip("PostgreSQL is not installed")
+    place = Path(tempfile.mkdtemp(prefix="quantdyn-postgres-"))  # a short path, for its socket, and another user's
+    as_other = []
+    if os.geteuid() == 0:  # PostgreSQL refuses to be root
+        shutil.chown(place, "postgres")
+        as_other = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
+    port, programs = free_port(), POSTGRES[-1]
+    initdb = [str(programs / "initdb"), "-D", str(place / "data"), "-A", "trust", "-N", "-U", "quantdyn"]
+    subprocess.run([*as_other, *initdb], check=True, capture_output=True, timeout=TIMEOUT_SECONDS, cwd="/")
+    settings = [f"-p{port}", f"-k{place}", "-clisten_addresses=127.0.0.1", "-cfsync=off"]
+    command = [*ENDING_WITH_US, *as_other[1:], str(programs / "postgres"), "-D", str(place / "data"), *settings]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/")
+    wait_for(port, process)
+    yield port
+    process.send_signal(signal.SIGINT)  # SIGTERM would wait for MLflow's pools to disconnect
+    process.wait(TIMEOUT_SECONDS)
+    shutil.rmtree(place)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """An MLflow server over a SQLite store: its port and the path of the store."""
+    place, port = tmp_path_factory.mktemp("server"), free_port()
+    command = [
+        *ENDING_WITH_US,
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--backend-store-uri",
+        f"sqlite:///{place}/mlflow.db",
+    ]
+    command += ["--artifacts-destination", str(place / "artifacts"), "--host", "127.0.0.1", "--port", str(port)]
+    environment = os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with (place / "log").open("w") as log:
+        process = subprocess.Popen([*command, "--workers", "1"], env=environment, stdout=log, stderr=log, cwd=place)
+    wait_for(port, process)
+    yield port, place / "mlflow.db"
+    process.terminate()
+    process.wait(TIMEOUT_SECONDS)
+
+
+@pytest.fixture
+def database(request, tmp_path):
+    """`database(kind)`: a store of that kind for this test alone; an MLflow server is shared by all."""
+
+    def made(kind: str) -> Database:
+        if kind == "server":
+            port, path = request.getfixturevalue("server")
+            return Database(f"http://127.0.0.1:{port}", f"sqlite:///{path}")
+        if kind == "sqlite":
+            uri = f"sqlite:///{tmp_path}/mlflow.db"
+            return Database(uri, uri)
+        port, name = request.getfixturevalue("postgres"), f"test{time.monotonic_ns()}"
+        Database("", f"postgresql+psycopg2://quantdyn@127.0.0.1:{port}/postgres").execute(f"CREATE DATABASE {name}")
+        uri = f"postgresql+psycopg2://quantdyn@127.0.0.1:{port}/{name}"
+        return Database(uri, uri)
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def forked():
+    """`forked(function, *arguments)`: a child that runs it, started; it has MLflow imported already."""
+    from study.tracking.store import _prepare_mlflow
+
+    _prepare_mlflow()
+    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+
+    def start(function, *arguments):
+        child = context.Process(target=function, args=arguments)
+        child.start()
+        return child
+
+    return start

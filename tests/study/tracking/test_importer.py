@@ -1,0 +1,138 @@
+"""The importer on real stores: every row once, whatever is killed, repeated, resumed or done twice at a time."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from study.tracking.importer import mirror_run
+from study.tracking.store import create_store
+from tests.study.tracking.stores import FIGURES, Database, append_steps, expected, write_small_study
+
+STORES = ("sqlite", "postgres", "server")
+
+
+def import_all(directory, study, uri: str, names: list[str]) -> None:
+    for name in names:
+        mirror_run(directory, study, name, uri)
+
+
+def use_schema(uri: str) -> None:
+    from mlflow import MlflowClient
+
+    assert create_store(uri) == "up to date already"
+    assert MlflowClient(tracking_uri=uri).create_experiment("any")
+
+
+def run_to_end(children) -> None:
+    for child in children:
+        child.join(200)
+    assert [child.exitcode for child in children] == [0] * len(children)
+
+
+def check(database: Database, study, steps: int, since: dict[int, int]) -> None:
+    """Every row once, and one MLflow run for the study and for each of its runs."""
+    points = database.points(study.name)
+    for run in study.runs:
+        assert points[run.name] == expected(steps, since)
+    ids = database.runs(study.name)
+    assert {name: len(found) for name, found in ids.items()} == dict.fromkeys([study.name, *points], 1)
+
+
+def kill_and_repeat(database, forked, root, name: str, runs: int, kills: int) -> None:
+    """Rows are added, an importer per run starts and is killed some time later; now and then a run is resumed."""
+    create_store(database.uri)
+    directory, study = write_small_study(root, name, runs)
+    names = [run.name for run in study.runs]
+    chance, steps, since = random.Random(name), 0, {1: 1}
+    killed = alive = halfway = 0
+    while killed < kills:
+        if alive and chance.random() < 0.25:  # resumed from a checkpoint before the last rows
+            steps -= chance.randrange(steps // 2)
+            since = {attempt: first for attempt, first in since.items() if first <= steps} | {max(since) + 1: steps + 1}
+        added = range(steps + 1, steps + 1 + chance.randrange(300, 900))
+        steps = added.stop - 1
+        for run in names:
+            append_steps(directory / run, added, max(since))
+        children = [forked(mirror_run, directory, study, run, database.uri) for run in names]
+        time.sleep(0.1 + chance.random() * 0.5 * len(names))
+        for child in children:
+            time.sleep(chance.random() * 0.2)
+            os.kill(child.pid, signal.SIGKILL)
+        for child in children:
+            child.join(60)
+            killed += child.exitcode == -signal.SIGKILL
+        alive += 1
+        held = database.points(name)
+        halfway += sum(0 < len(held[run]) < steps * len(FIGURES) for run in names if run in held)
+    assert halfway >= kills // 5, "most were killed before their first row or after their last"
+    run_to_end([forked(mirror_run, directory, study, run, database.uri) for run in names])
+    check(database, study, steps, since)
+    before = database.runs(name)
+    run_to_end([forked(import_all, directory, study, database.uri, names)])
+    check(database, study, steps, since)
+    assert database.runs(name) == before
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_an_importer_that_is_killed_leaves_every_row_once(database, forked, tmp_path, kind):
+    kill_and_repeat(database(kind), forked, tmp_path, f"kills-{kind}", runs=2, kills=6)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("kind", STORES)
+def test_eight_importers_that_are_killed_fifty_times_leave_every_row_once(database, forked, tmp_path, kind):
+    kill_and_repeat(database(kind), forked, tmp_path, f"many-kills-{kind}", runs=8, kills=50)
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_eight_at_once_of_other_runs_and_of_the_same_one(database, forked, tmp_path, kind):
+    there = database(kind)
+    create_store(there.uri)
+    directory, study = write_small_study(tmp_path, f"eight-{kind}", 4)
+    for run in study.runs:
+        append_steps(directory / run.name, range(1, 401), 1)
+    run_to_end([forked(mirror_run, directory, study, run.name, there.uri) for run in study.runs for _ in range(2)])
+    check(there, study, 400, {1: 1})
+
+
+def test_eight_that_find_no_store_create_it_once(database, forked, tmp_path):
+    there = database("sqlite")
+    directory, study = write_small_study(tmp_path, "cold", 8)
+    for run in study.runs:
+        append_steps(directory / run.name, range(1, 11), 1)
+    run_to_end([forked(mirror_run, directory, study, run.name, there.uri) for run in study.runs])
+    check(there, study, 10, {1: 1})
+
+
+def test_eight_create_a_schema_at_once(database, forked):
+    there = database("postgres")
+    run_to_end([forked(create_store, there.uri) for _ in range(8)])
+    assert len(there.execute("SELECT version_num FROM alembic_version")) == 1
+    run_to_end([forked(use_schema, there.uri)])
+
+
+def test_rows_that_a_resumed_run_replaced_are_not_shown(database, tmp_path):
+    """Live import, then a kill, then training goes on from an older checkpoint: other values, at other times."""
+    there = database("sqlite")
+    directory, study = write_small_study(tmp_path, "resumed", 1)
+    run = directory / study.runs[0].name
+    append_steps(run, range(1, 301), 1)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 301, "tokens": 616448, "atte')
+    assert mirror_run(directory, study, run.name, there.uri) == 300 * 6
+    assert mirror_run(directory, study, run.name, there.uri) == 0
+    first = there.runs("resumed")[run.name]
+    whole = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(whole[: whole.rindex("\n") + 1])
+    append_steps(run, range(201, 251), 2)
+    mirror_run(directory, study, run.name, there.uri)
+    check(there, study, 250, {1: 1, 2: 201})  # not those behind step 250 either, which come again
+    second = there.runs("resumed")[run.name]
+    assert second != first
+    append_steps(run, range(251, 301), 2)
+    mirror_run(directory, study, run.name, there.uri)
+    check(there, study, 300, {1: 1, 2: 201})
+    assert there.runs("resumed")[run.name] == second, "made anew once"

@@ -1,0 +1,94 @@
+"""Which stores are taken, what is said of one that fails, and what is never said."""
+
+import socket
+import time
+
+import pytest
+
+from study.tracking.importer import mirror_run
+from study.tracking.store import create_store, masked, open_store, server_command, store_uri, tracking_uri
+from tests.runs import error_line, python
+from tests.study.tracking.stores import Database, append_steps, write_small_study
+from train.command import UserError
+
+
+def test_the_server_listens_here_alone_and_says_nothing_elsewhere(tmp_path):
+    command = server_command(tmp_path)
+    assert f"sqlite:///{tmp_path}/mlflow.db" in command
+    assert "--host 127.0.0.1" in command
+    assert command.startswith("MLFLOW_DISABLE_TELEMETRY=true ")
+
+
+def test_the_uri_is_the_given_one_else_the_environments_else_the_roots(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert tracking_uri(tmp_path) == store_uri(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://login:5000")
+    assert tracking_uri(tmp_path) == "http://login:5000"
+    assert tracking_uri(tmp_path, "sqlite:///x.db") == "sqlite:///x.db"
+    for other in ("./mlruns", "postgresql://me:secret@db/x", "databricks"):
+        with pytest.raises(UserError, match="begins with none of") as refused:
+            tracking_uri(tmp_path, other)
+        assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("password", ["pa:ss", "p%40ss%2Fword", "a.b*c"])
+def test_a_password_is_masked(password):
+    uri = f"postgresql+psycopg2://me:{password}@db:5432/mlflow"
+    assert masked(uri) == "postgresql+psycopg2://me:***@db:5432/mlflow"
+
+
+def test_a_store_whose_creation_was_killed_is_made_anew(tmp_path):
+    (tmp_path / ".mlflow.db.partial").write_bytes(b"half a schema")
+    (tmp_path / ".mlflow.db.partial-journal").write_bytes(b"its journal")
+    assert create_store(store_uri(tmp_path)) == "created"
+    assert create_store(store_uri(tmp_path)) == "up to date already"
+    assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", ".mlflow.lock"}
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_a_store_of_another_mlflow_is_refused(database, tmp_path, kind):
+    there: Database = database(kind)
+    directory, study = write_small_study(tmp_path, "other", 1)
+    name = study.runs[0].name
+    append_steps(directory / name, range(1, 11), 1)
+    if kind == "postgres":
+        with pytest.raises(UserError, match=r"has no MLflow schema; run 'python -m study create-store'"):
+            mirror_run(directory, study, name, there.uri)
+    create_store(there.uri)
+    assert mirror_run(directory, study, name, there.uri) == 60
+    there.execute("UPDATE alembic_version SET version_num = 'fffffffffff'")
+    for use in (create_store, lambda uri: mirror_run(directory, study, name, uri)):
+        with pytest.raises(UserError, match="made by an MLflow newer than"):
+            use(there.uri)
+    there.execute("UPDATE alembic_version SET version_num = '451aebb31d03'")
+    with pytest.raises(UserError, match=r"schema of an older MLflow; run 'python -m study create-store'"):
+        mirror_run(directory, study, name, there.uri)
+
+
+def test_a_store_that_does_not_answer_is_told_of_in_one_line_and_soon(tmp_path, monkeypatch):
+    """Nothing listens; and something listens and never answers. The password is in no output and no file."""
+    write_small_study(tmp_path, "down", 1)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("PGCONNECT_TIMEOUT", "2")
+    with socket.socket() as silent, socket.socket() as closed:
+        for one in (silent, closed):
+            one.bind(("127.0.0.1", 0))
+        silent.listen()
+        ports = [one.getsockname()[1] for one in (silent, closed)]
+        closed.close()
+        for kind in ("http", "postgresql+psycopg2"):
+            for port in ports:
+                uri = f"{kind}://me:s3cr%24t@127.0.0.1:{port}/x"
+                started = time.monotonic()
+                done = python(
+                    "study", "mirror", "down", "--root", str(tmp_path), "--run", "lr0.001", "--tracking-uri", uri
+                )
+                assert f"{kind}://me:***@127.0.0.1:{port}" in error_line(done)
+                assert "s3cr" not in done.stdout + done.stderr
+                assert time.monotonic() - started < 40
+    assert not any(b"s3cr" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_open_store_explains_what_fails_inside(tmp_path):
+    with pytest.raises(UserError, match=r"failed: .*No Experiment"), open_store(tmp_path, store_uri(tmp_path)) as store:
+        store.client.get_experiment("77")
