@@ -1,0 +1,83 @@
+"""Cancelling what SLURM has of a study. Files stay; `retry` goes on from them."""
+
+import difflib
+from pathlib import Path
+
+from slurm import cluster
+from slurm.cluster import JobState
+from slurm.submission import Submission, existing_submission, submitting
+from slurm.watching import situation_of
+from study.commands import Step
+from study.settings import load_study
+from study.steps import steps_of
+from train.command import UserError
+from train.run_directory import RunDirectory
+
+Element = tuple[str, int]  # name of the array, index
+
+
+def cancel(
+    study_dir: Path, *, run: str | None = None, array: str | None = None, after_checkpoint: bool = False
+) -> tuple[list[Element], list[str]]:
+    """Cancels elements that wait or run, of all or of one run or array; those, and the runs that were asked to stop.
+
+    Args:
+        study_dir: the study.
+        run: only elements all of whose steps belong to it.
+        array: only elements of this one.
+        after_checkpoint: a training that runs is not cancelled but asked by RUN/STOP, which it looks for after every
+            step.
+
+    Raises:
+        UserError: there is no such run or array, or the study is being submitted.
+    """
+    submission, study = existing_submission(study_dir), load_study(study_dir)
+    _known(run, [run.name for run in study.runs], "run")
+    _known(array, list(submission.job_arrays), "array")
+    steps = {step.name: step for step in steps_of(study)}
+    with submitting(study_dir):
+        submission = existing_submission(study_dir)  # no other command changes it from here on
+        alive = _alive(submission)
+        chosen, stopping = [], []
+        for (name, index), (id_, state) in alive.items():
+            own = [steps[step] for step in submission.job_arrays[name].elements[index] if step in steps]
+            if (array and name != array) or (run and not _belongs(own, run)):
+                continue
+            if after_checkpoint and own and own[0].kind == "train" and situation_of(state) == "running":
+                stopping.append(own[0].run)
+            else:
+                chosen.append(((name, index), id_))
+        for name in stopping:
+            RunDirectory(study_dir / name).stop_file.touch()
+        chosen.reverse()  # what waits for others first: it would start when those end
+        cluster.cancel(_names([id_ for _, id_ in chosen], [id_ for id_, _ in alive.values()]))
+    return [element for element, _ in chosen], stopping
+
+
+def _names(chosen: list[str], alive: list[str]) -> list[str]:
+    """Whole jobs by their plain ids: SLURM then remembers what it has cancelled, and needs one call for thousands."""
+    kept = {id_.partition("_")[0] for id_ in set(alive) - set(chosen)}
+    jobs = [(id_.partition("_")[0], id_) for id_ in chosen]
+    return list(dict.fromkeys(id_ if job in kept else job for job, id_ in jobs))
+
+
+def _belongs(steps: list[Step], run: str) -> bool:
+    return bool(steps) and all(step.run == run for step in steps)
+
+
+def _known(name: str | None, names: list[str], what: str) -> None:
+    if name is not None and name not in names:
+        near = difflib.get_close_matches(name, names, n=1) or names[:8]
+        raise UserError(f"the study has no {what} {name!r:.80}; such as: {', '.join(near)}")
+
+
+def _alive(submission: Submission) -> dict[Element, tuple[str, JobState]]:
+    """Elements that have not ended, in their arrays' order, with SLURM's name and state."""
+    known, names = cluster.states({job.id for job in submission.jobs}), submission.element_ids()
+    found = {}
+    for array in submission.job_arrays.values():
+        for index in range(len(array.elements)):
+            id_ = names.get((array.name, index), "")
+            if id_ in known and known[id_].exit_code is None:
+                found[array.name, index] = id_, known[id_]
+    return found

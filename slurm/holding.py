@@ -1,0 +1,90 @@
+"""Elements that are submitted held: released when what they read is there, cancelled when it will never be."""
+
+from pathlib import Path
+
+from slurm import cluster
+from slurm.jobs import JobArray
+from slurm.submission import SLURM, Submission, existing_submission
+from study.ledger import Ledger
+from study.settings import load_study
+from study.steps import steps_of
+from train.command import UserError
+
+HELD_BY_USER = "JobHeldUser"
+
+
+def held_elements(submission: Submission) -> dict[str, tuple[JobArray, int]]:
+    """SLURM's name of every element that is held -> its array and index."""
+    arrays, names = submission.job_arrays, submission.element_ids()
+    holding = {job.id for job in submission.jobs if arrays[job.array].held_for}
+    known = cluster.states(holding) if holding else {}
+    return {
+        name: (arrays[array], index)
+        for (array, index), name in names.items()
+        if name in known
+        and known[name].state == "PENDING"
+        and known[name].reason == HELD_BY_USER
+        and arrays[array].held_for
+    }
+
+
+def external_reads(ledger: Ledger, array: JobArray, index: int) -> list[str]:
+    """What an element reads that its own steps do not make."""
+    steps = [ledger.steps[name] for name in array.elements[index]]
+    own = {output for step in steps for output in step.outputs}
+    return [name for step in steps for name in ledger.reads(step) if name not in own]
+
+
+def _is_ready(ledger: Ledger, array: JobArray, index: int) -> bool:
+    return all((ledger.directory / name).is_file() for name in external_reads(ledger, array, index))
+
+
+def release_ready(study_dir: Path, ledger: Ledger) -> list[str]:
+    """Releases the held elements whose files are all there; SLURM's names of them.
+
+    Called every few seconds beside training: SLURM is only asked where files say that something may start. What cannot
+    be released now is tried again, and in the end by the settling job.
+    """
+    submission = existing_submission(study_dir)
+    marks = study_dir / SLURM / "released"
+    marks.mkdir(exist_ok=True)
+    ready = {}
+    for (name, index), element in submission.element_ids().items():
+        array = submission.job_arrays[name]
+        if array.held_for and not (marks / element).exists() and _is_ready(ledger, array, index):
+            ready[element] = (array, index)
+    if not ready:
+        return []
+    try:
+        cluster.release(list(ready))
+    except UserError as error:  # one of them has ended, or the controller does not answer
+        print(f"releasing {', '.join(ready)}: {error}", flush=True)
+    else:
+        for element in ready:
+            (marks / element).touch()
+    return list(ready)
+
+
+def settle(study_dir: Path) -> None:
+    """Releases what can start and cancels what never will: its files are missing and nothing makes them any more."""
+    submission, ledger = existing_submission(study_dir), Ledger(study_dir, steps_of(load_study(study_dir)))
+    release_ready(study_dir, ledger)
+    arrays, names = submission.job_arrays, submission.element_ids()
+    known = cluster.states({job.id for job in submission.jobs})
+    at_work = {
+        output
+        for (array, index), name in names.items()
+        if name in known and known[name].exit_code is None
+        for step in arrays[array].elements[index]
+        if step in ledger.steps
+        for output in ledger.steps[step].outputs
+    }
+    hopeless = {}
+    for name, (array, index) in held_elements(submission).items():
+        missing = [one for one in external_reads(ledger, array, index) if not (study_dir / one).is_file()]
+        if missing and not at_work.intersection(missing):
+            hopeless[name] = f"{array.name}/{index}: nothing makes {missing[0]} any more"
+    for reason in hopeless.values():
+        print(f"cancelled {reason}", flush=True)
+    if hopeless:
+        cluster.cancel(list(hopeless))

@@ -1,0 +1,270 @@
+"""What one element of an array does: its steps, each recorded when it is complete, and its own requeueing.
+
+The batch script starts this on the first node of the job. Steps are started with srun; a file, which the script's trap
+makes when SLURM sends a signal, asks to stop. Training stops at a checkpoint, what measures is ended and starts anew.
+"""
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from slurm import cluster, health
+from slurm.holding import release_ready, settle
+from slurm.jobs import FINAL, MEND, SETTLE, JobArray
+from slurm.mending import mend, send_for_mending
+from slurm.script import srun_prefix
+from slurm.site import Site
+from slurm.starts import check_progress, last_restart, record_start
+from slurm.submission import SLURM, existing_submission
+from slurm.supervision import end, wait_for, without_network
+from study.commands import COMMAND_PROMPT, ONLINE, TORCHRUN, Machine, Step, batches, resolve, shared, shown
+from study.ledger import Ledger
+from study.settings import load_study
+from study.steps import steps_of
+from train.command import UserError
+from train.run_directory import RunDirectory
+
+RELEASE_EVERY_SECONDS = 10.0
+PAUSE_SECONDS = 30.0  # before a failed element is queued again: a full disk or a lost mount may recover
+REQUEUED_SECONDS = 120.0  # SLURM ends a job that it has requeued; 60 s is what it took at most
+HEALTH_SECONDS = 180
+STARTS_UNRECORDED = 20  # in a row, of an element that cannot even write down that it started
+OURS = "slurm"  # begins what this writes into a STOP file; any other is the user's
+
+
+class _Element:
+    """One start of one element."""
+
+    def __init__(self, study_dir: Path, array: str, index: int, stop_file: Path) -> None:
+        self.study_dir, self.index, self.stop_file = study_dir, index, stop_file
+        self.submission = existing_submission(study_dir)
+        if array not in self.submission.job_arrays or index >= len(self.submission.job_arrays[array].elements):
+            raise UserError(f"{study_dir} has no element {array}/{index}; submit it again")
+        self.array: JobArray = self.submission.job_arrays[array]
+        self.site: Site = self.submission.site
+        self.resources = self.site.resources_of(self.array.kind)
+        self.study = load_study(study_dir)
+        self.ledger = Ledger(study_dir, steps_of(self.study))
+        job, task = os.environ["SLURM_ARRAY_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
+        self.name = f"{job}_{task}"  # the plain id of the last element would be the whole array's
+        self.start = f"{self.name}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+        self.steps = [self.ledger.steps[name] for name in self.array.elements[index]]
+        self._released_at = 0.0
+
+    def position(self) -> int:
+        """How far the work has come: the newest checkpoint of training, or the number of files that are there."""
+        found = sum((self.study_dir / output).is_file() for step in self.steps for output in step.outputs)
+        for step in self.steps:
+            if step.kind == "train":
+                run = RunDirectory(self.study_dir / step.run)
+                found += max([0, *run.complete_steps(), *run.complete_restarts()])
+        return found
+
+    def run(self) -> None:
+        """Runs what is not complete. Ends by SLURM, which requeued it, or with the exit code of what failed."""
+        open_steps = [step for step in self.steps if not self.ledger.is_complete(step)]
+        if not open_steps:
+            print("complete already", flush=True)
+            return
+        position = self.position()
+        check_progress(self.study_dir, self.array.name, self.index, position, self.site.limits.starts_without_progress)
+        record_start(self.study_dir, self.array.name, self.index, position)
+        if self.array.name == FINAL:
+            self.run_final(open_steps)
+            return
+        for batch in batches(open_steps, self.site.limits.checkpoints_per_job, self.site.limits.specs_per_job):
+            self.run_batch(batch)
+        self.release(now=True)
+
+    def run_final(self, steps: Sequence[Step]) -> None:
+        """Table, report and mirror of what there is; complete only if nothing is missing."""
+        for step in steps:
+            missing = self.ledger.missing(step)
+            if not missing:
+                self.run_batch([step])
+                continue
+            print(f"{step.name}: {len(missing)} results are missing, such as {missing[0]}; without them", flush=True)
+            status = self.execute([step])
+            if status:
+                raise typer.Exit(status)
+
+    def run_batch(self, batch: list[Step]) -> None:
+        """One command, whose steps are recorded if it ended well."""
+        missing = [name for step in batch for name in self.ledger.missing(step)]
+        if missing:
+            raise UserError(f"{self.study_dir / missing[0]} is not there; what makes it failed, retry that first")
+        fingerprints = {step.name: self.ledger.fingerprint(step) for step in batch}
+        for step in batch:
+            self.ledger.prepare(step)
+        began_at = time.monotonic()
+        status = self.execute(batch)
+        seconds = (time.monotonic() - began_at) / len(batch)
+        made = [step for step in batch if self.ledger.outputs_exist(step) and (status == 0 or not step.resumes)]
+        for step in made:
+            self.ledger.finish(step, fingerprints[step.name], seconds)
+        if len(made) < len(batch):
+            self.failed(batch, status)
+
+    def execute(self, batch: list[Step]) -> int:
+        """The exit status of the command of these steps."""
+        first = batch[0]
+        train = first.kind == "train"
+        if train and self.resources.nodes > 1:
+            self.check_health()
+        machine = self.machine(first)
+        command = resolve(shared(batch), self.study_dir, machine)
+        print(f"{COMMAND_PROMPT}{shown(shared(batch), machine)}", flush=True)
+        follower = self.follow(first) if train else None
+        try:
+            return wait_for(
+                [*srun_prefix(self.site, self.array.kind, self.everywhere()), *command],
+                without_network(first.kind, ONLINE),
+                Path(self.site.project),
+                asked=self.stop_file.exists,
+                stop=(lambda: self.ask_to_stop(first)) if train else (lambda: False),
+                recurring=self.release,
+            )
+        finally:
+            if follower:
+                end(follower)
+
+    def everywhere(self) -> list[str]:
+        """Options of srun: one task on every node of the job."""
+        return [f"--nodes={self.resources.nodes}", f"--ntasks={self.resources.nodes}", "--ntasks-per-node=1"]
+
+    def machine(self, step: Step) -> Machine:
+        """What the placeholders of commands mean here: torchrun on every node, or one process."""
+        nodes, ranks = self.resources.nodes, self.resources.ranks
+        launch: tuple[str, ...] = ("{python}",)
+        if step.kind == "train" or ranks > 1:
+            launch = (*TORCHRUN, "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d")
+            endpoint = "localhost:0"
+            if nodes > 1:
+                head = cluster.hostnames(os.environ["SLURM_JOB_NODELIST"])[0]
+                endpoint = f"{head}:{20_000 + int(os.environ['SLURM_JOB_ID']) % 20_000}"
+                launch += ("--nnodes", str(nodes), "--rdzv-id", self.start)
+            launch += ("--rdzv-endpoint", endpoint)
+        device = "cuda" if self.resources.gpus_per_node else "cpu"
+        return Machine(launch, device, self.resources.cpus_per_node or 1, self.site.measuring_python)
+
+    def follow(self, step: Step) -> subprocess.Popen:
+        """Starts, on every node, what brings metrics to MLflow while a run trains; training does not wait for it."""
+        command = ["{python}", "-m", "study", "mirror", self.study.name, "--root", "{root}", "--run", step.run]
+        command += ["--follow", str(self.site.mlflow.every_seconds)]
+        machine = Machine(python=self.site.measuring_python)
+        options = [*self.everywhere(), "--overlap", "--mem=0", "--kill-on-bad-exit=0"]
+        prefix = srun_prefix(self.site, self.array.kind, options)
+        return subprocess.Popen(
+            [*prefix, *resolve(command, self.study_dir, machine)], stdin=subprocess.DEVNULL, cwd=self.site.project
+        )
+
+    def ask_to_stop(self, step: Step) -> bool:
+        """Training looks for this file after every step and leaves a checkpoint."""
+        stop = RunDirectory(self.study_dir / step.run).stop_file
+        if not stop.exists():
+            stop.write_text(f"{OURS} {self.start}\n")
+        print(f"asked to stop; {stop} is left for training", flush=True)
+        return True
+
+    def failed(self, batch: list[Step], status: int) -> None:
+        """Requeues this element, or ends it where the user stopped the run."""
+        first = batch[0]
+        if first.kind == "train" and not self.stop_file.exists() and _stopped_by_user(self.study_dir, first.run):
+            print(
+                f"{first.run} was stopped by a STOP file; 'python -m slurm retry {self.study.name}' goes on", flush=True
+            )
+            raise typer.Exit(1)
+        if self.stop_file.exists():
+            self.again()
+        print(f"exit status {status}", flush=True)
+        self.again(PAUSE_SECONDS)
+
+    def again(self, pause_seconds: float = 0.0, *, held: bool = False) -> NoReturn:
+        """Puts this element, and no other of its array, into the queue again; SLURM ends this process then."""
+        if pause_seconds:
+            print(f"queued again in {pause_seconds:.0f} s", flush=True)
+            time.sleep(pause_seconds)
+        (cluster.requeue_held if held else cluster.requeue)(self.name)
+        time.sleep(REQUEUED_SECONDS)
+        raise typer.Exit(1)
+
+    def release(self, now: bool = False) -> None:
+        """Lets elements start whose files have appeared."""
+        moment = time.monotonic()
+        if now or moment - self._released_at >= RELEASE_EVERY_SECONDS:
+            self._released_at = moment
+            release_ready(self.study_dir, self.ledger)
+
+    def check_health(self) -> None:
+        """Looks at every node before a training over several; with a bad one the element starts anew without it."""
+        out = self.study_dir / SLURM / "health" / self.start
+        out.mkdir(parents=True, exist_ok=True)
+        health.write_clock(out)
+        nodes = cluster.hostnames(os.environ["SLURM_JOB_NODELIST"])
+        options = [*self.everywhere(), "--kill-on-bad-exit=0"]
+        check = [self.site.measuring_python, "-m", "slurm.health", str(out)]
+        check += ["--gpus", str(self.resources.gpus_per_node)]
+        check += ["--free-gb", "0"]  # a full disk is no node's fault: the run that it ends is queued again
+        command = [*srun_prefix(self.site, self.array.kind, options), *check]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=self.site.project)
+        try:
+            process.wait(HEALTH_SECONDS)
+        except subprocess.TimeoutExpired:
+            end(process)
+        bad = health.read_reports(out, nodes)
+        if not bad:
+            return
+        for node, reason in bad.items():
+            print(f"{node} is not fit: {reason}", flush=True)
+        if len(bad) == len(nodes):
+            print(f"no node is fit: what they share is at fault, see {out}", flush=True)
+            self.again(PAUSE_SECONDS)
+        send_for_mending(self.study_dir, self.site, self.name, bad)
+        self.again(held=True)
+
+
+def _stopped_by_user(study_dir: Path, run: str) -> bool:
+    """Whether training ended because of a STOP file, or one lies there for it."""
+    directory = RunDirectory(study_dir / run)
+    if directory.stop_file.exists():
+        return not directory.stop_file.read_text().startswith(OURS)
+    status = directory.status_json
+    return status.exists() and '"preempted"' in status.read_text() and "STOP" in status.read_text()
+
+
+def _forget_stale_stop(study_dir: Path, steps: Sequence[Step]) -> None:
+    """A STOP file of an earlier start that training did not live to see would end this one."""
+    for step in steps:
+        stop = RunDirectory(study_dir / step.run).stop_file
+        if step.kind == "train" and stop.exists() and stop.read_text().startswith(OURS):
+            stop.unlink()
+
+
+def run_element(study_dir: Path, array: str, index: int, stop_file: Path) -> None:
+    """Runs one element; what `python -m slurm job` does.
+
+    Raises:
+        UserError: something it reads is missing, or its starts come no further.
+        typer.Exit: a command failed; the exit code is the command's.
+    """
+    if array == MEND:
+        mend(study_dir)
+        return
+    if array.startswith(f"{SETTLE}-"):
+        settle(study_dir)
+        return
+    element = _Element(study_dir, array, index, stop_file)
+    try:
+        _forget_stale_stop(study_dir, element.steps)
+        element.run()
+    except OSError as error:  # no room for a file of ours, or the filesystem is away: no reason to give up for ever
+        print(f"{error}", flush=True)
+        lost = int(os.environ.get("SLURM_RESTART_COUNT", "0")) - last_restart(study_dir, array, index)
+        if lost > STARTS_UNRECORDED:
+            raise
+        element.again(PAUSE_SECONDS)

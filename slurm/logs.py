@@ -1,0 +1,84 @@
+"""Logs of a submitted study, found by names that its submission knows: what is typed never becomes part of a path."""
+
+import difflib
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from slurm.submission import Submission, existing_submission
+from slurm.watching import logs_of, look
+from train.command import UserError
+
+
+def listed(study_dir: Path) -> list[str]:
+    """A line for each element that failed or runs: its name, its situation, its log."""
+    found = [
+        f"{element.situation} {element.name} {element.log}"
+        for element in look(study_dir).elements
+        if element.situation in ("failed", "running", "started")
+    ]
+    return found or ["nothing failed and nothing runs; give a step, an array or ARRAY/INDEX"]
+
+
+def chosen_log(study_dir: Path, which: str) -> Path | list[str]:
+    """The newest log of a step, of ARRAY/INDEX or of an array of one element; of a larger array the lines of all.
+
+    Raises:
+        UserError: the submission knows no such name, or nothing of it has started.
+    """
+    submission = existing_submission(study_dir)
+    elements = _elements(submission, which)
+    logs = {(array, index): logs_of(study_dir, submission, array, index) for array, index in elements}
+    started = {f"{array}/{index}": paths[-1] for (array, index), paths in logs.items() if paths}
+    if not started:
+        raise UserError(f"{which} has no log, nothing of it has started; see 'python -m slurm status {study_dir.name}'")
+    if len(elements) > 1:
+        return [f"{name} {path}" for name, path in started.items()]
+    return next(iter(started.values()))
+
+
+def _elements(submission: Submission, which: str) -> list[tuple[str, int]]:
+    """The elements that a name stands for."""
+    arrays = submission.job_arrays
+    array, _, index = which.rpartition("/")
+    if array in arrays and re.fullmatch(r"\d{1,9}", index, re.ASCII) and int(index) < len(arrays[array].elements):
+        return [(array, int(index))]
+    if which in arrays:
+        return [(which, index) for index in range(len(arrays[which].elements))]
+    steps = {
+        step: (one.name, number) for one in arrays.values() for number, own in enumerate(one.elements) for step in own
+    }
+    if which in steps:
+        return [steps[which]]
+    near = difflib.get_close_matches(which, [*arrays, *steps], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise UserError(f"{which!r:.120} is no step, array or ARRAY/INDEX of what was submitted{hint or '; see status'}")
+
+
+def tail_lines(log: Path, count: int) -> tuple[str, int]:
+    """The last lines of a log, read from its end, and the byte behind them."""
+    size, content = 2**16, b""
+    with log.open("rb") as file:
+        length = file.seek(0, os.SEEK_END)
+        while content.count(b"\n") <= count and len(content) < length:
+            file.seek(max(0, length - size))
+            content = file.read(length - file.tell())
+            size *= 4
+    return b"".join(content.splitlines(keepends=True)[-count:]).decode(errors="replace"), length
+
+
+def follow_log(log: Path, place: int, seconds: float) -> Iterator[str]:
+    """What is added to a log behind a byte, looked for every so many seconds; from its beginning if it was cut."""
+    while True:
+        size = log.stat().st_size
+        if size < place:
+            place = 0
+        if size > place:
+            with log.open("rb") as file:
+                file.seek(place)
+                part = file.read(size - place)
+            place += len(part)
+            yield part.decode(errors="replace")
+        time.sleep(seconds)

@@ -1,0 +1,237 @@
+"""The site file: what a cluster is like, in TOML, every value checked before it can stand in a script or a command."""
+
+import difflib
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import Field, ValidationError, model_validator
+
+from slurm.values import (
+    MAX_SIGNAL_SECONDS,
+    Address,
+    Constraint,
+    Count,
+    Environment,
+    Extra,
+    Image,
+    Interface,
+    Line,
+    Memory,
+    Mount,
+    Name,
+    Nodes,
+    Program,
+    SafePath,
+    TimeLimit,
+    seconds_of,
+)
+from train.command import UserError, explain_validation
+from train.frozen import Frozen
+
+EXAMPLE = Path(__file__).resolve().parent / "sites" / "example.toml"
+
+
+class Options(Frozen):
+    """What sbatch is told of a job. None in the table of a kind: as in [slurm]; None there: not mentioned."""
+
+    partition: Name | None = None
+    account: Name | None = None
+    qos: Name | None = None
+    constraint: Constraint | None = None
+    exclude: Nodes | None = None
+    reservation: Name | None = None
+    gpus: Literal["gpus-per-node", "gres"] | None = Field(
+        default=None, description="option of sbatch that asks for GPUs"
+    )
+    gres_type: Name | None = Field(default=None, description="of the GPUs, such as h200")
+    extra: tuple[Extra, ...] | None = Field(default=None, description="further arguments of sbatch, as they are")
+
+
+class Resources(Options):
+    """What one job of a kind takes."""
+
+    nodes: Count = 1
+    gpus_per_node: Annotated[int, Field(strict=True, ge=0)] = 0
+    ranks_per_node: Count | None = Field(default=None, description="by default one for each GPU")
+    cpus_per_node: Count | None = None
+    mem: Memory | None = Field(default=None, description="of a node")
+    time: TimeLimit
+
+    @property
+    def ranks(self) -> int:
+        """Processes on each node."""
+        return self.ranks_per_node or max(1, self.gpus_per_node)
+
+    @property
+    def time_seconds(self) -> int:
+        """The time limit."""
+        seconds = seconds_of(self.time)
+        assert seconds
+        return seconds
+
+    @model_validator(mode="after")
+    def _ranks_have_gpus(self) -> Self:
+        if self.gpus_per_node and (self.ranks_per_node or 1) > self.gpus_per_node:
+            raise ValueError(f"{self.ranks_per_node} ranks would share {self.gpus_per_node} GPUs; one each at most")
+        return self
+
+
+class Kinds(Frozen):
+    """Resources of every kind of job; `light` prepares, collects, reports and settles."""
+
+    train: Resources
+    export: Resources
+    quantize: Resources
+    curvature: Resources
+    light: Resources
+
+    @model_validator(mode="after")
+    def _fitting(self) -> Self:
+        for kind in Kinds.model_fields:
+            resources: Resources = getattr(self, kind)
+            if kind != "train" and resources.nodes != 1:
+                raise ValueError(f"a job of {kind} runs on one node, not {resources.nodes}; leave nodes out")
+            if kind != "light" and not resources.gpus_per_node and resources.ranks_per_node is None:
+                raise ValueError(f"{kind} has no GPUs to count its ranks by; state ranks_per_node")
+        return self
+
+
+class Throttle(Frozen):
+    """Elements of an array that run at once, by kind; None: as many as SLURM lets."""
+
+    train: Count | None = None
+    export: Count | None = None
+    quantize: Count | None = None
+    curvature: Count | None = None
+    light: Count | None = None
+
+
+class Limits(Frozen):
+    """How work is cut into jobs and when a job gives up."""
+
+    throttle: Throttle = Throttle()
+    max_array_size: Count | None = Field(default=None, description="by default SLURM is asked")
+    stop_seconds_before_limit: Annotated[int, Field(strict=True, ge=1, le=MAX_SIGNAL_SECONDS)] = 300
+    starts_without_progress: Count = 3
+    checkpoints_per_job: Count = 1
+    specs_per_job: Count = 4
+
+
+class Setup(Frozen):
+    """The site's own code, run in the job's shell before anything else: the lines, then `module load`."""
+
+    lines: tuple[Line, ...] = ()
+    modules: tuple[Name, ...] = ()
+
+
+class Container(Frozen):
+    """What everything that srun starts runs in."""
+
+    kind: Literal["pyxis", "apptainer"]
+    image: Image
+    mounts: tuple[Mount, ...] = Field(default=(), description="beside root and project")
+    python: Program = Field(default="python", description="interpreter in the container")
+
+
+class Nccl(Frozen):
+    """The network between GPUs."""
+
+    profile: Literal["default", "infiniband", "ethernet", "efa"] = "default"
+    interface: Interface | None = None
+
+
+class Mlflow(Frozen):
+    """Where figures are mirrored to."""
+
+    tracking_uri: Address | None = Field(default=None, description="by default SQLite below root")
+    every_seconds: Annotated[int, Field(strict=True, ge=10)] = 300
+
+
+class Disk(Frozen):
+    """What is left free on root's filesystem."""
+
+    reserve_gb: Annotated[float, Field(ge=0)] = 10.0
+
+
+class Site(Frozen):
+    """A cluster."""
+
+    root: SafePath = Field(description="directory of all studies, on a filesystem that every node sees")
+    python: SafePath = Field(
+        default_factory=lambda: Path(sys.executable),
+        validate_default=True,
+        description="interpreter outside containers",
+    )
+    project: SafePath = Field(default=Path(__file__).resolve().parent.parent, validate_default=True)
+    slurm: Options = Options()
+    resources: Kinds
+    limits: Limits = Limits()
+    environment: Environment = Field(default={})
+    setup: Setup = Setup()
+    container: Container | None = None
+    nccl: Nccl = Nccl()
+    mlflow: Mlflow = Mlflow()
+    disk: Disk = Disk()
+
+    @model_validator(mode="after")
+    def _time_to_stop(self) -> Self:
+        limit, before = self.resources.train.time_seconds, self.limits.stop_seconds_before_limit
+        if limit <= before:
+            raise ValueError(
+                f"training of {limit} s would be asked to stop {before} s before its end; raise resources.train.time "
+                "or lower limits.stop_seconds_before_limit"
+            )
+        return self
+
+    def resources_of(self, kind: str) -> Resources:
+        """What a job of the kind takes: its own table over [slurm]."""
+        if kind not in Kinds.model_fields:
+            raise ValueError(f"no kind of job is called {kind}")
+        own: Resources = getattr(self.resources, kind)
+        inherited = [name for name in Options.model_fields if getattr(own, name) is None]
+        return own.model_copy(update={name: getattr(self.slurm, name) for name in inherited})
+
+    @property
+    def measuring_python(self) -> str:
+        """The interpreter of what srun starts."""
+        return self.container.python if self.container else str(self.python)
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    """Keys of the table that lies there."""
+    table: type[Frozen] = Site
+    for part in location:
+        annotation = table.model_fields[str(part)].annotation
+        table = next(one for one in (annotation, *get_args(annotation)) if isinstance(one, type))
+    return list(table.model_fields)
+
+
+def _explain(path: Path, error: ValidationError) -> UserError:
+    """The first problem as one line; our own reasons say what is wrong, and never show what may be secret."""
+    problem: Any = error.errors()[0]
+    *table, key = problem["loc"] or ("",)
+    where = ".".join(str(part) for part in problem["loc"]) or "the whole file"
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(tuple(table))
+        near = difflib.get_close_matches(str(key), known, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known there: {', '.join(known)}"
+        return UserError(f"{path}: unknown key '{where}'; {hint}")
+    if problem["type"] == "value_error":
+        return UserError(f"{path}: '{where}': {problem['msg'].removeprefix('Value error, ')}")
+    return explain_validation(str(path), error)
+
+
+def load_site(path: Path) -> Site:
+    """The site of a TOML file; UserError, one line with file and key, for anything it cannot mean."""
+    try:
+        content = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; copy {EXAMPLE} and fill in your cluster") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not TOML: {error}; correct it (text and times stand in quotes)") from None
+    try:
+        return Site.model_validate(content)
+    except ValidationError as error:
+        raise _explain(path, error) from None

@@ -1,0 +1,54 @@
+"""The starts of an element, and when it gives up: after so many in a row that came no further."""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from slurm.submission import starts_path
+from train.command import UserError
+from train.run_directory import write_json
+
+
+def starts_of(study_dir: Path, array: str, index: int) -> list[dict[str, Any]]:
+    """Every start of an element: job, restart, host, time, and `position`, how far its work had come."""
+    try:
+        return list(json.loads(starts_path(study_dir, array, index).read_text()))
+    except FileNotFoundError:
+        return []
+
+
+def record_start(study_dir: Path, array: str, index: int, position: int) -> None:
+    """Adds this start."""
+    path = starts_path(study_dir, array, index)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    start = {
+        "job": os.environ.get("SLURM_ARRAY_JOB_ID", ""),
+        "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "position": position,
+    }
+    write_json(path, [*starts_of(study_dir, array, index), start])
+
+
+def last_restart(study_dir: Path, array: str, index: int) -> int:
+    """SLURM's count of restarts at the last start of this job that was recorded; 0 if none was."""
+    job = os.environ.get("SLURM_ARRAY_JOB_ID", "")
+    return max((start["restart"] for start in starts_of(study_dir, array, index) if start["job"] == job), default=0)
+
+
+def check_progress(study_dir: Path, array: str, index: int, position: int, limit: int) -> None:
+    """UserError if the last `limit` starts of this job came no further than to where the work is now.
+
+    Starts are counted, not hours: a run that is preempted daily for a month goes on, one that dies at once does not.
+    """
+    job = os.environ.get("SLURM_ARRAY_JOB_ID", "")
+    recent = [start for start in starts_of(study_dir, array, index) if start["job"] == job][-limit:]
+    if len(recent) == limit and all(start["position"] >= position for start in recent):
+        raise UserError(
+            f"{limit} starts of {array}/{index} came no further; read this log for what ended them, then "
+            f"'python -m slurm retry {study_dir.name}'"
+        )

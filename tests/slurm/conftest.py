@@ -1,0 +1,22 @@
+"""A real SLURM for the tests of this folder."""
+
+import os
+
+import pytest
+
+from tests.slurm.lab import Lab, missing, running
+
+
+@pytest.fixture(scope="session")
+def slurm_installed() -> None:
+    """Skips where no lab can run; where QUANTDYN_REQUIRE_SLURM=1, as in .ci/run, that is a failure."""
+    if reason := missing():
+        (pytest.fail if os.environ.get("QUANTDYN_REQUIRE_SLURM") == "1" else pytest.skip)(f"no SLURM here: {reason}")
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory, slurm_installed):
+    """Four nodes of 16 CPUs and 8 fake GPUs, for all tests of a worker; SLURM_CONF names it until they are done."""
+    with running(Lab(tmp_path_factory.mktemp("lab") / "cluster")) as lab, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SLURM_CONF", str(lab.conf))
+        yield lab

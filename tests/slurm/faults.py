@@ -1,0 +1,113 @@
+"""What happens to a study on a cluster, on purpose: each fault once, when a training is at work.
+
+A fault strikes when its training has come far enough since the fault before; what has to be undone later is undone.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slurm import cluster
+from slurm.jobs import FINAL
+from slurm.submission import existing_submission
+from tests.slurm.lab import Lab
+
+NODE_IS_GONE_SECONDS, DISK_IS_FULL_SECONDS, STEPS_BETWEEN_FAULTS = 40.0, 20.0, 15
+
+
+@dataclass
+class Storm:
+    """Faults that strike a study while it runs in a lab.
+
+    Attributes:
+        disk: a filesystem of its own, on which the study lies.
+        struck: what has happened, in order, with the number of steps that the training had logged.
+    """
+
+    lab: Lab
+    study_dir: Path
+    runs: list[str]
+    disk: Path
+    struck: list[tuple[str, int]] = field(default_factory=list)
+    undo_at: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
+
+    def steps(self, run: str) -> int:
+        """Updates that a run has logged, repeated ones included."""
+        path = self.study_dir / run / "metrics.jsonl"
+        return path.read_text().count('"grad_norm"') if path.exists() else 0
+
+    def training(self, index: int) -> cluster.JobState | None:
+        """What SLURM says of a training."""
+        name = existing_submission(self.study_dir).element_ids()["train", index]
+        return cluster.states({int(name.partition("_")[0])}).get(name)
+
+    def rank_killed(self, index: int, nodes: list[str]) -> bool:
+        """SIGKILL to one worker of a training."""
+        marker = f"train run {self.study_dir / self.runs[index]}"
+        for node in nodes:
+            listed = self.lab.inside(int(node.removeprefix("node")), "pgrep", "-a", "-f", marker).splitlines()
+            for line in listed:
+                pid, _, command = line.partition(" ")
+                if "torch.distributed.run" not in command and "srun" not in command and "bash" not in command:
+                    self.lab.inside(int(node.removeprefix("node")), "kill", "-KILL", pid)
+                    return True
+        return False
+
+    def node_lost(self, index: int, nodes: list[str]) -> bool:
+        """The last node of a training is not heard of any more, and goes on training."""
+        node = int(nodes[-1].removeprefix("node"))
+        self.lab.kill_node(node, orphans=True)
+        self.undo_at.append((time.monotonic() + NODE_IS_GONE_SECONDS, lambda: self.back(node)))
+        return True
+
+    def back(self, node: int) -> None:
+        """The node is started anew: its orphans end with it."""
+        self.lab.kill_node(node)
+        self.lab.start_node(node)
+
+    def preempted(self, index: int, nodes: list[str]) -> bool:
+        """A job with more priority takes all nodes for some seconds."""
+        script = self.lab.directory / "urgent.sh"
+        script.write_text("#!/bin/bash\n#SBATCH -p urgent -N4 --exclusive --time=1 -o /dev/null\nsleep 5\n")
+        cluster.submit(script)
+        return True
+
+    def disk_full(self, index: int, nodes: list[str]) -> bool:
+        """Not a byte is left where the study lies."""
+        filler = self.disk / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(2**20))
+        self.undo_at.append((time.monotonic() + DISK_IS_FULL_SECONDS, filler.unlink))
+        return True
+
+    def go_on(self, faults: list[str], seconds: float) -> None:
+        """Until the last job of the study has ended; each fault strikes a training that has come some steps further.
+
+        Raises:
+            TimeoutError: it has not ended after so many seconds.
+        """
+        waiting, deadline, since = list(faults), time.monotonic() + seconds, dict.fromkeys(self.runs, 0)
+        last = existing_submission(self.study_dir).element_ids()[FINAL, 0]
+        while True:
+            for moment, undo in list(self.undo_at):
+                if time.monotonic() >= moment:
+                    undo()
+                    self.undo_at.remove((moment, undo))
+            for index, run in enumerate(self.runs):
+                state = self.training(index)
+                if not waiting or self.undo_at or not state or state.state != "RUNNING":
+                    continue
+                if self.steps(run) < since[run] + STEPS_BETWEEN_FAULTS:
+                    continue
+                if getattr(self, waiting[0])(index, cluster.hostnames(state.nodes)):
+                    self.struck.append((waiting.pop(0), self.steps(run)))
+                    since = {name: self.steps(name) for name in self.runs}
+            final = cluster.states({int(last.partition("_")[0])}).get(last)
+            if final and final.exit_code is not None:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"after {self.struck}: {final}")
+            time.sleep(1)

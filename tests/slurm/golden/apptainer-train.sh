@@ -1,0 +1,48 @@
+#!/bin/bash
+#SBATCH --job-name=olmo2-7b-lr.train
+#SBATCH --array=0-3
+#SBATCH --output=/project/p123/quantdyn/olmo2-7b-lr/slurm/logs/train-%A_%a.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=24:00:00
+#SBATCH --gres=gpu:4
+#SBATCH --account=p123
+#SBATCH --constraint=a100&(ib|roce)
+
+self=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}  # the plain id of the last element is the whole array's
+stop=/project/p123/quantdyn/olmo2-7b-lr/slurm/stop/$self.${SLURM_RESTART_COUNT:-0}
+mkdir -p /project/p123/quantdyn/olmo2-7b-lr/slurm/stop || exit 1
+trap ': >"$stop" && trap "" USR1 TERM' USR1 TERM  # once is enough, and a second one would come in between
+echo "== $(date -u +%FT%TZ) $self start ${SLURM_RESTART_COUNT:-0} on ${SLURM_JOB_NODELIST:-}"
+
+# The site's own.
+source /etc/profile.d/lmod.sh
+module purge
+module load GCC/13.2.0 apptainer/1.3 || exit 1
+
+export OMP_NUM_THREADS=1
+export RAYON_NUM_THREADS=1
+export TOKENIZERS_PARALLELISM=false
+export PYTHONUNBUFFERED=1
+export HF_HUB_OFFLINE=1
+export MLFLOW_DISABLE_TELEMETRY=true
+export DO_NOT_TRACK=true
+export FI_PROVIDER=efa
+export NCCL_DEBUG=WARN
+export PYTHONPATH=/project/p123/src"${PYTHONPATH:+:$PYTHONPATH}"
+
+set -uo pipefail  # only now: what sites have in their profiles reads variables that are not set
+cd /project/p123/src || exit 1
+exec 9<> <(:)
+{
+    trap : USR1 TERM
+    /usr/bin/python3.11 -m slurm job /project/p123/quantdyn/olmo2-7b-lr train "$SLURM_ARRAY_TASK_ID" --stop-file "$stop" 9>&-
+    echo "$?" >&9
+} &
+child=$!
+while kill -0 "$child" 2>/dev/null; do wait "$child"; done
+read -r -t 1 rc <&9 || rc=137  # nothing there: it was killed
+exit "$rc"

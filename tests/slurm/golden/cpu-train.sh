@@ -1,0 +1,45 @@
+#!/bin/bash
+#SBATCH --job-name=olmo2-7b-lr.train
+#SBATCH --array=0-3%2
+#SBATCH --output=/lab/studies/olmo2-7b-lr/slurm/logs/train-%A_%a.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@40
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=2
+#SBATCH --mem=2000M
+#SBATCH --time=1
+#SBATCH --partition=train
+
+self=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}  # the plain id of the last element is the whole array's
+stop=/lab/studies/olmo2-7b-lr/slurm/stop/$self.${SLURM_RESTART_COUNT:-0}
+mkdir -p /lab/studies/olmo2-7b-lr/slurm/stop || exit 1
+trap ': >"$stop" && trap "" USR1 TERM' USR1 TERM  # once is enough, and a second one would come in between
+echo "== $(date -u +%FT%TZ) $self start ${SLURM_RESTART_COUNT:-0} on ${SLURM_JOB_NODELIST:-}"
+
+export OMP_NUM_THREADS=1
+export RAYON_NUM_THREADS=1
+export TOKENIZERS_PARALLELISM=false
+export PYTHONUNBUFFERED=1
+export HF_HUB_OFFLINE=1
+export MLFLOW_DISABLE_TELEMETRY=true
+export DO_NOT_TRACK=true
+export SRUN_CPUS_PER_TASK=2
+export CUDA_VISIBLE_DEVICES=''
+export NCCL_SOCKET_IFNAME==lo
+export GLOO_SOCKET_IFNAME=lo
+export PYTHONPATH=/lab/quantdyn"${PYTHONPATH:+:$PYTHONPATH}"
+
+set -uo pipefail  # only now: what sites have in their profiles reads variables that are not set
+cd /lab/quantdyn || exit 1
+exec 9<> <(:)
+{
+    trap : USR1 TERM
+    /lab/venv/bin/python -m slurm job /lab/studies/olmo2-7b-lr train "$SLURM_ARRAY_TASK_ID" --stop-file "$stop" 9>&-
+    echo "$?" >&9
+} &
+child=$!
+while kill -0 "$child" 2>/dev/null; do wait "$child"; done
+read -r -t 1 rc <&9 || rc=137  # nothing there: it was killed
+exit "$rc"

@@ -1,0 +1,56 @@
+#!/bin/bash
+#SBATCH --job-name=olmo2-7b-lr.train
+#SBATCH --array=0-3%4
+#SBATCH --output=/shared/quantdyn/olmo2-7b-lr/slurm/logs/train-%A_%a.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@900
+#SBATCH --nodes=16
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=192
+#SBATCH --mem=0
+#SBATCH --time=2-00:00:00
+#SBATCH --gpus-per-node=h200:8
+#SBATCH --partition=batch
+#SBATCH --account=llm_pretrain
+#SBATCH --qos=long
+#SBATCH --exclude=h[013,200-203]
+#SBATCH --reservation=ablation
+#SBATCH --exclusive
+#SBATCH --comment=quantdyn
+
+self=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}  # the plain id of the last element is the whole array's
+stop=/shared/quantdyn/olmo2-7b-lr/slurm/stop/$self.${SLURM_RESTART_COUNT:-0}
+mkdir -p /shared/quantdyn/olmo2-7b-lr/slurm/stop || exit 1
+trap ': >"$stop" && trap "" USR1 TERM' USR1 TERM  # once is enough, and a second one would come in between
+echo "== $(date -u +%FT%TZ) $self start ${SLURM_RESTART_COUNT:-0} on ${SLURM_JOB_NODELIST:-}"
+
+export OMP_NUM_THREADS=12
+export RAYON_NUM_THREADS=1
+export TOKENIZERS_PARALLELISM=false
+export PYTHONUNBUFFERED=1
+export HF_HUB_OFFLINE=1
+export MLFLOW_DISABLE_TELEMETRY=true
+export DO_NOT_TRACK=true
+export SRUN_CPUS_PER_TASK=192
+export NCCL_NET=IB
+export NCCL_DEBUG=WARN
+export NCCL_SOCKET_IFNAME==ib0
+export GLOO_SOCKET_IFNAME=ib0
+export MLFLOW_TRACKING_URI=https://mlflow.example.org:5000
+export HF_HOME='/shared/hf cache'
+export GREETING='it'"'"'s $HOME and `whoami`'
+export PYTHONPATH=/shared/src/quantdyn"${PYTHONPATH:+:$PYTHONPATH}"
+
+set -uo pipefail  # only now: what sites have in their profiles reads variables that are not set
+cd /shared/src/quantdyn || exit 1
+exec 9<> <(:)
+{
+    trap : USR1 TERM
+    /shared/quantdyn/.venv/bin/python -m slurm job /shared/quantdyn/olmo2-7b-lr train "$SLURM_ARRAY_TASK_ID" --stop-file "$stop" 9>&-
+    echo "$?" >&9
+} &
+child=$!
+while kill -0 "$child" 2>/dev/null; do wait "$child"; done
+read -r -t 1 rc <&9 || rc=137  # nothing there: it was killed
+exit "$rc"

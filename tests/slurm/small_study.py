@@ -1,0 +1,63 @@
+"""A study of seconds, run once by the local runner and once as jobs, and the site of the lab."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from slurm.site import Site
+from study.collect import TABLE
+from study.recipes import resolve
+from study.runner import Runner, locked
+from study.settings import Study, save_study, write_run_configurations
+from study.steps import steps_of
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+
+
+def small_study(name: str, *, steps: int, runs: int, restart_every: int | None, curved: bool) -> Study:
+    """The smoke profile of `tiny` with other lengths: checkpoints half-way and at the end."""
+    smoke = resolve("tiny", "smoke")
+    content = smoke.model_dump(mode="json") | {"name": name, "averaged_steps": [], "soups": []}
+    content["runs"] = content["runs"][:runs]
+    for run in content["runs"]:
+        run |= {"total_steps": steps, "save_steps": [steps // 2, steps], "averages": []}
+        run["schedule"]["anneal"]["start_step"] = steps // 2
+        run["saving"]["restart_every_steps"] = restart_every
+    content["quantization"] |= {"specs": ["gptq-b3-g32", "rtn-b4-g32"], "methods": [], "by_block": []}
+    content["quantization"] |= {"eval_tokens": 4096, "calibration_sequences": 16}
+    content["curvature"] = content["curvature"] if curved else None
+    return Study.model_validate_json(json.dumps(content))
+
+
+def site_of(root: Path, *, train_minutes: int = 2, train_nodes: int = 2, starts: int = 3) -> Site:
+    """Jobs of a core; training on nodes of one rank each."""
+    job = {"ranks_per_node": 1, "cpus_per_node": 1, "time": "10"}
+    kinds = dict.fromkeys(("export", "quantize", "curvature", "light"), job)
+    kinds["train"] = job | {"nodes": train_nodes, "time": str(train_minutes)}
+    return Site.model_validate(
+        {
+            "root": root,
+            "project": PROJECT,
+            "resources": kinds,
+            "limits": {"stop_seconds_before_limit": 10, "starts_without_progress": starts},
+            "environment": {"GLOO_SOCKET_IFNAME": "lo"},
+            "mlflow": {"every_seconds": 10},
+            "disk": {"reserve_gb": 0.1},
+        }
+    )
+
+
+def run_here(root: Path, study: Study, workers: int = 2) -> Path:
+    """The study by the local runner; its directory."""
+    directory = root / study.name
+    with locked(directory) as lock_fd:
+        write_run_configurations(directory, study)
+        save_study(directory, study)
+        Runner(directory, steps_of(study), workers, lock_fd).run()
+    return directory
+
+
+def table(directory: Path) -> list[dict]:
+    """The rows of the study's table."""
+    return pq.read_table(directory / TABLE).to_pylist()

@@ -1,0 +1,272 @@
+"""`python -m slurm` as a user meets it, without SLURM and on a real one."""
+
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from slurm import cluster
+from slurm.__main__ import app
+from slurm.jobs import Cut, arrays_of
+from slurm.submission import existing_submission
+from study.settings import load_study, save_study
+from tests.slurm.lab import wait_until
+from tests.slurm.watched import in_state, make, small_study, submitted, write_log
+from train.command import run_command
+
+PROJECT = Path(__file__).resolve().parents[2]
+HOSTILE = [
+    "../x",
+    "small/../small",
+    "a b",
+    "$(touch X)",
+    "`touch X`",
+    "x; touch X",
+    "small\n",
+    "small\ntouch X",
+    "",
+    "*",
+    "-",
+]
+KIND = 'ranks_per_node = 1\nmem = "100M"\ntime = "{time}"\n'
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """`command(words...)`: exit code, standard output and error of one command line."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["slurm", *words])
+        with pytest.raises(SystemExit) as ended:
+            run_command(app, "slurm")
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def no_slurm(tmp_path, monkeypatch):
+    """SLURM's commands are programs that leave a trace; the file that they leave it in."""
+    programs, trace = tmp_path / "bin", tmp_path / "trace"
+    programs.mkdir()
+    for name in ("sbatch", "squeue", "sacct", "scancel", "scontrol", "sinfo", "touch"):
+        (programs / name).write_text(f"#!/bin/bash\necho $0 >> {trace}\nexit 1\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return trace
+
+
+def site_file(path: Path, root: Path, python: Path | str = sys.executable, time: str = "10") -> Path:
+    """A site whose jobs run `python`."""
+    kinds = [
+        f"[resources.{kind}]\n{KIND.format(time=time)}"
+        for kind in ("train", "export", "quantize", "curvature", "light")
+    ]
+    limits = "[limits]\nstop_seconds_before_limit = 60\n"
+    path.write_text(f'root = "{root}"\npython = "{python}"\n{limits}[disk]\nreserve_gb = 0\n{"".join(kinds)}')
+    return path
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names_are_refused_in_one_line_and_nothing_runs(tmp_path, name, command, no_slurm):
+    root = tmp_path / "root"
+    submitted(root / "small", small_study())
+    site = str(site_file(tmp_path / "site.toml", root))
+    before = sorted(tmp_path.rglob("*"))
+    own = ("--root", str(root))
+    lines: list[tuple[str, ...]] = [
+        (verb, "--root", str(root), "--", name) for verb in ("status", "logs", "cancel", "retry")
+    ]
+    lines += [("submit", "--site", site, "--", name), ("submit", "--site", site, "--dry-run", "--", name)]
+    lines += [("logs", *own, "--", "small", name), ("cancel", *own, f"--run={name}", "small")]
+    lines += [("cancel", *own, f"--array={name}", "small"), ("logs", *own, "--", "small", f"train/{name}")]
+    for words in lines:
+        code, out, err = command(*words)
+        assert (code, out, err.count("\n"), err[:7]) == (2, "", 1, "error: "), words
+    assert not no_slurm.exists()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["status", "absent"], "nothing of runs/absent was submitted"),
+        (["status", "small", "--root", "a", "--site", "b"], "--root and --site both say where studies lie"),
+        (["status", "small", "--site", "absent.toml"], "absent.toml does not exist"),
+        (["logs", "small", "--follow"], "--follow needs a log"),
+        (["retry", "absent"], "nothing of runs/absent was submitted"),
+        (["submit", "tinny", "--site", "SITE"], "no recipe 'tinny'"),
+        (["submit", "tiny", "--site", "SITE", "--every", "2"], "give its --source"),
+    ],
+)
+def test_bad_input_ends_with_one_line_and_code_2(tmp_path, words, told, command, no_slurm):
+    site = str(site_file(tmp_path / "site.toml", tmp_path / "root"))
+    code, out, err = command(*(site if word == "SITE" else word for word in words))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert told in err
+    assert not no_slurm.exists()
+
+
+def test_help_has_an_example_of_every_command(command):
+    assert " job " not in command("--help")[1]  # for job scripts alone
+    for verb in ("submit", "status", "logs", "cancel", "retry", "job"):
+        assert f"Example: python -m slurm {verb} " in " ".join(command(verb, "--help")[1].split())
+
+
+def test_a_dry_run_prints_every_script_asks_nothing_and_leaves_nothing(tmp_path, command, no_slurm):
+    site = str(site_file(tmp_path / "site.toml", tmp_path / "root"))
+    code, out, err = command("submit", "tiny", "--profile", "smoke", "--site", site, "--dry-run")
+    assert (code, err) == (0, "")
+    assert not (tmp_path / "root").exists()
+    assert not no_slurm.exists()
+    scripts = [part for part in out.split("### sbatch ") if part]
+    assert {"train", "quantize-1", "final"} <= {Path(part.splitlines()[0].split()[-1]).stem for part in scripts}
+    for part in scripts:  # whole: a shell accepts each
+        script = part.split("\n", 1)[1]
+        assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """ROOT of a submitted study; of its trainings one failed and one runs, as a SLURM says that is not there."""
+    submission = submitted(tmp_path / "small", small_study())
+    names = submission.element_ids()
+    states = {names["train", 0]: in_state("FAILED", "None", code="1:0"), names["train", 1]: in_state("RUNNING")}
+    monkeypatch.setattr(cluster, "states", lambda _ids: states)
+    write_log(tmp_path / "small", submission, "train", 0, *(f"line {number}" for number in range(300)), "error: no")
+    write_log(tmp_path / "small", submission, "train", 1, "fine")
+    return tmp_path
+
+
+def test_logs(watched, command):
+    root, logs = ("--root", str(watched)), watched / "small/slurm/logs"
+    listed = f"failed train/0 {logs}/train-13_0.log\nrunning train/1 {logs}/train-13_1.log\n"
+    assert command("logs", "small", *root) == (0, listed, "")
+    assert command("logs", "small", "train", *root)[1] == listed.replace("failed ", "").replace("running ", "")
+    code, out, err = command("logs", "small", "train/0", *root)
+    assert (code, err) == (0, f"==> {logs}/train-13_0.log <==\n")
+    assert out.splitlines() == [*(f"line {number}" for number in range(101, 300)), "error: no"]
+    assert command("logs", "small", "train-lr3e-3", "--lines", "1", *root)[1] == "error: no\n"  # by its step
+    code, out, err = command("logs", "small", "train-lr3e-4", *root)
+    assert (code, out) == (2, "")
+    assert "did you mean train-lr3e-3?" in err
+    assert "has no log, nothing of it has started" in command("logs", "small", "final", *root)[2]
+    (logs / "train-13_0.log").write_bytes(b"\xff" + b"x" * 300_000 + b"\nlast")
+    assert command("logs", "small", "train/0", "--lines", "2", *root)[1] == "\ufffd" + "x" * 300_000 + "\nlast"
+
+
+def test_following_a_log_shows_what_is_added_until_interrupted(watched):
+    log = watched / "small/slurm/logs/train-13_1.log"
+    words = [sys.executable, "-m", "slurm", "logs", "small", "train/1", "--root", str(watched), "--follow"]
+    with subprocess.Popen(words, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        timer = threading.Timer(60, process.kill)  # reading would wait for ever
+        timer.start()
+        assert process.stdout.readline() == "fine\n"
+        with log.open("a") as file:
+            file.write("more\n")
+        assert process.stdout.readline() == "more\n"
+        log.write_text("anew\n")
+        assert process.stdout.readline() == "anew\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == ("", f"==> {log} <==\n")
+    timer.cancel()
+    assert process.returncode == 130
+
+
+def test_watching_ends_with_the_study_or_an_interrupt(watched, command, monkeypatch):
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    code, out, _ = command("status", "small", "--root", str(watched), "--watch", "7")
+    assert (code, slept, out.count("small: 0/24 steps made")) == (130, [7.0, 7.0], 2)
+    monkeypatch.setattr(cluster, "states", lambda _ids: {})
+    code, out, _ = command("status", "small", "--root", str(watched), "--watch", "7")
+    assert (code, len(slept), out.count("small: 0/24 steps made")) == (0, 2, 1)
+
+
+def test_a_study_of_another_place_is_not_retried_there(watched, command, tmp_path):
+    (watched / "moved").mkdir()
+    (watched / "small").rename(watched / "moved/small")
+    code, _, err = command("retry", "small", "--root", str(watched / "moved"))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "is not small below the site's root" in err
+
+
+def ended(study_dir: Path, alive: int = 0) -> bool:
+    """Whether SLURM has no more than so many elements of the study that have not ended."""
+    known = cluster.states({job.id for job in existing_submission(study_dir).jobs})
+    return sum(state.exit_code is None for state in known.values()) <= alive
+
+
+def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
+    root, study = tmp_path / "root", small_study()
+    study_dir, python = root / study.name, tmp_path / "python"
+    save_study(study_dir, study)
+    # Stands for the interpreter of jobs: the corpus fails, in its own way; all else waits for it.
+    python.write_text("#!/bin/bash\necho 'error: out of luck; add memory'\nexit 3\n")
+    python.chmod(0o755)
+    site = site_file(tmp_path / "site.toml", root, python)
+    code, out, err = command("submit", "small", "--site", str(site))
+    assert (code, err) == (0, "")
+    arrays = arrays_of(study, Cut(1, 4, 1000))
+    assert out.splitlines()[-1].startswith(f"{len(arrays)} arrays, {sum(len(one.elements) for one in arrays)} elements")
+    job = existing_submission(study_dir).element_ids()["train", 0].partition("_")[0]
+    assert f"train         2 elements, job {job}, afterok of prepare\n" in out
+    watch = out.splitlines()[-1].partition("watch with '")[2].rstrip("'")
+    assert shlex.split(watch)[3:] == ["status", "small", "--root", str(root)]
+
+    # What the fake interpreter does not settle stays: 4 exports are held, 8 measurements and the end wait for them.
+    wait_until(lambda: ended(study_dir, alive=13), 40, "corpus failed, texts and trainings were cancelled")
+    code, out, err = command("submit", "small", "--site", str(site))
+    assert (code, err) == (0, "")
+    assert out.startswith("nothing to submit")
+    out = command(*shlex.split(watch)[3:])[1]
+    log = study_dir / f"slurm/logs/text-{existing_submission(study_dir).element_ids()['text', 0]}.log"
+    assert ": FAILED, NonZeroExitCode, exit code 3:0 on node" in out
+    assert f"  log {log}\n  error: out of luck; add memory\n" in out
+    assert "cancelled train: 2 elements (" in out
+    assert "lr3e-2     export     0/2   hh           2 held" in out
+    assert command("logs", "small", "text", "--root", str(root))[1].endswith("error: out of luck; add memory\n")
+
+    assert command("cancel", "small", "--root", str(root))[1] == "13 elements cancelled\n"
+    wait_until(lambda: ended(study_dir), 20, "all cancelled")
+    make(study_dir, study, ["corpus", "prepare-train", "prepare-held_out", "train-lr3e-2"])
+    python.write_text("#!/bin/bash\ntrap 'exit 0' TERM\nsleep 300 & wait\n")  # the next jobs last
+    site_file(site, root, python, time="20")
+    code, out, err = command("retry", "small", "--site", str(site))
+    assert (code, err) == (0, "")
+    assert "train         1 elements, job " in out
+    assert "corpus" not in out
+    ids = existing_submission(study_dir).element_ids()
+    assert "TimeLimit=00:20:00" in lab.command("scontrol", "show", "job", ids["train", 0])
+
+    train = int(ids["train", 0].partition("_")[0])
+    wait_until(lambda: cluster.states([train])[ids["train", 0]].state == "RUNNING", 20, "training runs")
+    cancelled = command("cancel", "small", "--root", str(root), "--array", "curvature")[1]
+    assert cancelled == "4 elements cancelled\n"
+    out = command("cancel", "small", "--root", str(root), "--run", "lr3e-3", "--after-checkpoint")[1]
+    assert out == "4 elements cancelled\nlr3e-3 stops after its next step, with a checkpoint\n"
+    assert (study_dir / "lr3e-3/STOP").read_bytes() == b""
+    known = cluster.states({int(id_.partition("_")[0]) for id_ in ids.values()})
+    assert known[ids["train", 0]].state == "RUNNING"
+    assert {known[ids["export", index]].exit_code for index in (2, 3)} == {None}  # the other run's
+    files = sorted(study_dir.rglob("*.json"))
+    assert command("cancel", "small", "--root", str(root))[1].endswith(" elements cancelled\n")
+    wait_until(lambda: ended(study_dir), 30, "all cancelled")
+    assert command("cancel", "small", "--root", str(root))[1] == "0 elements cancelled\n"
+    assert sorted(study_dir.rglob("*.json")) == files
+    assert load_study(study_dir) == study

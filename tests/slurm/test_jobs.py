@@ -1,0 +1,97 @@
+"""How a study is cut into arrays, worked out by hand from its steps."""
+
+import pytest
+
+from slurm.jobs import FINAL, SETTLE, Cut, JobArray, arrays_of
+from study.recipes import RECIPES, resolve
+from study.steps import steps_of
+
+PROFILES = [(name, profile) for name in RECIPES for profile in ("full", "smoke") if name != "trajectory"]
+
+
+@pytest.mark.parametrize(("recipe", "profile"), PROFILES)
+@pytest.mark.parametrize("cut", [Cut(1, 4, 1001), Cut(3, 1, 7)], ids=["usual", "small"])
+def test_every_step_runs_once_and_after_what_it_reads(recipe, profile, cut):
+    study = resolve(recipe, profile)
+    steps = {step.name: step for step in steps_of(study)}
+    arrays = {array.name: array for array in arrays_of(study, cut)}
+    placed = {
+        name: (array.name, index)
+        for array in arrays.values()
+        for index, element in enumerate(array.elements)
+        for name in element
+        if name != SETTLE
+    }
+    listed = [n for array in arrays.values() for element in array.elements for n in element if n != SETTLE]
+    assert sorted(listed) == sorted(steps)
+    assert all(0 < len(array.elements) <= cut.max_array_size for array in arrays.values())
+    order = list(arrays)
+    for name, (array, index) in placed.items():
+        if array == FINAL:
+            continue
+        for before in steps[name].after:
+            maker, position = placed[before]
+            if (maker, position) == (array, index):
+                element = arrays[array].elements[index]
+                assert element.index(before) < element.index(name)
+            else:
+                assert order.index(maker) < order.index(array)
+                assert waits(arrays, arrays[array], maker, index == position), (name, before)
+    assert {one.array for one in arrays[FINAL].after} == set(arrays) - {FINAL}
+
+
+def waits(arrays: dict[str, JobArray], array: JobArray, maker: str, corresponding: bool) -> bool:
+    """Whether an element of `array` starts after that of `maker`, perhaps because of an array between them."""
+    if maker in array.held_for:
+        return True
+    for one in array.after:
+        if one.array == maker and (one.kind == "afterok" or corresponding):
+            return True
+        if waits(arrays, arrays[one.array], maker, corresponding):
+            return True
+    # training reads all text; what is held for its checkpoints comes after it
+    return any(waits(arrays, arrays[name], maker, corresponding) for name in array.held_for)
+
+
+def test_tiny_in_arrays():
+    arrays = {array.name: array for array in arrays_of(resolve("tiny", "full"), Cut(1, 1, 1001))}
+    assert {name: len(array.elements) for name, array in arrays.items()} == {
+        "text": 1,
+        "prepare": 2,
+        "train": 4,
+        "export": 28,
+        "quantize-1": 28,
+        "quantize-2": 28,
+        "curvature": 28,
+        "export-averages": 12,
+        "quantize-averages-1": 12,
+        "quantize-averages-2": 12,
+        "average": 8,
+        "quantize-soups-1": 8,
+        "quantize-soups-2": 8,
+        "ends": 4,
+        "settle-train": 1,
+        "settle-export": 1,
+        "final": 1,
+    }
+    held = {name: array.held_for for name, array in arrays.items() if array.held_for}
+    assert held == {
+        "export": ("train",),
+        "export-averages": ("train",),
+        "average": ("export",),
+        "ends": ("export",),
+    }
+    # element for element the same checkpoint
+    for index in range(28):
+        (export,) = arrays["export"].elements[index]
+        for name in ("quantize-1", "quantize-2", "curvature"):
+            (step,) = arrays[name].elements[index]
+            assert export.removeprefix("export-") in step
+
+
+def test_branches_are_held_for_their_parents():
+    arrays = {array.name: array for array in arrays_of(resolve("olmo2-7b-lr", "full"), Cut(1, 4, 1001))}
+    assert len(arrays["train"].elements) == 4
+    assert len(arrays["branches"].elements) == 7
+    assert arrays["branches"].held_for == ("train",)
+    assert set(arrays["export"].held_for) == {"train", "branches"}

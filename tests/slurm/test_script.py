@@ -1,0 +1,247 @@
+"""The job script: golden files, what bash makes of it, and the exit code under signals.
+
+`python -m tests.slurm.test_script` writes the golden files anew, to be read like code before they are committed.
+"""
+
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slurm.jobs import JobArray
+from slurm.script import render, srun_prefix
+from slurm.site import Site, load_site
+from train.command import UserError
+
+GOLDEN = Path(__file__).parent / "golden"
+SITES = ("cpu", "h200", "apptainer")
+ARRAYS = {
+    "train": JobArray("train", "train", (("train-lr1e-3",), ("train-lr3e-3",), ("train-lr1e-2",), ("train-lr3e-2",))),
+    "quantize": JobArray("quantize-gptq-b3-g128.1", "quantize", tuple((f"quantize-{n}",) for n in range(28))),
+}
+CASES = [(site, kind) for site in SITES for kind in ARRAYS]
+# A job that ends well with code 7 soon after it sees the stop file; a stand-in for `python -m slurm job`.
+POLITE = 'n=0; until [ -e "$stop" ] || [ $n -gt 4000 ]; do n=$((n+1)); done; exit 7'
+
+
+def golden_script(site: str, kind: str) -> str:
+    loaded = load_site(GOLDEN / f"{site}.toml")
+    return render(ARRAYS[kind], loaded, loaded.root / "olmo2-7b-lr")
+
+
+@pytest.mark.parametrize(("site", "kind"), CASES)
+def test_script_is_the_reviewed_one_and_bash_reads_it(site, kind):
+    path = GOLDEN / f"{site}-{kind}.sh"
+    assert golden_script(site, kind) == path.read_text(), "read the difference; `python -m tests.slurm.test_script`"
+    assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True).stderr == ""
+
+
+def test_directives_come_before_any_command():
+    """sbatch reads no #SBATCH behind the first command, and would silently leave it out."""
+    for site, kind in CASES:
+        lines = golden_script(site, kind).splitlines()
+        first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+        assert not [line for line in lines[first:] if "#SBATCH" in line]
+        assert all(line.startswith("#SBATCH --") for line in lines[1:first] if line)
+
+
+class Stage:
+    """A site below a temporary directory whose interpreter is a shell script."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.study = directory / "root" / "tiny"
+        self.stub = directory / "python"
+        self.site = self._site()
+
+    def _site(self, **changes) -> Site:
+        base = load_site(GOLDEN / "cpu.toml").model_dump(exclude_unset=True)
+        (self.directory / "project").mkdir(exist_ok=True)
+        places = {"root": self.study.parent, "python": self.stub, "project": self.directory / "project"}
+        return Site.model_validate(base | places | changes)
+
+    def start(self, job: str, restarts: int = 0, **changes) -> subprocess.Popen:
+        """The script of element 3 of array 70, in a session of its own, as the last element's job id 70 shows it."""
+        head = '#!/bin/bash\nfor a; do stop=$a; done\n: >"$stop.ready"\n'
+        self.stub.write_text(f"{head}printf '%s\\n' \"$@\" >{shlex.quote(str(self.directory / 'arguments'))}\n{job}\n")
+        self.stub.chmod(0o755)
+        script = self.directory / "script.sh"
+        script.write_text(render(ARRAYS["train"], self._site(**changes), self.study))
+        slurm = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "70"}
+        slurm |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
+        return subprocess.Popen(
+            ["bash", str(script)],
+            env=os.environ | slurm,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def stop_file(self, restarts: int = 0) -> Path:
+        return self.study / "slurm" / "stop" / f"70_3.{restarts}"
+
+    def wait_for_job(self, restarts: int = 0) -> None:
+        deadline = time.monotonic() + 30
+        ready = Path(f"{self.stop_file(restarts)}.ready")
+        while not ready.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def stage(tmp_path) -> Stage:
+    return Stage(tmp_path)
+
+
+@pytest.mark.parametrize("code", [0, 1, 37, 255])
+def test_exit_code_is_the_jobs(stage, code):
+    assert stage.start(f"exit {code}").wait(timeout=30) == code
+    assert (stage.directory / "arguments").read_text().split() == [
+        *("-m", "slurm", "job", str(stage.study), "train", "3", "--stop-file", str(stage.stop_file()))
+    ]
+    assert not stage.stop_file().exists()
+
+
+def test_killed_job_is_no_success(stage):
+    assert stage.start("kill -KILL $$").wait(timeout=30) == 137
+
+
+@pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
+def test_signal_to_the_batch_shell_becomes_the_stop_file_of_this_start(stage, sent):
+    process = stage.start(POLITE, restarts=2)
+    stage.wait_for_job(restarts=2)
+    process.send_signal(sent)
+    assert process.wait(timeout=30) == 7
+    assert stage.stop_file(restarts=2).exists()
+    assert not stage.stop_file().exists()
+
+
+def test_term_to_all_processes_leaves_the_job_to_end_itself(stage):
+    """As at the time limit. The job is started without the shell's trap, and answers with its own handler."""
+    process = stage.start("trap 'exit 9' TERM; while :; do sleep 0.05; done")
+    stage.wait_for_job()
+    time.sleep(0.05)  # between its first file and its trap
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=30) == 9
+
+
+def test_job_starts_with_default_handlers(stage):
+    """An ignored signal would be inherited by everything the job starts."""
+    process = stage.start("sed -n 's/SigIgn:\\t//p' /proc/$$/status")
+    ignored = int(process.communicate(timeout=30)[0].splitlines()[-1], 16)
+    assert not ignored & (1 << (signal.SIGUSR1 - 1) | 1 << (signal.SIGTERM - 1))
+
+
+def signals_at_the_end(stage: Stage, runs: int) -> None:
+    """Jobs that end by themselves, and one to three signals within 2 ms of that."""
+    generator, ending = random.Random(1), stage.directory / "ending"
+    for _ in range(runs):
+        process = stage.start(f": >{ending}; exit 7")
+        while not ending.exists() and process.poll() is None:
+            pass
+        for _ in range(generator.randint(1, 3)):
+            deadline = time.perf_counter() + generator.random() * 0.002
+            while time.perf_counter() < deadline:
+                pass
+            process.send_signal(generator.choice([signal.SIGUSR1, signal.SIGTERM]))
+        assert process.wait(timeout=30) == 7, process.communicate()[1]
+        process.communicate()
+        ending.unlink()
+        for path in stage.stop_file().parent.iterdir():
+            path.unlink()
+
+
+def test_exit_code_is_the_jobs_when_signals_come_as_it_ends(stage):
+    """Of 250 such runs with one signal, loops around bash's wait made 138 or 255 in 46, with a second wait in 35."""
+    signals_at_the_end(stage, runs=60)
+
+
+@pytest.mark.stress
+def test_exit_code_is_the_jobs_in_many_runs(stage):
+    signals_at_the_end(stage, runs=500)
+
+
+def test_job_does_not_start_without_its_modules(stage):
+    process = stage.start("exit 0", setup={"modules": ("cuda/12.8",), "lines": ("module() { return 1; }",)})
+    assert process.wait(timeout=30) == 1
+    assert not (stage.directory / "arguments").exists()
+
+
+def test_site_code_may_read_variables_that_are_not_set_and_reaches_the_job(stage):
+    lines = ('echo "$NOT_SET_BY_ANYONE"', "export FROM_SITE=here")
+    out = stage.start('echo "$FROM_SITE $OMP_NUM_THREADS $PWD"', setup={"lines": lines}, environment={})
+    assert out.communicate(timeout=30)[0].splitlines()[-1] == f"here 1 {stage.directory / 'project'}"
+
+
+def test_containers_see_root_and_project():
+    h200, apptainer = (load_site(GOLDEN / f"{name}.toml") for name in ("h200", "apptainer"))
+    pyxis = srun_prefix(h200, "train", ["--nodes=1"])
+    assert pyxis[:3] == ["srun", "--kill-on-bad-exit=1", "--nodes=1"]
+    assert "--container-mounts=/shared:/shared,/scratch:/tmp:rw" in pyxis  # which holds root and project
+    assert "--container-image=registry.example.org#llm/quantdyn:25.06" in pyxis
+    names = next(option for option in pyxis if option.startswith("--container-env=")).partition("=")[2].split(",")
+    assert {"HF_HOME", "GREETING", "NCCL_NET", "PYTHONPATH"} <= set(names)
+    assert srun_prefix(apptainer, "train") == [
+        *("srun", "--kill-on-bad-exit=1", "apptainer", "exec", "--nv"),
+        *("--bind", "/project/p123:/project/p123", "--pwd", "/project/p123/src", "/project/p123/quantdyn.sif"),
+    ]
+    assert "--nv" not in srun_prefix(apptainer, "export")
+    # Mounted somewhere else, a directory is not at its own path.
+    assert h200.container
+    moved = h200.model_copy(update={"container": h200.container.model_copy(update={"mounts": ("/shared:/data",)})})
+    expected = "/shared:/data,/shared/quantdyn:/shared/quantdyn,/shared/src/quantdyn:/shared/src/quantdyn"
+    assert f"--container-mounts={expected}" in srun_prefix(moved, "train")
+
+
+@pytest.mark.parametrize("name", ["a b", "%j", "x\ny", "a'b", "$(touch x)", ".."])
+def test_study_whose_path_cannot_stand_in_a_directive_is_refused(stage, name):
+    with pytest.raises(UserError, match="root in the site file"):
+        render(ARRAYS["train"], stage.site, stage.study.parent / name)
+
+
+def shown(job: str) -> dict[str, str]:
+    words = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True, timeout=60)
+    return dict(word.split("=", 1) for word in words.stdout.split() if "=" in word)
+
+
+@pytest.mark.parametrize("kind", ["train", "export"])
+def test_slurm_reads_the_directives_as_they_are_meant(stage, lab, kind):
+    """Every character that an extra argument may hold, limits in all spellings, GPUs asked for in both ways."""
+    times = {"train": "1:30", "export": "1-2:03:04"}
+    content = load_site(GOLDEN / "cpu.toml").model_dump(exclude_none=True)
+    content["slurm"] |= {"exclude": "node[3-4]", "extra": ["--comment=a+b@c^d!e(f)|g&h*i~[k]%j", "--nice=7"]}
+    content["resources"]["train"] |= {"gpus_per_node": 2, "time": times["train"], "gpus": "gres"}
+    content["resources"]["export"] |= {"gpus_per_node": 2, "time": times["export"]}
+    site = Site.model_validate(content | {"root": stage.study.parent, "project": stage.directory})
+    script = stage.directory / "script.sh"
+    script.write_text(render(JobArray("some-b3.1", kind, (("a",), ("b",), ("c",))), site, stage.study))
+    submitted = subprocess.run(["sbatch", "--parsable", "--hold", script], capture_output=True, text=True, timeout=60)
+    assert submitted.returncode == 0, submitted.stderr
+    array = submitted.stdout.strip()
+    try:
+        job = shown(f"{array}_2")
+    finally:
+        subprocess.run(["scancel", array], check=True, timeout=60)
+    assert job["JobName"] == "tiny.some-b3.1"
+    assert (job["ArrayTaskId"], job.get("ArrayTaskThrottle")) == ("2", {"train": "2", "export": None}[kind])
+    assert (job["Comment"], job["Nice"]) == ("a+b@c^d!e(f)|g&h*i~[k]%j", "7")
+    assert (job["Requeue"], job["Partition"], job["ExcNodeList"]) == ("1", "train", "node[3-4]")
+    assert job["TresPerNode"] == "gres:gpu:2"
+    assert job["TimeLimit"] == {"train": "00:02:00", "export": "1-02:04:00"}[kind]
+    days, _, clock = f"0-{job['TimeLimit']}".rpartition("-")
+    hours, minutes, seconds = (int(part) for part in clock.split(":"))
+    limit = 86400 * int(days.rpartition("-")[2]) + 3600 * hours + 60 * minutes + seconds
+    assert site.resources_of(kind).time_seconds == limit
+
+
+if __name__ == "__main__":
+    for site, kind in CASES:
+        (GOLDEN / f"{site}-{kind}.sh").write_text(golden_script(site, kind))
+    sys.stdout.write(f"{len(CASES)} scripts written to {GOLDEN}\n")

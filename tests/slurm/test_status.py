@@ -1,0 +1,273 @@
+"""What `status` says of studies that were written by hand, and of what SLURM would answer."""
+
+import io
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from slurm import cluster
+from slurm.starts import check_progress
+from slurm.status import duration, plain, print_shown, shown
+from slurm.trainings import straggler_of, tail_rows, training_of
+from slurm.watching import last_error, least_seconds_left, look, situation_of
+from study.steps import steps_of
+from tests.slurm.watched import (
+    in_state,
+    make,
+    small_study,
+    submitted,
+    write_attempts,
+    write_log,
+    write_metrics,
+    write_ranks,
+)
+from train.command import UserError
+from train.run_directory import RunDirectory, write_json
+
+GOLDEN = Path(__file__).parent / "golden" / "status.txt"
+TEXT = ["corpus", "prepare-train", "prepare-held_out"]
+FIRST = "lr3e-3-step00000048"
+MADE = [*TEXT, "train-lr3e-3", f"export-{FIRST}", "export-lr3e-3-step00000072", f"quantize-{FIRST}-gptq-b3-g32"]
+
+
+@pytest.fixture
+def study():
+    return small_study()
+
+
+@pytest.fixture
+def study_dir(tmp_path):
+    return tmp_path / "small"
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """What SLURM says of every element, to be filled in."""
+    known: dict = {}
+    monkeypatch.setattr(cluster, "states", lambda _ids: known)
+    return known
+
+
+@pytest.fixture
+def half_way(study_dir, study, answers):
+    """One run trained, the other at it for the second time; of the measurements one made, one failed, one running."""
+    submission = submitted(study_dir, study)
+    make(study_dir, study, MADE)
+    write_metrics(study_dir, "lr3e-3", range(1, 73), attempt=1)
+    write_metrics(study_dir, "lr3e-2", range(1, 30), attempt=1)
+    write_metrics(study_dir, "lr3e-2", range(10, 31), attempt=2)
+    write_attempts(study_dir, "lr3e-3", 1)
+    write_attempts(study_dir, "lr3e-2", 2)
+    write_ranks(study_dir, "lr3e-2", 30, 2, [1.0, 1.01, 1.02, 1.5])
+    write_json(study_dir / "slurm/excluded.json", {"node7": "GPUs seen: 7, at least 8 expected"})
+    elements = submission.element_ids()
+    answers |= {name: in_state("PENDING", "Dependency") for name in elements.values()}
+    answers |= {elements["export", index]: in_state("PENDING", "JobHeldUser") for index in (2, 3)}
+    answers[elements["train", 1]] = in_state("RUNNING", nodes="node[1-2]", restarts=1)
+    answers[elements["quantize-1", 0]] = in_state("FAILED", "NonZeroExitCode", "node3", 2, "2:0")
+    answers[elements["quantize-1", 1]] = in_state("RUNNING", nodes="node4")
+    answers[elements["quantize-1", 2]] = in_state("CANCELLED", "Dependency", code="0:0")
+    write_log(study_dir, submission, "train", 1, "== start 0", "slurmstepd: error: *** PREEMPTION ***", "== start 1")
+    write_log(study_dir, submission, "quantize-1", 0, "== start 0", "error: old", "== start 1", "error: new", "bye")
+    return submission
+
+
+def test_plain_output(half_way, study_dir):
+    told = plain(shown(look(study_dir)))
+    assert told.replace(str(study_dir.parent), "ROOT") == GOLDEN.read_text()
+
+
+def test_the_terminal_shows_the_same_cells_and_takes_no_markup_from_logs(half_way, study_dir):
+    write_log(study_dir, half_way, "quantize-1", 0, "error: [red]x[/red] \x1b[2J gone")
+    content, screen = shown(look(study_dir)), io.StringIO()
+    print_shown(content, Console(file=screen, force_terminal=True, width=200, color_system=None))
+    printed = screen.getvalue()
+    cells = [cell for table in content.tables for row in table for cell in row]
+    assert [cell for cell in cells if cell not in printed] == []
+    narrow = io.StringIO()
+    print_shown(content, Console(file=narrow, width=80))
+    words = [word for cell in cells for word in cell.split()]
+    assert [word for word in words if word not in narrow.getvalue()] == []
+    assert "error: [red]x[/red] ?[2J gone" in printed
+    assert "\x1b" not in printed
+    assert f"{half_way.element_ids()['quantize-1', 0]}.log\n" in printed  # not broken over lines
+
+
+def test_every_step_is_in_one_situation(half_way, study_dir, study):
+    overview = look(study_dir)
+    assert sorted(overview.situations) == sorted(step.name for step in steps_of(study))
+    assert {name for name, situation in overview.situations.items() if situation == "made"} == set(MADE)
+    measured = shown(overview).tables[1][1:]
+    assert sum(int(row[2].split("/")[1]) for row in measured) == len(steps_of(study)) - 2  # trainings have rows above
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "situation"),
+    [
+        ("PENDING", "Priority", "queued"),
+        ("PENDING", "JobHeldUser", "held"),
+        ("PENDING", "JobHeldAdmin", "held"),
+        ("REQUEUED", "BeginTime", "queued"),
+        ("REQUEUE_HOLD", "None", "held"),
+        ("SPECIAL_EXIT", "None", "held"),
+        ("RUNNING", "None", "running"),
+        ("COMPLETING", "None", "running"),
+        ("SUSPENDED", "None", "running"),
+        ("COMPLETED", "None", "failed"),  # it ended well and left something unmade
+        ("OUT_OF_MEMORY", "OutOfMemory", "failed"),
+        ("NODE_FAIL", "NodeDown", "failed"),
+        ("TIMEOUT", "TimeLimit", "failed"),
+        ("CANCELLED", "None", "cancelled"),
+    ],
+)
+def test_states_of_slurm(state, reason, situation):
+    code = "0:0" if situation in ("failed", "cancelled") else None  # only what has ended has one
+    assert situation_of(in_state(state, reason, code=code)) == situation
+
+
+def test_without_slurm_files_tell(half_way, study_dir, monkeypatch):
+    def absent(_ids):
+        raise UserError("squeue is not on PATH; run this on a login node")
+
+    monkeypatch.setattr(cluster, "states", absent)
+    told = plain(shown(look(study_dir)))
+    assert "by marker files alone: squeue is not on PATH; run this on a login node" in told
+    assert "time left unknown: SLURM was not asked" in told
+    assert "failed quantize-1/0 (15_0): SLURM says nothing of it" in told
+    rows = {row[0]: row for row in shown(look(study_dir)).tables[0][1:]}
+    assert rows["lr3e-2"][1] == "started, attempt 2"
+    for status in ("preempted", "failed"):
+        write_json(RunDirectory(study_dir / "lr3e-2").status_json, {"status": status})
+        rows = {row[0]: row for row in shown(look(study_dir)).tables[0][1:]}
+        assert rows["lr3e-2"][1] == f"{status}, attempt 2"
+    write_log(study_dir, half_way, "train", 1, "error: no GPU")
+    assert "failed train/1 (13_1): SLURM says nothing of it; train-lr3e-2" in plain(shown(look(study_dir)))
+    assert rows["lr3e-3"][1] == "done"
+
+
+def test_what_slurm_has_forgotten_failed_if_it_has_a_log_and_never_started_otherwise(half_way, study_dir, answers):
+    answers.clear()
+    overview = look(study_dir)
+    found = {element.name: element.situation for element in overview.elements if element.steps}
+    assert {name for name, situation in found.items() if situation == "failed"} == {"train/1", "quantize-1/0"}
+    assert set(found.values()) == {"failed", "cancelled"}
+    assert overview.is_over
+    assert "cancelled curvature: 4 elements (before it started)" in plain(shown(overview))
+
+
+def test_the_newest_attempt_counts_and_no_clock(study_dir, study):
+    run = study.runs[1]
+    write_metrics(study_dir, run.name, range(1, 30), attempt=1)
+    write_metrics(study_dir, run.name, range(10, 21), attempt=2, tokens_per_second=500.0)
+    write_metrics(study_dir, run.name, range(30, 33), attempt=1)  # an orphan
+    one = training_of(study_dir, run)
+    assert (one.step, one.tokens, one.loss, one.tokens_per_second) == (20, 40_000, 5 - 20 / 100, 500.0)
+    assert one.left_seconds == (run.total_steps * run.tokens_per_step - 40_000) / 500
+    write_metrics(study_dir, run.name, range(21, 71), attempt=2, tokens_per_second=-3.0, time=-1e12)
+    one = training_of(study_dir, run)
+    assert (one.step, one.tokens_per_second, one.left_seconds) == (70, None, None)
+    assert training_of(study_dir, study.runs[0]).step is None
+
+
+def test_the_end_of_a_file_is_read_as_its_lines_are(tmp_path):
+    rng, path = random.Random(1), tmp_path / "rows.jsonl"
+    rows = [{"step": step, "text": "x" * rng.randrange(60)} for step in range(200)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 200, "te')
+    length = path.stat().st_size
+    for size in (1, 20, 100, 1000, length - 1, length, 2 * length):
+        begins = length - min(size, length)  # by the obvious way: lines that begin at or behind this byte
+        places = [sum(len(json.dumps(row)) + 1 for row in rows[:number]) for number in range(200)]
+        assert list(tail_rows(path, size)) == [row for row, at in zip(rows, places, strict=True) if at >= begins]
+    path.write_text('{"step": 1}\n{"step"\n[]\n{"step": "one"}\n\xff\n{"step": 2}\n')
+    assert list(tail_rows(path, 1000)) == [{"step": 1}, None, None, None, None, {"step": 2}]
+
+
+@pytest.mark.parametrize(
+    ("busy", "words"),
+    [
+        ([1.0, 1.0, 1.0, 1.31], "rank 3 on node2 computes 1.31 times as long as the median of 4 ranks"),
+        ([1.0, 1.0, 1.0, 1.29], None),
+        ([1.0, 4.0], "rank 1 on node1 computes 1.60 times as long as the median of 2 ranks"),
+        (
+            [1.0, 2.0, 1.0, 1.0, 3.0, 1.0],
+            "rank 4 on node3 computes 3.00 times as long as the median of 6 ranks, and 1",
+        ),
+        ([9.0], None),
+        ([0.0, -1.0, 0.0], None),
+    ],
+)
+def test_stragglers(tmp_path, busy, words):
+    write_ranks(tmp_path, "run", 50, 1, [1.0, 9.0, 1.0, 1.0])  # an earlier report
+    write_ranks(tmp_path, "run", 40, 2, busy)
+    write_ranks(tmp_path, "run", 60, 1, [1.0, 9.0, 1.0, 1.0])  # of an orphan
+    told = straggler_of(RunDirectory(tmp_path / "run").ranks)
+    assert told is None if words is None else words in (told or "")
+
+
+def test_the_error_of_a_log(tmp_path):
+    log = tmp_path / "log"
+    assert last_error(log) is None
+    log.write_text("error: first\n== 2026 start 1\nfine\nsrun: error: node1: task 0: Exited with exit code 2\n")
+    assert last_error(log) == "srun: error: node1: task 0: Exited with exit code 2"
+    assert last_error(log, of_last_start=False) == "error: first"
+    log.write_text(log.read_text() + "1: error: damping; raise it\nsrun: error: task 1: Exited\nno error: here\n")
+    assert last_error(log) == "1: error: damping; raise it"
+    with pytest.raises(UserError) as gave_up:
+        check_progress(tmp_path, "train", 0, position=0, limit=0)
+    log.write_text(f"{log.read_text()}== 2026 start 2\nerror: {gave_up.value}\n")  # what ended the starts before it
+    assert last_error(log) == "1: error: damping; raise it"
+
+
+def test_time_left_is_a_bound_by_the_slowest_kind_or_says_what_is_unknown(study_dir, study, answers):
+    submission = submitted(study_dir, study)
+    elements = submission.element_ids()
+    answers |= {name: in_state("PENDING", "Dependency") for name in elements.values()}
+    assert least_seconds_left(look(study_dir)) == "lr3e-3 has not trained yet"
+    for run in study.runs:
+        write_metrics(study_dir, run.name, range(1, 41), attempt=1)
+    assert least_seconds_left(look(study_dir)) == "no corpus has finished yet"
+    make(study_dir, study, [*TEXT, "train-lr3e-3"])
+    assert least_seconds_left(look(study_dir)) == "no export has finished yet"
+    make(study_dir, study, MADE[4:], seconds=40.0)
+    make(study_dir, study, [f"curvature-{FIRST}"], seconds=-1e9)  # a clock that jumped
+    assert least_seconds_left(look(study_dir)) == "no quantize runs now"
+    running = [("export", 2), ("quantize-1", 1), ("quantize-1", 2), ("curvature", 1)]
+    answers |= {elements[key]: in_state("RUNNING") for key in running}
+    assert least_seconds_left(look(study_dir)) == "no curvature has finished yet"
+    make(study_dir, study, [f"curvature-{FIRST}"], seconds=50.0)
+    training = (study.runs[1].total_steps * study.runs[1].tokens_per_step - 80_000) / 1000
+    # exports: 2 of 40 s in one element; quantizations: 7 of 40 s in two; curvature: 3 of 50 s in one
+    assert training < 150
+    assert least_seconds_left(look(study_dir)) == 150
+    answers[elements["curvature", 1]] = in_state("FAILED", "None", code="1:0")
+    assert least_seconds_left(look(study_dir)) == "1 failed"
+    assert [duration(seconds) for seconds in (0, 59.6, 3600, 86_399.6)] == [
+        "0:00:00",
+        "0:01:00",
+        "1:00:00",
+        "1-00:00:00",
+    ]
+
+
+@pytest.mark.stress
+def test_400_checkpoints_and_12_specs_in_5_seconds(study_dir, study, answers):
+    specs = tuple(f"gptq-b{bits}-g{size}" for bits in (2, 3, 4, 8) for size in (32, 64, 128))
+    runs = tuple(
+        run.model_copy(update={"name": f"run{number}", "save_steps": tuple(range(4, 401, 4)), "total_steps": 400})
+        for number in range(4)
+        for run in study.runs[:1]
+    )
+    quantization = study.quantization.model_copy(update={"specs": specs})
+    large = study.model_copy(update={"runs": runs, "quantization": quantization})
+    answers |= {name: in_state("RUNNING") for name in submitted(study_dir, large).element_ids().values()}
+    steps = [step.name for step in steps_of(large)]
+    make(study_dir, large, steps[: len(steps) * 2 // 3])
+    for run in runs:
+        write_metrics(study_dir, run.name, range(1, 20_000), attempt=1)
+    began = time.process_time()
+    assert "run3" in plain(shown(look(study_dir)))
+    assert time.process_time() - began < 5

@@ -1,0 +1,74 @@
+"""A study as jobs of a real SLURM: unattended, and the same table as the local runner's."""
+
+import json
+import subprocess
+
+import pytest
+
+from slurm.submit import submit
+from study.ledger import Ledger
+from study.steps import steps_of
+from tests.slurm.faults import Storm
+from tests.slurm.lab import Lab, running
+from tests.slurm.small_study import run_here, site_of, small_study, table
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A filesystem that can be filled."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900m", "tmpfs", str(place)], check=True)
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def starts(study_dir, array: str, index: int) -> list[dict]:
+    return json.loads((study_dir / "slurm" / "starts" / f"{array}-{index}.json").read_text())
+
+
+def check_complete(study, study_dir, local) -> None:
+    steps = steps_of(study)
+    assert Ledger(study_dir, steps).complete_steps() == {step.name for step in steps}
+    assert table(study_dir) == table(local), "bit for bit"
+    for run in study.runs:
+        rows = [json.loads(line) for line in (study_dir / run.name / "metrics.jsonl").read_text().splitlines()]
+        assert max(row["step"] for row in rows) == run.total_steps
+
+
+def test_a_study_as_jobs_gives_the_table_of_the_local_runner(tmp_path, slurm_installed, monkeypatch):
+    study = small_study("jobs", steps=60, runs=1, restart_every=10, curved=False)
+    local = run_here(tmp_path / "local", study)
+    with running(Lab(tmp_path / "cluster", cpus=1)) as lab:
+        monkeypatch.setenv("SLURM_CONF", str(lab.conf))
+        submit(study, site_of(tmp_path / "runs"))
+        study_dir = tmp_path / "runs" / study.name
+        storm = Storm(lab, study_dir, [run.name for run in study.runs], tmp_path)
+        storm.go_on(["rank_killed"], seconds=400)
+        assert [name for name, _ in storm.struck] == ["rank_killed"]
+        assert submit(study, site_of(tmp_path / "runs")) == {}
+    check_complete(study, study_dir, local)
+    assert len(starts(study_dir, "train", 0)) == 2, "the killed rank ended the job at once, and it went on"
+    positions = [start["position"] for start in starts(study_dir, "train", 0)]
+    assert positions[1] > positions[0], "from a checkpoint"
+    assert (study_dir / "report.html").is_file()
+
+
+@pytest.mark.stress
+def test_limits_preemption_a_lost_node_a_killed_rank_and_a_full_disk(
+    tmp_path, small_disk, slurm_installed, monkeypatch
+):
+    study = small_study("storm", steps=300, runs=2, restart_every=20, curved=True)
+    with running(Lab(tmp_path / "cluster", cpus=1)) as lab:
+        monkeypatch.setenv("SLURM_CONF", str(lab.conf))
+        submit(study, site_of(small_disk, train_minutes=1))
+        study_dir = small_disk / study.name
+        storm = Storm(lab, study_dir, [run.name for run in study.runs], small_disk)
+        faults = ["rank_killed", "node_lost", "preempted", "disk_full"]
+        storm.go_on(faults, seconds=1800)
+        assert [name for name, _ in storm.struck] == faults
+    local = run_here(tmp_path / "local", study)
+    check_complete(study, study_dir, local)
+    restarts = [len(starts(study_dir, "train", index)) for index in range(2)]
+    print(f"struck {storm.struck}, starts of the trainings {restarts}")
+    assert min(restarts) >= 3, "one-minute limits alone end each of them more than once"

@@ -1,0 +1,107 @@
+"""Submitted studies for the tests of watching: made steps, metrics, logs and a submission, written by hand."""
+
+import json
+from pathlib import Path
+
+from slurm.cluster import JobState
+from slurm.jobs import Cut, arrays_of
+from slurm.site import Site
+from slurm.submission import Job, Submission, log_of, new_submission, write_submission
+from study.ledger import Ledger
+from study.recipes import resolve
+from study.settings import Study, save_study
+from study.steps import steps_of
+from train.run_directory import RunDirectory, write_json
+
+
+def small_study() -> Study:
+    """Two runs with two checkpoints and two specs each; curvature, and nothing that is measured at the end alone."""
+    tiny = resolve("tiny", "smoke")
+    quantization = tiny.quantization.model_copy(update={"methods": (), "by_block": ()})
+    runs = tuple(run.model_copy(update={"averages": ()}) for run in tiny.runs)
+    changed = {"name": "small", "runs": runs, "averaged_steps": (), "soups": (), "quantization": quantization}
+    return tiny.model_copy(update=changed)
+
+
+def site_of(root: Path) -> Site:
+    """A cluster of one process on a node."""
+    kind = {"ranks_per_node": 1, "time": "10"}
+    return Site.model_validate(
+        {
+            "root": str(root),
+            "resources": dict.fromkeys(("train", "export", "quantize", "curvature", "light"), kind),
+            "limits": {"stop_seconds_before_limit": 60},
+        }
+    )
+
+
+def submitted(study_dir: Path, study: Study, first_job: int = 11) -> Submission:
+    """Every array of the study as submitted, numbered from `first_job`."""
+    save_study(study_dir, study)
+    submission = new_submission(site_of(study_dir.parent), arrays_of(study, Cut(1, 4, 1000)))
+    jobs = [
+        Job(array=array.name, id=number, indices=tuple(range(len(array.elements))), time=0.0)
+        for number, array in enumerate(submission.job_arrays.values(), start=first_job)
+    ]
+    submission = submission.model_copy(update={"jobs": tuple(jobs)})
+    (study_dir / "slurm/logs").mkdir(parents=True, exist_ok=True)
+    write_submission(study_dir, submission)
+    return submission
+
+
+def make(study_dir: Path, study: Study, names: list[str], seconds: float = 30.0) -> None:
+    """Makes steps: their outputs, and the records that say so."""
+    ledger = Ledger(study_dir, steps_of(study))
+    for name in names:
+        for output in ledger.steps[name].outputs:
+            path = study_dir / output
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"made by": name, "output": output}))
+        ledger.finish(ledger.steps[name], ledger.fingerprint(ledger.steps[name]), seconds)
+
+
+def write_metrics(study_dir: Path, run: str, steps: range, attempt: int, **changes: float) -> None:
+    """Rows of training at 2,000 tokens a step and 1,000 tokens a second."""
+    path = RunDirectory(study_dir / run).metrics
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for step in steps:
+            row = {
+                "step": step,
+                "tokens": 2000 * step,
+                "attempt": attempt,
+                "time": 1.7e9 - step,
+                "loss": 5 - step / 100,
+            }
+            file.write(json.dumps(row | {"learning_rate": 1e-3, "tokens_per_second": 1000.0} | changes) + "\n")
+            file.write(json.dumps(row | {"held_out_loss": 9.0}) + "\n")
+
+
+def write_ranks(study_dir: Path, run: str, step: int, attempt: int, busy: list[float]) -> None:
+    """A report of ranks, two on a node."""
+    path = RunDirectory(study_dir / run).ranks
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for rank, seconds in enumerate(busy):
+            row = {"step": step, "attempt": attempt, "rank": rank, "host": f"node{rank // 2 + 1}"}
+            file.write(json.dumps(row | {"busy_seconds_p50": seconds}) + "\n")
+
+
+def write_attempts(study_dir: Path, run: str, count: int) -> None:
+    """So many starts of a training."""
+    path = RunDirectory(study_dir / run).environment_json
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"attempts": [{"host": "node1"}] * count})
+
+
+def write_log(study_dir: Path, submission: Submission, array: str, index: int, *lines: str) -> Path:
+    """Adds to the log of an element."""
+    log = log_of(study_dir, array, submission.element_ids()[array, index])
+    with log.open("a") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    return log
+
+
+def in_state(state: str, reason: str = "None", nodes: str = "", restarts: int = 0, code: str | None = None) -> JobState:
+    """What SLURM says of an element."""
+    return JobState(state, reason, nodes, restarts, code)
