@@ -5,6 +5,7 @@ from pathlib import Path
 from slurm import cluster
 from slurm.jobs import JobArray
 from slurm.submission import SLURM, Submission, existing_submission
+from slurm.supervision import say
 from study.ledger import Ledger
 from study.settings import load_study
 from study.steps import steps_of
@@ -58,7 +59,7 @@ def release_ready(study_dir: Path, ledger: Ledger) -> list[str]:
     try:
         cluster.release(list(ready))
     except UserError as error:  # one of them has ended, or the controller does not answer
-        print(f"releasing {', '.join(ready)}: {error}", flush=True)
+        say(f"releasing {', '.join(ready)}: {error}")
     else:
         for element in ready:
             (marks / element).touch()
@@ -85,6 +86,6 @@ def settle(study_dir: Path) -> None:
         if missing and not at_work.intersection(missing):
             hopeless[name] = f"{array.name}/{index}: nothing makes {missing[0]} any more"
     for reason in hopeless.values():
-        print(f"cancelled {reason}", flush=True)
+        say(f"cancelled {reason}")
     if hopeless:
         cluster.cancel(list(hopeless))

@@ -4,12 +4,12 @@ The batch script starts this on the first node of the job. Steps are started wit
 makes when SLURM sends a signal, asks to stop. Training stops at a checkpoint, what measures is ended and starts anew.
 """
 
+import contextlib
 import os
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import typer
 
@@ -19,9 +19,9 @@ from slurm.jobs import FINAL, MEND, SETTLE, JobArray
 from slurm.mending import mend, send_for_mending
 from slurm.script import srun_prefix
 from slurm.site import Site
-from slurm.starts import check_progress, last_restart, record_start
+from slurm.starts import check_progress, last_restart, record_start, restarts
 from slurm.submission import SLURM, existing_submission
-from slurm.supervision import end, wait_for, without_network
+from slurm.supervision import again, end, say, wait_for, without_network
 from study.commands import COMMAND_PROMPT, ONLINE, TORCHRUN, Machine, Step, batches, resolve, shared, shown
 from study.ledger import Ledger
 from study.settings import load_study
@@ -31,7 +31,6 @@ from train.run_directory import RunDirectory
 
 RELEASE_EVERY_SECONDS = 10.0
 PAUSE_SECONDS = 30.0  # before a failed element is queued again: a full disk or a lost mount may recover
-REQUEUED_SECONDS = 120.0  # SLURM ends a job that it has requeued; 60 s is what it took at most
 HEALTH_SECONDS = 180
 STARTS_UNRECORDED = 20  # in a row, of an element that cannot even write down that it started
 OURS = "slurm"  # begins what this writes into a STOP file; any other is the user's
@@ -40,8 +39,8 @@ OURS = "slurm"  # begins what this writes into a STOP file; any other is the use
 class _Element:
     """One start of one element."""
 
-    def __init__(self, study_dir: Path, array: str, index: int, stop_file: Path) -> None:
-        self.study_dir, self.index, self.stop_file = study_dir, index, stop_file
+    def __init__(self, study_dir: Path, array: str, index: int, stop_file: Path, name: str) -> None:
+        self.study_dir, self.index, self.stop_file, self.name = study_dir, index, stop_file, name
         self.submission = existing_submission(study_dir)
         if array not in self.submission.job_arrays or index >= len(self.submission.job_arrays[array].elements):
             raise UserError(f"{study_dir} has no element {array}/{index}; submit it again")
@@ -50,9 +49,7 @@ class _Element:
         self.resources = self.site.resources_of(self.array.kind)
         self.study = load_study(study_dir)
         self.ledger = Ledger(study_dir, steps_of(self.study))
-        job, task = os.environ["SLURM_ARRAY_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
-        self.name = f"{job}_{task}"  # the plain id of the last element would be the whole array's
-        self.start = f"{self.name}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+        self.start = f"{name}.{restarts()}"
         self.steps = [self.ledger.steps[name] for name in self.array.elements[index]]
         self._released_at = 0.0
 
@@ -67,9 +64,10 @@ class _Element:
 
     def run(self) -> None:
         """Runs what is not complete. Ends by SLURM, which requeued it, or with the exit code of what failed."""
+        _forget_stale_stop(self.study_dir, self.steps)
         open_steps = [step for step in self.steps if not self.ledger.is_complete(step)]
         if not open_steps:
-            print("complete already", flush=True)
+            say("complete already")
             return
         position = self.position()
         check_progress(self.study_dir, self.array.name, self.index, position, self.site.limits.starts_without_progress)
@@ -88,7 +86,7 @@ class _Element:
             if not missing:
                 self.run_batch([step])
                 continue
-            print(f"{step.name}: {len(missing)} results are missing, such as {missing[0]}; without them", flush=True)
+            say(f"{step.name}: {len(missing)} results are missing, such as {missing[0]}; without them")
             status = self.execute([step])
             if status:
                 raise typer.Exit(status)
@@ -118,7 +116,7 @@ class _Element:
             self.check_health()
         machine = self.machine(first)
         command = resolve(shared(batch), self.study_dir, machine)
-        print(f"{COMMAND_PROMPT}{shown(shared(batch), machine)}", flush=True)
+        say(f"{COMMAND_PROMPT}{shown(shared(batch), machine)}")
         follower = self.follow(first) if train else None
         try:
             return wait_for(
@@ -166,39 +164,33 @@ class _Element:
     def ask_to_stop(self, step: Step) -> bool:
         """Training looks for this file after every step and leaves a checkpoint."""
         stop = RunDirectory(self.study_dir / step.run).stop_file
-        if not stop.exists():
-            stop.write_text(f"{OURS} {self.start}\n")
-        print(f"asked to stop; {stop} is left for training", flush=True)
+        try:
+            if not stop.exists():
+                stop.write_text(f"{OURS} {self.start}\n")
+        except OSError as error:
+            say(f"{stop} could not be written ({error}); training is ended without a checkpoint")
+            return False
+        say(f"asked to stop; {stop} is left for training")
         return True
 
     def failed(self, batch: list[Step], status: int) -> None:
         """Requeues this element, or ends it where the user stopped the run."""
         first = batch[0]
         if first.kind == "train" and not self.stop_file.exists() and _stopped_by_user(self.study_dir, first.run):
-            print(
-                f"{first.run} was stopped by a STOP file; 'python -m slurm retry {self.study.name}' goes on", flush=True
-            )
+            say(f"{first.run} was stopped by a STOP file; 'python -m slurm retry {self.study.name}' goes on")
             raise typer.Exit(1)
         if self.stop_file.exists():
-            self.again()
-        print(f"exit status {status}", flush=True)
-        self.again(PAUSE_SECONDS)
-
-    def again(self, pause_seconds: float = 0.0, *, held: bool = False) -> NoReturn:
-        """Puts this element, and no other of its array, into the queue again; SLURM ends this process then."""
-        if pause_seconds:
-            print(f"queued again in {pause_seconds:.0f} s", flush=True)
-            time.sleep(pause_seconds)
-        (cluster.requeue_held if held else cluster.requeue)(self.name)
-        time.sleep(REQUEUED_SECONDS)
-        raise typer.Exit(1)
+            again(self.name)
+        say(f"exit status {status}")
+        again(self.name, PAUSE_SECONDS)
 
     def release(self, now: bool = False) -> None:
         """Lets elements start whose files have appeared."""
         moment = time.monotonic()
         if now or moment - self._released_at >= RELEASE_EVERY_SECONDS:
             self._released_at = moment
-            release_ready(self.study_dir, self.ledger)
+            with contextlib.suppress(OSError):  # what cannot be released now is tried again
+                release_ready(self.study_dir, self.ledger)
 
     def check_health(self) -> None:
         """Looks at every node before a training over several; with a bad one the element starts anew without it."""
@@ -220,12 +212,12 @@ class _Element:
         if not bad:
             return
         for node, reason in bad.items():
-            print(f"{node} is not fit: {reason}", flush=True)
+            say(f"{node} is not fit: {reason}")
         if len(bad) == len(nodes):
-            print(f"no node is fit: what they share is at fault, see {out}", flush=True)
-            self.again(PAUSE_SECONDS)
+            say(f"no node is fit: what they share is at fault, see {out}")
+            again(self.name, PAUSE_SECONDS)
         send_for_mending(self.study_dir, self.site, self.name, bad)
-        self.again(held=True)
+        again(self.name, held=True)
 
 
 def _stopped_by_user(study_dir: Path, run: str) -> bool:
@@ -252,19 +244,17 @@ def run_element(study_dir: Path, array: str, index: int, stop_file: Path) -> Non
         UserError: something it reads is missing, or its starts come no further.
         typer.Exit: a command failed; the exit code is the command's.
     """
-    if array == MEND:
-        mend(study_dir)
-        return
-    if array.startswith(f"{SETTLE}-"):
-        settle(study_dir)
-        return
-    element = _Element(study_dir, array, index, stop_file)
+    job, task = os.environ["SLURM_ARRAY_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
+    name = f"{job}_{task}"  # the plain id of the last element would be the whole array's
     try:
-        _forget_stale_stop(study_dir, element.steps)
-        element.run()
+        if array == MEND:
+            mend(study_dir)
+        elif array.startswith(f"{SETTLE}-"):
+            settle(study_dir)
+        else:
+            _Element(study_dir, array, index, stop_file, name).run()
     except OSError as error:  # no room for a file of ours, or the filesystem is away: no reason to give up for ever
-        print(f"{error}", flush=True)
-        lost = int(os.environ.get("SLURM_RESTART_COUNT", "0")) - last_restart(study_dir, array, index)
-        if lost > STARTS_UNRECORDED:
+        say(str(error))
+        if restarts() - last_restart(study_dir, array, index) > STARTS_UNRECORDED:
             raise
-        element.again(PAUSE_SECONDS)
+        again(name, PAUSE_SECONDS)

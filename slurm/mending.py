@@ -13,6 +13,7 @@ from slurm.jobs import MEND, JobArray
 from slurm.script import render
 from slurm.site import Site
 from slurm.submission import SLURM, script_path
+from slurm.supervision import say
 from train.run_directory import replaced_file, write_json
 
 WAIT_SECONDS = 300.0
@@ -51,7 +52,7 @@ def mend(study_dir: Path) -> None:
             elif known[name].state == "PENDING":
                 cluster.exclude(name, sorted(excluded_nodes(study_dir)))
                 cluster.release([name])
-                print(f"{name} goes on without {', '.join(sorted(excluded_nodes(study_dir)))}", flush=True)
+                say(f"{name} goes on without {', '.join(sorted(excluded_nodes(study_dir)))}")
             else:
                 continue
             (study_dir / SLURM / MEND / name).unlink(missing_ok=True)

@@ -12,6 +12,11 @@ from train.command import UserError
 from train.run_directory import write_json
 
 
+def restarts() -> int:
+    """How often SLURM has queued this job again."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
 def starts_of(study_dir: Path, array: str, index: int) -> list[dict[str, Any]]:
     """Every start of an element: job, restart, host, time, and `position`, how far its work had come."""
     try:
@@ -26,7 +31,7 @@ def record_start(study_dir: Path, array: str, index: int, position: int) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     start = {
         "job": os.environ.get("SLURM_ARRAY_JOB_ID", ""),
-        "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        "restart": restarts(),
         "host": socket.gethostname(),
         "time": time.time(),
         "position": position,

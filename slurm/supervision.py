@@ -1,13 +1,25 @@
-"""One process that a job waits for, while it looks for a stop file and does what recurs."""
+"""What a job does besides its work: waiting for one process, saying what happens, and queueing itself again.
 
+Nothing here needs a file to be written: a job must survive a full disk, on which even its log cannot grow.
+"""
+
+import contextlib
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from slurm import cluster
+from train.command import UserError
 
 POLL_SECONDS = 1.0
+REQUEUED_SECONDS = 120.0  # SLURM ends a job that it has requeued; 60 s is what it took at most
+REQUEUE_TRIES, REQUEUE_EVERY_SECONDS = 20, 30.0  # a controller that restarts is away for minutes
 GRACE_SECONDS = 20.0  # after the interrupt, before SIGKILL
 
 
@@ -33,17 +45,19 @@ def wait_for(
     """
     process = subprocess.Popen(command, env=environment, cwd=directory, stdin=subprocess.DEVNULL)
     told = False
-    while True:
-        try:
-            status = process.wait(POLL_SECONDS)
-            return status if status >= 0 else 128 - status
-        except subprocess.TimeoutExpired:
-            pass
-        recurring()
-        if asked() and not told:
-            told = True
-            if not stop():
-                end(process)
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(POLL_SECONDS)
+                return status if status >= 0 else 128 - status
+            recurring()
+            if asked() and not told:
+                told = True
+                if not stop():
+                    end(process)
+    except BaseException:
+        end(process)
+        raise
 
 
 def end(process: subprocess.Popen) -> None:
@@ -63,3 +77,27 @@ def without_network(kind: str, online: Sequence[str]) -> dict[str, str]:
     if kind in online:
         environment.pop("HF_HUB_OFFLINE", None)
     return environment
+
+
+def say(text: str) -> None:
+    """A line in the log, if there is room for it."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def again(element: str, pause_seconds: float = 0.0, *, held: bool = False) -> NoReturn:
+    """Puts an element, and no other of its array, into the queue again; SLURM ends this process, its job, then."""
+    if pause_seconds:
+        say(f"queued again in {pause_seconds:.0f} s")
+        time.sleep(pause_seconds)
+    for attempt in range(REQUEUE_TRIES):
+        try:
+            (cluster.requeue_held if held else cluster.requeue)(element)
+        except UserError as error:
+            say(str(error))
+            if attempt < REQUEUE_TRIES - 1:
+                time.sleep(REQUEUE_EVERY_SECONDS)
+        else:
+            time.sleep(REQUEUED_SECONDS)
+            break
+    raise typer.Exit(1)

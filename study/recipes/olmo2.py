@@ -123,7 +123,7 @@ class _Size:
 # nothing installed; '--set kernels=transformer_engine' takes faster ones.
 #
 # Curvature, by 'python -m curvature run --dry-run --gpu h100': the 54 vectors behind the largest eigenvalue take 58 GB
-# of a GPU for the 190M, 321 GB of a host for the 1B, and 1.6 TB for the 7B, of which it is not measured.
+# of a GPU for the 190M, 321 GB for the 1B, which 8 GPUs share (53 GB each), and 1.6 TB for the 7B: not measured.
 SIZE_7B = _Size(
     model=OLMO2_7B,
     divisor=1,
@@ -140,7 +140,7 @@ SIZE_1B = _Size(
     peaks=(4e-4, 8e-4, 1.2e-3, 1.6e-3),
     micro_batch_size=2,
     quantization=QUANTIZATION.model_copy(update={"by_block": WEB_SPECS}),
-    curvature=CURVATURE.model_copy(update={"dtype": "bf16", "vectors": "host"}),
+    curvature=CURVATURE.model_copy(update={"dtype": "bf16", "sharding": "fsdp"}),
 )
 SIZE_190M = _Size(
     model=OLMO2_190M,
