@@ -21,7 +21,7 @@ from slurm.script import srun_prefix
 from slurm.site import Site
 from slurm.starts import check_progress, last_restart, record_start, restarts
 from slurm.submission import SLURM, existing_submission
-from slurm.supervision import again, end, say, wait_for, without_network
+from slurm.supervision import again, end, say, wait_for
 from study.commands import COMMAND_PROMPT, ONLINE, TORCHRUN, Machine, Step, batches, resolve, shared, shown
 from study.ledger import Ledger
 from study.settings import load_study
@@ -121,7 +121,7 @@ class _Element:
         try:
             return wait_for(
                 [*srun_prefix(self.site, self.array.kind, self.everywhere()), *command],
-                without_network(first.kind, ONLINE),
+                _environment(first),
                 Path(self.site.project),
                 asked=self.stop_file.exists,
                 stop=(lambda: self.ask_to_stop(first)) if train else (lambda: False),
@@ -218,6 +218,14 @@ class _Element:
             again(self.name, PAUSE_SECONDS)
         send_for_mending(self.study_dir, self.site, self.name, bad)
         again(self.name, held=True)
+
+
+def _environment(step: Step) -> dict[str, str]:
+    """Of the step's command: the script's, but what fetches may reach the network."""
+    environment = dict(os.environ)
+    if step.kind in ONLINE:
+        environment.pop("HF_HUB_OFFLINE", None)
+    return environment
 
 
 def _stopped_by_user(study_dir: Path, run: str) -> bool:

@@ -27,7 +27,8 @@ from slurm.submission import (
 from study.ledger import Ledger
 from study.settings import Study, save_study, write_run_configurations
 from study.steps import steps_of
-from study.tracking.store import create_store, tracking_uri
+from study.text_steps import check_text
+from study.tracking.store import create_store
 from train.command import UserError
 from train.run_directory import replaced_file, write_json
 from train.tracking import environment
@@ -74,22 +75,6 @@ def _is_complete(ledger: Ledger, name: str) -> bool:
     return name in ledger.steps and ledger.is_complete(ledger.steps[name])
 
 
-def unfinished_text(study: Study, study_dir: Path) -> None:
-    """UserError where a token file that no step makes is not there."""
-    ledger = Ledger(study_dir, steps_of(study))
-    made = {output for step in ledger.steps.values() for output in step.outputs}
-    for step in ledger.steps.values():
-        for name in ledger.missing(step):
-            if name not in made:
-                origin = [
-                    file.origin
-                    for file in getattr(study.text, "files", {}).values()
-                    if name.endswith(f"/{file.name}.json")
-                ]
-                place = (study_dir / name).resolve()
-                raise UserError(f"{place} does not exist; make it first: {origin[0] if origin else 'see the recipe'}")
-
-
 def write_scripts(study_dir: Path, site: Site, arrays: Iterable[JobArray]) -> None:
     """The scripts of the arrays, the site and what this machine is like."""
     (study_dir / LOGS).mkdir(parents=True, exist_ok=True)
@@ -126,7 +111,7 @@ def submit(study: Study, site: Site, *, again: bool = False) -> dict[str, int]:
             )
         if recorded and recorded.arrays == fresh.arrays:
             fresh = recorded.model_copy(update={"site": site})
-        unfinished_text(study, study_dir)
+        check_text(study, study_dir)
         check_room(study, Path(site.root), site.disk.reserve_gb)
         write_run_configurations(study_dir, study)
         save_study(study_dir, study)
@@ -157,8 +142,9 @@ class _Submitter:
         for kind in dict.fromkeys(self.arrays[name].kind for name in wanted):
             first = next(name for name in wanted if self.arrays[name].kind == kind)
             cluster.check(script_path(self.study_dir, first))  # before anything is submitted
-        if wanted:  # before several jobs would create its schema at once, which ends most of them
-            create_store(tracking_uri(self.study_dir.parent, self.site.mlflow.tracking_uri))
+        if wanted and self.site.mlflow.tracking_uri:
+            # Before several jobs would create its schema at once; the root's own SQLite is created under a lock.
+            create_store(self.site.mlflow.tracking_uri)
         for name, indices in wanted.items():
             for dependency, group in self.by_dependency(self.arrays[name], indices).items():
                 self.sbatch(self.arrays[name], group, dependency)

@@ -4,7 +4,6 @@ Nothing here needs a file to be written: a job must survive a full disk, on whic
 """
 
 import contextlib
-import os
 import signal
 import subprocess
 import time
@@ -69,14 +68,6 @@ def end(process: subprocess.Popen) -> None:
         deadline = time.monotonic() + (0.5 if number == signal.SIGINT else GRACE_SECONDS)
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
-
-
-def without_network(kind: str, online: Sequence[str]) -> dict[str, str]:
-    """The environment of a step of a kind, as of this process: what fetches may reach the network."""
-    environment = dict(os.environ)
-    if kind in online:
-        environment.pop("HF_HUB_OFFLINE", None)
-    return environment
 
 
 def say(text: str) -> None:

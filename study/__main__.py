@@ -96,10 +96,12 @@ def run(
     from study.report import REPORT
     from study.runner import Runner, StepError, locked
     from study.steps import steps_of
+    from study.text_steps import check_text
     from study.tracking.store import opening, tracking_uri
 
     study = wanted(name, root, profile, settings, released_of(source, every, stage, family, text))
     directory = root / study.name
+    check_text(study, directory)
     try:
         with locked(directory) as lock_fd:
             write_run_configurations(directory, study)

@@ -5,17 +5,13 @@ from pathlib import Path
 from ckpt_tools.hf_directory import LINEAGE_JSON, RESULT_JSON, result_directory
 from ckpt_tools.released.download_record import DOWNLOAD_JSON
 from study.released import ReleasedRun
-from study.settings import MeasuredModel, Study
+from study.settings import MeasuredModel
 from train.config import RunConfig
 from train.run_directory import RunDirectory, step_name
 
 MLFLOW_STORE = "mlflow.db"  # beside all studies of a root
 CORPUS = "data/corpus"
 CURVATURE_SPEC = "hutchinson"
-FIGURES = (
-    *("quantization_error", "kl_divergence", "validation_loss", "averages", "methods", "blocks"),
-    *("full_against_quantized", "curvature", "prediction", "slices"),
-)
 
 
 def checkpoint_directory(run: str, model: MeasuredModel) -> Path:
@@ -73,11 +69,3 @@ def step_result(run: RunConfig | ReleasedRun, spec: str) -> str:
 def slice_result(run: RunConfig | ReleasedRun, spec: str) -> str:
     """Result of the slice through the last two checkpoints and the quantized last one."""
     return curvature_result(run.name, last_model(run), f"slice-{spec}")
-
-
-def figures_of(study: Study) -> dict[str, str]:
-    """Name -> path of every figure that the study has something to show in, in the order of the report."""
-    settings = study.quantization
-    without = dict.fromkeys(("blocks", "prediction", "slices"), not settings.by_block)
-    without |= {"methods": not settings.methods, "curvature": study.curvature is None}
-    return {name: f"figures/{name}.png" for name in FIGURES if not without.get(name)}

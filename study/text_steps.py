@@ -1,9 +1,13 @@
 """The steps that make a study's text, and where its token files lie as commands name them."""
 
+import os
+from pathlib import Path
+
 from study.commands import Step
 from study.layout import CORPUS
 from study.settings import Study
 from study.text import TEXTS, PreparedText, StandardLibrary, TokenFile, TokenFiles
+from train.command import UserError
 
 
 def _python(*arguments: str) -> tuple[str, ...]:
@@ -26,6 +30,23 @@ def record(study: Study, use: str) -> str:
     if isinstance(study.text, TokenFiles):
         return f"{prefix(study, use)}.json"
     return f"data/{'train' if use == 'calibration' else use}.json"
+
+
+def check_text(study: Study, directory: Path) -> None:
+    """UserError, before anything is started, where a token file that no step of the study makes is not there."""
+    made = {output for step in text_steps(study) for output in step.outputs}
+    for use in ("train", "held_out", "calibration") if study.trained else ("held_out", "calibration"):
+        place = record(study, use)
+        path = Path(os.path.normpath(directory.absolute() / place))  # the study itself may not be there yet
+        if place in made or path.is_file():
+            continue
+        if not isinstance(study.text, PreparedText):
+            raise UserError(f"{path} does not exist; prepare that text, or give another")
+        tokenizer = directory.absolute().parent / study.text.tokenizer_directory
+        raise UserError(
+            f"{path} does not exist; make it first: {study.text.files[use].origin} (--out {path.with_suffix('')}, "
+            f"--tokenizer {tokenizer}, which 'python -m ckpt_tools tokenizer {study.text.tokenizer} DIR' fetches)"
+        )
 
 
 def text_steps(study: Study) -> list[Step]:

@@ -3,6 +3,8 @@
 import pytest
 
 from slurm.jobs import FINAL, SETTLE, Cut, JobArray, arrays_of
+from slurm.site import EXAMPLE, load_site
+from slurm.submit import dry_run
 from study.recipes import RECIPES, resolve
 from study.steps import steps_of
 
@@ -38,6 +40,18 @@ def test_every_step_runs_once_and_after_what_it_reads(recipe, profile, cut):
                 assert order.index(maker) < order.index(array)
                 assert waits(arrays, arrays[array], maker, index == position), (name, before)
     assert {one.array for one in arrays[FINAL].after} == set(arrays) - {FINAL}
+
+
+@pytest.mark.parametrize(("recipe", "profile"), PROFILES)
+def test_every_recipe_has_a_dry_run_on_the_example_site(recipe, profile):
+    study, site = resolve(recipe, profile), load_site(EXAMPLE)
+    scripts = list(dry_run(study, site))
+    assert len(scripts) == len(arrays_of(study, Cut(1, 4, 1001)))
+    for script in scripts:
+        call, _, text = script.partition("\n")
+        assert call.startswith("### sbatch --parsable --array=0")
+        assert text.startswith("#!/bin/bash\n#SBATCH --job-name=")
+        assert f"python -m slurm job {site.root}/{study.name} " in text
 
 
 def waits(arrays: dict[str, JobArray], array: JobArray, maker: str, corresponding: bool) -> bool:

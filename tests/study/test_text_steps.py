@@ -1,0 +1,44 @@
+"""Text of a study: what its steps make, and what has to be there before."""
+
+import pytest
+
+from study.recipes import resolve
+from study.text import PreparedText, TokenFiles
+from study.text_steps import check_text, prefix, record, text_steps
+from train.command import UserError
+
+
+def test_text_that_no_step_makes_is_asked_for_with_its_command(tmp_path):
+    study = resolve("olmo2-7b-lr", "full")
+    assert isinstance(study.text, PreparedText)
+    directory = tmp_path / study.name
+    with pytest.raises(UserError) as caught:
+        check_text(study, directory)
+    message = str(caught.value)
+    place = tmp_path / record(study, "train").removeprefix("../")
+    assert f"{place} does not exist" in message
+    assert "python -m train index" in message
+    assert f"--out {place.with_suffix('')}" in message
+    assert f"--tokenizer {tmp_path / study.text.tokenizer_directory}" in message
+    place.parent.mkdir(parents=True)
+    place.touch()
+    check_text(study, directory)  # the other token files are made by the study's own steps
+    assert {step.kind for step in text_steps(study)} == {"download", "prepare"}
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "pythia-160m-lr"])
+def test_text_that_steps_make_needs_nothing_before(tmp_path, recipe):
+    check_text(resolve(recipe, "full"), tmp_path / recipe)
+
+
+def test_given_token_files_have_no_steps_and_must_be_there(tmp_path):
+    files = TokenFiles(held_out=str(tmp_path / "held_out"), calibration=str(tmp_path / "train"))
+    study = resolve("tiny", "smoke").model_copy(update={"text": files, "runs": ()})
+    assert text_steps(study) == []
+    assert prefix(study, "held_out") == str(tmp_path / "held_out")
+    assert prefix(study, "calibration") == str(tmp_path / "train")
+    with pytest.raises(UserError, match=r"held_out\.json does not exist"):
+        check_text(study, tmp_path / "study")
+    for use in ("held_out", "calibration"):
+        (tmp_path / record(study, use)).touch()
+    check_text(study, tmp_path / "study")
