@@ -15,10 +15,12 @@ import torch
 from mlflow import MlflowClient
 from safetensors.torch import load_file
 
-from study.layout import FIGURES
 from tests.runs import PROJECT, environment
 
 COMMAND = [sys.executable, "-m", "study", "run", "tiny", "--profile", "smoke", "--root"]
+
+FIGURES = {"quantization_error", "kl_divergence", "validation_loss", "averages", "methods", "blocks"}
+FIGURES |= {"full_against_quantized", "curvature", "prediction", "slices"}
 
 
 def start(root: Path) -> subprocess.Popen:
@@ -98,7 +100,8 @@ def test_the_whole_study_survives_a_kill(tmp_path):
         if row["average"] != "soup-anneal":  # the same held-out text, in other blocks
             assert row["quant/gptq-b3-g32/cross_entropy"] == pytest.approx(row["held_out_loss"], abs=0.3)
     check_the_end(study, table)
-    assert {path.stem for path in (study / "figures").glob("*.png")} == set(FIGURES)
+    for suffix in ("png", "pdf", "csv"):
+        assert {path.stem for path in (study / "figures").glob(f"*.{suffix}")} == FIGURES
 
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     (experiment,) = [one for one in client.search_experiments() if one.name != "Default"]
