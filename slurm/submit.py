@@ -34,6 +34,7 @@ from train.run_directory import replaced_file, write_json
 from train.tracking import environment
 
 Element = tuple[str, int]  # name of the array, index
+LAUNCH_FAILED = "launch failed requeued held"
 
 
 def cut_of(site: Site, max_array_size: int) -> Cut:
@@ -125,6 +126,15 @@ def active_elements(submission: Submission) -> set[Element]:
     return {key for key, name in names.items() if name in known and known[name].exit_code is None}
 
 
+def release_unlaunched(submission: Submission) -> None:
+    """Releases elements that SLURM holds because a node could not start them; it does not do so itself."""
+    known = cluster.states({job.id for job in submission.jobs})
+    stuck = [name for name, state in known.items() if state.state == "PENDING" and state.reason == LAUNCH_FAILED]
+    if stuck:
+        print(f"released {', '.join(stuck)}, which a node could not start", file=sys.stderr)
+        cluster.release(stuck)
+
+
 class _Submitter:
     """One submission."""
 
@@ -138,6 +148,8 @@ class _Submitter:
         """Submits, in the order of the arrays, so that every dependency has its job by then."""
         self.forget_interrupted()
         wanted = self.wanted(again)
+        if again:
+            release_unlaunched(self.submission)
         write_scripts(self.study_dir, self.site, [self.arrays[name] for name in wanted])
         for kind in dict.fromkeys(self.arrays[name].kind for name in wanted):
             first = next(name for name in wanted if self.arrays[name].kind == kind)

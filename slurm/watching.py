@@ -32,7 +32,7 @@ MARKS = {
     "made": "#",
 }
 ALIVE = ("running", "started", "held", "queued")
-HELD = re.compile(r"JobHeld\w*|job requeued in held state")
+HELD = re.compile(r"JobHeld\w*|job requeued in held state|launch failed requeued held")
 HELD_STATE = re.compile("REQUEUE_HOLD|SPECIAL_EXIT|RESV_DEL_HOLD")
 PENDING = re.compile(f"PENDING|REQUEUED|REQUEUE_FED|{HELD_STATE.pattern}")
 ERROR = re.compile(r"(\d+: )?error: ")

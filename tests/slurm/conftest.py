@@ -1,6 +1,9 @@
 """A real SLURM for the tests of this folder."""
 
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,14 @@ def slurm_installed() -> None:
     """Skips where no lab can run; where QUANTDYN_REQUIRE_SLURM=1, as in .ci/run, that is a failure."""
     if reason := missing():
         (pytest.fail if os.environ.get("QUANTDYN_REQUIRE_SLURM") == "1" else pytest.skip)(f"no SLURM here: {reason}")
+
+
+@pytest.fixture
+def lab_directory():
+    """For a lab of a test's own. pytest's directories are too deep: the name of a Unix socket ends at 108 bytes."""
+    place = Path(tempfile.mkdtemp(prefix="lab"))
+    yield place / "cluster"
+    shutil.rmtree(place, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -36,10 +36,10 @@ def check_complete(study, study_dir, local) -> None:
         assert max(row["step"] for row in rows) == run.total_steps
 
 
-def test_a_study_as_jobs_gives_the_table_of_the_local_runner(tmp_path, slurm_installed, monkeypatch):
+def test_a_study_as_jobs_gives_the_table_of_the_local_runner(tmp_path, lab_directory, slurm_installed, monkeypatch):
     study = small_study("jobs", steps=60, runs=1, restart_every=10, curved=False)
     local = run_here(tmp_path / "local", study)
-    with running(Lab(tmp_path / "cluster", cpus=1)) as lab:
+    with running(Lab(lab_directory, cpus=1)) as lab:
         monkeypatch.setenv("SLURM_CONF", str(lab.conf))
         submit(study, site_of(tmp_path / "runs"))
         study_dir = tmp_path / "runs" / study.name
@@ -56,10 +56,10 @@ def test_a_study_as_jobs_gives_the_table_of_the_local_runner(tmp_path, slurm_ins
 
 @pytest.mark.stress
 def test_limits_preemption_a_lost_node_a_killed_rank_and_a_full_disk(
-    tmp_path, small_disk, slurm_installed, monkeypatch
+    tmp_path, lab_directory, small_disk, slurm_installed, monkeypatch
 ):
     study = small_study("storm", steps=300, runs=2, restart_every=20, curved=True)
-    with running(Lab(tmp_path / "cluster", cpus=1)) as lab:
+    with running(Lab(lab_directory, cpus=1)) as lab:
         monkeypatch.setenv("SLURM_CONF", str(lab.conf))
         submit(study, site_of(small_disk, train_minutes=1, starts=6))
         study_dir = small_disk / study.name

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -177,14 +178,16 @@ def test_nothing_is_submitted_where_something_is_wrong(full, tmp_path, study):
         assert recorded is None or recorded.jobs == ()
 
 
-def test_a_study_of_400_checkpoints_and_12_specs_keeps_to_the_limits(tmp_path, slurm_installed, monkeypatch):
+def test_a_study_of_400_checkpoints_and_12_specs_keeps_to_the_limits(
+    tmp_path, lab_directory, slurm_installed, monkeypatch
+):
     specs = [f"{method}-b{bits}-g32" for method in ("gptq", "rtn") for bits in (2, 3, 4, 5, 6, 8)]
     few = small_study("many", steps=400, runs=1, restart_every=None, curved=True)
     content = few.model_dump(mode="json")
     content["runs"][0]["save_steps"] = list(range(1, 401))
     content["quantization"]["specs"] = specs
     study = Study.model_validate_json(json.dumps(content))
-    with running(Lab(tmp_path / "cluster", nodes=1, extra_conf={"MaxArraySize": "150"})) as lab:
+    with running(Lab(lab_directory, nodes=1, extra_conf={"MaxArraySize": "150"})) as lab:
         monkeypatch.setenv("SLURM_CONF", str(lab.conf))
         lab.command("scontrol", "update", "PartitionName=train", "State=DOWN")
         site = site_of(tmp_path, train_nodes=1)
@@ -252,3 +255,19 @@ def test_two_processes_that_submit_at_once_submit_once(full, tmp_path, study):
         assert str(len(jobs)) in said
     finally:
         cluster.cancel([str(job.id) for job in jobs])
+
+
+def test_retry_releases_what_a_node_could_not_start(submitted, study, monkeypatch, capsys):
+    directory, site, _ = submitted
+    train = existing_submission(directory).element_ids()["train", 1]
+    known = cluster.states({job.id for job in existing_submission(directory).jobs})
+    # as SLURM says it after a failed prolog, which the lab has not
+    known[train] = replace(known[train], state="PENDING", reason="launch failed requeued held")
+    released = []
+    monkeypatch.setattr(cluster, "states", lambda ids: known)
+    monkeypatch.setattr(cluster, "release", released.extend)
+    assert submit(study, site) == {}
+    assert released == []
+    submit(study, site, again=True)
+    assert released[:1] == [train]
+    assert "which a node could not start" in capsys.readouterr().err

@@ -276,7 +276,7 @@ def test_a_contrast_needs_one_text(study_dir, study):
 def test_released_checkpoints_lie_under_the_names_of_their_revisions(tmp_path, study):
     revisions = [ReleasedRevision(name=f"stage1-step{step}", step=step) for step in (1000, 2000)]
     run = ReleasedRun(name="stage1", source="someone/model", revisions=tuple(revisions))
-    save_study(tmp_path, study.model_copy(update={"runs": (run,), "labels": {}, "soups": ()}))
+    save_study(tmp_path, study.model_copy(update={"runs": (run,), "labels": {}, "soups": (), "averaged_steps": ()}))
     rows = []
     for revision, error in zip(revisions, (0.02, 0.03), strict=True):
         model = MeasuredModel(revision.step, revision=revision.name)
