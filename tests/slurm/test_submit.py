@@ -263,7 +263,7 @@ def test_retry_releases_what_a_node_could_not_start(submitted, study, monkeypatc
     known = cluster.states({job.id for job in existing_submission(directory).jobs})
     # as SLURM says it after a failed prolog, which the lab has not
     known[train] = replace(known[train], state="PENDING", reason="launch failed requeued held")
-    released = []
+    released: list[str] = []
     monkeypatch.setattr(cluster, "states", lambda ids: known)
     monkeypatch.setattr(cluster, "release", released.extend)
     assert submit(study, site) == {}
