@@ -4,6 +4,7 @@ from pathlib import Path
 
 from slurm import cluster
 from slurm.jobs import JobArray
+from slurm.starts import starts_of
 from slurm.submission import SLURM, Submission, existing_submission
 from slurm.supervision import say
 from study.ledger import Ledger
@@ -52,8 +53,10 @@ def release_ready(study_dir: Path, ledger: Ledger) -> list[str]:
     ready = {}
     for (name, index), element in submission.element_ids().items():
         array = submission.job_arrays[name]
-        if array.held_for and not (marks / element).exists() and _is_ready(ledger, array, index):
-            ready[element] = (array, index)
+        if not array.held_for or (marks / element).exists() or not _is_ready(ledger, array, index):
+            continue
+        if not any(start["job"] == element.partition("_")[0] for start in starts_of(study_dir, name, index)):
+            ready[element] = (array, index)  # else somebody released it by hand
     if not ready:
         return []
     try:

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 
@@ -76,26 +77,30 @@ class _Element:
             self.run_final(open_steps)
             return
         for batch in batches(open_steps, self.site.limits.checkpoints_per_job, self.site.limits.specs_per_job):
-            self.run_batch(batch)
+            missing = [name for step in batch for name in self.ledger.missing(step)]
+            if missing and batch[0] is open_steps[0]:
+                raise UserError(f"{self.study_dir / missing[0]} is not there; what makes it failed, retry that first")
+            if not missing:  # else a step before it failed; the others need not wait for that
+                self.run_batch(batch)
+            if self.stop_file.exists():
+                break
         self.release(now=True)
+        unfinished = [step for step in open_steps if not self.ledger.is_complete(step)]
+        if unfinished:
+            self.failed(unfinished[0])
 
     def run_final(self, steps: Sequence[Step]) -> None:
         """Table, report and mirror of what there is; complete only if nothing is missing."""
         for step in steps:
             missing = self.ledger.missing(step)
-            if not missing:
-                self.run_batch([step])
-                continue
-            say(f"{step.name}: {len(missing)} results are missing, such as {missing[0]}; without them")
-            status = self.execute([step])
+            if missing:
+                say(f"{step.name}: {len(missing)} results are missing, such as {missing[0]}; without them")
+            status = self.execute([step]) if missing else self.run_batch([step])
             if status:
-                raise typer.Exit(status)
+                self.failed(step)
 
-    def run_batch(self, batch: list[Step]) -> None:
-        """One command, whose steps are recorded if it ended well."""
-        missing = [name for step in batch for name in self.ledger.missing(step)]
-        if missing:
-            raise UserError(f"{self.study_dir / missing[0]} is not there; what makes it failed, retry that first")
+    def run_batch(self, batch: list[Step]) -> int:
+        """One command, whose steps are recorded if it ended well; its exit status, not 0 if something is missing."""
         fingerprints = {step.name: self.ledger.fingerprint(step) for step in batch}
         for step in batch:
             self.ledger.prepare(step)
@@ -105,8 +110,11 @@ class _Element:
         made = [step for step in batch if self.ledger.outputs_exist(step) and (status == 0 or not step.resumes)]
         for step in made:
             self.ledger.finish(step, fingerprints[step.name], seconds)
-        if len(made) < len(batch):
-            self.failed(batch, status)
+        if len(made) == len(batch):
+            return 0
+        left = next(step for step in batch if step not in made)
+        say(f"{left.name} is not complete, its command ended with status {status}")
+        return status or 1
 
     def execute(self, batch: list[Step]) -> int:
         """The exit status of the command of these steps."""
@@ -173,16 +181,13 @@ class _Element:
         say(f"asked to stop; {stop} is left for training")
         return True
 
-    def failed(self, batch: list[Step], status: int) -> None:
+    def failed(self, step: Step) -> NoReturn:
         """Requeues this element, or ends it where the user stopped the run."""
-        first = batch[0]
-        if first.kind == "train" and not self.stop_file.exists() and _stopped_by_user(self.study_dir, first.run):
-            say(f"{first.run} was stopped by a STOP file; 'python -m slurm retry {self.study.name}' goes on")
+        stopped = self.stop_file.exists()
+        if step.kind == "train" and not stopped and _stopped_by_user(self.study_dir, step.run):
+            say(f"{step.run} was stopped by a STOP file; 'python -m slurm retry {self.study.name}' goes on")
             raise typer.Exit(1)
-        if self.stop_file.exists():
-            again(self.name)
-        say(f"exit status {status}")
-        again(self.name, PAUSE_SECONDS)
+        again(self.name, 0.0 if stopped else PAUSE_SECONDS)
 
     def release(self, now: bool = False) -> None:
         """Lets elements start whose files have appeared."""
