@@ -1,23 +1,58 @@
 # make demo: the tiny ablation, end to end.  make test: the test-suite.  Both build .venv first.
+# Settings of .venv, for example make demo PYTHON3=python3.13:
+#   PYTHON3      the Python it is made with
+#   TORCH_INDEX  where torch comes from, if not from PyPI, whose torch is for CUDA;
+#                https://download.pytorch.org/whl/cpu has one without, 4 GB smaller
+PYTHON3 ?= python3
+TORCH_INDEX ?=
 PYTHON := .venv/bin/python
-FOLDERS := train ckpt_tools quant_eval curvature study slurm tests
+PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --use-pep517
+IMPORTS := import torch, megatron.core, deepspeed; \
+    from quant_eval.libraries import pcre; pcre.stand_in(); import gptqmodel
+GPU_EXTRA := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+    print(*project["optional-dependencies"]["gpu"])
+FOLDERS := train ckpt_tools quant_eval curvature study slurm tests check_machine.py
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test lint bench stress
+.PHONY: venv demo test test-gpu gpu-bundle lint bench stress transformer-engine
 
 venv: .venv/complete
 
-.venv/complete: requirements.lock
-	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed; put it first on PATH as python3"; exit 2; }
-	python3 -m venv .venv
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
-	touch $@
+# The stamp holds the TORCH_INDEX that .venv was built with: one built with another than is asked for is built anew.
+ifneq ($(TORCH_INDEX),$(if $(TORCH_INDEX),$(shell cat .venv/complete 2>/dev/null)))
+.PHONY: .venv/complete
+endif
+
+# pip unpacks below .venv: /tmp may be too small for the 3 GB of CUDA.
+.venv/complete: export TMPDIR = $(CURDIR)/.venv/tmp
+.venv/complete: requirements.lock requirements-cuda.lock
+	@command -v "$(PYTHON3)" > /dev/null || \
+	    { echo "error: no $(PYTHON3) on PATH; run apt-get install python3-venv" >&2; exit 2; }
+	@"$(PYTHON3)" check_machine.py $(TORCH_INDEX)
+	@echo "installing into .venv, with CUDA 3 GB to download: minutes"
+	rm -f $@
+	"$(PYTHON3)" -m venv --clear .venv
+	mkdir .venv/tmp
+	$(PIP) --constraint requirements.lock torch \
+	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),--constraint requirements-cuda.lock)
+	$(PIP) --no-deps -r requirements.lock
+	@echo "importing what was installed"
+	@$(PYTHON) -c '$(IMPORTS)' > .venv/import.log 2>&1 || \
+	    { echo "error: $$(tail -n 1 .venv/import.log) (.venv/import.log); run make again" >&2; exit 2; }
+	rm -r .venv/tmp
+	echo $(TORCH_INDEX) > $@
 
 demo: venv
 	$(PYTHON) -m study run tiny
 
 test: venv
-	$(PYTHON) -m pytest -q -n 2 --dist loadfile
+	$(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
+test-gpu: venv  # at most 8 minutes on one GPU; says so where there is none
+	$(PYTHON) -m tests.gpu
+
+gpu-bundle: venv  # wheels for a GPU machine without network
+	$(PYTHON) -m tests.gpu.bundle
 
 lint: venv
 	$(PYTHON) -m ruff format --check $(FOLDERS)
@@ -28,4 +63,16 @@ bench: venv
 	$(PYTHON) -m tests.bench
 
 stress: venv
-	$(PYTHON) -m pytest -q -m stress
+	$(PYTHON) -m pytest -q -m stress -o faulthandler_timeout=14400
+	tests/other_cpus.sh runs/other_cpus
+
+# The extra `gpu`, compiled against the torch of .venv, not a binary from elsewhere. Not run on a GPU yet.
+transformer-engine: export NVTE_PYTORCH_FORCE_BUILD = TRUE
+transformer-engine: venv
+	@$(PYTHON) -c 'import torch; raise SystemExit(torch.version.cuda is None)' || \
+	    { echo "error: .venv has a torch without CUDA; run make -B venv, then this again" >&2; exit 2; }
+	@for tool in nvcc c++; do command -v $$tool > /dev/null || \
+	    { echo "error: no $$tool on PATH; install CUDA's toolkit 13.0, g++ and python3-dev" >&2; exit 2; }; done
+	$(PIP) wheel==0.45.1
+	$(PIP) --no-build-isolation --constraint requirements.lock --constraint requirements-cuda.lock \
+	    "$$($(PYTHON) -c '$(GPU_EXTRA)')"

@@ -238,10 +238,10 @@ def download(
 
 @app.command()
 def tokenizer(
-    repo: Annotated[str, typer.Argument(help="repository of the hub")],
+    repo: Annotated[str, typer.Argument(help="repository of the hub, or a directory")],
     out: Annotated[Path, typer.Argument(help="directory to write")],
 ) -> None:
-    """Fetch the tokenizer of a model on the hub, without its weights.
+    """Fetch the tokenizer of a model, without its weights.
 
     Example: python -m ckpt_tools tokenizer allenai/OLMo-2-1124-7B runs/texts/allenai--OLMo-2-1124-7B
     """

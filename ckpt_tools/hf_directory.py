@@ -75,6 +75,16 @@ def write_result(directory: Path, result: dict[str, Any]) -> None:
     write_json(directory / RESULT_JSON, result)
 
 
+def read_result_json(path: Path) -> dict[str, Any]:
+    """The content of a result.json; UserError if there is none."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; give the directory of a result") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, ValueError):
+        raise UserError(f"{path} is no result of a measurement; measure again") from None
+
+
 def read_lineage(hf_dir: Path) -> tuple[dict[str, Any], dict[str, FileRecord]] | None:
     """Where the directory comes from, and the files it vouches for; None for a directory without lineage.json."""
     path = hf_dir / LINEAGE_JSON

@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from train.command import UserError
+from train.gpus import refuse_cuda
 
 WAIT = timedelta(hours=12)  # for rank 0, while it runs another project's library
+ENTRIES_PER_SUM = 1 << 26  # summed at once: what lies on the host takes 256 MB of the GPU, however long it is
 
 
 class Ranks(NamedTuple):
@@ -25,12 +27,13 @@ class Ranks(NamedTuple):
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor, in place, becomes its sum over the ranks; every rank has to call it."""
+        """The tensor, contiguous, in place becomes its sum over the ranks; every rank has to call it."""
         if self.size > 1:
-            moved = tensor.to(self.device)  # NCCL takes what is on the GPU only
-            dist.all_reduce(moved)
-            if moved is not tensor:
-                tensor.copy_(moved)
+            for part in tensor.view(-1).split(ENTRIES_PER_SUM):
+                moved = part.to(self.device)  # NCCL takes what is on the GPU only
+                dist.all_reduce(moved)
+                if moved is not part:
+                    part.copy_(moved)
         return tensor
 
     def wait(self) -> None:
@@ -50,6 +53,8 @@ def start(device: str) -> Ranks:
     if device == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         found = torch.cuda.device_count()
+        if not found:
+            refuse_cuda()
         if place.index >= found:
             raise UserError(
                 f"--device cuda: this machine has {found} GPUs for rank {place.index}; start fewer, or use cpu"

@@ -1,7 +1,7 @@
 """`python -m curvature`: the sharpness of the loss of HF language models, with its errors."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -11,6 +11,9 @@ from curvature.comparing import compare_command
 from curvature.slices.command import slice_command
 from curvature.step.command import step_command
 from train.command import UserError, explain_validation, run_command
+
+if TYPE_CHECKING:
+    from curvature.settings import CurvatureSettings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -46,6 +49,20 @@ def run(
     starts: Annotated[int | None, typer.Option(help="lanczos: start vectors of the density.")] = None,
     steps: Annotated[int | None, typer.Option(help="lanczos: steps of each of them.")] = None,
     fixed_sequences: Annotated[int | None, typer.Option(help="Sequences of the fixed batch of eigenvalues.")] = None,
+    lambda_max: Annotated[
+        bool | None,
+        typer.Option(
+            "--lambda-max/--no-lambda-max",
+            help="hutchinson, hutch++, xtrace: the top eigenvalue too, which takes vectors over all weights.",
+            show_default="--lambda-max",
+        ),
+    ] = None,
+    warm_start: Annotated[
+        Path | None, typer.Option(help="Result of the checkpoint before, whose top vector the iteration starts from.")
+    ] = None,
+    keep_top_vector: Annotated[
+        bool, typer.Option("--keep-top-vector", help="Write top_vector.safetensors, 4 bytes a weight, for that.")
+    ] = False,
     max_iterations: Annotated[int | None, typer.Option(help="Iterations on the fixed batch at most.")] = None,
     tolerance: Annotated[
         float | None, typer.Option(help="|Hx - lambda x| / |lambda| that counts as converged.")
@@ -70,8 +87,8 @@ def run(
     ] = False,
     world_size: Annotated[int | None, typer.Option(help="--dry-run: GPUs.", show_default="1")] = None,
     gpu: Annotated[str | None, typer.Option(help="--dry-run: h100, h200 or a100.", show_default="h100")] = None,
-    mfu: Annotated[
-        float | None, typer.Option(help="--dry-run: share of the GPU's peak that is reached.", show_default="0.4")
+    host_memory: Annotated[
+        float | None, typer.Option(help="--dry-run: GB of a node.", show_default="this machine's")
     ] = None,
 ) -> None:
     """Writes result.json: trace and eigenvalues of the Hessian of the mean loss per token, with their errors.
@@ -80,13 +97,41 @@ def run(
 
     Example: python -m curvature run hf/step00000400 --spec hutchinson --data data/held_out
     """
-    of_the_command = ("hf_dirs", "spec", "data", "out", "dry_run", "world_size", "gpu", "mfu")
-    given = {k: v for k, v in locals().items() if k not in (*of_the_command, "of_the_command") and v is not None}
+    beside = {"hf_dirs", "spec", "data", "out", "dry_run", "world_size", "gpu", "host_memory"}
+    beside |= {"warm_start", "keep_top_vector"}
+    given = {k: v for k, v in locals().items() if k not in (*beside, "beside") and v is not None}
     directories = [group[0] for group in result_directories(hf_dirs, "curvature", [spec], [out] if out else None)]
 
     from ckpt_tools.hf_model import read_hf_config  # torch and transformers take seconds, --help should not
     from ckpt_tools.ranks import start
-    from curvature.measurement import measure
+    from curvature.measurement import TopVector, measure
+
+    settings = _settings(spec, given)
+    if (warm_start or keep_top_vector) and (spec == "power" or not settings.has_eigenvalues):
+        raise UserError("--warm-start and --keep-top-vector belong to Lanczos's lambda_max; leave them out")
+    for hf_dir in hf_dirs:  # not after minutes on the ones before it
+        read_hf_config(hf_dir)
+    if (world_size, gpu, host_memory) != (None, None, None) and not dry_run:
+        raise UserError("--world-size, --gpu and --host-memory belong to --dry-run; leave them out, or give it")
+    if dry_run:
+        from ckpt_tools.forward import read_config
+        from curvature.cost import Plan, cost_lines, estimate
+
+        plan = Plan.of(world_size, gpu, host_memory)
+        for hf_dir in hf_dirs:
+            cost = estimate(read_config(hf_dir), settings, plan)
+            typer.echo("\n".join([str(hf_dir), *cost_lines(cost, settings, plan)]))
+        return
+    ranks = start(settings.device)
+    for hf_dir, directory in zip(hf_dirs, directories, strict=True):
+        top_vector = TopVector(warm_start, directory if keep_top_vector else None)
+        result = measure(hf_dir, settings, data, ranks, top_vector)
+        if ranks.rank == 0:
+            write_result(directory, result)
+            typer.echo(f"{_in_words(result['measured'])}  -> {directory / RESULT_JSON}")
+
+
+def _settings(spec: str, given: dict[str, Any]) -> "CurvatureSettings":
     from curvature.settings import SPECS
 
     if spec not in SPECS:
@@ -98,30 +143,15 @@ def run(
     except ValidationError as error:
         raise explain_validation("curvature run", error) from None
     settings.check()
-    for hf_dir in hf_dirs:  # not after minutes on the ones before it
-        read_hf_config(hf_dir)
-    planned = {k: v for k, v in {"world_size": world_size, "gpu": gpu, "mfu": mfu}.items() if v is not None}
-    if planned and not dry_run:
-        raise UserError("--world-size, --gpu and --mfu belong to --dry-run; leave them out, or give it")
-    if dry_run:
-        from curvature.cost import cost_lines, estimate
+    return settings
 
-        plan = {"world_size": 1, "gpu": "h100", "mfu": 0.4} | planned
-        for hf_dir in hf_dirs:
-            cost = estimate(hf_dir, settings, **plan)  # type: ignore[arg-type]
-            typer.echo("\n".join([str(hf_dir), *cost_lines(cost, settings, **plan)]))  # type: ignore[arg-type]
-        return
-    ranks = start(settings.device)
-    for hf_dir, directory in zip(hf_dirs, directories, strict=True):
-        result = measure(hf_dir, settings, data, ranks)
-        if ranks.rank == 0:
-            write_result(directory, result)
-            trace, top = result["measured"]["trace"], result["measured"]["lambda_max"]
-            note = "" if top["converged"] else " (not converged)"
-            typer.echo(
-                f"trace {trace['mean']:.6g} +- {trace['standard_error']:.2g}  lambda_max {top['value']:.6g}{note}  "
-                f"loss {result['measured']['loss']:.4f} nats/token  -> {directory / RESULT_JSON}"
-            )
+
+def _in_words(measured: dict[str, Any]) -> str:
+    trace, top = measured["trace"], measured.get("lambda_max")
+    words = f"trace {trace['mean']:.6g} +- {trace['standard_error']:.2g}"
+    if top:
+        words += f"  lambda_max {top['value']:.6g}{'' if top['converged'] else ' (not converged)'}"
+    return f"{words}  loss {measured['loss']:.4f} nats/token"
 
 
 app.command("step")(step_command)

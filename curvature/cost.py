@@ -1,56 +1,69 @@
-"""What a measurement will cost: products, operations, memory of a GPU and time, before a weight is read.
+"""The cost of a measurement before a weight is read: products, operations, memory, traffic and time.
 
-Operations and activations come from running the code itself without content (curvature/simulation.py); the time is
-those operations over a stated share of the GPU's peak. None of it is measured.
+Operations, bytes and activations come from running the code itself without content (curvature/simulation.py). The time
+is a roofline: products of matrices at a share of the GPU's peak, everything else at a share of its memory's bandwidth,
+one after the other. Nothing of it is measured.
 """
 
 import math
-import os
-from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from transformers import PretrainedConfig
 
-from ckpt_tools.forward import empty_model, read_config
+from ckpt_tools.formats.weights import DTYPES
+from ckpt_tools.forward import empty_model
+from ckpt_tools.host_memory import total_memory
 from curvature.architectures import architecture_of
-from curvature.parameters import block_of
-from curvature.settings import (
-    CurvatureSettings,
-    FixedTraceSettings,
-    HutchinsonSettings,
-    LanczosSettings,
-    PowerSettings,
-)
-from curvature.simulation import simulate
-from curvature.trace.hutchinson import ROUND_MICROBATCHES
+from curvature.memory import FP32, HostMemory, gpu_memory, host_memory, tangent_bytes
+from curvature.parts import GRADIENTS_PER_DIFFERENCE, GUARD_VECTORS, Part, parts_of
+from curvature.settings import CurvatureSettings
+from curvature.simulation import Pass, moved_around, simulate
 from train.command import UserError
 from train.flops import GPUS
 
-FP32_PEAK_FLOPS = {"h100": 67e12, "h200": 67e12, "a100": 19.5e12}  # not TF32; NVIDIA's data sheets
-GRADIENTS_PER_DIFFERENCE = 5  # at theta, and on both sides of it for a trial step and the one it suggests
-GUARD_VECTORS = 6  # theta, v, and a few gradients and products at once
-FRAMEWORK_BYTES = 3 * 10**9  # CUDA context, NCCL's buffers, cuBLAS workspaces, slack of the allocator
-FP32 = 4
+BF16_SHARE, FP32_SHARE = 0.65, 0.75  # of the peak, reached by products of large matrices
+BANDWIDTH_SHARE = 0.85  # of the memory's bandwidth, reached by other kernels
+BUS_BANDWIDTH = 12e9  # bytes/s between host and GPU, of memory that is not pinned; a round guess
+GPUS_PER_NODE = 8  # at most
 
 
-class Part(NamedTuple):
-    """One part of a measurement.
+class Plan(NamedTuple):
+    """GPUs and hosts that a measurement is to run on.
 
     Attributes:
-        products: Hessian products, of a microbatch each.
-        gradients: of a microbatch each.
-        vectors: over all parameters, that it holds at once.
-        together: microbatches that ranks with whole models share out at once, each a whole one.
-        at_most: whether it may stop before.
+        world_size: GPUs, up to 8 on a node.
+        gpu: their kind.
+        host_bytes: memory of a node.
+        is_this_machine: whether that is this machine's.
     """
 
-    name: str
-    products: int
-    gradients: int
-    vectors: int
-    together: int
-    at_most: bool = False
+    world_size: int
+    gpu: str
+    host_bytes: float
+    is_this_machine: bool
+
+    @classmethod
+    def of(cls, world_size: int | None = None, gpu: str | None = None, host_gigabytes: float | None = None) -> "Plan":
+        """The plan of the command line.
+
+        Raises:
+            UserError: an unknown GPU, no ranks, or no memory.
+        """
+        size, kind = 1 if world_size is None else world_size, gpu or "h100"
+        if kind not in GPUS:
+            raise UserError(f"--gpu {kind} is unknown; give one of {', '.join(GPUS)}")
+        if size < 1:
+            raise UserError(f"--world-size {size} is no plan; give 1 or more")
+        if host_gigabytes is None:
+            return cls(size, kind, total_memory(), is_this_machine=True)
+        if not 0 < host_gigabytes < math.inf:
+            raise UserError(f"--host-memory {host_gigabytes:g} is no plan; give the GB of a node")
+        return cls(size, kind, host_gigabytes * 1e9, is_this_machine=False)
+
+    @property
+    def ranks_on_node(self) -> int:
+        """GPUs of the fullest node."""
+        return min(self.world_size, GPUS_PER_NODE)
 
 
 class Cost(NamedTuple):
@@ -59,155 +72,116 @@ class Cost(NamedTuple):
     Attributes:
         parameters: of the model.
         product_flops, gradient_flops: of one microbatch.
+        product_seconds: of one microbatch, on the ranks that share it.
         flops: of all parts, over all ranks.
         seconds: on all ranks.
         memory: bytes of each use on one GPU, of the part that holds most.
+        host: of the fullest node.
+        sent_per_product, sent: bytes that a rank sends over the network, for one product and in all.
     """
 
     parameters: int
     parts: list[Part]
     product_flops: float
     gradient_flops: float
+    product_seconds: float
     flops: float
     seconds: float
     memory: dict[str, float]
+    host: HostMemory
+    sent_per_product: float
+    sent: float
 
 
-def parts_of(settings: CurvatureSettings) -> list[Part]:
-    """What a measurement is made of, the guard first."""
-    microbatches = math.ceil(settings.fixed_sequences / settings.microbatch_sequences)
-    steps = settings.max_iterations
-    parts = [Part("guard", 1, GRADIENTS_PER_DIFFERENCE, GUARD_VECTORS, 1)]
-    ends = 1
-    if isinstance(settings, HutchinsonSettings):
-        stops = settings.relative_error is not None
-        at_once = ROUND_MICROBATCHES * settings.probes_per_microbatch if stops else settings.pairs
-        parts += [
-            Part("trace", settings.pairs, 0, 0, at_once, stops),
-            Part("norm traces", settings.norm_pairs, 0, 0, settings.norm_pairs),
-            Part("Gauss-Newton and Fisher traces", 0, 2 * settings.companion_pairs, 0, settings.companion_pairs),
-        ]
-    elif isinstance(settings, FixedTraceSettings):
-        sketched = settings.products // (3 if settings.name == "hutch++" else 2)
-        parts.append(Part("trace", settings.products * microbatches, 0, sketched + 3, microbatches))
-    elif isinstance(settings, LanczosSettings):
-        parts.append(
-            Part("density", settings.starts * settings.steps * microbatches, 0, settings.steps + 3, microbatches)
-        )
-        ends = settings.largest + settings.smallest
-    else:
-        parts.append(Part("trace", settings.probes * microbatches, 0, 3, microbatches))
-    if isinstance(settings, PowerSettings):
-        return [*parts, Part("lambda_max", steps * microbatches, 0, 4, microbatches, at_most=True)]
-    return [*parts, Part("eigenvalues", (steps + ends) * microbatches, 0, steps + 4, microbatches, at_most=True)]
-
-
-def check_vectors(settings: CurvatureSettings, entries: int, place: torch.device) -> None:
-    """UserError where the vectors that a measurement holds at once, of `entries` each on this rank, find no room.
-
-    Seen here, it does not cost the hours that the parts before them take.
-    """
-    count = max(part.vectors for part in parts_of(settings))
-    if place.type == "cuda":
-        available = torch.cuda.get_device_properties(place).total_memory
-    else:
-        beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // beside
-    if FP32 * count * entries > available:
-        raise UserError(
-            f"{count} vectors of {entries:,} entries take {FP32 * count * entries / 1e9:.3g} GB, a rank has "
-            f"{available / 1e9:.3g} on {place.type}; give --vectors host or --sharding fsdp, or "
-            f"lower --max-iterations, --products or --steps"
-        )
-
-
-def estimate(hf_dir: Path, settings: CurvatureSettings, *, world_size: int, gpu: str, mfu: float) -> Cost:
-    """The cost for the model of an HF directory, of which config.json is enough.
-
-    Args:
-        hf_dir: holds config.json.
-        settings: of the measurement.
-        world_size: GPUs.
-        gpu: their kind.
-        mfu: share of the peak of the computation's precision that products of matrices reach.
+def estimate(config: PretrainedConfig, settings: CurvatureSettings, plan: Plan) -> Cost:
+    """Return the cost for a model, of which its configuration is enough.
 
     Raises:
-        UserError: an unknown GPU, a share outside (0, 1], or a model that the route does not take.
+        UserError: the model's context is shorter than the sequences, or the route does not take the model.
     """
-    if gpu not in GPUS:
-        raise UserError(f"--gpu {gpu} is unknown; give one of {', '.join(GPUS)}")
-    if not 0 < mfu <= 1 or world_size < 1:
-        raise UserError(f"--mfu {mfu:g} and --world-size {world_size} are no plan; give a share up to 1 and 1 or more")
-    config = read_config(hf_dir)
-    dual = settings.route == "dual"
-    if dual:
-        architecture_of(config)
     length = settings.sequence_length or config.max_position_embeddings
     if length > config.max_position_embeddings:
         raise UserError(
             f"--sequence-length {length} is beyond the model's context {config.max_position_embeddings}; shorten it"
         )
-    sharded = settings.sharding == "fsdp"
+    dual, sharded = settings.route == "dual", settings.sharding == "fsdp"
+    if dual:
+        architecture_of(config)
     sequences = settings.microbatch_sequences
-    own = math.ceil(sequences / world_size) if sharded else sequences  # of a microbatch, on the rank that has most
+    own = math.ceil(sequences / plan.world_size) if sharded else sequences  # of a microbatch, on the rank that has most
     on_rank = settings.model_copy(update={"microbatch_sequences": own})
     plain = simulate(config, on_rank, length, dual=False)
     product = simulate(config, on_rank, length, dual=True) if dual else plain
-    gradient_flops = plain.flops * sequences / own
-    product_flops = product.flops * sequences / own if dual else GRADIENTS_PER_DIFFERENCE * gradient_flops
+    times = 1 if dual else GRADIENTS_PER_DIFFERENCE
+    size = sum(weight.numel() for weight in empty_model(config).parameters())
+    held = size / plan.world_size if sharded else size
+    gradient_seconds = _seconds(plain, held * moved_around(DTYPES["fp32"], dual=False), plan.gpu)
+    product_seconds = gradient_seconds * times
+    if dual:
+        product_seconds = _seconds(product, held * moved_around(DTYPES[settings.dtype], dual=True), plan.gpu)
+    gradient_flops, product_flops = plain.flops * sequences / own, times * product.flops * sequences / own
     parts = parts_of(settings)
-    peaks = {"fp32": FP32_PEAK_FLOPS[gpu], "bf16": GPUS[gpu].peak_flops}
     flops = seconds = 0.0
     for part in parts:
-        computed = part.products * product_flops, part.gradients * gradient_flops
-        flops += sum(computed)
+        flops += part.products * product_flops + part.gradients * gradient_flops
         together = min(part.together, part.products + part.gradients)
-        shared = sequences / own if sharded else together / math.ceil(together / world_size)
-        # gradients are transformers' own, in fp32
-        seconds += (computed[0] / peaks[settings.dtype] + computed[1] / peaks["fp32"]) / mfu / shared
-    memory = _memory(config, settings, world_size, parts, max(plain.bytes, product.bytes))
-    size = sum(weight.numel() for weight in empty_model(config).parameters())
-    return Cost(size, parts, product_flops, gradient_flops, flops, seconds, memory)
+        shared = 1 if sharded else together / math.ceil(together / plan.world_size)
+        bus = 2 * FP32 * held / BUS_BANDWIDTH if settings.vectors == "host" and part.vectors > GUARD_VECTORS else 0.0
+        seconds += (part.products * (product_seconds + bus) + part.gradients * gradient_seconds) / shared
+    sent_per_product, sent = _sent(size, settings, plan, parts, times)
+    memory = gpu_memory(config, settings, plan.world_size, max(plain.bytes, product.bytes))
+    host = host_memory(size, settings, plan.world_size, plan.ranks_on_node)
+    figures = (size, parts, product_flops, gradient_flops, product_seconds, flops, seconds, memory, host)
+    return Cost(*figures, sent_per_product, sent)
 
 
-def _memory(
-    config: PretrainedConfig, settings: CurvatureSettings, world_size: int, parts: list[Part], activations: float
-) -> dict[str, float]:
-    sizes: dict[str, int] = {}
-    for name, weight in empty_model(config).named_parameters():
-        block = block_of(name) if block_of(name).startswith("layer") else "outside the blocks"
-        sizes[block] = sizes.get(block, 0) + weight.numel()
-    sharded = settings.sharding == "fsdp"
-    held = sum(sizes.values()) / (world_size if sharded else 1)
-    tangent = torch.finfo(torch.bfloat16 if settings.dtype == "bf16" else torch.float32).bits // 8
-    tangent = tangent if settings.route == "dual" else 0
-    on_gpu = settings.vectors == "device"
-    memory = {
-        "weights, fp32": FP32 * held,
-        f"tangents, {settings.dtype}": tangent * held,
-        "vectors": FP32 * held * max(part.vectors for part in parts) if on_gpu else 0.0,
-        "activations and gradients": activations,
-        "framework": float(FRAMEWORK_BYTES),
-    }
-    if sharded:  # at most what lies outside the blocks, a block that computes and one on its way
-        largest = max(size for block, size in sizes.items() if block.startswith("layer"))
-        memory["gathered weights and tangents"] = (FP32 + tangent) * (sizes["outside the blocks"] + 2 * largest)
-    return memory
+def _seconds(found: Pass, moved_beside: float, gpu: str) -> float:
+    """Return the seconds of a pass on one GPU."""
+    kind = GPUS[gpu]
+    matrices = found.bf16_flops / (BF16_SHARE * kind.peak_flops)
+    matrices += (found.flops - found.bf16_flops) / (FP32_SHARE * kind.fp32_flops)
+    return matrices + (found.moved + moved_beside) / (BANDWIDTH_SHARE * kind.bandwidth)
 
 
-def cost_lines(cost: Cost, settings: CurvatureSettings, *, world_size: int, gpu: str, mfu: float) -> list[str]:
+def _sent(size: int, settings: CurvatureSettings, plan: Plan, parts: list[Part], times: int) -> tuple[float, float]:
+    """Bytes that a rank sends for one product, and in all, in rings, where each of W sends (W - 1) / W of the whole.
+
+    Ranks with shards gather weights and tangents for the forward pass and for the backward pass, and scatter sums of
+    gradients. Ranks with whole models sum vectors, twice around, once for all microbatches of a product.
+    """
+    away = (plan.world_size - 1) / plan.world_size
+    if settings.sharding == "fsdp":
+        a_pass = away * size * (2 * (FP32 + tangent_bytes(settings)) + FP32)
+        passes = sum(times * part.products + part.gradients for part in parts)
+        return times * a_pass, passes * a_pass
+    a_sum = 2 * away * FP32 * size
+    return a_sum, a_sum * sum(part.sums for part in parts)
+
+
+def cost_lines(cost: Cost, settings: CurvatureSettings, plan: Plan) -> list[str]:
     """The estimate in words."""
-    total, available = sum(cost.memory.values()), GPUS[gpu].memory_bytes
     lines = [
-        f"{cost.parameters:,} parameters; {world_size} x {gpu}, sharding {settings.sharding}, "
-        f"{settings.dtype} at {mfu:.0%} of the peak (an estimate, not measured)",
-        f"one Hessian product: {cost.product_flops / 1e12:.4g} TFLOP; one gradient: {cost.gradient_flops / 1e12:.4g}",
+        f"{cost.parameters:,} parameters; {plan.world_size} x {plan.gpu}, sharding {settings.sharding}, "
+        f"{settings.dtype}; an estimate, not measured",
+        f"one Hessian product: {cost.product_flops / 1e12:.4g} TFLOP, {cost.product_seconds:.3g} s "
+        f"(matrices at {BF16_SHARE:.0%} of the peak in bf16 and {FP32_SHARE:.0%} in fp32, all else at "
+        f"{BANDWIDTH_SHARE:.0%} of the memory's bandwidth); one gradient: {cost.gradient_flops / 1e12:.4g} TFLOP",
     ]
     for part in cost.parts:
         most = " at most" if part.at_most else ""
         lines.append(f"  {part.name:<32} {part.products:>7} products{most}, {part.gradients} gradients")
     lines.append(f"in all {cost.flops / 1e15:.4g} PFLOP, about {cost.seconds / 60:.3g} minutes")
-    lines += [f"  {use:<32} {size / 1e9:>8.2f} GB" for use, size in cost.memory.items()]
+    if plan.world_size > 1:
+        what = "product" if settings.sharding == "fsdp" else "product of the fixed batch"
+        lines.append(
+            f"network: a rank sends {cost.sent_per_product / 1e9:.3g} GB for a {what}, {cost.sent / 1e12:.3g} TB in "
+            f"all; not in the time"
+        )
+    return [*lines, *_gpu_lines(cost, settings, plan), *_host_lines(cost, settings, plan)]
+
+
+def _gpu_lines(cost: Cost, settings: CurvatureSettings, plan: Plan) -> list[str]:
+    total, available = sum(cost.memory.values()), GPUS[plan.gpu].memory_bytes
     left = {
         "--checkpointing": not settings.checkpointing,
         "--vectors host": settings.vectors == "device",
@@ -215,4 +189,28 @@ def cost_lines(cost: Cost, settings: CurvatureSettings, *, world_size: int, gpu:
         "more ranks with --sharding fsdp": True,
     }
     verdict = "fits" if total <= available else f"DOES NOT FIT; give {' or '.join(one for one in left if left[one])}"
+    lines = [f"  {use:<32} {size / 1e9:>8.2f} GB" for use, size in cost.memory.items()]
     return [*lines, f"memory of a GPU: {total / 1e9:.1f} of {available / 1e9:.0f} GB: {verdict}"]
+
+
+def _host_lines(cost: Cost, settings: CurvatureSettings, plan: Plan) -> list[str]:
+    host, ranks = cost.host, plan.ranks_on_node
+    uses = {
+        f"{ranks} processes": host.processes,
+        f"{ranks} models while they load": host.loading,
+        "vectors, after that": host.vectors,
+    }
+    left = {
+        "--vectors device": host.vectors > host.loading,
+        "--no-lambda-max": host.vectors > host.loading and settings.has_eigenvalues and settings.name != "lanczos",
+        "fewer ranks on a node": ranks > 1,
+        "--host-memory of a larger node": True,
+    }
+    advice = " or ".join(one for one in left if left[one])
+    verdict = "fits" if host.total <= plan.host_bytes else f"DOES NOT FIT; give {advice}"
+    whose = " (this machine's)" if plan.is_this_machine else ""
+    lines = [f"  {use:<32} {size / 1e9:>8.2f} GB" for use, size in uses.items()]
+    return [
+        *lines,
+        f"host memory of a node: {host.total / 1e9:.1f} of {plan.host_bytes / 1e9:.0f} GB{whose}: {verdict}",
+    ]

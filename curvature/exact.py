@@ -1,6 +1,6 @@
 """Exact Hessian-vector products by dual layers: L and g.v in one pass, Hv as the gradient of g.v.
 
-Shapes: B sequences of a batch, S positions of a sequence, p parameters of this rank.
+Shapes: B sequences of a batch, S positions of a sequence, p parameters of this rank, s entries of a picture.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from curvature.model import CurvedModel
 from curvature.parameters import Parameters, Probe, dot, local
+from curvature.sketch import CountSketch
 from curvature.trace.hutchinson import Quadratic
 
 
@@ -25,6 +26,20 @@ class HessianProduct(NamedTuple):
     loss: float
     slope: float
     hv_p: Tensor
+
+
+class SketchedProduct(NamedTuple):
+    """A product with a probe, of which only a picture is kept.
+
+    Attributes:
+        loss: nats per token.
+        slope: g.v.
+        picture_s: of Hv.
+    """
+
+    loss: float
+    slope: float
+    picture_s: Tensor
 
 
 class Hessian(Protocol):
@@ -45,6 +60,10 @@ class Hessian(Protocol):
 
     def probed(self, tokens_BS1: Tensor, probe: Probe) -> Quadratic:
         """The same for a probe, which need not lie in memory as a vector."""
+        ...
+
+    def sketched(self, tokens_BS1: Tensor, sketch: CountSketch) -> SketchedProduct:
+        """Hv for the sketch's probe, in its picture."""
         ...
 
 
@@ -72,6 +91,12 @@ class DualHessian:
         """The same for a probe, which is drawn where its tensors lie."""
         return self._quadratic(tokens_BS1, lambda name: self.parameters.signs(name, probe))
 
+    def sketched(self, tokens_BS1: Tensor, sketch: CountSketch) -> SketchedProduct:
+        """Hv for the sketch's probe, in its picture."""
+        self._model.set_tangents(lambda name: self.parameters.signs(name, sketch.along))
+        loss, slope = self._model.dual_loss(tokens_BS1)
+        return SketchedProduct(loss, slope.value, sketched_gradient(self.parameters, slope.share, sketch))
+
     def _quadratic(self, tokens_BS1: Tensor, direction: Callable[[str], Tensor]) -> Quadratic:
         self._model.set_tangents(direction)
         loss, slope = self._model.dual_loss(tokens_BS1)
@@ -85,6 +110,17 @@ def whole_gradient(parameters: Parameters, objective: Tensor) -> Tensor:
     parts = parameters.split(gradient_p)
     _backward(parameters, objective, lambda name, gradient: parts[name].copy_(gradient))
     return gradient_p
+
+
+def sketched_gradient(parameters: Parameters, objective: Tensor, sketch: CountSketch) -> Tensor:
+    """The picture of the gradient of an objective by all parameters, this rank's part."""
+    parts: dict[str, Tensor] = {}
+
+    def take(name: str, gradient: Tensor) -> None:
+        parts[name] = sketch.part(name, gradient)
+
+    _backward(parameters, objective, take)
+    return sketch.whole(parts.__getitem__)
 
 
 def streamed(parameters: Parameters, objective: Tensor, measure: Callable[[str, Tensor], Tensor]) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """The start-up guard: a Hessian-vector product is compared with finite differences before anything is measured.
 
 A wrong product is usually silent: it has the right shape and size, and every number made from it looks plausible.
+Products are compared in pictures of them (curvature/sketch.py): of billions of parameters no further vector finds room.
 
-Shapes: B sequences, S positions of a sequence, p parameters of this rank.
+Shapes: B sequences, S positions of a sequence, s entries of a picture.
 """
 
 import math
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from curvature.exact import Hessian
+from curvature.sketch import CountSketch
 from train.command import UserError
 
 
@@ -28,25 +30,25 @@ LIMITS = {"fp32": Limits(1e-5, 0.01, 0.01), "bf16": Limits(2e-3, 0.05, 0.01)}
 
 
 def check_product(
-    hessian: Hessian, reference: Hessian, tokens_BS1: Tensor, v_p: Tensor, dtype: str = "fp32"
+    hessian: Hessian, reference: Hessian, tokens_BS1: Tensor, sketch: CountSketch, dtype: str = "fp32"
 ) -> dict[str, Any]:
-    """Relative differences from the reference on one batch and one probe, for products computed in `dtype`.
+    """Relative differences from the reference on one batch and the sketch's probe, for products computed in `dtype`.
 
-    The loss is compared as |L - L_ref| / |L_ref|, the product as |Hv - Hv_ref| / |Hv_ref| over all parameters, and
-    v'Hv as |v'Hv - v'Hv_ref| / |v'Hv_ref| where bf16 computes. The tensor whose own part differs most is named, but not
-    judged: where Hv nearly vanishes, rounding decides.
+    The loss is compared as |L - L_ref| / |L_ref|, the product as |Hv - Hv_ref| / |Hv_ref| over all parameters, in
+    pictures, and v'Hv as |v'Hv - v'Hv_ref| / |v'Hv_ref| where bf16 computes. The tensor whose own part differs most is
+    named, but not judged: where Hv nearly vanishes, rounding decides.
 
     Raises:
         UserError: one of them is above its limit, or not a number.
     """
-    parameters, limits = hessian.parameters, LIMITS[dtype]
-    measured, expected = hessian.product(tokens_BS1, v_p), reference.product(tokens_BS1, v_p)
-    apart_p = measured.hv_p - expected.hv_p
-    norm, along = parameters.norm(expected.hv_p), float(parameters.inner(v_p[None], expected.hv_p))
+    limits = LIMITS[dtype]
+    measured, expected = hessian.sketched(tokens_BS1, sketch), reference.sketched(tokens_BS1, sketch)
+    apart_s = measured.picture_s - expected.picture_s
+    norm, along = sketch.norm(expected.picture_s), math.fsum(sketch.dots(expected.picture_s).values())
     found = Limits(
         _relative(measured.loss - expected.loss, expected.loss),
-        _relative(parameters.norm(apart_p), norm),
-        _relative(float(parameters.inner(v_p[None], apart_p)), along),
+        _relative(sketch.norm(apart_s), norm),
+        _relative(math.fsum(sketch.dots(apart_s).values()), along),
     )
     if not found.loss <= limits.loss:
         raise UserError(
@@ -55,7 +57,7 @@ def check_product(
         )
     if not found.product <= limits.product:
         raise UserError(
-            f"refusing to measure: |Hv| is {parameters.norm(measured.hv_p):.6g}, by finite differences {norm:.6g} "
+            f"refusing to measure: |Hv| is {sketch.norm(measured.picture_s):.6g}, by finite differences {norm:.6g} "
             f"(relative difference of the vectors {found.product:.2g}, limit {limits.product:g}); the other --route "
             f"may know this model"
         )
@@ -64,7 +66,7 @@ def check_product(
             f"refusing to measure: in {dtype} v'Hv is off by {found.quadratic:.2g} of itself (limit "
             f"{limits.quadratic:g}); give --dtype fp32"
         )
-    squares, own = parameters.dots(apart_p, apart_p), parameters.dots(expected.hv_p, expected.hv_p)
+    squares, own = sketch.squares(apart_s), sketch.squares(expected.picture_s)
     differences = {name: math.sqrt(squares[name] / own[name]) for name in own if own[name]}
     worst = max(differences, key=differences.__getitem__)
     return {

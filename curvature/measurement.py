@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ckpt_tools.ranks import Ranks
-from curvature.cost import check_vectors
 from curvature.exact import streamed
+from curvature.memory import check_room, guard_bytes
 from curvature.model import Criterion
 from curvature.opened import Opened, open_model
 from curvature.parameters import Probe, block_of, dot, is_norm
@@ -27,8 +27,9 @@ from curvature.settings import (
     PowerSettings,
 )
 from curvature.spectrum.density import SpectralDensity, density
-from curvature.spectrum.lanczos import Product, Spectrum, lanczos
+from curvature.spectrum.lanczos import Product, lanczos
 from curvature.spectrum.power import power_iteration
+from curvature.spectrum.top_vector import save_top_vector, warm_start
 from curvature.trace.gauss_newton import fisher_loss, ggn_loss
 from curvature.trace.hutch_plus_plus import hutch_plus_plus
 from curvature.trace.hutchinson import Quadratic, TraceEstimate, estimate_mean, estimate_trace
@@ -45,6 +46,21 @@ UNITS = {
     "density.squared_norm": f"({TRACE_UNIT}) squared",
     "guard": "relative differences",
 }
+
+
+class TopVector(NamedTuple):
+    """The handling of top eigenvectors beside measuring them.
+
+    Attributes:
+        start: directory of a result whose vector the iteration starts from; None: a probe.
+        keep: directory that takes the vector found.
+    """
+
+    start: Path | None = None
+    keep: Path | None = None
+
+
+FROM_A_PROBE = TopVector()
 
 
 class Clock:
@@ -67,12 +83,15 @@ def needed_sequences(settings: CurvatureSettings) -> int:
         microbatches = max(
             settings.pairs // settings.probes_per_microbatch, settings.norm_pairs, settings.companion_pairs
         )
-        return max(microbatches * settings.microbatch_sequences, settings.fixed_sequences)
+        fixed = settings.fixed_sequences if settings.lambda_max else 0
+        return max(microbatches * settings.microbatch_sequences, fixed)
     return max(settings.fixed_sequences, settings.microbatch_sequences)
 
 
-def measure(hf_dir: Path, settings: CurvatureSettings, data_prefix: Path, ranks: Ranks) -> dict[str, Any]:
-    """The content of result.json. Reads the model and the text, writes nothing.
+def measure(
+    hf_dir: Path, settings: CurvatureSettings, data_prefix: Path, ranks: Ranks, top_vector: TopVector = FROM_A_PROBE
+) -> dict[str, Any]:
+    """The content of result.json. Reads the model and the text, writes nothing but the top vector where it is kept.
 
     Raises:
         UserError: model, text, settings and ranks do not fit, a loss is not finite, or the guard refuses.
@@ -81,16 +100,17 @@ def measure(hf_dir: Path, settings: CurvatureSettings, data_prefix: Path, ranks:
     with clock.time("guard"):
         opened = open_model(hf_dir, settings, data_prefix, ranks, needed=needed_sequences(settings))
     entries = opened.hessian.parameters.size // (ranks.size if settings.sharding == "fsdp" else 1)
-    check_vectors(settings, entries, torch.device("cpu") if settings.vectors == "host" else ranks.device)
+    place = torch.device("cpu") if settings.vectors == "host" else ranks.device
+    check_room(settings, entries, place, guard_bytes(place))
     if isinstance(settings, HutchinsonSettings):
-        measured = _from_pairs(opened, settings, clock)
+        measured = _from_pairs(opened, settings, top_vector, clock)
     else:
-        measured = _on_fixed_batch(opened, settings, clock)
+        measured = _on_fixed_batch(opened, settings, top_vector, clock)
     return opened.result(measured | {"units": UNITS}, {"name": settings.name}, clock.seconds)
 
 
-def _from_pairs(opened: Opened, settings: HutchinsonSettings, clock: Clock) -> dict[str, Any]:
-    """Traces from fresh pairs, and lambda_max on the fixed batch."""
+def _from_pairs(opened: Opened, settings: HutchinsonSettings, top_vector: TopVector, clock: Clock) -> dict[str, Any]:
+    """Traces from fresh pairs, and lambda_max on the fixed batch if it is asked for."""
     names = opened.hessian.parameters.weights.keys()
     norms = [name for name in names if is_norm(name)]
 
@@ -128,9 +148,9 @@ def _from_pairs(opened: Opened, settings: HutchinsonSettings, clock: Clock) -> d
             "blocks": {block: one._asdict() for block, one in found.blocks.items()},
             "microbatches": found.microbatches,
         }
-    with clock.time("lambda_max"), Progress("lambda_max, at most", total=settings.max_iterations + 1) as progress:
-        spectrum = _spectrum(opened, settings, progress, largest=1, smallest=0)
-    return measured | _top(spectrum)
+    if not settings.lambda_max:
+        return measured
+    return measured | _spectrum(opened, settings, top_vector, clock, largest=1, smallest=0)
 
 
 def _gradient_squares(opened: Opened, index: int, criterion: Criterion) -> Quadratic:
@@ -174,29 +194,42 @@ def _fixed(opened: Opened, sequences: int, progress: Progress) -> _Fixed:
 def _spectrum(
     opened: Opened,
     settings: HutchinsonSettings | FixedTraceSettings | LanczosSettings,
-    progress: Progress,
+    top_vector: TopVector,
+    clock: Clock,
     *,
     largest: int,
     smallest: int,
-) -> Spectrum:
-    fixed = _fixed(opened, settings.fixed_sequences, progress)
-    return lanczos(
-        fixed.product,
-        fixed.start_p,
-        opened.hessian.parameters.inner,
-        largest=largest,
-        smallest=smallest,
-        tolerance=settings.tolerance,
-        max_iterations=settings.max_iterations,
-    )
-
-
-def _top(spectrum: Spectrum) -> dict[str, Any]:
-    return {"lambda_max": spectrum.largest[0]._asdict() | {"iterations": spectrum.iterations}}
+) -> dict[str, Any]:
+    """lambda_max and, of lanczos, the eigenvalues of both ends."""
+    parameters, ranks, told = opened.hessian.parameters, opened.sharing.ranks, dict[str, Any]()
+    total = settings.max_iterations + largest + smallest
+    with clock.time("lambda_max"), Progress("eigenvalues, at most", total=total) as progress:
+        product, start_p = _fixed(opened, settings.fixed_sequences, progress)
+        if top_vector.start:
+            start_p, told["warm_start"] = warm_start(top_vector.start, parameters, start_p)
+        spectrum = lanczos(
+            product,
+            start_p,
+            parameters.inner,
+            largest=largest,
+            smallest=smallest,
+            tolerance=settings.tolerance,
+            max_iterations=settings.max_iterations,
+        )
+    if top_vector.keep:
+        told["top_vector_sha256"] = save_top_vector(top_vector.keep, parameters, ranks, spectrum.top_vector_p)
+    found = {"lambda_max": spectrum.largest[0]._asdict() | {"iterations": spectrum.iterations} | told}
+    if isinstance(settings, LanczosSettings):
+        ends = {"largest": spectrum.largest, "smallest": spectrum.smallest}
+        found["eigenvalues"] = {end: [pair._asdict() for pair in pairs] for end, pairs in ends.items()}
+    return found
 
 
 def _on_fixed_batch(
-    opened: Opened, settings: FixedTraceSettings | LanczosSettings | PowerSettings, clock: Clock
+    opened: Opened,
+    settings: FixedTraceSettings | LanczosSettings | PowerSettings,
+    top_vector: TopVector,
+    clock: Clock,
 ) -> dict[str, Any]:
     """What is measured on the fixed batch alone; of other text its errors say nothing."""
     parameters, level = opened.hessian.parameters, settings.level
@@ -231,6 +264,8 @@ def _on_fixed_batch(
             fixed = _fixed(opened, settings.fixed_sequences, progress)
             trace = estimator(fixed.product, probe, parameters.inner, matvecs=settings.products)
         measured["trace"] = trace._asdict() | {"probes": trace.matvecs}
+        if not settings.lambda_max:
+            return measured
         ends = {"largest": 1, "smallest": 0}
     else:
         with clock.time("density"), Progress("density", total=settings.starts * settings.steps) as progress:
@@ -244,16 +279,7 @@ def _on_fixed_batch(
             )
         measured |= _density(found_density)
         ends = {"largest": settings.largest, "smallest": settings.smallest}
-    total = settings.max_iterations + sum(ends.values())
-    with clock.time("lambda_max"), Progress("eigenvalues, at most", total=total) as progress:
-        spectrum = _spectrum(opened, settings, progress, **ends)
-    measured |= _top(spectrum)
-    if isinstance(settings, LanczosSettings):
-        measured["eigenvalues"] = {
-            "largest": [pair._asdict() for pair in spectrum.largest],
-            "smallest": [pair._asdict() for pair in spectrum.smallest],
-        }
-    return measured
+    return measured | _spectrum(opened, settings, top_vector, clock, **ends)
 
 
 def _density(found: SpectralDensity) -> dict[str, Any]:

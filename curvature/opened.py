@@ -18,10 +18,12 @@ from curvature.batches import Batches
 from curvature.exact import DualHessian, Hessian
 from curvature.finite_difference import RELATIVE_CHANGE, DifferenceHessian
 from curvature.guard import check_product
+from curvature.memory import check_loading
 from curvature.model import CurvedModel
 from curvature.parameters import Probe
 from curvature.settings import ProductSettings
 from curvature.sharing import Sharing
+from curvature.sketch import CountSketch
 from train.command import UserError
 from train.tracking import environment
 
@@ -83,11 +85,12 @@ def open_model(hf_dir: Path, settings: ProductSettings, data_prefix: Path, ranks
     if settings.route == "dual":
         architecture_of(config)  # refused before the weights are read
     batches = Batches(data_prefix, config, sequence_length=settings.sequence_length, seed=settings.seed, needed=needed)
+    check_loading(config, settings, ranks)
     # The guard's reference runs HF's code on another attention kernel than the formula the dual layers spell out.
     loaded = load_hf_model(hf_dir, torch.float32, settings.attention or "sdpa")
     model = CurvedModel(
-        # FSDP2 moves block by block what no single GPU might hold
-        loaded if sharded else loaded.to(ranks.device),  # type: ignore[arg-type]
+        # FSDP2 moves block by block what no single GPU might hold; a rank alone holds the whole
+        loaded if sharded and ranks.size > 1 else loaded.to(ranks.device),  # type: ignore[arg-type]
         ranks=ranks,
         sharding=settings.sharding,
         dual=settings.route == "dual",
@@ -101,6 +104,6 @@ def open_model(hf_dir: Path, settings: ProductSettings, data_prefix: Path, ranks
     else:
         hessian, reference = DifferenceHessian(model), DifferenceHessian(model, relative_change=GUARD_STEP)
     first = batches.number(0, settings.microbatch_sequences)
-    probe_p = model.parameters.probe(Probe(settings.seed, 0))
-    guard = check_product(hessian, reference, first, probe_p, settings.dtype)
+    sketch = CountSketch(model.parameters, Probe(settings.seed, 0))
+    guard = check_product(hessian, reference, first, sketch, settings.dtype)
     return Opened(identity, settings, model, hessian, batches, Sharing(ranks, sharded), guard)

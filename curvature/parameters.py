@@ -5,7 +5,7 @@ Shapes: P parameters of the whole model, p those of this rank (all of them unles
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from curvature.probes import rademacher
 LAYER_NAME = re.compile(r".*\.layers\.(\d+)\.")
 EMBEDDING_NAME = re.compile(r".*\.embed(_tokens|_in)\.")
 TANGENT = "_tangent"  # ends the name of what lies beside a parameter and is none
-ENTRIES_PER_SUM = 1 << 20  # turned into float64 at once
+ENTRIES_PER_SUM = {"cpu": 1 << 20, "cuda": 1 << 24}  # turned into float64 at once; a GPU waits for every launch
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -94,10 +94,12 @@ class Parameters:
         return theta_p
 
     @torch.no_grad()
-    def move(self, theta_p: Tensor) -> None:
-        """Sets the parameters."""
+    def move(self, theta_p: Tensor, direction: Callable[[str], Tensor] | None = None, step: float = 0.0) -> None:
+        """Sets the parameters to theta, or to theta + step v where v is given tensor by tensor."""
         for name, values in self.split(theta_p).items():
-            local(self.weights[name]).copy_(values)
+            weight = local(self.weights[name]).copy_(values)
+            if direction:
+                weight.add_(direction(name).to(weight.device), alpha=step)
 
     def take(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The vector made of whole tensors by name, this rank's part; 0 where none is given."""
@@ -107,6 +109,17 @@ class Parameters:
             start, count = self._starts[name], parts[name].numel()
             parts[name].copy_(whole.flatten()[start : start + count].view_as(parts[name]))
         return v_p
+
+    def whole(self, v_p: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a vector by name, whole and on the CPU, one after the other; `take` takes them back.
+
+        Every rank has to go through all of them.
+        """
+        for name, part in self.split(v_p).items():
+            whole = torch.zeros(self.shapes[name].numel(), dtype=part.dtype)
+            start = self._starts[name]
+            whole[start : start + part.numel()] = part.flatten()
+            yield name, self._reduce(whole).view(self.shapes[name])
 
     def signs(self, name: str, probe: Probe) -> Tensor:
         """A probe in one tensor, this rank's part, where the tensor lies."""
@@ -141,13 +154,21 @@ class Parameters:
             part.copy_(self.signs(name, probe))
         return v_p
 
-    def inner(self, a_Kp: Tensor, b_p: Tensor) -> Tensor:
-        """a_k . b over all ranks, float64 [K] on the CPU."""
-        sums_K = torch.zeros(len(a_Kp), dtype=torch.float64, device=b_p.device)
-        for start in range(0, len(b_p), ENTRIES_PER_SUM):
-            part = slice(start, start + ENTRIES_PER_SUM)
-            sums_K += a_Kp[:, part].double() @ b_p[part].double()
+    def inner(self, vectors_Kp: Sequence[Tensor] | Tensor, b_p: Tensor) -> Tensor:
+        """a_k . b of K vectors a_k over all ranks, float64 [K] on the CPU."""
+        sums_K = torch.zeros(len(vectors_Kp), dtype=torch.float64, device=b_p.device)
+        entries = ENTRIES_PER_SUM[b_p.device.type]
+        for start in range(0, len(b_p), entries):
+            part = slice(start, start + entries)
+            wide = b_p[part].double()  # all vectors meet a part while it lies in the cache
+            for k, a_p in enumerate(vectors_Kp):
+                sums_K[k] += a_p[part].double() @ wide
         return self._reduce(sums_K.cpu())
+
+    def probe_norm(self, probe: Probe) -> float:
+        """|v| of a probe, whose entries are signs or 0."""
+        names = self.shapes if probe.only is None else probe.only
+        return math.sqrt(sum(self.shapes[name].numel() for name in names))
 
     def norm(self, v_p: Tensor) -> float:
         """|v| over all ranks."""
@@ -179,7 +200,8 @@ def local(weight: Tensor) -> Tensor:
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Sum of a b over two tensors on this rank, a float64 scalar."""
     a_n, b_n = a.detach().flatten(), b.detach().flatten()
-    parts = zip(a_n.split(ENTRIES_PER_SUM), b_n.split(ENTRIES_PER_SUM), strict=True)
+    entries = ENTRIES_PER_SUM[a.device.type]
+    parts = zip(a_n.split(entries), b_n.split(entries), strict=True)
     sums = [x.double() @ y.double() for x, y in parts]
     return torch.stack(sums).sum()
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BITS_PER_WORD = 64
-WORDS_PER_CHUNK = 1 << 15  # 2 million signs: what is made at once does not grow with the parameter
+# 2 million signs: what is made at once does not grow with the parameter. A GPU waits for every launch.
+WORDS_PER_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 18}
 MASK = (1 << BITS_PER_WORD) - 1
 
 
@@ -62,8 +63,9 @@ def rademacher(
     of_bytes = ((torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1) * 2 - 1
     of_bytes = of_bytes.to(dtype)
     first, last = start // BITS_PER_WORD, -(-stop // BITS_PER_WORD)
-    for word in range(first, last, WORDS_PER_CHUNK):
-        chunk = words(f"{seed}/{probe}/{name}", word, min(word + WORDS_PER_CHUNK, last), device=device)
+    per_chunk = WORDS_PER_CHUNK[signs.device.type]
+    for word in range(first, last, per_chunk):
+        chunk = words(f"{seed}/{probe}/{name}", word, min(word + per_chunk, last), device=device)
         drawn = F.embedding(chunk.view(torch.uint8).int(), of_bytes).flatten()  # little endian: the low byte first
         offset = word * BITS_PER_WORD
         low, high = max(start, offset), min(stop, offset + len(drawn))

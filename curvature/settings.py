@@ -1,6 +1,6 @@
 """What decides the numbers of a measurement, the model and the text aside: one class of settings for each spec."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -55,8 +55,35 @@ class _EigenSettings(ProductSettings):
     max_iterations: Several = Field(default=50, description="iterations on the fixed batch at most")
     tolerance: float = Field(default=1e-3, gt=0, description="|Hx - lambda x| / |lambda| that counts as converged")
 
+    @property
+    def has_eigenvalues(self) -> bool:
+        """True where eigenvalues are measured."""
+        return True
 
-class HutchinsonSettings(_EigenSettings):
+
+class _TraceSettings(_EigenSettings):
+    """A trace, and beside it the top eigenvalue: up to `max_iterations` further products, of as many vectors."""
+
+    lambda_max: bool = Field(default=True, description="whether the top eigenvalue is measured too")
+    # A residual of 1e-2 leaves 1e-4 of the value; trained checkpoints took 4 to 13 iterations to it.
+    max_iterations: Several = Field(default=16, description="iterations on the fixed batch at most")
+    tolerance: float = Field(default=1e-2, gt=0, description="|Hx - lambda x| / |lambda| that counts as converged")
+    OF_LAMBDA_MAX: ClassVar[tuple[str, ...]] = ("max_iterations", "tolerance")
+
+    @property
+    def has_eigenvalues(self) -> bool:
+        """True where eigenvalues are measured."""
+        return self.lambda_max
+
+    def check(self) -> None:
+        """UserError for settings that do not go together."""
+        super().check()
+        for name in self.OF_LAMBDA_MAX:
+            if not self.lambda_max and name in self.model_fields_set:
+                raise UserError(f"--{name.replace('_', '-')} is of lambda_max; leave it out, or --no-lambda-max")
+
+
+class HutchinsonSettings(_TraceSettings):
     """Traces from fresh (probe, microbatch) pairs, and lambda_max."""
 
     name: Literal["hutchinson"] = "hutchinson"
@@ -67,6 +94,7 @@ class HutchinsonSettings(_EigenSettings):
     )
     norm_pairs: Several = Field(default=16, description="pairs whose probes are restricted to the norms")
     companion_pairs: Several = Field(default=16, description="microbatches of the Gauss-Newton and Fisher traces")
+    OF_LAMBDA_MAX = ("fixed_sequences", *_TraceSettings.OF_LAMBDA_MAX)
 
     def check(self) -> None:
         """UserError for settings that do not go together."""
@@ -74,7 +102,7 @@ class HutchinsonSettings(_EigenSettings):
         check_pairs(self.pairs, self.probes_per_microbatch, self.relative_error)
 
 
-class FixedTraceSettings(_EigenSettings):
+class FixedTraceSettings(_TraceSettings):
     """The trace on the fixed batch by Hutch++ or XTrace, and lambda_max."""
 
     name: Literal["hutch++", "xtrace"]

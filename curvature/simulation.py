@@ -1,7 +1,7 @@
 """What one pass through a model computes and holds, found by running it on tensors without content.
 
-The real code runs in torch's FakeTensorMode, at two depths; every decoder block adds the same, so the model's own depth
-follows. Nothing of the model is in memory and no weight is read: a config.json is enough.
+The real code runs in torch's FakeTensorMode with one and with two decoder blocks; each adds the same, so the model's
+own depth follows. Nothing of the model is in memory and no weight is read: a config.json is enough.
 """
 
 import copy
@@ -20,9 +20,10 @@ from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf_model import quiet_transformers
 from ckpt_tools.ranks import Ranks
 from curvature.model import CurvedModel, cross_entropy
+from curvature.parameters import Parameters, Probe, dot
 from curvature.settings import ProductSettings
 
-DEPTHS = (2, 3)
+DEPTHS = (1, 2)
 COUNTED = flop_registry | {  # operations to a function of their arguments that counts them; torch lacks two of ours
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(
         lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
@@ -33,27 +34,39 @@ COUNTED = flop_registry | {  # operations to a function of their arguments that 
 }
 
 
+NO_KERNEL = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty}
+NO_KERNEL |= {torch.ops.aten._unsafe_view}
+SAMPLE = 1 << 20  # weights on which is counted what a probe and its products move
+OVERWRITING = {torch.ops.aten.copy_, torch.ops.aten.zero_, torch.ops.aten.fill_}  # in place, and nothing is read there
+
+
 class Pass(NamedTuple):
     """A forward and a backward pass over one microbatch.
 
     Attributes:
         forward_flops: floating-point operations of matrix products of the forward pass.
         flops: of both, recomputation included.
+        bf16_flops: those of them in bf16; the others are in fp32.
+        moved: bytes that all other operations read and write.
         bytes: most that activations and gradients take at once; weights and tangents come on top.
     """
 
     forward_flops: float
     flops: float
+    bf16_flops: float
+    moved: float
     bytes: float
 
 
 class Count(TorchDispatchMode):
-    """Counts what operations compute, and the bytes of the storages that they make, while it is active.
+    """Counts what operations compute and move, and the bytes of the storages that they make, while it is active.
 
     torch's own FlopCounterMode would keep tensors of a checkpointed forward pass alive.
 
     Attributes:
         flops: operations of matrix products.
+        bf16_flops: those of them in bf16.
+        moved: bytes that other operations read and write.
         peak: bytes of most storages alive at once.
     """
 
@@ -61,7 +74,7 @@ class Count(TorchDispatchMode):
         """`known` are ids of storages that were there before."""
         super().__init__()
         self._known, self._sizes = known, dict[int, int]()
-        self._now = self.peak = self.flops = 0
+        self._now = self.peak = self.flops = self.bf16_flops = self.moved = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,8 +82,7 @@ class Count(TorchDispatchMode):
         """Runs the operation and takes note of what is new."""
         named = kwargs or {}
         made = func(*args, **named)
-        if func._overloadpacket in COUNTED:
-            self.flops += COUNTED[func._overloadpacket](*args, **named, out_val=made)
+        self._count(func, args, named, made)
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
@@ -81,6 +93,20 @@ class Count(TorchDispatchMode):
                     self.peak = max(self.peak, self._now)
                     weakref.finalize(storage, self._gone, key)
         return made
+
+    def _count(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
+        packet = func._overloadpacket
+        if func.namespace != "aten" or func.is_view or packet in NO_KERNEL:
+            return
+        read = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+        if packet in COUNTED:
+            flops = COUNTED[packet](*args, **named, out_val=made)
+            self.flops += flops
+            self.bf16_flops += flops if read[0].dtype == torch.bfloat16 else 0
+            return
+        written = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        read = read[1:] if packet in OVERWRITING else read
+        self.moved += sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in (*read, *written))
 
     def _gone(self, key: int) -> None:
         self._now -= self._sizes.pop(key)
@@ -100,7 +126,7 @@ def _at_depth(config: PretrainedConfig, depth: int, settings: ProductSettings, l
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
             setattr(shortened, name, value[:depth])
     quiet_transformers()
-    with FakeTensorMode(), torch.random.fork_rng():
+    with FakeTensorMode(), torch.random.fork_rng(devices=[]):  # a GPU has no say in it, and its state is no fake
         loaded = AutoModelForCausalLM.from_config(
             shortened, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
         )
@@ -119,8 +145,23 @@ def _at_depth(config: PretrainedConfig, depth: int, settings: ProductSettings, l
             loss = model.entry(tokens_BS1, None if dual else cross_entropy, range(len(tokens_BS1)))
             forward = count.flops
             (loss.tangent if dual else loss).backward()
-        return Pass(float(forward), float(count.flops), float(count.peak))
+        return Pass(*map(float, (forward, count.flops, count.bf16_flops, count.moved, count.peak)))
 
 
 def _drop(weight: Tensor) -> None:
     weight.grad = None
+
+
+def moved_around(dtype: torch.dtype, *, dual: bool) -> float:
+    """Bytes per weight that a trace moves around a pass.
+
+    Around a product it draws a probe, in `dtype`, and multiplies it with every gradient; around a gradient it squares.
+    """
+    with FakeTensorMode(), torch.random.fork_rng(devices=[]):  # a GPU has no say in it, and its state is no fake
+        parameters = Parameters(torch.nn.Linear(SAMPLE, 1, bias=False))
+        gradient, tangent = torch.zeros(SAMPLE), torch.zeros(SAMPLE, dtype=dtype)
+        with Count(set()) as count:
+            if dual:
+                tangent.copy_(parameters.signs("weight", Probe(0, 0))[0])
+            dot(tangent if dual else gradient, gradient)
+    return float(count.moved / SAMPLE)

@@ -16,6 +16,9 @@ from study.choosing import (
     Stage,
     StudyName,
     Text,
+    TextCommand,
+    TokenizerDirectory,
+    asked_of,
     directory_of,
     released_of,
     wanted,
@@ -43,7 +46,7 @@ def _directory(name: str, root: Path | None, site: Path | None) -> Path:
     return directory_of(name, root or Path("runs"))
 
 
-@app.command()
+@app.command(cls=TextCommand)
 def submit(
     name: Name,
     site: Annotated[Path, typer.Option(help="TOML file that describes the cluster, see slurm/sites/example.toml")],
@@ -54,6 +57,7 @@ def submit(
     stage: Stage = None,
     family: Family = None,
     text: Text = None,
+    tokenizer: TokenizerDirectory = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print every script, ask SLURM nothing")] = False,
 ) -> None:
     """Submit a study, or what is missing of it: all jobs at once, each waiting for what it needs.
@@ -66,7 +70,14 @@ def submit(
     from slurm.site import load_site
 
     cluster = load_site(site)
-    study = wanted(name, Path(cluster.root), profile, settings, released_of(source, every, stage, family, text))
+    study = wanted(
+        name,
+        Path(cluster.root),
+        profile,
+        settings,
+        released_of(source, every, stage, family),
+        asked_of(text, tokenizer),
+    )
     if dry_run:
         for script in submission.dry_run(study, cluster):
             typer.echo(script)

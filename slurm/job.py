@@ -25,6 +25,7 @@ from slurm.submission import SLURM, existing_submission
 from slurm.supervision import again, end, say, wait_for
 from study.commands import COMMAND_PROMPT, ONLINE, TORCHRUN, Machine, Step, batches, resolve, shared, shown
 from study.ledger import Ledger
+from study.needs import Needs
 from study.settings import load_study
 from study.steps import steps_of
 from train.command import UserError
@@ -50,6 +51,7 @@ class _Element:
         self.resources = self.site.resources_of(self.array.kind)
         self.study = load_study(study_dir)
         self.ledger = Ledger(study_dir, steps_of(self.study))
+        self.needs = Needs(self.study, self.resources.hardware, study_dir)
         self.start = f"{name}.{restarts()}"
         self.steps = [self.ledger.steps[name] for name in self.array.elements[index]]
         self._released_at = 0.0
@@ -144,8 +146,8 @@ class _Element:
         return [f"--nodes={self.resources.nodes}", f"--ntasks={self.resources.nodes}", "--ntasks-per-node=1"]
 
     def machine(self, step: Step) -> Machine:
-        """What the placeholders of commands mean here: torchrun on every node, or one process."""
-        nodes, ranks = self.resources.nodes, self.resources.ranks
+        """Return what the placeholders of commands mean here: torchrun on every node, or one process."""
+        nodes, ranks = self.resources.nodes, self.needs.ranks(step, self.resources.ranks)
         launch: tuple[str, ...] = ("{python}",)
         if step.kind == "train" or ranks > 1:
             launch = (*TORCHRUN, "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d")
@@ -155,8 +157,14 @@ class _Element:
                 endpoint = f"{head}:{20_000 + int(os.environ['SLURM_JOB_ID']) % 20_000}"
                 launch += ("--nnodes", str(nodes), "--rdzv-id", self.start)
             launch += ("--rdzv-endpoint", endpoint)
-        device = "cuda" if self.resources.gpus_per_node else "cpu"
-        return Machine(launch, device, self.resources.cpus_per_node or 1, self.site.measuring_python)
+        return Machine(
+            launch,
+            self.needs.hardware.device,
+            self.resources.gpus_per_node,
+            self.needs.sharding(step),
+            self.resources.cpus_per_node or 1,
+            self.site.measuring_python,
+        )
 
     def follow(self, step: Step) -> subprocess.Popen:
         """Starts, on every node, what brings metrics to MLflow while a run trains; training does not wait for it."""

@@ -11,6 +11,7 @@ from study.commands import Step
 from study.released import ReleasedRun
 from study.settings import Study
 from study.steps import steps_of
+from train.command import UserError
 
 FINAL, SETTLE, MEND = "final", "settle", "mend"  # MEND: no array of a study, but a job that helps elements
 
@@ -198,4 +199,9 @@ def arrays_of(study: Study, cut: Cut) -> list[JobArray]:
     Weights, averages kept in training and soups are chains of arrays of their own, whose elements correspond: the
     export of some checkpoints, an array for each group of specs, and curvature.
     """
+    if study.curvature and study.curvature.warm_start:
+        raise UserError(
+            f"warm starts measure the checkpoints of a run one after the other, jobs measure {study.name}'s side by "
+            f"side; leave warm_start out of its curvature, or use 'python -m study run'"
+        )
     return _Planner(study, cut).plan()

@@ -27,6 +27,7 @@ from slurm.values import (
     TimeLimit,
     seconds_of,
 )
+from study.hardware import UNKNOWN_BYTES, Hardware
 from train.command import UserError, explain_validation
 from train.frozen import Frozen
 
@@ -46,6 +47,9 @@ class Options(Frozen):
         default=None, description="option of sbatch that asks for GPUs"
     )
     gres_type: Name | None = Field(default=None, description="of the GPUs, such as h200")
+    gpu_memory_gb: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="of one GPU, by which layouts are chosen; None: as the recipe has them, unchecked"
+    )
     extra: tuple[Extra, ...] | None = Field(default=None, description="further arguments of sbatch, as they are")
 
 
@@ -70,6 +74,12 @@ class Resources(Options):
         seconds = seconds_of(self.time)
         assert seconds
         return seconds
+
+    @property
+    def hardware(self) -> Hardware:
+        """One node of the job."""
+        memory = UNKNOWN_BYTES if self.gpu_memory_gb is None else round(self.gpu_memory_gb * 1e9)
+        return Hardware(self.ranks, tuple(map(str, range(self.gpus_per_node))), "GPU", memory)
 
     @model_validator(mode="after")
     def _ranks_have_gpus(self) -> Self:

@@ -12,7 +12,6 @@ from pathlib import Path
 from slurm import cluster
 from slurm.holding import release_ready
 from slurm.jobs import FINAL, SETTLE, Cut, JobArray, arrays_of
-from slurm.room import check_room
 from slurm.script import LOGS, render
 from slurm.site import Site
 from slurm.submission import (
@@ -25,11 +24,16 @@ from slurm.submission import (
     write_submission,
 )
 from study.ledger import Ledger
-from study.settings import Study, save_study, write_run_configurations
+from study.needs import smallest_machines
+from study.room import check_room
+from study.run_configurations import write_run_configurations
+from study.settings import Study, save_study
 from study.steps import steps_of
 from study.text_steps import check_text
 from study.tracking.store import create_store
 from train.command import UserError
+from train.config import RunConfig
+from train.plan import fit
 from train.run_directory import replaced_file, write_json
 from train.tracking import environment
 
@@ -88,6 +92,28 @@ def write_scripts(study_dir: Path, site: Site, arrays: Iterable[JobArray]) -> No
     write_json(script_path(study_dir, "").parent / "environment.json", environment())
 
 
+def training_layouts(study: Study, site: Site) -> dict[str, RunConfig] | None:
+    """Return every run with a layout that fits the site's GPUs; None where it does not say what they hold.
+
+    Raises:
+        UserError: a run fits none.
+    """
+    resources = site.resources_of("train")
+    if not resources.gpus_per_node or resources.gpu_memory_gb is None:
+        return None
+    layouts = {}
+    for run in study.trained:
+        node, world_size = resources.hardware, resources.nodes * resources.ranks
+        changed = fit(run, world_size, gpus_per_node=resources.ranks, gpu_bytes=node.gpu_bytes)
+        if changed is None:
+            raise UserError(
+                f"run {run.name} of {study.name} fits no layout on {resources.nodes} nodes of {node}; the smallest "
+                f"machines that take it: {smallest_machines(run)}; change [resources.train]"
+            )
+        layouts[run.name] = changed
+    return layouts
+
+
 def submit(study: Study, site: Site, *, again: bool = False) -> dict[str, int]:
     """Submits what is neither complete nor in SLURM's hands; name of an array -> number of elements submitted now.
 
@@ -114,7 +140,7 @@ def submit(study: Study, site: Site, *, again: bool = False) -> dict[str, int]:
             fresh = recorded.model_copy(update={"site": site})
         check_text(study, study_dir)
         check_room(study, Path(site.root), site.disk.reserve_gb)
-        write_run_configurations(study_dir, study)
+        write_run_configurations(study_dir, study, training_layouts(study, site))
         save_study(study_dir, study)
         return _Submitter(study_dir, study, fresh).run(again)
 

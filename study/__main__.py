@@ -18,14 +18,21 @@ from study.choosing import (
     Stage,
     StudyName,
     Text,
+    TextCommand,
+    TokenizerDirectory,
+    asked_of,
     existing,
     released_of,
     wanted,
 )
-from study.settings import save_study, write_run_configurations
+from study.run_configurations import write_run_configurations
+from study.settings import save_study
+from study.text_commands import corpus, tokenizer_
 from study.tracking.commands import create_store, export_mlflow, mirror
 from train.command import UserError, run_command
+from train.flops import GPUS
 
+DEFAULT_GPU = "h100"
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
 
@@ -41,7 +48,7 @@ def list_() -> None:
         typer.echo(line)
 
 
-@app.command()
+@app.command(cls=TextCommand)
 def show(
     name: Name,
     root: Root = Path("runs"),
@@ -52,25 +59,40 @@ def show(
     stage: Stage = None,
     family: Family = None,
     text: Text = None,
+    tokenizer: TokenizerDirectory = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="say what so many GPUs take, how long, and what it leaves on disk")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help=f"their kind: {', '.join(GPUS)}", show_default=DEFAULT_GPU)] = None,
 ) -> None:
     """Show what a recipe trains and measures, its sources, and every command it consists of.
 
     Example: python -m study show tiny --profile smoke
 
+    Example: python -m study show olmo2-190m-lr --gpus 8 --gpu h100
+
     Example: python -m study show trajectory --source allenai/OLMo-2-1124-7B --every 20
     """
-    from study.commands import here, shown
+    from study.commands import shown
+    from study.estimate import estimate_lines
+    from study.hardware import Hardware, planned
+    from study.needs import Needs
     from study.recipes.shown import summary
     from study.steps import steps_of
 
-    study = wanted(name, root, profile, settings, released_of(source, every, stage, family, text))
-    for line in summary(study):
+    if gpu is not None and gpus is None:
+        raise UserError(f"--gpu {gpu} says which GPUs; say with --gpus how many")
+    study = wanted(name, root, profile, settings, released_of(source, every, stage, family), asked_of(text, tokenizer))
+    hardware = Hardware(1) if gpus is None else planned(gpus, gpu or DEFAULT_GPU, gpus)
+    needs = Needs(study, hardware, root / study.name)
+    estimates = list(estimate_lines(needs)) if gpus else []  # refused before anything is shown
+    for line in (*summary(study), *estimates):
         typer.echo(line)
     for step in steps_of(study):
-        typer.echo(f"{step.name}: {shown(step.command, here(step))}")
+        typer.echo(f"{step.name}: {shown(step.command, needs.machine(step))}")
 
 
-@app.command()
+@app.command(cls=TextCommand)
 def run(
     name: Name,
     root: Root = Path("runs"),
@@ -84,41 +106,70 @@ def run(
     stage: Stage = None,
     family: Family = None,
     text: Text = None,
+    tokenizer: TokenizerDirectory = None,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, or auto: what the recipe is sized for; 'tiny' and smoke profiles: cpu")
+    ] = "auto",
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs to use, by default all that CUDA_VISIBLE_DEVICES leaves")
+    ] = None,
 ) -> None:
-    """Run a study, or go on with it: only what is missing or changed is done.
+    """Run a study, or resume it: only what is missing or changed is done.
+
+    Every step has GPUs of its own: a training as many as its layout takes, a measurement one, or as few as hold it.
 
     Example: python -m study run tiny --root runs --profile smoke
 
+    Example: python -m study run olmo2-190m-lr --gpus 8
+
     Example: python -m study run tiny --set engine=deepspeed --set zero.stage=2
+
+    Example: python -m study run olmo2-30m-lr --text corpus/*.jsonl.zst --tokenizer tokenizers/olmo2
 
     Example: python -m study run trajectory --source allenai/OLMo-2-1124-7B --every 20 --stage stage1
     """
+    from study.hardware import this_machine
+    from study.needs import Needs
     from study.report import REPORT
+    from study.room import check_room
     from study.runner import Runner, StepError, locked
     from study.steps import steps_of
     from study.text_steps import check_text
     from study.tracking.store import opening, tracking_uri
 
-    study = wanted(name, root, profile, settings, released_of(source, every, stage, family, text))
+    study = wanted(name, root, profile, settings, released_of(source, every, stage, family), asked_of(text, tokenizer))
+    hardware = this_machine(device, gpus, workers, sized_for=study.sized_for)
     directory = root / study.name
+    needs = Needs(study, hardware, directory)
+    layouts = {name: training.run for name, training in needs.trainings.items()} if hardware.gpus else None
     check_text(study, directory)
+    check_room(study, root, reserve_gb=0.0)
+    typer.echo(f"{study.name} on {hardware}", err=True)
     try:
         with locked(directory) as lock_fd:
-            write_run_configurations(directory, study)
+            write_run_configurations(directory, study, layouts)
             save_study(directory, study)
-            Runner(directory, steps_of(study), workers, lock_fd).run()
+            hardware.record(directory)
+            Runner(directory, steps_of(study), hardware, lock_fd, needs.machine).run()
     except StepError as failure:
         print(f"error: {failure}", file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; the same command resumes from here", file=sys.stderr)
         raise typer.Exit(130) from None
     typer.echo(f"report: {(directory / REPORT).absolute()}")
     typer.echo(f"MLflow: {opening(root, tracking_uri(root))}")
 
 
-@app.command()
-def status(name: StudyName, root: Root = Path("runs"), profile: Profile = "full", settings: Settings = None) -> None:
+@app.command(cls=TextCommand)
+def status(
+    name: StudyName,
+    root: Root = Path("runs"),
+    profile: Profile = "full",
+    settings: Settings = None,
+    text: Text = None,
+    tokenizer: TokenizerDirectory = None,
+) -> None:
     """Show which steps of a study are complete.
 
     Example: python -m study status tiny --root runs
@@ -126,7 +177,7 @@ def status(name: StudyName, root: Root = Path("runs"), profile: Profile = "full"
     from study.ledger import Ledger
     from study.steps import steps_of
 
-    directory, study = existing(name, root, profile, settings)
+    directory, study = existing(name, root, profile, settings, asked_of(text, tokenizer))
     steps = steps_of(study)
     complete = Ledger(directory, steps).complete_steps()
     kinds = list(dict.fromkeys(step.kind for step in steps))
@@ -138,15 +189,22 @@ def status(name: StudyName, root: Root = Path("runs"), profile: Profile = "full"
     typer.echo(f"{len(complete)}/{len(steps)} steps complete in {directory}")
 
 
-@app.command()
-def collect(name: StudyName, root: Root = Path("runs"), profile: Profile = "full", settings: Settings = None) -> None:
+@app.command(cls=TextCommand)
+def collect(
+    name: StudyName,
+    root: Root = Path("runs"),
+    profile: Profile = "full",
+    settings: Settings = None,
+    text: Text = None,
+    tokenizer: TokenizerDirectory = None,
+) -> None:
     """Write table.parquet: a row per run and checkpoint, of all that is measured by now.
 
     Example: python -m study collect tiny --root runs
     """
     from study.collect import collect_rows, write_table
 
-    directory, study = existing(name, root, profile, settings)
+    directory, study = existing(name, root, profile, settings, asked_of(text, tokenizer))
     collected = collect_rows(directory, study)
     if not collected.rows:
         raise UserError(f"{directory} holds no checkpoint yet; run 'python -m study run {name} --root {root}' first")
@@ -154,20 +212,34 @@ def collect(name: StudyName, root: Root = Path("runs"), profile: Profile = "full
     typer.echo(f"{path}: {len(collected.rows)} rows, {collected.found} of {collected.expected} results")
 
 
-@app.command()
-def report(name: StudyName, root: Root = Path("runs"), profile: Profile = "full", settings: Settings = None) -> None:
+@app.command(cls=TextCommand)
+def report(
+    name: StudyName,
+    root: Root = Path("runs"),
+    profile: Profile = "full",
+    settings: Settings = None,
+    text: Text = None,
+    tokenizer: TokenizerDirectory = None,
+) -> None:
     """Draw the figures and write report.html from table.parquet.
 
     Example: python -m study report tiny --root runs
     """
     from study.report import write_report
 
-    directory, study = existing(name, root, profile, settings)
+    directory, study = existing(name, root, profile, settings, asked_of(text, tokenizer))
     typer.echo(str(write_report(directory, study)))
 
 
-@app.command()
-def claims(name: StudyName, root: Root = Path("runs"), profile: Profile = "full", settings: Settings = None) -> None:
+@app.command(cls=TextCommand)
+def claims(
+    name: StudyName,
+    root: Root = Path("runs"),
+    profile: Profile = "full",
+    settings: Settings = None,
+    text: Text = None,
+    tokenizer: TokenizerDirectory = None,
+) -> None:
     """Say of each claim of the paper whether table.parquet and the results support it, with the statistic.
 
     Example: python -m study claims tiny --root runs
@@ -176,7 +248,7 @@ def claims(name: StudyName, root: Root = Path("runs"), profile: Profile = "full"
     from study.collect import read_table
     from study.paired import Paired
 
-    directory, study = existing(name, root, profile, settings)
+    directory, study = existing(name, root, profile, settings, asked_of(text, tokenizer))
     typer.echo(claims_text(study, read_table(directory, study), Paired(directory)))
 
 
@@ -217,26 +289,9 @@ def blocks(
     typer.echo(str(out))
 
 
-@app.command()
-def corpus(
-    out: Annotated[Path, typer.Argument(help="directory that receives text and tokenizer")],
-    vocab_size: Annotated[int, typer.Option(min=257, help="tokens of the byte-level BPE")] = 2048,
-    held_out_percent: Annotated[int, typer.Option(min=1, max=99, help="share of the files kept for measuring")] = 5,
-    held_out_characters: Annotated[int, typer.Option(min=1, help="kept of each held-out file")] = 4096,
-) -> None:
-    """Make text and a tokenizer from the source of the running interpreter's standard library.
-
-    Example: python -m study corpus runs/tiny/data/corpus --vocab-size 2048
-    """
-    from study.corpus import build_corpus
-
-    files = build_corpus(
-        out, vocab_size=vocab_size, held_out_percent=held_out_percent, held_out_characters=held_out_characters
-    )
-    typer.echo(f"{out}: {files['train']} training files, {files['held_out']} held out")
-
-
-app.command()(mirror)
+app.command()(corpus)
+app.command("tokenizer")(tokenizer_)
+app.command(cls=TextCommand)(mirror)
 app.command("create-store")(create_store)
 app.command("export-mlflow")(export_mlflow)
 

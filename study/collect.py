@@ -51,9 +51,8 @@ ESTIMATE: dict[str, tuple[str | int, ...]] = {
     "_high": ("interval", 1),
 }
 TRACES: Places = {name: (name,) for name in ("trace", "gauss_newton_trace", "fisher_trace")}
-CURVATURE_FIGURES: Places = {
-    "loss": ("loss",),
-    "trace_probes": ("trace", "probes"),
+CURVATURE_FIGURES: Places = {"loss": ("loss",), "trace_probes": ("trace", "probes")}
+LAMBDA_MAX: Places = {  # null where it was not asked for
     "lambda_max": ("lambda_max", "value"),
     "lambda_max_residual": ("lambda_max", "residual"),
     "lambda_max_converged": ("lambda_max", "converged"),
@@ -89,7 +88,7 @@ def schema_of(study: Study) -> pa.Schema:
     names = [name for spec in study.quantization.at_the_end for name in quantization_columns(spec)]
     if study.curvature:
         names += [f"curvature/{figure}{column}" for figure in TRACES for column in ESTIMATE]
-        names += [f"curvature/{figure}" for figure in CURVATURE_FIGURES]
+        names += [f"curvature/{figure}" for figure in (*CURVATURE_FIGURES, *LAMBDA_MAX)]
     steps = [f"curvature/step-{spec}" for spec in study.quantization.by_block]
     names += [f"{step}/{figure}{column}" for step in steps for figure in STEP_FIGURES for column in ESTIMATE]
     for name in names:
@@ -156,6 +155,8 @@ def curvature_values(path: Path) -> dict[str, Any]:
     measured = read_measured(path)
     values = _estimates(path, measured, TRACES)
     values |= {figure: _entry(path, measured, keys) for figure, keys in CURVATURE_FIGURES.items()}
+    has_top = "lambda_max" in measured
+    values |= {figure: _entry(path, measured, keys) if has_top else None for figure, keys in LAMBDA_MAX.items()}
     return {f"curvature/{figure}": value for figure, value in values.items()}
 
 

@@ -1,7 +1,8 @@
 """One step of a study: a command, what it reads and what it leaves behind.
 
-Commands name places by {python}, {root} and {study}, and what they run on by {launch}, {device} and {cores}: the same
-step on another machine, or after the study was moved, is the same text and has the same fingerprint.
+Commands name places by {python}, {root} and {study}, and what they run on by {launch}, {device}, {sharding} and
+{cores}: the same step on another machine, or after the study was moved, is the same text and has the same fingerprint.
+`study.needs` says what those stand for.
 """
 
 import shlex
@@ -70,30 +71,35 @@ class Machine:
     Attributes:
         launch: words that start a Python program on all ranks of the step.
         device: cpu or cuda.
+        gpus: that the step occupies.
+        sharding: none, or fsdp where the ranks of a Hessian product share the model.
         cores: for commands that start processes of their own.
         python: the interpreter.
     """
 
     launch: tuple[str, ...] = ("{python}",)
     device: str = "cpu"
+    gpus: int = 0
+    sharding: str = "none"
     cores: int = 1
     python: str = sys.executable
 
 
-def here(step: Step) -> Machine:
-    """Of one machine alone, without a GPU: training by torchrun on as many processes as the study says."""
-    if step.kind != "train":
-        return Machine()
-    ranks = ("--nproc-per-node", str(step.slots))
-    # a free port: studies run side by side
-    return Machine((*TORCHRUN, *ranks, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"))
+def torchrun(ranks: int) -> tuple[str, ...]:
+    """Return the words that start a program on ranks of this machine, at a free port: studies run side by side."""
+    return (*TORCHRUN, "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+
+
+def _values(machine: Machine) -> dict[str, str]:
+    """Return what the placeholders that are whole words stand for."""
+    return {"{device}": machine.device, "{sharding}": machine.sharding, "{cores}": str(machine.cores)}
 
 
 def resolve(command: Sequence[str], directory: Path, machine: Machine) -> list[str]:
     """A command for the study at `directory`, placeholders replaced and places absolute."""
     study = directory.absolute()
     places = {"{python}": machine.python, "{root}": str(study.parent), "{study}": str(study)}
-    places |= {"{device}": machine.device, "{cores}": str(machine.cores)}
+    places |= _values(machine)
     resolved = []
     for argument in command:
         if argument == "{launch}":
@@ -159,8 +165,8 @@ def shown(command: Sequence[str], machine: Machine) -> str:
         place, _, rest = argument.partition("}")
         if place in ("{study", "{root"):
             words.append(f'"$STUDY{"/.." if place == "{root" else ""}{rest}"')
-        elif argument in ("{device}", "{cores}"):
-            words.append(machine.device if argument == "{device}" else str(machine.cores))
+        elif argument in _values(machine):
+            words.append(_values(machine)[argument])
         else:
             words.append("python" if argument == "{python}" else shlex.quote(argument))
     return " ".join(words)

@@ -5,15 +5,20 @@ import json
 import platform
 import sysconfig
 import tokenize
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from ckpt_tools.released.tokenizer import check_replaceable
 from train.command import Progress, UserError
+from train.documents import read_documents
 from train.run_directory import committed_directory, record_files, sha256_of, write_json
+from train.share import Share
 
 END_OF_TEXT = "<|endoftext|>"
 SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+TOKENIZER_BYTES = 1 << 30  # of text that a tokenizer is trained on
 MINIMAL_FILES = 100  # fewer are no standard library (some distributions ship it zipped)
 
 
@@ -48,7 +53,7 @@ def _read(path: Path) -> str:
         return file.read()
 
 
-def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE whose token 0 ends a text; every byte is a token, so any text can be encoded."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -59,14 +64,17 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(iter(texts), trainer)
     if tokenizer.get_vocab_size() != vocab_size:
-        raise UserError(f"the text yields {tokenizer.get_vocab_size()} tokens, not {vocab_size}; lower --vocab-size")
+        raise UserError(
+            f"the text yields {tokenizer.get_vocab_size()} tokens, not {vocab_size}; give more text or lower "
+            "--vocab-size (of a study: give a --tokenizer, or --set model.vocab_size)"
+        )
     return tokenizer
 
 
 def _save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -74,6 +82,28 @@ def _save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     write_json(directory / "tokenizer_config.json", config)
+
+
+def build_tokenizer(sources: Sequence[Path], out: Path, *, vocab_size: int, share: Share) -> None:
+    """Write a directory with a tokenizer trained on a share of the documents, on the first GiB of it."""
+    check_replaceable(out)
+    tokenizer = train_tokenizer(_first_documents(sources, share), vocab_size)
+    with committed_directory(out) as aside:
+        _save_tokenizer(tokenizer, aside)
+
+
+def _first_documents(sources: Sequence[Path], share: Share) -> Iterator[str]:
+    read = 0
+    with Progress("tokenizer", total=len(sources)) as progress:
+        for path in sources:
+            for text in read_documents(path):
+                content = text.encode()
+                if share.holds(content):
+                    yield text
+                    read += len(content)
+                if read >= TOKENIZER_BYTES:
+                    return
+            progress.advance()
 
 
 def build_corpus(

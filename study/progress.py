@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
@@ -31,8 +32,9 @@ def last_line(log: Path) -> str:
 class StudyProgress:
     """Counts steps; the ETA comes from what steps of the same kind took, in this run or an earlier one."""
 
-    def __init__(self, name: str, steps: list[Step], workers: int, ledger: Ledger) -> None:
-        self.name, self.workers = name, workers
+    def __init__(self, name: str, steps: list[Step], share_of: Callable[[Step], float], ledger: Ledger) -> None:
+        """`share_of` says which share of the hardware a step occupies."""
+        self.name, self.share_of = name, share_of
         self.open = {step.name: step for step in steps}
         self.total = len(steps)
         self.running: dict[str, tuple[float, Path]] = {}  # since when, and the log of the process
@@ -67,16 +69,16 @@ class StudyProgress:
         return step.expected_seconds * mean(self.took.get(step.kind, [1.0]))
 
     def eta_seconds(self) -> float:
-        """Work left over all slots, or the longest step left if that takes longer."""
+        """Return the work left, shared out over the hardware, or the longest step left if that takes longer."""
         now = time.monotonic()
         work, longest = 0.0, 0.0
         for step in self.open.values():
             left = self.expected_seconds(step)
             if step.name in self.running:
                 left = max(left - (now - self.running[step.name][0]), 0.05 * left)
-            work += left * min(step.slots, self.workers)
+            work += left * self.share_of(step)
             longest = max(longest, left)
-        return max(work / self.workers, longest)
+        return max(work, longest)
 
     def _count(self) -> str:
         return f"[{self.total - len(self.open)}/{self.total}]"

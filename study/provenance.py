@@ -7,7 +7,9 @@ from html import escape
 from pathlib import Path
 
 from study.averages import average_title
-from study.commands import Step, batches, here, shared, shown
+from study.commands import Step, batches, shared, shown
+from study.hardware import Hardware
+from study.needs import Needs
 from study.recipes import RECIPES, resolve
 from study.released import ReleasedRun
 from study.runner import MODELS_PER_PROCESS
@@ -68,7 +70,9 @@ def _training_rows(directory: Path, study: Study) -> list[tuple[str, str]]:
     if study.settings:
         rows.append(("set", ", ".join(study.settings)))
     zero = f", ZeRO stage {run.zero.stage}" if run.engine == "deepspeed" else ""
-    rows.append(("engine", f"{ENGINE_PACKAGES[run.engine]}{zero}, {study.ranks} ranks"))
+    needs = Needs(study, Hardware.recorded(directory), directory)
+    ranks = needs.trainings[run.name].ranks
+    rows.append(("engine", f"{ENGINE_PACKAGES[run.engine]}{zero}, {ranks} ranks"))
     path = RunDirectory(directory / run.name).environment_json
     if path.exists():
         last = json.loads(path.read_text())["attempts"][-1]
@@ -94,8 +98,8 @@ def _measuring_rows(study: Study) -> list[tuple[str, str]]:
     if curvature is None:
         return [("quantization", quantized)]
     curved = (
-        f"{curvature.pairs} pairs of a probe and {curvature.microbatch_sequences} sequences; largest eigenvalue on "
-        f"{curvature.fixed_sequences} sequences"
+        f"{curvature.pairs} pairs of a probe and {curvature.microbatch_sequences} sequences; largest eigenvalue "
+        + (f"on {curvature.fixed_sequences} sequences" if curvature.lambda_max else "not measured")
     )
     if quantization.by_block:
         curved += (
@@ -129,7 +133,9 @@ def _run_again(study: Study) -> str:
 
 
 def commands(directory: Path, study: Study) -> str:
-    """The commands of every step, by run."""
+    """Return the commands of every step, by run, as the hardware that the study last ran on takes them."""
+    hardware = Hardware.recorded(directory)
+    needs = Needs(study, hardware, directory)
     groups: dict[str, list[Step]] = {"text and tokenizer": []}
     for step in steps_of(study):
         text = step.kind in ("corpus", "prepare")
@@ -138,10 +144,11 @@ def commands(directory: Path, study: Study) -> str:
     blocks = []
     for title, members in groups.items():
         together = batches(members, MODELS_PER_PROCESS, len(members))
-        lines = escape("\n".join(shown(shared(batch), here(batch[0])) for batch in together))
+        lines = escape("\n".join(shown(shared(batch), needs.machine(batch[0])) for batch in together))
         blocks.append(
             f"<details><summary>{escape(title)} ({len(together)} commands)</summary><pre>{lines}</pre></details>"
         )
-    settings = f"export STUDY={shlex.quote(str(directory.absolute()))} OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="
+    settings = f"export STUDY={shlex.quote(str(directory.absolute()))} OMP_NUM_THREADS=1"
+    settings += "" if hardware.gpus else " CUDA_VISIBLE_DEVICES="
     start = escape(f"{settings}\n{_run_again(study)}")
     return f"<pre>{start}</pre>{''.join(blocks)}"

@@ -59,7 +59,8 @@ CAPTIONS = {
     "the block's linears on the calibration text, their mean, with bars from the smallest to the largest.",
     "full_against_quantized": "Loss after against loss before quantization, a point per checkpoint of the second half "
     "of training; large points lie in the anneal. On the dashed line quantization costs nothing.",
-    "curvature": "Trace of the Hessian of the held-out loss, and its largest eigenvalue on a fixed batch. Bars of the "
+    "curvature": "Trace of the Hessian of the held-out loss and, where it is measured, its largest eigenvalue on a "
+    "fixed batch. Bars of the "
     "trace are its 95% intervals over pairs of a microbatch and a probe; all checkpoints share the pairs, so the "
     "differences between them, by which they are told apart, are known far better. Bars of the eigenvalue are the "
     "residual of the solver: it holds for that batch, and has no sampling error. Both are per squared unit of the "

@@ -1,4 +1,4 @@
-"""Runs the steps of a study on this machine: in order, as many at once as there are slots, each only if needed.
+"""Runs the steps of a study on this machine: in order, as many at once as there are cores and GPUs, each if needed.
 
 A step runs below `supervise.py`, which ends it with all its descendants when this process is gone. Two locks keep
 studies apart: STUDY/.runner.lock is held by this process alone, STUDY/.steps.lock also by everything it started, so a
@@ -12,14 +12,15 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from study import supervise
-from study.commands import COMMAND_PROMPT, ONLINE, Step, batches, here, log_path, resolve, shared
+from study.commands import COMMAND_PROMPT, ONLINE, Machine, Step, batches, log_path, resolve, shared
+from study.hardware import Hardware
 from study.ledger import Ledger
 from study.progress import StudyProgress
 from train.command import UserError
@@ -37,6 +38,8 @@ class StepError(Exception):
 @dataclass(frozen=True)
 class _Running:
     steps: list[Step]
+    slots: int
+    gpus: tuple[str, ...]
     process: subprocess.Popen
     pidfd: int
     log: Path
@@ -45,14 +48,15 @@ class _Running:
     started_at: float
 
 
-def child_environment(kind: str) -> dict[str, str]:
-    """What a step runs with: this project importable from anywhere, one thread, no network unless it fetches."""
+def child_environment(kind: str, gpus: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return what a step runs with: its GPUs, one thread, no network unless it fetches, this project importable."""
     path = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH"))))
     return os.environ | {
         "PYTHONPATH": path,
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # the studies that run here are sized for cores, with or without a GPU beside them
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as the numbers of the hardware are counted
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "RAYON_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **({} if kind in ONLINE else {"HF_HUB_OFFLINE": "1"}),
@@ -98,14 +102,22 @@ def last_error(log: Path, start: int) -> str | None:
 class Runner:
     """One execution of the steps of one study."""
 
-    def __init__(self, directory: Path, steps: list[Step], workers: int, lock_fd: int) -> None:
-        self.directory, self.workers, self.lock_fd = directory, workers, lock_fd
+    def __init__(
+        self,
+        directory: Path,
+        steps: list[Step],
+        hardware: Hardware,
+        lock_fd: int,
+        machine_of: Callable[[Step], Machine] = lambda _: Machine(),
+    ) -> None:
+        """`machine_of` says what a step takes of the hardware, and what the placeholders of its command stand for."""
+        self.directory, self.hardware, self.lock_fd, self.machine_of = directory, hardware, lock_fd, machine_of
         self.ledger = Ledger(directory, steps)
         self.pending = {step.name: step for step in steps}
         self.running: list[_Running] = []
         self.complete: set[str] = set()
         self.failures: dict[str, tuple[str, bool]] = {}  # step -> one line, and whether it is the step's own
-        self.progress = StudyProgress(directory.name, steps, workers, self.ledger)
+        self.progress = StudyProgress(directory.name, steps, self._share, self.ledger)
 
     def run(self) -> None:
         """Runs until nothing more can; a failed step holds up only what depends on it.
@@ -129,7 +141,21 @@ class Runner:
             raise (UserError if said_why else StepError)(line + more)
 
     def _slots(self, step: Step) -> int:
-        return min(step.slots, self.workers)
+        """Return the cores of a step; a step on GPUs takes one for each."""
+        return min(self.machine_of(step).gpus or step.slots, self.hardware.cores)
+
+    def _share(self, step: Step) -> float:
+        """Return the share of the hardware that a step occupies."""
+        gpus = self.machine_of(step).gpus
+        return max(self._slots(step) / self.hardware.cores, gpus / len(self.hardware.gpus) if gpus else 0.0)
+
+    def _free_gpus(self) -> list[str]:
+        taken = {gpu for running in self.running for gpu in running.gpus}
+        return [gpu for gpu in self.hardware.gpus if gpu not in taken]
+
+    def _models_per_process(self, ready: int) -> int:
+        """Return how many models share a process: on several GPUs no more than leave work for all of them."""
+        return min(MODELS_PER_PROCESS, -(-ready // max(len(self.hardware.gpus), 1)))
 
     def _ready(self) -> list[Step]:
         """Steps that may start now; those that are complete already are ticked off."""
@@ -152,14 +178,16 @@ class Runner:
         at_work = {step.name for running in self.running for step in running.steps}
         # A process that a step could share is not started while what that step waits for is at work.
         awaited = {step.process for step in self.pending.values() if step.models and at_work.intersection(step.after)}
-        for batch in batches([step for step in ready if step.process not in awaited], MODELS_PER_PROCESS, len(ready)):
-            free = self.workers - sum(self._slots(running.steps[0]) for running in self.running)
-            if self._slots(batch[0]) <= free:
+        startable = [step for step in ready if step.process not in awaited]
+        for batch in batches(startable, self._models_per_process(len(startable)), len(ready)):
+            free_slots = self.hardware.cores - sum(running.slots for running in self.running)
+            free_gpus, machine = self._free_gpus(), self.machine_of(batch[0])
+            if self._slots(batch[0]) <= free_slots and machine.gpus <= len(free_gpus):
                 for step in batch:
                     del self.pending[step.name]
-                self._start(batch)
+                self._start(batch, machine, tuple(free_gpus[: machine.gpus]))
 
-    def _start(self, batch: list[Step]) -> None:
+    def _start(self, batch: list[Step], machine: Machine, gpus: tuple[str, ...]) -> None:
         # of what they read now, before they run
         fingerprints = {step.name: self.ledger.fingerprint(step) for step in batch}
         for step in batch:
@@ -167,7 +195,7 @@ class Runner:
         first = batch[0]
         log = log_path(self.directory, first)
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = resolve(shared(batch), self.directory, here(first))
+        command = resolve(shared(batch), self.directory, machine)
         with log.open("ab") as output:
             output.write(f"{COMMAND_PROMPT}{shlex.join(command)}\n".encode())
             output.flush()
@@ -177,13 +205,14 @@ class Runner:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=child_environment(first.kind),
+                env=child_environment(first.kind, gpus),
                 cwd=PROJECT,
                 pass_fds=[self.lock_fd],
                 start_new_session=True,  # a Ctrl-C reaches this process alone, which then ends them in order
             )
         pidfd = os.pidfd_open(process.pid)
-        self.running.append(_Running(batch, process, pidfd, log, start, fingerprints, time.monotonic()))
+        slots = self._slots(first)
+        self.running.append(_Running(batch, slots, gpus, process, pidfd, log, start, fingerprints, time.monotonic()))
         self.progress.started(batch, log)
 
     def _wait(self) -> None:

@@ -8,11 +8,11 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from quant_eval.specs import parse_spec
 from study.released import ReleasedRun
-from study.text import PreparedText, StandardLibrary, TokenFiles
+from study.text import OwnText, PreparedText, StandardLibrary, TokenFiles
 from train.command import UserError, explain_validation
-from train.config import RunConfig, dump_run, load_run
+from train.config import RunConfig
 from train.frozen import NAME_PATTERN, Frozen, fingerprint
-from train.run_directory import RunDirectory, write_json
+from train.run_directory import write_json
 
 ORDERS = {"actorder": "activation order", "groupaware": "group-aware order"}
 
@@ -53,7 +53,7 @@ class QuantizationSettings(Frozen):
 
 
 class CurvatureSettings(Frozen):
-    """Hessian of the held-out loss at every checkpoint: traces from pairs, top eigenvalue by Lanczos.
+    """Hessian of the held-out loss at every checkpoint: traces from pairs, and the top eigenvalue by Lanczos.
 
     At the last checkpoint of each run also along the steps of `QuantizationSettings.by_block`, and the loss on a plane.
     """
@@ -62,15 +62,28 @@ class CurvatureSettings(Frozen):
     norm_pairs: int = Field(ge=2, description="pairs whose probes are restricted to the norms")
     companion_pairs: int = Field(ge=2, description="microbatches of the Gauss-Newton and Fisher traces")
     microbatch_sequences: int = Field(ge=1)
-    fixed_sequences: int = Field(ge=1, description="sequences of the fixed batch of the eigenvalue")
-    tolerance: float = Field(gt=0, description="relative residual that counts as converged")
+    lambda_max: bool = Field(default=True, description="whether the top eigenvalue is measured; it takes vectors")
+    fixed_sequences: int = Field(default=16, ge=1, description="sequences of the fixed batch of the eigenvalue")
+    tolerance: float = Field(default=1e-2, gt=0, description="relative residual that counts as converged")
+    max_iterations: int = Field(default=16, ge=2, description="iterations to the eigenvalue, of a vector each, at most")
+    sequence_length: int | None = Field(default=None, ge=1, description="tokens; None: the model's context")
+    warm_start: bool = Field(
+        default=False,
+        description="start the iteration from the top eigenvector of the checkpoint before: that of each is kept, 4 "
+        "bytes a weight, and a run's checkpoints are measured one after the other",
+    )
     step_microbatches: int = Field(ge=2, description="behind every figure of a quantization step")
     slice_grid: int = Field(ge=3, description="points along either axis of a slice")
     slice_sequences: int = Field(ge=2, description="sequences that every loss of a slice is over")
     dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="of the products' matrices")
-    sharding: Literal["none", "fsdp"] = Field(default="none", description="what ranks share: the pairs, or the model")
     vectors: Literal["device", "host"] = Field(default="device", description="where vectors over all weights lie")
     checkpointing: bool = Field(default=False, description="keep only the blocks' inputs: slower, far less memory")
+
+    @model_validator(mode="after")
+    def _warms_an_eigenvalue(self) -> Self:
+        if self.warm_start and not self.lambda_max:
+            raise ValueError("warm_start is of lambda_max, which is not measured; leave it out")
+        return self
 
 
 class SoupSettings(Frozen):
@@ -132,8 +145,11 @@ class Study(Frozen):
     name: str = Field(pattern=NAME_PATTERN)
     description: str
     sources: tuple[str, ...] = Field(default=(), description="where the recipe's figures come from")
-    ranks: int = Field(gt=0, description="processes of one training run on one machine")
-    text: Annotated[StandardLibrary | PreparedText | TokenFiles, Field(discriminator="kind")]
+    ranks: int = Field(gt=0, description="processes of one training run on the CPU of one machine")
+    sized_for: Literal["cpu", "cuda", "any"] = Field(
+        default="cuda", description="what the study runs on unless it is told; any: GPUs where there are"
+    )
+    text: Annotated[StandardLibrary | PreparedText | OwnText | TokenFiles, Field(discriminator="kind")]
     settings: tuple[str, ...] = Field(default=(), description="key.path=value, applied to every run of the recipe")
     runs: tuple[Run, ...] = Field(min_length=1)
     heading: str = Field(default="peak learning rate", description="what tells the runs apart in legends")
@@ -168,7 +184,7 @@ class Study(Frozen):
             raise ValueError(f"averages are to be measured at step {unsaved}, no run saves one there")
         if self.quantization.by_block and not self.curvature:
             raise ValueError("by_block measures curvature along the steps; give curvature, or leave by_block out")
-        if self.trained and (isinstance(self.text, TokenFiles) or getattr(self.text, "train", self) is None):
+        if self.trained and getattr(self.text, "train", self) is None:
             raise ValueError(f"run {self.trained[0].name} is trained, but the text names no training file; give one")
         for soup in self.soups:
             if not any(self.has_soup(run, soup) for run in self.trained):
@@ -281,19 +297,3 @@ def load_study(directory: Path) -> Study:
         raise UserError(f"{path} does not exist; start the study with 'python -m study run NAME --root ROOT'") from None
     except ValidationError as error:
         raise explain_validation(str(path), error) from None
-
-
-def write_run_configurations(directory: Path, study: Study) -> None:
-    """Writes RUN/run.json of every run; UserError where a name already belongs to another configuration."""
-    paths = {run.name: RunDirectory(directory / run.name).run_json for run in study.trained}
-    missing = [run for run in study.trained if not paths[run.name].exists()]
-    for run in study.trained:
-        path = paths[run.name]
-        if run not in missing and load_run(path) != run:
-            raise UserError(
-                f"{path} holds another configuration than recipe {study.name}; a run's name is used once: remove "
-                f"{path.parent} to train it again, or choose another --root"
-            )
-    for run in missing:
-        paths[run.name].parent.mkdir(parents=True, exist_ok=True)
-        write_json(paths[run.name], dump_run(run))

@@ -61,7 +61,7 @@ def _train_step(study: Study, run: RunConfig) -> Step:
     return Step(
         f"train-{run.name}",
         "train",
-        ("{launch}", "-m", "train", "run", f"{{study}}/{run.name}"),
+        ("{launch}", "-m", "train", "run", f"{{study}}/{run.name}", "--device", "{device}"),
         tuple(_checkpoint_json(run, model) for model in kept),
         after,
         reads,
@@ -137,23 +137,40 @@ def _measuring_steps(study: Study, run: RunConfig | ReleasedRun) -> list[Step]:
                     expected_seconds=4.0,
                 )
             )
-        if study.curvature and model.average is None:
-            curvature_texts, curvature_records = _texts(study, "held_out")
-            steps.append(
-                Step(
-                    f"curvature-{run.name}-{name}",
-                    "curvature",
-                    ("{launch}", "-m", "curvature", "run"),
-                    (curvature_result(run.name, model),),
-                    (making.name, *curvature_texts),
-                    (*making.outputs, *curvature_records),
-                    run=run.name,
-                    models=(_hf(run, model),),
-                    tail=_curving(study, study.curvature),
-                )
-            )
+    if study.curvature:
+        steps += _curvature_steps(study, run, made, study.curvature)
     steps += _end_steps(study, run, made)
     return sorted(steps, key=lambda step: MEASURING.index(step.kind))
+
+
+def _curvature_steps(
+    study: Study, run: RunConfig | ReleasedRun, made: dict[MeasuredModel, Step], settings: CurvatureSettings
+) -> list[Step]:
+    """Traces and eigenvalue of every model but averages; with warm starts each waits for the one before it."""
+    texts, records = _texts(study, "held_out")
+    steps: list[Step] = []
+    for model in [model for model in made if model.average is None]:
+        after, reads, tail = (made[model].name, *texts), (*made[model].outputs, *records), _curving(study, settings)
+        if settings.warm_start:
+            tail += ("--keep-top-vector",)
+        if settings.warm_start and steps:
+            before = steps[-1]
+            after, reads = (*after, before.name), (*reads, *before.outputs)
+            tail += ("--warm-start", f"{{study}}/{Path(before.outputs[0]).parent}")
+        steps.append(
+            Step(
+                f"curvature-{run.name}-{hf_directory(run.name, model).name}",
+                "curvature",
+                ("{launch}", "-m", "curvature", "run"),
+                (curvature_result(run.name, model),),
+                after,
+                reads,
+                run=run.name,
+                models=(_hf(run, model),),
+                tail=tail,
+            )
+        )
+    return steps
 
 
 def _end_steps(study: Study, run: RunConfig | ReleasedRun, made: dict[MeasuredModel, Step]) -> list[Step]:
@@ -209,9 +226,8 @@ def _around_the_end(
     text = ("--data", prefix(study, "held_out"), "--device", "{device}")
     quantized = [f"{{study}}/{Path(result).parent}" for result in blocks.outputs]
     program = ("{launch}", "-m", "curvature")
-    along: tuple[str, ...] = (*program, "step", _hf(run, last), *text, *_memory(settings))
-    along += ("--microbatches", str(settings.step_microbatches))
-    along += ("--microbatch-sequences", str(settings.microbatch_sequences), "--level", f"{INTERVAL_LEVEL:g}")
+    along: tuple[str, ...] = (*program, "step", _hf(run, last), *text, *_products(settings))
+    along += ("--microbatches", str(settings.step_microbatches), "--level", f"{INTERVAL_LEVEL:g}")
     for directory in quantized:
         along += ("--quantized", directory)
     plane: tuple[str, ...] = (*program, "slice", _hf(run, last), *text, "--previous", _hf(run, before))
@@ -244,15 +260,21 @@ def _curving(study: Study, settings: CurvatureSettings) -> tuple[str, ...]:
     tail: tuple[str, ...] = ("--spec", CURVATURE_SPEC, "--data", prefix(study, "held_out"))
     tail += ("--pairs", str(settings.pairs), "--norm-pairs", str(settings.norm_pairs))
     tail += ("--companion-pairs", str(settings.companion_pairs))
-    tail += ("--microbatch-sequences", str(settings.microbatch_sequences))
-    tail += ("--fixed-sequences", str(settings.fixed_sequences), "--tolerance", f"{settings.tolerance:g}")
-    tail += ("--dtype", settings.dtype, *_memory(settings))
+    if settings.lambda_max:
+        tail += ("--fixed-sequences", str(settings.fixed_sequences), "--tolerance", f"{settings.tolerance:g}")
+        tail += ("--max-iterations", str(settings.max_iterations))
+    else:
+        tail += ("--no-lambda-max",)
+    tail += ("--dtype", settings.dtype, *_products(settings))
     return (*tail, "--level", f"{INTERVAL_LEVEL:g}", "--device", "{device}")
 
 
-def _memory(settings: CurvatureSettings) -> tuple[str, ...]:
-    """How Hessian products of large models fit."""
-    options: tuple[str, ...] = ("--sharding", settings.sharding, "--vectors", settings.vectors)
+def _products(settings: CurvatureSettings) -> tuple[str, ...]:
+    """Return what a Hessian product is over, and how that of a large model fits."""
+    options: tuple[str, ...] = ("--microbatch-sequences", str(settings.microbatch_sequences))
+    if settings.sequence_length:
+        options += ("--sequence-length", str(settings.sequence_length))
+    options += ("--sharding", "{sharding}", "--vectors", settings.vectors)
     return (*options, "--checkpointing") if settings.checkpointing else options
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from train.frozen import NAME_PATTERN, Frozen
+from train.share import Share
 
 TEXTS = "texts"  # below the root: token files and tokenizers that studies share
 
@@ -51,9 +52,32 @@ class PreparedText(Frozen):
         return files | ({"train": self.train} if self.train else {})
 
 
+class OwnText(Frozen):
+    """Text of the user's: files, or one token file, shared out by document; see `study.own_text`.
+
+    Everything that is made of it lies in the study's own directory, and no step needs a network.
+    """
+
+    kind: Literal["own"] = "own"
+    sources: tuple[str, ...] = Field(min_length=1, description="absolute: files of text, or PREFIX of a token file")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of the sources' contents and the given tokenizer")
+    tokenizer: str | None = Field(default=None, description="absolute: directory it is copied from; None: trained")
+    vocab_size: int = Field(gt=256, description="tokens of a trained tokenizer")
+    train: Share | None = Field(default=None, description="of the documents; None: nothing is trained")
+    train_tokens: int = Field(ge=0, description="that the longest run reads: the least that has to come out")
+    held_out: Share
+    held_out_tokens: int = Field(gt=0, description="the least that has to come out")
+    document_tokens: int = Field(gt=1, description="kept of each held-out document, so that there are many")
+    calibration: Share
+    calibration_tokens: int = Field(gt=0, description="the least that has to come out")
+
+
 class TokenFiles(Frozen):
-    """Token files that are there already, such as those of another study; nothing is trained."""
+    """Token files that are there already, such as those of another study, read in place."""
 
     kind: Literal["files"] = "files"
+    train: str | None = Field(default=None, pattern="^/", description="absolute PREFIX; None: nothing is trained")
     held_out: str = Field(pattern="^/", description="absolute PREFIX")
     calibration: str = Field(pattern="^/", description="absolute PREFIX")
+    tokenizer: str = Field(pattern="^/", description="absolute: directory of the one that made them")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of their contents and the tokenizer")

@@ -125,7 +125,10 @@ def _before_and_after(canvas: Canvas, spec: str) -> Panel:
 
 
 def curvature_plot(canvas: Canvas) -> Plot:
-    """Trace of the Hessian with its interval, and its largest eigenvalue with its residual, against tokens."""
+    """Trace of the Hessian with its interval against tokens, and its largest eigenvalue with its residual if measured.
+
+    A study of traces alone has one panel.
+    """
     trace, top = "curvature/trace", "curvature/lambda_max"
     open_ones = {
         (row["run"], row["step"]) for row in canvas.rows if row.get(top) is not None and not row[f"{top}_converged"]
@@ -138,10 +141,10 @@ def curvature_plot(canvas: Canvas) -> Plot:
         points = tuple(replace(point, is_open=mark) for point, mark in zip(one.points, is_open, strict=True))
         eigenvalues.append(replace(one, points=points))
     panels = []
-    for title, lines in (
-        ("Trace", canvas.lines(trace, interval_of(trace))),
-        ("Largest eigenvalue", eigenvalues),
-    ):
+    shown = [("Trace", canvas.lines(trace, interval_of(trace)))]
+    if canvas.study.curvature and canvas.study.curvature.lambda_max:
+        shown.append(("Largest eigenvalue", eigenvalues))
+    for title, lines in shown:
         unit = f"{NATS} / (unit of the parameters)"
         y = Axis(title=f"{title} of the Hessian", unit=f"{unit}^2", written=f"{unit}{POWER_2}")
         values = ends([point for one in lines for point in one.points], "y")

@@ -113,9 +113,10 @@ def run_ours(place: Path, ids_NL: Tensor) -> Cost:
 
 def run_gptqmodel(place: Path, _: Tensor) -> Cost:
     """As the project runs it, with a clock around the library's own call."""
-    from quant_eval.libraries import run_gptqmodel
+    from quant_eval.libraries import pcre, run_gptqmodel
 
     os.environ.update(run_gptqmodel.ENVIRONMENT)
+    pcre.stand_in()
     from gptqmodel.models.base import BaseQModel
 
     plain, costs = BaseQModel.quantize, list[Cost]()

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,31 @@ from tests.runs import make_run, ranks
 from train.prepare import prepare
 
 VOCAB_SIZE = 320
+# These take longest, by far: begun last, they would keep one worker busy while the other has nothing left.
+FIRST = (
+    *("study/test_smoke.py", "slurm/test_study.py", "curvature/test_cost.py", "quant_eval/gptq_format/test_reload.py"),
+    *("study/tracking/test_importer.py", "quant_eval/libraries/test_gptqmodel.py", "train/test_kills.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first; `--no-loadscope-reorder` leaves them there."""
+    first = {str(Path(__file__).parent / name): place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: first.get(str(item.path), len(first)))
+
+
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A directory that `make` fills, once for all workers of a session; the others wait."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made_once"
+    root.mkdir(exist_ok=True)
+    done = root / f"{name}.done"
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            make(root / name)
+            done.touch()
+    return root / name
 
 
 @pytest.fixture(scope="session")
@@ -127,19 +153,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, inputs):
     """`trained(layout)`: the directory of a finished run at that layout, trained once per session."""
-    base = tmp_path_factory.getbasetemp()
-    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "runs"  # shared by the workers of a session
-    root.mkdir(exist_ok=True)
 
-    def run_of(layout: str) -> Path:
-        with (root / f"{layout}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (root / f"{layout}.done").exists():
-                processes, settings = LAYOUTS[layout]
-                make_run(root / layout, **inputs, **settings)
-                finished = ranks(processes, "train", "run", str(root / layout))
-                assert finished.returncode == 0, finished.stderr[-3000:]
-                (root / f"{layout}.done").touch()
-        return root / layout
+    def train(directory: Path) -> None:
+        processes, settings = LAYOUTS[directory.name]
+        make_run(directory, **inputs, **settings)
+        finished = ranks(processes, "train", "run", str(directory))
+        assert finished.returncode == 0, finished.stderr[-3000:]
 
-    return run_of
+    return lambda layout: made_once(tmp_path_factory, layout, train)

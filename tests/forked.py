@@ -19,29 +19,62 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.preloaded"])
 
 
-def run_forked(
-    arguments: Sequence[str], environments: list[dict[str, str]], cwd: Path, timeout_seconds: float
-) -> subprocess.CompletedProcess:
-    """Runs one process per environment. The first that fails ends the others and gives the exit code."""
-    with tempfile.TemporaryDirectory() as outputs:
-        out, err = (Path(outputs) / name for name in ("out", "err"))
-        alive = [
-            _SERVER.Process(target=_run_module, args=(list(arguments), environment, cwd, out, err))
+class Forked:
+    """Running processes, one per environment, and their outputs, which they share.
+
+    Args:
+        beside: anything that has to live as long as the processes.
+
+    Attributes:
+        returncode: that of the first process that failed, 0 when all have ended well, None before; see `poll`.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], environments: list[dict[str, str]], cwd: Path, beside: object = None
+    ) -> None:
+        self.arguments, self._beside = list(arguments), beside
+        self.returncode: int | None = None
+        self._outputs = tempfile.TemporaryDirectory()
+        self._out, self._err = (Path(self._outputs.name) / name for name in ("out", "err"))
+        self._processes = [
+            _SERVER.Process(target=_run_module, args=(self.arguments, environment, cwd, self._out, self._err))
             for environment in environments
         ]
-        for process in alive:
+        for process in self._processes:
             process.start()
-        deadline, code = time.monotonic() + timeout_seconds, 0
-        while alive:
+
+    def pid(self, rank: int) -> int:
+        """Return the process id of one of them, in the order of the environments."""
+        pid = self._processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def poll(self) -> int | None:
+        """Return the exit code as far as it is known."""
+        codes = [process.exitcode for process in self._processes]
+        if self.returncode is None:
+            self.returncode = next((code for code in codes if code), None if None in codes else 0)
+        return self.returncode
+
+    def kill(self) -> None:
+        """Send SIGKILL to every process and wait until all are gone."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Return both outputs at the end of all processes. The first that fails ends the others."""
+        deadline = time.monotonic() + timeout
+        while alive := [process for process in self._processes if process.exitcode is None]:
             if not wait([process.sentinel for process in alive], timeout=deadline - time.monotonic()):
+                self.kill()
+                raise subprocess.TimeoutExpired(self.arguments, timeout, stderr=self._err.read_text())
+            if self.poll():
                 for process in alive:
-                    process.kill()
-                raise subprocess.TimeoutExpired(list(arguments), timeout_seconds, stderr=err.read_text())
-            code = code or next((process.exitcode for process in alive if process.exitcode), 0)
-            alive = [process for process in alive if process.exitcode is None]
-            for process in alive if code else ():
-                process.terminate()
-        return subprocess.CompletedProcess(list(arguments), code, out.read_text(), err.read_text())
+                    process.terminate()
+        self.poll()
+        return self._out.read_text(), self._err.read_text()
 
 
 def _run_module(arguments: list[str], environment: dict[str, str], cwd: Path, out: Path, err: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.forked import run_forked
+from tests.forked import Forked
+from tests.waiting import HANG_SECONDS
 from train.config import RunConfig, dump_run
 from train.run_directory import write_json
 from train.settings import Anneal, CosinePhase, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, ScheduleConfig
@@ -80,25 +81,37 @@ def torchrun(processes: int, *arguments: str) -> list[str]:
     return [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", *arguments]
 
 
-def execute(command: list[str], timeout_seconds: float = 240, **kwargs) -> subprocess.CompletedProcess:
+def execute(command: list[str], timeout_seconds: float = HANG_SECONDS, **kwargs) -> subprocess.CompletedProcess:
     """Runs a command to its end and returns its output and exit code."""
     return subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=timeout_seconds, check=False, **kwargs
     )
 
 
-def python(*arguments: str, cwd: Path = PROJECT, timeout_seconds: float = 240) -> subprocess.CompletedProcess:
+def python(*arguments: str, cwd: Path = PROJECT, timeout_seconds: float = HANG_SECONDS) -> subprocess.CompletedProcess:
     """Runs `python -m MODULE ARGUMENTS`, forked."""
-    return run_forked(arguments, [environment()], cwd, timeout_seconds)
+    return ended(Forked(arguments, [environment()], cwd), timeout_seconds)
 
 
-def ranks(processes: int, *arguments: str, timeout_seconds: float = 240) -> subprocess.CompletedProcess:
+def ranks(processes: int, *arguments: str, timeout_seconds: float = HANG_SECONDS) -> subprocess.CompletedProcess:
     """Runs what `torchrun` runs, forked; the exit code is that of the first rank that fails."""
+    return ended(start_ranks(processes, *arguments), timeout_seconds)
+
+
+def ended(forked: Forked, timeout_seconds: float = HANG_SECONDS) -> subprocess.CompletedProcess:
+    """What forked processes leave at their end."""
+    out, err = forked.communicate(timeout_seconds)
+    return subprocess.CompletedProcess(forked.arguments, forked.returncode or 0, out, err)
+
+
+def start_ranks(processes: int, *arguments: str, variables: dict[str, str] | None = None) -> Forked:
+    """Starts what `torchrun` starts, forked; `variables` are added to the environment of every rank."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost"}
     shared |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is not rank 0's
+    shared |= variables or {}
     each = [environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-    return run_forked(arguments, each, PROJECT, timeout_seconds)
+    return Forked(arguments, each, PROJECT, beside=store)
 
 
 def error_line(done: subprocess.CompletedProcess) -> str:

@@ -16,9 +16,10 @@ MAY_IMPORT = {
 }
 LIGHT = {
     "command", "compare", "config", "corpus", "corpus_writer", "data", "documents", "families", "flops", "frozen",
-    "initialization", "layout", "manifest", "memory", "models", "order", "plan", "plan_report", "prepare",
-    "repetition", "run_directory", "schedule_plot", "schedules", "settings", "shards", "stopping", "tokenizer",
-    "tracking",
+    "gpus",
+    "initialization", "layout", "manifest", "memory", "models", "order", "part", "plan", "plan_report", "prepare",
+    "repetition", "run_directory", "schedule_plot", "schedules", "settings", "share", "shards", "stopping",
+    "tokenizer", "tracking",
 }  # fmt: skip
 ENGINES = {"megatron", "deepspeed"}
 

@@ -15,7 +15,9 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 def prepare(
     sources: Annotated[
         list[Path] | None,
-        typer.Argument(help="files, also .gz or .zst: text (one document each), .jsonl, .parquet"),
+        typer.Argument(
+            help="files, also .gz or .zst: text (one document each), .jsonl, .parquet; PREFIXes of token files"
+        ),
     ] = None,
     *,
     tokenizer: Annotated[Path, typer.Option(help="directory with tokenizer.json and tokenizer_config.json")],
@@ -33,6 +35,17 @@ def prepare(
     shard: Annotated[
         str | None, typer.Option(metavar="I/N", help="only the I-th of N parts of the sources, for 'merge'")
     ] = None,
+    share: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST-STOP",
+            help="only documents whose hash falls there, of 1000000 places: 0-20000 and 20000-1000000 share none",
+        ),
+    ] = None,
+    document_tokens: Annotated[
+        int | None, typer.Option(min=2, help="of each document only so many tokens, end of text included")
+    ] = None,
+    at_least: Annotated[int, typer.Option(min=0, help="refuse if fewer tokens come out")] = 0,
 ) -> None:
     """Tokenize text into Megatron's .bin/.idx with a manifest of hashes. A prepare that was killed goes on.
 
@@ -42,8 +55,10 @@ def prepare(
     python -m train prepare --dataset allenai/c4 --dataset-config en --files 2 --tokenizer tokenizer --out data/c4
     """
     from train.documents import dataset_parts
+    from train.part import Chosen
     from train.prepare import prepare as prepare_tokens
     from train.shards import parse_shard
+    from train.share import EVERYTHING, parse_share
 
     if bool(sources) == bool(dataset):
         raise UserError("give either files or --dataset; see python -m train prepare --help")
@@ -51,7 +66,10 @@ def prepare(
         raise UserError("--dataset-config, --split and --files belong to --dataset; leave them out")
     found = dataset_parts(dataset, dataset_config, split, key, files) if dataset else sources or []
     part = parse_shard(shard) if shard else None
-    manifest = prepare_tokens(found, tokenizer, out, key=key, workers=workers, shard=part)
+    chosen = Chosen(parse_share(share) if share else EVERYTHING, document_tokens)
+    manifest = prepare_tokens(
+        found, tokenizer, out, key=key, workers=workers, shard=part, chosen=chosen, at_least=at_least
+    )
     typer.echo(f"{out}: {manifest.tokens} tokens in {manifest.documents} documents")
 
 
@@ -119,6 +137,9 @@ def run(
         list[str] | None,
         typer.Option("--set", help="key.path=value, for exploring: trains RUN_DIR-key=value beside RUN_DIR"),
     ] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: GPUs where torch sees one, else the CPU")
+    ] = "auto",
 ) -> None:
     """Train a run, or resume it from its newest whole checkpoint, to the end of its run.json.
 
@@ -127,8 +148,10 @@ def run(
     Example: torchrun --nproc-per-node 2 -m train run runs/tiny/lr3e-3
     """
     from train import stopping
+    from train.gpus import choose
 
     stopping.listen()
+    choose(device)
     from train.loop import train
 
     config = load_run(run_dir / "run.json")

@@ -168,6 +168,9 @@ def _check_held_out_is_unseen(run: RunConfig, train: list[Corpus | NpyCorpus], h
 def _check_sources_differ(corpus: Corpus | NpyCorpus, held_out: Corpus | NpyCorpus) -> None:
     if not isinstance(corpus.manifest, Manifest) or not isinstance(held_out.manifest, Manifest):
         return
+    shares = corpus.manifest.share, held_out.manifest.share
+    if shares[0] and shares[1] and not shares[0].overlaps(shares[1]):
+        return
     made_from = {record.sha256 for record in corpus.manifest.sources.values() if record.bytes}
     for name, record in held_out.manifest.sources.items():
         if record.sha256 in made_from or (name.startswith("dataset:") and name in corpus.manifest.sources):

@@ -29,12 +29,23 @@ class TextFile(Frozen):
 
     @property
     def name(self) -> str:
-        """What the manifest calls it."""
+        """The name that the manifest gives it."""
         return str(self.path)
 
     def texts(self) -> Iterator[str]:
         """Its documents, in order."""
         return read_documents(self.path, self.key)
+
+
+class TokenDocuments(Frozen):
+    """The documents of a token file that `train.prepare` made earlier; they are not tokenized again."""
+
+    prefix: Path
+
+    @property
+    def name(self) -> str:
+        """The name that the manifest gives it."""
+        return str(self.prefix)
 
 
 class DatasetPart(Frozen):
@@ -49,7 +60,7 @@ class DatasetPart(Frozen):
 
     @property
     def name(self) -> str:
-        """What the manifest calls it."""
+        """The name that the manifest gives it."""
         return f"dataset:{self.dataset}:{self.config or ''}:{self.split}:{self.index + 1}/{self.parts}"
 
     def texts(self) -> Iterator[str]:

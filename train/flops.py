@@ -11,16 +11,25 @@ EMBEDDINGS = ("model.embed_tokens.weight", "gpt_neox.embed_in.weight")  # looked
 
 
 class Gpu(NamedTuple):
-    """A kind of GPU: dense bf16 FLOP/s and bytes of memory, both from NVIDIA's data sheets."""
+    """A kind of GPU, from NVIDIA's data sheets.
+
+    Attributes:
+        peak_flops: dense bf16 FLOP/s.
+        memory_bytes: of the GPU.
+        fp32_flops: FLOP/s of fp32, not TF32.
+        bandwidth: of its memory, bytes/s.
+    """
 
     peak_flops: float
     memory_bytes: int
+    fp32_flops: float
+    bandwidth: float
 
 
 GPUS = {
-    "h100": Gpu(989e12, 80 * 10**9),  # SXM
-    "h200": Gpu(989e12, 141 * 10**9),  # SXM
-    "a100": Gpu(312e12, 80 * 10**9),
+    "h100": Gpu(989e12, 80 * 10**9, 67e12, 3.35e12),  # SXM
+    "h200": Gpu(989e12, 141 * 10**9, 67e12, 4.8e12),  # SXM
+    "a100": Gpu(312e12, 80 * 10**9, 19.5e12, 2.039e12),  # SXM
 }
 
 
@@ -36,12 +45,18 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     return float(6 * multiplied + 12 * model.num_hidden_layers * model.hidden_size * sequence_length)
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a whole GPU by its CUDA name, such as 'NVIDIA H100 80GB HBM3'; None for any other device.
+def kind_of(device_name: str) -> str | None:
+    """Return the key in `GPUS` of a CUDA name, such as 'NVIDIA H100 80GB HBM3'; None for any other device.
 
     The slower PCIe and NVL boards of H100 and H200 and the slices of MIG are other devices.
     """
     if re.search(r"\bMIG\b", device_name) or re.search(r"\bH[12]00\b.*\b(PCIe|NVL)\b", device_name):
         return None
     found = re.search(r"\b(A100|H100|H200)\b", device_name)
-    return GPUS[found[1].lower()].peak_flops if found else None
+    return found[1].lower() if found else None
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the dense bf16 FLOP/s of a whole GPU by its CUDA name; None where `kind_of` knows no kind."""
+    kind = kind_of(device_name)
+    return GPUS[kind].peak_flops if kind else None

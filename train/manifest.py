@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from train.command import Progress, UserError, explain_validation
 from train.frozen import Frozen
 from train.run_directory import FileRecord, sha256_of, write_json
+from train.share import Share
 
 # Hashing runs at some 500 MB/s on one core: a corpus up to this size is hashed at every start, a larger one on demand.
 HASHED_AT_START_BYTES = 256 << 20
@@ -35,6 +36,7 @@ class Manifest(Frozen):
     sources: dict[str, FileRecord] = Field(
         description="files by path; a part of a dataset by name, with its texts' hash"
     )
+    share: Share | None = Field(default=None, description="of the sources' documents; None: all")
 
     @property
     def sha256(self) -> str:

@@ -53,6 +53,7 @@ def pythia(*, hidden_size: int, layers: int, heads: int) -> ModelConfig:
     )
 
 
+OLMO2_30M = olmo2(hidden_size=256, layers=4, heads=8, intermediate_size=768)  # 8/3 hidden, up to a multiple of 256
 OLMO2_190M = olmo2(hidden_size=768, layers=12, heads=12, intermediate_size=olmo2_ladder_intermediate_size(768))
 OLMO2_370M = olmo2(hidden_size=1024, layers=16, heads=16, intermediate_size=olmo2_ladder_intermediate_size(1024))
 OLMO2_1B = olmo2(hidden_size=2048, layers=16, heads=16, intermediate_size=8192)

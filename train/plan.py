@@ -125,7 +125,9 @@ def plan_run(config: RunConfig, cluster: Cluster) -> RunPlan:
         microbatches=replicas and config.batch_size // (replicas * config.micro_batch_size),
         memory=memory,
         refusal=refusal,
-        layouts=fitting_layouts(config, cluster),
+        layouts=fitting_layouts(
+            config, cluster.world_size, gpus_per_node=cluster.gpus_per_node, gpu_bytes=cluster.kind.memory_bytes
+        ),
         checkpoints=checkpoint_bytes(config),
     )
 
@@ -134,14 +136,14 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _shardings(config: RunConfig, cluster: Cluster) -> Iterator[tuple[int, int, dict[str, Any], str]]:
+def _shardings(config: RunConfig, gpus_per_node: int) -> Iterator[tuple[int, int, dict[str, Any], str]]:
     """Ways to split a replica of the model, simplest first: its GPUs, pipeline stages, changes to run.json, words."""
     if config.engine == "deepspeed":
         for stage in (1, 2, 3) if config.zero.allow_stage_3 else (1, 2):
             if stage < 3 or not config.averages:
                 yield 1, 1, {"zero": config.zero.model_dump() | {"stage": stage}}, f"ZeRO stage {stage}"
         return
-    splits = itertools.product(_divisors(cluster.gpus_per_node), _divisors(config.model.num_hidden_layers))
+    splits = itertools.product(_divisors(gpus_per_node), _divisors(config.model.num_hidden_layers))
     for tensor, pipeline in sorted(splits, key=lambda split: (split[0] * split[1], split[1])):
         changes = {
             "tensor": tensor,
@@ -154,17 +156,17 @@ def _shardings(config: RunConfig, cluster: Cluster) -> Iterator[tuple[int, int, 
         yield tensor * pipeline * config.parallel.context, pipeline, {"parallel": changes}, words
 
 
-def fitting_layouts(config: RunConfig, cluster: Cluster) -> list[Layout]:
-    """Layouts that fit into memory, each with its largest micro batch, ordered by simplicity.
+def fitting_layouts(config: RunConfig, world_size: int, *, gpus_per_node: int, gpu_bytes: int) -> list[Layout]:
+    """Return the layouts that fit into memory, each with its largest micro batch, ordered by simplicity.
 
     That is: fewest GPUs in a replica of the model, then fewest pipeline stages (or the lowest ZeRO stage), then without
     recomputing activations. Searched are tensor sizes that divide a node, pipeline sizes that divide the layers,
     micro batches that divide a replica's share of the batch, and `recompute`.
     """
     found = []
-    for ranks, stages, changes, words in _shardings(config, cluster):
-        replicas = cluster.world_size // ranks
-        if cluster.world_size % ranks or config.batch_size % replicas:
+    for ranks, stages, changes, words in _shardings(config, gpus_per_node):
+        replicas = world_size // ranks
+        if world_size % ranks or config.batch_size % replicas:
             continue
         share = config.batch_size // replicas
         most = share if stages == 1 else share // (MICROBATCHES_PER_STAGE * stages)
@@ -172,8 +174,9 @@ def fitting_layouts(config: RunConfig, cluster: Cluster) -> list[Layout]:
             largest: Layout | None = None
             for micro in (size for size in _divisors(share) if size <= most):
                 tried = changes | {"recompute": recompute, "micro_batch_size": micro}
-                memory = _memory_if_it_fits(config, tried, cluster)
-                if memory is None:
+                changed = _changed(config, tried)
+                memory = changed and memory_if_it_fits(changed, world_size, gpu_bytes)
+                if not memory:
                     break
                 largest = Layout(words, replicas, tried, memory)
             if largest:
@@ -181,11 +184,26 @@ def fitting_layouts(config: RunConfig, cluster: Cluster) -> list[Layout]:
     return found
 
 
-def _memory_if_it_fits(config: RunConfig, changes: dict[str, Any], cluster: Cluster) -> RankMemory | None:
-    """The memory of the changed run; None if it is too much or the configuration refuses the change."""
+def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig | None:
+    """Return the run with another layout; None if the configuration refuses it."""
     try:
-        changed = RunConfig.model_validate(config.model_dump() | changes)
-        memory = rank_memory(changed, cluster.world_size)
-    except (ValidationError, UserError):
+        return RunConfig.model_validate(config.model_dump() | changes)
+    except ValidationError:
         return None
-    return memory if memory.bytes <= cluster.kind.memory_bytes else None
+
+
+def memory_if_it_fits(config: RunConfig, world_size: int, gpu_bytes: int) -> RankMemory | None:
+    """Return the memory of a rank; None if it is more than a GPU has, or batch and layout do not divide."""
+    try:
+        memory = rank_memory(config, world_size)
+    except UserError:
+        return None
+    return memory if memory.bytes <= gpu_bytes else None
+
+
+def fit(config: RunConfig, world_size: int, *, gpus_per_node: int, gpu_bytes: int) -> RunConfig | None:
+    """Return the run with a layout that fits these GPUs: its own if that does, else the simplest; None without any."""
+    if memory_if_it_fits(config, world_size, gpu_bytes):
+        return config
+    layouts = fitting_layouts(config, world_size, gpus_per_node=gpus_per_node, gpu_bytes=gpu_bytes)
+    return _changed(config, layouts[0].changes) if layouts else None

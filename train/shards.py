@@ -53,6 +53,8 @@ def merge(prefix: Path) -> Manifest:
             first.manifest.eos_token_id,
         ):
             raise UserError(f"{shard.prefix} and {first.prefix} were made by different tokenizers; prepare one again")
+        if shard.manifest.share != first.manifest.share:
+            raise UserError(f"{shard.prefix} and {first.prefix} hold different shares; prepare one again")
     sources = [item for manifest in manifests for item in manifest.sources.items()]
     if len(dict(sources)) < len(sources):
         raise UserError(f"the shards of {prefix} share a source; prepare them from one list of sources")

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
@@ -27,6 +28,8 @@ def environment() -> dict[str, Any]:
     project = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str | None:
+        if shutil.which("git") is None:  # a machine that got the files otherwise
+            return None
         command = ["git", "-C", str(project), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else None

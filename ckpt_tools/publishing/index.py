@@ -55,10 +55,11 @@ def _figures(result: Result) -> dict[str, Any]:
             f"kl_divergence_low_{NATS}": kl_low,
             f"kl_divergence_high_{NATS}": kl_high,
         }
+    top = measured.lambda_max
     return {
         f"trace_{CURVATURE_UNIT}": measured.trace.mean,
         f"trace_standard_error_{CURVATURE_UNIT}": measured.trace.standard_error,
-        f"lambda_max_{CURVATURE_UNIT}": measured.lambda_max.value,
-        "lambda_max_relative_residual": measured.lambda_max.residual,
-        "lambda_max_converged": measured.lambda_max.converged,
+        f"lambda_max_{CURVATURE_UNIT}": top.value if top else None,
+        "lambda_max_relative_residual": top.residual if top else None,
+        "lambda_max_converged": top.converged if top else None,
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_tools.publishing.exports import Exported
 from ckpt_tools.publishing.index import INDEX_CSV
-from ckpt_tools.publishing.results import Curvature, Quantization, Result
+from ckpt_tools.publishing.results import Curvature, LambdaMax, Quantization, Result
 from train.config import RunConfig
 from train.families import parameter_shapes
 from train.frozen import fingerprint
@@ -214,13 +214,18 @@ def _measured(results: list[Result]) -> Iterator[str]:
         yield f"Curvature of the loss, in {NATS} per squared parameter unit:"
         rows = []
         for name, one in curved:
-            state = "converged" if one.lambda_max.converged else "NOT converged"
             trace = f"{one.trace.mean:.4g} +- {one.trace.standard_error:.2g} ({one.trace.probes} probes)"
-            top = f"{one.lambda_max.value:.4g}, relative residual {one.lambda_max.residual:.2g}, {state}"
-            rows.append([f"`{name}`", trace, top])
+            rows.append([f"`{name}`", trace, _eigenvalue(one.lambda_max)])
         yield _table(["spec", "trace, mean +- standard error", "largest eigenvalue"], rows)
     if results:
         yield "\n".join(f"- `{one.measurement}/{one.name}`: {_listed(_without_places(one.spec))}" for one in results)
+
+
+def _eigenvalue(top: LambdaMax | None) -> str:
+    if top is None:
+        return "not measured"
+    residual = "no relative residual" if top.residual is None else f"relative residual {top.residual:.2g}"
+    return f"{top.value:.4g}, {residual}, {'converged' if top.converged else 'NOT converged'}"
 
 
 def _without_places(spec: dict[str, Any]) -> dict[str, Any]:

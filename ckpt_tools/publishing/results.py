@@ -60,7 +60,7 @@ class LambdaMax(BaseModel):
     """The Hessian's largest eigenvalue, in nats per token per squared parameter unit, and how far Lanczos came."""
 
     value: float
-    residual: float
+    residual: float | None
     converged: bool
 
 
@@ -69,7 +69,7 @@ class Curvature(BaseModel):
 
     loss: float
     trace: Trace
-    lambda_max: LambdaMax
+    lambda_max: LambdaMax | None = None  # not asked for
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""The tokenizer of a model on the hub, alone."""
+"""The tokenizer of a model on the hub or in a directory, alone."""
 
+import shutil
 from pathlib import Path
 
 from ckpt_tools.released.download_record import VOCABULARIES
@@ -13,11 +14,17 @@ HUB_STATE = ".cache"  # what huggingface_hub keeps beside the files it fetched
 
 
 def fetch_tokenizer(repo: str, out: Path) -> None:
-    """Writes a directory with the tokenizer of a repository; one that is there and whole is left as it is.
+    """Write a directory with the tokenizer of a repository; one that is there and whole is left as it is.
+
+    A local directory is copied, and the copy follows it where it was changed.
 
     Raises:
         UserError: the hub is not reached, the repository holds no tokenizer.json, or `out` is something else.
     """
+    if Path(repo).is_dir():
+        check_replaceable(out)
+        _copy(Path(repo), out)
+        return
     if (out / TOKENIZER_JSON).is_file():
         load_tokenizer(out)
         return
@@ -33,3 +40,17 @@ def fetch_tokenizer(repo: str, out: Path) -> None:
             left.rmdir() if left.is_dir() else left.unlink()
         (aside / HUB_STATE).rmdir()
         load_tokenizer(aside)
+
+
+def check_replaceable(out: Path) -> None:
+    """UserError where a directory holds anything but a tokenizer, which a new one would replace."""
+    if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= set(TOKENIZER_FILES)):
+        raise UserError(f"{out} is there and holds more than a tokenizer; give another directory")
+
+
+def _copy(source: Path, out: Path) -> None:
+    load_tokenizer(source)
+    with committed_directory(out) as aside:
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, aside / name)

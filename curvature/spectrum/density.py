@@ -114,7 +114,7 @@ def density(
 
 def _gauss_rule(product: Product, start_p: Tensor, inner: Inner, steps: int) -> tuple[list[float], list[float]]:
     """Nodes and weights. The basis goes when this returns, before the next is made."""
-    krylov = Krylov(product, start_p, inner, max_steps=steps)
+    krylov = Krylov(product, start_p, inner)
     while krylov.size < steps and not krylov.exhausted:
         krylov.step()
     ritz = krylov.ritz()

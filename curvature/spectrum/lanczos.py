@@ -3,12 +3,12 @@
 A vector may be spread over ranks, each of which calls the functions here with its part. All they decide follows from
 `inner`, whose values are the same on every rank, so all ranks take the same steps.
 
-Shapes: p the part of the parameters that lies on this rank, K steps at most, k steps so far.
+Shapes: p the part of the parameters that lies on this rank, k steps so far.
 """
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor
 from train.command import UserError
 
 Product = Callable[[Tensor], Tensor]  # v_p -> (Hv)_p, a new tensor
-Inner = Callable[[Tensor, Tensor], Tensor]  # a_kp, b_p -> a_k . b over all ranks, float64 [k]
+Inner = Callable[[Sequence[Tensor], Tensor], Tensor]  # k vectors a_p, b_p -> a . b over all ranks, float64 [k]
 
 ROUNDING = 10  # multiples of the vectors' epsilon, relative to |Hq|, up to which a remainder is nothing but rounding
+ENTRIES_AT_ONCE = 1 << 20  # to which all basis vectors are added while they lie in the cache
 
 
 class RitzPair(NamedTuple):
@@ -65,13 +66,13 @@ class Ritz(NamedTuple):
 
 def norm(v_p: Tensor, inner: Inner) -> float:
     """|v| over all ranks."""
-    return math.sqrt(float(inner(v_p[None], v_p)))
+    return math.sqrt(float(inner([v_p], v_p)))
 
 
 def judge(x_p: Tensor, hx_p: Tensor, inner: Inner, tolerance: float) -> RitzPair:
     """The pair of a unit vector x and its product."""
-    value = float(inner(x_p[None], hx_p))
-    distance = norm(hx_p - value * x_p, inner)
+    value = float(inner([x_p], hx_p))
+    distance = norm(torch.sub(hx_p, x_p, alpha=value), inner)
     if distance == 0.0:
         return RitzPair(value, 0.0, converged=True)
     if value == 0.0:
@@ -83,8 +84,8 @@ class Krylov:
     """An orthonormal basis Q of span{v, Hv, H^2 v, ...}, in which H is a tridiagonal T, grown by a product at a time.
 
     Every new vector is orthogonalised twice against all before it ('twice is enough', Parlett 1980, section 6.9). That
-    costs memory for all of them and buys the absence of ghosts: the eigenvalues of T belong to orthogonal vectors, so
-    two equal ones that both converged are two eigenvalues of H.
+    costs memory for all of them, taken as they come, and buys the absence of ghosts: the eigenvalues of T belong to
+    orthogonal vectors, so two equal ones that both converged are two eigenvalues of H.
 
     Attributes:
         size: k, the number of steps taken.
@@ -92,14 +93,13 @@ class Krylov:
             the start vector can reach, and no step is left.
     """
 
-    def __init__(self, product: Product, start_p: Tensor, inner: Inner, *, max_steps: int) -> None:
-        """The memory of all `max_steps` basis vectors is taken here."""
+    def __init__(self, product: Product, start_p: Tensor, inner: Inner) -> None:
         length = norm(start_p, inner)
         if length == 0.0:
             raise ValueError("the start vector is zero")
         self._product, self._inner = product, inner
-        self._basis_Kp = start_p.new_empty(max_steps, len(start_p))
-        self._basis_Kp[0] = start_p / length
+        self._basis = [start_p / length]
+        self._next_p: Tensor | None = None  # becomes a basis vector if there is another step
         self._diagonal: list[float] = []
         self._off_diagonal: list[float] = []
         self.size = 0
@@ -108,11 +108,13 @@ class Krylov:
     def step(self) -> None:
         """Raises UserError where the product is not finite, on every rank at once."""
         self.size += 1
-        done_kp = self._basis_Kp[: self.size]
-        w_p = self._product(done_kp[-1])
-        in_span_k = self._inner(done_kp, w_p)
-        w_p = torch.addmv(w_p, done_kp.T, in_span_k.to(w_p), alpha=-1)
-        w_p = torch.addmv(w_p, done_kp.T, self._inner(done_kp, w_p).to(w_p), alpha=-1)
+        if self._next_p is not None:
+            self._basis.append(self._next_p)
+            self._next_p = None
+        w_p = self._product(self._basis[-1])
+        in_span_k = self._inner(self._basis, w_p)
+        _add(w_p, self._basis, -in_span_k)
+        _add(w_p, self._basis, -self._inner(self._basis, w_p))
         beta = norm(w_p, self._inner)
         length = math.hypot(float(in_span_k.norm()), beta)
         if not math.isfinite(length):
@@ -121,8 +123,8 @@ class Krylov:
         self.exhausted = beta <= ROUNDING * torch.finfo(w_p.dtype).eps * length
         self._diagonal.append(float(in_span_k[-1]))
         self._off_diagonal.append(0.0 if self.exhausted else beta)
-        if not self.exhausted and self.size < len(self._basis_Kp):
-            self._basis_Kp[self.size] = w_p / beta
+        if not self.exhausted:
+            self._next_p = w_p.div_(beta)
 
     def ritz(self) -> Ritz:
         """What the steps so far say of H."""
@@ -133,8 +135,20 @@ class Krylov:
 
     def vector(self, s_k: Tensor) -> Tensor:
         """The unit vector along Qs."""
-        x_p = self._basis_Kp[: self.size].T @ s_k.to(self._basis_Kp)
-        return x_p / norm(x_p, self._inner)
+        x_p = _add(torch.zeros_like(self._basis[0]), self._basis, s_k)
+        return x_p.div_(norm(x_p, self._inner))
+
+
+def _add(sum_p: Tensor, vectors: list[Tensor], factors_k: Tensor) -> Tensor:
+    """Adds vectors times factors to `sum_p`, in place, rounding once."""
+    factors = factors_k.tolist()
+    for start in range(0, len(sum_p), ENTRIES_AT_ONCE):
+        part = slice(start, start + ENTRIES_AT_ONCE)
+        wide = sum_p[part].double()
+        for vector_p, factor in zip(vectors, factors, strict=True):
+            wide.add_(vector_p[part], alpha=factor)
+        sum_p[part] = wide
+    return sum_p
 
 
 def lanczos(
@@ -164,7 +178,7 @@ def lanczos(
     """
     if largest < 1 or smallest < 0 or max_iterations < largest + smallest:
         raise ValueError(f"largest {largest}, smallest {smallest}, max_iterations {max_iterations} ask for no spectrum")
-    krylov = Krylov(product, start_p, inner, max_steps=max_iterations)
+    krylov = Krylov(product, start_p, inner)
     while True:
         krylov.step()
         ritz, size = krylov.ritz(), krylov.size

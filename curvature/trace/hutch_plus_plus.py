@@ -71,7 +71,7 @@ def sketch(product: Product, probes: Probes, inner: Inner, *, size: int) -> Sket
         whole = length = _length(y_p, inner)
         while length > DEPENDENT * torch.finfo(y_p.dtype).eps * whole:
             projection_r = inner(basis[:rank], y_p)
-            y_p = y_p - projection_r.to(y_p.dtype) @ basis[:rank]
+            y_p = y_p - projection_r.to(y_p) @ basis[:rank]
             column_k[:rank] += projection_r.cpu()
             before, length = length, _length(y_p, inner)
             if length > before / 2:
@@ -114,7 +114,7 @@ def hutch_plus_plus(product: Product, probes: Probes, inner: Inner, *, matvecs: 
     rest = []
     for index in range(size, 2 * size):
         g_p = probes(index)
-        g_p = g_p - inner(basis_rp, g_p).to(g_p.dtype) @ basis_rp
+        g_p = g_p - inner(basis_rp, g_p).to(g_p) @ basis_rp
         rest.append(float(inner(g_p[None], product(g_p))))
     standard_error = statistics.stdev(rest) / math.sqrt(size)
     return MatrixTrace(dominant + statistics.fmean(rest), standard_error, 2 * size + len(basis_rp), "hutch++")

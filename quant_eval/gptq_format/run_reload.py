@@ -22,6 +22,7 @@ from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES, read_whole
 from ckpt_tools.forward import names_in_files
 from quant_eval.gptq_format.reload import Job
+from quant_eval.libraries import pcre
 from train.run_directory import write_json
 from train.tokenizer import TOKENIZER_JSON
 
@@ -41,6 +42,7 @@ def with_tokenizer(checkpoint: Path, place: Path) -> Path:
 def load(checkpoint: Path, dtype: torch.dtype) -> Any:
     """The model of a checkpoint as gptqmodel loads it, on the CPU, with its kernel of plain torch operations."""
     weights = HFWeights(checkpoint)
+    pcre.stand_in()
 
     from gptqmodel import BACKEND, GPTQModel
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear

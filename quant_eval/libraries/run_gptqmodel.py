@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf_model import load_hf_model, read_hf_config
 from quant_eval.families import ARCHITECTURES, family_of
+from quant_eval.libraries import pcre
 from quant_eval.libraries.job import REPORT, WEIGHTS, Job, LayerReport, Report
 from quant_eval.specs import QuantSpec
 from train.command import UserError, run_command
@@ -205,6 +206,7 @@ def quantize(job: Job) -> None:
     output = hf_model.get_output_embeddings()
     linears = {name for name, m in hf_model.named_modules() if isinstance(m, nn.Linear) and m is not output}
     os.environ.update(ENVIRONMENT)
+    pcre.stand_in()
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     import gptqmodel

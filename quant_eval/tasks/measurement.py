@@ -19,6 +19,7 @@ from quant_eval.tasks.scoring import SOFTMAX_DTYPE, evaluate_tasks
 from quant_eval.tasks.settings import TaskSettings
 from quant_eval.texts import describe, open_text
 from train.command import UserError
+from train.gpus import refuse_cuda
 from train.tracking import environment
 
 
@@ -55,7 +56,7 @@ def measure(
     here = environment()
     compute = settings.compute
     if compute.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but torch sees no GPU; take --device cpu, or a machine that has one")
+        refuse_cuda()
     model = identify(hf_dir, ARCHITECTURES)
     full: Any = load_hf_model(hf_dir, DTYPES[compute.dtype], "sdpa", ARCHITECTURES)
     tokenizer = _tokenizer(hf_dir, full.config.vocab_size)

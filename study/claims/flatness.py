@@ -31,6 +31,8 @@ def across_runs(evidence: Evidence) -> list[Verdict]:
 def _correlated(evidence: Evidence, quantity: str, spec: str, figure: str) -> Judged:
     if evidence.study.curvature is None:
         return not_tested(NOT_MEASURED)
+    if quantity == TOP and not evidence.study.curvature.lambda_max:
+        return not_tested("the study measures no largest eigenvalue")
     column = f"quant/{spec}/{figure}"
     chosen = _independent(evidence)
     gap = missing((f"the end of {end.label}", end.last, one) for end in chosen for one in (quantity, column))

@@ -5,11 +5,12 @@ A variant is a function with the one thing that differs as its argument. `parts`
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
-from pydantic import ValidationError
-
+from study.own_text import Asked
+from study.recipes.changed import on_text, with_study_settings
 from study.recipes.demo import tiny, tiny_smoke
-from study.recipes.olmo2 import olmo2_1b_lr, olmo2_7b_lr, olmo2_7b_lr_cosine300b, olmo2_190m_lr
+from study.recipes.olmo2 import olmo2_1b_lr, olmo2_7b_lr, olmo2_7b_lr_cosine300b, olmo2_30m_lr, olmo2_190m_lr
 from study.recipes.parts import learning_rate_name
 from study.recipes.pythia import (
     pythia_70m_kumar,
@@ -21,9 +22,7 @@ from study.recipes.pythia import (
 )
 from study.recipes.trajectory import TRAJECTORY, Released, trajectory
 from study.settings import Study
-from train.command import UserError, explain_validation
-from train.config import RunConfig, with_settings
-from train.frozen import fingerprint
+from train.command import UserError
 
 __all__ = ["RECIPES", "TRAJECTORY", "Released", "learning_rate_name", "recipe_names", "resolve", "tiny"]
 
@@ -41,6 +40,7 @@ RECIPES: dict[str, Profiles] = {
     "olmo2-7b-lr-cosine300b": _profiles(olmo2_7b_lr_cosine300b),
     "olmo2-1b-lr": _profiles(olmo2_1b_lr),
     "olmo2-190m-lr": _profiles(olmo2_190m_lr),
+    "olmo2-30m-lr": _profiles(olmo2_30m_lr),
     "pythia-160m-lr": _profiles(pythia_160m_lr),
     "pythia-160m-schedules": _profiles(pythia_160m_schedules),
     "pythia-160m-weight-decay": _profiles(pythia_160m_weight_decay),
@@ -55,17 +55,40 @@ def recipe_names() -> tuple[str, ...]:
     return (*RECIPES, TRAJECTORY)
 
 
-def resolve(recipe: str, profile: str, settings: tuple[str, ...] = (), released: Released | None = None) -> Study:
-    """The study of a recipe's name and profile, with `key.path=value` settings applied to every run of it.
+def resolve(
+    recipe: str,
+    profile: str,
+    settings: tuple[str, ...] = (),
+    released: Released | None = None,
+    asked: Asked | None = None,
+    root: Path = Path("runs"),
+) -> Study:
+    """Return the study of a recipe's name and profile, its runs changed by settings, on the text that is asked for.
 
-    The settings stand in the name of the study; its runs keep theirs. `released` belongs to the recipe `trajectory`.
+    Settings and text stand in the name of the study; its runs keep theirs.
 
     >>> resolve("tiny", "full", ("engine=deepspeed",)).name
     'tiny-engine=deepspeed'
 
+    Args:
+        recipe: its name.
+        profile: full or smoke.
+        settings: key.path=value of run.json.
+        released: of the recipe `trajectory`.
+        asked: --text; None: the recipe's own text.
+        root: directory of studies; one of the name that is there says where its text came from.
+
     Raises:
-        UserError: there is no such recipe or profile (the message lists what there is), or a setting does not fit.
+        UserError: there is no such recipe or profile (the message lists what there is), a setting or the text does not
+            fit.
     """
+    study = _resolved(recipe, profile, settings, released, measured_on=asked is not None)
+    return on_text(study, asked, root) if asked else study
+
+
+def _resolved(
+    recipe: str, profile: str, settings: tuple[str, ...], released: Released | None, measured_on: bool
+) -> Study:
     if recipe == TRAJECTORY:
         if settings:
             raise UserError("--set changes runs that are trained, a trajectory has none; leave it out")
@@ -74,35 +97,12 @@ def resolve(recipe: str, profile: str, settings: tuple[str, ...] = (), released:
                 "trajectory needs a released model; give --source, such as allenai/OLMo-2-1124-7B, or a directory of "
                 "revisions"
             )
-        return trajectory(released, profile)
+        return trajectory(released, profile, measured_on)
     if released is not None:
-        raise UserError(f"--source, --every, --stage, --family and --text belong to {TRAJECTORY}, not to {recipe}")
+        raise UserError(f"--source, --every, --stage and --family belong to {TRAJECTORY}, not to {recipe}")
     if recipe not in RECIPES:
         raise UserError(f"no recipe '{recipe}'; take one of: {', '.join(recipe_names())}")
     if profile not in RECIPES[recipe]:
         raise UserError(f"recipe {recipe} has no profile '{profile}'; take one of: {', '.join(RECIPES[recipe])}")
     study = RECIPES[recipe][profile]()
-    return _changed(study, settings) if settings else study
-
-
-def _changed(study: Study, settings: tuple[str, ...]) -> Study:
-    """The study with settings applied to every run; a branch names its changed parent."""
-    changed: dict[str, RunConfig] = {}
-    suffix = ""
-    for run in study.trained:
-        new = with_settings(run, list(settings))
-        suffix = new.name.removeprefix(run.name)
-        branch_from = run.branch_from
-        if branch_from:
-            parent = changed[study.parent_of(run).name]
-            branch_from = branch_from.model_copy(update={"fingerprint": fingerprint(parent)})
-        changed[run.name] = new.model_copy(update={"name": run.name, "branch_from": branch_from})
-    content = study.model_dump() | {
-        "name": study.name + suffix,
-        "settings": settings,
-        "runs": [run.model_dump() for run in changed.values()],
-    }
-    try:
-        return Study.model_validate(content)
-    except ValidationError as error:
-        raise explain_validation("--set", error) from None
+    return with_study_settings(study, settings) if settings else study

@@ -130,6 +130,7 @@ def _tiny_of_size(name: str, size: _TinySize) -> Study:
             "quantization, curvature, averages: arXiv 2510.06213, sections 3 to 6, appendix C",
         ),
         ranks=2,
+        sized_for="cpu",
         text=TINY_TEXT,
         runs=tuple(_tiny_run(peak_lr, size) for peak_lr in size.peaks),
         quantization=QuantizationSettings(

@@ -3,15 +3,12 @@
 import math
 from typing import Any
 
-from study.settings import CurvatureSettings, QuantizationSettings, Study
-from study.text import TEXTS, PreparedText, StandardLibrary, TokenFile
+from study.settings import CurvatureSettings, QuantizationSettings
+from study.text import PreparedText, StandardLibrary, TokenFile
+from study.text_places import places_of
 from train.config import RunConfig
-from train.flops import GPUS, flops_per_token
 from train.frozen import fingerprint
-from train.schedules import first_step
 from train.settings import Anneal, BranchFrom, DataConfig
-
-MFU = 0.4  # of the estimates, on H100; OLMo-core reports 0.47 to 0.48 for OLMo2-7B
 
 # arXiv 2510.06213, appendices A and D: calibrated on C4's second file, c4-train.00001-of-01024, and measured on some
 # 600,000 tokens of RefinedWeb, of which aldakata/TrainingDynamicsQuantizationRobustness does not say which.
@@ -96,24 +93,16 @@ def data_of(
     text: StandardLibrary | PreparedText, *, sequence_length: int, held_out_sequences: int, **settings: Any
 ) -> DataConfig:
     """What a run of a study with this text reads; `settings` are further ones of DataConfig."""
-    places: dict[str, Any]
-    if isinstance(text, StandardLibrary):
-        places = {"train": "../data/train", "held_out": "../data/held_out", "tokenizer": "../data/corpus/tokenizer"}
-    else:
-        places = {use: f"../../{TEXTS}/{text.files[use].name}" for use in ("train", "held_out")}
-        places["tokenizer"] = f"../../{text.tokenizer_directory}"
-    return DataConfig(**places, sequence_length=sequence_length, held_out_sequences=held_out_sequences, **settings)
-
-
-def trained_tokens(study: Study) -> int:
-    """Tokens that all runs of a study are trained on; a branch counts from where it starts."""
-    return sum((run.total_steps - first_step(run)) * run.tokens_per_step for run in study.trained)
-
-
-def gpu_hours(study: Study) -> float:
-    """Hours of one H100 that training takes at `MFU` of its peak, measuring left out."""
-    flops = sum(
-        (run.total_steps - first_step(run)) * run.tokens_per_step * flops_per_token(run.model, run.data.sequence_length)
-        for run in study.trained
+    places = {use: from_run(place) for use, place in places_of(text).items() if use != "calibration"}
+    return DataConfig.model_validate(
+        {**places, "sequence_length": sequence_length, "held_out_sequences": held_out_sequences, **settings}
     )
-    return flops / (MFU * GPUS["h100"].peak_flops) / 3600
+
+
+def from_run(place: str) -> str:
+    """Return a place that a command names as a run's directory sees it.
+
+    >>> from_run("{study}/data/train")
+    '../data/train'
+    """
+    return place.replace("{study}", "..", 1).replace("{root}", "../..", 1)

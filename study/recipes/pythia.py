@@ -33,6 +33,7 @@ def _study(
         description=f"In small: {description}" if smoke else description,
         sources=SOURCES,
         ranks=size.ranks,
+        sized_for="cpu" if smoke else "cuda",
         text=size.text,
         runs=tuple(runs),
         heading=heading,

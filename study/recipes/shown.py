@@ -3,10 +3,14 @@
 from collections.abc import Iterator
 
 from study.recipes import RECIPES, TRAJECTORY, resolve
-from study.recipes.parts import MFU, amount_name, gpu_hours, trained_tokens
+from study.recipes.cost import assumed_mfu, gpu_hours, measuring_hours, trained_tokens
+from study.recipes.parts import amount_name
 from study.released import ReleasedRun
 from study.settings import Study
+from study.text import PreparedText, StandardLibrary, TokenFiles
 from train.config import RunConfig
+
+SHORTEST_HOURS = 0.1  # of training; less is trained on a CPU
 
 
 def listed() -> Iterator[str]:
@@ -14,9 +18,12 @@ def listed() -> Iterator[str]:
     for name, profiles in RECIPES.items():
         study = resolve(name, "full")
         cost = f"{amount_name(trained_tokens(study)).upper()} tokens"
-        hours = gpu_hours(study)
+        hours, mfu = gpu_hours(study), assumed_mfu(study.trained[0].model)
         if hours >= 1:
-            cost += f", {hours:,.0f} H100-hours of training at {MFU:.0%} of the peak"
+            cost += f", {hours:,.0f} H100-hours of training at {mfu:.0%} of the peak"
+        elif hours >= SHORTEST_HOURS:
+            measuring = measuring_hours(study)
+            cost += f", {hours:.1f} H100-hours of training at {mfu:.0%} of the peak, {measuring:.1f} of measuring"
         yield f"{name} ({', '.join(profiles)}): {study.description} [{cost}]"
     yield (
         f"{TRAJECTORY} (full, smoke): A released model at its revisions, with --source OWNER/NAME or a directory "
@@ -29,7 +36,9 @@ def summary(study: Study) -> Iterator[str]:
     yield f"{study.name}: {study.description}"
     for run in study.runs:
         yield f"  {run.name}: {_released(run) if isinstance(run, ReleasedRun) else _trained(run)}"
+    yield f"  text: {_text(study)}"
     curvature = f"{study.curvature.pairs} probe pairs" if study.curvature else "not measured"
+    curvature += ", traces alone" if study.curvature and not study.curvature.lambda_max else ""
     yield f"  quantized: {', '.join(study.quantization.specs)}; curvature: {curvature}"
     if study.quantization.methods:
         yield f"  quantized at the end of training: {', '.join(study.quantization.methods)}"
@@ -42,6 +51,22 @@ def summary(study: Study) -> Iterator[str]:
         yield f"  {soup.name}: the mean of the checkpoints at {', '.join(map(str, soup.steps))}, quantized"
     for source in study.sources:
         yield f"  source: {source}"
+
+
+def _text(study: Study) -> str:
+    text = study.text
+    if isinstance(text, StandardLibrary):
+        return f"the standard library of Python, a tokenizer of {text.vocab_size} tokens trained on it"
+    if isinstance(text, PreparedText):
+        files = ", ".join(f"{use} {file.name}" for use, file in text.files.items())
+        return f"{files}, with the tokenizer of {text.tokenizer}"
+    if isinstance(text, TokenFiles):
+        return f"held out {text.held_out}, calibration {text.calibration}" + (
+            f", train {text.train}" if text.train else ""
+        )
+    shares = f"places {text.held_out} of a million held out, {text.calibration} to calibrate with"
+    made = text.tokenizer or f"one of {text.vocab_size} tokens trained on it"
+    return f"{', '.join(text.sources)}: {shares}{f', {text.train} trained on' if text.train else ''}; tokenizer: {made}"
 
 
 def _trained(run: RunConfig) -> str:

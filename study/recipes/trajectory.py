@@ -9,18 +9,28 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt_tools.hf_model import read_hf_config
 from ckpt_tools.released.revisions import Revision
 from ckpt_tools.released.trajectory import choose, is_local, revisions_of
-from study.recipes.parts import EVAL_TOKENS, SMALL_QUANTIZATION, SMOKE, WEB_METHODS, WEB_SPECS, web_text
+from study.recipes.olmo2 import TRACES
+from study.recipes.parts import (
+    EVAL_TOKENS,
+    SMALL_CURVATURE,
+    SMALL_QUANTIZATION,
+    SMOKE,
+    WEB_METHODS,
+    WEB_SPECS,
+    web_text,
+)
 from study.released import ReleasedRevision, ReleasedRun
-from study.settings import QuantizationSettings, Study, load_study
-from study.text import PreparedText, TokenFiles
-from study.text_steps import prefix
+from study.settings import CurvatureSettings, QuantizationSettings, Study
+from study.text import PreparedText
 from train.command import UserError
 
 TRAJECTORY = "trajectory"
 MAIN = "main"  # stage of the branch main, which repeats the last revision or is a soup
 TOKENIZERS = {"HuggingFaceTB/SmolLM3-3B-checkpoints": "HuggingFaceTB/SmolLM3-3B"}  # of a repository without a main
+SEQUENCE_LENGTH = 2048  # of curvature, at most: some released models have contexts that no product fits
 QUANTIZATION = QuantizationSettings(
     specs=WEB_SPECS,
     methods=WEB_METHODS,
@@ -39,21 +49,22 @@ class Released(NamedTuple):
         every: of each stage the first revision, every so manieth behind it, and the last; None: all.
         stage: only this one; None: all but main.
         family: repository whose naming and schedule the revisions have; None: told by the source.
-        text: directory of a study whose text is measured on; None: C4 and RefinedWeb, with the model's own tokenizer.
     """
 
     source: str
     every: int | None = None
     stage: str | None = None
     family: str | None = None
-    text: Path | None = None
 
 
-def trajectory(released: Released, profile: str) -> Study:
+def trajectory(released: Released, profile: str, measured_on: bool = False) -> Study:
     """A line per stage of the model, and per run that was averaged into it; averages of a run's exports are lines too.
 
-    The learning rates are those of the published recipes (ckpt_tools.released). Curvature is not measured: the
-    paper did so of its own Pythia-160M alone, and vectors over billions of parameters fill a machine.
+    The learning rates are those of the published recipes (ckpt_tools.released). Of curvature there are traces alone:
+    vectors over billions of parameters, which eigenvalues take, fill a machine.
+
+    Measured on are C4 and RefinedWeb, with the model's own tokenizer, unless another text takes their place afterwards
+    (`measured_on`).
 
     Raises:
         UserError: the source is no trajectory, the profile is unknown, or a local source comes without a text.
@@ -71,11 +82,22 @@ def trajectory(released: Released, profile: str) -> Study:
         description=f"The released trajectory of {released.source}",
         sources=("arXiv 2510.06213, section 3, appendices A and D", *schedules),
         ranks=1,
-        text=_text(released, local),
+        sized_for="any",
+        text=_text(released, local and not measured_on),
         runs=runs,
         heading="stage",
         quantization=SMALL_QUANTIZATION if profile == "smoke" else QUANTIZATION,
+        curvature=_curvature(Path(source) if local else None, found, profile),
     )
+
+
+def _curvature(directory: Path | None, found: list[Revision], profile: str) -> CurvatureSettings:
+    """Traces, on sequences no longer than the context of a model that is here."""
+    settings = SMALL_CURVATURE.model_copy(update={"lambda_max": False}) if profile == "smoke" else TRACES
+    length = SEQUENCE_LENGTH
+    if directory and (directory / found[0].revision / "config.json").exists():
+        length = min(length, read_hf_config(directory / found[0].revision).get("max_position_embeddings", length))
+    return settings.model_copy(update={"sequence_length": length})
 
 
 def _name(directory: Path, found: list[Revision]) -> str:
@@ -129,23 +151,9 @@ def _revision(one: Revision) -> ReleasedRevision:
     return ReleasedRevision(name=one.revision, step=one.step, tokens=one.tokens, learning_rate=one.learning_rate)
 
 
-def _text(released: Released, local: bool) -> PreparedText | TokenFiles:
-    if released.text is not None:
-        return _text_of(released.text)
-    if local:
+def _text(released: Released, unknown: bool) -> PreparedText:
+    if unknown:
         raise UserError(
-            f"{released.source} is a directory; name with --text a study whose text is measured on, such as runs/tiny"
+            f"{released.source} is a directory; name with --text what is measured on, such as the study runs/tiny"
         )
     return web_text(TOKENIZERS.get(released.source, released.source))
-
-
-def _text_of(directory: Path) -> TokenFiles:
-    """The token files of another study."""
-    study = load_study(directory)
-    places = {"{study}": directory.resolve(), "{root}": directory.resolve().parent}
-
-    def absolute(use: str) -> str:
-        place, _, rest = prefix(study, use).partition("/")
-        return f"{places[place]}/{rest}"
-
-    return TokenFiles(held_out=absolute("held_out"), calibration=absolute("calibration"))

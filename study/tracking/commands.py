@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from study.choosing import Profile, Root, Settings, StudyName, existing
+from study.choosing import Profile, Root, Settings, StudyName, Text, TokenizerDirectory, asked_of, existing
 from train.command import UserError
 
 TrackingUri = Annotated[
@@ -22,6 +22,8 @@ def mirror(
     root: Root = Path("runs"),
     profile: Profile = "full",
     settings: Settings = None,
+    text: Text = None,
+    tokenizer: TokenizerDirectory = None,
     tracking_uri: TrackingUri = None,
     run: Annotated[str | None, typer.Option(help="import this run's metrics alone, while it trains or after")] = None,
     follow: Annotated[
@@ -40,7 +42,7 @@ def mirror(
     from study.tracking.store import opening
     from study.tracking.store import tracking_uri as uri_of
 
-    directory, study = existing(name, root, profile, settings)
+    directory, study = existing(name, root, profile, settings, asked_of(text, tokenizer))
     uri = uri_of(root, tracking_uri)
     if run is None:
         if follow is not None:

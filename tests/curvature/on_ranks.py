@@ -16,11 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ckpt_tools.ranks import Ranks, start
-from curvature.exact import DualHessian, HessianProduct
+from curvature.exact import DualHessian, SketchedProduct
 from curvature.finite_difference import DifferenceHessian
 from curvature.guard import check_product
 from curvature.model import CurvedModel, Sharding
 from curvature.parameters import Parameters, Probe, local
+from curvature.sketch import CountSketch
 from tests.curvature.conftest import random_tokens, tiny_model
 from train.command import UserError
 
@@ -140,6 +141,7 @@ def _plain(record: Record, ranks: Ranks, sharding: Sharding) -> None:
     record.keep("differences", parameters, product.hv_p)
     record.figures["differences"] = [product.loss, product.slope]
     record.figures["dots of differences"] = differences.quadratic(tokens_BS1, parameters.probe(Probe(0, 1))).dots
+    record.figures["dots of probed differences"] = differences.probed(tokens_BS1, Probe(0, 1)).dots
     record.keep("put back", parameters, parameters.point())
 
 
@@ -183,20 +185,21 @@ class OneRankWrong:
 
     def __init__(self, hessian: DualHessian, ranks: Ranks, factor: float) -> None:
         self.parameters, self.quadratic, self.probed = hessian.parameters, hessian.quadratic, hessian.probed
+        self.product = hessian.product
         self._hessian = hessian
         self._factor = factor if ranks.rank == ranks.size - 1 else 1.0
 
-    def product(self, tokens_BS1: Tensor, v_p: Tensor) -> HessianProduct:
+    def sketched(self, tokens_BS1: Tensor, sketch: CountSketch) -> SketchedProduct:
         """Hv, wrong."""
-        right = self._hessian.product(tokens_BS1, v_p)
-        return right._replace(hv_p=self._factor * right.hv_p)
+        right = self._hessian.sketched(tokens_BS1, sketch)
+        return right._replace(picture_s=self._factor * right.picture_s)
 
 
 def guarded(ranks: Ranks) -> dict[str, Any]:
     """The guard's figures for a right product, and its refusal of one that is wrong on one rank."""
     curved = CurvedModel(tiny_model(torch.float32), ranks=ranks, sharding="fsdp")
     right, reference = DualHessian(curved), DifferenceHessian(curved)
-    arguments = (random_tokens(3), curved.parameters.probe(Probe(0, 0)))
+    arguments = (random_tokens(3), CountSketch(curved.parameters, Probe(0, 0)))
     found: dict[str, Any] = {"passed": check_product(right, reference, *arguments)}
     try:
         check_product(OneRankWrong(right, ranks, 1.2), reference, *arguments)

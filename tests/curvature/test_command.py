@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -210,7 +211,7 @@ def test_power_iteration_finds_the_eigenvalue_of_largest_magnitude(tiny):
 def test_traces_of_the_fixed_batch(tiny, spec):
     """Nearer than Hutchinson's error sqrt(2 (|H|_F^2 - sum h_ii^2) / m) with as many products."""
     hessian_PP = tiny.dense.hessian_PP
-    found = tiny.measured(spec, "--products", "90", "--tolerance", "1e-5")
+    found = tiny.measured(spec, "--products", "90", "--tolerance", "1e-5", "--max-iterations", "50")
     within(found["trace"], float(hessian_PP.trace()))
     hutchinsons = math.sqrt(2 * float(hessian_PP.square().sum() - hessian_PP.diagonal().square().sum()) / 90)
     assert found["trace"]["standard_error"] < 0.5 * hutchinsons
@@ -247,3 +248,70 @@ def test_stopping_at_a_relative_error(tiny):
     assert (stopped["microbatches"], stopped["reached"]) == (64, True)
     assert whole["per_microbatch"][:64] == stopped["per_microbatch"]
     assert (whole["microbatches"], whole["reached"]) == (80, None)
+
+
+@pytest.mark.parametrize("spec", ["hutchinson", "hutch++", "xtrace"])
+def test_without_lambda_max_the_traces_are_the_same(tiny, spec):
+    few = (
+        ["--pairs", "4", "--norm-pairs", "2", "--companion-pairs", "2"] if spec == "hutchinson" else ["--products", "6"]
+    )
+    with_it = tiny.measured(spec, *few)
+    fixed = FIXED[2:] if spec == "hutchinson" else FIXED  # the fixed batch is lambda_max's alone
+    arguments = ("run", tiny.hf_dir, "--spec", spec, "--data", tiny.data, *fixed, *few)
+    assert command(*arguments, "--no-lambda-max") == 0
+    without = json.loads((tiny.hf_dir / "curvature" / spec / "result.json").read_text())
+    assert without["spec"]["lambda_max"] is False
+    assert "lambda_max" not in without["measured"]
+    assert without["measured"]["trace"] == with_it["trace"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--spec", "hutchinson", "--no-lambda-max", "--tolerance", "0.1"), "--tolerance is of lambda_max; leave it"),
+        (("--spec", "hutchinson", "--no-lambda-max", "--fixed-sequences", "4"), "--fixed-sequences is of lambda_max"),
+        (("--spec", "hutch++", "--no-lambda-max", "--max-iterations", "4"), "--max-iterations is of lambda_max"),
+        (("--spec", "hutchinson", "--no-lambda-max", "--keep-top-vector"), "belong to Lanczos's lambda_max; leave"),
+        (("--spec", "power", "--warm-start", "x"), "belong to Lanczos's lambda_max; leave them out"),
+        (("--spec", "lanczos", "--no-lambda-max"), "--lambda-max does not belong to --spec lanczos"),
+        (("--spec", "hutchinson", "--host-memory", "64"), "--host-memory belong to --dry-run"),
+    ],
+)
+def test_what_belongs_to_lambda_max_is_refused_without_it(tiny, capsys, options, message):
+    assert command("run", tiny.hf_dir, "--data", tiny.data, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_warm_start_saves_products_and_changes_nothing_else(tiny, tmp_path, capsys):
+    """From the kept vector of the same model: the same eigenvalue, the residual judged as before, fewer iterations."""
+    few = (
+        "--pairs",
+        "2",
+        "--norm-pairs",
+        "2",
+        "--companion-pairs",
+        "2",
+        "--tolerance",
+        "1e-3",
+        "--max-iterations",
+        "40",
+    )
+    data = ("--spec", "hutchinson", "--data", tiny.data, *FIXED, *few)
+    assert command("run", tiny.hf_dir, *data, "--out", tmp_path / "cold", "--keep-top-vector") == 0
+    assert command("run", tiny.hf_dir, *data, "--out", tmp_path / "warm", "--warm-start", tmp_path / "cold") == 0
+    cold, warm = (
+        json.loads((tmp_path / name / "result.json").read_text())["measured"]["lambda_max"] for name in ("cold", "warm")
+    )
+    top = load_file(tmp_path / "cold" / "top_vector.safetensors")
+    x_P = torch.cat([top[name].flatten() for name, _ in tiny.reference.named_parameters()]).double()
+    assert float(x_P @ tiny.dense.hessian_PP @ x_P) == pytest.approx(cold["value"], rel=1e-5)
+    assert warm["value"] == pytest.approx(cold["value"], rel=1e-5)
+    assert warm["converged"]
+    assert warm["residual"] <= 1e-3
+    assert warm["iterations"] < cold["iterations"]
+    assert warm["warm_start"]["top_vector_sha256"] == cold["top_vector_sha256"]
+    (tmp_path / "cold" / "top_vector.safetensors").write_bytes(b"damaged")
+    assert command("run", tiny.hf_dir, *data, "--out", tmp_path / "warm", "--warm-start", tmp_path / "cold") == 2
+    assert "is not the vector of the result beside it" in capsys.readouterr().err
+    assert command("run", tiny.hf_dir, *data, "--out", tmp_path / "cold", "--warm-start", tmp_path / "warm") == 2
+    assert "holds no top vector; measure it again with --keep-top-vector" in capsys.readouterr().err

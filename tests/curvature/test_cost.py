@@ -3,24 +3,33 @@
 Shapes: B sequences, S positions of a sequence, D hidden, F width of the MLP, E of a head, V vocabulary, L blocks.
 """
 
+import functools
 import json
+import math
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import AutoModelForCausalLM, Olmo2Config
 
+import curvature.parameters
+import curvature.spectrum.lanczos
 from ckpt_tools.formats.weights import DTYPES
-from curvature import simulation
-from curvature.cost import GRADIENTS_PER_DIFFERENCE, cost_lines, estimate, parts_of
+from ckpt_tools.forward import read_config
+from curvature import cost, simulation
+from curvature.cost import Plan, cost_lines, estimate
 from curvature.exact import DualHessian, streamed
 from curvature.measurement import measure
 from curvature.model import CurvedModel
-from curvature.parameters import Probe
+from curvature.parameters import Parameters, Probe
+from curvature.parts import GRADIENTS_PER_DIFFERENCE, parts_of
 from curvature.settings import SPECS, CurvatureSettings, HutchinsonSettings
 from curvature.simulation import simulate
 from tests.conftest import make_hf_directory
@@ -70,12 +79,12 @@ def real_flops(depth: int, settings: HutchinsonSettings, dual: bool) -> float:
 def test_operations_are_those_of_a_pass_that_is_made(dual, checkpointing, dtype):
     """Two depths are simulated, a third is run."""
     settings = settings_of(checkpointing, dtype)
-    assert simulate(config_of(5), settings, S, dual=dual).flops == real_flops(5, settings, dual)
+    assert simulate(config_of(3), settings, S, dual=dual).flops == real_flops(3, settings, dual)
 
 
 def test_operations_by_hand():
     """Of y = Wx: 1 product forward and 2 backward; in dual numbers 3 and 5, in two products of activations 3 and 6."""
-    depth, tokens = 5, B * S
+    depth, tokens = 3, B * S
     block = 2 * D * D + 2 * D * KEY_HEADS * E + 3 * D * F
     linears = 2 * tokens * (depth * block + V * D)
     attention = depth * 2 * (2 * B * HEADS * S * S * E)  # of all keys, masked or not
@@ -95,21 +104,21 @@ def test_operations_by_hand():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_other_depths_follow_from_two(monkeypatch, checkpointing):
     settings = settings_of(checkpointing, "bf16")
-    extrapolated = simulate(config_of(5), settings, S, dual=True)
-    monkeypatch.setattr(simulation, "DEPTHS", (5, 6))
-    assert simulate(config_of(5), settings, S, dual=True) == extrapolated
+    extrapolated = simulate(config_of(4), settings, S, dual=True)
+    monkeypatch.setattr(simulation, "DEPTHS", (3, 4))
+    assert simulate(config_of(4), settings, S, dual=True) == extrapolated
 
 
 def test_bytes_are_those_that_a_process_grows_by():
     """Within 10%: pages, Python's own objects, and causal masks that transformers leaves out where it may."""
     variables = environment() | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     program = [sys.executable, "-m", "tests.curvature.pass_memory"]
-    done = subprocess.run(program, env=variables, cwd=PROJECT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(program, env=variables, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     for kind, (measured, simulated) in zip(PASSES, found, strict=True):
         assert simulated == pytest.approx(measured, rel=0.1), kind
-    assert found[0][0] > 200e6
+    assert found[0][0] > 100e6
 
 
 @pytest.mark.parametrize("route", ["dual", "finite-difference"])
@@ -134,7 +143,7 @@ def test_parts_are_the_products_and_gradients_that_are_made(monkeypatch, hf_dir,
 
         return call
 
-    for name in ("product", "_quadratic"):
+    for name in ("product", "_quadratic", "sketched"):
         monkeypatch.setattr(DualHessian, name, counted(getattr(DualHessian, name), "products"))
     monkeypatch.setattr(CurvedModel, "loss", counted(CurvedModel.loss, "gradients"))
     measure(hf_dir, settings, held_out_prefix, ALONE)
@@ -154,35 +163,120 @@ GIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+CONFIGS = {
+    shape["hidden_size"]: Olmo2Config(
+        architectures=["Olmo2ForCausalLM"], vocab_size=100352, max_position_embeddings=4096, **shape
+    )
+    for shape in GIANTS.values()
+}
+
+
 def giant(tmp_path: Path, name: str) -> Path:
     """config.json of OLMo 2 (arXiv 2501.00656), and nothing else."""
-    common: dict[str, Any] = {"vocab_size": 100352, "max_position_embeddings": 4096}
-    Olmo2Config(architectures=["Olmo2ForCausalLM"], **common, **GIANTS[name]).save_pretrained(tmp_path)
+    CONFIGS[GIANTS[name]["hidden_size"]].save_pretrained(tmp_path)
     return tmp_path
 
 
-def gigabytes(hf_dir: Path, world_size: int = 1, **settings) -> float:
-    cost = estimate(hf_dir, HutchinsonSettings(**settings), world_size=world_size, gpu="h100", mfu=0.4)
-    return sum(cost.memory.values()) / 1e9
+@functools.cache
+def simulated(model: int, settings: HutchinsonSettings, length: int, dual: bool) -> simulation.Pass:
+    """A pass of the giant of this width."""
+    return simulate(CONFIGS[model], settings, length, dual=dual)
 
 
-def test_seven_billion_parameters_fit_one_gpu(tmp_path):
+@pytest.fixture
+def simulated_once(monkeypatch):
+    """Every pass of a giant is simulated once for all tests that ask for this."""
+
+    def found(config, settings, length, *, dual):
+        passed = settings.model_dump(include={"dtype", "checkpointing", "microbatch_sequences"})
+        return simulated(config.hidden_size, HutchinsonSettings(**passed), length, dual)
+
+    monkeypatch.setattr(cost, "simulate", found)
+
+
+THRIFTY: dict[str, Any] = {"dtype": "bf16", "checkpointing": True, "vectors": "host", "microbatch_sequences": 1}
+H100 = Plan(1, "h100", 64e9, is_this_machine=False)
+
+
+def test_traces_of_seven_billion_parameters_fit_one_gpu_and_64_gigabytes(tmp_path, simulated_once):
     hf_dir = giant(tmp_path, "7B")
-    thrifty: dict[str, Any] = {"checkpointing": True, "vectors": "host", "microbatch_sequences": 1}
-    assert gigabytes(hf_dir, dtype="fp32", **thrifty) > 80
-    plan: dict[str, Any] = {"world_size": 1, "gpu": "h100", "mfu": 0.4}
-    settings = HutchinsonSettings(dtype="bf16", **thrifty)
-    cost = estimate(hf_dir, settings, **plan)
-    assert cost.parameters == 7_298_617_344
-    assert cost.product_flops > 8 * 2 * 4096 * 6.8e9  # the closed form without attention and recomputation
-    assert 29.2 + 14.6 < sum(cost.memory.values()) / 1e9 < 80  # weights in fp32 and tangents in bf16 are certain
-    assert ": fits" in cost_lines(cost, settings, **plan)[-1]
+    settings = HutchinsonSettings(lambda_max=False, **THRIFTY)
+    found = estimate(read_config(hf_dir), settings, H100)
+    assert found.parameters == 7_298_617_344
+    assert found.product_flops > 8 * 2 * 4096 * 6.8e9  # the closed form without attention and recomputation
+    weights, tangents = 4 * found.parameters / 1e9, 2 * found.parameters / 1e9
+    assert weights + tangents < sum(found.memory.values()) / 1e9 < 80  # these are certain
+    assert weights < found.host.total / 1e9 < 64  # a model is loaded; later theta lies there, for the guard
+    *_, gpu, host = (line for line in cost_lines(found, settings, H100) if line.startswith(("memory", "host")))
+    assert gpu.endswith("of 80 GB: fits")
+    assert host.endswith("of 64 GB: fits")
 
 
+def test_vectors_and_models_of_all_ranks_of_a_node_count(tmp_path, simulated_once):
+    hf_dir = giant(tmp_path, "7B")
+    settings = HutchinsonSettings(**THRIFTY)
+    eight = H100._replace(world_size=8)
+    found, sixteen = (estimate(read_config(hf_dir), settings, plan) for plan in (eight, H100._replace(world_size=16)))
+    vector = 4 * found.parameters
+    assert found.host.loading == 8 * vector
+    assert found.host.vectors >= 8 * vector * settings.max_iterations
+    assert sixteen.host == found.host, "8 on each of two nodes"
+    line = cost_lines(found, settings, eight)[-1]
+    assert "DOES NOT FIT; give --vectors device or --no-lambda-max or fewer ranks on a node" in line
+    sharded = estimate(read_config(hf_dir), settings.model_copy(update={"sharding": "fsdp"}), eight)
+    assert sharded.host.vectors == pytest.approx(found.host.vectors / 8)
+    assert sharded.host.loading == 8 * 6 * found.parameters, "each rank loads a whole model, and its tangents"
+
+
+def test_what_reductions_send(tmp_path, simulated_once):
+    """A ring of W sends each entry W - 1 times for a gathering or a scattering, twice that for a sum."""
+    hf_dir = giant(tmp_path, "7B")
+    settings, plan = HutchinsonSettings(**THRIFTY), H100._replace(world_size=4)
+    whole, shards = (
+        estimate(read_config(hf_dir), settings.model_copy(update={"sharding": sharding}), plan)
+        for sharding in ("none", "fsdp")
+    )
+    ring = 3 / 4 * whole.parameters
+    assert whole.sent_per_product == 2 * 4 * ring
+    assert whole.sent == whole.sent_per_product * (settings.max_iterations + 1)
+    assert shards.sent_per_product == (2 * (4 + 2) + 4) * ring
+    passes = 1 + 5 + 32 + 16 + 32 + 8 * (settings.max_iterations + 1)  # guard, traces, companions, lambda_max
+    assert shards.sent == pytest.approx(shards.sent_per_product * passes)
+    assert estimate(read_config(hf_dir), settings, H100).sent == 0
+
+
+def test_the_time_is_bound_by_bandwidth(tmp_path, simulated_once):
+    """Of OLMo2-7B, 4,096 tokens in bf16 with checkpointing: 16 to 20% of the peak, by a count made apart from this."""
+    hf_dir = giant(tmp_path, "7B")
+    settings = HutchinsonSettings(lambda_max=False, **THRIFTY)
+    h100, h200 = (estimate(read_config(hf_dir), settings, H100._replace(gpu=gpu)) for gpu in ("h100", "h200"))
+    assert 3.4 <= h100.product_seconds <= 3.7
+    assert 0.16 < h100.product_flops / h100.product_seconds / 989e12 < 0.20
+    matrices = h100.product_flops / (0.65 * 989e12)
+    assert h200.product_seconds - matrices == pytest.approx((h100.product_seconds - matrices) * 3.35 / 4.8)
+
+
+@pytest.mark.stress
 def test_thirty_two_billion_on_eight_gpus(tmp_path):
-    hf_dir = giant(tmp_path, "32B")
-    options: dict[str, Any] = {"dtype": "bf16", "checkpointing": True, "vectors": "host", "microbatch_sequences": 8}
-    assert gigabytes(hf_dir, 8, sharding="fsdp", **options) < 80
+    settings = HutchinsonSettings(sharding="fsdp", lambda_max=False, **THRIFTY | {"microbatch_sequences": 8})
+    found = estimate(read_config(giant(tmp_path, "32B")), settings, H100._replace(world_size=8))
+    assert sum(found.memory.values()) < 80e9
+
+
+def test_bytes_moved_by_hand(monkeypatch):
+    """Everything but products of matrices reads its tensors and writes its result; a view does neither."""
+    a, b = torch.zeros(8, 4), torch.zeros(8, 4)
+    matrix = torch.zeros(4, 4, dtype=torch.bfloat16)
+    with simulation.Count(set()) as count:
+        torch.empty(100).view(10, 10)
+        a + b  # 3 x 128
+        a.add_(b)  # 3 x 128
+        a.copy_(b)  # 2 x 128
+        a.double()  # 128 + 256
+        a + torch.zeros(4).expand(8, 4)  # 16 of zeros, then 2 x 128 and the 16 that are there
+        matrix @ matrix  # flops
+    assert count.moved == 3 * 128 + 3 * 128 + 2 * 128 + 384 + 16 + 2 * 128 + 16
+    assert count.flops == count.bf16_flops == 2 * 4**3
 
 
 def test_ranks_that_find_no_work_save_no_time(tmp_path):
@@ -191,12 +285,12 @@ def test_ranks_that_find_no_work_save_no_time(tmp_path):
 
     def seconds(world_size: int, **settings) -> float:
         chosen = HutchinsonSettings(**settings)
-        return estimate(hf_dir, chosen, world_size=world_size, gpu="h100", mfu=0.4).seconds
+        return estimate(read_config(hf_dir), chosen, H100._replace(world_size=world_size)).seconds
 
     shared: dict[str, Any] = {"sharding": "fsdp", "microbatch_sequences": 2}
     alone, two = seconds(1, **shared), seconds(2, **shared)
-    assert two == pytest.approx(alone / 2, rel=1e-3)
-    assert seconds(8, **shared) == two
+    assert two == pytest.approx(alone / 2, rel=0.02)  # kernels of less: what does not grow with the batch stays
+    assert 0.9 * two < seconds(8, **shared) <= two, "only a probe's signs and products are shared further"
     by_rounds = {"pairs": 64, "relative_error": 0.1}  # the rule looks after every 16 microbatches
     assert seconds(64, **by_rounds) == seconds(16, **by_rounds) > alone / 16
     assert seconds(64, pairs=64) < seconds(16, pairs=64)
@@ -205,18 +299,67 @@ def test_ranks_that_find_no_work_save_no_time(tmp_path):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"gpu": "b9000"}, "--gpu b9000 is unknown; give one of h100, h200, a100"),
-        ({"mfu": 0.0}, "--mfu 0 and --world-size 1 are no plan"),
-        ({"mfu": float("nan")}, "are no plan; give a share up to 1"),
-        ({"mfu": 40.0}, "are no plan"),
-        ({"world_size": 0}, "--world-size 0 are no plan"),
+        ((1, "b9000", None), "--gpu b9000 is unknown; give one of h100, h200, a100"),
+        ((0, None, None), "--world-size 0 is no plan"),
+        ((1, None, 0.0), "--host-memory 0 is no plan"),
+        ((1, None, math.nan), "--host-memory nan is no plan"),
     ],
 )
-def test_bad_plans(hf_dir, plan, message):
+def test_bad_plans(plan, message):
     with pytest.raises(UserError, match=message):
-        estimate(hf_dir, HutchinsonSettings(), **({"world_size": 1, "gpu": "h100", "mfu": 0.4} | plan))
+        Plan.of(*plan)
 
 
 def test_sequences_beyond_the_context(hf_dir):
     with pytest.raises(UserError, match="--sequence-length 65 is beyond the model's context 64"):
-        estimate(hf_dir, HutchinsonSettings(sequence_length=65), world_size=1, gpu="h100", mfu=0.4)
+        estimate(read_config(hf_dir), HutchinsonSettings(sequence_length=65), H100)
+
+
+class Vectors(TorchDispatchMode):
+    """Counts vectors over all parameters that are alive at once, at most; several may lie in one storage."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size, self._alive = size, dict[int, int]()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                count, odd = divmod(storage.nbytes(), self._size)
+                if count and not odd and id(storage) not in self._alive:
+                    self._alive[id(storage)] = count
+                    weakref.finalize(storage, self._alive.pop, id(storage))
+                    self.most = max(self.most, sum(self._alive.values()))
+        return made
+
+
+FIXED: dict[str, Any] = {"fixed_sequences": 3, "max_iterations": 7, "tolerance": 1e-30}
+FEW = {
+    "traces": {"name": "hutchinson", "pairs": 4, "norm_pairs": 3, "companion_pairs": 2, "lambda_max": False},
+    "hutchinson": {"name": "hutchinson", "pairs": 4, "norm_pairs": 3, "companion_pairs": 2, **FIXED},
+    "hutch++": {"name": "hutch++", "products": 30, **FIXED},
+    "lanczos": {"name": "lanczos", "starts": 2, "steps": 12, "largest": 2, "smallest": 1, **FIXED},
+    "power": {"name": "power", "probes": 3, **FIXED},
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "route"),
+    [*((what, "dual") for what in FEW), ("traces", "finite-difference"), ("hutchinson", "finite-difference")],
+)
+def test_vectors_are_those_that_are_held(monkeypatch, hf_dir, held_out_prefix, what, route):
+    """As many as are counted, or one fewer; traces alone hold one, theta, while the guard moves the parameters."""
+    settings: CurvatureSettings = SPECS[FEW[what]["name"]].model_validate(
+        FEW[what] | {"route": route, "sequence_length": 8}
+    )
+    monkeypatch.setattr(curvature.parameters, "ENTRIES_PER_SUM", {"cpu": 20_000})  # P is 41,248, and a part no vector
+    monkeypatch.setattr(curvature.spectrum.lanczos, "ENTRIES_AT_ONCE", 20_000)
+    size = Parameters(AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)).size
+    with Vectors(4 * size) as vectors:
+        measure(hf_dir, settings, held_out_prefix, ALONE)
+    most = max(part.vectors for part in parts_of(settings))
+    assert most - 1 <= vectors.most <= most
+    assert (what == "traces") == (vectors.most == 1)

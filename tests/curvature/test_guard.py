@@ -6,11 +6,12 @@ import torch
 import curvature.dual
 from ckpt_tools.ranks import Ranks
 from curvature.dual import Dual
-from curvature.exact import DualHessian, HessianProduct
+from curvature.exact import DualHessian, HessianProduct, SketchedProduct
 from curvature.finite_difference import DifferenceHessian
 from curvature.guard import check_product
 from curvature.model import CurvedModel
 from curvature.parameters import Probe
+from curvature.sketch import CountSketch
 from tests.curvature.conftest import random_tokens, tiny_model
 from tests.curvature.on_ranks import ORDINARY
 from train.command import UserError
@@ -20,8 +21,11 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 def check(curved: CurvedModel, dtype: str = "fp32") -> dict:
     """The guard as a measurement calls it."""
-    probe_p = curved.parameters.probe(Probe(0, 0))
-    return check_product(DualHessian(curved), DifferenceHessian(curved), random_tokens(), probe_p, dtype)
+    return check_product(DualHessian(curved), DifferenceHessian(curved), random_tokens(), sketch_of(curved), dtype)
+
+
+def sketch_of(curved: CurvedModel) -> CountSketch:
+    return CountSketch(curved.parameters, Probe(0, 0))
 
 
 class Fixed(DualHessian):
@@ -31,9 +35,11 @@ class Fixed(DualHessian):
         super().__init__(curved)
         self._result = result
 
-    def product(self, tokens_BS1, v_p) -> HessianProduct:
+    def sketched(self, tokens_BS1, sketch) -> SketchedProduct:
         """The given one."""
-        return self._result
+        parts = self.parameters.split(self._result.hv_p)
+        picture_s = sketch.whole(lambda name: sketch.part(name, parts[name]))
+        return SketchedProduct(self._result.loss, self._result.slope, picture_s)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,7 @@ def right(curved) -> HessianProduct:
 
 def judged(curved, right: HessianProduct, wrong: HessianProduct, dtype: str = "fp32") -> dict:
     """The guard's figures for one result held against another."""
-    arguments = (Fixed(curved, wrong), Fixed(curved, right), random_tokens(), curved.parameters.probe(Probe(0, 0)))
+    arguments = (Fixed(curved, wrong), Fixed(curved, right), random_tokens(), sketch_of(curved))
     return check_product(*arguments, dtype)
 
 

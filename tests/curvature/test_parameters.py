@@ -38,6 +38,10 @@ def test_a_vector_moves_the_model_and_puts_it_back(model):
     parameters.move(Parameters(other).point())
     for name, weight in other.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight)
+    moved = {name: torch.full_like(weight, index) for index, (name, weight) in enumerate(parameters.weights.items())}
+    parameters.move(theta_p, moved.__getitem__, -0.5)
+    for index, (name, weight) in enumerate(model.named_parameters()):
+        assert torch.equal(weight, before[name] - 0.5 * index)
     parameters.move(theta_p)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     assert not any(torch.equal(theta_p[i : i + 8], Parameters(other).point()[i : i + 8]) for i in (0, 500))
@@ -57,7 +61,7 @@ def test_a_tied_parameter_is_one(model):
     assert set(Parameters(model).weights) - set(tied.weights) == {"lm_head.weight"}
 
 
-@pytest.mark.parametrize("length", [1, ENTRIES_PER_SUM, ENTRIES_PER_SUM + 3])
+@pytest.mark.parametrize("length", [1, ENTRIES_PER_SUM["cpu"], ENTRIES_PER_SUM["cpu"] + 3])
 def test_sums_of_fp32_vectors_are_exact_to_float64(length):
     """A large pair that cancels among small ones: a sum in fp32 loses these. math.fsum rounds once."""
     parameters = Parameters(torch.nn.Linear(length, 1, bias=False))

@@ -50,7 +50,7 @@ def test_words_are_those_of_the_documented_hash_from_any_place(start, stop):
 @pytest.mark.parametrize("words_per_chunk", [1, 2, 3])
 @pytest.mark.parametrize(("start", "stop"), [(0, 500), (64, 128), (100, 321), (191, 193)])
 def test_signs_do_not_depend_on_how_many_are_made_at_once(monkeypatch, words_per_chunk, start, stop):
-    monkeypatch.setattr(curvature.probes, "WORDS_PER_CHUNK", words_per_chunk)
+    monkeypatch.setattr(curvature.probes, "WORDS_PER_CHUNK", {"cpu": words_per_chunk})
     whole = splitmix64_signs("w", 500, seed=0, probe=1)
     assert rademacher("w", start, stop, seed=0, probe=1).tolist() == whole[start:stop]
 

@@ -12,7 +12,18 @@ from tests.runs import error_line, ranks
 # Five pairs in microbatches of two and a fixed batch of two and one: shares are uneven at two and at three ranks, and
 # of three ranks that share a model or the fixed batch one has no sequence.
 OPTIONS = ["--sequence-length", "24", "--microbatch-sequences", "2", "--fixed-sequences", "3", "--tolerance", "1e-5"]
-PAIRS = ["--pairs", "5", "--norm-pairs", "3", "--companion-pairs", "3", "--spec", "hutchinson"]
+PAIRS = [
+    "--pairs",
+    "5",
+    "--norm-pairs",
+    "3",
+    "--companion-pairs",
+    "3",
+    "--spec",
+    "hutchinson",
+    "--max-iterations",
+    "50",
+]
 
 
 @pytest.fixture(scope="module")

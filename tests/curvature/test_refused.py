@@ -65,7 +65,7 @@ def refusal(capsys, tmp_path, held_out_prefix):
         (["--spec", "slice"], "--spec 'slice' is unknown; give one of: hutchinson, "),
         (["--tolerance", "nan"], "'tolerance'"),
         (["--max-iterations", "1"], "'max_iterations'"),
-        (["--max-iterations", "999999999"], "vectors of 41,248 entries take .* lower --max-iterations"),
+        (["--max-iterations", "999999999"], "vectors of 41,248 entries and a pass take .* lower --max-iterations"),
         (["--microbatch-sequences", "0"], "'microbatch_sequences'"),
         (["--sequence-length", "65"], "beyond the model's context 64"),
         (["--seed", "-1"], "'seed'"),

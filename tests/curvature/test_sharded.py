@@ -143,7 +143,8 @@ def test_differences_of_gradients(shared, alone):
     assert found["differences"] == pytest.approx(expected["differences"], rel=1e-6)
     assert relative(vector(shared, alone, "differences"), vector(alone, alone, "differences").double()) < 5e-4
     assert relative(vector(shared, alone, "differences"), vector(alone, alone, "fp32").double()) < 5e-4
-    assert sum(found["dots of differences"].values()) == pytest.approx(quadratic_of(expected["fp32"]), rel=5e-4)
+    for dots in ("dots of differences", "dots of probed differences"):
+        assert sum(found[dots].values()) == pytest.approx(quadratic_of(expected["fp32"]), rel=5e-4)
     weights = tiny_model(torch.float32, **on_ranks.ORDINARY).state_dict()
     for name, part in shared.vectors["put back"].items():
         assert torch.equal(part, weights[name]), name

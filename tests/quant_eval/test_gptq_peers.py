@@ -22,8 +22,10 @@ from safetensors.torch import load_file, save_file
 
 from quant_eval.gptq import gptq, prepare, relative_output_error
 from quant_eval.grid import round_to_nearest
+from quant_eval.libraries import pcre
 from quant_eval.specs import QuantSpec, parse_spec
 from tests.quant_eval.gptq_reference import problem, same_weights
+from tests.waiting import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_INPUTS = 384
@@ -70,6 +72,7 @@ def case(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run_gptqmodel(weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: QuantSpec) -> Tensors:
+    pcre.stand_in()
     from gptqmodel import QuantizeConfig
     from gptqmodel.quantization.gptq import GPTQ
 
@@ -121,7 +124,7 @@ def made(tmp_path_factory) -> dict[str, Tensors]:
         directory = tmp_path_factory.mktemp(library)
         environment = os.environ | {"PYTHONPATH": str(ROOT), "GPTQMODEL_CPU_WORKERS": "2", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", __name__, library, "made.safetensors"]
-        subprocess.run(command, cwd=directory, env=environment, check=True, timeout=280)
+        subprocess.run(command, cwd=directory, env=environment, check=True, timeout=HANG_SECONDS)
         results[library] = load_file(directory / "made.safetensors")
     return results
 

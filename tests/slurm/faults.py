@@ -13,6 +13,7 @@ from slurm import cluster
 from slurm.jobs import FINAL
 from slurm.submission import existing_submission
 from tests.slurm.lab import Lab
+from tests.waiting import HANG_SECONDS
 
 NODE_IS_GONE_SECONDS, DISK_IS_FULL_SECONDS, STEPS_BETWEEN_FAULTS = 40.0, 20.0, 15
 
@@ -83,7 +84,7 @@ class Storm:
         self.undo_at.append((time.monotonic() + DISK_IS_FULL_SECONDS, filler.unlink))
         return True
 
-    def go_on(self, faults: list[str], seconds: float) -> None:
+    def go_on(self, faults: list[str], seconds: float = HANG_SECONDS) -> None:
         """Until the last job of the study has ended; each fault strikes a training that has come some steps further.
 
         Raises:

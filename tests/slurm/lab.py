@@ -17,10 +17,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.waiting import HANG_SECONDS, wait_until
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "nsenter")
 PORTS = range(10_000, 32_000)  # below those that the kernel hands out to clients
@@ -82,15 +84,6 @@ def missing() -> str | None:
     )
 
 
-def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Asks ten times a second. Raises TimeoutError naming `what` after `seconds`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"{what}: not within {seconds:g} s")
-        time.sleep(0.1)
-
-
 @dataclass(frozen=True)
 class Lab:
     """The cluster of `directory`; whoever names the same directory speaks of the same cluster.
@@ -127,7 +120,7 @@ class Lab:
         self.command("slurmctld", "-f", str(self.conf))
         for node in range(1, self.nodes + 1):
             self._start_slurmd(node)
-        wait_until(lambda: self.node_states() == ["idle"] * self.nodes, 60, f"all nodes of {self.directory} idle")
+        wait_until(lambda: self.node_states() == ["idle"] * self.nodes, f"all nodes of {self.directory} idle")
 
     def stop(self) -> None:
         """Ends every process of the cluster and of its jobs; nothing happens where none is left."""
@@ -146,7 +139,7 @@ class Lab:
     def start_node(self, node: int) -> None:
         """Brings a lost node back and waits until SLURM uses it again; its orphans, if it has any, are still there."""
         self._start_slurmd(node)
-        wait_until(lambda: self.node_states(node) in (["idle"], ["allocated"], ["mixed"]), 60, f"node{node} back")
+        wait_until(lambda: self.node_states(node) in (["idle"], ["allocated"], ["mixed"]), f"node{node} back")
 
     def node_states(self, *nodes: int) -> list[str]:
         """What SLURM says of these nodes, or of all, in order: idle, mixed, allocated, down*, ..."""
@@ -166,7 +159,7 @@ class Lab:
         environment = os.environ | {"SLURM_CONF": str(self.conf)}
         with (self.directory / "log/commands.log").open("a+") as log:  # a daemon would hold a pipe open
             ended = subprocess.run(
-                arguments, stdout=subprocess.PIPE, stderr=log, env=environment, text=True, timeout=60
+                arguments, stdout=subprocess.PIPE, stderr=log, env=environment, text=True, timeout=HANG_SECONDS
             )
         if ended.returncode:
             raise RuntimeError(f"{' '.join(arguments)}: exit code {ended.returncode}; read {log.name}")
@@ -181,8 +174,10 @@ class Lab:
             with (self.directory / f"log/{name}.log").open("a") as log:
                 launch = ["setsid", "--fork", "unshare", *NAMESPACES, "--fork", *init]
                 subprocess.run(launch, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True)
-            wait_until(pid_file.exists, 20, f"namespaces of {name}")
-        self.inside(node, "slurmd", "-f", str(self.conf), "-N", name)
+            wait_until(pid_file.exists, f"namespaces of {name}")
+        # slurmd raises its limit of core dumps to what it may, and jobs inherit it: a killed rank would leave one.
+        start = 'ulimit -c 0; exec slurmd -f "$0" -N "$1"'
+        self.inside(node, "bash", "-c", start, str(self.conf), name)
 
     def _is_ours(self, pid_file: Path) -> bool:
         """Whether the process that the file names still runs, and is not another with a number used again."""

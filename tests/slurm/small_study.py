@@ -7,9 +7,12 @@ import pyarrow.parquet as pq
 
 from slurm.site import Site
 from study.collect import TABLE
+from study.hardware import Hardware
+from study.needs import Needs
 from study.recipes import resolve
+from study.run_configurations import write_run_configurations
 from study.runner import Runner, locked
-from study.settings import Study, save_study, write_run_configurations
+from study.settings import Study, save_study
 from study.steps import steps_of
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -30,9 +33,9 @@ def small_study(name: str, *, steps: int, runs: int, restart_every: int | None, 
     return Study.model_validate_json(json.dumps(content))
 
 
-def site_of(root: Path, *, train_minutes: int = 2, train_nodes: int = 2, starts: int = 3) -> Site:
+def site_of(root: Path, *, train_minutes: int = 60, train_nodes: int = 2, starts: int = 3) -> Site:
     """Jobs of a core; training on nodes of one rank each."""
-    job = {"ranks_per_node": 1, "cpus_per_node": 1, "time": "10"}
+    job = {"ranks_per_node": 1, "cpus_per_node": 1, "time": "60"}
     kinds = dict.fromkeys(("export", "quantize", "curvature", "light"), job)
     kinds["train"] = job | {"nodes": train_nodes, "time": str(train_minutes)}
     return Site.model_validate(
@@ -54,7 +57,9 @@ def run_here(root: Path, study: Study, workers: int = 2) -> Path:
     with locked(directory) as lock_fd:
         write_run_configurations(directory, study)
         save_study(directory, study)
-        Runner(directory, steps_of(study), workers, lock_fd).run()
+        hardware = Hardware(workers)
+        needs = Needs(study, hardware, directory)
+        Runner(directory, steps_of(study), hardware, lock_fd, needs.machine).run()
     return directory
 
 

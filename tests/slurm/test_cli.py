@@ -4,9 +4,9 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +15,8 @@ from slurm.__main__ import app
 from slurm.jobs import Cut, arrays_of
 from slurm.submission import existing_submission
 from study.settings import load_study, save_study
-from tests.slurm.lab import wait_until
 from tests.slurm.watched import in_state, make, small_study, submitted, write_log
+from tests.waiting import HANG_SECONDS, interruptible, wait_until
 from train.command import run_command
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -166,10 +166,9 @@ def test_logs(watched, command):
 def test_following_a_log_shows_what_is_added_until_interrupted(watched):
     log = watched / "small/slurm/logs/train-13_1.log"
     words = [sys.executable, "-m", "slurm", "logs", "small", "train/1", "--root", str(watched), "--follow"]
-    with subprocess.Popen(words, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=PROJECT, preexec_fn=interruptible, **pipes) as process:
         assert process.stdout
-        timer = threading.Timer(60, process.kill)  # reading would wait for ever
-        timer.start()
         assert process.stdout.readline() == "fine\n"
         with log.open("a") as file:
             file.write("more\n")
@@ -177,8 +176,7 @@ def test_following_a_log_shows_what_is_added_until_interrupted(watched):
         log.write_text("anew\n")
         assert process.stdout.readline() == "anew\n"
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=20) == ("", f"==> {log} <==\n")
-    timer.cancel()
+        assert process.communicate(timeout=HANG_SECONDS) == ("", f"==> {log} <==\n")
     assert process.returncode == 130
 
 
@@ -230,7 +228,7 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
     assert shlex.split(watch)[3:] == ["status", "small", "--root", str(root)]
 
     # What the fake interpreter does not settle stays: 4 exports are held, 8 measurements and the end wait for them.
-    wait_until(lambda: ended(study_dir, alive=13), 40, "corpus failed, texts and trainings were cancelled")
+    wait_until(lambda: ended(study_dir, alive=13), "corpus failed, texts and trainings were cancelled")
     code, out, err = command("submit", "small", "--site", str(site))
     assert (code, err) == (0, "")
     assert out.startswith("nothing to submit")
@@ -243,7 +241,7 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
     assert command("logs", "small", "text", "--root", str(root))[1].endswith("error: out of luck; add memory\n")
 
     assert command("cancel", "small", "--root", str(root))[1] == "13 elements cancelled\n"
-    wait_until(lambda: ended(study_dir), 20, "all cancelled")
+    wait_until(lambda: ended(study_dir), "all cancelled")
     make(study_dir, study, ["corpus", "prepare-train", "prepare-held_out", "train-lr3e-2"])
     python.write_text("#!/bin/bash\ntrap 'exit 0' TERM\nsleep 300 & wait\n")  # the next jobs last
     site_file(site, root, python, time="20")
@@ -255,7 +253,7 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
     assert "TimeLimit=00:20:00" in lab.command("scontrol", "show", "job", ids["train", 0])
 
     train = int(ids["train", 0].partition("_")[0])
-    wait_until(lambda: cluster.states([train])[ids["train", 0]].state == "RUNNING", 20, "training runs")
+    wait_until(lambda: cluster.states([train])[ids["train", 0]].state == "RUNNING", "training runs")
     cancelled = command("cancel", "small", "--root", str(root), "--array", "curvature")[1]
     assert cancelled == "4 elements cancelled\n"
     out = command("cancel", "small", "--root", str(root), "--run", "lr3e-3", "--after-checkpoint")[1]
@@ -266,7 +264,7 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
     assert {known[ids["export", index]].exit_code for index in (2, 3)} == {None}  # the other run's
     files = sorted(study_dir.rglob("*.json"))
     assert command("cancel", "small", "--root", str(root))[1].endswith(" elements cancelled\n")
-    wait_until(lambda: ended(study_dir), 30, "all cancelled")
+    wait_until(lambda: ended(study_dir), "all cancelled")
     assert command("cancel", "small", "--root", str(root))[1] == "0 elements cancelled\n"
     assert sorted(study_dir.rglob("*.json")) == files
     assert load_study(study_dir) == study

@@ -10,7 +10,7 @@ import pytest
 
 from slurm import cluster
 from slurm.cluster import JobState
-from tests.slurm.lab import wait_until
+from tests.waiting import wait_until
 from train.command import UserError
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ def write(path: Path, lines: str) -> Path:
     return path
 
 
-def wait_for(expected: dict[str, str], seconds: float = 20) -> dict[str, JobState]:
+def wait_for(expected: dict[str, str]) -> dict[str, JobState]:
     """The elements when each of `expected` has its state."""
     ids = {int(element.partition("_")[0]) for element in expected}
 
@@ -44,7 +44,7 @@ def wait_for(expected: dict[str, str], seconds: float = 20) -> dict[str, JobStat
         return all(element in known and known[element].state == state for element, state in expected.items())
 
     try:
-        wait_until(reached, seconds, f"{expected}")
+        wait_until(reached, f"{expected}")
     except TimeoutError as error:
         raise AssertionError(f"{error}: {cluster.states(ids)}") from None
     return cluster.states(ids)
@@ -90,14 +90,20 @@ def test_last_element_is_requeued_alone(submit, tmp_path):
     job = submit(f"echo x >> {tmp_path}/starts$SLURM_ARRAY_TASK_ID; sleep 600", array="0-1")
     wait_for({f"{job}_0": "RUNNING", f"{job}_1": "RUNNING"})
     cluster.requeue(f"{job}_1")
-    wait_until(lambda: cluster.states([job])[f"{job}_1"].restarts == 1, 10, "requeued")
+    wait_until(lambda: cluster.states([job])[f"{job}_1"].restarts == 1, "requeued")
     known = wait_for({f"{job}_0": "RUNNING", f"{job}_1": "RUNNING"})
     assert (known[f"{job}_0"].restarts, known[f"{job}_1"].restarts) == (0, 1)
-    wait_until(lambda: (tmp_path / "starts1").read_text() == "x\nx\n", 10, "second start")
+    wait_until(lambda: (tmp_path / "starts1").read_text() == "x\nx\n", "second start")
     assert (tmp_path / "starts0").read_text() == "x\n"
 
 
-def test_requeued_element_stays_off_an_excluded_node(submit):
+def last_looked_at(lab, element: str) -> str:
+    """The moment at which the scheduler last tried to start an element."""
+    shown = lab.command("scontrol", "show", "job", element)
+    return next(word for word in shown.split() if word.startswith("LastSchedEval="))
+
+
+def test_requeued_element_stays_off_an_excluded_node(submit, lab):
     job = submit("sleep 600", array="0-3", extra=["--exclusive"])
     known = wait_for({f"{job}_{index}": "RUNNING" for index in range(4)})
     element = next(name for name, state in known.items() if state.nodes == "node3")
@@ -107,8 +113,9 @@ def test_requeued_element_stays_off_an_excluded_node(submit):
     assert held.restarts == 1
     cluster.exclude(element, ["node3"])
     cluster.release([element])
-    wait_until(lambda: cluster.states([job])[element].reason in ("Resources", "Priority"), 15, "looked at by SLURM")
-    time.sleep(3)  # node3 is idle, all others are taken, and SLURM looks every two seconds
+    wait_until(lambda: cluster.states([job])[element].reason in ("Resources", "Priority"), "looked at by SLURM")
+    seen = last_looked_at(lab, element)  # node3 is idle, all others are taken
+    wait_until(lambda: last_looked_at(lab, element) != seen, "looked at again")
     assert cluster.states([job])[element].state == "PENDING"
     cluster.exclude(element, [])
     assert wait_for({element: "RUNNING"})[element].nodes == "node3"
@@ -130,10 +137,10 @@ def test_inside_a_job_the_calls_mean_the_same(submit, tmp_path):
         f"export PYTHONPATH={PROJECT} {leaking}; {sys.executable} {caller} > {tmp_path}/said 2>&1; sleep 600",
         extra=["--ntasks=1", "--gpus-per-task=1", "--mem-per-cpu=20"],
     )
-    wait_until((tmp_path / "job").exists, 30, "the job's own job")
+    wait_until((tmp_path / "job").exists, "the job's own job")
     job = int((tmp_path / "job").read_text())
     assert wait_for({f"{job}_0": "CANCELLED", f"{job}_1": "RUNNING"}).keys() == {f"{job}_0", f"{job}_1"}
-    wait_until(lambda: "SLURM_JOB_ID" in read(tmp_path / "new.env"), 10, "its environment")
+    wait_until(lambda: "SLURM_JOB_ID" in read(tmp_path / "new.env"), "its environment")
     variables = dict(line.split("=", 1) for line in read(tmp_path / "new.env").splitlines() if line.startswith("S"))
     assert variables["SLURM_ARRAY_JOB_ID"] == str(job)
     assert not variables.keys() & {"SLURM_GPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NPROCS", "SBATCH_PARTITION"}
@@ -147,9 +154,9 @@ def read(path: Path) -> str:
 def test_states_of_many_elements_and_of_none(submit):
     squares = [index * index for index in range(70)]  # what SLURM cuts off where it prints them in one line
     many, some = (submit("exit 0", array=indices, hold=True) for indices in ("0-4999", ",".join(map(str, squares))))
-    start = time.monotonic()
+    start = time.process_time()
     known = cluster.states([many, some, 999_999])
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 5  # of this process alone, whatever else the machine does
     assert known.keys() == {f"{many}_{index}" for index in range(5000)} | {f"{some}_{index}" for index in squares}
     assert cluster.states([999_999]) == cluster.states([]) == {}
     cluster.cancel([f"{some}_{index}" for index in squares[:5]] + ["999999"])
@@ -246,10 +253,10 @@ def test_no_process_outlives_whoever_started_the_lab(slurm_installed, tmp_path):
     with subprocess.Popen([sys.executable, "-c", starts], cwd=PROJECT, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout
         assert owner.stdout.readline() == "up\n"
-        wait_until(lambda: any("sleep 600; echo" in line for line in processes(tmp_path)), 20, "the job")
+        wait_until(lambda: any("sleep 600; echo" in line for line in processes(tmp_path)), "the job")
         assert any("slurmctld" in line for line in processes(tmp_path))
         owner.send_signal(signal.SIGKILL)
-    wait_until(lambda: not processes(tmp_path), 20, "no process left")
+    wait_until(lambda: not processes(tmp_path), "no process left")
 
 
 @pytest.mark.stress
@@ -258,14 +265,12 @@ def test_lost_nodes_are_replaced_and_their_orphans_go_on(submit, lab, tmp_path):
     known = wait_for({f"{job}_0": "RUNNING", f"{job}_1": "RUNNING"})
     assert known[f"{job}_0"].nodes == known[f"{job}_1"].nodes == "node1"
     lab.kill_node(1, orphans=True)
-    wait_until(lambda: all(state.restarts == 1 for state in cluster.states([job]).values()), 60, "requeued")
+    wait_until(lambda: all(state.restarts == 1 for state in cluster.states([job]).values()), "requeued")
     known = wait_for({f"{job}_0": "RUNNING", f"{job}_1": "RUNNING"})
     assert "node1" not in {state.nodes for state in known.values()}
     size = (tmp_path / "node1").stat().st_size
-    wait_until(lambda: (tmp_path / "node1").stat().st_size > size, 5, "an orphan writes")
+    wait_until(lambda: (tmp_path / "node1").stat().st_size > size, "an orphan writes")
     lab.kill_node(1)
-    size = (tmp_path / "node1").stat().st_size
-    time.sleep(1)
-    assert (tmp_path / "node1").stat().st_size == size
+    wait_until(lambda: not [line for line in processes(lab.directory) if "node1" in line], "no process of node1 left")
     lab.start_node(1)
     assert lab.inside(1, "hostname") == "node1\n"

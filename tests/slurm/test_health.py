@@ -12,13 +12,14 @@ import pytest
 from slurm import health
 from slurm.health import check_gpus, check_node, read_reports, write_clock
 from tests.runs import PROJECT
+from tests.waiting import HANG_SECONDS
 
 
 def checked(out_dir: Path, node: str, *options: str, **environment: str) -> subprocess.CompletedProcess:
     """One node's check in a process of its own."""
     command = [sys.executable, "-m", "slurm.health", str(out_dir), *options]
     variables = os.environ | {"SLURMD_NODENAME": node, "PYTHONPATH": str(PROJECT)} | environment
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
 def test_fit_nodes_leave_a_report_of_figures_and_limits(tmp_path):
@@ -103,6 +104,6 @@ def test_gpus_that_are_missing_or_do_not_answer_are_named(tmp_path, monkeypatch)
 def test_without_gpus_no_torch_is_imported():
     """It would take seconds on every node."""
     command = [sys.executable, "-X", "importtime", "-c", f"import {health.__name__}"]
-    imported = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120).stderr
+    imported = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=HANG_SECONDS).stderr
     assert "slurm.health" in imported
     assert "torch" not in imported

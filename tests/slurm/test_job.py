@@ -9,7 +9,7 @@ import typer
 
 from slurm import job, supervision
 from slurm.jobs import FINAL, Cut, arrays_of
-from slurm.submission import Job, new_submission, write_submission
+from slurm.submission import Job, existing_submission, new_submission, write_submission
 from slurm.submit import write_scripts
 from study.ledger import Ledger
 from study.recipes import resolve
@@ -104,6 +104,21 @@ def test_every_step_of_an_element_is_done_and_recorded_once(cluster):
     before = ran(cluster)
     run(cluster)
     assert ran(cluster) == before
+
+
+def test_a_job_on_gpus_gives_each_step_what_it_can_use(cluster, monkeypatch):
+    submission = existing_submission(cluster)
+    four = {"gpus_per_node": 4, "ranks_per_node": None, "gpu_memory_gb": 80.0}
+    quantize = submission.site.resources.quantize.model_copy(update=four)
+    kinds = submission.site.resources.model_copy(update={"quantize": quantize})
+    site = submission.site.model_copy(update={"resources": kinds})
+    write_submission(cluster, submission.model_copy(update={"site": site}))
+    element = job._Element(cluster, "ends", 1, cluster / "stop", "70_1")
+    machines = {step.kind: element.machine(step) for step in element.steps}
+    assert "--nproc-per-node" in machines["blocks"].launch, "four ranks share the rows of every weight"
+    for kind in ("methods", "step", "slice"):
+        assert machines[kind].launch == ("{python}",)
+    assert {(machine.device, machine.sharding) for machine in machines.values()} == {("cuda", "none")}
 
 
 def test_what_does_not_need_a_failed_step_is_done_and_the_element_alone_queued_again(cluster, monkeypatch):

@@ -1,12 +1,19 @@
 """How a study is cut into arrays, worked out by hand from its steps."""
 
-import pytest
+import json
+import random
 
+import pytest
+from typer.testing import CliRunner
+
+from slurm.__main__ import app
 from slurm.jobs import FINAL, SETTLE, Cut, JobArray, arrays_of
 from slurm.site import EXAMPLE, load_site
 from slurm.submit import dry_run
+from study.own_text import Asked
 from study.recipes import RECIPES, resolve
 from study.steps import steps_of
+from train.command import UserError
 
 PROFILES = [(name, profile) for name in RECIPES for profile in ("full", "smoke") if name != "trajectory"]
 
@@ -109,3 +116,27 @@ def test_branches_are_held_for_their_parents():
     assert len(arrays["branches"].elements) == 7
     assert arrays["branches"].held_for == ("train",)
     assert set(arrays["export"].held_for) == {"train", "branches"}
+
+
+def test_text_of_the_users_is_made_by_jobs_before_training(tmp_path):
+    """A tokenizer first, then a token file per share, none of which needs a network."""
+    words = [f"{number:x}" for number in range(5000)]
+    documents = [{"text": " ".join(random.Random(seed).choices(words, k=100))} for seed in range(2000)]
+    source = tmp_path / "mine.jsonl"
+    source.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    arguments = ["submit", "tiny", "--profile", "smoke", "--site", str(EXAMPLE), "--dry-run", "--text", str(source)]
+    shown = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
+    assert "tiny-smoke-text=mine." in shown
+    study = resolve("tiny", "smoke", asked=Asked((source,)), root=tmp_path)
+    arrays = {array.name: array for array in arrays_of(study, Cut(1, 4, 1001))}
+    assert arrays["text"].elements == (("tokenizer",),)
+    assert arrays["prepare"].elements == (("prepare-train",), ("prepare-held_out",), ("prepare-calibration",))
+    assert [(one.kind, one.array) for one in arrays["train"].after] == [("afterok", "prepare")]
+
+
+def test_warm_starts_are_refused_where_checkpoints_are_measured_side_by_side():
+    study = resolve("tiny", "full")
+    assert study.curvature
+    curvature = study.curvature.model_copy(update={"warm_start": True})
+    with pytest.raises(UserError, match="leave warm_start out of its curvature, or use 'python -m study run'"):
+        arrays_of(study.model_copy(update={"curvature": curvature}), Cut(1, 4, 1001))

@@ -17,6 +17,7 @@ import pytest
 from slurm.jobs import JobArray
 from slurm.script import render, srun_prefix
 from slurm.site import Site, load_site
+from tests.waiting import HANG_SECONDS, wait_until
 from train.command import UserError
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -27,7 +28,7 @@ ARRAYS = {
 }
 CASES = [(site, kind) for site in SITES for kind in ARRAYS]
 # A job that ends well with code 7 soon after it sees the stop file; a stand-in for `python -m slurm job`.
-POLITE = 'n=0; until [ -e "$stop" ] || [ $n -gt 4000 ]; do n=$((n+1)); done; exit 7'
+POLITE = 'until [ -e "$stop" ]; do sleep 0.01; done; exit 7'
 
 
 def golden_script(site: str, kind: str) -> str:
@@ -88,11 +89,7 @@ class Stage:
         return self.study / "slurm" / "stop" / f"70_3.{restarts}"
 
     def wait_for_job(self, restarts: int = 0) -> None:
-        deadline = time.monotonic() + 30
-        ready = Path(f"{self.stop_file(restarts)}.ready")
-        while not ready.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        wait_until(Path(f"{self.stop_file(restarts)}.ready").exists, "the job")
 
 
 @pytest.fixture
@@ -102,7 +99,7 @@ def stage(tmp_path) -> Stage:
 
 @pytest.mark.parametrize("code", [0, 1, 37, 255])
 def test_exit_code_is_the_jobs(stage, code):
-    assert stage.start(f"exit {code}").wait(timeout=30) == code
+    assert stage.start(f"exit {code}").wait(HANG_SECONDS) == code
     assert (stage.directory / "arguments").read_text().split() == [
         *("-m", "slurm", "job", str(stage.study), "train", "3", "--stop-file", str(stage.stop_file()))
     ]
@@ -110,7 +107,7 @@ def test_exit_code_is_the_jobs(stage, code):
 
 
 def test_killed_job_is_no_success(stage):
-    assert stage.start("kill -KILL $$").wait(timeout=30) == 137
+    assert stage.start("kill -KILL $$").wait(HANG_SECONDS) == 137
 
 
 @pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
@@ -118,24 +115,24 @@ def test_signal_to_the_batch_shell_becomes_the_stop_file_of_this_start(stage, se
     process = stage.start(POLITE, restarts=2)
     stage.wait_for_job(restarts=2)
     process.send_signal(sent)
-    assert process.wait(timeout=30) == 7
+    assert process.wait(HANG_SECONDS) == 7
     assert stage.stop_file(restarts=2).exists()
     assert not stage.stop_file().exists()
 
 
 def test_term_to_all_processes_leaves_the_job_to_end_itself(stage):
     """As at the time limit. The job is started without the shell's trap, and answers with its own handler."""
-    process = stage.start("trap 'exit 9' TERM; while :; do sleep 0.05; done")
-    stage.wait_for_job()
-    time.sleep(0.05)  # between its first file and its trap
+    trapped = stage.directory / "trapped"
+    process = stage.start(f"trap 'exit 9' TERM; :>{trapped}; while :; do sleep 0.05; done")
+    wait_until(trapped.exists, "the job's trap", process)
     os.killpg(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=30) == 9
+    assert process.wait(HANG_SECONDS) == 9
 
 
 def test_job_starts_with_default_handlers(stage):
     """An ignored signal would be inherited by everything the job starts."""
     process = stage.start("sed -n 's/SigIgn:\\t//p' /proc/$$/status")
-    ignored = int(process.communicate(timeout=30)[0].splitlines()[-1], 16)
+    ignored = int(process.communicate(timeout=HANG_SECONDS)[0].splitlines()[-1], 16)
     assert not ignored & (1 << (signal.SIGUSR1 - 1) | 1 << (signal.SIGTERM - 1))
 
 
@@ -151,7 +148,7 @@ def signals_at_the_end(stage: Stage, runs: int) -> None:
             while time.perf_counter() < deadline:
                 pass
             process.send_signal(generator.choice([signal.SIGUSR1, signal.SIGTERM]))
-        assert process.wait(timeout=30) == 7, process.communicate()[1]
+        assert process.wait(HANG_SECONDS) == 7, process.communicate()[1]
         process.communicate()
         ending.unlink()
         for path in stage.stop_file().parent.iterdir():
@@ -170,14 +167,14 @@ def test_exit_code_is_the_jobs_in_many_runs(stage):
 
 def test_job_does_not_start_without_its_modules(stage):
     process = stage.start("exit 0", setup={"modules": ("cuda/12.8",), "lines": ("module() { return 1; }",)})
-    assert process.wait(timeout=30) == 1
+    assert process.wait(HANG_SECONDS) == 1
     assert not (stage.directory / "arguments").exists()
 
 
 def test_site_code_may_read_variables_that_are_not_set_and_reaches_the_job(stage):
     lines = ('echo "$NOT_SET_BY_ANYONE"', "export FROM_SITE=here")
     out = stage.start('echo "$FROM_SITE $OMP_NUM_THREADS $PWD"', setup={"lines": lines}, environment={})
-    assert out.communicate(timeout=30)[0].splitlines()[-1] == f"here 1 {stage.directory / 'project'}"
+    assert out.communicate(timeout=HANG_SECONDS)[0].splitlines()[-1] == f"here 1 {stage.directory / 'project'}"
 
 
 def test_containers_see_root_and_project():
@@ -207,7 +204,9 @@ def test_study_whose_path_cannot_stand_in_a_directive_is_refused(stage, name):
 
 
 def shown(job: str) -> dict[str, str]:
-    words = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True, timeout=60)
+    words = subprocess.run(
+        ["scontrol", "show", "job", job], capture_output=True, text=True, check=True, timeout=HANG_SECONDS
+    )
     return dict(word.split("=", 1) for word in words.stdout.split() if "=" in word)
 
 
@@ -222,13 +221,15 @@ def test_slurm_reads_the_directives_as_they_are_meant(stage, lab, kind):
     site = Site.model_validate(content | {"root": stage.study.parent, "project": stage.directory})
     script = stage.directory / "script.sh"
     script.write_text(render(JobArray("some-b3.1", kind, (("a",), ("b",), ("c",))), site, stage.study))
-    submitted = subprocess.run(["sbatch", "--parsable", "--hold", script], capture_output=True, text=True, timeout=60)
+    submitted = subprocess.run(
+        ["sbatch", "--parsable", "--hold", script], capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     assert submitted.returncode == 0, submitted.stderr
     array = submitted.stdout.strip()
     try:
         job = shown(f"{array}_2")
     finally:
-        subprocess.run(["scancel", array], check=True, timeout=60)
+        subprocess.run(["scancel", array], check=True, timeout=HANG_SECONDS)
     assert job["JobName"] == "tiny.some-b3.1"
     assert (job["ArrayTaskId"], job.get("ArrayTaskThrottle")) == ("2", {"train": "2", "export": None}[kind])
     assert (job["Comment"], job["Nice"]) == ("a+b@c^d!e(f)|g&h*i~[k]%j", "7")

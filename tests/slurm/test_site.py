@@ -14,6 +14,7 @@ import pytest
 from slurm.jobs import JobArray
 from slurm.script import render
 from slurm.site import EXAMPLE, Site, load_site
+from tests.waiting import HANG_SECONDS
 from train.command import UserError
 
 MINIMAL = """
@@ -274,7 +275,9 @@ def test_hostile_text_is_refused_or_literal_and_never_runs(tmp_path, key):
         if key == "environment":
             script = render(JobArray("train", "train", (("a",),)), site, tmp_path / "tiny")
             environment = {"PATH": os.environ["PATH"], "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0"}
-            subprocess.run(["bash", "-c", script], env=environment, check=True, capture_output=True, timeout=60)
+            subprocess.run(
+                ["bash", "-c", script], env=environment, check=True, capture_output=True, timeout=HANG_SECONDS
+            )
             assert out.read_text() == text
     of_one_line = {text for text in texts if not set(text) & set("\n\r\0")}
     # Variables are quoted, set-up lines are the site's own code; no other key takes any of it.

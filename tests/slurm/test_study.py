@@ -1,6 +1,7 @@
 """A study as jobs of a real SLURM: unattended, and the same table as the local runner's."""
 
 import json
+import shutil
 import subprocess
 
 import pytest
@@ -11,6 +12,7 @@ from study.steps import steps_of
 from tests.slurm.faults import Storm
 from tests.slurm.lab import Lab, running
 from tests.slurm.small_study import run_here, site_of, small_study, table
+from tests.waiting import HANG_SECONDS
 
 
 @pytest.fixture
@@ -38,13 +40,16 @@ def check_complete(study, study_dir, local) -> None:
 
 def test_a_study_as_jobs_gives_the_table_of_the_local_runner(tmp_path, lab_directory, slurm_installed, monkeypatch):
     study = small_study("jobs", steps=60, runs=1, restart_every=10, curved=False)
-    local = run_here(tmp_path / "local", study)
+    local, study_dir = run_here(tmp_path / "local", study), tmp_path / "runs" / study.name
+    for made in ("data", "steps"):  # the jobs begin with the texts: the stress test makes them as jobs, too
+        shutil.copytree(local / made, study_dir / made)
+    for step in set(Ledger(study_dir, steps_of(study)).steps) - {"corpus", "prepare-train", "prepare-held_out"}:
+        (study_dir / "steps" / f"{step}.json").unlink()
     with running(Lab(lab_directory, cpus=1)) as lab:
         monkeypatch.setenv("SLURM_CONF", str(lab.conf))
         submit(study, site_of(tmp_path / "runs"))
-        study_dir = tmp_path / "runs" / study.name
         storm = Storm(lab, study_dir, [run.name for run in study.runs], tmp_path)
-        storm.go_on(["rank_killed"], seconds=400)
+        storm.go_on(["rank_killed"])
         assert [name for name, _ in storm.struck] == ["rank_killed"]
         assert submit(study, site_of(tmp_path / "runs")) == {}
     check_complete(study, study_dir, local)
@@ -66,7 +71,7 @@ def test_limits_preemption_a_lost_node_a_killed_rank_and_a_full_disk(
         # Faults strike one upon the other, so some starts end before a checkpoint: hence six without progress.
         storm = Storm(lab, study_dir, [run.name for run in study.runs], small_disk)
         faults = ["rank_killed", "node_lost", "preempted", "disk_full"]
-        storm.go_on(faults, seconds=1800)
+        storm.go_on(faults, seconds=3 * HANG_SECONDS)
         assert [name for name, _ in storm.struck] == faults
     local = run_here(tmp_path / "local", study)
     check_complete(study, study_dir, local)

@@ -9,6 +9,7 @@ import pytest
 
 from slurm import cluster
 from slurm.jobs import FINAL
+from slurm.site import Site
 from slurm.submission import (
     existing_submission,
     read_submission,
@@ -17,13 +18,16 @@ from slurm.submission import (
     submitting,
     write_submission,
 )
-from slurm.submit import active_elements, cut_of, dry_run, ranges, submit
+from slurm.submit import active_elements, cut_of, dry_run, ranges, submit, training_layouts
 from study.ledger import Ledger
+from study.recipes import resolve
 from study.settings import Study
 from study.steps import steps_of
 from tests.slurm.lab import Lab, running
 from tests.slurm.small_study import PROJECT, site_of, small_study
+from tests.waiting import HANG_SECONDS
 from train.command import UserError
+from train.memory import rank_memory
 from train.run_directory import write_json
 
 
@@ -247,7 +251,7 @@ def test_two_processes_that_submit_at_once_submit_once(full, tmp_path, study):
         subprocess.Popen([sys.executable, "-c", code, str(root)], cwd=PROJECT, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = sorted(process.communicate(timeout=120)[0].strip() for process in both)
+    said = sorted(process.communicate(timeout=HANG_SECONDS)[0].strip() for process in both)
     jobs = existing_submission(root / "s").jobs
     try:
         assert len({job.array for job in jobs}) == len(jobs)
@@ -271,3 +275,23 @@ def test_retry_releases_what_a_node_could_not_start(submitted, study, monkeypatc
     submit(study, site, again=True)
     assert released[:1] == [train]
     assert "which a node could not start" in capsys.readouterr().err
+
+
+def test_layouts_follow_from_the_gpus_that_a_site_states(tmp_path):
+    big = resolve("olmo2-7b-lr", "full")
+
+    def site(nodes: int, gpus: int, memory_gb: float | None) -> Site:
+        site = site_of(tmp_path)
+        train = {"nodes": nodes, "gpus_per_node": gpus, "ranks_per_node": None, "gpu_memory_gb": memory_gb}
+        kinds = site.resources.model_copy(update={"train": site.resources.train.model_copy(update=train)})
+        return site.model_copy(update={"resources": kinds})
+
+    layouts = training_layouts(big, site(2, 8, 80))
+    assert layouts == {run.name: run for run in big.trained}, "the recipe's own layout fits"
+    smaller = training_layouts(big, site(2, 8, 64))
+    assert smaller is not None
+    for run in smaller.values():
+        assert rank_memory(run, 16).bytes <= 64e9
+    assert training_layouts(big, site(1, 1, None)) is None, "nothing is known of them"
+    with pytest.raises(UserError, match=r"1 nodes of 1 x GPU of 80 GB; .* 4 x h100, "):
+        training_layouts(big, site(1, 1, 80))

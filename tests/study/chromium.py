@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-SECONDS = 120.0
+from tests.waiting import HANG_SECONDS, wait_until
+
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--host-resolver-rules=MAP * ~NOTFOUND"),
@@ -66,7 +67,7 @@ class Browser:
         message = {"id": self._calls, "method": method, "params": params}
         message |= {"sessionId": self._session} if self._session else {}
         os.write(self._told, json.dumps(message).encode() + b"\0")
-        until = time.monotonic() + SECONDS
+        until = time.monotonic() + HANG_SECONDS
         while True:
             answer = self._next(until - time.monotonic())
             if answer.get("id") == self._calls:
@@ -77,7 +78,7 @@ class Browser:
     def _next(self, seconds: float) -> dict[str, Any]:
         while b"\0" not in self._left:
             ready, _, _ = select.select([self._heard], [], [], max(seconds, 0))
-            assert ready, f"chromium does not answer within {SECONDS:g} s"
+            assert ready, f"chromium does not answer within {HANG_SECONDS:g} s"
             got = os.read(self._heard, 1 << 20)
             assert got, "chromium has ended"
             self._left += got
@@ -93,10 +94,13 @@ class Browser:
     def open(self, path: Path, until: str) -> None:
         """Loads a file and waits until the expression holds."""
         self.call("Page.navigate", url=path.resolve().as_uri())
-        end = time.monotonic() + SECONDS
-        while not self.value(f"document.readyState === 'complete' && Boolean({until})"):
-            assert time.monotonic() < end, [event for event in self.events if "Exception" in str(event["method"])]
-            time.sleep(0.1)
+        shown = f"document.readyState === 'complete' && Boolean({until})"
+
+        def is_shown() -> bool:
+            assert not self.of("Runtime.exceptionThrown"), self.of("Runtime.exceptionThrown")
+            return bool(self.value(shown))
+
+        wait_until(is_shown, f"{until} of {path.name}")
 
     def of(self, method: str) -> list[dict[str, Any]]:
         """What was told by one kind of event."""

@@ -1,4 +1,4 @@
-"""One synthetic study for all tests that read results."""
+"""One synthetic study, and its report, for all tests that read results."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +7,9 @@ import pytest
 
 from study.collect import collect_rows, write_table
 from study.recipes import tiny
+from study.report import REPORT, write_report
 from study.settings import Study
+from tests.conftest import made_once
 from tests.study.synthetic import write_study
 
 
@@ -20,6 +22,22 @@ def study() -> Study:
 def written_study(tmp_path_factory, study) -> Path:
     """Written once, every file synced to the disk; tests have copies."""
     return write_study(tmp_path_factory.mktemp("written") / study.name, study)
+
+
+HOSTILE = "<img src=x onerror='window.hacked=1'></script><script>alert(window.hacked=1)</script>"
+
+
+@pytest.fixture(scope="session")
+def report(tmp_path_factory, written_study, study) -> Path:
+    """The report of a study whose description and first label try to run: the page of all tests that read one."""
+
+    def write(root: Path) -> None:
+        directory = Path(shutil.copytree(written_study, root / study.name))
+        write_table(directory, study, collect_rows(directory, study).rows)
+        hostile = {"description": HOSTILE, "labels": {study.runs[0].name: HOSTILE}}
+        write_report(directory, study.model_copy(update=hostile))
+
+    return made_once(tmp_path_factory, "report", write) / study.name / REPORT
 
 
 @pytest.fixture

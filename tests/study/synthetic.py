@@ -15,7 +15,8 @@ from study.layout import (
     slice_result,
     step_result,
 )
-from study.settings import MeasuredModel, Study, save_study, write_run_configurations
+from study.run_configurations import write_run_configurations
+from study.settings import MeasuredModel, Study, save_study
 from tests.study.curved import curvature_content, slice_content, step_content
 from train.config import RunConfig
 from train.frozen import fingerprint

@@ -5,9 +5,14 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
+from study.canvas import Canvas
+from study.claims.flatness import TOP, _correlated
+from study.claims.verdict import Evidence, not_tested
 from study.collect import collect_rows, phase_of, read_table, write_table
 from study.layout import curvature_result, quantization_result, step_result
+from study.paired import Paired
 from study.settings import MeasuredModel
+from study.trajectories import curvature_plot
 from tests.study.synthetic import table_of
 from train.command import UserError
 from train.run_directory import RunDirectory, sha256_of
@@ -157,3 +162,21 @@ def test_a_broken_result_is_named(study_dir, study, content):
         with pytest.raises(UserError, match=r"result\.json"):
             collect_rows(study_dir, study)
         path.write_text(whole)
+
+
+def test_an_eigenvalue_that_is_not_measured_is_null(study_dir, study):
+    alone = study.model_copy(update={"curvature": study.curvature.model_copy(update={"lambda_max": False})})
+    for path in study_dir.glob("*/hf/*/curvature/hutchinson/result.json"):
+        content = json.loads(path.read_text())
+        del content["measured"]["lambda_max"]
+        path.write_text(json.dumps(content))
+    rows = table_of(study_dir, alone)
+    measured = [row for row in rows if row["curvature/trace"] is not None]
+    assert len(measured) == len([row for row in rows if row["average"] is None])
+    for figure in ("", "_residual", "_converged", "_iterations"):
+        assert all(row[f"curvature/lambda_max{figure}"] is None for row in rows)
+    panels = curvature_plot(Canvas(alone, rows)).shown
+    assert [panel.title.split()[0] for _, panel in panels] == ["Trace"]
+    evidence = Evidence(alone, rows, Paired(study_dir))
+    said = [_correlated(evidence, TOP, spec, "kl_divergence") for spec in study.quantization.specs]
+    assert set(said) == {not_tested("the study measures no largest eigenvalue")}

@@ -1,20 +1,16 @@
 """The command line as a user meets it."""
 
-import subprocess
-import sys
-from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from study.recipes import resolve
+from tests.runs import python
 from tests.study.synthetic import write_study
 
-PROJECT = Path(__file__).resolve().parent.parent.parent
 
-
-def study_command(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "study", *arguments]
-    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+def study_command(*arguments: str) -> CompletedProcess:
+    return python("study", *arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
 """The report in a browser: every figure drawn from every value, no error, no request, and nothing written can run."""
 
 import csv
-import shutil
 from pathlib import Path
 
 import pytest
 
-from study.collect import collect_rows, read_table, write_table
+from study.collect import read_table
 from study.report import write_report
 from study.settings import Study
 from tests.study.chromium import Browser
+from tests.study.conftest import HOSTILE
 from tests.study.synthetic import table_of
 from tests.study.varied import budgets, write_varied
 
@@ -17,20 +17,11 @@ NAMES = [
     *("quantization_error", "kl_divergence", "validation_loss", "averages", "methods", "blocks"),
     *("full_against_quantized", "curvature", "prediction", "slices"),
 ]
-HOSTILE = "<img src=x onerror='window.hacked=1'></script><script>window.hacked=1</script>"
 
 
 def written(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory, written_study, study) -> Path:
-    directory = Path(shutil.copytree(written_study, tmp_path_factory.mktemp("page") / study.name))
-    hostile = study.model_copy(update={"description": HOSTILE, "labels": {study.runs[0].name: HOSTILE}})
-    write_table(directory, study, collect_rows(directory, study).rows)
-    return write_report(directory, hostile)
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from study.commands import Step
+from study.commands import Machine, Step
+from study.hardware import Hardware
 from study.ledger import Ledger
 from study.runner import Runner, StepError, locked
+from tests.waiting import HANG_SECONDS, interruptible, wait_until
 from train.command import UserError
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -21,7 +23,7 @@ PROJECT = Path(__file__).resolve().parent.parent.parent
 
 def run_steps(directory: Path, steps: list[Step], workers: int) -> None:
     with locked(directory) as lock_fd:
-        Runner(directory, steps, workers, lock_fd).run()
+        Runner(directory, steps, Hardware(workers), lock_fd).run()
 
 
 def python_step(name: str, code: str, outputs: tuple[str, ...] | None = None, **fields) -> Step:
@@ -119,9 +121,11 @@ def test_a_moved_study_is_complete_where_it_lies_now(tmp_path):
 
 
 def test_slots_are_never_exceeded_and_all_are_used(tmp_path):
+    """The first of the small steps goes on when a second one is at work, too."""
     inside = (
         "started = time.monotonic()\n"
-        "time.sleep(0.25)\n"
+        "open(study / f'small-{os.getpid()}', 'w').close() if SLOTS == 1 else None\n"
+        "while SLOTS == 1 and len(list(study.glob('small-*'))) < 2: time.sleep(0.01)\n"
         "open(study / f'span-{os.getpid()}', 'w').write(f'{started} {time.monotonic()} {SLOTS}')"
     )
     steps = [
@@ -136,6 +140,26 @@ def test_slots_are_never_exceeded_and_all_are_used(tmp_path):
     ]  # usage can only rise where a step starts
     assert max(used) == 2
     assert sum(slots == 1 for _, _, slots in spans) == 3
+
+
+def test_no_gpu_is_given_to_two_steps_at_once_and_each_sees_its_own_alone(tmp_path):
+    """Every step takes its GPUs' files for itself; one that is taken already would be shared."""
+    inside = (
+        "mine = [study / f'gpu{name}' for name in os.environ['CUDA_VISIBLE_DEVICES'].split(',') if name]\n"
+        "for gpu in mine: gpu.open('x').close()\n"
+        "time.sleep(0.2)\n"
+        "for gpu in mine: gpu.unlink()\n"
+        "(study / f'seen-{os.getpid()}').write_text(f\"{len(mine)} {os.environ['CUDA_DEVICE_ORDER']}\")"
+    )
+    gpus = {f"s{index}": count for index, count in enumerate((1, 2, 0, 3, 1, 1, 2))}
+    steps = [python_step(name, noting(name, inside)) for name in gpus]
+    hardware = Hardware(8, ("0", "4", "5"), "h100", 1)
+    with locked(tmp_path) as lock_fd:
+        machine_of = lambda step: Machine(device="cuda", gpus=gpus[step.name])  # noqa: E731
+        Runner(tmp_path, steps, hardware, lock_fd, machine_of).run()
+    seen = sorted(path.read_text() for path in tmp_path.glob("seen-*"))
+    assert seen == sorted(f"{count} PCI_BUS_ID" for count in gpus.values())
+    assert not list(tmp_path.glob("gpu*"))
 
 
 def test_a_failed_step_is_named_with_its_log_and_its_own_words(tmp_path):
@@ -198,6 +222,12 @@ def beats(directory: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+def at_work(directory: Path) -> list[str]:
+    """Command lines of processes that write beats."""
+    lines = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    return [line for line in lines if str(directory / "beats") in line]
+
+
 def start_runner(directory: Path) -> subprocess.Popen:
     """A runner in a process group of its own, with one finished step and one whose grandchild is at work."""
     code = (
@@ -210,14 +240,10 @@ def start_runner(directory: Path) -> subprocess.Popen:
         cwd=PROJECT,
         start_new_session=True,
         stderr=subprocess.PIPE,
-        # a shell starts background jobs, and what runs the tests may be one, with the interrupt ignored
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=interruptible,
     )
-    deadline = time.monotonic() + 30
-    while beats(directory) < 5:
-        assert time.monotonic() < deadline
-        assert runner.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: beats(directory) >= 5, "a grandchild at work", runner)
+    assert len(at_work(directory)) == 1
     return runner
 
 
@@ -231,9 +257,7 @@ def test_a_killed_runner_leaves_nothing_at_work_and_is_continued(tmp_path, whole
     runner.wait()
     steps = [*chain()[:1], python_step("stubborn", STUBBORN, after=("first",))]
     run_steps(tmp_path, steps, workers=1)  # waits for the orphans' end, then goes on
-    beaten = beats(tmp_path)
-    time.sleep(0.3)
-    assert beats(tmp_path) == beaten
+    assert not at_work(tmp_path)
     assert order(tmp_path) == ["first"]
     assert Ledger(tmp_path, steps).complete_steps() == {"first", "stubborn"}
 
@@ -243,10 +267,8 @@ def test_two_runners_do_not_share_a_study_and_an_interrupt_ends_its_steps(tmp_pa
     with pytest.raises(UserError, match="another 'study run'"):
         run_steps(tmp_path, chain(), workers=1)
     runner.send_signal(signal.SIGINT)
-    runner.wait(timeout=30)
-    beaten = beats(tmp_path)
-    time.sleep(0.3)
-    assert beats(tmp_path) == beaten  # it returned only when all was over
+    runner.wait(HANG_SECONDS)
+    assert not at_work(tmp_path)  # it returned only when all was over
     assert not (tmp_path / "steps" / "stubborn.json").exists()
 
 

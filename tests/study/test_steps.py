@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from study.commands import Machine, Step, batches, here, resolve, shared
+from study.commands import Machine, Step, batches, resolve, shared
 from study.recipes import RECIPES
 from study.recipes import resolve as resolve_recipe
 from study.steps import steps_of
@@ -168,13 +168,33 @@ def test_steps_share_a_process_only_where_each_model_goes_with_each_spec():
 
 def test_placeholders_stand_for_places_and_for_the_machine(tmp_path):
     command = ("{launch}", "-m", "x", "{study}/run", "{root}/texts", "--device", "{device}", "{cores}", "a{study}")
-    machine = Machine(("{python}", "-m", "torchrun"), "cuda", 8, "/usr/bin/py")
+    machine = Machine(("{python}", "-m", "torchrun"), "cuda", 2, "fsdp", 8, "/usr/bin/py")
     resolved = resolve(command, tmp_path / "s", machine)
     assert resolved[:5] == ["/usr/bin/py", "-m", "torchrun", "-m", "x"]
     assert resolved[5:] == [f"{tmp_path}/s/run", f"{tmp_path}/texts", "--device", "cuda", "8", "a{study}"]
 
 
-def test_training_here_takes_as_many_ranks_as_the_study_says(by_name):
-    launch = here(by_name["train-lr3e-3"]).launch
-    assert launch[launch.index("--nproc-per-node") + 1] == "2"
-    assert here(by_name["quantize-lr3e-3-step00000192-gptq-b3-g32"]).launch == ("{python}",)
+def test_the_largest_eigenvalue_is_asked_for_or_left_out():
+    seven = [step for step in steps_of(resolve_recipe("olmo2-7b-lr", "full")) if step.kind == "curvature"]
+    assert len(seven) == 4 * 18 + 7 * 8
+    for step in seven:
+        assert "--no-lambda-max" in step.command
+        assert not {"--tolerance", "--max-iterations", "--fixed-sequences"} & set(step.command)
+    one = next(step for step in steps_of(resolve_recipe("olmo2-1b-lr", "full")) if step.kind == "curvature")
+    assert one.command[one.command.index("--max-iterations") + 1] == "16"
+
+
+def test_with_warm_starts_each_checkpoint_waits_for_the_one_before(tiny):
+    curvature = tiny.curvature.model_copy(update={"warm_start": True})
+    steps = [step for step in steps_of(tiny.model_copy(update={"curvature": curvature})) if step.kind == "curvature"]
+    chains = [[step for step in steps if step.run == run.name] for run in tiny.runs]
+    for first, *others in chains:
+        assert "--keep-top-vector" in first.command
+        assert "--warm-start" not in first.command
+        for before, step in pairwise([first, *others]):
+            result = before.outputs[0]
+            assert before.name in step.after
+            assert result in step.reads
+            given = step.command[step.command.index("--warm-start") + 1]
+            assert f"{given}/result.json" == f"{{study}}/{result}"
+    assert all(len(batch) == 1 for batch in batches(steps, 8, 8)), "each has a command of its own"

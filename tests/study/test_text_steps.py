@@ -3,7 +3,7 @@
 import pytest
 
 from study.recipes import resolve
-from study.text import PreparedText, TokenFiles
+from study.text import PreparedText, TokenFile, TokenFiles
 from study.text_steps import check_text, prefix, record, text_steps
 from train.command import UserError
 
@@ -32,7 +32,12 @@ def test_text_that_steps_make_needs_nothing_before(tmp_path, recipe):
 
 
 def test_given_token_files_have_no_steps_and_must_be_there(tmp_path):
-    files = TokenFiles(held_out=str(tmp_path / "held_out"), calibration=str(tmp_path / "train"))
+    files = TokenFiles(
+        held_out=str(tmp_path / "held_out"),
+        calibration=str(tmp_path / "train"),
+        tokenizer=str(tmp_path),
+        sha256="0" * 64,
+    )
     study = resolve("tiny", "smoke").model_copy(update={"text": files, "runs": ()})
     assert text_steps(study) == []
     assert prefix(study, "held_out") == str(tmp_path / "held_out")
@@ -42,3 +47,20 @@ def test_given_token_files_have_no_steps_and_must_be_there(tmp_path):
     for use in ("held_out", "calibration"):
         (tmp_path / record(study, use)).touch()
     check_text(study, tmp_path / "study")
+
+
+def test_a_token_file_of_nobodys_is_asked_for_with_a_command_that_makes_it(tmp_path):
+    """A recipe of one's own, whose text has no dataset and says nothing of its origin."""
+    study = resolve("olmo2-7b-lr", "full")
+    mine = TokenFile(name="mine")
+    text = PreparedText(tokenizer="my/tok", train=mine, held_out=mine, calibration=mine)
+    with pytest.raises(UserError) as caught:
+        check_text(study.model_copy(update={"text": text}), tmp_path / "runs" / "mine")
+    message = str(caught.value)
+    texts = tmp_path / "runs" / "texts"
+    assert (
+        f"{texts}/mine.json does not exist; make it first: python -m train prepare FILES (--out {texts}/mine, "
+        in message
+    )
+    assert f"--tokenizer {texts}/my--tok" in message
+    assert message.endswith("or take text of your own with --text")

@@ -10,13 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.runs import make_run, ranks, torchrun
-from tests.train.trajectories import kill, numbers, shard_hashes, started, wait_for
+from tests.runs import make_run, ranks, start_ranks
+from tests.train.stalled import stalling
+from tests.train.trajectories import numbers, shard_hashes
+from tests.waiting import wait_until
 from train.run_directory import RunDirectory, verify_checkpoint
 from train.settings import SavingConfig
 from train.tracking import attempts
 
-KILLED_WITHIN_SECONDS = 1.5  # of the first step of an attempt
+# An attempt is killed within so many seconds of its first step, and comes no further than so many steps.
+KILLED_WITHIN_SECONDS, STEPS_PER_ATTEMPT = 1.5, 25
 
 
 def newest(directory: RunDirectory) -> int | None:
@@ -36,35 +39,30 @@ def has_rows(directory: RunDirectory, attempt: int) -> bool:
 
 def survive(root: Path, inputs: dict[str, Any], *, kills: int, processes: int, **settings: Any) -> None:
     """Trains a run that is killed `kills` times, and one that is not, and compares them."""
-    total = 8 + 25 * kills
+    total = 8 + STEPS_PER_ATTEMPT * kills
     settings |= {"total_steps": total, "save_steps": (*range(0, total, 7), total), "evaluate_every_steps": 3}
     killed, whole = RunDirectory(root / "killed"), RunDirectory(root / "whole")
     make_run(killed.path, **inputs, **settings, saving=SavingConfig(asynchronous=True, restart_every_steps=2))
     make_run(whole.path, **inputs, **settings)
+    command = ("tests.train.stalled", "train", "run", str(killed.path))
     chance = random.Random(7)
     known: set[int] = set()
     resumed_from: list[int | None] = []
-    done = 0
-    while done < kills:
-        attempt = len(resumed_from) + 1
-        resumed_from.append(newest(killed))
-        with started(torchrun(processes, "train", "run", str(killed.path))) as process:
-            wait_for(partial(has_rows, killed, attempt), process)
-            time.sleep(chance.uniform(0, KILLED_WITHIN_SECONDS))
-            alive = process.poll() is None
-            kill(process)
-        done += alive
+    for attempt in range(1, kills + 1):
+        begun = newest(killed)
+        resumed_from.append(begun)
+        stalled = stalling(root / "never", step=(begun or 0) + STEPS_PER_ATTEMPT + 1)
+        training = start_ranks(processes, *command, variables=stalled)
+        wait_until(partial(has_rows, killed, attempt), f"a step of attempt {attempt}", training)
+        time.sleep(chance.uniform(0, KILLED_WITHIN_SECONDS))
+        assert training.poll() is None
+        training.kill()
         assert known <= set(killed.complete_steps())
         known = set(killed.complete_steps())
-        if resumed_from[-1] is not None:
-            found = newest(killed)
-            assert found is not None
-            assert found >= resumed_from[-1]
-        if not alive:
-            assert killed.complete_steps()[-1] == total, process.returncode
-            break
+        found = newest(killed)
+        assert begun is None or (found is not None and found >= begun)
     for directory in (killed, whole):
-        finished = ranks(processes, "train", "run", str(directory.path), timeout_seconds=600)
+        finished = ranks(processes, "train", "run", str(directory.path))
         assert finished.returncode == 0, finished.stderr[-3000:]
     recorded = [entry["resumed_from_step"] for entry in attempts(killed.environment_json)]
     assert recorded[: len(resumed_from)] == resumed_from
@@ -73,4 +71,3 @@ def survive(root: Path, inputs: dict[str, Any], *, kills: int, processes: int, *
     for step in killed.complete_steps():
         assert shard_hashes(killed.checkpoint(step)) == shard_hashes(whole.checkpoint(step)), step
     assert numbers(killed.path) == numbers(whole.path)
-    assert done == kills, f"it ended after {done} kills; let it train for longer"

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 from tests.runs import environment, error_line
+from tests.waiting import HANG_SECONDS
 
 REFUSED_IN_A_COLLECTIVE = """
 import sys
@@ -40,7 +41,7 @@ def test_a_refusal_beside_running_collectives_ends_with_exit_code_2(tmp_path):
     other = subprocess.Popen([*command, "1", store], env=environment(), stderr=subprocess.DEVNULL)
     try:
         done = subprocess.run(
-            [*command, "0", store], env=environment(), capture_output=True, text=True, timeout=120, check=False
+            [*command, "0", store], env=environment(), capture_output=True, text=True, timeout=HANG_SECONDS, check=False
         )
         assert error_line(done) == "error: refused"
     finally:

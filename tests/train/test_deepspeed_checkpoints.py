@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.runs import environment, python, ranks
 from tests.train.deepspeed_attempts import named
 from tests.train.test_deepspeed import plain_model
+from tests.waiting import HANG_SECONDS
 from train.run_directory import sha256_of
 
 MODULE = "tests.train.deepspeed_attempts"
@@ -140,7 +141,7 @@ def test_deepspeeds_own_conversion_finds_the_same_state(saved, tmp_path):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

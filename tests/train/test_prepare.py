@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 
 import pyarrow
@@ -18,6 +17,8 @@ import zstandard
 from tokenizers import Tokenizer
 
 from tests.runs import environment, error_line, execute, python
+from tests.train.stalled import stalling
+from tests.waiting import wait_until
 from train.command import UserError
 from train.corpus import open_corpus
 from train.documents import dataset_parts
@@ -147,7 +148,7 @@ def test_workers_and_shards_do_not_change_a_byte(tmp_path, tokenizer_dir):
 def test_a_killed_prepare_goes_on(tmp_path, tokenizer_dir):
     """Killed with its workers in the third source: the first two are not read again, and what was kept is checked."""
     generator = random.Random(0)
-    large = ["".join(generator.choices("abcdefgh \n", k=20_000)) for _ in range(60)]
+    large = ["".join(generator.choices("abcdefgh \n", k=2_000)) for _ in range(60)]
     sources = []
     for number, texts in enumerate((TEXTS[:50], TEXTS[50:], large)):
         sources.append(tmp_path / f"{number}.jsonl")
@@ -155,13 +156,10 @@ def test_a_killed_prepare_goes_on(tmp_path, tokenizer_dir):
     out = tmp_path / "out"
     arguments = [*map(str, sources), "--key", "body", "--tokenizer", str(tokenizer_dir), "--out", str(out)]
     command = [sys.executable, "-m", "train", "prepare", *arguments, "--workers", "2"]
-    child = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
+    stalled = environment() | stalling(tmp_path / "never", source=sources[2])
+    child = subprocess.Popen([*command[:2], "tests.train.stalled", *command[2:]], env=stalled)
     kept = tmp_path / ".out.parts"
-    deadline = time.monotonic() + 60
-    while not ((kept / "000000").exists() and (kept / "000001").exists()):
-        assert time.monotonic() < deadline
-        assert child.poll() is None
-        time.sleep(0.005)
+    wait_until(lambda: (kept / "000000").exists() and (kept / "000001").exists(), "two sources kept", child)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     assert not (kept / "000002").exists()
@@ -171,7 +169,7 @@ def test_a_killed_prepare_goes_on(tmp_path, tokenizer_dir):
     tokens = first.read_bytes()
     first.write_bytes(tokens[:-2] + b"\x07\x00")
     while "another process" in (done := execute([*command[:-1], "1"])).stderr:
-        assert time.monotonic() < deadline  # its workers end with it
+        pass  # its workers end with it
     assert "000000/bin was changed after it was written; delete" in error_line(done)
     first.write_bytes(tokens)
     times = [(kept / f"00000{number}").stat().st_ctime_ns for number in range(3)]

@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from tests.ckpt_tools.checkpoints import seal
 from tests.runs import error_line, execute, make_run, python, torchrun
-from tests.train.trajectories import flip_a_byte, last_step, numbers, shard_hashes, started, wait_for
+from tests.train.stalled import stalling
+from tests.train.trajectories import flip_a_byte, last_step, numbers, shard_hashes, started
+from tests.waiting import HANG_SECONDS, wait_until
 from train.attempt import Attempt
 from train.command import UserError
 from train.engine import Engine
@@ -98,19 +100,22 @@ def test_a_save_that_failed_is_repeated_with_the_weights_of_its_step(trained, tm
     """The disk is full until some steps after the save of step 0; step 0 is saved all the same."""
     directory = RunDirectory(tmp_path / "dp1")
     make_run(directory.path, **inputs, saving=SavingConfig(asynchronous=asynchronous))
-    command = ["train", "run", str(directory.path)]
+    command = ["tests.train.stalled", "train", "run", str(directory.path)]
+    space = tmp_path / "space"
 
     def limit_file_size():
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
 
-    with started(torchrun(1, *command), preexec_fn=limit_file_size) as process:
-        wait_for(
-            lambda: '"save_failed"' in (directory.metrics.read_text() if directory.metrics.exists() else ""), process
-        )
+    def failed() -> bool:
+        return directory.metrics.exists() and '"save_failed"' in directory.metrics.read_text()
+
+    with started(torchrun(1, *command), stalling(space, step=8), preexec_fn=limit_file_size) as process:
+        wait_until(failed, "a save that fails", process)
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        _, errors = process.communicate(timeout=240)
+        space.touch()
+        _, errors = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0, errors[-3000:]
     assert "warning: step 0 could not be saved" in errors
     assert numbers(directory.path) == numbers(trained("dp1"))
@@ -127,10 +132,10 @@ def test_an_orphan_leaves_when_a_later_attempt_has_begun(tmp_path, inputs):
     saving = SavingConfig(restart_every_steps=1)
     make_run(directory.path, **inputs, total_steps=2000, save_steps=(0, 2000), saving=saving)
     with started(torchrun(1, "train", "run", str(directory.path))) as orphan:
-        wait_for(lambda: last_step(directory.path) >= 2, orphan)
+        wait_until(lambda: last_step(directory.path) >= 2, "step 2", orphan)
         assert record_attempt(directory.environment_json) == 2
         write_json(directory.status_json, {"of": "the later attempt"})
-        _, errors = orphan.communicate(timeout=120)
+        _, errors = orphan.communicate(timeout=HANG_SECONDS)
     assert "attempt 2 has begun on" in errors
     assert json.loads(directory.status_json.read_text()) == {"of": "the later attempt"}
     assert last_step(directory.path) < 2000
@@ -173,7 +178,7 @@ def test_spikes_are_those_of_numpy_and_survive_a_resume(tmp_path, inputs):
         skipped += spike
         if not spike:
             window.append(figures)
-    assert 3 <= skipped <= 15
+    assert 0 < skipped < 16  # both occurred; how often depends on the weights, and so on the CPU
     shutil.copytree(whole.path, again.path)
     shutil.rmtree(again.checkpoint(20))
     assert python("train", "run", str(again.path)).returncode == 0

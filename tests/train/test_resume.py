@@ -5,8 +5,10 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.runs import error_line, execute, make_run, python, ranks, torchrun
-from tests.train.trajectories import kill, numbers, shard_hashes, started, wait_for
+from tests.runs import error_line, make_run, python, ranks, torchrun
+from tests.train.stalled import stalling
+from tests.train.trajectories import kill, numbers, shard_hashes, started
+from tests.waiting import wait_until
 from train.run_directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record
 from train.tracking import read_metrics
 
@@ -31,11 +33,11 @@ def test_killed_run_keeps_its_checkpoints_and_ends_the_same(trained, tmp_path, i
     """kill -9 of every process right after the checkpoint of step 10 is complete."""
     directory = RunDirectory(tmp_path / "dp1")
     make_run(directory.path, **inputs)
-    command = torchrun(1, "train", "run", str(directory.path))
-    with started(command) as killed:
-        wait_for((directory.checkpoint(10) / CHECKPOINT_JSON).exists, killed)
+    command = ["train", "run", str(directory.path)]
+    with started(torchrun(1, "tests.train.stalled", *command), stalling(tmp_path / "never", step=13)) as killed:
+        wait_until((directory.checkpoint(10) / CHECKPOINT_JSON).exists, "step 10 saved", killed)
         kill(killed)
-    done = execute(command)
+    done = python(*command)
     assert done.returncode == 0, done.stderr[-3000:]
     assert numbers(directory.path) == numbers(trained("dp1"))
     assert shard_hashes(directory.checkpoint(20)) == shard_hashes(trained("dp1") / "checkpoints" / "step00000020")

@@ -6,7 +6,7 @@ import pytest
 
 from train.command import UserError
 from train.run_directory import RunDirectory, committed_directory, record_files, verify_files, write_json
-from train.tracking import MetricsWriter, read_metrics
+from train.tracking import MetricsWriter, environment, read_metrics
 
 
 def test_json_is_replaced_whole_or_not_at_all(tmp_path):
@@ -112,3 +112,10 @@ def test_metrics_survive_a_torn_line_and_overlapping_attempts(tmp_path):
     assert rows[1].keys() == {"step", "tokens", "attempt", "time", "loss", "learning_rate"}
     with pytest.raises(ValueError, match="not JSON compliant"):
         MetricsWriter(path, attempt=3).append(3, 30, loss=float("nan"))
+
+
+def test_a_machine_without_git_records_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = environment()
+    assert (found["commit"], found["uncommitted_changes"]) == (None, None)
+    assert found["packages"]["torch"]

@@ -1,13 +1,14 @@
 """Asked to stop in every way there is, a run goes on as if it had never been."""
 
 import json
+import os
 import signal
 import sys
 
-import psutil
-
-from tests.runs import execute, make_run, ranks, torchrun
-from tests.train.trajectories import last_step, numbers, shard_hashes, started, wait_for
+from tests.runs import ended, execute, make_run, ranks, start_ranks, torchrun
+from tests.train.stalled import stalling
+from tests.train.trajectories import last_step, numbers, shard_hashes, started
+from tests.waiting import HANG_SECONDS, wait_until
 from train.run_directory import RunDirectory
 from train.settings import SavingConfig
 from train.tracking import attempts
@@ -21,9 +22,9 @@ def test_a_run_that_is_stopped_again_and_again_ends_the_same(trained, tmp_path, 
     """By a file that is there from the start, by SIGUSR1 to the rank that writes nothing, by SIGTERM to torchrun."""
     directory = RunDirectory(tmp_path / "dp2")
     make_run(directory.path, **inputs, saving=SavingConfig(asynchronous=True, restart_every_steps=2))
-    command = torchrun(2, "train", "run", str(directory.path))
+    command = ("train", "run", str(directory.path))
     directory.stop_file.touch()
-    done = execute(command)
+    done = ranks(2, *command)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "stopped at step 1 of 20; the same command goes on\n"
     assert not directory.stop_file.exists()
@@ -31,26 +32,22 @@ def test_a_run_that_is_stopped_again_and_again_ends_the_same(trained, tmp_path, 
     assert (status(directory)["status"], status(directory)["step"], status(directory)["attempt"]) == ("preempted", 1, 1)
     assert "STOP" in status(directory)["reason"]
 
-    with started(command) as process:
-        wait_for(lambda: last_step(directory.path) >= 2, process)
-        assert not directory.status_json.exists()
-        (worker,) = [
-            child
-            for child in psutil.Process(process.pid).children(recursive=True)
-            if child.environ().get("RANK") == "1"
-        ]
-        worker.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=120) == 0
+    stalled, never = ("tests.train.stalled", *command), tmp_path / "never"
+    training = start_ranks(2, *stalled, variables=stalling(never, step=5))
+    wait_until(lambda: last_step(directory.path) >= 2, "step 2", training)
+    assert not directory.status_json.exists()
+    os.kill(training.pid(rank=1), signal.SIGUSR1)
+    assert ended(training).returncode == 0
     first = status(directory)
     assert (first["status"], first["attempt"]) == ("preempted", 2)
     assert 2 <= first["step"] < 20
     newest = max(directory.complete_restarts() + directory.complete_steps())
     assert newest == first["step"]
 
-    with started(command) as process:
-        wait_for(lambda: last_step(directory.path) > first["step"], process)
+    with started(torchrun(2, *stalled), stalling(never, step=first["step"] + 4)) as process:
+        wait_until(lambda: last_step(directory.path) > first["step"], "a further step", process)
         process.send_signal(signal.SIGTERM)
-        process.wait(timeout=120)  # torchrun's own code
+        process.wait(HANG_SECONDS)  # torchrun's own code
     second = status(directory)
     assert second["attempt"] == 3
     assert second["step"] > first["step"]
@@ -58,7 +55,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_the_same(trained, tmp_path, 
 
     directory.stop_file.touch()  # too late: it must not stop the next attempt for ever, nor outlive the end
     for _ in range(2):
-        done = ranks(2, "train", "run", str(directory.path))
+        done = ranks(2, *command)
     assert done.returncode == 0, done.stderr[-3000:]
     assert status(directory)["status"] == "done"
     assert not directory.stop_file.exists()

@@ -3,8 +3,7 @@
 import contextlib
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +58,10 @@ def kill(process: subprocess.Popen) -> None:
 
 
 @contextlib.contextmanager
-def started(command: list[str], **kwargs: Any) -> Iterator[subprocess.Popen]:
+def started(command: list[str], variables: dict[str, str] | None = None, **kwargs: Any) -> Iterator[subprocess.Popen]:
     """A running command, killed with all its processes at the end of the block."""
-    process = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
-    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment() | (variables or {}), **pipes, **kwargs)
     try:
         yield process
     finally:
@@ -71,15 +69,6 @@ def started(command: list[str], **kwargs: Any) -> Iterator[subprocess.Popen]:
         for stream in (process.stdout, process.stderr):
             if stream:
                 stream.close()
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 120) -> None:
-    """Until the condition holds, while the process lives."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        assert process.poll() is None, process.communicate()[1][-3000:]
-        time.sleep(0.005)
 
 
 def last_step(run_dir: Path) -> int:

@@ -19,8 +19,8 @@ def check_installed() -> None:
         raise UserError("kernels 'transformer_engine' need a GPU, there is none here; set kernels to 'torch'")
     if importlib.util.find_spec("transformer_engine") is None:
         raise UserError(
-            "kernels 'transformer_engine' need the package transformer-engine, which is not installed; run "
-            "pip install 'transformer-engine[pytorch]' or set kernels to 'torch'"
+            "kernels 'transformer_engine' need the package transformer-engine, which is not installed; run make "
+            "transformer-engine (it compiles, with CUDA's toolkit) or set kernels to 'torch'"
         )
 
 

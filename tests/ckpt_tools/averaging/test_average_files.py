@@ -3,9 +3,7 @@
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.formats.weights import read_whole
 from tests.ckpt_tools.checkpoints import all_of
 from tests.conftest import make_hf_directory
-from tests.runs import PROJECT, environment, execute
+from tests.runs import PROJECT, execute, python
 from train.run_directory import sha256_of
 
 
@@ -135,17 +133,28 @@ def test_memory_does_not_grow_with_the_number_of_models(large, tmp_path):
     assert peak_kib[1] - peak_kib[0] < 5 * model_kib  # ten more are read; the allocator alone varies by some of them
 
 
+DYING = """
+import os, runpy, signal, sys
+out = sys.argv.pop(1)
+
+def die(event, arguments):
+    if event == "os.rename" and str(arguments[1]) == out:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(die)
+runpy.run_module("ckpt_tools", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_a_kill_leaves_nothing_half_written(large, tmp_path):
+    """Killed when all is written aside and only the name is missing."""
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "ckpt_tools", "average", str(out), *map(str, large)]
-    with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, cwd=PROJECT) as process:
-        while not list(tmp_path.glob(".out.partial/*.safetensors")):
-            assert process.poll() is None
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
+    arguments = ["average", str(out), *map(str, large)]
+    done = execute([sys.executable, "-c", DYING, str(out), *arguments], cwd=PROJECT)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list(tmp_path.glob(".out.partial/*.safetensors"))
     assert not out.exists()
-    done = execute(command, cwd=PROJECT)
+    done = python("ckpt_tools", *arguments)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     first = load_file(large[0] / "model.safetensors")

@@ -18,7 +18,10 @@ from ckpt_tools.averaging.average import average_models, rebuild
 from ckpt_tools.export import export
 from ckpt_tools.hf_directory import write_result
 from ckpt_tools.publishing.exports import published_name, tokens_unit
+from ckpt_tools.publishing.index import _figures
+from ckpt_tools.publishing.model_card import _measured
 from ckpt_tools.publishing.publish import publish
+from ckpt_tools.publishing.results import Curvature, Result
 from ckpt_tools.verify import verify
 from tests.ckpt_tools.checkpoints import seal
 from tests.runs import PROJECT
@@ -89,6 +92,15 @@ def curve_by_hand(hf_dir: Path) -> None:
     measured = {"loss": 3.4, "trace": {"mean": 123.5, "standard_error": 4.5, "probes": 32}, "lambda_max": top}
     spec = {"name": "hutchinson", "data": {"prefix": str(hf_dir), "bin_sha256": "d" * 64}}
     write_result(hf_dir / "curvature" / "hutchinson", {"model": model, "spec": spec, "measured": measured})
+
+
+def test_an_eigenvalue_that_was_not_measured_is_said_to_be_so(tmp_path):
+    """Of traces alone: read, named in the card and empty in the index."""
+    result = {"loss": 3.4, "trace": {"mean": 123.5, "standard_error": 4.5, "probes": 32}}
+    measured = Curvature.model_validate(result)
+    one = Result(tmp_path, "curvature", "hutchinson", {}, measured)
+    assert _figures(one)["lambda_max_converged"] is None
+    assert "| not measured |" in "\n".join(_measured([one]))
 
 
 def weights_of(hf_dir: Path) -> Path:

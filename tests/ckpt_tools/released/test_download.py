@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from huggingface_hub import constants
 from ckpt_tools.released.download import download
 from tests.ckpt_tools.released.fake_hub import REPO, FakeHub, model_files
 from tests.runs import environment
+from tests.waiting import HANG_SECONDS, wait_until
 from train.command import UserError
 
 FIRST, SECOND, LAST = (
@@ -72,19 +72,18 @@ def test_a_killed_download_goes_on(hub, tmp_path):
     settings: dict[str, Any] = {"env": environment() | {"HF_ENDPOINT": hub.endpoint}, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, text=True, **settings)
     try:
-        assert hub.reached_stall.wait(60)
+        assert hub.reached_stall.wait(HANG_SECONDS)
         noted = (
             tmp_path / "models" / f".{FIRST}.partial" / ".cache" / "huggingface" / "download"
         )  # once a file is whole
-        while not WANTED - {hub.stalled} <= {path.stem for path in noted.glob("*.metadata")}:
-            assert process.poll() is None
-            time.sleep(0.01)
+        others = WANTED - {hub.stalled}
+        wait_until(lambda: others <= {path.stem for path in noted.glob("*.metadata")}, "the other files", process)
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
     assert not (tmp_path / "models" / FIRST).exists()
     hub.let_go.set()
-    assert subprocess.run(command, text=True, timeout=60, check=False, **settings).returncode == 0
+    assert subprocess.run(command, text=True, timeout=HANG_SECONDS, check=False, **settings).returncode == 0
     check(tmp_path / "models" / FIRST, hub, hub.commit(FIRST))
     assert hub.got.count((FIRST, hub.stalled)) == 2
     assert all(hub.got.count((FIRST, name)) == 1 for name in WANTED - {hub.stalled})

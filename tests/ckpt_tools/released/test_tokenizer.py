@@ -50,9 +50,26 @@ def test_what_is_no_tokenizer_is_refused_and_leaves_nothing(hub, tmp_path, chang
         fetch_tokenizer("nobody/nothing", tmp_path / "tokenizer")
 
 
-def test_another_directory_is_not_replaced(hub, tmp_path):
+def test_another_directory_is_not_replaced(hub, tmp_path, tokenizer_dir):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(UserError, match="remove it or give another"):
         fetch_tokenizer(REPO, tmp_path / "mine")
     assert hub.got == []
+    with pytest.raises(UserError, match="holds more than a tokenizer"):
+        fetch_tokenizer(str(tokenizer_dir), tmp_path / "mine")
+    assert (tmp_path / "mine" / "file").exists()
+
+
+def test_a_directory_is_copied_and_followed(tmp_path, tokenizer_dir):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).write_bytes((tokenizer_dir / name).read_bytes())
+    (source / "model.safetensors").touch()  # weights stay
+    for appended in ("", "\n"):
+        (source / "tokenizer.json").write_text((source / "tokenizer.json").read_text() + appended)
+        fetch_tokenizer(str(source), out)
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == {
+            name: (source / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")
+        }

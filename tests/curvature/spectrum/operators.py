@@ -3,6 +3,7 @@
 Shapes: P parameters, k vectors.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,8 @@ class Known(NamedTuple):
         return self.matrix_PP.to(v_P.dtype) @ v_P
 
 
-def inner(a_kP: Tensor, b_P: Tensor) -> Tensor:
-    return a_kP.double() @ b_P.double()
+def inner(vectors: Sequence[Tensor], b_P: Tensor) -> Tensor:
+    return torch.stack(list(vectors)).double() @ b_P.double()
 
 
 def signs(size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -5,7 +5,7 @@ Shapes: P parameters, p those of this rank, k vectors.
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ def measure(mine: slice, summed: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         v_P[mine] = v_p
         return known.matrix_PP[mine] @ summed(v_P)
 
-    def inner(a_kp: Tensor, b_p: Tensor) -> Tensor:
-        return summed(a_kp.double() @ b_p.double())
+    def inner(vectors: Sequence[Tensor], b_p: Tensor) -> Tensor:
+        return summed(torch.stack(list(vectors)).double() @ b_p.double())
 
     start_p = signs(SIZE)[mine]
     ends = lanczos(product, start_p, inner, largest=5, smallest=3, tolerance=1e-6, max_iterations=120)

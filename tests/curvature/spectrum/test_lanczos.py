@@ -1,5 +1,6 @@
 """Both ends of known spectra: values, residuals, what is said of them, and no ghosts."""
 
+import gc
 import json
 
 import pytest
@@ -59,7 +60,7 @@ def test_residual_is_that_of_the_vector_and_bounds_the_error(trained):
 
 
 def test_errors_that_decide_when_to_stop_are_those_of_the_vectors(trained):
-    krylov = Krylov(trained.product, signs(len(trained.values_P)), inner, max_steps=12)
+    krylov = Krylov(trained.product, signs(len(trained.values_P)), inner)
     for _ in range(12):
         krylov.step()
     ritz = krylov.ritz()
@@ -215,3 +216,26 @@ def test_settings_that_ask_for_nothing(wrong):
 def test_a_zero_start_is_refused():
     with pytest.raises(ValueError, match="start vector is zero"):
         ends(lambda v: v, torch.zeros(3))
+
+
+def test_a_top_eigenvalue_takes_few_products_and_as_many_vectors(trained):
+    """The value of a dense solver; vectors, counted in every product, come as they are needed, whatever the most is."""
+    size = len(trained.values_P)
+    alive = []
+
+    def product(v_P):
+        gc.collect()
+        vectors = {
+            one.untyped_storage().data_ptr(): one
+            for one in gc.get_objects()
+            if issubclass(type(one), Tensor) and one.shape == (size,) and one.dtype == torch.float32
+        }
+        alive.append(len(vectors))
+        return trained.product(v_P)
+
+    start_P = signs(size, dtype=torch.float32)
+    few, many = (ends(product, start_P, tolerance=1e-2, max_iterations=most) for most in (16, 50))
+    assert few.largest == many.largest
+    assert few.products == many.products <= 16
+    assert few.largest[0].value == pytest.approx(float(trained.values_P[-1]), rel=1e-4)
+    assert max(alive) <= few.iterations + 4  # the start, a spare one, one that is judged, and the first call's result

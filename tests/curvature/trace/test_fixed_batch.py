@@ -16,6 +16,7 @@ from torch import Tensor
 from curvature.probes import rademacher
 from curvature.trace.hutch_plus_plus import MatrixTrace, hutch_plus_plus, sketch
 from curvature.trace.xtrace import xtrace
+from tests.waiting import HANG_SECONDS
 from train.command import UserError
 
 SIZE = 200
@@ -167,7 +168,7 @@ class _Ranks:
 
     def __init__(self, count: int) -> None:
         self.count, self.parts = count, {}  # type: tuple[int, dict[int, Tensor]]
-        self._barrier = threading.Barrier(count, timeout=60)
+        self._barrier = threading.Barrier(count, timeout=HANG_SECONDS)
 
     def gather(self, rank: int, part: Tensor) -> list[Tensor]:
         self.parts[rank] = part

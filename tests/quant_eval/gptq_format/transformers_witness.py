@@ -7,9 +7,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from quant_eval.libraries import pcre
 from tests.quant_eval.gptq_format.examples import input_ids
 
 if __name__ == "__main__":
+    pcre.stand_in()
     for checkpoint in sorted(Path(sys.argv[1]).iterdir()):
         # fp32 is refused by the kernels
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, device_map="cpu")

@@ -14,12 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quant_eval.gptq_format.run_reload import load
+from quant_eval.libraries import pcre
 from tests.quant_eval.gptq_format.examples import input_ids
 
 
 @torch.no_grad()
 def main(root: Path) -> None:
     """Loads and packs all there is."""
+    pcre.stand_in()
+
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.quantization import QuantizeConfig
     from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module

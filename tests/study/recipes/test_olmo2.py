@@ -1,9 +1,15 @@
 """The OLMo2 ablation against figures of its papers and scripts, and against sums worked by hand."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+from study.estimate import estimate_lines
+from study.hardware import planned
+from study.needs import Needs
 from study.recipes import resolve
-from study.recipes.parts import gpu_hours, trained_tokens
+from study.recipes.cost import gpu_hours, trained_tokens
 from train.config import RunConfig
 from train.memory import rank_memory
 from train.schedules import learning_rate
@@ -104,7 +110,13 @@ def test_smaller_sizes_go_through_the_same_schedule(recipe, step_tokens, warmup,
 
 @pytest.mark.parametrize(
     ("recipe", "nodes", "gigabytes"),
-    [("olmo2-7b-lr", 1, 75), ("olmo2-7b-lr", 8, 50), ("olmo2-1b-lr", 1, 50), ("olmo2-190m-lr", 1, 41)],
+    [
+        ("olmo2-7b-lr", 1, 75),
+        ("olmo2-7b-lr", 8, 50),
+        ("olmo2-1b-lr", 1, 50),
+        ("olmo2-190m-lr", 1, 41),
+        ("olmo2-30m-lr", 1, 29),
+    ],
 )
 def test_runs_fit_gpus_of_80_gb(recipe, nodes, gigabytes):
     """The figures that the recipe's comment states."""
@@ -112,7 +124,9 @@ def test_runs_fit_gpus_of_80_gb(recipe, nodes, gigabytes):
         assert rank_memory(run, 8 * nodes).bytes / 1e9 == pytest.approx(gigabytes, abs=0.5)
 
 
-@pytest.mark.parametrize("recipe", ["olmo2-7b-lr", "olmo2-1b-lr", "olmo2-190m-lr", "olmo2-7b-lr-cosine300b"])
+@pytest.mark.parametrize(
+    "recipe", ["olmo2-7b-lr", "olmo2-1b-lr", "olmo2-190m-lr", "olmo2-30m-lr", "olmo2-7b-lr-cosine300b"]
+)
 @pytest.mark.parametrize("profile", ["full", "smoke"])
 def test_averages_lie_within_one_run(recipe, profile):
     """A window ends where it is measured or less than an interval before, and begins behind warm-up and branch."""
@@ -140,3 +154,38 @@ def test_what_was_varied_has_a_line_per_length_of_anneal():
         "50B anneal": [3e-4, 6e-4, 9e-4, 1.2e-3],
         "100B anneal": [6e-4, 9e-4, 1.2e-3],
     }
+
+
+def test_the_30m_is_an_hour_of_one_gpu():
+    """Steps of 131,072 tokens, 9 x 128 of them up to the anneals: 72,000 x 4,194,304 / 2,000."""
+    study = resolve("olmo2-30m-lr", "full")
+    model = study.trained[0].model
+    assert (model.hidden_size, model.num_hidden_layers, model.num_attention_heads) == (256, 4, 8)
+    # the output layer, and per layer q, k, v, o, an MLP of 768 and four norms
+    without_embedding = 100_352 * 256 + 4 * (4 * 256**2 + 3 * 256 * 768 + 4 * 256) + 256
+    assert without_embedding == 29_102_336
+    # 4 peaks: 1,152 steps, and 191 more twice, with the anneal and without
+    assert trained_tokens(study) == 4 * (1_152 + 2 * 191) * 131_072
+    flops = 6 * without_embedding + 12 * 4 * 256 * 2048
+    seconds = trained_tokens(study) * flops / (0.1 * 989e12)
+    assert gpu_hours(study) == pytest.approx(seconds / 3600, rel=1e-9)
+    assert 0.4 < gpu_hours(study) < 0.5
+    shown = list(estimate_lines(Needs(study, planned(1, "h100", 1), Path("runs") / study.name)))
+    hours = re.search(r"time: ([\d.]+) hours", "\n".join(shown))
+    assert hours
+    assert 0.8 < float(hours[1]) < 1.2  # measuring included
+    for gpus in (1, 2, 4, 8):
+        assert all(rank_memory(run, gpus).bytes < 80e9 for run in study.trained)
+
+
+@pytest.mark.parametrize("profile", ["full", "smoke"])
+def test_every_anneal_has_a_control_of_equal_tokens(profile):
+    study = resolve("olmo2-30m-lr", profile)
+    anneals = [run for run in study.trained if run.branch_from]
+    assert len(anneals) == len(study.trained) / 2
+    for run in anneals:
+        control = study.parent_of(run)
+        assert control.total_steps == run.total_steps
+        assert set(run.save_steps) < set(control.save_steps)  # measured wherever the anneal is
+        assert learning_rate(run, run.total_steps) == 0
+        assert learning_rate(control, run.total_steps) > 0.98 * control.optimizer.peak_lr

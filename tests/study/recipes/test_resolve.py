@@ -17,6 +17,7 @@ from train.schedules import learning_rate
 PROFILES = [(recipe, profile) for recipe, profiles in RECIPES.items() for profile in profiles]
 ISSUE = (
     *("tiny", "olmo2-7b-lr", "olmo2-7b-lr-cosine300b", "olmo2-190m-lr", "olmo2-1b-lr", "pythia-160m-budgets"),
+    "olmo2-30m-lr",
     *("pythia-160m-lr", "pythia-160m-lawa", "pythia-160m-schedules", "pythia-160m-weight-decay", "pythia-70m-kumar"),
     "trajectory",
 )
@@ -136,6 +137,8 @@ def test_the_list_says_what_training_takes():
     assert [line.split(" (")[0] for line in lines] == [*RECIPES, "trajectory"]
     big = next(line for line in lines if line.startswith("olmo2-7b-lr ("))
     assert big.endswith("[1.71T tokens, 57,287 H100-hours of training at 40% of the peak]")
+    small = next(line for line in lines if line.startswith("olmo2-30m-lr ("))
+    assert small.endswith("[804M tokens, 0.5 H100-hours of training at 10% of the peak, 0.7 of measuring]")
 
 
 def test_a_study_is_told_with_its_sources_and_branches():

@@ -4,7 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from study.recipes import resolve, tiny
-from study.settings import Study, spec_title, write_run_configurations
+from study.run_configurations import write_run_configurations
+from study.settings import Study, spec_title
 from train.command import UserError
 
 

@@ -1,6 +1,8 @@
 """The recipe of released models: of the hub, of a directory of revisions, and of a run's exports."""
 
 import json
+import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,12 +10,14 @@ from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from study.__main__ import app
+from study.own_text import Asked, given_of
 from study.recipes import Released, resolve, tiny
 from study.released import ReleasedRun
 from study.settings import Study, load_study, save_study
 from study.text import PreparedText, TokenFiles
 from tests.ckpt_tools.released.fake_hub import FakeHub
 from train.command import UserError
+from train.prepare import prepare
 
 REPO = "allenai/OLMo-2-1124-7B"
 REVISIONS = [
@@ -33,10 +37,16 @@ def hub(monkeypatch):
 
 
 @pytest.fixture
-def text_dir(tmp_path) -> Path:
-    """A study whose text is measured on."""
-    save_study(tmp_path / "runs" / "tiny", tiny())
-    return tmp_path / "runs" / "tiny"
+def text_dir(tmp_path, tokenizer_dir) -> Path:
+    """A study with the text that is measured on."""
+    directory = tmp_path / "runs" / "tiny"
+    save_study(directory, tiny())
+    shutil.copytree(tokenizer_dir, directory / "data" / "corpus" / "tokenizer")
+    for use, seed in (("train", 1), ("held_out", 2)):
+        path = tmp_path / f"{use}.txt"
+        path.write_text("".join(random.Random(seed).choices("abcdefgh ", k=120_000)))
+        prepare([path], tokenizer_dir, directory / "data" / use)
+    return directory
 
 
 def lines(study: Study) -> list[ReleasedRun]:
@@ -94,16 +104,28 @@ def test_a_stage_and_every_so_manieth():
 def test_of_a_directory_of_revisions(tmp_path, text_dir):
     for name in ("step1000", "step2000", "step143000"):
         (tmp_path / "models" / name).mkdir(parents=True)
-    released = Released(str(tmp_path / "models"), family="EleutherAI/pythia-160m", text=text_dir)
-    study = resolve("trajectory", "smoke", released=released)
-    assert study.name == "trajectory-models-smoke"
+    released = Released(str(tmp_path / "models"), family="EleutherAI/pythia-160m")
+    asked = Asked((text_dir,))
+    study = resolve("trajectory", "smoke", released=released, asked=asked)
+    given = given_of(asked)
+    assert study.name == f"trajectory-models-smoke-text=tiny.{given.sha256[:8]}"
     (run,) = lines(study)
     assert run.name == "pretraining"
     assert (run.source, run.family) == (str(tmp_path / "models"), "EleutherAI/pythia-160m")
     assert run.revisions[-1].learning_rate == pytest.approx(6e-5)
-    assert study.text == TokenFiles(held_out=f"{text_dir}/data/held_out", calibration=f"{text_dir}/data/train")
-    with pytest.raises(UserError, match="name with --text a study"):
-        resolve("trajectory", "smoke", released=released._replace(text=None))
+    assert study.text == TokenFiles(
+        held_out=f"{text_dir}/data/held_out",
+        calibration=f"{text_dir}/data/train",
+        tokenizer=f"{text_dir}/data/corpus/tokenizer",
+        sha256=given.sha256,
+    )
+    with pytest.raises(UserError, match="name with --text what is measured on"):
+        resolve("trajectory", "smoke", released=released)
+    with pytest.raises(UserError, match="has its tokenizer; leave --tokenizer out"):
+        resolve("trajectory", "smoke", released=released, asked=Asked((text_dir,), text_dir))
+    Path(f"{text_dir}/data/held_out.json").unlink()
+    with pytest.raises(UserError, match=r"held_out\.json does not exist; run 'python -m study run tiny --root"):
+        resolve("trajectory", "smoke", released=released, asked=asked)
 
 
 def export(path: Path, **lineage) -> None:
@@ -116,8 +138,8 @@ def test_of_exports_with_their_averages_as_lines_of_their_own(tmp_path, text_dir
     for step in (64, 128):
         export(hf / f"step{step:08}", step=step, tokens=step * 2048, learning_rate=0.003)
         export(hf / f"lawa5x16-step{step:08}", step=step, average="lawa5x16", tokens=step * 2048)
-    study = resolve("trajectory", "smoke", released=Released(str(hf), text=text_dir))
-    assert study.name == "trajectory-lr3e-3-smoke"
+    study = resolve("trajectory", "smoke", released=Released(str(hf)), asked=Asked((text_dir,)))
+    assert study.name.startswith("trajectory-lr3e-3-smoke-text=tiny.")
     assert names(study) == {
         "training": ["step00000064", "step00000128"],
         "lawa5x16": ["lawa5x16-step00000064", "lawa5x16-step00000128"],
@@ -146,8 +168,8 @@ def test_a_study_that_is_there_goes_on_as_it_was_listed(tmp_path, text_dir):
     """Without its source: from study.json alone, by its name below the root."""
     source = tmp_path / "models"
     (source / "step1000").mkdir(parents=True)
-    released = Released(str(source), family="EleutherAI/pythia-160m", text=text_dir)
-    study = resolve("trajectory", "smoke", released=released)
+    released = Released(str(source), family="EleutherAI/pythia-160m")
+    study = resolve("trajectory", "smoke", released=released, asked=Asked((text_dir,)))
     save_study(text_dir.parent / study.name, study)
     (source / "step2000").mkdir()  # appeared later
     shown = CliRunner().invoke(app, ["show", study.name, "--root", str(text_dir.parent)], catch_exceptions=False)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.study.tracking.stores import Database
+from tests.waiting import HANG_SECONDS, wait_until
 
 POSTGRES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-TIMEOUT_SECONDS = 240
 ENDING_WITH_US = ["setpriv", "--pdeathsig", "INT"]  # a test session that is killed leaves no servers
 
 
@@ -26,15 +26,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_for(port: int, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        assert process.poll() is None, "the server ended"
-        time.sleep(0.1)
-    raise TimeoutError(f"nothing listens on {port}")
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="session")
@@ -51,14 +45,14 @@ def postgres():
         as_other = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
     port, programs = free_port(), POSTGRES[-1]
     initdb = [str(programs / "initdb"), "-D", str(place / "data"), "-A", "trust", "-N", "-U", "quantdyn"]
-    subprocess.run([*as_other, *initdb], check=True, capture_output=True, timeout=TIMEOUT_SECONDS, cwd="/")
+    subprocess.run([*as_other, *initdb], check=True, capture_output=True, timeout=HANG_SECONDS, cwd="/")
     settings = [f"-p{port}", f"-k{place}", "-clisten_addresses=127.0.0.1", "-cfsync=off"]
     command = [*ENDING_WITH_US, *as_other[1:], str(programs / "postgres"), "-D", str(place / "data"), *settings]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/")
-    wait_for(port, process)
+    wait_until(lambda: answers(port), "the server", process)
     yield port
     process.send_signal(signal.SIGINT)  # SIGTERM would wait for MLflow's pools to disconnect
-    process.wait(TIMEOUT_SECONDS)
+    process.wait(HANG_SECONDS)
     shutil.rmtree(place)
 
 
@@ -79,10 +73,10 @@ def server(tmp_path_factory):
     environment = os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with (place / "log").open("w") as log:
         process = subprocess.Popen([*command, "--workers", "1"], env=environment, stdout=log, stderr=log, cwd=place)
-    wait_for(port, process)
+    wait_until(lambda: answers(port), "the server", process)
     yield port, place / "mlflow.db"
     process.terminate()
-    process.wait(TIMEOUT_SECONDS)
+    process.wait(HANG_SECONDS)
 
 
 @pytest.fixture

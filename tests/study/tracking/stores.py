@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import sqlalchemy
 
 from study.recipes import tiny
-from study.settings import Study, save_study, write_run_configurations
+from study.run_configurations import write_run_configurations
+from study.settings import Study, save_study
 from train.run_directory import RunDirectory
 
 TOKENS_PER_STEP = 2048

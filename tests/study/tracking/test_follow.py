@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -15,6 +14,7 @@ from study.tracking.follow import follow, sample_node
 from study.tracking.store import create_store
 from tests.runs import environment, make_run, ranks
 from tests.study.tracking.stores import append_steps, expected, write_small_study
+from tests.waiting import HANG_SECONDS, wait_until
 from train.run_directory import RunDirectory, write_json
 from train.tracking import read_metrics
 
@@ -34,13 +34,6 @@ def trained_points(points) -> dict:
     return {key: values for key, values in points.items() if not key[0].startswith("system/")}
 
 
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 @pytest.fixture
 def followed(database, forked, tmp_path):
     """A store, a run that has begun, and its follower every second; the run failed before, in an earlier attempt."""
@@ -51,7 +44,9 @@ def followed(database, forked, tmp_path):
     append_steps(run.path, range(1, 51), 1)
     write_json(run.status_json, {"status": "failed", "step": 50, "attempt": 1, "reason": "", "time": 0.0})
     child = forked(follow, directory, study, study.runs[0].name, there.uri, 1.0)
-    wait_until(lambda: trained_points(there.points("live")[run.path.name]) == expected(50, {1: 1}))
+    wait_until(
+        lambda: trained_points(there.points("live")[run.path.name]) == expected(50, {1: 1}), "50 steps in the store"
+    )
     yield there, run, child
     child.kill()
     child.join()
@@ -61,10 +56,13 @@ def test_it_follows_until_the_run_is_done(followed):
     there, run, child = followed
     run.status_json.unlink()
     append_steps(run.path, range(51, 101), 2)
-    wait_until(lambda: trained_points(there.points("live")[run.path.name]) == expected(100, {1: 1, 2: 51}))
+    wait_until(
+        lambda: trained_points(there.points("live")[run.path.name]) == expected(100, {1: 1, 2: 51}),
+        "100 steps in the store",
+    )
     append_steps(run.path, range(101, 111), 2)
     write_json(run.status_json, {"status": "done", "step": 110, "attempt": 2, "reason": "", "time": 1.0})
-    child.join(100)
+    child.join(HANG_SECONDS)
     assert child.exitcode == 0
     points = there.points("live")[run.path.name]
     assert trained_points(points) == expected(110, {1: 1, 2: 51})
@@ -79,7 +77,7 @@ def test_sigterm_ends_it_after_a_last_import(followed):
     there, run, child = followed
     append_steps(run.path, range(51, 61), 1)
     os.kill(child.pid, signal.SIGTERM)
-    child.join(100)
+    child.join(HANG_SECONDS)
     assert child.exitcode == 0
     assert trained_points(there.points("live")[run.path.name]) == expected(60, {1: 1})
 

@@ -3,13 +3,13 @@
 import os
 import random
 import signal
-import time
 
 import pytest
 
 from study.tracking.importer import mirror_run
 from study.tracking.store import create_store
 from tests.study.tracking.stores import FIGURES, Database, append_steps, expected, write_small_study
+from tests.waiting import HANG_SECONDS
 
 STORES = ("sqlite", "postgres", "server")
 
@@ -28,7 +28,7 @@ def use_schema(uri: str) -> None:
 
 def run_to_end(children) -> None:
     for child in children:
-        child.join(200)
+        child.join(HANG_SECONDS)
     assert [child.exitcode for child in children] == [0] * len(children)
 
 
@@ -41,33 +41,68 @@ def check(database: Database, study, steps: int, since: dict[int, int]) -> None:
     assert {name: len(found) for name, found in ids.items()} == dict.fromkeys([study.name, *points], 1)
 
 
+WRITES = ("create_experiment", "create_run", "delete_run", "log_batch", "set_tag", "update_run", "set_terminated")
+
+
+def mirror_until(write: str, number: int, seconds: float, *arguments) -> None:
+    """Mirrors a run, and dies so many seconds after it begins the write of that name and number, if it comes to that.
+
+    A write named "rows" is a log_batch that holds metrics. The kernel ends the process: nothing of Python's is asked.
+    """
+    from mlflow import MlflowClient
+
+    begun = 0
+
+    def dying(name, call):
+        def wrapped(client, *args, **kwargs):
+            nonlocal begun
+            if write in ("any", "rows" if name == "log_batch" and len(args) > 1 else name):
+                begun += 1
+                if begun == number and seconds == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if begun == number:
+                    signal.setitimer(signal.ITIMER_REAL, seconds)
+            return call(client, *args, **kwargs)
+
+        return wrapped
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for name in WRITES:
+        setattr(MlflowClient, name, dying(name, getattr(MlflowClient, name)))
+    mirror_run(*arguments)
+
+
 def kill_and_repeat(database, forked, root, name: str, runs: int, kills: int) -> None:
-    """Rows are added, an importer per run starts and is killed some time later; now and then a run is resumed."""
+    """Rows are added, an importer per run starts and is killed at a write; now and then a run is resumed.
+
+    The first of each round dies between its first and its second request of rows, the others anywhere.
+    """
     create_store(database.uri)
     directory, study = write_small_study(root, name, runs)
     names = [run.name for run in study.runs]
     chance, steps, since = random.Random(name), 0, {1: 1}
-    killed = alive = halfway = 0
+    killed = rounds = 0
     while killed < kills:
-        if alive and chance.random() < 0.25:  # resumed from a checkpoint before the last rows
+        if rounds and chance.random() < 0.25:  # resumed from a checkpoint before the last rows
             steps -= chance.randrange(steps // 2)
             since = {attempt: first for attempt, first in since.items() if first <= steps} | {max(since) + 1: steps + 1}
         added = range(steps + 1, steps + 1 + chance.randrange(300, 900))
         steps = added.stop - 1
         for run in names:
             append_steps(directory / run, added, max(since))
-        children = [forked(mirror_run, directory, study, run, database.uri) for run in names]
-        time.sleep(0.1 + chance.random() * 0.5 * len(names))
+        moments = [("rows", 2, 0.0)]
+        moments += [("any", chance.randint(1, 8), chance.choice((0.0, 0.3 * chance.random()))) for _ in names[1:]]
+        children = [
+            forked(mirror_until, *moment, directory, study, run, database.uri)
+            for run, moment in zip(names, moments, strict=True)
+        ]
         for child in children:
-            time.sleep(chance.random() * 0.2)
-            os.kill(child.pid, signal.SIGKILL)
-        for child in children:
-            child.join(60)
-            killed += child.exitcode == -signal.SIGKILL
-        alive += 1
-        held = database.points(name)
-        halfway += sum(0 < len(held[run]) < steps * len(FIGURES) for run in names if run in held)
-    assert halfway >= kills // 5, "most were killed before their first row or after their last"
+            child.join(HANG_SECONDS)
+            killed += child.exitcode in (-signal.SIGKILL, -signal.SIGALRM)
+        assert {child.exitcode for child in children} <= {0, -signal.SIGKILL, -signal.SIGALRM}
+        assert children[0].exitcode == -signal.SIGKILL
+        assert 0 < len(database.points(name)[names[0]]) < steps * len(FIGURES), "some rows, and not all"
+        rounds += 1
     run_to_end([forked(mirror_run, directory, study, run, database.uri) for run in names])
     check(database, study, steps, since)
     before = database.runs(name)

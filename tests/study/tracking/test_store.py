@@ -1,7 +1,7 @@
 """Which stores are taken, what is said of one that fails, and what is never said."""
 
+import contextlib
 import socket
-import time
 
 import pytest
 
@@ -65,8 +65,22 @@ def test_a_store_of_another_mlflow_is_refused(database, tmp_path, kind):
         mirror_run(directory, study, name, there.uri)
 
 
+def connections(listener: socket.socket) -> int:
+    """How many clients have come; takes them off the queue."""
+    listener.setblocking(False)
+    count = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            listener.accept()[0].close()
+            count += 1
+    return count
+
+
 def test_a_store_that_does_not_answer_is_told_of_in_one_line_and_soon(tmp_path, monkeypatch):
-    """Nothing listens; and something listens and never answers. The password is in no output and no file."""
+    """Nothing listens; and something listens and never answers. The password is in no output and no file.
+
+    By itself MLflow asks a server eight times and a database ten times, for minutes.
+    """
     write_small_study(tmp_path, "down", 1)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setenv("PGCONNECT_TIMEOUT", "2")
@@ -76,16 +90,16 @@ def test_a_store_that_does_not_answer_is_told_of_in_one_line_and_soon(tmp_path, 
         silent.listen()
         ports = [one.getsockname()[1] for one in (silent, closed)]
         closed.close()
-        for kind in ("http", "postgresql+psycopg2"):
+        tries = {"http": 2, "postgresql+psycopg2": 1}
+        for kind in tries:
             for port in ports:
                 uri = f"{kind}://me:s3cr%24t@127.0.0.1:{port}/x"
-                started = time.monotonic()
                 done = python(
                     "study", "mirror", "down", "--root", str(tmp_path), "--run", "lr0.001", "--tracking-uri", uri
                 )
                 assert f"{kind}://me:***@127.0.0.1:{port}" in error_line(done)
                 assert "s3cr" not in done.stdout + done.stderr
-                assert time.monotonic() - started < 40
+            assert connections(silent) == tries[kind]
     assert not any(b"s3cr" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
-from slurm.room import check_room, needed_bytes
 from study.recipes import tiny
+from study.room import check_room, needed_bytes
 from study.settings import Study
 from train.command import UserError
 

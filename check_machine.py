@@ -1,0 +1,67 @@
+"""Checks of `make` before it downloads anything: this Python, its venv module, the disk.
+
+`python3 check_machine.py [TORCH_INDEX]` ends with one line and exit code 2 where .venv could not be built. It needs no
+package, and runs under the Pythons that it refuses too.
+"""
+
+from __future__ import annotations  # older Pythons read this file too
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+OLDEST, NEWEST = (3, 11), (3, 13)  # numpy 2.2.6 and megatron-core 0.16.1 have no wheels for others
+GB = 10**9
+CUDA_BYTES, CPU_BYTES = 10 * GB, 4 * GB  # .venv when it is complete, what pip unpacks beside it, and its cache
+
+
+def python_problem(version: tuple[int, int]) -> str | None:
+    """Return what is wrong with a Python of this (major, minor), or None."""
+    if OLDEST <= version <= NEWEST:
+        return None
+    return (
+        f"Python {version[0]}.{version[1]} cannot run this, 3.11 to 3.13 can: install one "
+        "(apt-get install python3.13-venv), then run make with PYTHON3=python3.13"
+    )
+
+
+def venv_problem(version: tuple[int, int], find: Callable[[str], object] = importlib.util.find_spec) -> str | None:
+    """Return what keeps this Python from making environments with pip, or None."""
+    if find("venv") and find("ensurepip"):
+        return None
+    return (
+        f"this Python makes no environments: run apt-get install python{version[0]}.{version[1]}-venv, then make again"
+    )
+
+
+def disk_problem(free: float, torch_index: str) -> str | None:
+    """Return why `free` bytes are too few, or None; a TORCH_INDEX that ends with cpu has the small build."""
+    small = torch_index.rstrip("/").endswith("cpu")
+    needed = CPU_BYTES if small else CUDA_BYTES
+    if free >= needed:
+        return None
+    line = f"installing takes {needed / GB:.1f} GB and {free / GB:.1f} GB are free here: free some, or clone elsewhere"
+    if not small:
+        line += ", or take the smaller torch without CUDA: make TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+    return line
+
+
+def size(directory: str) -> int:
+    """Return the bytes that a directory tree takes, 0 where there is none."""
+    return sum(path.lstat().st_blocks * 512 for path in Path(directory).rglob("*"))
+
+
+def main(torch_index: str = "") -> None:
+    """End with the first problem's line, if there is one."""
+    version = sys.version_info[:2]
+    free = shutil.disk_usage(".").free + size(".venv")  # the old .venv makes room for the new one
+    problem = python_problem(version) or venv_problem(version) or disk_problem(free, torch_index)
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

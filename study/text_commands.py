@@ -1,0 +1,43 @@
+"""The commands that make text and tokenizers for studies."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def corpus(
+    out: Annotated[Path, typer.Argument(help="directory that receives text and tokenizer")],
+    vocab_size: Annotated[int, typer.Option(min=257, help="tokens of the byte-level BPE")] = 2048,
+    held_out_percent: Annotated[int, typer.Option(min=1, max=99, help="share of the files kept for measuring")] = 5,
+    held_out_characters: Annotated[int, typer.Option(min=1, help="kept of each held-out file")] = 4096,
+) -> None:
+    """Make text and a tokenizer from the source of the running interpreter's standard library.
+
+    Example: python -m study corpus runs/tiny/data/corpus --vocab-size 2048
+    """
+    from study.corpus import build_corpus
+
+    files = build_corpus(
+        out, vocab_size=vocab_size, held_out_percent=held_out_percent, held_out_characters=held_out_characters
+    )
+    typer.echo(f"{out}: {files['train']} training files, {files['held_out']} held out")
+
+
+def tokenizer_(
+    sources: Annotated[list[Path], typer.Argument(help="files of text, as 'python -m train prepare' takes them")],
+    out: Annotated[Path, typer.Option(help="directory to write")],
+    vocab_size: Annotated[int, typer.Option(min=257, help="tokens of the byte-level BPE")],
+    share: Annotated[
+        str | None, typer.Option(metavar="FIRST-STOP", help="of the documents, as 'python -m train prepare' takes it")
+    ] = None,
+) -> None:
+    """Train a tokenizer on text, on its first GiB.
+
+    Example: python -m study tokenizer books.jsonl --vocab-size 32768 --out tokenizers/books
+    """
+    from study.corpus import build_tokenizer
+    from train.share import EVERYTHING, parse_share
+
+    build_tokenizer(sources, out, vocab_size=vocab_size, share=parse_share(share) if share else EVERYTHING)
+    typer.echo(str(out))

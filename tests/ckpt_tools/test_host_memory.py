@@ -1,0 +1,55 @@
+"""Memory that a process may use: of the machine, or of the control groups it is in."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ckpt_tools import host_memory
+
+GB = 10**9
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path) -> Path:
+    """A machine of 64 GB, half of them free, whose groups lie below `cgroup`."""
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    kilobytes = {"MemTotal": 64 * GB // 1024, "MemAvailable": 32 * GB // 1024}
+    (tmp_path / "proc" / "meminfo").write_text("".join(f"{name}: {value} kB\n" for name, value in kilobytes.items()))
+    monkeypatch.setattr(host_memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
+    return tmp_path
+
+
+def group(directory: Path, names: tuple[str, str, str], most: str, used: int, cached: int) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    limit, current, statistic = names
+    (directory / limit).write_text(f"{most}\n")
+    (directory / current).write_text(f"{used}\n")
+    (directory / "memory.stat").write_text(f"anon 1\n{statistic} {cached}\n")
+
+
+def of(machine: Path, cgroup: str) -> tuple[float, float]:
+    (machine / "proc" / "self" / "cgroup").write_text(cgroup)
+    total, free = host_memory.total_memory() / GB, host_memory.free_memory() / GB
+    return round(total, 3), round(free, 3)
+
+
+def test_without_a_limit_it_is_the_machine(machine):
+    group(machine / "cgroup" / "user", host_memory.V2, "max", 5 * GB, 0)
+    assert of(machine, "0::/user\n") == (64, 32)
+
+
+def test_the_smallest_limit_above_counts_and_a_cache_is_free(machine):
+    group(machine / "cgroup" / "job", host_memory.V2, str(16 * GB), 10 * GB, 4 * GB)
+    group(machine / "cgroup" / "job" / "step", host_memory.V2, "max", 10 * GB, 0)
+    assert of(machine, "0::/job/step\n") == (16, 10)
+
+
+def test_the_first_version_and_a_container_that_shows_its_root_alone(machine):
+    group(machine / "cgroup" / "memory", host_memory.V1, str(8 * GB), 6 * GB, 1 * GB)
+    assert of(machine, "5:cpu:/slurm\n4:memory:/slurm/uid_0/job_1\n") == (8, 3)
+
+
+def test_of_this_machine():
+    assert 0 < host_memory.free_memory() <= host_memory.total_memory() <= psutil.virtual_memory().total

@@ -1,0 +1,82 @@
+"""Hessian-vector products: the GPU's against the CPU's, and seconds and memory against `curvature run --dry-run`."""
+
+import re
+import time
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ckpt_tools.ranks import Ranks
+from curvature.cost import Plan, estimate
+from curvature.exact import DualHessian, HessianProduct
+from curvature.model import CurvedModel
+from curvature.parameters import Probe
+from curvature.settings import HutchinsonSettings
+from tests.gpu.figures import Figure
+from tests.gpu.place import Place, random_tokens
+from train.families import hf_settings
+from train.settings import ModelConfig
+
+ROUNDS = 3
+
+
+def random_model(model: ModelConfig, length: int, device: torch.device) -> Any:
+    """In fp32, made where it lies."""
+    config = AutoConfig.for_model(model.family, **hf_settings(model, length, 0))
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+def cpu_and_gpu(place: Place) -> list[Figure]:
+    """The same product on both."""
+    model, length = place.sizes.compared, place.sizes.compared_length
+    tokens_BS1 = random_tokens(2, length + 1, model.vocab_size)
+    made = random_model(model, length, torch.device("cpu"))
+    found: list[HessianProduct] = []
+    for device in (torch.device("cpu"), place.torch_device):
+        curved = CurvedModel(made.to(device), ranks=Ranks(0, 1, device))
+        hessian = DualHessian(curved)
+        found.append(hessian.product(tokens_BS1, hessian.parameters.probe(Probe(0, 0))))
+        made = random_model(model, length, torch.device("cpu"))
+    here, there = (one.hv_p.cpu().double() for one in found)
+    return [
+        Figure("Hv in fp32, CPU against GPU", float((there - here).norm() / here.norm()), "relative", most=1e-4),
+        Figure("loss beside it", abs(found[1].loss / found[0].loss - 1), "relative difference", most=1e-5),
+        Figure("g.v beside it", abs(found[1].slope - found[0].slope), "nats/token, difference", most=1e-2),
+    ]
+
+
+def seconds(place: Place) -> list[Figure]:
+    """A product of one sequence in bf16 at the largest shape that is timed, against the estimate."""
+    name, (model, _) = list(place.sizes.timed.items())[-1]
+    length, device = place.sizes.timed_length, place.torch_device
+    made = random_model(model, length, device)
+    settings = HutchinsonSettings(
+        dtype="bf16",
+        microbatch_sequences=1,
+        sequence_length=length,
+        lambda_max=False,
+        device=place.device,  # type: ignore[arg-type]
+    )
+    kind = re.search(r"A100|H100|H200", torch.cuda.get_device_name()) if place.device == "cuda" else None
+    gpu = kind[0].lower() if kind else "h200"
+    cost = estimate(made.config, settings, Plan.of(1, gpu))
+    hessian = DualHessian(CurvedModel(made, ranks=Ranks(0, 1, device), dtype=torch.bfloat16))
+    tokens_BS1 = random_tokens(1, length + 1, model.vocab_size)
+    hessian.probed(tokens_BS1, Probe(0, 0))
+    place.synchronize()
+    began_at = time.perf_counter()
+    for index in range(ROUNDS):
+        hessian.probed(tokens_BS1, Probe(0, 1 + index))  # returns numbers: it waits for the GPU
+    each = (time.perf_counter() - began_at) / ROUNDS
+    what = f"Hessian product, {name}, 1 x {length} tokens in bf16"
+    figures = [Figure(what, each, "s", note=f"estimated for {gpu}: {cost.product_seconds:.3g} s")]
+    if memory := place.peak_memory():
+        planned = sum(cost.memory.values())
+        figures += [
+            Figure(f"{what}: over the estimate", each / cost.product_seconds, "", least=0.5, most=2.0),
+            Figure(f"{what}: peak memory over the estimate", memory / planned, "", least=0.5, most=1.0),
+        ]
+    return figures

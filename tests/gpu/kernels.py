@@ -1,0 +1,66 @@
+"""Single kernels: rotary embedding in bf16, and NCCL with one rank."""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from tests.gpu.figures import Figure
+from tests.gpu.place import Place
+
+ROPE_BASE = 500_000.0
+HEAD = 128
+
+
+def rope(place: Place) -> list[Figure]:
+    """megatron-core's rotary embedding of bf16 queries as training calls it, against float64."""
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    import train.megatron.cpu  # noqa: F401  before megatron: what it asks of CUDA on a machine without
+
+    length, device = place.sizes.timed_length, place.torch_device
+    generator = torch.Generator().manual_seed(0)
+    query_SBNE = torch.randn(length, 1, 4, HEAD, generator=generator).bfloat16()
+    inverse_E2 = ROPE_BASE ** (-torch.arange(0, HEAD, 2).double() / HEAD)
+    angles_SE = torch.outer(torch.arange(length).double(), inverse_E2).repeat(1, 2)[:, None, None]
+    first, second = query_SBNE.double().chunk(2, -1)
+    exact = query_SBNE.double() * angles_SE.cos() + torch.cat((-second, first), -1) * angles_SE.sin()
+    turned = _apply_rotary_pos_emb_bshd(query_SBNE.to(device), angles_SE.float().to(device)).cpu().double()
+    once = exact.bfloat16().double()
+    note = "what rounding once at the end leaves is the least that bf16 can have; angles in fp32"
+    return [
+        Figure("rotary embedding in bf16, as it is trained", _relative(turned, exact), "relative error", most=4e-3),
+        Figure("rotary embedding rounded to bf16 once", _relative(once, exact), "relative error", most=2e-3, note=note),
+    ]
+
+
+def _relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found - exact).norm() / exact.norm())
+
+
+def nccl(place: Place) -> list[Figure]:
+    """NCCL starts, sums over its one rank what is there, and the control group beside it answers."""
+    from train.distributed import from_rank_zero, largest, start
+
+    os.environ.setdefault("NCCL_DEBUG", "WARN")
+    began_at = time.perf_counter()
+    device = start()
+    values = torch.ones(place.sizes.megabytes << 18, device=device)
+    dist.all_reduce(values)
+    place.synchronize()
+    started = time.perf_counter() - began_at
+    wrong = float((values != 1).sum())
+    began_at = time.perf_counter()
+    dist.all_reduce(values)
+    place.synchronize()
+    seconds = time.perf_counter() - began_at
+    agreed = float(from_rank_zero("here") == "here" and largest([1.0, 2.0]) == [1.0, 2.0])
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    return [
+        Figure(f"{backend}, one rank: wrong entries of a sum", wrong, "", most=0.0),
+        Figure(f"{backend}, one rank: control group", agreed, "1 is right", least=1.0),
+        Figure(f"{backend}, one rank: start and first sum", started, "s", most=60.0),
+        Figure(f"{backend}, one rank: sum of {place.sizes.megabytes} MB", seconds, "s"),
+    ]

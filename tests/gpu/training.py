@@ -1,0 +1,190 @@
+"""Training: losses against the CPU's and against other kernels', resuming, saves, step times and memory."""
+
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from ckpt_tools.formats.megatron_shards import MegatronWeights
+from ckpt_tools.formats.weights import read_whole
+from tests.gpu.figures import Figure, SkippedError
+from tests.gpu.place import Place, make_run, random_tokens, train
+from train.command import UserError
+from train.config import RunConfig
+from train.engine import Batch
+from train.families import parameter_shapes
+from train.flops import flops_per_token, peak_flops
+from train.memory import rank_memory
+from train.run_directory import RunDirectory
+from train.settings import ModelConfig
+from train.tracking import read_metrics
+
+ROUNDS = 6  # timed steps, after two that warm up
+
+
+def losses(directory: Path) -> list[float]:
+    """Of every step of a run, nats per token."""
+    return [row["loss"] for row in read_metrics(RunDirectory(directory).metrics) if "loss" in row]
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    """The largest difference of two runs' losses, nats per token."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def cpu_and_gpu(place: Place) -> list[Figure]:
+    """The same run in fp32 on the CPU and on the GPU, then resumed there from its middle."""
+    sizes = place.sizes
+    steps = sizes.compared_steps
+    for name in ("cpu", "gpu"):
+        make_run(place.work / name, sizes.compared, sizes.compared_length, steps=steps)
+        train(place.work / name, "cpu" if name == "cpu" else place.device)
+    again = place.work / "again"
+    shutil.copytree(place.work / "gpu", again)
+    directory = RunDirectory(again)
+    shutil.rmtree(directory.checkpoint(steps))
+    directory.status_json.unlink()
+    train(again, place.device)
+    first, resumed = (_weights(place.work / name, steps, sizes.compared) for name in ("gpu", "again"))
+    difference = max(float((first[name] - resumed[name]).abs().max()) for name in first)
+    return [
+        Figure(
+            f"losses of {steps} steps in fp32, CPU against GPU",
+            apart(losses(place.work / "cpu"), losses(place.work / "gpu")),
+            "nats/token, largest difference",
+            most=1e-3,
+        ),
+        Figure(
+            f"weights after resuming at step {steps // 2}, against never stopped",
+            difference,
+            "largest difference",
+            most=0.0,
+        ),
+    ]
+
+
+def _weights(run: Path, step: int, model: ModelConfig) -> dict[str, Tensor]:
+    weights = MegatronWeights(RunDirectory(run).checkpoint(step), model)
+    return {name: read_whole(weights, name) for name in weights.tensors}
+
+
+def other_kernels(place: Place, precision: str = "bf16", kernels: str = "transformer_engine") -> list[Figure]:
+    """The same run with torch's kernels in bf16 and with Transformer Engine's, in bf16 or fp8."""
+    _need(kernels)
+    sizes = place.sizes
+    each: dict[str, dict[str, Any]] = {
+        "torch": {"precision": "bf16", "kernels": "torch"},
+        "other": {"precision": precision, "kernels": kernels},
+    }
+    for name, settings in each.items():
+        make_run(place.work / name, sizes.compared, sizes.compared_length, steps=sizes.compared_steps, **settings)
+        train(place.work / name, place.device)
+    difference = apart(losses(place.work / "torch"), losses(place.work / "other"))
+    return [
+        Figure(
+            f"losses of {sizes.compared_steps} steps, torch in bf16 against {kernels} in {precision}",
+            difference,
+            "nats/token, largest difference",
+            most=2e-2 if precision == "bf16" else 1e-1,
+        )
+    ]
+
+
+def fp8(place: Place) -> list[Figure]:
+    """The same in fp8."""
+    return other_kernels(place, precision="fp8")
+
+
+def _need(kernels: str) -> None:
+    if kernels != "transformer_engine":
+        return
+    from train.megatron.transformer_engine import check_installed
+
+    try:
+        check_installed()
+    except UserError as error:
+        raise SkippedError(str(error)) from None
+
+
+def saves(place: Place) -> list[Figure]:
+    """How long training stands still for an asynchronous save, and how long the save takes."""
+    sizes = place.sizes
+    run = make_run(
+        place.work / "saves", sizes.saved, sizes.saved_length, steps=8, precision="bf16", save_steps=(2, 4, 8)
+    )
+    train(place.work / "saves", place.device)
+    rows = [row for row in read_metrics(RunDirectory(place.work / "saves").metrics) if "save_stall_seconds" in row]
+    stall = statistics.median(row["save_stall_seconds"] for row in rows)
+    whole = statistics.median(row["save_seconds"] for row in rows)
+    parameters = _parameters(run)
+    size = f"{parameters / 1e6:.0f}M parameters, {14 * parameters / 1e9:.2g} GB"
+    note = "an asynchronous save is to hold training up for less than half of its own time"
+    return [
+        Figure(f"asynchronous save of {size}: stall", stall, "s", most=max(0.5 * whole, 0.5), note=note),
+        Figure(f"asynchronous save of {size}: until it is complete", whole, "s"),
+    ]
+
+
+def _parameters(run: RunConfig) -> int:
+    return sum(torch.Size(shape).numel() for shape in parameter_shapes(run.model).values())
+
+
+def speed(place: Place, name: str) -> list[Figure]:
+    """Step time, MFU and peak memory of a shape in bf16 on one GPU, torch's kernels, against the planner."""
+    model, micro = place.sizes.timed[name]
+    batch_size, length = micro * place.sizes.timed_micro, place.sizes.timed_length
+    run = make_run(
+        place.work / name, model, length, steps=2, precision="bf16", batch_size=batch_size, micro_batch_size=micro
+    )
+    seconds, cross_entropy = _timed_steps(run, batch_size, length)
+    flops = flops_per_token(model, length) * batch_size * length
+    kind = torch.cuda.get_device_name() if place.device == "cuda" else ""
+    peak, planned = peak_flops(kind), rank_memory(run, 1).bytes
+    shape = f"{name}, {batch_size} x {length} tokens"
+    figures = [
+        Figure(f"{shape}: loss of random tokens", cross_entropy, "nats/token", least=1.0, most=20.0),
+        Figure(f"{shape}: step", seconds, "s"),
+        Figure(f"{shape}: tokens", batch_size * length / seconds, "tokens/s"),
+    ]
+    if peak:
+        note = "model FLOPs over the dense bf16 peak; below the limit the GPU waits for its host"
+        figures.append(Figure(f"{shape}: MFU", flops / seconds / peak, "of the peak", least=0.15, note=note))
+    if memory := place.peak_memory():
+        note = f"planned {planned / 1e9:.1f} GB, of which 4 GB for what the allocator does not see"
+        figures.append(Figure(f"{shape}: peak memory", memory / 1e9, "GB"))
+        figures.append(
+            Figure(f"{shape}: peak memory over the planned", memory / planned, "", least=0.5, most=1.0, note=note)
+        )
+    return figures
+
+
+def _timed_steps(run: RunConfig, batch_size: int, length: int) -> tuple[float, float]:
+    """Median seconds of an update, and the loss of the first."""
+    from train.distributed import start
+    from train.engine import build_engine
+
+    tile = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+
+    def initial(name: str, model: ModelConfig, _seed: int) -> Tensor:
+        """Random numbers that repeat: drawing a billion with a function of their names takes minutes."""
+        shape = torch.Size(parameter_shapes(model)[name])
+        if "norm" in name:
+            return torch.ones(shape)
+        return tile.repeat(-(-shape.numel() // len(tile)))[: shape.numel()].view(shape)
+
+    with mock.patch("train.megatron.model.initial_parameter", initial):
+        engine = build_engine(run, start())
+    batch = Batch.of(random_tokens(batch_size, length + 1, run.model.vocab_size))
+    seconds, first = [], 0.0
+    for index in range(ROUNDS + 2):
+        began_at = time.perf_counter()
+        result = engine.train_step(batch, 1e-4, lambda _: True)  # whose figures are read: it waits for the GPU
+        seconds.append(time.perf_counter() - began_at)
+        first = first if index else result.loss
+    engine.close()
+    return statistics.median(seconds[2:]), first

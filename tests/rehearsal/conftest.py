@@ -1,0 +1,50 @@
+"""Commands run in this process, on the CPU and on the stand-in for a GPU."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.conftest import make_hf_directory
+from tests.rehearsal.stand_in import gpu
+
+SKETCHED = "curvature/trace/xtrace.py"  # matrices of as many rows as probes, which lie on the CPU
+
+
+def command(module: str, *arguments: object) -> None:
+    """`python -m MODULE ARGUMENTS`.
+
+    The stand-in has no attention kernels of its own: either side takes the one that is made of products of matrices.
+    """
+    app = importlib.import_module(f"{module}.__main__").app
+    with sdpa_kernel(SDPBackend.MATH):
+        app([str(argument) for argument in arguments], standalone_mode=False)
+
+
+def measured(out: Path) -> dict[str, Any]:
+    """The figures of a result."""
+    figures: dict[str, Any] = json.loads((out / "result.json").read_text())["measured"]
+    return figures
+
+
+def rehearse(out: Path, module: str, *arguments: object) -> None:
+    """A command with --device cuda reaches every figure of the same with --device cpu, and multiplies on the GPU.
+
+    Both take the same operations of the CPU in the same order, so they have the same bits.
+    """
+    command(module, *arguments, "--out", out / "cpu", "--device", "cpu")
+    with gpu() as stand_in:
+        command(module, *arguments, "--out", out / "gpu", "--device", "cuda")
+    assert measured(out / "gpu") == measured(out / "cpu")
+    assert stand_in.places
+    assert not {place for place in stand_in.on_cpu if not place.startswith(SKETCHED)}
+
+
+@pytest.fixture(scope="package")
+def model(tmp_path_factory) -> Path:
+    """An OLMo2 of one block with grouped queries; no test may write below it."""
+    root = tmp_path_factory.mktemp("rehearsal")
+    return make_hf_directory(root / "model", num_hidden_layers=1, num_key_value_heads=2)

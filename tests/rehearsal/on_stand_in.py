@@ -1,0 +1,22 @@
+"""A check of tests/gpu on the stand-in for a GPU, in a process of its own."""
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+
+from tests.gpu.__main__ import checks
+from tests.gpu.place import IN_SMALL, Place
+from tests.rehearsal.stand_in import gpu
+
+initialize = dist.init_process_group
+
+
+def run_one(name: str, work: Path, out: Path) -> None:
+    """Writes the figures of a check whose device is `cuda`; gloo takes the place of NCCL."""
+    place = Place("cuda", IN_SMALL, work)
+    gloo = mock.patch.object(dist, "init_process_group", lambda _nccl, **settings: initialize("gloo", **settings))
+    with gloo, gpu():
+        figures = checks(place)[name](place)
+    out.write_text(json.dumps([figure.described() for figure in figures]))

@@ -1,0 +1,224 @@
+"""A stand-in for a GPU: tensors that say `cuda`, hold their values on the CPU, and refuse to be mixed with others.
+
+torch's FakeTensorMode knows no values, so code that reads one (a Cholesky that may fail, a residual that may converge)
+cannot go through it, and its backward pass needs a torch built for CUDA. Here every operation is computed on the CPU,
+after the check that CUDA would make, so code runs to its end and has to reach the numbers of a run on the CPU. What
+differs between devices shows: a tensor that was left behind is refused, and what was moved is a copy, not an alias.
+
+To C++ the tensors are of a device `meta`, the only one besides the CPU that every build of torch can differentiate.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+GPU = torch.device("cuda", 0)
+HIDDEN = torch.device("meta", 7)  # what C++ takes the GPU for; tensors without content are on "meta" without a number
+PROJECT = Path(__file__).resolve().parents[2]
+FOLDERS = tuple(f"{PROJECT}/{folder}/" for folder in ("train", "ckpt_tools", "quant_eval", "curvature"))
+aten = torch.ops.aten
+PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.matmul, aten.linear}  # of matrices
+COPIES = {aten._to_copy, aten.copy_, aten._foreach_copy_}
+INDEXING = {aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_}
+
+
+class MixedDevicesError(RuntimeError):
+    """An operation met tensors of the CPU and of the GPU."""
+
+
+class OnGPU(Tensor):
+    """A tensor of the stand-in; `held` has its values."""
+
+    held: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> "OnGPU":
+        """Wraps a tensor of the CPU."""
+        with torch.inference_mode(mode=False):  # a view of a tensor from outside would not be one in it
+            made = Tensor._make_wrapper_subclass(
+                cls,
+                held.size(),
+                strides=held.stride(),
+                storage_offset=held.storage_offset(),
+                dtype=held.dtype,
+                layout=held.layout,
+                device=HIDDEN,
+                requires_grad=held.requires_grad,
+            )
+        made.held = held.detach()
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """That of a GPU."""
+        return GPU
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The tensor without its history."""
+        return super().data
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        """Becomes an alias of another, as parameters do when megatron-core gathers them in one buffer."""
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.held = _held(other)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{self.held!r} on {GPU}"
+
+    def tolist(self) -> Any:
+        """The values, which a GPU hands over unasked here alone and in `item`."""
+        return self.held.tolist()
+
+    def type(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """As torch's, which names CUDA's types by strings of their own."""
+        answer = self.held.type(*args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else OnGPU(answer)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Computes what nothing but the stand-in's tensors tells to belong on it."""
+        return _computed(func, args, kwargs or {}, set(), None)
+
+
+class Unnumbered(TorchFunctionMode):
+    """Takes a GPU's other names, and `torch.tensor` of numbers that lie on it, which C++ would ask CUDA for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls the function with what C++ can take."""
+        named = dict(kwargs or {})
+        if type(named.get("device")) is int or str(named.get("device")) == "cuda":
+            named["device"] = GPU
+        if func is torch.tensor and isinstance(args[0], list | tuple):
+            args = (_each(lambda leaf: leaf.item() if isinstance(leaf, OnGPU) else leaf, args[0]), *args[1:])
+        return func(*args, **named)
+
+
+class StandIn(TorchDispatchMode):
+    """Sees every operation while it is active.
+
+    Attributes:
+        places: functions of the project, such as "quant_eval/losses.py paired_losses", that put tensors on the GPU.
+        on_cpu: functions of the project that multiplied matrices on the CPU.
+        left: one of them whose tensors stay on the CPU: a planted fault.
+    """
+
+    def __init__(self, left: str | None = None) -> None:
+        super().__init__()
+        self.places, self.on_cpu, self.left = set[str](), set[str](), left
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Computes on the CPU what belongs on the GPU."""
+        if func._overloadpacket in PRODUCTS and not isinstance(args[0], OnGPU):
+            self.on_cpu.add(_place() or "")
+        return _computed(func, args, kwargs or {}, self.places, self.left)
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], places: set[str], left: str | None) -> Any:
+    tensors: list[Tensor] = []
+    _each(lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None, [*args, *kwargs.values()])
+    on_gpu = [tensor for tensor in tensors if isinstance(tensor, OnGPU)]
+    stays = bool(on_gpu)
+    if func._overloadpacket not in COPIES:
+        check(func, args, tensors)
+    elif func._overloadpacket is aten.copy_:
+        stays = isinstance(args[0], OnGPU)
+    if (target := kwargs.get("device")) is not None:
+        stays = target == HIDDEN or target.type == "cuda"
+        kwargs = kwargs | ({"device": torch.device("cpu")} if stays else {})
+        if stays and not on_gpu and (place := _place()):
+            places.add(place)
+            stays = place != left
+    wrappers = {id(tensor.held): tensor for tensor in on_gpu}
+    made = func(*_each(_held, args), **{name: _each(_held, value) for name, value in kwargs.items()})
+    return _each(lambda leaf: _wrapped(leaf, wrappers), made) if stays else made
+
+
+def check(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
+    """MixedDevicesError for what CUDA refuses: a tensor of the CPU beside one of the GPU, but for three exceptions.
+
+    A single number without dimensions may lie on the CPU, so may the indices of a tensor on the GPU, and copies cross.
+    """
+    on_gpu = [tensor for tensor in tensors if isinstance(tensor, OnGPU)]
+    if not on_gpu:
+        return
+    refused = [tensor for tensor in tensors if not isinstance(tensor, OnGPU) and tensor.dim()]
+    first = args[0] if args else None
+    if func._overloadpacket in INDEXING and isinstance(first, OnGPU):
+        indices = {id(index) for index in args[1]}
+        refused = [tensor for tensor in refused if id(tensor) not in indices]
+    if func._schema.is_mutable and isinstance(first, Tensor) and not isinstance(first, OnGPU):
+        refused.append(first)
+    if refused:
+        raise MixedDevicesError(
+            f"{func}: a tensor of shape {list(refused[0].shape)} is on the CPU, one of {list(on_gpu[0].shape)} on {GPU}"
+        )
+
+
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
+    """A function of an argument or a result, or of everything in it: operations have lists of tensors at most."""
+    if isinstance(value, list | tuple):
+        return type(value)(_each(function, one) for one in value)
+    return function(value)
+
+
+def _held(leaf: Any) -> Any:
+    return leaf.held if isinstance(leaf, OnGPU) else leaf
+
+
+def _wrapped(leaf: Any, wrappers: dict[int, OnGPU]) -> Any:
+    """What an operation gives back on the stand-in; an operation in place gives back its own argument."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return wrappers[id(leaf)] if id(leaf) in wrappers else OnGPU(leaf)
+
+
+def _place() -> str | None:
+    """The function of the project that is at work, with its file."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame:
+        code = frame.f_code
+        if code.co_filename.startswith(FOLDERS):
+            return f"{Path(code.co_filename).relative_to(PROJECT)} {code.co_qualname}"
+        frame = frame.f_back
+    return None
+
+
+@contextmanager
+def gpu(left: str | None = None) -> Iterator[StandIn]:
+    """One stand-in is the GPU of this machine, while it lasts; what was made on it is useless afterwards."""
+    answers: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "set_device": lambda device: None,
+        "current_device": lambda: 0,
+        "get_device_name": lambda device=None: "NVIDIA H100",
+        "max_memory_allocated": lambda device=None: 0,
+        "memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0,
+        "mem_get_info": lambda device=None: (80 * 10**9, 80 * 10**9),
+        "synchronize": lambda device=None: None,
+        "get_device_properties": lambda device=None: SimpleNamespace(total_memory=80 * 10**9),
+    }
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) makes a CPU tensor first, and then moves it
+    torch.__future__.set_swap_module_params_on_conversion(True)  # a moved parameter stays the same object, tied or not
+    try:
+        with mock.patch.multiple("torch.cuda", **answers), Unnumbered(), StandIn(left) as stand_in:
+            yield stand_in
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        torch._C._set_only_lift_cpu_tensors(False)

@@ -1,0 +1,147 @@
+"""`curvature run`, `step` and `slice` with `--device cuda`: products, traces, eigenvalues, steps and slices."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_tools.ranks import Ranks
+from curvature.exact import DualHessian
+from curvature.model import CurvedModel
+from curvature.spectrum.lanczos import lanczos
+from tests.conftest import make_hf_directory
+from tests.curvature.architectures.variants import VARIANTS
+from tests.curvature.conftest import gaussian, random_tokens, tiny_model
+from tests.rehearsal.conftest import command, rehearse
+from tests.rehearsal.stand_in import GPU, MixedDevicesError, gpu
+
+FIXED = ["--max-iterations", 3, "--fixed-sequences", 2]
+SPECS = {
+    "hutchinson": ["--pairs", 2, "--norm-pairs", 2, "--companion-pairs", 2, *FIXED],
+    "lanczos": ["--largest", 2, "--smallest", 1, "--starts", 2, "--steps", 2, *FIXED],
+    "power": ["--probes", 2, *FIXED],
+    "hutch++": ["--products", 6, *FIXED],
+    "xtrace": ["--products", 6, *FIXED],
+}
+
+
+@pytest.fixture(scope="module")
+def text(held_out_prefix):
+    """What all measurements are made on."""
+    return ["--data", held_out_prefix, "--sequence-length", 8, "--microbatch-sequences", 1]
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory, model, train_prefix, held_out_prefix):
+    """The result of quantizing the model, with its weights."""
+    out = tmp_path_factory.mktemp("quantized") / "rtn-b3-g16"
+    texts = ["--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", 500]
+    few = ["--calibration-sequences", 3, "--bootstrap-samples", 100]
+    command("quant_eval", "run", model, "--spec", "rtn-b3-g16", "--dense", *texts, *few, "--out", out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("spec", "more"),
+    [
+        ("hutchinson", []),
+        ("lanczos", ["--checkpointing"]),
+        ("lanczos", ["--vectors", "host"]),
+        ("power", ["--route", "finite-difference"]),
+        ("hutch++", []),
+        ("xtrace", []),
+    ],
+)
+def test_a_measurement_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, model, text, spec, more):
+    rehearse(tmp_path, "curvature", "run", model, *text, "--spec", spec, *SPECS[spec], *more)
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        ("olmo2", torch.float32),
+        ("olmo2", torch.bfloat16),
+        ("llama-tied", torch.float32),
+        ("smollm3-tied", torch.float32),
+        ("apertus", torch.float32),
+        ("gpt_neox", torch.float32),
+    ],
+)
+def test_a_product_of_several_chunks_is_that_of_the_cpu(variant, dtype):
+    """Queries and tokens in chunks, blocks checkpointed: what only long sequences meet."""
+    chunks: dict[str, Any] = {"checkpointing": True, "queries_per_chunk": 3, "tokens_per_chunk": 5}
+    found = []
+    for device in (torch.device("cpu"), GPU):
+        with gpu():
+            model = tiny_model(torch.float32, **VARIANTS[variant]).to(device)
+            hessian = DualHessian(CurvedModel(model, ranks=Ranks(0, 1, device), dtype=dtype, **chunks))
+            v_p = gaussian(hessian.parameters.size, dtype=torch.float32).to(device)
+            loss, slope, hv_p = hessian.product(random_tokens(), v_p)
+            found.append([loss, slope, *hv_p.tolist()])
+    assert found[0] == found[1]
+
+
+def test_a_step_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, model, text, quantized):
+    rehearse(tmp_path, "curvature", "step", model, *text, "--quantized", quantized, "--microbatches", 2)
+
+
+@pytest.mark.parametrize("plane", ["checkpoints", "random"])
+def test_a_slice_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, model, held_out_prefix, quantized, plane):
+    previous = make_hf_directory(tmp_path / "previous", seed=1, num_hidden_layers=1, num_key_value_heads=2)
+    ends = ["--random"] if plane == "random" else ["--previous", previous, "--quantized", quantized]
+    few = ["--grid", 3, "--sequences", 3, "--sequence-length", 8, "--radii", 0.05, "--sam-steps", 2]
+    rehearse(tmp_path, "curvature", "slice", model, "--data", held_out_prefix, *ends, *few)
+
+
+@pytest.mark.parametrize(
+    ("left", "spec"),
+    [
+        ("curvature/opened.py open_model", "hutchinson"),
+        ("curvature/model.py CurvedModel._share", "hutchinson"),
+        ("curvature/model.py _DualPass.__call__", "hutchinson"),
+        ("curvature/dual.py _attend", "hutchinson"),
+        ("curvature/probes.py words", "hutchinson"),
+        ("curvature/trace/gauss_newton.py ggn_loss", "hutchinson"),
+        ("curvature/trace/gauss_newton.py fisher_loss", "hutchinson"),
+        ("curvature/parameters.py Parameters.inner", "lanczos"),
+    ],
+)
+def test_a_tensor_left_on_the_cpu_is_found(tmp_path, model, text, left, spec):
+    arguments = ["run", model, *text, "--spec", spec, *SPECS[spec], "--out", tmp_path, "--device", "cuda"]
+    with gpu(left) as stand_in, pytest.raises(MixedDevicesError):
+        command("curvature", *arguments)
+    assert left in stand_in.places
+
+
+def test_a_product_left_on_the_cpu_is_found_by_lanczos():
+    matrix = torch.diag(torch.arange(1.0, 7.0))
+
+    def inner(vectors, b_p):
+        return torch.stack([a_p.double() @ b_p.double() for a_p in vectors]).cpu()
+
+    with gpu():
+        start_p, there = torch.ones(6, device=GPU), matrix.to(GPU)
+        ends: dict[str, Any] = {"largest": 1, "smallest": 0, "tolerance": 1e-3, "max_iterations": 6}
+        assert lanczos(lambda v_p: there @ v_p, start_p, inner, **ends).largest[0].value == pytest.approx(6)
+        with pytest.raises(MixedDevicesError):
+            lanczos(lambda v_p: matrix @ v_p.cpu(), start_p, inner, **ends)
+
+
+def test_a_tensor_left_on_the_cpu_is_found_in_a_step(tmp_path, model, text, quantized, monkeypatch):
+    """A step that does not go where the vectors lie: `take` with a fault planted in it."""
+    monkeypatch.setattr("curvature.parameters.Parameters.take", lambda self, tensors: torch.zeros(self.size))
+    arguments = ["step", model, *text, "--quantized", quantized, "--microbatches", 2, "--out", tmp_path]
+    with gpu(), pytest.raises(MixedDevicesError):
+        command("curvature", *arguments, "--device", "cuda")
+
+
+@pytest.mark.parametrize(
+    "left",
+    ["curvature/slices/losses.py SequenceLosses.__init__", "curvature/slices/random_directions.py filter_normalised"],
+)
+def test_a_tensor_left_on_the_cpu_is_found_in_a_slice(tmp_path, model, held_out_prefix, left):
+    few = ["--grid", 3, "--sequences", 3, "--sequence-length", 8, "--radii", 0.05]
+    arguments = ["slice", model, "--data", held_out_prefix, "--random", *few, "--out", tmp_path, "--device", "cuda"]
+    with gpu(left) as stand_in, pytest.raises(MixedDevicesError):
+        command("curvature", *arguments)
+    assert left in stand_in.places

@@ -1,0 +1,91 @@
+"""Every check of tests/gpu on this CPU, in small: what is measured there runs here first."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.__main__ import checks, main, run
+from tests.gpu.bundle import PACKAGES, PROJECT, locked, parts
+from tests.gpu.figures import Figure, table
+from tests.gpu.place import FORKS, IN_SMALL, Place
+from tests.rehearsal.on_stand_in import run_one
+
+SECONDS = 600.0  # nothing is timed here: a bound on a check that hangs
+NEEDS_GPU = {"Transformer Engine", "fp8"}
+STARTS_TRAINING = {"training, CPU and GPU", "saves"}  # as a command: tests/rehearsal/test_training.py has that
+NAMES = list(checks(Place("cpu", IN_SMALL, Path())))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NEEDS_GPU])
+def test_a_check_runs_and_holds_on_the_cpu(tmp_path, name):
+    figures = run(Place("cpu", IN_SMALL, tmp_path), [name], SECONDS)
+    assert figures
+    assert not [figure for figure in figures if figure.verdict not in ("ok", "recorded")], table(figures)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NEEDS_GPU | STARTS_TRAINING])
+def test_a_check_takes_every_tensor_to_the_gpu(tmp_path, name):
+    """On the stand-in, which refuses those that are left on the CPU; limits of speed and memory are none of its."""
+    child = FORKS.Process(target=run_one, args=(name, tmp_path, tmp_path / "figures.json"))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert all(figure["value"] is not None for figure in json.loads((tmp_path / "figures.json").read_text()))
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_GPU))
+def test_a_check_that_needs_a_gpu_says_why_it_is_skipped(tmp_path, name):
+    (figure,) = run(Place("cpu", IN_SMALL, tmp_path), [name], SECONDS)
+    assert figure.verdict == "skipped"
+    assert "need a GPU" in figure.note
+
+
+def test_two_runs_with_other_settings_are_compared(tmp_path):
+    """The body of the checks of Transformer Engine and fp8, between torch's own kernels."""
+    from tests.gpu.training import other_kernels
+
+    (figure,) = other_kernels(Place("cpu", IN_SMALL, tmp_path), kernels="torch")
+    assert figure.value == 0.0
+
+
+def test_a_check_that_fails_or_hangs_is_a_failed_figure(tmp_path):
+    unknown = run(Place("cpu", IN_SMALL, tmp_path / "unknown"), ["none of them"], SECONDS)
+    late = run(Place("cpu", IN_SMALL, tmp_path / "late"), ["rope"], 0.0)
+    assert [figure.verdict for figure in (*unknown, *late)] == ["FAILED", "FAILED"]
+    assert "KeyError" in unknown[0].note
+    assert "no figure" in late[0].note
+
+
+def test_the_table_judges_every_figure():
+    figures = [
+        Figure("as good as it gets", 0.5, "s", most=0.5),
+        Figure("too slow", 0.51, "s", most=0.5, note="why that matters"),
+        Figure("too little", 1.0, least=2.0),
+        Figure("not a number", float("nan"), most=1.0),
+        Figure("for the record", 3.0, "GB"),
+        Figure("not here", None, skipped=True, note="no such kernels"),
+    ]
+    assert [figure.verdict for figure in figures] == ["ok", "FAILED", "FAILED", "FAILED", "recorded", "skipped"]
+    lines = table(figures).splitlines()
+    assert lines[0].split() == ["figure", "value", "unit", "limit", "verdict"]
+    assert lines[1].endswith("<= 0.5  ok")
+    assert lines[3].strip() == "why that matters"
+    assert lines[-1].strip() == "no such kernels"
+    json.dumps([figure.described() for figure in figures], allow_nan=False)
+
+
+def test_without_a_gpu_it_is_skipped_as_a_whole(monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("sys.argv", ["tests.gpu", "--out", str(tmp_path / "report.json")])
+    assert main() == 0
+    assert capfd.readouterr().out.startswith("skipped as a whole: torch sees no GPU")
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_a_bundle_holds_what_the_checks_import_in_parts_that_fit():
+    wanted = locked((PROJECT / "requirements.lock").read_text())
+    assert len(wanted) == len(PACKAGES)
+    assert not [one for one in wanted if one.startswith(("torch", "nvidia"))]
+    sizes = {"a": 5, "b": 4, "c": 3, "d": 2, "e": 1}
+    assert parts(sizes, most=6) == [["a", "e"], ["b", "d"], ["c"]]

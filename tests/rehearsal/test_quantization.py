@@ -1,0 +1,67 @@
+"""`quant_eval run --device cuda`: the walk through the blocks, GPTQ and the paired losses."""
+
+import pytest
+
+from tests.conftest import make_hf_directory
+from tests.quant_eval.models import make_model
+from tests.rehearsal.conftest import command, rehearse
+from tests.rehearsal.stand_in import MixedDevicesError, gpu
+
+
+@pytest.fixture(scope="module")
+def options(train_prefix, held_out_prefix):
+    """Of a small measurement."""
+    return [
+        *("--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", 500),
+        *("--calibration-sequences", 5, "--batch-size", 3, "--bootstrap-samples", 100),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "more"),
+    [
+        ("gptq-b3-g16", ["--per-block"]),
+        ("gptq-b3-g16-actorder", []),
+        ("gptq-b4-perchannel-asym", ["--dtype", "bf16"]),
+        ("gptq-b3-g16-groupaware", []),
+        ("rtn-b3-g16", []),
+    ],
+)
+def test_a_quantization_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, options, spec, more):
+    model = make_hf_directory(tmp_path / "model", num_key_value_heads=2)  # of two blocks: what one hands to the next
+    rehearse(tmp_path, "quant_eval", "run", model, "--spec", spec, *options, *more)
+
+
+@pytest.mark.parametrize("architecture", ["llama-tied", "gpt_neox", "smollm3"])
+def test_blocks_of_other_architectures_go_to_the_gpu_whole(tmp_path, options, architecture):
+    model = make_model(tmp_path / "model", architecture, num_hidden_layers=1)
+    rehearse(tmp_path, "quant_eval", "run", model, "--spec", "gptq-b3-g16", *options)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "quant_eval/streamed.py StreamedModel._load",
+        "quant_eval/streamed.py StreamedModel.context",
+        "quant_eval/walk.py Stream.__init__",
+        "quant_eval/activations.py Activations.read",
+        "quant_eval/hessian.py InputHessian.__init__",
+        "quant_eval/gptq.py gptq",
+        "quant_eval/losses.py paired_losses",
+    ],
+)
+def test_a_tensor_left_on_the_cpu_is_found(tmp_path, model, options, left):
+    with gpu(left) as stand_in, pytest.raises(MixedDevicesError):
+        command(
+            "quant_eval",
+            "run",
+            model,
+            "--spec",
+            "gptq-b3-g16-actorder",
+            *options,
+            "--out",
+            tmp_path,
+            "--device",
+            "cuda",
+        )
+    assert left in stand_in.places

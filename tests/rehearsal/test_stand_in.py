@@ -1,0 +1,122 @@
+"""The stand-in for a GPU against torch's FakeTensorMode, which refuses what CUDA refuses but knows no values."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from tests.rehearsal.stand_in import GPU, MixedDevicesError, OnGPU, gpu
+
+# operations of a tensor [4, 4] on the GPU and of one on the CPU
+MIXES = {
+    "add": lambda there, here: there + here,
+    "add a number": lambda there, here: there + here[0, 0],
+    "add to a number": lambda there, here: here[0, 0] + there,
+    "add in place": lambda there, here: there.add_(here),
+    "add in place to the other": lambda there, here: here.add_(there),
+    "multiply matrices": lambda there, here: there @ here,
+    "linear": lambda there, here: F.linear(there, here),
+    "where": lambda there, here: torch.where(here > 0, there, 0.0),
+    "masked_fill": lambda there, here: there.masked_fill(here > 0, 0.0),
+    "concatenate": lambda there, here: torch.cat([there, here]),
+    "stack": lambda there, here: torch.stack([there, here]),
+    "gather": lambda there, here: there.gather(1, here.long()),
+    "embedding": lambda there, here: F.embedding(here.long(), there),
+    "softmax and add": lambda there, here: there.softmax(-1) + here.softmax(-1),
+    "copy to the other": lambda there, here: here.copy_(there),
+    "index_select": lambda there, here: there.index_select(0, here[0].long()),
+    "index_copy": lambda there, here: there.index_copy(0, torch.arange(4, device=GPU), here),
+    "index_add": lambda there, here: here.index_add(0, torch.arange(4), there),
+    "move and add": lambda there, here: there + here.to(GPU),
+    "move back and add": lambda there, here: there.cpu() + here,
+    "one like it": lambda there, here: torch.zeros_like(there) + here,
+    "a new one": lambda there, here: there.new_zeros(4, 4) + here,
+    "one of its device": lambda there, here: torch.ones(4, device=there.device) * there,
+}
+# what FakeTensorMode cannot say without CUDA, and whether it is refused: copies cross, as do indices to the GPU
+UNLINKED = {
+    "copy": (lambda there, here: there.copy_(here), False),
+    "set rows": (lambda there, here: there.__setitem__(slice(2), here[:2]), False),
+    "index": (lambda there, here: there[here[0].long()], False),
+    "index the other": (lambda there, here: here[there[0].long()], True),
+}
+
+
+def refused(mix) -> bool:
+    """Whether the operation is refused, on tensors that the mode that is active makes."""
+    there, here = torch.zeros(4, 4, device=GPU), torch.zeros(4, 4)
+    try:
+        mix(there, here)
+    except RuntimeError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_it_refuses_what_torch_says_that_cuda_refuses(name):
+    with gpu():
+        found = refused(MIXES[name])
+    with FakeTensorMode():
+        expected = refused(MIXES[name])
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", UNLINKED)
+def test_it_refuses_what_cuda_refuses_where_torch_cannot_say(name):
+    mix, expected = UNLINKED[name]
+    with gpu():
+        assert refused(mix) == expected
+
+
+def test_the_mixes_are_of_both_kinds():
+    with gpu():
+        found = [refused(mix) for mix in MIXES.values()]
+    assert sum(found) >= 8
+    assert len(found) - sum(found) >= 6
+
+
+def test_a_gradient_is_that_of_the_cpu():
+    def gradient(device: torch.device) -> list[float]:
+        x = torch.linspace(-1, 1, 12).view(3, 4).to(device).requires_grad_()
+        (x.softmax(-1) @ x.T).square().sum().backward()
+        assert x.grad is not None
+        assert x.grad.device == device
+        return x.grad.flatten().tolist()
+
+    with gpu():
+        assert gradient(GPU) == gradient(torch.device("cpu"))
+
+
+def test_what_was_moved_is_a_copy_and_a_view_is_none():
+    with gpu():
+        here = torch.zeros(4)
+        there = here.to(GPU)
+        there[1:3].add_(1)
+        assert isinstance(there, OnGPU)
+        assert there.tolist() == [0, 1, 1, 0]
+        assert here.tolist() == [0, 0, 0, 0]
+
+
+def test_values_do_not_leave_it_unasked():
+    with gpu():
+        there = torch.ones(2, device=GPU)
+        assert type(there.cpu()) is Tensor
+        assert float(there.sum()) == 2
+        with pytest.raises((RuntimeError, TypeError)):
+            there.numpy()
+
+
+def test_a_place_that_leaves_its_tensors_behind_is_named():
+    from curvature.probes import words
+
+    with gpu() as stand_in:
+        words("", 0, 1, device=GPU)
+    with gpu(left="curvature/probes.py words"):
+        assert words("", 0, 1, device=GPU).device.type == "cpu"
+    assert stand_in.places == {"curvature/probes.py words"}
+
+
+def test_a_mix_names_both_tensors():
+    with gpu(), pytest.raises(MixedDevicesError, match=r"shape \[3\] is on the CPU, one of \[2, 3\] on cuda:0"):
+        torch.ones(2, 3, device=GPU) * torch.ones(3)

@@ -1,0 +1,37 @@
+"""`python -m tests.rehearsal.training cpu|gpu RUN_DIR [PLACE]`: trains; a PLACE leaves its tensors on the CPU.
+
+Either attends by products of matrices, as in `tests.rehearsal.conftest`.
+"""
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.rehearsal.stand_in import gpu
+from train.config import load_run
+from train.run_directory import RunDirectory
+
+initialize = dist.init_process_group
+
+
+def train(path: Path) -> None:
+    """The loop, imported where it is known whether there is a GPU."""
+    from train.loop import train as loop
+
+    with sdpa_kernel(SDPBackend.MATH):
+        loop(path, load_run(RunDirectory(path).run_json))
+
+
+if __name__ == "__main__":
+    device, path, *left = sys.argv[1:]
+    if device == "cpu":
+        train(Path(path))
+    else:
+        gloo = mock.patch.object(dist, "init_process_group", lambda _nccl, **settings: initialize("gloo", **settings))
+        with gloo, gpu(*left) as stand_in:
+            train(Path(path))
+        assert stand_in.places
+        assert not stand_in.on_cpu, stand_in.on_cpu

@@ -1,0 +1,56 @@
+"""Commands whose data stop coming: `-m tests.train.stalled train run RUN_DIR` with the environment of `stalling`.
+
+A test that does something to a command in its middle needs it to be there still, however fast the machine is. Workers
+that are spawned import this file as their main module, so their data stop, too.
+"""
+
+import os
+import runpy
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from train import stopping
+from train.data import RunData, SequenceBatch
+from train.documents import TextFile
+
+STEP, SOURCE, UNTIL = (f"QUANTDYN_TEST_STALLED_{name}" for name in ("STEP", "SOURCE", "UNTIL"))
+
+
+def stalling(until: Path, *, step: int | None = None, source: Path | None = None) -> dict[str, str]:
+    """The environment in which the batch of `step`, or the text of `source`, comes once the file `until` is there.
+
+    A signal that asks a training to stop lets go of it, too.
+    """
+    return {UNTIL: str(until)} | ({STEP: str(step)} if step else {}) | ({SOURCE: str(source)} if source else {})
+
+
+def _wait() -> None:
+    while not (Path(os.environ[UNTIL]).exists() or stopping.requested(None)):
+        time.sleep(0.005)
+
+
+_batch, _texts = RunData.batch, TextFile.texts
+
+
+def _stalled_batch(data: RunData, step: int) -> SequenceBatch:
+    if step >= int(os.environ[STEP]):
+        _wait()
+    return _batch(data, step)
+
+
+def _stalled_texts(source: TextFile) -> Iterator[str]:
+    if str(source.path) == os.environ[SOURCE]:
+        _wait()
+    return _texts(source)
+
+
+if STEP in os.environ:
+    RunData.batch = _stalled_batch  # type: ignore[assignment, method-assign]
+if SOURCE in os.environ:
+    TextFile.texts = _stalled_texts  # type: ignore[assignment, method-assign]
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__")

@@ -1,0 +1,124 @@
+"""What megatron-core takes from transformer_engine, and what the sources of transformer-engine's releases define.
+
+Both are read, neither is imported: transformer-engine is of use with a GPU alone, and takes CUDA's toolkit to build.
+`python -m tests.train.transformer_engine_names` downloads its wheels (0.7 MB each, Python alone) and writes the record
+beside this file. A name is dotted, from the package to a module, a class or a function.
+"""
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+PACKAGE = "transformer_engine"
+VERSIONS = ("2.9.0", "2.10.0", "2.11.0")  # PyPI's in the range that megatron-core 0.16.1 states
+RECORD = Path(__file__).with_suffix(".json")
+
+
+def taken_names() -> set[str]:
+    """Names that the installed megatron-core imports, and those it reaches as attributes of a module it imported."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.origin is not None
+    texts = [path.read_text() for path in Path(spec.origin).parent.rglob("*.py")]
+    return set().union(*(names_of(ast.parse(text)) for text in texts if PACKAGE in text))
+
+
+def names_of(module: ast.Module) -> set[str]:
+    """The names that one module takes."""
+    nodes = list(ast.walk(module))
+    names, modules = set(), dict[str, str]()  # the latter: by the name that they are bound to
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == PACKAGE:
+                    names.add(alias.name)
+                    modules[alias.asname or PACKAGE] = alias.name if alias.asname else PACKAGE
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            bound, _, rest = ast.unparse(node).partition(".")
+            if bound in modules and rest.replace(".", "").isidentifier():
+                names.add(f"{modules[bound]}.{rest}")
+    return names
+
+
+class Release:
+    """The Python sources of one release."""
+
+    def __init__(self, wheel: Path) -> None:
+        with zipfile.ZipFile(wheel) as archive:
+            self.sources = {name: archive.read(name).decode() for name in archive.namelist() if name.endswith(".py")}
+
+    def path(self, module: str) -> str | None:
+        """The file of a module."""
+        stem = module.replace(".", "/")
+        return next((path for path in (f"{stem}/__init__.py", f"{stem}.py") if path in self.sources), None)
+
+    def has(self, name: str) -> bool:
+        """Whether a name of `taken_names` is defined.
+
+        Attributes of classes and functions are not looked for, nor what it imports by name from other packages.
+        """
+        module, *rest = name.split(".")
+        while rest and self.path(f"{module}.{rest[0]}"):
+            module = f"{module}.{rest.pop(0)}"
+        if not rest:
+            return True
+        defined = self.defined(module)
+        if rest[0] not in defined:
+            return False
+        source = defined[rest[0]]
+        return source is None or source.split(".")[0] != PACKAGE or self.has(".".join([source, *rest[1:]]))
+
+    def defined(self, module: str) -> dict[str, str | None]:
+        """What a module defines: None, or for what it imports the dotted name of that."""
+        path = self.path(module)
+        if path is None:
+            return {}
+        package = module if path.endswith("__init__.py") else module.rpartition(".")[0]
+        found: dict[str, str | None] = {}
+        for node in ast.walk(ast.parse(self.sources[path])):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found[node.name] = None
+            elif isinstance(node, ast.Assign):
+                found |= {target.id: None for target in node.targets if isinstance(target, ast.Name)}
+            elif isinstance(node, ast.ImportFrom):
+                parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+                source = ".".join([*parents, *([node.module] if node.module else [])])
+                for alias in node.names:
+                    found |= (
+                        self.defined(source)
+                        if alias.name == "*"
+                        else {alias.asname or alias.name: f"{source}.{alias.name}"}
+                    )
+        return found
+
+
+def derive() -> dict[str, dict[str, bool]]:
+    """For every name that is taken, whether a release has it; needs PyPI.
+
+    Raises:
+        RuntimeError: pip cannot download a release.
+    """
+    names = sorted(taken_names())
+    table: dict[str, dict[str, bool]] = {name: {} for name in names}
+    for version in VERSIONS:
+        with tempfile.TemporaryDirectory() as place:
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", place]
+            done = subprocess.run([*command, f"{PACKAGE}=={version}"], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(f"this needs PyPI: {done.stderr.strip().splitlines()[-1]}")
+            release = Release(next(Path(place).glob("*.whl")))
+        for name in names:
+            table[name][version] = release.has(name)
+    return table
+
+
+if __name__ == "__main__":
+    RECORD.write_text(json.dumps(derive(), indent=1) + "\n")
