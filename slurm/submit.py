@@ -24,7 +24,7 @@ from slurm.submission import (
     write_submission,
 )
 from study.ledger import Ledger
-from study.needs import smallest_machines
+from study.needs import no_layout
 from study.room import check_room
 from study.run_configurations import write_run_configurations
 from study.settings import Study, save_study
@@ -106,10 +106,7 @@ def training_layouts(study: Study, site: Site) -> dict[str, RunConfig] | None:
         node, world_size = resources.hardware, resources.nodes * resources.ranks
         changed = fit(run, world_size, gpus_per_node=resources.ranks, gpu_bytes=node.gpu_bytes)
         if changed is None:
-            raise UserError(
-                f"run {run.name} of {study.name} fits no layout on {resources.nodes} nodes of {node}; the smallest "
-                f"machines that take it: {smallest_machines(run)}; change [resources.train]"
-            )
+            raise UserError(f"{no_layout(run, study, f'{resources.nodes} nodes of {node}')}; change [resources.train]")
         layouts[run.name] = changed
     return layouts
 

@@ -15,7 +15,6 @@ from train.run_directory import write_json
 
 UNKNOWN_BYTES = sys.maxsize  # memory of GPUs that a site file does not state
 HARDWARE_JSON = "hardware.json"  # in a study's directory
-HOW_TO_CHOOSE = "or choose others with CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -118,5 +117,7 @@ def _chosen(visible: list[Gpu], gpus: int | None) -> list[Gpu]:
     wanted = len(visible) if gpus is None else gpus
     if wanted > len(idle):
         fewer = f"give --gpus {len(idle)}" if idle else "end what runs there"
-        raise UserError(f"{busy[0]} is busy; wait until it is free, {fewer}, {HOW_TO_CHOOSE}")
+        raise UserError(
+            f"{busy[0]} is busy; wait until it is free, {fewer}, or choose others with CUDA_VISIBLE_DEVICES"
+        )
     return idle[:wanted]

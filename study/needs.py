@@ -50,6 +50,7 @@ class Needs:
 
     def __init__(self, study: Study, hardware: Hardware, directory: Path) -> None:
         self.study, self.hardware, self.directory = study, hardware, directory
+        self._configs: dict[str, str] = {}  # config.json by run, once known: the runner asks for every open step
 
     @cached_property
     def trainings(self) -> dict[str, TrainingLayout]:
@@ -71,10 +72,7 @@ class Needs:
             changed = {count: fit(run, count, gpus_per_node=gpus, gpu_bytes=gpu_bytes) for count in counts}
             fitting = {count: other for count, other in changed.items() if other}
         if not fitting:
-            raise UserError(
-                f"run {run.name} of {self.study.name} fits no layout on {self.hardware}; the smallest machines that "
-                f"take it: {smallest_machines(run)}"
-            )
+            raise UserError(no_layout(run, self.study, str(self.hardware)))
         at_once = sum(other.branch_from is None for other in self.study.trained)
         within = [count for count in fitting if count <= max(1, gpus // at_once)]
         ranks = max(within) if within else min(fitting)
@@ -130,10 +128,13 @@ class Needs:
 
     def _config(self, step: Step) -> str | None:
         """Return config.json of the model that a step measures; None where a released one is not there yet."""
-        run = next(run for run in self.study.runs if run.name == step.run)
-        if isinstance(run, RunConfig):
-            return model_config(run)
-        return self._released_config(run)
+        if step.run not in self._configs:
+            run = next(run for run in self.study.runs if run.name == step.run)
+            config = model_config(run) if isinstance(run, RunConfig) else self._released_config(run)
+            if config is None:
+                return None
+            self._configs[step.run] = config
+        return self._configs[step.run]
 
     def _released_config(self, run: ReleasedRun) -> str | None:
         for model in self.study.models_of(run):
@@ -146,6 +147,14 @@ class Needs:
 def model_config(run: RunConfig) -> str:
     """Return the config.json of a run's exports, as far as it decides the cost of a measurement."""
     return json.dumps({"model_type": run.model.family, **hf_settings(run.model, run.data.sequence_length, 0)})
+
+
+def no_layout(run: RunConfig, study: Study, where: str) -> str:
+    """Return the refusal of a run that fits no layout there, which names what takes it."""
+    return (
+        f"run {run.name} of {study.name} fits no layout on {where}; the smallest machines that take it: "
+        f"{smallest_machines(run)}"
+    )
 
 
 def smallest_machines(run: RunConfig) -> str:
