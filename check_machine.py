@@ -1,7 +1,7 @@
 """Checks of `make` before it downloads anything: this Python, its venv module, the disk.
 
-`python3 check_machine.py [TORCH_INDEX]` ends with one line and exit code 2 where .venv could not be built. It needs no
-package, and runs under the Pythons that it refuses too.
+`python3 check_machine.py [TORCH_INDEX]` ends with one line and exit code 2 where .venv could not be
+built. It needs no package, and runs under the Pythons that it refuses too.
 """
 
 from __future__ import annotations  # older Pythons read this file too
@@ -14,7 +14,8 @@ from pathlib import Path
 
 OLDEST, NEWEST = (3, 11), (3, 13)  # numpy 2.2.6 and megatron-core 0.16.1 have no wheels for others
 GB = 10**9
-CUDA_BYTES, CPU_BYTES = 10 * GB, 4 * GB  # .venv when it is complete, what pip unpacks beside it, and its cache
+# .venv when it is complete, what pip unpacks beside it, and its cache.
+CUDA_BYTES, CPU_BYTES = 10 * GB, 4 * GB
 
 
 def python_problem(version: tuple[int, int]) -> str | None:
@@ -27,24 +28,29 @@ def python_problem(version: tuple[int, int]) -> str | None:
     )
 
 
-def venv_problem(version: tuple[int, int], find: Callable[[str], object] = importlib.util.find_spec) -> str | None:
+def venv_problem(
+    version: tuple[int, int], find: Callable[[str], object] = importlib.util.find_spec
+) -> str | None:
     """Return what keeps this Python from making environments with pip, or None."""
     if find("venv") and find("ensurepip"):
         return None
-    return (
-        f"this Python makes no environments: run apt-get install python{version[0]}.{version[1]}-venv, then make again"
-    )
+    package = f"python{version[0]}.{version[1]}-venv"
+    return f"this Python makes no environments: run apt-get install {package}, then make again"
 
 
 def disk_problem(free: float, torch_index: str) -> str | None:
-    """Return why `free` bytes are too few, or None; a TORCH_INDEX that ends with cpu has the small build."""
+    """Return why `free` bytes are too few, or None. A TORCH_INDEX that ends with cpu is small."""
     small = torch_index.rstrip("/").endswith("cpu")
     needed = CPU_BYTES if small else CUDA_BYTES
     if free >= needed:
         return None
-    line = f"installing takes {needed / GB:.1f} GB and {free / GB:.1f} GB are free here: free some, or clone elsewhere"
+    line = (
+        f"installing takes {needed / GB:.1f} GB and {free / GB:.1f} GB are free here: free some, or"
+        " clone elsewhere"
+    )
     if not small:
-        line += ", or take the smaller torch without CUDA: make TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+        line += ", or take the smaller torch without CUDA: "
+        line += "make TORCH_INDEX=https://download.pytorch.org/whl/cpu"
     return line
 
 

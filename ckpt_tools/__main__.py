@@ -1,4 +1,4 @@
-"""python -m ckpt_tools: checkpoints to HF directories and back, averages, checks, and the trajectories of others."""
+"""python -m ckpt_tools: checkpoints to HF directories and back, averages, released models."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -6,11 +6,17 @@ from typing import Annotated
 
 import typer
 
-from train.command import UserError, run_command
+from base.cli import run_command
+from base.errors import UserError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-
-Processes = Annotated[int | None, typer.Option(min=1, help="processes at once; by default one per core, up to 8")]
+# Heavy libraries are imported within the commands, after what can be refused without them.
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # a rich table cuts option names at 80 columns
+    help=__doc__,
+)
 
 
 class Dtype(StrEnum):
@@ -21,267 +27,187 @@ class Dtype(StrEnum):
     fp16 = "fp16"
 
 
-class Precision(StrEnum):
-    """Types that sums are accumulated in."""
-
-    fp32 = "fp32"
-    fp64 = "fp64"
-
-
 class Which(StrEnum):
-    """Which weights of a checkpoint."""
+    """Kinds of weights of a checkpoint."""
 
     trained = "trained"
     main = "main"
 
 
-class Engine(StrEnum):
-    """Whose checkpoint an import becomes."""
-
-    either = "either"
-    megatron = "megatron"
-    deepspeed = "deepspeed"
-
-
-WhichWeights = Annotated[
-    Which, typer.Option(help="trained: as the model computed with them; main: the optimizer's fp32")
-]
-
-
 @app.callback()
 def _commands() -> None:
-    """Checkpoints to HF directories and back, averages, checks, and the trajectories of others."""
+    """Checkpoints to HF directories and back, averages, and released models."""
 
 
 @app.command()
 def export(
-    paths: Annotated[list[Path], typer.Argument(help="CHECKPOINT OUT, or CHECKPOINT... with --into")],
-    into: Annotated[Path | None, typer.Option(help="directory that takes one HF directory per checkpoint")] = None,
-    weights: WhichWeights = Which.trained,
-    dtype: Annotated[Dtype | None, typer.Option(help="type to write; by default the stored one")] = None,
-    processes: Processes = None,
+    paths: Annotated[
+        list[Path], typer.Argument(help="CHECKPOINT OUT, or CHECKPOINT... with --into")
+    ],
+    into: Annotated[
+        Path | None, typer.Option(help="directory that takes one HF directory per checkpoint")
+    ] = None,
+    weights: Annotated[
+        Which,
+        typer.Option(help="trained: as the model computed with them; main: the optimizer's fp32"),
+    ] = Which.trained,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="type to write; by default the stored one")
+    ] = None,
 ) -> None:
-    """Export checkpoints and averages (RUN/checkpoints/*, of either engine at any layout) to verified HF directories.
+    """Export checkpoints of either engine, at any layout, to verified HF directories.
 
-    Example: python -m ckpt_tools export runs/tiny/lr3e-3/checkpoints/step00000640 hf/step00000640
-
-    Example: python -m ckpt_tools export runs/tiny/lr3e-3/checkpoints/step* --into runs/tiny/lr3e-3/hf
+    Example: python -m ckpt_tools export runs/tiny/lr3e-3/checkpoints/step* --into
+        runs/tiny/lr3e-3/hf
     """
-    from ckpt_tools.export import export_all
+    from train.run.directory import read_checkpoint_record
 
     if not into and len(paths) != 2:
-        raise UserError(f"{len(paths)} path(s) without --into; give CHECKPOINT OUT, or CHECKPOINT... --into DIR")
+        raise UserError(
+            f"{len(paths)} path(s) without --into; give CHECKPOINT OUT, or CHECKPOINT... --into DIR"
+        )
     pairs = [(path, into / path.name) for path in paths] if into else [(paths[0], paths[1])]
-    export_all(pairs, main=weights is Which.main, dtype=dtype and dtype.value, processes=processes)
+    for checkpoint, _ in pairs:
+        read_checkpoint_record(checkpoint)
+    from ckpt_tools.export import export_all
+
+    export_all(pairs, main=weights is Which.main, dtype=dtype and dtype.value)
 
 
 @app.command(name="import")
 def import_(
-    source: Annotated[str, typer.Argument(help="HF directory, or a model of the hub as NAME@REVISION")],
+    source: Annotated[
+        str, typer.Argument(help="HF directory, or a model of the hub as OWNER/NAME@REVISION")
+    ],
     out: Annotated[Path, typer.Argument(help="checkpoint to write")],
-    engine: Annotated[
-        Engine, typer.Option(help="whose format; 'either' holds weights alone and starts both")
-    ] = Engine.either,
-    optimizer_state: Annotated[
-        bool, typer.Option(help="with fresh optimizer state: fp32 weights, zero moments")
-    ] = False,
-    step: Annotated[
-        int | None, typer.Option(min=0, help="of the weights; by default what lineage or revision say")
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(min=0, help="seen by the weights; as --step")] = None,
-    processes: Processes = None,
 ) -> None:
-    """Import an HF model (OLMo2; for DeepSpeed also Llama and GPT-NeoX) as a checkpoint that runs start from.
+    """Import an HF model (OLMo2; for DeepSpeed also Llama, GPT-NeoX) that runs start from.
 
-    A run starts from it at any layout: `"start_from"` in its run.json, which this command prints.
+    A run starts from it on either engine, at any layout: add the "start_from" that is printed to
+    its run.json.
 
-    Example: python -m ckpt_tools import allenai/OLMo-2-0425-1B@stage1-step1907359-tokens4001B start/olmo2-1b
+    Example: python -m ckpt_tools import allenai/OLMo-2-0425-1B@stage1-step1907359-tokens4001B
+        start/olmo2-1b
     """
+    if "@" not in source:
+        _check_directories([Path(source)], "give an HF directory, or OWNER/NAME@REVISION")
     from ckpt_tools.importing import import_checkpoint
 
-    import_checkpoint(
-        source,
-        out,
-        engine=engine.value,
-        optimizer_state=optimizer_state,
-        step=step,
-        tokens=tokens,
-        processes=processes,
-    )
-
-
-@app.command()
-def verify(
-    hf_dirs: Annotated[list[Path], typer.Argument(help="HF directories")],
-    out: Annotated[Path | None, typer.Option(help="JSON file that takes the figures")] = None,
-) -> None:
-    """Check HF directories: files by hash, keys by configuration, every module against the training engine's output.
-
-    Example: python -m ckpt_tools verify runs/tiny/lr3e-3/hf/step00000640
-    """
-    from ckpt_tools.verify import verify_directories
-
-    verify_directories(hf_dirs, out=out)
-
-
-@app.command()
-def reshard(
-    checkpoint: Annotated[Path, typer.Argument(help="checkpoint of either engine")],
-    out: Annotated[Path, typer.Argument(help="checkpoint to write")],
-    tensor: Annotated[int, typer.Option(min=1, help="tensor-parallel size; megatron")] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="pipeline stages; megatron")] = 1,
-    virtual_pipeline: Annotated[int, typer.Option(min=1, help="model chunks of a stage; megatron")] = 1,
-    data: Annotated[int, typer.Option(min=1, help="data-parallel size")] = 1,
-    zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage; deepspeed, by default as it is")] = None,
-    processes: Processes = None,
-) -> None:
-    """Rewrite a checkpoint as another layout would have saved it, without starting an engine.
-
-    Example: python -m ckpt_tools reshard RUN/checkpoints/step00012000 OUT --tensor 4 --pipeline 2 --data 8
-    """
-    from ckpt_tools.reshard import reshard_checkpoint
-
-    reshard_checkpoint(
-        checkpoint,
-        out,
-        tensor=tensor,
-        pipeline=pipeline,
-        virtual_pipeline=virtual_pipeline,
-        data=data,
-        zero=zero,
-        processes=processes,
-    )
+    import_checkpoint(source, out)
 
 
 @app.command()
 def average(
-    out: Annotated[Path, typer.Argument(help="HF directory to write; with --window one per window below it")],
-    inputs: Annotated[list[Path] | None, typer.Argument(help="HF directories or checkpoints, oldest first")] = None,
+    out: Annotated[
+        Path, typer.Argument(help="HF directory to write; with --window one per window below it")
+    ],
+    inputs: Annotated[list[Path], typer.Argument(help="HF directories, oldest first")],
     weights: Annotated[
-        str | None, typer.Option(help="comma-separated, one per input; they are divided by their sum")
+        str | None, typer.Option(help="comma-separated, one per input; divided by their sum")
     ] = None,
-    decay: Annotated[float | None, typer.Option(help="exponential: each input weighs this times its successor")] = None,
     window: Annotated[
         int | None, typer.Option(min=2, help="LAWA: the uniform mean of every N consecutive inputs")
     ] = None,
-    accumulate: Annotated[Precision, typer.Option(help="type of the sums")] = Precision.fp32,
-    dtype: Annotated[Dtype | None, typer.Option(help="type to write; by default the inputs'")] = None,
-    from_lineage: Annotated[
-        Path | None, typer.Option(help="lineage.json of an average to make again, bit for bit")
-    ] = None,
-    processes: Processes = None,
 ) -> None:
-    """Average models: uniform by default (a soup), weighted, exponential, or LAWA windows.
-
-    Example: python -m ckpt_tools average hf/soup runs/tiny/lr3e-3/hf/step00000592 runs/tiny/lr3e-3/hf/step00000640
+    """Average models: uniform by default (a soup), weighted, or LAWA windows.
 
     Example: python -m ckpt_tools average runs/tiny/lr3e-3/lawa --window 5 runs/tiny/lr3e-3/hf/step*
     """
-    from ckpt_tools.averaging.average import average_models, rebuild
+    _check_directories(inputs, "give HF directories made by 'python -m ckpt_tools export'")
+    from ckpt_tools.averaging.average import average_models
 
-    if from_lineage:
-        if inputs or weights or decay is not None or window or dtype:
-            raise UserError("--from-lineage says everything itself; leave out inputs and the other options")
-        rebuild(from_lineage, out, processes=processes)
-        return
-    if sum(option is not None for option in (weights, decay, window)) > 1:
-        raise UserError("--weights, --decay and --window are three kinds of average; give one of them")
-    average_models(
-        out,
-        inputs or [],
-        weights=weights,
-        decay=decay,
-        window=window,
-        accumulate=accumulate.value,
-        dtype=dtype and dtype.value,
-        processes=processes,
-    )
-
-
-@app.command()
-def trajectory(
-    place: Annotated[str, typer.Argument(help="repository of the hub, or a local directory of revisions")],
-    every: Annotated[int | None, typer.Option(min=1, help="each N-th revision of a stage, and its last")] = None,
-    stage: Annotated[str | None, typer.Option(help="of this stage only, such as stage2")] = None,
-    family: Annotated[
-        str | None, typer.Option(help="repository whose naming and schedule a local directory has")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="CSV to write")] = None,
-) -> None:
-    """Print and save the trajectory of a released model: steps, tokens and learning rate of its revisions.
-
-    Example: python -m ckpt_tools trajectory allenai/OLMo-2-1124-7B --every 20 --stage stage1
-    """
-    from ckpt_tools.released.trajectory import show
-
-    show(place, every=every, stage=stage, family=family, out=out)
+    average_models(out, inputs, weights=weights, window=window)
 
 
 @app.command()
 def download(
-    place: Annotated[str, typer.Argument(help="repository of the hub, or a local directory of revisions")],
-    into: Annotated[Path, typer.Argument(help="directory that takes one HF directory per revision")],
-    revisions: Annotated[list[str] | None, typer.Option("--revision", help="one to fetch; repeat for several")] = None,
-    every: Annotated[int | None, typer.Option(min=1, help="each N-th revision of a stage, and its last")] = None,
+    source: Annotated[
+        str, typer.Argument(help="repository of the hub, or a local directory of revisions")
+    ],
+    into: Annotated[
+        Path, typer.Argument(help="directory that takes one HF directory per revision")
+    ],
+    revisions: Annotated[
+        list[str] | None, typer.Option("--revision", help="one to fetch; repeat for several")
+    ] = None,
+    every: Annotated[
+        int | None, typer.Option(min=1, help="each N-th revision of a stage, and its last")
+    ] = None,
     stage: Annotated[str | None, typer.Option(help="of this stage only, such as stage2")] = None,
-    family: Annotated[str | None, typer.Option(help="repository whose naming a local directory has")] = None,
-    verify_hashes: Annotated[bool, typer.Option("--verify", help="hash what is there already")] = False,
+    family: Annotated[
+        str | None, typer.Option(help="repository whose naming a local directory has")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="list revisions: step, tokens, learning rate")
+    ] = False,
+    tokenizer_only: Annotated[
+        bool, typer.Option("--tokenizer-only", help="the tokenizer alone, into INTO itself")
+    ] = False,
 ) -> None:
-    """Fetch revisions of a released model; goes on where it was stopped.
+    """Fetch revisions of a released model; continues where it was stopped.
 
-    Example: python -m ckpt_tools download allenai/OLMo-2-0425-1B models/olmo2-1b --every 20 --stage stage1
+    Example: python -m ckpt_tools download allenai/OLMo-2-0425-1B models/olmo2-1b --every 20 --stage
+        stage1 --dry-run
     """
+    if tokenizer_only:
+        from ckpt_tools.released.tokenizer import fetch_tokenizer
+
+        fetch_tokenizer(source, into)
+        typer.echo(str(into))
+        return
+    if dry_run:
+        from ckpt_tools.released.trajectory import choose, revisions_of, show
+
+        show(choose(revisions_of(source, family), every=every, stage=stage))
+        return
     from ckpt_tools.released.download import download as fetch
 
-    fetch(place, into, every=every, stage=stage, family=family, revisions=revisions or [], verify=verify_hashes)
-
-
-@app.command()
-def tokenizer(
-    repo: Annotated[str, typer.Argument(help="repository of the hub, or a directory")],
-    out: Annotated[Path, typer.Argument(help="directory to write")],
-) -> None:
-    """Fetch the tokenizer of a model, without its weights.
-
-    Example: python -m ckpt_tools tokenizer allenai/OLMo-2-1124-7B runs/texts/allenai--OLMo-2-1124-7B
-    """
-    from ckpt_tools.released.tokenizer import fetch_tokenizer
-
-    fetch_tokenizer(repo, out)
-    typer.echo(str(out))
+    fetch(source, into, every=every, stage=stage, family=family, revisions=revisions or [])
 
 
 @app.command()
 def publish(
-    run_dir: Annotated[Path, typer.Argument(help="run whose exports lie in RUN_DIR/hf")],
+    run_dir: Annotated[Path, typer.Argument(help="run whose exports are in RUN_DIR/hf")],
     out: Annotated[Path, typer.Argument(help="directory to write")],
-    stage: Annotated[int, typer.Option(min=1, help="number in the names: stage1-step1000-tokens5B")] = 1,
-    copy: Annotated[bool, typer.Option(help="copy files instead of linking them")] = False,
     licence: Annotated[str, typer.Option("--license", help="for the model cards")] = "other",
 ) -> None:
-    """Lay out a run's exports for publishing: names in OLMo's style, an index of the trajectory, model cards.
+    """Lay out a run's exports for the hub: names in OLMo's style, and a model card each.
 
     Example: python -m ckpt_tools publish runs/tiny/lr3e-3 published/lr3e-3
     """
-    from ckpt_tools.publishing.publish import publish as lay_out
+    from train.run.config import load_run
 
-    lay_out(run_dir, out, stage=stage, copy=copy, license=licence)
+    load_run(run_dir / "run.json")
+    from ckpt_tools.publishing import publish as lay_out
+
+    lay_out(run_dir, out, license=licence)
 
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="checkpoint, HF directory or run directory")],
-    keys: Annotated[bool, typer.Option(help="list every key")] = True,
-    hashes: Annotated[bool, typer.Option(help="check every file's hash")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    paths: Annotated[list[Path], typer.Argument(help="checkpoints, HF directories or runs")],
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="check files by hash, and every module's output by the probe"
+        ),
+    ] = False,
 ) -> None:
-    """Print what a checkpoint or HF directory is: step, layout, keys, shapes, hashes, and what made it.
+    """Print what a checkpoint, an HF directory or a run is, and whether it is sound.
 
-    Example: python -m ckpt_tools inspect runs/tiny/lr3e-3/checkpoints/step00000640
+    Example: python -m ckpt_tools inspect --verify runs/tiny/lr3e-3/hf/step00000640
     """
-    from ckpt_tools.inspecting.inspection import inspect as describe
+    _check_directories(paths, "give one of RUN, RUN/checkpoints/NAME, RUN/hf/NAME")
+    from ckpt_tools.inspecting import inspect as describe
 
-    describe(path, keys=keys, hashes=hashes, as_json=as_json)
+    describe(paths, check=verify)
+
+
+def _check_directories(paths: list[Path], next_action: str) -> None:
+    """Raise UserError for a path that is no directory."""
+    for path in paths:
+        if not path.is_dir():
+            raise UserError(f"{path} is no directory; {next_action}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which sequences a measurement is made on: a function of text and seed, the same for every model and any ranks.
+"""Sequences of a measurement: a function of text and seed, the same for every model and any ranks.
 
 Shapes: B sequences, S positions of a sequence.
 """
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from train.command import UserError
-from train.corpus import check_vocabulary, open_corpus
-from train.data import batch
+from base.errors import UserError
+from train.data.batches import batch
+from train.data.corpus import check_vocabulary, open_corpus
 
 
 class Batches:
@@ -20,7 +20,7 @@ class Batches:
 
     Attributes:
         sequence_length: S.
-        described: what a result says of the text.
+        described: the text, as results name it.
     """
 
     def __init__(
@@ -31,39 +31,52 @@ class Batches:
         sequence_length: int | None,
         seed: int,
         needed: int,
-        option: str | None = None,
     ) -> None:
-        """`needed` sequences of `sequence_length` tokens, the model's context if that is None.
+        """Open a text of which `needed` sequences will be read.
 
-        `option` of the command line is named in the refusal if it alone decides how many are needed.
+        Args:
+            prefix: of the token files.
+            config: of the model.
+            sequence_length: S; None is the model's context.
+            seed: of the order of the sequences.
+            needed: their number.
 
         Raises:
-            UserError: the text is of another vocabulary or too short, or the sequences are too long for the model.
+            UserError: the text is of another vocabulary or too short, or the sequences are too long
+                for the model.
         """
         self._corpus, self._seed = open_corpus(prefix, verify_hashes=True), seed
         check_vocabulary(self._corpus, config.vocab_size)
-        context: int = config.max_position_embeddings
-        self.sequence_length = sequence_length or context
-        if self.sequence_length > context:
-            raise UserError(
-                f"--sequence-length {self.sequence_length} is beyond the model's context {context}; shorten it"
-            )
-        available = self._corpus.num_sequences(self.sequence_length)
+        self.sequence_length = length = checked_length(config, sequence_length)
+        available = self._corpus.num_sequences(length)
         if needed > available:
-            asked = f"{option} asks for {needed}" if option else f"{needed} are needed"
             raise UserError(
-                f"{prefix} holds {available} sequences of {self.sequence_length} tokens, {asked}; give "
-                f"more text, ask for less, or shorten --sequence-length"
+                f"{prefix} holds {available} sequences of {length} tokens, {needed} are needed;"
+                " give more text, or ask for fewer or shorter sequences"
             )
         self.described: dict[str, Any] = {
             "prefix": str(prefix),
             "bin_sha256": self._corpus.manifest.bin.sha256,
-            "sequence_length": self.sequence_length,
+            "sequence_length": length,
         }
 
     def number(self, index: int, size: int) -> Tensor:
-        """Batch `index` (from 0) of the order cut into batches of `size` sequences, int64 [B, S + 1]."""
-        length = self.sequence_length
-        return torch.from_numpy(
-            batch(self._corpus, step=index + 1, batch_size=size, sequence_length=length, seed=self._seed)
+        """Return batch `index` of the order, cut into batches of `size`, int64 [B, S + 1]."""
+        drawn = batch(
+            self._corpus,
+            step=index + 1,
+            batch_size=size,
+            sequence_length=self.sequence_length,
+            seed=self._seed,
         )
+        return torch.from_numpy(drawn)
+
+
+def checked_length(config: PretrainedConfig, asked: int | None) -> int:
+    """Return the tokens of a sequence, by default the context; UserError for more than that."""
+    context: int = config.max_position_embeddings
+    if asked and asked > context:
+        raise UserError(
+            f"--sequence-length {asked} is beyond the model's context {context}; shorten it"
+        )
+    return asked or context

@@ -1,1 +1,1 @@
-"""What quantization costs a checkpoint: own RTN and GPTQ, losses paired over documents, bootstrap intervals."""
+"""The cost of quantizing a checkpoint: own RTN and GPTQ, others' methods, paired losses."""

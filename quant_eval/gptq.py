@@ -1,6 +1,7 @@
-"""GPTQ (Frantar et al. 2022, arXiv:2210.17323, algorithm 1): factored in float64, rounded in fp32, on any device.
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323, algorithm 1): float64 factors, fp32 rounding.
 
-Shapes: O output features (rows), I input features (columns), C columns of one block, G groups of a row.
+Shapes: O output features (rows), I input features (columns), C columns of one block, G groups of a
+    row.
 """
 
 from dataclasses import dataclass
@@ -8,26 +9,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from base.errors import UserError
 from quant_eval.grid import Grid, Rounded, check_scales, fit_grid
 from quant_eval.specs import QuantSpec
-from train.command import UserError
 
-# Columns whose errors reach the columns right of them together. Part of the definition: see `gptq` on groups.
+# Columns whose errors reach the columns right of them together. Part of the definition: see `gptq`
+# on groups.
 BLOCK_COLUMNS = 128
-# Rows are padded to whole vector registers: a row then rounds to the same bits whichever rows are computed with it.
+# Rows are padded to whole vector registers: a row then rounds to the same bits whichever rows are
+# computed with it.
 ROW_MULTIPLE = 64
 CHUNK_ROWS = 1024  # in float64 at a time
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What rounding needs to know of the inputs; the same for all rows.
+    """The part of rounding that depends on the inputs; the same for all rows.
 
     Attributes:
         order_I: int64, the input features in the order in which they are rounded.
         dead_I: bool, the input features that are zero on every calibration token.
-        factor_II: fp32, along `order_I`; unit upper triangular: an error e of column i moves column j > i by
-            -e x factor_ij, which is what makes the objective smallest again.
+        factor_II: fp32, along `order_I`; unit upper triangular: an error e of column i moves column
+            j > i by -e x factor_ij, which is what makes the objective smallest again.
     """
 
     order_I: Tensor
@@ -35,10 +38,17 @@ class Preparation:
     factor_II: Tensor
 
 
-def row_output_errors(weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row w: (w - wq) H (w - wq)^T, GPTQ's objective (eq. 1) on the undamped H, and w H w^T; float64 [O]."""
-    errors, wholes = [weight_OI.new_empty(0, dtype=torch.float64)], [weight_OI.new_empty(0, dtype=torch.float64)]
-    for weight_CI, quantized_CI in zip(weight_OI.split(CHUNK_ROWS), quantized_OI.split(CHUNK_ROWS), strict=True):
+def row_output_errors(
+    weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (w - wq) H (w - wq)^T, GPTQ's objective (eq. 1), and w H w^T of each row, [O]."""
+    errors, wholes = (
+        [weight_OI.new_empty(0, dtype=torch.float64)],
+        [weight_OI.new_empty(0, dtype=torch.float64)],
+    )
+    for weight_CI, quantized_CI in zip(
+        weight_OI.split(CHUNK_ROWS), quantized_OI.split(CHUNK_ROWS), strict=True
+    ):
         whole_CI = weight_CI.double()
         error_CI = whole_CI - quantized_CI.double()
         errors.append(((error_CI @ hessian_II) * error_CI).sum(1))
@@ -58,12 +68,14 @@ def relative_output_error(weight_OI: Tensor, quantized_OI: Tensor, hessian_II: T
 def prepare(hessian_II: Tensor, spec: QuantSpec, name: str) -> Preparation:
     """The order of the columns and the factor of the damped inverse Hessian.
 
-    Order: `actorder` by falling diag(H); `groupaware` (arXiv:2505.14638) whole groups by their largest diag(H), and by
+    Order: `actorder` by falling diag(H); `groupaware` (arXiv:2505.14638) whole groups by their
+        largest diag(H), and by
     falling diag(H) within a group, as in gptqmodel 7.6; ties in natural order.
 
-    Dead columns, where H_ii = 0: the objective does not depend on their weights. The zero is replaced by the mean of
-    the live diagonal. The authors' code and gptqmodel take 1 instead, before they damp and order; that depends on the
-    unit of H, in which the two differ. Here neither damping nor order sees dead columns: they come last.
+    Dead columns, where H_ii = 0: the objective does not depend on their weights. The zero is
+    replaced by the mean of the live diagonal. The authors' code and gptqmodel take 1 instead,
+    before they damp and order; that depends on the unit of H, in which the two differ. Here neither
+    damping nor order sees dead columns: they come last.
 
     Args:
         hessian_II: X X^T over the calibration tokens, float64; its scale is free.
@@ -92,18 +104,23 @@ def _order(diagonal_I: Tensor, spec: QuantSpec) -> Tensor:
         return natural_I
     assert spec.group_size is not None
     diagonal_GK = diagonal_I.view(-1, spec.group_size)
-    within_GK = natural_I.view_as(diagonal_GK).gather(1, diagonal_GK.argsort(dim=1, descending=True, stable=True))
+    within_GK = natural_I.view_as(diagonal_GK).gather(
+        1, diagonal_GK.argsort(dim=1, descending=True, stable=True)
+    )
     return within_GK[diagonal_GK.amax(1).argsort(descending=True, stable=True)].flatten()
 
 
-def _factor(hessian_II: Tensor, added_I: Tensor, order_I: Tensor, name: str, damping: float) -> Tensor:
-    """diag(U)^-1 U for the upper triangular U with U^T U = (H + diag(added))^-1, in the given order (section 3.3).
+def _factor(
+    hessian_II: Tensor, added_I: Tensor, order_I: Tensor, name: str, damping: float
+) -> Tensor:
+    """Return diag(U)^-1 U for the upper triangular U with U^T U = (H + diag(added))^-1.
 
-    A = H + diag(added) is R R^T with R upper triangular, its Cholesky factor with columns in reverse; so U = R^-1.
-    With F the factor, a pivot R_ii^2 is F_i A F_i^T: what remains of A_ii given all later columns. Rounding every A_jk
-    by eps sqrt(A_jj A_kk) moves it by up to eps (sum_j |F_ij| sqrt(A_jj))^2. A pivot that such noise alone could have
-    made counts as zero, since F is noise too. (Measured: singular matrices stay below 0.02 of this bound whatever the
-    order and the sizes of the inputs; regular ones of condition 1e13 are above by 78 or more.)
+    A = H + diag(added) is R R^T with R upper triangular, its Cholesky factor with columns in
+    reverse; so U = R^-1. With F the factor, a pivot R_ii^2 is F_i A F_i^T: what remains of A_ii
+    given all later columns. Rounding every A_jk by eps sqrt(A_jj A_kk) moves it by up to eps (sum_j
+    |F_ij| sqrt(A_jj))^2. A pivot that such noise alone could have made counts as zero, since F is
+    noise too. (Measured: singular matrices stay below 0.02 of this bound whatever the order and the
+    sizes of the inputs; regular ones of condition 1e13 are above by 78 or more.)
     """
     reverse_I = order_I.flip(0)
     damped_II = hessian_II[reverse_I[:, None], reverse_I]
@@ -113,47 +130,55 @@ def _factor(hessian_II: Tensor, added_I: Tensor, order_I: Tensor, name: str, dam
     root_I = lower_II.diagonal().clone()
     del damped_II  # of 11,008 inputs each of these takes 1 GB
     # F lower = diag(lower), both in reverse
-    factor_II: Tensor = torch.linalg.solve_triangular(lower_II, root_I.diag(), upper=False, left=False)
+    factor_II: Tensor = torch.linalg.solve_triangular(
+        lower_II, root_I.diag(), upper=False, left=False
+    )
     del lower_II
     moved_I = torch.cat([part_II.abs() @ size_I for part_II in factor_II.split(CHUNK_ROWS)])
     noise_I = torch.finfo(torch.float64).eps * moved_I.square()
     if bool(failed_at) or not bool((root_I.square() > noise_I).all()):
         raise UserError(
             f"{name}: the calibration Hessian with damping {damping:g} is not positive definite; "
-            f"use a spec with a larger damp or more calibration sequences"
+            "use a spec with a larger damp or more calibration sequences"
         )
     return factor_II.float().flip(0, 1)
 
 
 @torch.no_grad()
 def gptq(weight_OI: Tensor, preparation: Preparation, spec: QuantSpec) -> Rounded:
-    """Rounds column after column; each column's error is made good by the columns after it.
+    """Round column after column; the columns after each make good its error.
 
-    Rows do not interact, so linears that read the same input may be stacked along O, and any rows be computed apart:
-    on a CPU every row comes out the same, bit for bit.
+    Rows do not interact, so linears that read the same input may be stacked along O, and any rows
+    be computed apart: on a CPU every row comes out the same, bit for bit.
 
-    Groups: with `actorder` they are formed along the order, as in the authors' code, so a group is no range of input
-    features; otherwise a group is. With static groups all grids are fitted to the given weight, and a group is a range
-    of input features in any order. Else a group's grid is fitted when its first column is reached, to weights that
-    carry the corrections of all columns of earlier blocks of 128 columns, but not of the same block: the authors' code
-    and gptqmodel do so too, and without it groups of less than 128 would have other scales than theirs.
+    Groups: with `actorder` they are formed along the order, as in the authors' code, so a group is
+        no range of input
+    features; otherwise a group is. With static groups all grids are fitted to the given weight, and
+    a group is a range of input features in any order. Else a group's grid is fitted when its first
+    column is reached, to weights that carry the corrections of all columns of earlier blocks of 128
+    columns, but not of the same block: the authors' code and gptqmodel do so too, and without it
+    groups of less than 128 would have other scales than theirs.
 
-    Dead columns are set to 0, before the grids of groups are fitted, but after the one grid of a whole row: also as in
-    both.
+    Dead columns are set to 0, before the grids of groups are fitted, but after the one grid of a
+    whole row: also as in both.
 
     Raises:
         UserError: a weight is not finite, or a scale is beyond the spec's format.
     """
     num_outputs, num_inputs = weight_OI.shape
     group_size, order_I = spec.group_size or num_inputs, preparation.order_I
-    weight_IO = weight_OI.new_zeros(num_inputs, -(-num_outputs // ROW_MULTIPLE) * ROW_MULTIPLE, dtype=torch.float32)
+    weight_IO = weight_OI.new_zeros(
+        num_inputs, -(-num_outputs // ROW_MULTIPLE) * ROW_MULTIPLE, dtype=torch.float32
+    )
     weight_IO[:, :num_outputs] = weight_OI.T
     grids: dict[int, Grid] = {}
     if spec.group_size is None:
         grids = {0: fit_grid(weight_IO, spec)}
     weight_IO.masked_fill_(preparation.dead_I[:, None], 0.0)
     if spec.static_groups and not grids:
-        grids = {group: fit_grid(part, spec) for group, part in enumerate(weight_IO.split(group_size))}
+        grids = {
+            group: fit_grid(part, spec) for group, part in enumerate(weight_IO.split(group_size))
+        }
     fixed = bool(grids)
     weight_IO = weight_IO[order_I]
 
@@ -182,10 +207,11 @@ def gptq(weight_OI: Tensor, preparation: Preparation, spec: QuantSpec) -> Rounde
 
 
 def _round_block(weight_CO: Tensor, factor_CC: Tensor, grids: list[Grid]) -> Tensor:
-    """Codes, uint8 [C, O], of a block of columns, whose weights are overwritten with their rounding errors.
+    """Return codes, uint8 [C, O], of a block of columns; its weights become rounding errors.
 
-    After column k (from 1), the last s columns reach the next s, s the largest power of two that divides k: so every
-    column is reached by all before it when its turn comes, in products rather than one column at a time.
+    After column k (from 1), the last s columns reach the next s, s the largest power of two that
+    divides k: so every column is reached by all before it when its turn comes, in products rather
+    than one column at a time.
     """
     codes_CO = torch.empty_like(weight_CO)
     for k, grid in enumerate(grids, start=1):
@@ -193,5 +219,7 @@ def _round_block(weight_CO: Tensor, factor_CC: Tensor, grids: list[Grid]) -> Ten
         weight_CO[k - 1].sub_(step_O * grid.scale)
         torch.sub(step_O, grid.lowest, out=codes_CO[k - 1])
         s = k & -k
-        weight_CO[k : k + s].addmm_(factor_CC[k - s : k, k : k + s].T, weight_CO[k - s : k], alpha=-1)
+        weight_CO[k : k + s].addmm_(
+            factor_CC[k - s : k, k : k + s].T, weight_CO[k - s : k], alpha=-1
+        )
     return codes_CO.to(torch.uint8)

@@ -1,6 +1,7 @@
 """The uniform grid a group of weights is rounded to, and rounding to the nearest point of it (RTN).
 
-Shapes: O output features (rows), I input features, G groups of a row, K weights that share a scale. What shares a scale
+Shapes: O output features (rows), I input features, G groups of a row, K weights that share a scale.
+    What shares a scale
 lies along the first dimension, so one group [K, O] and all groups [K, O, G] use the same code.
 """
 
@@ -9,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from base.errors import UserError
 from quant_eval.specs import QuantSpec
-from train.command import UserError
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Points scale x step for the integer steps lowest..highest; the code of a step is step - lowest.
+    """Points scale x step, for steps lowest..highest; a step's code is step - lowest.
 
     Attributes:
         scale: fp32 [...], of each group; NaN where the spec's scales cannot hold it.
@@ -27,7 +28,7 @@ class Grid:
     highest: Tensor
 
     def steps(self, weights: Tensor) -> Tensor:
-        """The step nearest to each fp32 weight [...]; halves go to the even step, what lies outside is clipped."""
+        """Return the step nearest to each fp32 weight, clipped; halves go to the even step."""
         return (weights / self.scale).round_().clamp_(self.lowest, self.highest)
 
 
@@ -50,19 +51,24 @@ class Rounded:
     def dense(self) -> Tensor:
         """The weight, scale x (code - zero), fp32 [O, I]; exact but for one rounding."""
         groups_I = self.groups_I.long()
-        return (self.codes_OI.float() - self.zeros_OG.float()[:, groups_I]) * self.scales_OG[:, groups_I]
+        return (self.codes_OI.float() - self.zeros_OG.float()[:, groups_I]) * self.scales_OG[
+            :, groups_I
+        ]
 
 
 def fit_grid(weights: Tensor, spec: QuantSpec) -> Grid:
     """The min-max grid of each group of fp32 weights [K, ...].
 
-    Symmetric: scale = 2 max|w| / (2^bits - 1) and zero = 2^(bits - 1), the convention of AutoGPTQ and gptqmodel: the
-    positive end lies half a step inside max|w|, the negative end half a step outside. Asymmetric: from min(w, 0) to
-    max(w, 0), so that zero is a grid point. A group of zeros gets the grid of [-1, 1], as there; it rounds to zeros.
+    Symmetric: scale = 2 max|w| / (2^bits - 1) and zero = 2^(bits - 1), the convention of AutoGPTQ
+        and gptqmodel: the
+    positive end lies half a step inside max|w|, the negative end half a step outside. Asymmetric:
+    from min(w, 0) to max(w, 0), so that zero is a grid point. A group of zeros gets the grid of
+    [-1, 1], as there; it rounds to zeros.
 
-    Scales are cut to fp32 or fp16, towards zero: the weight -max|w| of a symmetric group lies midway between two
-    points, and so it always takes the outer one, instead of the one that rounding noise would choose. A cut that takes
-    half a step or more off the range is no rounding: such a scale, too small or too large for the format, becomes NaN.
+    Scales are cut to fp32 or fp16, towards zero: the weight -max|w| of a symmetric group lies
+    midway between two points, and so it always takes the outer one, instead of the one that
+    rounding noise would choose. A cut that takes half a step or more off the range is no rounding:
+    such a scale, too small or too large for the format, becomes NaN.
     """
     max_code = 2**spec.bits - 1
     low, high = (end.double() for end in torch.aminmax(weights, dim=0))
@@ -74,9 +80,13 @@ def fit_grid(weights: Tensor, spec: QuantSpec) -> Grid:
     low, high = low.masked_fill(is_empty, -1.0), high.masked_fill(is_empty, 1.0)
     exact = (high - low) / max_code
     nearest = exact.to(torch.float16 if spec.scales == "fp16" else torch.float32)
-    scale = torch.where(nearest > exact, nearest.nextafter(torch.zeros_like(nearest)), nearest).double()
+    scale = torch.where(
+        nearest > exact, nearest.nextafter(torch.zeros_like(nearest)), nearest
+    ).double()
     scale = scale.where((exact - scale) * max_code < scale / 2, torch.nan)
-    zero = torch.full_like(scale, 2 ** (spec.bits - 1)) if spec.symmetric else (-low / scale).round()
+    zero = (
+        torch.full_like(scale, 2 ** (spec.bits - 1)) if spec.symmetric else (-low / scale).round()
+    )
     return Grid(scale.float(), -zero.float(), max_code - zero.float())
 
 
@@ -93,15 +103,28 @@ def round_to_nearest(weight_OI: Tensor, spec: QuantSpec) -> Rounded:
     check_scales(grid.scale, weight_OI, spec)
     codes_OGK = (grid.steps(weight_KOG) - grid.lowest).to(torch.uint8).permute(1, 2, 0)
     groups_I = torch.arange(num_inputs, dtype=torch.int32, device=weight_OI.device) // group_size
-    return Rounded(codes_OGK.reshape(num_outputs, num_inputs), grid.scale, (-grid.lowest).to(torch.uint8), groups_I)
+    return Rounded(
+        codes_OGK.reshape(num_outputs, num_inputs),
+        grid.scale,
+        (-grid.lowest).to(torch.uint8),
+        groups_I,
+    )
 
 
 def check_scales(scales: Tensor, weight_OI: Tensor, spec: QuantSpec) -> None:
-    """UserError if a scale is not usable, which says whether the weights or the spec's format are at fault."""
+    """Refuse unusable scales; the message says whether weights or the format are at fault."""
     if bool(scales.isfinite().all()):
         return
     if not bool(weight_OI.isfinite().all()):
-        raise UserError("weights hold NaN or infinity; check the checkpoint with 'python -m ckpt_tools verify'")
+        raise UserError(
+            "weights hold NaN or infinity; check the checkpoint with"
+            " 'python -m ckpt_tools inspect --verify'"
+        )
     if spec.scales == "fp16":
-        raise UserError(f"spec {spec.name}: fp16 cannot hold the scale of every group; use a spec without -s16")
-    raise UserError(f"spec {spec.name}: fp32 cannot hold the scale of every group; check the checkpoint's weights")
+        raise UserError(
+            f"spec {spec.name}: fp16 cannot hold the scale of every group; use a spec without -s16"
+        )
+    raise UserError(
+        f"spec {spec.name}: fp32 cannot hold the scale of every group; check the checkpoint's"
+        " weights"
+    )

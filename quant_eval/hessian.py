@@ -6,18 +6,21 @@ Shapes: N tokens, I input features.
 import torch
 from torch import Tensor
 
-from train.command import UserError
+from base.errors import UserError
 
-CHUNK_TOKENS = 1024  # cast to float64 at a time: enough to multiply at full speed, and a small buffer
+CHUNK_TOKENS = (
+    1024  # cast to float64 at a time: enough to multiply at full speed, and a small buffer
+)
 MIN_BLOCK_COLUMNS = 64
 
 
 class InputHessian:
     """X X^T = sum over tokens of x x^T, of the inputs x of one linear.
 
-    Only blocks of columns from the diagonal to the right are computed, which saves 7/16 of the products. They are
-    float64, not fp32 summed in float64: fp32 products are wrong by 7e-8, which hides whether a Hessian is singular and
-    moves the pivots of one with condition 1e9 by 0.4%, and would make the whole sum faster by 1.75 only.
+    Only blocks of columns from the diagonal to the right are computed, which saves 7/16 of the
+    products. They are float64, not fp32 summed in float64: fp32 products are wrong by 7e-8, which
+    hides whether a Hessian is singular and moves the pivots of one with condition 1e9 by 0.4%, and
+    would make the whole sum faster by 1.75 only.
 
     Attributes:
         tokens: how many were added.
@@ -33,13 +36,15 @@ class InputHessian:
 
     @torch.no_grad()
     def add(self, inputs: Tensor) -> None:
-        """Adds the tokens of a batch [..., I] of any float dtype."""
+        """Add the tokens of a batch [..., I] of any float dtype."""
         inputs_NI = inputs.reshape(-1, inputs.shape[-1])
         self.tokens += len(inputs_NI)
         for part_NI in inputs_NI.split(CHUNK_TOKENS):
             chunk_NI = self._chunk_NI[: len(part_NI)].copy_(part_NI)
             for block in self._blocks:
-                self.sum_II[block, block.start :].addmm_(chunk_NI[:, block].T, chunk_NI[:, block.start :])
+                self.sum_II[block, block.start :].addmm_(
+                    chunk_NI[:, block].T, chunk_NI[:, block.start :]
+                )
 
     def mean(self, name: str) -> Tensor:
         """X X^T / tokens, symmetric float64 [I, I].
@@ -56,6 +61,6 @@ class InputHessian:
         if not bool(mean_II.isfinite().all()):
             raise UserError(
                 f"{name}: its calibration inputs hold NaN or infinity; "
-                "check the checkpoint with 'python -m ckpt_tools verify'"
+                "check the checkpoint with 'python -m ckpt_tools inspect --verify'"
             )
         return mean_II

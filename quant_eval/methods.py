@@ -1,4 +1,4 @@
-"""The one table of quantization methods: what each is, the widths it takes, its settings, and where it comes from.
+"""The one table of quantization methods: widths, settings and sources.
 
 A setting that a method's row does not name does not exist for it: `QuantSpec` refuses it.
 """
@@ -17,7 +17,8 @@ class Method:
         title: what a figure calls it.
         library: whose code rounds the weights.
         bits: the widths it takes.
-        defaults: its settings and what a name that leaves them out means; None: the name has to say it.
+        defaults: its settings and what a name that leaves them out means; None: the name has to say
+            it.
         source: paper, and which implementation.
         needs_calibration: whether its result depends on the calibration text.
     """
@@ -54,7 +55,10 @@ METHODS: dict[MethodName, Method] = {
         library="gptqmodel",
         bits=(2, 3, 4, 8),
         defaults=_GROUPS | _ORDER,
-        source="arXiv:2210.17323 as ModelCloud's gptqmodel 7.6 implements it; -paper is what arXiv:2510.06213 ran",
+        source=(
+            "arXiv:2210.17323 as ModelCloud's gptqmodel 7.6 implements it; -paper is what"
+            " arXiv:2510.06213 ran"
+        ),
     ),
     "gptaq": Method(
         title="GPTAQ",
@@ -68,14 +72,19 @@ METHODS: dict[MethodName, Method] = {
         library="llmcompressor",
         bits=(3, 4, 8),
         defaults={"group_size": None, "symmetric": False},
-        source="Lin et al. 2023, arXiv:2306.00978, by llmcompressor 0.14 with this project's mappings",
+        source=(
+            "Lin et al. 2023, arXiv:2306.00978, by llmcompressor 0.14 with this project's mappings"
+        ),
     ),
     "int8": Method(
         title="LLM.int8()",
         library="bitsandbytes",
         bits=(8,),
         defaults={"threshold": None},
-        source="Dettmers et al. 2022, arXiv:2208.07339, by bitsandbytes 0.50; activations are quantized too",
+        source=(
+            "Dettmers et al. 2022, arXiv:2208.07339, by bitsandbytes 0.50; activations are"
+            " quantized too"
+        ),
         needs_calibration=False,
     ),
     "nf4": Method(
@@ -83,7 +92,10 @@ METHODS: dict[MethodName, Method] = {
         library="bitsandbytes",
         bits=(4,),
         defaults={"group_size": None},
-        source="Dettmers et al. 2023, arXiv:2305.14314, by bitsandbytes 0.50, without double quantization",
+        source=(
+            "Dettmers et al. 2023, arXiv:2305.14314, by bitsandbytes 0.50, without double"
+            " quantization"
+        ),
         needs_calibration=False,
     ),
 }

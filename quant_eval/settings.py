@@ -1,43 +1,94 @@
-"""What decides the numbers besides the model and the spec."""
+"""The options that decide the numbers, besides the model and the spec."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from train.frozen import Frozen
+from base.errors import UserError
+from base.frozen import Frozen
 
+CHECKPOINT = "checkpoint"  # saved in GPTQ's format below a result's directory
 BLOCK_TOKENS = 2048  # of arXiv:2510.06213 (appendix A)
 
 
-class CalibrationSettings(Frozen):
-    """Which text the Hessians are estimated on."""
-
-    prefix: Path = Field(description="token file")
-    sequences: int = Field(ge=1, description="drawn for every seed, none twice")
-    sequence_length: int | None = Field(ge=1, description="tokens; None: 2048, or the model's context if less")
-    seed: int = Field(ge=0, lt=2**63, description="of the first draw; further draws count on from it")
-    seeds: int = Field(default=1, ge=1, description="draws, each quantized and measured")
-
-
-class EvaluationSettings(Frozen):
-    """Which text the losses are measured on, and how its documents are cut."""
-
-    prefix: Path = Field(description="token file")
-    max_tokens: int | None = Field(ge=1, description="documents are taken until they hold this many; None: all")
-    sequence_length: int | None = Field(ge=2, description="tokens the model sees; None: 2048, or its context if less")
-    documents: Literal["separate", "concatenated"] = Field(
-        description="separate: none sees another; concatenated: without separator, as arXiv:2510.06213 did"
-    )
-    bootstrap_samples: int = Field(ge=100)
-    level: float = Field(gt=0, lt=1, description="coverage of the intervals")
-    seed: int = Field(ge=0, lt=2**63, description="of the bootstrap")
-
-
 class ComputeSettings(Frozen):
-    """How it is computed; moves results by rounding only, but for the dtype."""
+    """The machine's part; moves results by rounding only, but for the dtype."""
 
-    dtype: Literal["fp32", "bf16"] = Field(description="of the full and of the quantized model")
-    batch_size: int = Field(ge=1, description="sequences per forward pass")
-    device: Literal["cpu", "cuda"]
-    scratch: Path | None = Field(description="directory for what would not fit in memory; None: memory")
+    dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="of the full and of the quantized model"
+    )
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="where it is computed")
+    # Sequences per forward pass; moves results by rounding only.
+    batch_size: int = Field(default=8, ge=1)
+
+
+class CalibrationSettings(ComputeSettings):
+    """The text that the Hessians are estimated on."""
+
+    calibration: Path = Field(description="token file PREFIX the Hessians are estimated on")
+    calibration_sequences: int = Field(
+        default=128, ge=1, description="sequences drawn for calibration, none twice"
+    )
+    # Tokens the model sees at once; None: BLOCK_TOKENS, or its context if less.
+    sequence_length: int | None = Field(default=None, ge=2)
+    # Of the first calibration draw and of the bootstrap.
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+    def block_length(self, context: int) -> int:
+        """Return the tokens that a model of that context sees at once."""
+        if self.sequence_length is not None and self.sequence_length > context:
+            raise UserError(
+                f"{self.sequence_length} tokens are longer than the model's context of {context};"
+                " give fewer"
+            )
+        return self.sequence_length or min(BLOCK_TOKENS, context)
+
+
+class RunSettings(CalibrationSettings):
+    """All settings of the losses before and after quantization."""
+
+    eval: Path = Field(description="token file PREFIX the losses are measured on")
+    eval_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="take documents until they hold this many targets; if not given all",
+    )
+    documents: Literal["separate", "concatenated"] = Field(
+        default="separate",
+        description=(
+            "separate: none sees another; concatenated: without separator, as arXiv:2510.06213 did"
+        ),
+    )
+    calibration_seeds: int = Field(
+        default=1, ge=1, description="calibration draws, each quantized and measured"
+    )
+    per_block: bool = Field(
+        default=False, description="also quantize each block alone, and all but it"
+    )
+    save: bool = Field(
+        default=False, description="also save a checkpoint in GPTQ's format; specs that end in -s16"
+    )
+    dense: bool = Field(
+        default=False, description="also write the dequantized weights, to the result's dense/"
+    )
+
+    def texts(self, length: int, calibration: str, evaluation: str) -> dict[str, dict[str, Any]]:
+        """Return what a result says of its texts, given the hashes of their token files."""
+        return {
+            "calibration": {
+                "prefix": str(self.calibration),
+                "sha256": calibration,
+                "sequences": self.calibration_sequences,
+                "sequence_length": length,
+                "seed": self.seed,
+                "seeds": self.calibration_seeds,
+            },
+            "evaluation": {
+                "prefix": str(self.eval),
+                "sha256": evaluation,
+                "sequence_length": length,
+                "max_tokens": self.eval_tokens,
+                "documents": self.documents,
+            },
+        }

@@ -5,24 +5,31 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from base.errors import UserError
+from base.frozen import Frozen
 from quant_eval.methods import METHODS, Method, MethodName
-from train.command import UserError
-from train.frozen import Frozen
 
 Order = Literal["natural", "actorder", "groupaware"]
 
-EXAMPLES = "gptq-b3-g128, gptq-b4-perchannel-asym-actorder-damp0.01, gptqmodel-b4-g128-paper, gptaq-b3-g128, "
+EXAMPLES = (
+    "gptq-b3-g128, gptq-b4-perchannel-asym-actorder-damp0.01, gptqmodel-b4-g128-paper,"
+    " gptaq-b3-g128, "
+)
 EXAMPLES += "awq-b4-g128, rtn-b3-g32, int8-t6, nf4-g64"
 GRAMMAR = (
-    f"({'|'.join(METHODS)})[-b<bits>][-g<group size>|-perchannel][-sym|-asym][-natural|-actorder|-groupaware]"
-    f"[-static][-damp<fraction>][-alpha<fraction>][-t<threshold>][-s16]; for example {EXAMPLES}; "
-    "'python -m quant_eval methods' lists what each takes"
+    f"({'|'.join(METHODS)})[-b<bits>][-g<group"
+    " size>|-perchannel][-sym|-asym][-natural|-actorder|-groupaware][-static]"
+    "[-damp<fraction>][-alpha<fraction>][-t<threshold>][-s16];"
+    f" for example {EXAMPLES}; 'python -m quant_eval methods' lists what each takes"
 )
 _NUMBER = r"\d{1,3}(?:\.\d{1,6})?"
 SPEC_PATTERN = re.compile(
-    rf"(?P<method>{'|'.join(METHODS)})(?:-b(?P<bits>\d{{1,2}}))?(?:-(?:g(?P<group>\d{{1,6}})|(?P<row>perchannel)))?"
-    r"(?:-(?P<symmetry>sym|asym))?(?:-(?P<order>natural|actorder|groupaware|paper))?(?P<static>-static)?"
-    rf"(?:-damp(?P<damping>{_NUMBER}))?(?:-alpha(?P<alpha>{_NUMBER}))?(?:-t(?P<threshold>{_NUMBER}))?(?P<s16>-s16)?",
+    rf"(?P<method>{'|'.join(METHODS)})(?:-b(?P<bits>\d{{1,2}}))?"
+    r"(?:-(?:g(?P<group>\d{1,6})|(?P<row>perchannel)))?"
+    r"(?:-(?P<symmetry>sym|asym))?"
+    r"(?:-(?P<order>natural|actorder|groupaware|paper))?(?P<static>-static)?"
+    rf"(?:-damp(?P<damping>{_NUMBER}))?(?:-alpha(?P<alpha>{_NUMBER}))?"
+    rf"(?:-t(?P<threshold>{_NUMBER}))?(?P<s16>-s16)?",
     re.ASCII,
 )
 # GPTQ as arXiv:2510.06213 ran it: the defaults of gptqmodel before version 5.
@@ -31,21 +38,35 @@ PAPER |= {"static_groups": False, "damping": 0.05}
 
 
 class QuantSpec(Frozen):
-    """How the linear layers of the decoder blocks are quantized; embeddings, norms and lm_head are never rounded.
+    """The settings of a quantization of the decoder blocks' linears, and of nothing else.
 
     A setting is None where the method's row in `METHODS` does not name it.
     """
 
     method: MethodName
     bits: int = Field(ge=2, le=8)
-    group_size: int | None = Field(default=None, ge=2, description="inputs that share a scale; None: a whole row does")
-    symmetric: bool | None = Field(default=None, description="zero point fixed at 2^(bits - 1), or fitted per group")
+    group_size: int | None = Field(
+        default=None, ge=2, description="inputs that share a scale; None: a whole row does"
+    )
+    symmetric: bool | None = Field(
+        default=None, description="zero point fixed at 2^(bits - 1), or fitted per group"
+    )
     order: Order | None = Field(default=None, description="in which columns are rounded")
-    static_groups: bool | None = Field(default=None, description="grids fitted before any column is rounded")
-    damping: float | None = Field(default=None, ge=0, le=1, description="added to the Hessian's diagonal, x its mean")
-    alpha: float | None = Field(default=None, ge=0, le=1, description="weight of GPTAQ's asymmetric term")
-    threshold: float | None = Field(default=None, ge=0, description="activations above it stay in 16 bits; 0: none do")
-    scales: Literal["fp32", "fp16"] | None = Field(default=None, description="fp16: as a saved checkpoint holds them")
+    static_groups: bool | None = Field(
+        default=None, description="grids fitted before any column is rounded"
+    )
+    damping: float | None = Field(
+        default=None, ge=0, le=1, description="added to the Hessian's diagonal, x its mean"
+    )
+    alpha: float | None = Field(
+        default=None, ge=0, le=1, description="weight of GPTAQ's asymmetric term"
+    )
+    threshold: float | None = Field(
+        default=None, ge=0, description="activations above it stay in 16 bits; 0: none do"
+    )
+    scales: Literal["fp32", "fp16"] | None = Field(
+        default=None, description="fp16: as a saved checkpoint holds them"
+    )
 
     @property
     def row(self) -> Method:
@@ -55,7 +76,9 @@ class QuantSpec(Frozen):
     @model_validator(mode="after")
     def _options_fit_method(self) -> Self:
         if self.bits not in self.row.bits:
-            raise ValueError(f"{self.method} takes {', '.join(map(str, self.row.bits))} bits, not {self.bits}")
+            raise ValueError(
+                f"{self.method} takes {', '.join(map(str, self.row.bits))} bits, not {self.bits}"
+            )
         for option, given in self:
             if option in ("method", "bits", "group_size"):
                 continue
@@ -69,7 +92,10 @@ class QuantSpec(Frozen):
         if self.order == "groupaware" and self.group_size is None:
             raise ValueError("groupaware orders groups: give a group size, or use actorder")
         if self.static_groups and self.order == "groupaware":
-            raise ValueError("static groups are for natural order and actorder; groupaware keeps groups whole anyway")
+            raise ValueError(
+                "static groups are for natural order and actorder; groupaware keeps groups whole"
+                " anyway"
+            )
         return self
 
     @property
@@ -81,7 +107,9 @@ class QuantSpec(Frozen):
             parts.append(f"b{self.bits}")
         if "group_size" in defaults:
             parts.append(f"g{self.group_size}" if self.group_size else "perchannel")
-        if self.method == "gptqmodel" and all(getattr(self, option) == value for option, value in PAPER.items()):
+        if self.method == "gptqmodel" and all(
+            getattr(self, option) == value for option, value in PAPER.items()
+        ):
             return "-".join([*parts, "paper"])
         if self.symmetric != defaults.get("symmetric"):
             parts.append("sym" if self.symmetric else "asym")
@@ -110,13 +138,20 @@ def parse_spec(text: str) -> QuantSpec:
     row = METHODS[match["method"]]  # type: ignore[index]
     values: dict[str, Any] = {"method": match["method"], **row.defaults}
     if match["order"] == "paper":
-        if match["method"] != "gptqmodel" or any(match[key] for key in ("symmetry", "static", "damping")):
-            raise UserError(f"spec {text!r}: paper stands for all settings of gptqmodel but bits; write {GRAMMAR}")
+        if match["method"] != "gptqmodel" or any(
+            match[key] for key in ("symmetry", "static", "damping")
+        ):
+            raise UserError(
+                f"spec {text!r}: paper stands for all settings of gptqmodel but bits; write"
+                f" {GRAMMAR}"
+            )
         values |= PAPER
     if match["bits"] is None and len(row.bits) > 1:
         raise UserError(f"spec {text!r}: {match['method']} needs its bits; write {GRAMMAR}")
     if "group_size" in row.defaults and not (match["group"] or match["row"]):
-        raise UserError(f"spec {text!r}: {match['method']} needs a group size or perchannel; write {GRAMMAR}")
+        raise UserError(
+            f"spec {text!r}: {match['method']} needs a group size or perchannel; write {GRAMMAR}"
+        )
     values["bits"] = int(match["bits"] or row.bits[0])
     given: dict[str, Any] = {
         "group_size": int(match["group"]) if match["group"] else None,
@@ -130,7 +165,9 @@ def parse_spec(text: str) -> QuantSpec:
     }
     values |= {option: value for option, value in given.items() if value is not None}
     if match["order"] == "paper" and match["group"] != str(PAPER["group_size"]):
-        raise UserError(f"spec {text!r}: the paper used groups of {PAPER['group_size']}; write {GRAMMAR}")
+        raise UserError(
+            f"spec {text!r}: the paper used groups of {PAPER['group_size']}; write {GRAMMAR}"
+        )
     try:
         return QuantSpec(**values)
     except ValidationError as error:

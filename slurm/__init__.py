@@ -1,1 +1,1 @@
-"""The steps of a study as SLURM jobs. Nothing here yet."""
+"""The steps of a study as SLURM jobs."""

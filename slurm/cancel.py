@@ -1,49 +1,53 @@
-"""Cancelling what SLURM has of a study. Files stay; `retry` goes on from them."""
+"""Cancelling what SLURM has of a study. Files stay; `retry` resumes from them."""
 
 import difflib
 from pathlib import Path
 
+from base.errors import UserError
 from slurm import cluster
-from slurm.cluster import JobState
-from slurm.submission import Submission, existing_submission, submitting
-from slurm.watching import situation_of
-from study.commands import Step
-from study.settings import load_study
-from study.steps import steps_of
-from train.command import UserError
-from train.run_directory import RunDirectory
+from slurm.states import JobState
+from slurm.status.overview import situation_of
+from slurm.submission.record import Submission, existing_submission, submitting
+from study.definition import load_study
+from study.pipeline.steps import steps_of
+from train.run.directory import RunDirectory
 
 Element = tuple[str, int]  # name of the array, index
 
 
 def cancel(
-    study_dir: Path, *, run: str | None = None, array: str | None = None, after_checkpoint: bool = False
+    study_dir: Path, which: str | None = None, *, after_checkpoint: bool = False
 ) -> tuple[list[Element], list[str]]:
-    """Cancels elements that wait or run, of all or of one run or array; those, and the runs that were asked to stop.
+    """Cancel elements that wait or run; return them, and the runs that were asked to stop.
 
     Args:
         study_dir: the study.
-        run: only elements all of whose steps belong to it.
-        array: only elements of this one.
-        after_checkpoint: a training that runs is not cancelled but asked by RUN/STOP, which it looks for after every
-            step.
+        which: a run: only elements all of whose steps belong to it; or an array: only its own.
+        after_checkpoint: a running training is not cancelled but asked by RUN/STOP, which it
+            looks for after every step.
 
     Raises:
         UserError: there is no such run or array, or the study is being submitted.
     """
     submission, study = existing_submission(study_dir), load_study(study_dir)
-    _known(run, [run.name for run in study.runs], "run")
-    _known(array, list(submission.job_arrays), "array")
+    _check_known(which, [*(run.name for run in study.runs), *submission.job_arrays])
     steps = {step.name: step for step in steps_of(study)}
     with submitting(study_dir):
         submission = existing_submission(study_dir)  # no other command changes it from here on
         alive = _alive(submission)
         chosen, stopping = [], []
         for (name, index), (id_, state) in alive.items():
-            own = [steps[step] for step in submission.job_arrays[name].elements[index] if step in steps]
-            if (array and name != array) or (run and not _belongs(own, run)):
+            own = [
+                steps[step] for step in submission.job_arrays[name].elements[index] if step in steps
+            ]
+            if which not in (None, name) and not (own and all(one.run == which for one in own)):
                 continue
-            if after_checkpoint and own and own[0].kind == "train" and situation_of(state) == "running":
+            if (
+                after_checkpoint
+                and own
+                and own[0].kind == "train"
+                and situation_of(state) == "running"
+            ):
                 stopping.append(own[0].run)
             else:
                 chosen.append(((name, index), id_))
@@ -55,24 +59,20 @@ def cancel(
 
 
 def _names(chosen: list[str], alive: list[str]) -> list[str]:
-    """Whole jobs by their plain ids: SLURM then remembers what it has cancelled, and needs one call for thousands."""
+    """Name whole jobs by their plain ids: SLURM then remembers what it has cancelled."""
     kept = {id_.partition("_")[0] for id_ in set(alive) - set(chosen)}
     jobs = [(id_.partition("_")[0], id_) for id_ in chosen]
     return list(dict.fromkeys(id_ if job in kept else job for job, id_ in jobs))
 
 
-def _belongs(steps: list[Step], run: str) -> bool:
-    return bool(steps) and all(step.run == run for step in steps)
-
-
-def _known(name: str | None, names: list[str], what: str) -> None:
+def _check_known(name: str | None, names: list[str]) -> None:
     if name is not None and name not in names:
         near = difflib.get_close_matches(name, names, n=1) or names[:8]
-        raise UserError(f"the study has no {what} {name!r:.80}; such as: {', '.join(near)}")
+        raise UserError(f"the study has no run or array {name!r:.80}; such as: {', '.join(near)}")
 
 
 def _alive(submission: Submission) -> dict[Element, tuple[str, JobState]]:
-    """Elements that have not ended, in their arrays' order, with SLURM's name and state."""
+    """Return elements that have not ended, in their arrays' order, with SLURM's name and state."""
     known, names = cluster.states({job.id for job in submission.jobs}), submission.element_ids()
     found = {}
     for array in submission.job_arrays.values():

@@ -1,4 +1,4 @@
-"""The site file: what a cluster is like, in TOML, every value checked before it can stand in a script or a command."""
+"""The site file: a cluster in TOML, every value checked before it stands in a script."""
 
 import difflib
 import sys
@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
+from base.errors import UserError, explain_validation
+from base.frozen import Frozen
 from slurm.values import (
     MAX_SIGNAL_SECONDS,
     Address,
@@ -27,15 +29,13 @@ from slurm.values import (
     TimeLimit,
     seconds_of,
 )
-from study.hardware import UNKNOWN_BYTES, Hardware
-from train.command import UserError, explain_validation
-from train.frozen import Frozen
+from study.machine.hardware import UNKNOWN_BYTES, Hardware
 
 EXAMPLE = Path(__file__).resolve().parent / "sites" / "example.toml"
 
 
 class Options(Frozen):
-    """What sbatch is told of a job. None in the table of a kind: as in [slurm]; None there: not mentioned."""
+    """Options of sbatch. None in the table of a kind: as in [slurm]; None there: not given."""
 
     partition: Name | None = None
     account: Name | None = None
@@ -48,13 +48,18 @@ class Options(Frozen):
     )
     gres_type: Name | None = Field(default=None, description="of the GPUs, such as h200")
     gpu_memory_gb: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="of one GPU, by which layouts are chosen; None: as the recipe has them, unchecked"
+        default=None,
+        description=(
+            "of one GPU, by which layouts are chosen; None: as the recipe has them, unchecked"
+        ),
     )
-    extra: tuple[Extra, ...] | None = Field(default=None, description="further arguments of sbatch, as they are")
+    extra: tuple[Extra, ...] | None = Field(
+        default=None, description="further arguments of sbatch, as they are"
+    )
 
 
 class Resources(Options):
-    """What one job of a kind takes."""
+    """Resources of one job of a kind."""
 
     nodes: Count = 1
     gpus_per_node: Annotated[int, Field(strict=True, ge=0)] = 0
@@ -65,12 +70,12 @@ class Resources(Options):
 
     @property
     def ranks(self) -> int:
-        """Processes on each node."""
+        """Return the processes on each node."""
         return self.ranks_per_node or max(1, self.gpus_per_node)
 
     @property
     def time_seconds(self) -> int:
-        """The time limit."""
+        """Return the time limit."""
         seconds = seconds_of(self.time)
         assert seconds
         return seconds
@@ -84,7 +89,10 @@ class Resources(Options):
     @model_validator(mode="after")
     def _ranks_have_gpus(self) -> Self:
         if self.gpus_per_node and (self.ranks_per_node or 1) > self.gpus_per_node:
-            raise ValueError(f"{self.ranks_per_node} ranks would share {self.gpus_per_node} GPUs; one each at most")
+            raise ValueError(
+                f"{self.ranks_per_node} ranks would share {self.gpus_per_node} GPUs; one each at"
+                " most"
+            )
         return self
 
 
@@ -102,7 +110,9 @@ class Kinds(Frozen):
         for kind in Kinds.model_fields:
             resources: Resources = getattr(self, kind)
             if kind != "train" and resources.nodes != 1:
-                raise ValueError(f"a job of {kind} runs on one node, not {resources.nodes}; leave nodes out")
+                raise ValueError(
+                    f"a job of {kind} runs on one node, not {resources.nodes}; leave nodes out"
+                )
             if kind != "light" and not resources.gpus_per_node and resources.ranks_per_node is None:
                 raise ValueError(f"{kind} has no GPUs to count its ranks by; state ranks_per_node")
         return self
@@ -119,7 +129,7 @@ class Throttle(Frozen):
 
 
 class Limits(Frozen):
-    """How work is cut into jobs and when a job gives up."""
+    """Limits by which work is cut into jobs and a job gives up."""
 
     throttle: Throttle = Throttle()
     max_array_size: Count | None = Field(default=None, description="by default SLURM is asked")
@@ -130,14 +140,14 @@ class Limits(Frozen):
 
 
 class Setup(Frozen):
-    """The site's own code, run in the job's shell before anything else: the lines, then `module load`."""
+    """Code of the site, run in the job's shell before anything else: lines, then `module load`."""
 
     lines: tuple[Line, ...] = ()
     modules: tuple[Name, ...] = ()
 
 
 class Container(Frozen):
-    """What everything that srun starts runs in."""
+    """The container of everything that srun starts."""
 
     kind: Literal["pyxis", "apptainer"]
     image: Image
@@ -153,14 +163,14 @@ class Nccl(Frozen):
 
 
 class Mlflow(Frozen):
-    """Where figures are mirrored to."""
+    """The store that figures are mirrored to."""
 
     tracking_uri: Address | None = Field(default=None, description="by default SQLite below root")
     every_seconds: Annotated[int, Field(strict=True, ge=10)] = 300
 
 
 class Disk(Frozen):
-    """What is left free on root's filesystem."""
+    """The room that is left free on root's filesystem."""
 
     reserve_gb: Annotated[float, Field(ge=0)] = 10.0
 
@@ -168,7 +178,9 @@ class Disk(Frozen):
 class Site(Frozen):
     """A cluster."""
 
-    root: SafePath = Field(description="directory of all studies, on a filesystem that every node sees")
+    root: SafePath = Field(
+        description="directory of all studies, on a filesystem that every node sees"
+    )
     python: SafePath = Field(
         default_factory=lambda: Path(sys.executable),
         validate_default=True,
@@ -190,13 +202,13 @@ class Site(Frozen):
         limit, before = self.resources.train.time_seconds, self.limits.stop_seconds_before_limit
         if limit <= before:
             raise ValueError(
-                f"training of {limit} s would be asked to stop {before} s before its end; raise resources.train.time "
-                "or lower limits.stop_seconds_before_limit"
+                f"training of {limit} s would be asked to stop {before} s before its end; raise"
+                " resources.train.time or lower limits.stop_seconds_before_limit"
             )
         return self
 
     def resources_of(self, kind: str) -> Resources:
-        """What a job of the kind takes: its own table over [slurm]."""
+        """Return the resources of a job of the kind: its own table over [slurm]."""
         if kind not in Kinds.model_fields:
             raise ValueError(f"no kind of job is called {kind}")
         own: Resources = getattr(self.resources, kind)
@@ -205,12 +217,12 @@ class Site(Frozen):
 
     @property
     def measuring_python(self) -> str:
-        """The interpreter of what srun starts."""
+        """Return the interpreter of what srun starts."""
         return self.container.python if self.container else str(self.python)
 
 
 def _known_keys(location: tuple[int | str, ...]) -> list[str]:
-    """Keys of the table that lies there."""
+    """Return the keys of the table at a location."""
     table: type[Frozen] = Site
     for part in location:
         annotation = table.model_fields[str(part)].annotation
@@ -219,7 +231,7 @@ def _known_keys(location: tuple[int | str, ...]) -> list[str]:
 
 
 def _explain(path: Path, error: ValidationError) -> UserError:
-    """The first problem as one line; our own reasons say what is wrong, and never show what may be secret."""
+    """Return the first problem as one line, which never shows what may be secret."""
     problem: Any = error.errors()[0]
     *table, key = problem["loc"] or ("",)
     where = ".".join(str(part) for part in problem["loc"]) or "the whole file"
@@ -234,13 +246,15 @@ def _explain(path: Path, error: ValidationError) -> UserError:
 
 
 def load_site(path: Path) -> Site:
-    """The site of a TOML file; UserError, one line with file and key, for anything it cannot mean."""
+    """Load a site; UserError, one line with file and key, for anything it cannot mean."""
     try:
         content = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; copy {EXAMPLE} and fill in your cluster") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not TOML: {error}; correct it (text and times stand in quotes)") from None
+        raise UserError(
+            f"{path} is not TOML: {error}; correct it (text and times stand in quotes)"
+        ) from None
     try:
         return Site.model_validate(content)
     except ValidationError as error:

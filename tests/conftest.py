@@ -14,15 +14,20 @@ import pytest
 import torch
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
-from study.corpus import END_OF_TEXT, train_tokenizer
+from study.text.standard_library import END_OF_TEXT, train_tokenizer
 from tests.runs import make_run, ranks
-from train.prepare import prepare
+from train.data.prepare import prepare
 
 VOCAB_SIZE = 320
-# These take longest, by far: begun last, they would keep one worker busy while the other has nothing left.
+# These take longest, by far: begun last, they would keep one worker busy while the other has
+# nothing left.
 FIRST = (
-    *("study/test_smoke.py", "slurm/test_study.py", "curvature/test_cost.py", "quant_eval/gptq_format/test_reload.py"),
-    *("study/tracking/test_importer.py", "quant_eval/libraries/test_gptqmodel.py", "train/test_kills.py"),
+    "study/test_smoke.py",
+    "slurm/test_study.py",
+    "ckpt_tools/test_memory.py",
+    "curvature/test_cost.py",
+    "study/tracking/test_importer.py",
+    "train/test_kills.py",
 )
 
 
@@ -32,7 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: first.get(str(item.path), len(first)))
 
 
-def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+def made_once(
+    tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]
+) -> Path:
     """A directory that `make` fills, once for all workers of a session; the others wait."""
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made_once"
@@ -52,13 +59,19 @@ def tokenizer_dir(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("tokenizer")
     tokenizer = train_tokenizer([Path(json.__file__).read_text()], VOCAB_SIZE)
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
 
 
 def _token_file(prefix: Path, tokenizer_dir: Path, seed: int, documents: int) -> Path:
-    """Documents of letters in which each letter decides its likely successors: something to learn."""
+    """Documents of letters in which each letter decides its likely successors: something to
+    learn.
+    """
     generator = np.random.default_rng(seed)
     texts = []
     for _ in range(documents):
@@ -75,17 +88,24 @@ def _token_file(prefix: Path, tokenizer_dir: Path, seed: int, documents: int) ->
 @pytest.fixture(scope="session")
 def train_prefix(tmp_path_factory, tokenizer_dir) -> Path:
     """A training token file of about 60,000 tokens in 300 documents."""
-    return _token_file(tmp_path_factory.mktemp("data") / "train", tokenizer_dir, seed=1, documents=300)
+    return _token_file(
+        tmp_path_factory.mktemp("data") / "train", tokenizer_dir, seed=1, documents=300
+    )
 
 
 @pytest.fixture(scope="session")
 def held_out_prefix(tmp_path_factory, tokenizer_dir) -> Path:
     """A held-out token file of 30 documents."""
-    return _token_file(tmp_path_factory.mktemp("data") / "held_out", tokenizer_dir, seed=2, documents=30)
+    return _token_file(
+        tmp_path_factory.mktemp("data") / "held_out", tokenizer_dir, seed=2, documents=30
+    )
 
 
-def make_hf_directory(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config) -> Path:
-    """A random OLMo2 (2 layers, width 32, 4 heads) as an HF directory; keyword arguments change its configuration.
+def make_hf_directory(
+    directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config
+) -> Path:
+    """A random OLMo2 (2 layers, width 32, 4 heads) as an HF directory; keyword arguments change
+    its configuration.
 
     Norm weights are drawn too: at their initial 1 a swapped or dropped norm would go unseen.
     """
@@ -125,7 +145,11 @@ def hf_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def inputs(train_prefix, held_out_prefix, tokenizer_dir) -> dict[str, Path]:
     """What every run is made from, as keyword arguments of `make_run`."""
-    return {"train_prefix": train_prefix, "held_out_prefix": held_out_prefix, "tokenizer_dir": tokenizer_dir}
+    return {
+        "train_prefix": train_prefix,
+        "held_out_prefix": held_out_prefix,
+        "tokenizer_dir": tokenizer_dir,
+    }
 
 
 # name -> processes, settings of make_run
@@ -140,19 +164,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16-dp2": (2, {"precision": "bf16"}),
     "tp2dp2": (4, {"tensor": 2}),
     "sp2": (2, {"tensor": 2, "sequence": True}),
-    "interleaved": (2, {"pipeline": 2, "virtual_pipeline": 2}),
     "recompute": (1, {"recompute": "layers"}),
     "bf16-dp1": (1, {"precision": "bf16"}),
     "bf16-tp2pp2": (4, {"precision": "bf16", "tensor": 2, "pipeline": 2}),
     "bf16-sp2": (2, {"precision": "bf16", "tensor": 2, "sequence": True}),
-    "bf16-interleaved": (2, {"precision": "bf16", "pipeline": 2, "virtual_pipeline": 2}),
     "ds-zero1": (2, {"engine": "deepspeed"}),
 }
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, inputs):
-    """`trained(layout)`: the directory of a finished run at that layout, trained once per session."""
+    """`trained(layout)`: the directory of a finished run at that layout, trained once per
+    session.
+    """
 
     def train(directory: Path) -> None:
         processes, settings = LAYOUTS[directory.name]

@@ -1,4 +1,6 @@
-"""Figures of one study on CPUs that round differently: `python -m tests.cpu_noise ROOT...`, see other_cpus.sh."""
+"""Figures of one study on CPUs that round differently: `python -m tests.cpu_noise ROOT...`, see
+other_cpus.sh.
+"""
 
 import sys
 from pathlib import Path
@@ -23,7 +25,9 @@ def final_rows(root: Path) -> dict[str, dict]:
 
 
 def main(roots: list[Path]) -> None:
-    """Print a Markdown table: a line per figure and run, a column per root, and the spread over them."""
+    """Print a Markdown table: a line per figure and run, a column per root, and the spread over
+    them.
+    """
     tables = [final_rows(root) for root in roots]
     print("| figure | run |", " | ".join(root.name for root in roots), "| spread |")
     print("|---|---|" + "---|" * (len(roots) + 1))
@@ -31,7 +35,10 @@ def main(roots: list[Path]) -> None:
         for run in tables[0]:
             values = [table[run][column] for table in tables]
             errors = [table[run].get(error) if error else None for table in tables]
-            cells = [f"{value:.4g}" + (f" ± {by:.2g}" if by else "") for value, by in zip(values, errors, strict=True)]
+            cells = [
+                f"{value:.4g}" + (f" ± {by:.2g}" if by else "")
+                for value, by in zip(values, errors, strict=True)
+            ]
             print(f"| {label} | {run} |", " | ".join(cells), f"| {max(values) - min(values):.2g} |")
 
 

@@ -1,10 +1,11 @@
-"""Commands in processes forked from one that has imported torch and transformers: the same, without those seconds.
+"""Commands in processes forked from one that has imported torch and transformers: the same,
+without those seconds.
 
-A fork runs `python -m MODULE ARGUMENTS` with the environment, the directory and the outputs of a process of its own.
-Tests of signals, of limits, of memory and of torchrun start real ones, with `tests.runs.execute`.
+A fork runs `python -m MODULE ARGUMENTS` with the environment, the directory and the outputs of a
+process of its own. Tests of signals, of limits, of memory and of torchrun start real ones, with
+`tests.runs.execute`.
 """
 
-import multiprocessing
 import os
 import runpy
 import subprocess
@@ -15,8 +16,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.preloaded"])
+from tests.interpreter import SERVER, interpreter
 
 
 class Forked:
@@ -26,18 +26,26 @@ class Forked:
         beside: anything that has to live as long as the processes.
 
     Attributes:
-        returncode: that of the first process that failed, 0 when all have ended well, None before; see `poll`.
+        returncode: that of the first process that failed, 0 when all have ended well, None before;
+            see `poll`.
     """
 
     def __init__(
-        self, arguments: Sequence[str], environments: list[dict[str, str]], cwd: Path, beside: object = None
+        self,
+        arguments: Sequence[str],
+        environments: list[dict[str, str]],
+        cwd: Path,
+        beside: object = None,
     ) -> None:
         self.arguments, self._beside = list(arguments), beside
         self.returncode: int | None = None
         self._outputs = tempfile.TemporaryDirectory()
         self._out, self._err = (Path(self._outputs.name) / name for name in ("out", "err"))
         self._processes = [
-            _SERVER.Process(target=_run_module, args=(self.arguments, environment, cwd, self._out, self._err))
+            SERVER.Process(
+                target=_run_module,
+                args=(self.arguments, environment, cwd, self._out, self._err, interpreter()),
+            )
             for environment in environments
         ]
         for process in self._processes:
@@ -67,9 +75,13 @@ class Forked:
         """Return both outputs at the end of all processes. The first that fails ends the others."""
         deadline = time.monotonic() + timeout
         while alive := [process for process in self._processes if process.exitcode is None]:
-            if not wait([process.sentinel for process in alive], timeout=deadline - time.monotonic()):
+            if not wait(
+                [process.sentinel for process in alive], timeout=deadline - time.monotonic()
+            ):
                 self.kill()
-                raise subprocess.TimeoutExpired(self.arguments, timeout, stderr=self._err.read_text())
+                raise subprocess.TimeoutExpired(
+                    self.arguments, timeout, stderr=self._err.read_text()
+                )
             if self.poll():
                 for process in alive:
                     process.terminate()
@@ -77,12 +89,14 @@ class Forked:
         return self._out.read_text(), self._err.read_text()
 
 
-def _run_module(arguments: list[str], environment: dict[str, str], cwd: Path, out: Path, err: Path) -> None:
-    """In the fork: `python -m` of the arguments."""
+def _run_module(
+    arguments: list[str], environment: dict[str, str], cwd: Path, out: Path, err: Path, program: str
+) -> None:
+    """In the fork: `python -m` of the arguments; what that starts is forked too."""
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    sys.argv = arguments
+    sys.argv, sys.executable = arguments, program
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)

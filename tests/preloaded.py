@@ -1,4 +1,6 @@
-"""What the server of `tests.forked` imports before it forks: what most commands import, and nothing of the project."""
+"""What the server of `tests.forked` imports before it forks: what most commands import, and
+nothing of the project.
+"""
 
 import gc
 import os

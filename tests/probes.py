@@ -9,7 +9,9 @@ from torch import Tensor
 
 @torch.no_grad()
 def plain_probe(model: Any, input_ids_BS: Tensor) -> dict[str, Tensor]:
-    """Logits and the outputs of all layers and of all modules without children that have parameters, in fp32."""
+    """Logits and the outputs of all layers and of all modules without children that have
+    parameters, in fp32.
+    """
     probe: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:
@@ -23,7 +25,10 @@ def plain_probe(model: Any, input_ids_BS: Tensor) -> dict[str, Tensor]:
         module.register_forward_hook(keep(name))
         for name, module in model.named_modules()
         if name != "lm_head"
-        and (re.fullmatch(r".*layers\.\d+", name) or (not list(module.children()) and list(module.parameters())))
+        and (
+            re.fullmatch(r".*layers\.\d+", name)
+            or (not list(module.children()) and list(module.parameters()))
+        )
     ]
     probe["logits"] = model(input_ids=input_ids_BS, use_cache=False).logits.float()
     for handle in handles:
@@ -35,7 +40,10 @@ def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> floa
     """Over all outputs, the largest |difference| over the largest |value| of the same output."""
     assert found.keys() == expected.keys()
     assert all(found[key].shape == expected[key].shape for key in expected)
-    return max(((found[key] - expected[key]).abs().max() / expected[key].abs().max()).item() for key in expected)
+    return max(
+        ((found[key] - expected[key]).abs().max() / expected[key].abs().max()).item()
+        for key in expected
+    )
 
 
 def name_of(layer: int, module: str) -> str:

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from base.files import write_json
 from tests.forked import Forked
 from tests.waiting import HANG_SECONDS
-from train.config import RunConfig, dump_run
-from train.run_directory import write_json
-from train.settings import Anneal, CosinePhase, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, ScheduleConfig
+from train.data.config import DataConfig
+from train.model.config import ModelConfig
+from train.run.config import RunConfig, dump_run
+from train.run.optimization import Anneal, CosinePhase, OptimizerConfig, ScheduleConfig
+from train.run.parallel import ParallelConfig
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -25,7 +28,6 @@ def make_run(
     tokenizer_dir: Path,
     tensor: int = 1,
     pipeline: int = 1,
-    virtual_pipeline: int = 1,
     sequence: bool = False,
     kv_heads: int = 4,
     peak_lr: float = 1e-2,
@@ -53,11 +55,11 @@ def make_run(
         ),
         "optimizer": OptimizerConfig(peak_lr=peak_lr),
         "schedule": ScheduleConfig(
-            warmup_tokens=4 * 256, phase=CosinePhase(horizon_tokens=100 * 256), anneal=Anneal(start_step=15)
+            warmup_tokens=4 * 256,
+            phase=CosinePhase(horizon_tokens=100 * 256),
+            anneal=Anneal(start_step=15),
         ),
-        "parallel": ParallelConfig(
-            tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual_pipeline, sequence=sequence
-        ),
+        "parallel": ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence),
         "total_steps": 20,
         "batch_size": 8,
         "micro_batch_size": 2,
@@ -72,28 +74,44 @@ def make_run(
 
 def environment() -> dict[str, str]:
     """The environment of a child: the project importable from everywhere, one thread, no GPU."""
-    return os.environ | {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return os.environ | {
+        "PYTHONPATH": str(PROJECT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
 
-def torchrun(processes: int, *arguments: str) -> list[str]:
+def torchrun(processes: int, *arguments: str, python: str = sys.executable) -> list[str]:
     """The torchrun command for `-m MODULE ARGUMENTS`, on a free port."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     return [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", *arguments]
 
 
-def execute(command: list[str], timeout_seconds: float = HANG_SECONDS, **kwargs) -> subprocess.CompletedProcess:
+def execute(
+    command: list[str], timeout_seconds: float = HANG_SECONDS, **kwargs
+) -> subprocess.CompletedProcess:
     """Runs a command to its end and returns its output and exit code."""
     return subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=timeout_seconds, check=False, **kwargs
+        command,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+        **kwargs,
     )
 
 
-def python(*arguments: str, cwd: Path = PROJECT, timeout_seconds: float = HANG_SECONDS) -> subprocess.CompletedProcess:
+def python(
+    *arguments: str, cwd: Path = PROJECT, timeout_seconds: float = HANG_SECONDS
+) -> subprocess.CompletedProcess:
     """Runs `python -m MODULE ARGUMENTS`, forked."""
     return ended(Forked(arguments, [environment()], cwd), timeout_seconds)
 
 
-def ranks(processes: int, *arguments: str, timeout_seconds: float = HANG_SECONDS) -> subprocess.CompletedProcess:
+def ranks(
+    processes: int, *arguments: str, timeout_seconds: float = HANG_SECONDS
+) -> subprocess.CompletedProcess:
     """Runs what `torchrun` runs, forked; the exit code is that of the first rank that fails."""
     return ended(start_ranks(processes, *arguments), timeout_seconds)
 
@@ -105,17 +123,31 @@ def ended(forked: Forked, timeout_seconds: float = HANG_SECONDS) -> subprocess.C
 
 
 def start_ranks(processes: int, *arguments: str, variables: dict[str, str] | None = None) -> Forked:
-    """Starts what `torchrun` starts, forked; `variables` are added to the environment of every rank."""
+    """Starts what `torchrun` starts, forked; `variables` are added to the environment of every
+    rank.
+    """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    shared = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost"}
-    shared |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is not rank 0's
+    shared = {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "localhost",
+    }
+    shared |= {
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # the store is not rank 0's
     shared |= variables or {}
-    each = [environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    each = [
+        environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank in range(processes)
+    ]
     return Forked(arguments, each, PROJECT, beside=store)
 
 
 def error_line(done: subprocess.CompletedProcess) -> str:
-    """The one line of a refused command: exit code 2, and nothing else that reads like an error or a traceback."""
+    """The one line of a refused command: exit code 2, and nothing else that reads like an error
+    or a traceback.
+    """
     assert done.returncode == 2, (done.returncode, done.stderr[-2000:])
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, done.stderr[-2000:]

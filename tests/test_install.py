@@ -1,4 +1,6 @@
-"""`make venv` against an index of small wheels that behave like the real ones; what it checks first; the pins."""
+"""`make venv` against an index of small wheels that behave like the real ones; what it checks
+first; the pins.
+"""
 
 import importlib.metadata
 import os
@@ -22,17 +24,24 @@ LEFT_OUT = {"torchao", "maturin", "torchvision", "pypcre"}
 PYTHONS = ("3.11", "3.12", "3.13")
 
 
-def wheel(folder: Path, name: str, version: str, needs: tuple[str, ...] = (), source: str = "") -> None:
+def wheel(
+    folder: Path, name: str, version: str, needs: tuple[str, ...] = (), source: str = ""
+) -> None:
     """A wheel of one package with one file."""
     module, info = name.replace("-", "_"), f"{name.replace('-', '_')}-{version}.dist-info"
     package = {"megatron_core": "megatron/core"}.get(module, module)
     metadata = "".join(
-        [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", *(f"Requires-Dist: {need}\n" for need in needs)]
+        [
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+            *(f"Requires-Dist: {need}\n" for need in needs),
+        ]
     )
     files = {
         f"{package}/__init__.py": source,
         f"{info}/METADATA": metadata,
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/WHEEL": (
+            "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
     }
     files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +62,9 @@ def index(folder: Path) -> str:
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout in a path with a space, beside an index like PyPI's: its torch needs CUDA's libraries."""
+    """A checkout in a path with a space, beside an index like PyPI's: its torch needs CUDA's
+    libraries.
+    """
     root = tmp_path / "a checkout"
     for name in (
         "Makefile",
@@ -64,7 +75,9 @@ def checkout(tmp_path):
         shutil.copy(PROJECT / name, root / name)
     check = root / "check_machine.py"
     check.write_text(check.read_text().replace("= 10 * GB, 4 * GB", "= 0, 0"))  # /tmp may be small
-    (root / "requirements.lock").write_text("torch==2.13.0\nmegatron-core==1.0\ndeepspeed==1.0\ngptqmodel==1.0\n")
+    (root / "requirements.lock").write_text(
+        "torch==2.13.0\nmegatron-core==1.0\ndeepspeed==1.0\ngptqmodel==1.0\n"
+    )
     (root / "requirements-cuda.lock").write_text("nvidia-nccl==2.0\n")
     pypi = tmp_path / "pypi"
     wheel(pypi, "torch", "2.13.0", needs=("nvidia-nccl>=1",), source="import nvidia_nccl")
@@ -94,7 +107,11 @@ def make(root: Path, *settings: str, **environment: str) -> subprocess.Completed
         "PIP_NO_COMPILE": "1",
     }
     of_make = ("MAKE", "MFLAGS", "PYTHON3", "TORCH_INDEX")  # where make runs this test
-    plain = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "TMPDIR", *of_make))}
+    plain = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PIP_", "TMPDIR", *of_make))
+    }
     return subprocess.run(
         ["make", f"PYTHON3={sys.executable}", "venv", *settings],
         cwd=root, env=plain | pip | environment, capture_output=True, text=True, check=False, umask=0o077,
@@ -112,7 +129,9 @@ def installed(root: Path) -> dict[str, str]:
 def test_torch_comes_with_cuda_and_a_cpu_index_changes_it(checkout):
     done = make(checkout)
     assert done.returncode == 0, done.stderr
-    assert {"torch": "2.13.0", "nvidia-nccl": "2.0", "gptqmodel": "1.0"}.items() <= installed(checkout).items()
+    assert {"torch": "2.13.0", "nvidia-nccl": "2.0", "gptqmodel": "1.0"}.items() <= installed(
+        checkout
+    ).items()
     assert not (checkout / ".venv" / "tmp").exists()
     assert "Nothing to be done" in make(checkout).stdout
 
@@ -160,12 +179,16 @@ def test_a_machine_that_cannot_is_refused_before_its_venv_is_touched(checkout):
     done = make(checkout)
     assert done.returncode == 2
     assert re.search(
-        r"^error: installing takes 1000000000.0 GB and .* make TORCH_INDEX=\S+/cpu$", done.stderr, re.MULTILINE
+        r"^error: installing takes 1000000000.0 GB and .* make TORCH_INDEX=\S+/cpu$",
+        done.stderr,
+        re.MULTILINE,
     )
     assert (checkout / ".venv" / "kept").exists()
 
 
-@pytest.mark.parametrize(("version", "right"), [((3, 10), False), ((3, 11), True), ((3, 13), True), ((3, 14), False)])
+@pytest.mark.parametrize(
+    ("version", "right"), [((3, 10), False), ((3, 11), True), ((3, 13), True), ((3, 14), False)]
+)
 def test_pythons(version, right):
     problem = check_machine.python_problem(version)
     assert (problem is None) == right
@@ -207,13 +230,17 @@ def test_disk(free, torch_index, words):
 def pins(name: str) -> dict[str, str]:
     """What a lock pins, by canonical name."""
     lines = [line for line in (PROJECT / name).read_text().splitlines() if not line.startswith("#")]
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==\S+", line) for line in lines), "a pin of another form"
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==\S+", line) for line in lines), (
+        "a pin of another form"
+    )
     return {canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in lines}
 
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_lock_pins_what_the_extras_need_and_nothing_else(python):
-    """Followed through the metadata of what is installed here, whose markers are evaluated for each Python."""
+    """Followed through the metadata of what is installed here, whose markers are evaluated for
+    each Python.
+    """
     locked, cuda = pins(LOCKS[0]), pins(LOCKS[1])
     assert not locked.keys() & (cuda.keys() | LEFT_OUT)
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
@@ -227,7 +254,9 @@ def test_the_lock_pins_what_the_extras_need_and_nothing_else(python):
         if name in LEFT_OUT:
             continue
         assert name in locked | cuda, f"{need} is not pinned"
-        assert need.specifier.contains((locked | cuda)[name], prereleases=True), f"{need} is not what is pinned"
+        assert need.specifier.contains((locked | cuda)[name], prereleases=True), (
+            f"{need} is not what is pinned"
+        )
         if name in cuda or (name, frozenset(need.extras)) in seen:
             continue
         seen.add((name, frozenset(need.extras)))

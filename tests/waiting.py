@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 from tests.forked import Forked
 
-# Longer than anything takes on a slow and busy machine; a test as a whole is ended by faulthandler_timeout of pytest.
+# Longer than anything takes on a slow and busy machine; a test as a whole is ended by
+# faulthandler_timeout of pytest.
 HANG_SECONDS = 1800.0
 EVERY_SECONDS = 0.02
 
 
-def wait_until(condition: Callable[[], object], what: str, process: subprocess.Popen | Forked | None = None) -> None:
+def wait_until(
+    condition: Callable[[], object], what: str, process: subprocess.Popen | Forked | None = None
+) -> None:
     """Return once the condition holds.
 
     Raises:
@@ -23,7 +26,9 @@ def wait_until(condition: Callable[[], object], what: str, process: subprocess.P
     while not condition():
         if process and process.poll() is not None and not condition():
             words = process.communicate(timeout=HANG_SECONDS)[1] or ""
-            raise AssertionError(f"{what}: the process ended first, with code {process.returncode}: {words[-3000:]}")
+            raise AssertionError(
+                f"{what}: the process ended first, with code {process.returncode}: {words[-3000:]}"
+            )
         if time.monotonic() > end:
             raise TimeoutError(f"{what}: not within {HANG_SECONDS:g} s")
         time.sleep(EVERY_SECONDS)
@@ -32,6 +37,7 @@ def wait_until(condition: Callable[[], object], what: str, process: subprocess.P
 def interruptible() -> None:
     """Let SIGINT end a child: its `preexec_fn`.
 
-    What a shell starts in its background ignores that signal, and so does every child, unless told otherwise.
+    What a shell starts in its background ignores that signal, and so does every child, unless told
+    otherwise.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)

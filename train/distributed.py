@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from train.command import UserError
+from base.errors import UserError
 
-_control: list[dist.ProcessGroup] = []  # one gloo group for flags and small objects: they never wait for a GPU stream
+# One gloo group for flags and small objects: they never wait for a GPU stream.
+_control: list[dist.ProcessGroup] = []
 
 
 def start() -> torch.device:
-    """Joins the process group, NCCL on GPUs and gloo on CPUs, and returns this rank's device.
+    """Join the process group, NCCL on GPUs and gloo on CPUs; return this rank's device.
 
     Raises:
         UserError: more processes on this node than GPUs.
@@ -25,12 +26,17 @@ def start() -> torch.device:
             local_rank = 0 if "SLURM_LOCALID" in os.environ else local_rank
         if local_rank >= devices:
             raise UserError(
-                f"local rank {local_rank} has no GPU of its own, there are {devices}; start fewer processes per "
-                f"node, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+                f"local rank {local_rank} has no GPU of its own, there are {devices}; start fewer"
+                " processes per node, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
             )
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
-        for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        for key, value in {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "0",
+        }.items():
             os.environ.setdefault(key, value)
         dist.init_process_group("nccl" if cuda else "gloo")
     _control[:] = [dist.new_group(backend="gloo")]
@@ -38,23 +44,23 @@ def start() -> torch.device:
 
 
 def from_rank_zero(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+    """Return rank 0's value, on every rank."""
     values = [value]
     dist.broadcast_object_list(values, src=0, group=_control[0])
     return values[0]
 
 
 def gathered(value: Any) -> list[Any]:
-    """Every rank's value, by rank, on every rank."""
+    """Return every rank's value, by rank, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=_control[0])
     return values
 
 
 def sent_to_rank_zero(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Every rank's tensors, by rank, on rank 0 and on the CPU; nothing elsewhere.
+    """Return every rank's tensors, by rank, on rank 0 and on the CPU; nothing elsewhere.
 
-    Each goes from its rank to rank 0 and nowhere else; what every rank hears of are names and shapes.
+    Each is sent from its rank to rank 0 alone; every rank receives names and shapes.
     """
     described = gathered({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
     if dist.get_rank() != 0:
@@ -71,7 +77,7 @@ def sent_to_rank_zero(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def largest(values: list[float]) -> list[float]:
-    """The elementwise maximum over all ranks: how ranks agree on flags."""
+    """Return the elementwise maximum over all ranks: so they agree on flags."""
     tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=_control[0])
     return list(tensor.tolist())

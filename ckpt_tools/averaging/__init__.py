@@ -1,1 +1,1 @@
-"""Averages of models, summed some rows at a time, and made again from their lineage."""
+"""Averages of models: soups, weighted means and LAWA windows, summed some rows at a time."""

@@ -1,104 +1,70 @@
 """A weighted mean of models by the row, in memory that does not grow with their number.
 
-Every operation is one of IEEE 754 that rounds once, in an order that is fixed: the same bits on every machine.
+Every operation is one of IEEE 754 that rounds once, in an order that is fixed: the same bits on
+every machine.
 """
 
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ckpt_tools.averaging.ingredients import Ingredient
+from base.errors import UserError
+from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import Described
-from train.command import UserError
-
-PIECE_BYTES = 2 << 20  # of one tensor of the result at once: small enough for caches
 
 
 class AveragedWeights:
-    """sum_i f_i theta_i / sum_i f_i, summed in the order of the ingredients and rounded to the written type once.
+    """sum_i f_i theta_i / sum_i f_i, summed in the order of the models, rounded to `dtype` once.
 
-    In `accumulate`, each product and each sum is rounded (no fused multiply-add), then the quotient. For n ingredients
-    and u the unit roundoff of `accumulate` (2^-24, 2^-53), the error before the last rounding is at most
-    (n + 2) u sum_i |f_i theta_i| / sum_i f_i to first order (Higham, Accuracy and Stability, section 4.2); factors of 1
-    multiply exactly. `ckpt_tools.formats.weights.Weights`.
+    Each product and each sum is rounded to fp32 (no fused multiply-add), then the quotient. For n
+    models and u = 2^-24 the error before the last rounding is at most (n + 2) u sum_i |f_i theta_i|
+    / sum_i f_i to first order (Higham, Accuracy and Stability, section 4.2); factors of 1 multiply
+    exactly.
+    `ckpt_tools.formats.weights.Weights`.
 
     Args:
-        ingredients: of one architecture, oldest first.
+        models: of one architecture, oldest first.
         factors: f_i, with a positive sum.
-        accumulate: torch.float32 or torch.float64.
         dtype: of the result.
-        threads: that read and hash ingredients at once.
 
     Raises:
         UserError: in `read`, if a number of the result is not finite.
     """
 
     def __init__(
-        self,
-        ingredients: Sequence[Ingredient],
-        factors: Sequence[float],
-        *,
-        accumulate: torch.dtype,
-        dtype: torch.dtype,
-        threads: int,
+        self, models: Sequence[HFWeights], factors: Sequence[float], dtype: torch.dtype
     ) -> None:
-        self._ingredients, self._accumulate, self._threads = ingredients, accumulate, threads
-        self._factors = [torch.tensor(factor, dtype=accumulate) for factor in factors]
-        self._sum = torch.tensor(math.fsum(factors), dtype=accumulate)
-        order = ingredients[-1].weights.tensors  # whose files, most often, are divided as all others are
-        self._tensors = {name: Described(tensor.shape, dtype) for name, tensor in order.items()}
+        self._models = models
+        self._factors = [torch.tensor(factor, dtype=torch.float32) for factor in factors]
+        self._sum = torch.tensor(math.fsum(factors), dtype=torch.float32)
+        newest = models[-1].tensors
+        self._tensors = {name: Described(tensor.shape, dtype) for name, tensor in newest.items()}
 
     @property
     def tensors(self) -> Mapping[str, Described]:
-        """Every tensor, in the order of the last ingredient."""
+        """Shape and type of every tensor, in the order of the last model."""
         return self._tensors
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of the mean."""
-        described = self._tensors[name]
-        rows = torch.empty((stop - start, *described.shape[1:]), dtype=described.dtype)
-        step = max(1, PIECE_BYTES // described.row_bytes)
-        with ThreadPoolExecutor(self._threads) as pool:
-            for begin in range(start, stop, step):
-                end = min(begin + step, stop)
-                rows[begin - start : end - start] = self._mean(pool, name, begin, end)
+        """Return rows [start, stop) of the mean."""
+        shape, dtype = self._tensors[name]
+        # Adding to -0 is exact, also for -0.
+        total = torch.full((stop - start, *shape[1:]), -0.0, dtype=torch.float32)
+        for model, factor in zip(self._models, self._factors, strict=True):
+            wide = model.read(name, start, stop).float()
+            total += wide if factor == 1 else wide * factor
+        rows = total.div_(self._sum).to(dtype)
         if not rows.isfinite().all():
-            for ingredient in self._ingredients:
-                if not ingredient.weights.read(name, start, stop).isfinite().all():
-                    raise UserError(f"'{name}' is not finite in {ingredient.path}; leave that model out")
-            raise UserError(f"'{name}' overflows in the average; give --accumulate fp64 or another --dtype")
+            self._refuse(name, start, stop)
         return rows
 
-    def _mean(self, pool: ThreadPoolExecutor, name: str, start: int, stop: int) -> Tensor:
-        shape = (stop - start, *self._tensors[name].shape[1:])
-        total = torch.full(shape, -0.0, dtype=self._accumulate)  # to which adding is exact, also -0
-        for factor, rows in zip(self._factors, self._rows(pool, name, start, stop), strict=True):
-            wide = rows.to(self._accumulate)
-            total += wide if factor == 1 else wide * factor
-        return narrow(total.div_(self._sum), self._tensors[name].dtype)
-
-    def _rows(self, pool: ThreadPoolExecutor, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        """The same rows of one ingredient after the other, while the threads read the next ones."""
-        ahead: deque[Future[Tensor]] = deque()
-        for ingredient in self._ingredients:
-            ahead.append(pool.submit(ingredient.weights.read, name, start, stop))
-            if len(ahead) > self._threads:
-                yield ahead.popleft().result()
-        yield from (rows.result() for rows in ahead)
-
-
-def narrow(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 or fp64 numbers to the nearest of a type that is not wider, ties to even: rounded once.
-
-    torch goes from fp64 to 16 bits by way of fp32. So that this is no second rounding, fp32 is rounded to odd: cut off,
-    with the last bit set if anything was lost (Boldo and Melquiond 2008, IEEE Transactions on Computers 57).
-    """
-    if numbers.dtype != torch.float64 or dtype not in (torch.float16, torch.bfloat16):
-        return numbers.to(dtype)
-    nearest = numbers.float()
-    cut = nearest.view(torch.int32) - (nearest.abs().double() > numbers.abs()).int()
-    return (cut | (nearest.double() != numbers).int()).view(torch.float32).to(dtype)
+    def _refuse(self, name: str, start: int, stop: int) -> None:
+        """Raise UserError naming the model whose rows are not finite, or the overflow."""
+        for model in self._models:
+            if not model.read(name, start, stop).isfinite().all():
+                raise UserError(
+                    f"'{name}' is not finite in {model.directory}; leave that model out"
+                )
+        raise UserError(f"'{name}' overflows in the average; give other models or --weights")

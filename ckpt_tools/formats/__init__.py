@@ -1,1 +1,1 @@
-"""How weights lie in files, read and written by the row: HF's safetensors, megatron's shards, DeepSpeed's ranges."""
+"""Formats of weights, by the row: HF's safetensors, megatron's shards, DeepSpeed's ranges."""

@@ -1,7 +1,7 @@
-"""The weights of a DeepSpeed checkpoint of any stage and world size by the row: `train.deepspeed.checkpoint` writes it.
+"""Reader of DeepSpeed checkpoints of any stage and world size, by the row.
 
-As trained they lie in `model.safetensors` under HF names, whole. The fp32 main weights lie in the ranks' files, each a
-range of the flattened weight.
+`train.deepspeed.checkpoint` writes them: `model.safetensors` holds the weights as trained, whole
+and by HF name. The fp32 main weights are in the ranks' files, each a range of a flattened weight.
 """
 
 import json
@@ -14,13 +14,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from base.errors import UserError
 from ckpt_tools.formats.hf_weights import HFWeights, read_header
 from ckpt_tools.formats.weights import Described, FileTensor
-from train.command import UserError
-from train.families import parameter_shapes
-from train.settings import ModelConfig
+from train.model.config import ModelConfig
+from train.model.families import parameter_shapes
 
-MAIN = "weights"
+MAIN = "weights/"  # begins the keys of the main weights in a rank's file
 
 
 class TrainedWeights(HFWeights):
@@ -32,100 +32,95 @@ class TrainedWeights(HFWeights):
 
     def __init__(self, checkpoint: Path, model: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__(checkpoint)
-        next_action = f"{checkpoint} is no checkpoint of the model in its checkpoint.json; give another"
+        next_action = (
+            f"{checkpoint} is no checkpoint of the model in its checkpoint.json; give another"
+        )
         shapes = parameter_shapes(model)
         differing = sorted(self.stored.keys() ^ shapes.keys())
         if differing:
             problem = "unknown" if differing[0] in self.stored else "missing"
             raise UserError(f"{problem} key '{differing[0]}' in the weights: {next_action}")
         for name, shape in shapes.items():
-            found = self.stored[name]
-            if (found.shape, found.dtype) != (shape, dtype):
+            tensor = self.stored[name]
+            if (tensor.shape, tensor.dtype) != (shape, dtype):
                 raise UserError(
-                    f"'{name}' is {found.dtype} {found.shape}, the model needs {dtype} {shape}: {next_action}"
+                    f"'{name}' is {tensor.dtype} {tensor.shape}, the model needs {dtype} {shape}:"
+                    f" {next_action}"
                 )
         self.stored = {name: self.stored[name] for name in shapes}
 
 
 class _Range(NamedTuple):
-    """Numbers [start, stop) of a flattened tensor."""
+    """Numbers [start, stop) of a flattened weight."""
 
     start: int
     stop: int
     flat: FileTensor
 
 
-class RankState:
-    """The optimizer state of all ranks of a hash-checked checkpoint: fp32, by kind and HF name.
-
-    Attributes:
-        header: stage, world_size and step, the updates that AdamW had counted.
-        kinds: weights, exp_avg, exp_avg_sq, and slots where there are any; empty for weights alone.
-
-    Raises:
-        UserError: files are missing, of several saves, or their ranges do not cover every tensor exactly.
-    """
-
-    def __init__(self, checkpoint: Path, model: ModelConfig) -> None:
-        self.shapes = parameter_shapes(model)
-        self.header: dict[str, int] = {}
-        self._ranges: dict[tuple[str, str], list[_Range]] = defaultdict(list)
-        damaged = f"{checkpoint} holds no whole optimizer state of its model; give another checkpoint"
-        paths = sorted(checkpoint.glob("optimizer-*.safetensors"))
-        for path in paths:
-            tensors = read_header(path)
-            with safe_open(path, "pt") as file:
-                header = json.loads(file.metadata()["state"])
-            starts = header.pop("starts")
-            if header != (self.header or header) or header["world_size"] != len(paths):
-                raise UserError(damaged)
-            self.header = header
-            for key, flat in tensors.items():
-                kind, _, name = key.partition("/")
-                start = starts[name]
-                self._ranges[kind, name].append(_Range(start, start + flat.shape[0], flat))
-        self.kinds = tuple(dict.fromkeys(kind for kind, _ in self._ranges))
-        for ranges in self._ranges.values():
-            ranges.sort(key=lambda part: part.start)
-        for kind in self.kinds:
-            for name, shape in self.shapes.items():
-                ranges = self._ranges[kind, name]
-                ends = [0, *(part.stop for part in ranges)]
-                if [part.start for part in ranges] != ends[:-1] or ends[-1] != torch.Size(shape).numel():
-                    raise UserError(f"'{kind}/{name}': {damaged}")
-        if len(self._ranges) != len(self.kinds) * len(self.shapes):
-            unknown = next(name for _, name in self._ranges if name not in self.shapes)
-            raise UserError(f"unknown key '{unknown}': {damaged}")
-
-    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """Numbers [start, stop) of a flattened tensor."""
-        flat = torch.empty(stop - start)
-        for part in self._ranges[kind, name]:
-            begin, end = max(start, part.start), min(stop, part.stop)
-            if begin < end:
-                part.flat.read_into(flat[begin - start : end - start], begin - part.start)
-        return flat
-
-
 class MainWeights:
-    """The fp32 weights that the optimizer of a hash-checked checkpoint goes on from.
+    """The fp32 weights that the optimizer of a hash-checked checkpoint continues from.
 
     Raises:
-        UserError: the checkpoint holds none, or not those of the model.
+        UserError: there are none, files are missing or of several saves, or their ranges do not
+            cover every weight exactly.
     """
 
     def __init__(self, checkpoint: Path, model: ModelConfig) -> None:
-        self._state = RankState(checkpoint, model)
-        if MAIN not in self._state.kinds:
-            raise UserError(f"{checkpoint} holds no fp32 main weights; export it without --weights main")
+        self._shapes = parameter_shapes(model)
+        self._ranges = _ranges(checkpoint)
+        damaged = (
+            f"{checkpoint} holds no whole optimizer state of its model; give another checkpoint"
+        )
+        if not self._ranges:
+            raise UserError(
+                f"{checkpoint} holds no fp32 main weights; export it without --weights main"
+            )
+        for name in sorted(self._ranges.keys() ^ self._shapes.keys()):
+            problem = "unknown" if name in self._ranges else "missing"
+            raise UserError(f"{problem} key '{MAIN}{name}': {damaged}")
+        for name, shape in self._shapes.items():
+            starts = [part.start for part in self._ranges[name]]
+            ends = [part.stop for part in self._ranges[name]]
+            # Each range begins where the one before it ended, and the last ends with the weight.
+            if [*starts, torch.Size(shape).numel()] != [0, *ends]:
+                raise UserError(f"'{MAIN}{name}': {damaged}")
 
     @property
     def tensors(self) -> Mapping[str, Described]:
-        """Every HF tensor, in the order of the model."""
-        return {name: Described(shape, torch.float32) for name, shape in self._state.shapes.items()}
+        """Shape and type of every HF tensor, in the order of the model."""
+        return {name: Described(shape, torch.float32) for name, shape in self._shapes.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a tensor."""
-        inner = self._state.shapes[name][1:]
+        """Return rows [start, stop) of a tensor."""
+        inner = self._shapes[name][1:]
         width = torch.Size(inner).numel()
-        return self._state.read(MAIN, name, start * width, stop * width).view(stop - start, *inner)
+        first, last = start * width, stop * width
+        flat = torch.empty(last - first)
+        for part in self._ranges[name]:
+            begin, end = max(first, part.start), min(last, part.stop)
+            if begin < end:
+                part.flat.read_into(flat[begin - first : end - first], begin - part.start)
+        return flat.view(stop - start, *inner)
+
+
+def _ranges(checkpoint: Path) -> dict[str, list[_Range]]:
+    """Return the ranges of every main weight in order, from the files of all ranks."""
+    ranges: dict[str, list[_Range]] = defaultdict(list)
+    headers = []
+    paths = sorted(checkpoint.glob("optimizer-*.safetensors"))
+    for path in paths:
+        tensors = read_header(path)
+        with safe_open(path, "pt") as file:
+            header = json.loads(file.metadata()["state"])
+        starts = header.pop("starts")
+        headers.append(header)
+        if header != headers[0] or header["world_size"] != len(paths):
+            raise UserError(
+                f"{checkpoint} holds no whole optimizer state of its model; give another checkpoint"
+            )
+        for key, flat in tensors.items():
+            if key.startswith(MAIN):
+                name = key.removeprefix(MAIN)
+                ranges[name].append(_Range(starts[name], starts[name] + flat.shape[0], flat))
+    return {name: sorted(parts, key=lambda part: part.start) for name, parts in ranges.items()}

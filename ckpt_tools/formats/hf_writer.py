@@ -1,4 +1,4 @@
-"""Writing safetensors shards with an index, some rows at a time, hashed on their way to the disk."""
+"""Writer of safetensors shards with an index, some rows at a time, hashed on their way to disk."""
 
 import hashlib
 import json
@@ -9,19 +9,20 @@ from pathlib import Path
 
 import torch
 
+from base.files import FileRecord, record_file, write_json
+from base.progress import Progress
 from ckpt_tools.formats.hf_weights import HEADER_DTYPES, INDEX_JSON
 from ckpt_tools.formats.parallel import each
 from ckpt_tools.formats.weights import Described, Weights, bytes_of
-from train.command import Progress
-from train.run_directory import MODEL_WEIGHTS, FileRecord, record_file, write_json
+from train.run.directory import MODEL_WEIGHTS
 
-SHARD_BYTES = 1 << 30  # a larger tensor is a shard of its own; whatever is below is written by one process
-CHUNK_BYTES = 4 << 20  # in memory at once; larger pieces leave the caches and are mapped anew each time
+SHARD_BYTES = 1 << 30  # written by one process; a larger tensor is a shard of its own
+CHUNK_BYTES = 4 << 20  # in memory at once; larger pieces leave the caches, mapped anew each time
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file to write: its name, the tensors that lie in it one behind the other, and its metadata."""
+    """A safetensors file to write: its name, its tensors in their order, and its metadata."""
 
     name: str
     tensors: dict[str, Described]
@@ -29,16 +30,20 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
+        """Size of its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def header(self) -> bytes:
-        """What a safetensors file begins with: the header's length, then the header, padded to 8 bytes."""
+        """Return the beginning of the file: the header's length, then the header, in 8 bytes."""
         entries: dict[str, object] = {"__metadata__": self.metadata}
         offset = 0
         for name, tensor in self.tensors.items():
             span = [offset, offset + tensor.nbytes]
-            entries[name] = {"dtype": HEADER_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+            entries[name] = {
+                "dtype": HEADER_DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": span,
+            }
             offset += tensor.nbytes
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -46,7 +51,7 @@ class Shard:
 
 
 def divide(tensors: dict[str, Described], shard_bytes: int) -> list[Shard]:
-    """Tensors in order, cut into shards of at most `shard_bytes`; a function of the tensors alone."""
+    """Cut tensors in order into shards of at most `shard_bytes`; depends on nothing else."""
     groups: list[dict[str, Described]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
@@ -58,7 +63,10 @@ def divide(tensors: dict[str, Described], shard_bytes: int) -> list[Shard]:
     if len(groups) == 1:
         return [Shard(MODEL_WEIGHTS, groups[0])]
     count = len(groups)
-    return [Shard(f"model-{number:05d}-of-{count:05d}.safetensors", group) for number, group in enumerate(groups, 1)]
+    return [
+        Shard(f"model-{number:05d}-of-{count:05d}.safetensors", group)
+        for number, group in enumerate(groups, 1)
+    ]
 
 
 def write_weights(
@@ -71,25 +79,34 @@ def write_weights(
     label: str | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> dict[str, FileRecord]:
-    """Writes all weights as `model.safetensors`, or as shards with their index.
+    """Write all weights as `model.safetensors`, or as shards with their index.
 
-    The bytes do not depend on the number of processes; each holds `CHUNK_BYTES` of a tensor at a time.
+    The bytes do not depend on the number of processes; each holds `CHUNK_BYTES` of a tensor at a
+    time.
 
     Args:
         directory: an empty one.
         weights: what to write, in its order.
-        dtype: what every tensor is converted to; None: as it is.
+        dtype: that every tensor is converted to; None: as it is.
         processes: at once.
         shard_bytes: of one file at most.
         label: of a progress bar over the files; None: there is none.
-        meanwhile: what this process does once the others are at work.
+        meanwhile: called in this process once the others are at work.
 
     Returns:
         Size and SHA-256 of every file.
     """
-    described = {name: Described(tensor.shape, dtype or tensor.dtype) for name, tensor in weights.tensors.items()}
+    described = {
+        name: Described(tensor.shape, dtype or tensor.dtype)
+        for name, tensor in weights.tensors.items()
+    }
     return write_files(
-        directory, divide(described, shard_bytes), weights, processes=processes, label=label, meanwhile=meanwhile
+        directory,
+        divide(described, shard_bytes),
+        weights,
+        processes=processes,
+        label=label,
+        meanwhile=meanwhile,
     )
 
 
@@ -102,11 +119,16 @@ def write_files(
     label: str | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> dict[str, FileRecord]:
-    """Writes the given shards, and their index unless all is in `model.safetensors`, as `write_weights` does."""
+    """Write the given shards, and their index unless all is in `model.safetensors`."""
     files: dict[str, FileRecord] = {}
     largest_first = sorted(shards, key=lambda shard: -shard.nbytes)
     with Progress(label, total=len(shards)) if label else nullcontext() as progress:
-        written = each(lambda shard: write_shard(directory, shard, weights), largest_first, processes, meanwhile)
+        written = each(
+            lambda shard: write_shard(directory, shard, weights),
+            largest_first,
+            processes,
+            meanwhile,
+        )
         for index, record in written:
             files[largest_first[index].name] = record
             if progress:
@@ -114,13 +136,15 @@ def write_files(
     if [shard.name for shard in shards] != [MODEL_WEIGHTS]:
         total = {"total_size": sum(shard.nbytes for shard in shards)}
         places = {name: shard.name for shard in shards for name in shard.tensors}
-        write_json(directory / INDEX_JSON, {"metadata": total, "weight_map": dict(sorted(places.items()))})
+        write_json(
+            directory / INDEX_JSON, {"metadata": total, "weight_map": dict(sorted(places.items()))}
+        )
         files[INDEX_JSON] = record_file(directory / INDEX_JSON)
     return files
 
 
 def write_shard(directory: Path, shard: Shard, weights: Weights) -> FileRecord:
-    """Writes one file; its size and SHA-256.
+    """Write one file and return its size and SHA-256.
 
     It is not synced to disk: it can be made again, and whoever reads it compares its hash.
     """

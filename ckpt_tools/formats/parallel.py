@@ -10,8 +10,8 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from train.command import UserError
-from train.run_directory import FileRecord, first_damage
+from base.errors import UserError
+from base.files import FileRecord, first_damage
 
 MOST_PROCESSES = 8  # more wait for the disk
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 def default_processes() -> int:
-    """As many processes as there are cores for this one, up to eight."""
+    """Return the number of cores for this process, at most eight."""
     return min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
 
 
@@ -30,10 +30,10 @@ def each(
     processes: int,
     meanwhile: Callable[[], object] | None = None,
 ) -> Iterator[tuple[int, Result]]:
-    """(index, result) for every item, in the order in which they are done; they begin in the order given.
+    """Yield (index, result) for every item, as they are done; they begin in the order given.
 
-    Processes are forked, so `work` may be a closure and begins at once. The first error ends it and is raised.
-    This process does `meanwhile` once the others are at work.
+    Processes are forked, so `work` may be a closure and begins at once. The first error ends it and
+    is raised. This process does `meanwhile` once the others are at work.
 
     Raises:
         UserError: a process was killed.
@@ -54,13 +54,15 @@ def each(
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BrokenProcessPool:
-            raise UserError("a process was killed, for memory perhaps; run again with fewer --processes") from None
+            raise UserError(
+                "a process was killed, for memory perhaps; run again with fewer cores (taskset)"
+            ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 class _Forked:
-    """What forked processes find in their memory."""
+    """The work of forked processes, which they find in their memory."""
 
     work: ClassVar[Callable[[Any], Any]]
 
@@ -73,8 +75,10 @@ class _Forked:
         return _Forked.work(item)
 
 
-def first_damage_in_parallel(directory: Path, records: dict[str, FileRecord], processes: int) -> str | None:
-    """What `train.run_directory.first_damage` finds, hashing several files at once; of several damages any."""
+def first_damage_in_parallel(
+    directory: Path, records: dict[str, FileRecord], processes: int
+) -> str | None:
+    """Return any damage that `base.files.first_damage` finds, hashing several files at once."""
     largest_first = sorted(records, key=lambda name: -records[name].bytes)
 
     def damage_of(name: str) -> str | None:

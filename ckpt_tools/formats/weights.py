@@ -1,6 +1,7 @@
-"""Weights that lie in files and are read by the row: what every tool here takes in, whatever wrote the files.
+"""Weights in files of any format, read by the row.
 
-A row is one index of a tensor's first axis. Rows of any number can be asked for, so memory need not grow with a tensor.
+A row is one index of a tensor's first axis. Rows of any number can be asked for, so memory need not
+grow with a tensor.
 """
 
 import os
@@ -12,9 +13,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from train.command import UserError
+from base.errors import UserError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # what `--dtype` and run.json call them
+# Names in `--dtype` and run.json.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Described(NamedTuple):
@@ -25,12 +27,12 @@ class Described(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Size of one row."""
         return torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Size of the whole tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -39,21 +41,25 @@ class Weights(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Described]:
-        """What there is, in the order of the model."""
+        """Shape and type of every tensor, in the order of the model."""
         ...
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a tensor, contiguous, on the CPU; UserError for a file that cannot be read."""
+        """Return rows [start, stop) of a tensor, contiguous, on the CPU.
+
+        Raises:
+            UserError: a file cannot be read.
+        """
         ...
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, live; RuntimeError if it is not contiguous."""
+    """Return the bytes of a contiguous tensor on the CPU, live."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def read_whole(weights: Weights, name: str) -> Tensor:
-    """All rows of a tensor."""
+    """Return all rows of a tensor."""
     return weights.read(name, 0, weights.tensors[name].shape[0])
 
 
@@ -79,15 +85,16 @@ class FileTensor:
         return Described(self.shape, self.dtype)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Rows [start, stop), in memory of their own."""
+        """Return rows [start, stop), in memory of their own."""
         rows = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         self.read_into(rows, start)
         return rows
 
     def read_into(self, rows: Tensor, start: int) -> None:
-        """Fills a contiguous tensor with as many rows as it has, from row `start` on.
+        """Fill a contiguous tensor with as many rows as it has, from row `start` on.
 
-        Files are read, not mapped: mapped pages would count as memory of this process until they are unmapped.
+        Files are read, not mapped: mapped pages would count as memory of this process until they
+        are unmapped.
         """
         assert (rows.dtype, rows.shape[1:]) == (self.dtype, self.shape[1:])
         assert 0 <= start <= start + len(rows) <= self.shape[0]

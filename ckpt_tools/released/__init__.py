@@ -1,1 +1,1 @@
-"""The trajectories of released models: their revisions, steps, tokens and learning rates, listed and fetched."""
+"""Trajectories of released models: revisions, steps, tokens, learning rates; and their download."""

@@ -14,26 +14,30 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from train.command import UserError
+from base.errors import UserError
 
 UNREACHED = (HTTPError, OfflineModeIsEnabled, LocalEntryNotFoundError, FileMetadataError)
 
 
 @contextmanager
 def hub(repo: str) -> Iterator[HfApi]:
-    """The hub at HF_ENDPOINT, by default huggingface.co, with the token of HF_TOKEN or `hf auth login`.
+    """Open the hub at HF_ENDPOINT, by default huggingface.co, with HF_TOKEN or `hf auth login`.
 
     Raises:
-        UserError: within the block a repository or revision is not there, or the hub is not reached.
+        UserError: within the block a repository or revision is not there, or the hub is not
+            reached.
     """
     api = HfApi()
     try:
         yield api
     except GatedRepoError:
-        raise UserError(f"{repo} is gated; accept its terms on the hub, then log in with 'hf auth login'") from None
+        raise UserError(
+            f"{repo} is gated; accept its terms on the hub, then log in with 'hf auth login'"
+        ) from None
     except RevisionNotFoundError as error:
         raise UserError(
-            f"{repo} has no such revision ({_short(error)}); list them with 'python -m ckpt_tools trajectory'"
+            f"{repo} has no such revision ({_short(error)}); list them with 'python -m ckpt_tools"
+            " download ... --dry-run'"
         ) from None
     except RepositoryNotFoundError:
         raise UserError(
@@ -41,8 +45,8 @@ def hub(repo: str) -> Iterator[HfApi]:
         ) from None
     except UNREACHED as error:
         raise UserError(
-            f"{api.endpoint} was not reached for {repo} ({_short(error)}); run again to go on, or download where there "
-            f"is a network and give that directory"
+            f"{api.endpoint} was not reached for {repo} ({_short(error)}); run again, or download"
+            " where there is a network and give that directory"
         ) from None
 
 

@@ -22,9 +22,10 @@ def _olmo2(
 ) -> tuple[Stage, ...]:
     """Both stages of an OLMo 2.
 
-    Stage 1 is a cosine to 10%, left at `last_step`. Stage 2 is a linear anneal to 0 per ingredient, counted from 0
-    again, which starts at the rate that its configuration states: `stop_lr`, stage 1's last one, rounded. An anneal of
-    `anneals[ingredient]` = (tokens, last step) has reached 0 at ceil(tokens / batch) and may run ten steps longer.
+    Stage 1 is a cosine to 10%, left at `last_step`. Stage 2 is a linear anneal to 0 per ingredient,
+    counted from 0 again, which starts at the rate that its configuration states: `stop_lr`, stage
+    1's last one, rounded. An anneal of `anneals[ingredient]` = (tokens, last step) has reached 0 at
+    ceil(tokens / batch) and may run ten steps longer.
     """
     batches = ((0, batch),)
     stage1 = Stage(
@@ -67,7 +68,11 @@ def _olmo2_1b() -> Family:
         ),
     )
     main_branch = stages[3].as_main(23_852)  # ingredient 3, no soup
-    return Family(repo="allenai/OLMo-2-0425-1B", example="stage1-step40000-tokens84B", stages=(*stages, main_branch))
+    return Family(
+        repo="allenai/OLMo-2-0425-1B",
+        example="stage1-step40000-tokens84B",
+        stages=(*stages, main_branch),
+    )
 
 
 def _olmo2_7b() -> Family:
@@ -84,9 +89,15 @@ def _olmo2_7b() -> Family:
             f"{OLMO}/official-1124/OLMo2-7B-stage2-seed{{42,42069,666}}.yaml",
         ),
     )
-    early = stages[0].model_copy(update={"template": "step{S}-tokens{T}"})  # some early branches have no prefix
+    early = stages[0].model_copy(
+        update={"template": "step{S}-tokens{T}"}
+    )  # some early branches have no prefix
     soup = main("soup of ingredients 1 to 3", OLMO2_PAPER)
-    return Family(repo="allenai/OLMo-2-1124-7B", example="stage1-step55000-tokens231B", stages=(*stages, early, soup))
+    return Family(
+        repo="allenai/OLMo-2-1124-7B",
+        example="stage1-step55000-tokens231B",
+        stages=(*stages, early, soup),
+    )
 
 
 def _olmo2_13b() -> Family:
@@ -98,13 +109,17 @@ def _olmo2_13b() -> Family:
         last_step=596_057,
         stop_lr=9e-5,
         anneals=dict.fromkeys((1, 2, 3), (100 * B, 11_931)) | {4: (300 * B, 35_773)},
-        sources=(  # configs/official-1124/OLMo2-13B-stage1.yaml says 3e-4, which is not what was run
+        sources=(  # OLMo2-13B-stage1.yaml says 3e-4, which is not what was run
             f"{OLMO2_PAPER}; allenai/OLMo scripts/beaker/peteish/peteish13-highlr.sh",
             f"{OLMO}/official-1124/OLMo2-13B-stage2-seed{{1110,2662,6209}}-{{100B,300B}}.yaml",
         ),
     )
     soup = main("soup of ingredients 1 to 4", OLMO2_PAPER)
-    return Family(repo="allenai/OLMo-2-1124-13B", example="stage1-step78000-tokens655B", stages=(*stages, soup))
+    return Family(
+        repo="allenai/OLMo-2-1124-13B",
+        example="stage1-step78000-tokens655B",
+        stages=(*stages, soup),
+    )
 
 
 def _olmo2_32b() -> Family:
@@ -115,11 +130,23 @@ def _olmo2_32b() -> Family:
         stopped=", stopped at 6.06T",
         last_step=721_901,
         stop_lr=6.6232e-5,
-        anneals={1: (100 * B, 11_921), 2: (100 * B, 11_921), 3: (300 * B, 35_763), 4: (100 * B, 11_921)},
-        sources=(f"{CORE}-train.py", f"{CORE}-anneal.py; lengths by the last revision of each ingredient"),
+        anneals={
+            1: (100 * B, 11_921),
+            2: (100 * B, 11_921),
+            3: (300 * B, 35_763),
+            4: (100 * B, 11_921),
+        },
+        sources=(
+            f"{CORE}-train.py",
+            f"{CORE}-anneal.py; lengths by the last revision of each ingredient",
+        ),
     )
     soup = main("soup of stage 2", OLMO2_PAPER)
-    return Family(repo="allenai/OLMo-2-0325-32B", example="stage1-step54000-tokens453B", stages=(*stages, soup))
+    return Family(
+        repo="allenai/OLMo-2-0325-32B",
+        example="stage1-step54000-tokens453B",
+        stages=(*stages, soup),
+    )
 
 
 def _olmo_1b() -> Family:
@@ -128,16 +155,20 @@ def _olmo_1b() -> Family:
         template="step{S}-tokens{T}",
         schedule="cosine to 10%",
         source=f"{OLMO}/official/OLMo-1B.yaml",
-        curve=Curve(peak=4e-4, warmup=2000, warmup_from=0.1, decay_until=739_328, shape="cosine", floor=0.1),
+        curve=Curve(
+            peak=4e-4, warmup=2000, warmup_from=0.1, decay_until=739_328, shape="cosine", floor=0.1
+        ),
         batches=((0, 2048 * 2048),),
         last_step=739_328,
     )
-    return Family(repo="allenai/OLMo-1B", example="step738020-tokens3095B", stages=(pretraining, main()))
+    return Family(
+        repo="allenai/OLMo-1B", example="step738020-tokens3095B", stages=(pretraining, main())
+    )
 
 
 def _olmo_7b() -> Family:
-    # The batch of arXiv 2402.00838. With the 2048 sequences of the configuration, step452000-tokens2000B and
-    # step556000-tokens2460B would have seen 1896B and 2332B tokens.
+    # The batch of arXiv 2402.00838. With the 2048 sequences of the configuration,
+    # step452000-tokens2000B and step556000-tokens2460B would have seen 1896B and 2332B tokens.
     batch = 2160 * 2048
     pretraining = Stage(
         name="pretraining",
@@ -160,7 +191,9 @@ def _olmo_7b() -> Family:
         update={
             "schedule": "linear to 0 over the last 1000 steps",
             "source": "discussion 15 of allenai/OLMo-7B",
-            "curve": Curve(peak=0.0, decay_until=557_000, shape="linear"),  # its start is not known, its end is 0
+            "curve": Curve(
+                peak=0.0, decay_until=557_000, shape="linear"
+            ),  # its start is not known, its end is 0
         }
     )
     stages = (pretraining, annealed.as_main(557_000))

@@ -13,7 +13,9 @@ PYTHIA_PEAKS = {
 
 
 def _smollm3() -> tuple[Family, Family]:
-    curve = Curve(peak=2e-4, warmup=2000, decay_from=4_198_001, decay_until=4_720_001, shape="linear")
+    curve = Curve(
+        peak=2e-4, warmup=2000, decay_from=4_198_001, decay_until=4_720_001, shape="linear"
+    )
     stages = [
         Stage(
             name=f"stage{number}",
@@ -37,10 +39,17 @@ def _smollm3() -> tuple[Family, Family]:
         )
         for name, decay_steps in (("lc-4k-to-32k", 19_000), ("lc-32k-to-64k", 21_000))
     ]
-    stages += [Stage(name=name, template=name) for name in ("it-mid-training", "it-SFT", "it-soup-APO", "it-LC-expert")]
+    stages += [
+        Stage(name=name, template=name)
+        for name in ("it-mid-training", "it-SFT", "it-soup-APO", "it-LC-expert")
+    ]
     merge = main("0.9 of it-soup-APO and 0.1 of it-mid-training", "arXiv 2510.06213, section 3.2")
     return (  # the checkpoints have no main, which is a repository of its own
-        Family(repo="HuggingFaceTB/SmolLM3-3B-checkpoints", example="stage1-step-40000", stages=tuple(stages)),
+        Family(
+            repo="HuggingFaceTB/SmolLM3-3B-checkpoints",
+            example="stage1-step-40000",
+            stages=tuple(stages),
+        ),
         Family(repo="HuggingFaceTB/SmolLM3-3B", example="main", stages=(merge,)),
     )
 
@@ -51,16 +60,29 @@ def _apertus() -> Family:
         template="step{S}-tokens{T}",
         schedule="WSD, 1-sqrt to 10%",
         source="swiss-ai/pretrain-code pretraining/submit_apertus_8b.sh",
-        curve=Curve(peak=1.1e-4, warmup=4000, decay_from=2_429_920, decay_until=2_627_139, shape="sqrt", floor=0.1),
+        curve=Curve(
+            peak=1.1e-4,
+            warmup=4000,
+            decay_from=2_429_920,
+            decay_until=2_627_139,
+            shape="sqrt",
+            floor=0.1,
+        ),
         batches=((0, 1024 * 4096), (1_678_000, 2048 * 4096)),
         named_batches=((0, 4_200_000), (1_678_000, 8_400_000)),
         last_step=2_627_139,
     )
-    return Family(repo="swiss-ai/Apertus-8B-2509", example="step150000-tokens630B", stages=(pretraining, main()))
+    return Family(
+        repo="swiss-ai/Apertus-8B-2509",
+        example="step150000-tokens630B",
+        stages=(pretraining, main()),
+    )
 
 
 def _open_sci() -> Family:
-    pretraining = Stage(name="pretraining", template="iter_{S:07}", schedule="WSD", source="arXiv 2509.09009")
+    pretraining = Stage(
+        name="pretraining", template="iter_{S:07}", schedule="WSD", source="arXiv 2509.09009"
+    )
     return Family(
         repo="open-sci/open-sci-ref-v0.01-SIZE-DATASET-TOKENS-CONTEXT",
         example="iter_0058000",
@@ -87,9 +109,9 @@ def _amber() -> Family:
 def _pythia(size: str) -> Family:
     """A size of Pythia, of either data.
 
-    GPT-NeoX let the cosine fall to 0 at warm-up + horizon and cut it off at the minimum, 10% of the peak, so that the
-    last fifth of training has a constant rate. Pull request 1008 changed that in August 2023 and says that Pythia was
-    trained before.
+    GPT-NeoX let the cosine fall to 0 at warm-up + horizon and cut it off at the minimum, 10% of the
+    peak, so that the last fifth of training has a constant rate. Pull request 1008 changed that in
+    August 2023 and says that Pythia was trained before.
     """
     horizon = 143_000
     warmup = horizon // 100
@@ -97,8 +119,16 @@ def _pythia(size: str) -> Family:
         name="pretraining",
         template="step{S}",
         schedule="cosine to 0, cut off at 10%",
-        source=f"EleutherAI/pythia models/*/pythia-{size}.yml; EleutherAI/gpt-neox pull request 1008",
-        curve=Curve(peak=PYTHIA_PEAKS[size], warmup=warmup, decay_until=warmup + horizon, shape="cosine", least=0.1),
+        source=(
+            f"EleutherAI/pythia models/*/pythia-{size}.yml; EleutherAI/gpt-neox pull request 1008"
+        ),
+        curve=Curve(
+            peak=PYTHIA_PEAKS[size],
+            warmup=warmup,
+            decay_until=warmup + horizon,
+            shape="cosine",
+            least=0.1,
+        ),
         batches=((0, 1024 * 2048),),
         last_step=horizon,
         first_steps=(0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512),

@@ -1,33 +1,35 @@
-"""Released models with a trajectory: what a revision's name says, and its tokens and learning rate.
+"""Released models with a trajectory: step, tokens and learning rate from a revision's name.
 
-Every figure comes from the source named beside it; what none tells is None and shown as unknown. Nothing is guessed.
+Every figure comes from the source named beside it; a figure without a source is None.
 """
 
+from base.errors import UserError
 from ckpt_tools.released.olmo import OLMO_FAMILIES
 from ckpt_tools.released.others import OTHER_FAMILIES
 from ckpt_tools.released.revisions import Family, Revision
-from train.command import UserError
 
 FAMILIES = (*OLMO_FAMILIES, *OTHER_FAMILIES)
 
 
 def family_of(repo: str) -> Family:
-    """The family of a repository of the hub, such as allenai/OLMo-2-1124-7B; UserError for one that is not known."""
+    """Return the family of a repository of the hub; UserError for one that is not known."""
     for family in FAMILIES:
         if family.has(repo):
             return family
-    raise UserError(f"{repo} is no known trajectory; give one of {', '.join(one.repo for one in FAMILIES)}")
+    raise UserError(
+        f"{repo} is no known trajectory; give one of {', '.join(one.repo for one in FAMILIES)}"
+    )
 
 
 def repo_of_directory(name: str) -> str | None:
-    """The known repository that a directory is named after, as OWNER--NAME or NAME; None if there is none."""
+    """Return the known repository that a directory is named after, as OWNER--NAME or NAME."""
     owners = {family.repo.partition("/")[0] for family in FAMILIES}
     repos = [name.replace("--", "/", 1), *(f"{owner}/{name}" for owner in sorted(owners))]
     return next((repo for repo in repos for family in FAMILIES if family.has(repo)), None)
 
 
 def parse_revision(repo: str, revision: str) -> Revision:
-    """What the name of a revision says, and what follows for its tokens and learning rate.
+    """Return what the name of a revision says, and its tokens and learning rate from that.
 
     >>> parse_revision("allenai/OLMo-2-1124-7B", "stage2-ingredient1-step1000-tokens5B").tokens
     4194304000

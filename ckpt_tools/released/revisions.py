@@ -1,10 +1,10 @@
-"""Names of revisions: what one says about step, tokens and stage, and what follows for the learning rate."""
+"""Names of revisions: step, tokens and stage that one tells, and the learning rate from these."""
 
 import re
 
+from base.errors import UserError
+from base.frozen import Frozen
 from ckpt_tools.released.schedules import Batches, Curve, tokens_after
-from train.command import UserError
-from train.frozen import Frozen
 
 PLACES = {
     "{S}": r"(?P<number>0|[1-9][0-9]*)",
@@ -16,16 +16,16 @@ UNITS = {"B": 10**9, "T": 10**12}
 
 
 class Revision(Frozen):
-    """A checkpoint of a trajectory; what no source tells is None.
+    """A checkpoint of a trajectory; a figure that no source tells is None.
 
     Attributes:
         repo: of the hub, whose naming and schedule it has; of an export its run.
         revision: its name.
-        stage: of training, such as stage1, stage2, lc-4k-to-32k, it-SFT or main; `pretraining` where there is one only.
+        stage: of training, such as stage1, stage2, lc-4k-to-32k, it-SFT or main; `pretraining`
+            where there is one only.
         ingredient: number of the run among those that were averaged into the final model.
         step: as the stage counts: stage 2 of OLMo 2 starts at 0 again, that of SmolLM3 does not.
         tokens: exact, counted like `step`.
-        named_tokens: as in the name, rounded.
         learning_rate: of the schedule at `step`; see `Curve.at`.
         schedule: its name.
         source: where the recipe is written.
@@ -37,7 +37,6 @@ class Revision(Frozen):
     ingredient: int | None = None
     step: int | None = None
     tokens: int | None = None
-    named_tokens: int | None = None
     learning_rate: float | None = None
     schedule: str | None = None
     source: str | None = None
@@ -48,7 +47,8 @@ class Stage(Frozen):
 
     Attributes:
         name: of the stage.
-        template: of the names; {S}, {S:07} is the step, {K:03} a chunk, {T} a rounded number of tokens with its unit.
+        template: of the names; {S}, {S:07} is the step, {K:03} a chunk, {T} a rounded number of
+            tokens with its unit.
         ingredient: number of the run, where the template has one.
         schedule: its name; None: not known.
         source: where the recipe is written.
@@ -77,25 +77,30 @@ class Stage(Frozen):
     chunk_steps: int | None = None
 
     def read(self, repo: str, revision: str) -> Revision | None:
-        """What `revision` is if it is named like this stage, else None.
+        """Return what `revision` is if it is named like this stage, else None.
 
         Raises:
-            UserError: it is named like this stage, but there is no such step or it has not seen so many tokens.
+            UserError: it is named like this stage, but there is no such step or it has not seen so
+                many tokens.
         """
         parts = re.split(r"(\{[^}]*\})", self.template)
-        found = re.fullmatch("".join(PLACES.get(part) or re.escape(part) for part in parts), revision)
-        if not found:
+        pattern = "".join(PLACES.get(part) or re.escape(part) for part in parts)
+        match = re.fullmatch(pattern, revision)
+        if not match:
             return None
-        held = found.groupdict()
-        step = self.at_step if held.get("number") is None else self._step(revision, int(held["number"]))
+        held = match.groupdict()
+        step = self.at_step
+        if held.get("number") is not None:
+            step = self._step(revision, int(held["number"]))
         tokens = None if step is None or not self.batches else tokens_after(self.batches, step)
-        named = None
         if step is not None and held.get("count") is not None:
             unit = UNITS[held["unit"]]
             named = int(held["count"]) * unit
             # Names are rounded up, down or to the nearest, even within one family.
             if abs(named - tokens_after(self.named_batches or self.batches, step)) >= unit:
-                raise UserError(f"{revision}: {repo} saw {tokens:,} tokens by step {step} of {self.name}")
+                raise UserError(
+                    f"{revision}: {repo} saw {tokens:,} tokens by step {step} of {self.name}"
+                )
         return Revision(
             repo=repo,
             revision=revision,
@@ -103,14 +108,13 @@ class Stage(Frozen):
             ingredient=self.ingredient,
             step=step,
             tokens=tokens,
-            named_tokens=named,
             learning_rate=None if self.curve is None or step is None else self.curve.at(step),
             schedule=self.schedule,
             source=self.source,
         )
 
     def as_main(self, step: int) -> "Stage":
-        """The branch main, where it is what this stage was at `step`."""
+        """Return the branch main, where it is this stage at `step`."""
         return self.model_copy(update={"name": "main", "template": "main", "at_step": step})
 
     def _step(self, revision: str, number: int) -> int:
@@ -119,12 +123,14 @@ class Stage(Frozen):
             raise UserError(f"{revision}: {self.name} ends at step {self.last_step}")
         if step % self.every_steps and step not in self.first_steps:
             first = ", ".join(map(str, self.first_steps))
-            raise UserError(f"{revision}: saved were steps {first} and multiples of {self.every_steps}")
+            raise UserError(
+                f"{revision}: saved were steps {first} and multiples of {self.every_steps}"
+            )
         return step
 
 
 def main(schedule: str | None = None, source: str | None = None) -> Stage:
-    """The branch main, where it is no step of a stage, or of which no source tells."""
+    """Return the branch main, where it is no step of a stage, or no source tells of which."""
     return Stage(name="main", template="main", schedule=schedule, source=source)
 
 
@@ -144,22 +150,25 @@ class Family(Frozen):
     pattern: str | None = None
 
     def has(self, repo: str) -> bool:
-        """Whether a repository is of this family."""
+        """Return whether a repository is of this family."""
         return re.fullmatch(self.pattern or re.escape(self.repo), repo) is not None
 
     def parse(self, repo: str, revision: str) -> Revision:
-        """What a revision is; see `registry.parse_revision`."""
-        wanted = f"expected {', '.join(stage.template for stage in self.stages)}; give one such as {self.example}"
+        """Return what a revision is; see `registry.parse_revision`."""
+        wanted = (
+            f"expected {', '.join(stage.template for stage in self.stages)}; give one such as"
+            f" {self.example}"
+        )
         try:
-            read = (stage.read(repo, revision) for stage in self.stages)
-            found = next((one for one in read if one is not None), None)
+            for stage in self.stages:
+                read = stage.read(repo, revision)
+                if read is not None:
+                    return read
         except UserError as error:
             raise UserError(f"{error}; {wanted}") from None
-        if found is None:
-            raise UserError(f"{revision} is no revision of {repo}: {wanted}")
-        return found
+        raise UserError(f"{revision} is no revision of {repo}: {wanted}")
 
     def order(self, revision: Revision) -> tuple[int, int, int]:
-        """Sorts revisions by training: stage, ingredient, step."""
+        """Return a sort key in the order of training: stage, ingredient, step."""
         stages = [stage.name for stage in self.stages]
         return stages.index(revision.stage), revision.ingredient or 0, revision.step or 0

@@ -2,20 +2,25 @@
 
 from typing import Literal
 
-from train.frozen import Frozen
-from train.schedules import share_left
+from base.frozen import Frozen
+from train.run.schedules import share_left
 
 Batches = tuple[tuple[int, int], ...]  # (step, tokens per step from there on), rising
 
 
 def tokens_after(batches: Batches, step: int) -> int:
-    """Tokens trained on by the end of `step`."""
+    """Return the tokens trained on by the end of `step`."""
     ends = [start for start, _ in batches[1:]] + [step]
-    return sum(tokens * max(0, min(step, end) - start) for (start, tokens), end in zip(batches, ends, strict=True))
+    return sum(
+        tokens * max(0, min(step, end) - start)
+        for (start, tokens), end in zip(batches, ends, strict=True)
+    )
 
 
 class Curve(Frozen):
-    """A learning rate that rises linearly, stays, and decays; steps may be fractions where a source counts tokens.
+    """A learning rate that rises linearly, stays, and decays.
+
+    Steps may be fractions where a source counts tokens.
 
     Attributes:
         peak: the highest rate.
@@ -26,7 +31,8 @@ class Curve(Frozen):
         shape: cosine, linear, or sqrt for 1 - sqrt.
         floor: what the decay leads to, as a share of the peak.
         least: what the rate is cut off at, as a share of the peak.
-        known_until: step behind which the released run followed something that no source tells; None: to its end.
+        known_until: step after which the released run followed something that no source tells;
+            None: to its end.
     """
 
     peak: float
@@ -40,10 +46,10 @@ class Curve(Frozen):
     known_until: float | None = None
 
     def at(self, step: int) -> float | None:
-        """The rate that the schedule gives at `step`, which update number `step` used; None where it is not known.
+        """Return the rate that update number `step` used; None where it is not known.
 
-        That is OLMo's convention (allenai/OLMo, olmo/train.py); trainers that set the rate after an update, such as
-        Megatron, used it one update later.
+        That is OLMo's convention (allenai/OLMo, olmo/train.py); trainers that set the rate after an
+        update, such as Megatron, used it one update later.
         """
         if self.known_until is not None and step > self.known_until:
             return None

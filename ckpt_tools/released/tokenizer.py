@@ -1,25 +1,27 @@
-"""The tokenizer of a model on the hub or in a directory, alone."""
+"""The tokenizer of a model on the hub or in a directory, without the weights."""
 
 import shutil
 from pathlib import Path
 
-from ckpt_tools.released.download_record import VOCABULARIES
-from ckpt_tools.released.hub import hub
-from train.command import UserError
-from train.run_directory import committed_directory
-from train.tokenizer import TOKENIZER_JSON, load_tokenizer
+from base.errors import UserError
+from base.files import committed_directory
+from ckpt_tools.released.download_record import HUB_STATE, VOCABULARIES
+from train.data.tokenizer import TOKENIZER_JSON, load_tokenizer
 
-TOKENIZER_FILES = (TOKENIZER_JSON, "tokenizer_config.json", "special_tokens_map.json", *VOCABULARIES)
-HUB_STATE = ".cache"  # what huggingface_hub keeps beside the files it fetched
+TOKENIZER_FILES = (
+    *(TOKENIZER_JSON, "tokenizer_config.json", "special_tokens_map.json"),
+    *VOCABULARIES,
+)
 
 
 def fetch_tokenizer(repo: str, out: Path) -> None:
-    """Write a directory with the tokenizer of a repository; one that is there and whole is left as it is.
+    """Write a directory with the tokenizer of a repository; a whole one is left unchanged.
 
     A local directory is copied, and the copy follows it where it was changed.
 
     Raises:
-        UserError: the hub is not reached, the repository holds no tokenizer.json, or `out` is something else.
+        UserError: the hub is not reached, the repository holds no tokenizer.json, or `out` is
+            something else.
     """
     if Path(repo).is_dir():
         check_replaceable(out)
@@ -29,22 +31,24 @@ def fetch_tokenizer(repo: str, out: Path) -> None:
         load_tokenizer(out)
         return
     if out.exists():
-        raise UserError(f"{out} is there and holds no {TOKENIZER_JSON}; remove it or give another directory")
+        raise UserError(
+            f"{out} is there and holds no {TOKENIZER_JSON}; remove it or give another directory"
+        )
+    from ckpt_tools.released.hub import hub
+
     with hub(repo) as api, committed_directory(out) as aside:
-        info = api.model_info(repo, revision="main")
-        there = {file.rfilename for file in info.siblings or []}
-        for name in TOKENIZER_FILES:
-            if name in there:
-                api.hf_hub_download(repo, name, revision=info.sha, local_dir=aside)
-        for left in sorted((aside / HUB_STATE).rglob("*"), reverse=True):
-            left.rmdir() if left.is_dir() else left.unlink()
-        (aside / HUB_STATE).rmdir()
+        api.snapshot_download(
+            repo, revision="main", local_dir=aside, allow_patterns=list(TOKENIZER_FILES)
+        )
+        shutil.rmtree(aside / HUB_STATE)
         load_tokenizer(aside)
 
 
 def check_replaceable(out: Path) -> None:
-    """UserError where a directory holds anything but a tokenizer, which a new one would replace."""
-    if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= set(TOKENIZER_FILES)):
+    """Raise UserError where a directory holds anything but a tokenizer, which is replaced."""
+    if out.exists() and not (
+        out.is_dir() and {path.name for path in out.iterdir()} <= set(TOKENIZER_FILES)
+    ):
         raise UserError(f"{out} is there and holds more than a tokenizer; give another directory")
 
 

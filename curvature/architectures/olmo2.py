@@ -1,12 +1,20 @@
-"""OLMo2 (arXiv 2501.00656): norms after each part and before the residual sum, query and key normed over all heads.
+"""OLMo2 (arXiv 2501.00656): parts normed before the residual sum, queries and keys over all heads.
 
 Shapes: B sequences, S positions of a sequence, D hidden.
 """
 
 from typing import Any
 
-from curvature.architectures.parts import Architecture, Context, attended, gated_mlp, heads, project, rms_normed
-from curvature.dual import Dual
+from curvature.architectures.parts import (
+    Architecture,
+    Context,
+    attended,
+    gated_mlp,
+    heads,
+    project,
+    rms_normed,
+)
+from curvature.products.dual import Dual
 
 
 def _attention(attention: Any, x_BSD: Dual, context: Context) -> Dual:
@@ -26,4 +34,6 @@ def _block(layer: Any, hidden_BSD: Dual, context: Context) -> Dual:
     return hidden_BSD + rms_normed(layer.post_feedforward_layernorm, written, dtype)
 
 
-ARCHITECTURE = Architecture(_block, rms_normed, {"hidden_act": "silu", "partial_rotary_factor": 1.0})
+ARCHITECTURE = Architecture(
+    _block, rms_normed, {"hidden_act": "silu", "partial_rotary_factor": 1.0}
+)

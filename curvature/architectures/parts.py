@@ -1,10 +1,11 @@
-"""What all decoder blocks are made of: transformers' modules read as dual numbers.
+"""The parts of all decoder blocks: transformers' modules read as dual numbers.
 
-A module's parameter and the tangent beside it (`weight` and `weight_tangent`) are one dual number, cast to the
-precision of the computation where it is used, so that a checkpointed block keeps no copy.
+A module's parameter and the tangent beside it (`weight` and `weight_tangent`) are one dual number,
+cast to the precision of the computation where it is used, so that a checkpointed block keeps no
+copy.
 
-Shapes: B sequences, S positions of a sequence, D hidden, H query heads, K key/value heads, G = H / K, E features of a
-head, O output features.
+Shapes: B sequences, S positions of a sequence, D hidden, H query heads, K key/value heads,
+    G = H / K, E features of a head, O output features.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from curvature.dual import Dual, causal_attention, layer_norm, linear, rms_norm, swiglu
-from curvature.parameters import TANGENT
+from curvature.products.dual import Dual, causal_attention, layer_norm, linear, rms_norm, swiglu
+from curvature.products.parameters import TANGENT
 
 
 class Context(NamedTuple):
-    """What a block needs besides the residual stream.
+    """The inputs of a block besides the residual stream.
 
     Attributes:
         cos_SE, sin_SE: rotary tables.
@@ -39,12 +40,13 @@ Norm = Callable[[Any, Dual, torch.dtype], Dual]
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a causal language model of transformers is computed in dual numbers.
+    """A causal language model of transformers, in dual numbers.
 
     Attributes:
         block: decoder block, residual stream [B, S, D] and context to the next residual stream.
         final_norm: module and residual stream to its normed version.
-        settings: what `block` spells out, by name in the configuration or its rope_parameters; every entry of a list.
+        settings: what `block` spells out, by name in the configuration or its rope_parameters;
+            every entry of a list has to agree.
         decoder, embedding, norm, head: names of the model's parts.
     """
 
@@ -58,44 +60,48 @@ class Architecture:
 
 
 def parameter(module: Any, dtype: torch.dtype, name: str = "weight") -> Dual:
-    """A module's parameter and its tangent."""
+    """Return a module's parameter and its tangent."""
     return Dual(getattr(module, name), getattr(module, name + TANGENT)).map(lambda t: t.to(dtype))
 
 
 def project(module: Any, x: Dual, dtype: torch.dtype) -> Dual:
-    """A torch.nn.Linear, with bias or without."""
+    """Apply a torch.nn.Linear, with bias or without."""
     y = linear(x, parameter(module, dtype))
     return y if module.bias is None else y + parameter(module, dtype, "bias")
 
 
 def rms_normed(module: Any, x: Dual, dtype: torch.dtype) -> Dual:
-    """An RMSNorm over the last axis."""
+    """Apply an RMSNorm over the last axis."""
     return rms_norm(x, parameter(module, dtype), module.variance_epsilon)
 
 
 def layer_normed(module: Any, x: Dual, dtype: torch.dtype) -> Dual:
-    """A torch.nn.LayerNorm over the last axis."""
+    """Apply a torch.nn.LayerNorm over the last axis."""
     return layer_norm(x, parameter(module, dtype), parameter(module, dtype, "bias"), module.eps)
 
 
 def heads(x_BSO: Dual, head_dim: int) -> Dual:
-    """Features parted into heads, [B, heads, S, E]."""
+    """Return features parted into heads, [B, heads, S, E]."""
     batch, positions, _ = x_BSO.value.shape
     return x_BSO.map(lambda t: t.view(batch, positions, -1, head_dim).transpose(1, 2))
 
 
 def rotated(x_BHSE: Tensor, context: Context) -> Tensor:
-    """Rotary embedding (Su et al. 2021) over pairs (i, i + E/2); linear in x."""
+    """Apply rotary embedding (Su et al. 2021) over pairs (i, i + E/2), which is linear in x."""
     first, second = x_BHSE.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return x_BHSE * context.cos_SE.to(x_BHSE.dtype) + turned * context.sin_SE.to(x_BHSE.dtype)
 
 
-def attend(query_BHSE: Dual, key_BKSE: Dual, value_BKSE: Dual, scale: float, context: Context) -> Dual:
-    """Causal attention of all heads, [B, S, H E]; H / K query heads share a key and value head."""
+def attend(
+    query_BHSE: Dual, key_BKSE: Dual, value_BKSE: Dual, scale: float, context: Context
+) -> Dual:
+    """Return causal attention of all heads, [B, S, H E]; H / K of queries share one of keys."""
     batch, num_kv_heads, positions, head_dim = key_BKSE.value.shape
     mixed_BKGSE = causal_attention(
-        query_BHSE.map(lambda t: t.to(context.dtype).reshape(batch, num_kv_heads, -1, positions, head_dim)),
+        query_BHSE.map(
+            lambda t: t.to(context.dtype).reshape(batch, num_kv_heads, -1, positions, head_dim)
+        ),
         key_BKSE.map(lambda t: t.to(context.dtype)),
         value_BKSE,
         scale=scale,
@@ -105,16 +111,24 @@ def attend(query_BHSE: Dual, key_BKSE: Dual, value_BKSE: Dual, scale: float, con
 
 
 def attended(
-    attention: Any, query_BHSE: Dual, key_BKSE: Dual, value_BKSE: Dual, context: Context, *, rotary: bool = True
+    attention: Any,
+    query_BHSE: Dual,
+    key_BKSE: Dual,
+    value_BKSE: Dual,
+    context: Context,
+    *,
+    rotary: bool = True,
 ) -> Dual:
-    """What an attention writes, [B, S, D], of queries and keys before their rotary embedding."""
+    """Return an attention's output [B, S, D] of queries and keys before their rotary embedding."""
     if rotary:
-        query_BHSE, key_BKSE = (one.map(lambda t: rotated(t, context)) for one in (query_BHSE, key_BKSE))
+        query_BHSE, key_BKSE = (
+            one.map(lambda t: rotated(t, context)) for one in (query_BHSE, key_BKSE)
+        )
     mixed_BSO = attend(query_BHSE, key_BKSE, value_BKSE, attention.scaling, context)
     return project(attention.o_proj, mixed_BSO, context.dtype)
 
 
 def gated_mlp(mlp: Any, x_BSD: Dual, dtype: torch.dtype) -> Dual:
-    """What an MLP with a gate writes, [B, S, D]."""
+    """Return the output of an MLP with a gate, [B, S, D]."""
     gated = swiglu(project(mlp.gate_proj, x_BSD, dtype), project(mlp.up_proj, x_BSD, dtype))
     return project(mlp.down_proj, gated, dtype)

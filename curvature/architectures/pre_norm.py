@@ -1,7 +1,8 @@
-"""Blocks that norm what each part reads from the residual stream: Llama (arXiv 2302.13971) and those built like it.
+"""Blocks that norm the input of each part: Llama (arXiv 2302.13971) and those built like it.
 
-Mistral and Qwen2 (which has biases) are Llama's; Qwen3 and Apertus norm queries and keys head by head; SmolLM3 leaves
-some blocks without rotary embedding; OLMo's norms have no parameters; Apertus has xIELU and no gate.
+Mistral and Qwen2 (which has biases) are Llama's; Qwen3 and Apertus norm queries and keys head by
+head; SmolLM3 leaves some blocks without rotary embedding; OLMo's norms have no parameters; Apertus
+has xIELU and no gate.
 
 Shapes: B sequences, S positions of a sequence, D hidden, E features of a head.
 """
@@ -23,7 +24,7 @@ from curvature.architectures.parts import (
     project,
     rms_normed,
 )
-from curvature.dual import Dual, clipped, standardised, xielu
+from curvature.products.dual import Dual, clipped, standardised, xielu
 
 OLMO_EPSILON = 1e-5  # the code of OLMo's norm holds it, not the configuration
 
@@ -34,7 +35,7 @@ def _pre_norm(
     norm: Norm = rms_normed,
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
 ) -> Block:
-    """A block of two parts; `norms` are the names of theirs."""
+    """Return a block of two parts; `norms` are the names of theirs."""
 
     def block(layer: Any, hidden_BSD: Dual, context: Context) -> Dual:
         before_attention, before_mlp = (getattr(layer, name) for name in norms)
@@ -47,9 +48,11 @@ def _pre_norm(
 
 
 def _projected(attention: Any, x_BSD: Dual, dtype: torch.dtype) -> tuple[Dual, Dual, Dual]:
-    """Queries, keys and values, each [B, heads, S, E]."""
+    """Return queries, keys and values, each [B, heads, S, E]."""
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    query, key, value = (heads(project(one, x_BSD, dtype), attention.head_dim) for one in projections)
+    query, key, value = (
+        heads(project(one, x_BSD, dtype), attention.head_dim) for one in projections
+    )
     return query, key, value
 
 
@@ -58,7 +61,9 @@ def _attention(attention: Any, x_BSD: Dual, context: Context) -> Dual:
 
 
 def _some_without_rotary(attention: Any, x_BSD: Dual, context: Context) -> Dual:
-    return attended(attention, *_projected(attention, x_BSD, context.dtype), context, rotary=attention.use_rope)
+    return attended(
+        attention, *_projected(attention, x_BSD, context.dtype), context, rotary=attention.use_rope
+    )
 
 
 def _normed_heads(attention: Any, x_BSD: Dual, context: Context) -> Dual:
@@ -78,7 +83,9 @@ def _clipped(attention: Any, x_BSD: Dual, context: Context) -> Dual:
 def _xielu_mlp(mlp: Any, x_BSD: Dual, dtype: torch.dtype) -> Dual:
     alpha_p, alpha_n = (parameter(mlp.act_fn, dtype, name) for name in ("alpha_p", "alpha_n"))
     risen = project(mlp.up_proj, x_BSD, dtype)
-    return project(mlp.down_proj, xielu(risen, alpha_p, alpha_n, mlp.act_fn.beta, mlp.act_fn.eps), dtype)
+    return project(
+        mlp.down_proj, xielu(risen, alpha_p, alpha_n, mlp.act_fn.beta, mlp.act_fn.eps), dtype
+    )
 
 
 def _without_parameters(_module: Any, x: Dual, _dtype: torch.dtype) -> Dual:

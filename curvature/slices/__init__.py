@@ -1,1 +1,1 @@
-"""The loss on planes through weights: through three checkpoints, along random directions, and uphill (SAM)."""
+"""The loss on the plane through three models: two checkpoints and a quantized one."""

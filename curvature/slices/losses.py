@@ -1,4 +1,4 @@
-"""The loss of a model on a fixed text, sequence by sequence, and its gradient.
+"""The loss of a model on a fixed text, sequence by sequence.
 
 Shapes: B sequences, S positions of a sequence, V vocabulary.
 """
@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 class SequenceLosses:
     """The losses of B sequences at whatever the model's weights are when it is called.
 
-    Sequences go through the model in the same batches every time, so that the same weights give the same bits.
+    Sequences go through the model in the same batches every time, so that the same weights give the
+    same bits.
 
     Attributes:
         weights: the model's own parameters by name; a tied one is there once.
@@ -19,29 +20,16 @@ class SequenceLosses:
     """
 
     def __init__(self, model: PreTrainedModel, tokens_BS1: Tensor, batch_size: int) -> None:
-        # HF drops the gradient of the padding token's embedding; to the loss it is a token like others.
-        model.get_input_embeddings().padding_idx = None  # type: ignore[assignment]
         self.weights: dict[str, Tensor] = dict(model.named_parameters())
         self.sequences = len(tokens_BS1)
         self._model = model
         self._batches = tokens_BS1.to(model.device).split(batch_size)
-        self._labels = tokens_BS1[:, 1:].numel()
 
     def __call__(self) -> Tensor:
-        """Mean cross-entropy of every sequence, nats per token, float64 [B] on the CPU."""
+        """Return the mean cross-entropy of every sequence, nats per token, float64 [B]."""
         with torch.inference_mode():
             means = [self._nats(tokens_BS1).double().mean(dim=1) for tokens_BS1 in self._batches]
         return torch.cat(means).cpu()
-
-    def gradient(self) -> dict[str, Tensor]:
-        """Gradient of the mean loss over all tokens, in the weights' precision."""
-        total = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
-        for tokens_BS1 in self._batches:
-            loss = self._nats(tokens_BS1).sum() / self._labels
-            parts = torch.autograd.grad(loss, list(self.weights.values()))
-            for sum_, part in zip(total.values(), parts, strict=True):
-                sum_.add_(part)
-        return total
 
     def _nats(self, tokens_BS1: Tensor) -> Tensor:
         logits_BSV: Tensor = self._model(input_ids=tokens_BS1[:, :-1], use_cache=False).logits
@@ -50,5 +38,5 @@ class SequenceLosses:
 
 
 def mean_and_error(values_B: Tensor) -> tuple[float, float]:
-    """Mean and standard error over sequences; of differences of two losses of the same sequences, the paired error."""
+    """Return mean and standard error over sequences; of differences, the paired error."""
     return float(values_B.mean()), float(values_B.std() / len(values_B) ** 0.5)

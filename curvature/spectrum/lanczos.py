@@ -1,9 +1,10 @@
-"""Extreme eigenvalues of a symmetric operator H by Lanczos iteration (Lanczos 1950) with full reorthogonalisation.
+"""Extreme eigenvalues of a symmetric operator by Lanczos iteration, fully reorthogonalised.
 
-A vector may be spread over ranks, each of which calls the functions here with its part. All they decide follows from
-`inner`, whose values are the same on every rank, so all ranks take the same steps.
+A vector may be spread over ranks, each of which calls the functions here with its part. All they
+decide follows from `inner`, whose values are the same on every rank, so all ranks take the same
+steps.
 
-Shapes: p the part of the parameters that lies on this rank, k steps so far.
+Shapes: p the part of the parameters on this rank, k steps so far.
 """
 
 import math
@@ -14,13 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from train.command import UserError
+from base.errors import UserError
 
 Product = Callable[[Tensor], Tensor]  # v_p -> (Hv)_p, a new tensor
-Inner = Callable[[Sequence[Tensor], Tensor], Tensor]  # k vectors a_p, b_p -> a . b over all ranks, float64 [k]
+# k vectors a_p and a vector b_p -> all a . b over all ranks, float64 [k] on the CPU
+Inner = Callable[[Sequence[Tensor], Tensor], Tensor]
 
-ROUNDING = 10  # multiples of the vectors' epsilon, relative to |Hq|, up to which a remainder is nothing but rounding
-ENTRIES_AT_ONCE = 1 << 20  # to which all basis vectors are added while they lie in the cache
+# Multiples of the vectors' epsilon, relative to |Hq|, up to which a remainder is mere rounding.
+ROUNDING = 10
+ENTRIES_AT_ONCE = 1 << 20  # to which all basis vectors are added while they are in the cache
 
 
 class RitzPair(NamedTuple):
@@ -28,8 +31,9 @@ class RitzPair(NamedTuple):
 
     Attributes:
         value: the Rayleigh quotient x.Hx.
-        residual: |Hx - value x| / |value|. An eigenvalue lies within residual |value| of `value` (Parlett 1980, section
-            4.5). None where value is 0 and Hx is not: no relative error exists.
+        residual: |Hx - value x| / |value|. An eigenvalue is within residual |value| of `value`
+            (Parlett 1980, section 4.5). None where value is 0 and Hx is not: no relative error
+            exists.
         converged: residual <= the tolerance asked for.
     """
 
@@ -57,7 +61,7 @@ class Spectrum(NamedTuple):
 
 
 class Ritz(NamedTuple):
-    """Eigenvalues of T = Q'HQ, ascending, its eigenvectors in columns, and |HQs - tQs| = beta_k |s_k| of each."""
+    """Eigenvalues t of T = Q'HQ, ascending, eigenvectors s in columns, and errors |HQs - tQs|."""
 
     values_k: Tensor
     vectors_kk: Tensor
@@ -65,12 +69,12 @@ class Ritz(NamedTuple):
 
 
 def norm(v_p: Tensor, inner: Inner) -> float:
-    """|v| over all ranks."""
+    """Return |v| over all ranks."""
     return math.sqrt(float(inner([v_p], v_p)))
 
 
 def judge(x_p: Tensor, hx_p: Tensor, inner: Inner, tolerance: float) -> RitzPair:
-    """The pair of a unit vector x and its product."""
+    """Return the pair of a unit vector x and its product."""
     value = float(inner([x_p], hx_p))
     distance = norm(torch.sub(hx_p, x_p, alpha=value), inner)
     if distance == 0.0:
@@ -81,16 +85,17 @@ def judge(x_p: Tensor, hx_p: Tensor, inner: Inner, tolerance: float) -> RitzPair
 
 
 class Krylov:
-    """An orthonormal basis Q of span{v, Hv, H^2 v, ...}, in which H is a tridiagonal T, grown by a product at a time.
+    """An orthonormal basis Q of span{v, Hv, H^2 v, ...}, in which H is a tridiagonal T.
 
-    Every new vector is orthogonalised twice against all before it ('twice is enough', Parlett 1980, section 6.9). That
-    costs memory for all of them, taken as they come, and buys the absence of ghosts: the eigenvalues of T belong to
+    It grows by a vector, of one product, at a time. Every new vector is orthogonalised twice
+    against all before it ('twice is enough', Parlett 1980, section 6.9). That costs memory for all
+    of them, taken as they come, and buys the absence of ghosts: the eigenvalues of T belong to
     orthogonal vectors, so two equal ones that both converged are two eigenvalues of H.
 
     Attributes:
         size: k, the number of steps taken.
-        exhausted: H maps the span of Q into itself, as far as the precision of the vectors can tell: it holds all that
-            the start vector can reach, and no step is left.
+        exhausted: H maps the span of Q into itself, as far as the precision of the vectors can
+            tell: it holds all that the start vector can reach, and no step is left.
     """
 
     def __init__(self, product: Product, start_p: Tensor, inner: Inner) -> None:
@@ -106,20 +111,26 @@ class Krylov:
         self.exhausted = False
 
     def step(self) -> None:
-        """Raises UserError where the product is not finite, on every rank at once."""
+        """Take a step; UserError where the product is not finite, on every rank at once."""
         self.size += 1
         if self._next_p is not None:
             self._basis.append(self._next_p)
             self._next_p = None
         w_p = self._product(self._basis[-1])
+        # In exact arithmetic w has parts along the last two vectors alone; rounding brings in parts
+        # along all, which grow as eigenvalues converge. The second pass takes out the first's.
         in_span_k = self._inner(self._basis, w_p)
         _add(w_p, self._basis, -in_span_k)
         _add(w_p, self._basis, -self._inner(self._basis, w_p))
         beta = norm(w_p, self._inner)
         length = math.hypot(float(in_span_k.norm()), beta)
         if not math.isfinite(length):
-            raise UserError(f"Hessian product {self.size} has norm {length}; give a checkpoint whose loss is finite")
-        # Where Q spans all there is, two passes leave noise, which as a basis vector would come back as ghosts.
+            raise UserError(
+                f"Hessian product {self.size} has norm {length}; give a checkpoint whose loss is"
+                " finite"
+            )
+        # Where Q spans all there is, two passes leave noise, which as a basis vector would come
+        # back as ghosts.
         self.exhausted = beta <= ROUNDING * torch.finfo(w_p.dtype).eps * length
         self._diagonal.append(float(in_span_k[-1]))
         self._off_diagonal.append(0.0 if self.exhausted else beta)
@@ -127,20 +138,23 @@ class Krylov:
             self._next_p = w_p.div_(beta)
 
     def ritz(self) -> Ritz:
-        """What the steps so far say of H."""
-        diagonal_k, off_k = (torch.tensor(each, dtype=torch.float64) for each in (self._diagonal, self._off_diagonal))
+        """Return the eigenpairs of H in the span of the steps so far."""
+        diagonal_k, off_k = (
+            torch.tensor(each, dtype=torch.float64) for each in (self._diagonal, self._off_diagonal)
+        )
         tridiagonal_kk = diagonal_k.diag() + off_k[:-1].diag(1) + off_k[:-1].diag(-1)
         values_k, vectors_kk = torch.linalg.eigh(tridiagonal_kk)
+        # HQ = QT + beta_k q_{k+1} e_k', so HQs - tQs = beta_k s_k q_{k+1}: no product is needed.
         return Ritz(values_k, vectors_kk, off_k[-1] * vectors_kk[-1].abs())
 
     def vector(self, s_k: Tensor) -> Tensor:
-        """The unit vector along Qs."""
+        """Return the unit vector along Qs."""
         x_p = _add(torch.zeros_like(self._basis[0]), self._basis, s_k)
         return x_p.div_(norm(x_p, self._inner))
 
 
 def _add(sum_p: Tensor, vectors: list[Tensor], factors_k: Tensor) -> Tensor:
-    """Adds vectors times factors to `sum_p`, in place, rounding once."""
+    """Add vectors times factors to `sum_p`, in place, rounding once."""
     factors = factors_k.tolist()
     for start in range(0, len(sum_p), ENTRIES_AT_ONCE):
         part = slice(start, start + ENTRIES_AT_ONCE)
@@ -161,23 +175,35 @@ def lanczos(
     tolerance: float,
     max_iterations: int,
 ) -> Spectrum:
-    """The `largest` algebraically largest and `smallest` smallest eigenvalues that the start vector reaches.
+    """Return the largest and smallest eigenvalues that the start vector reaches.
 
-    Steps are taken until beta_k |s_k| <= tolerance |t| for all pairs (t, s) asked for, or `max_iterations` were taken.
-    Every pair is then judged by a product of its own, up to largest + smallest on top of `max_iterations`; what has not
-    converged says so. An eigenvalue at 0 meets no relative tolerance unless its product is exactly zero.
+    Steps are taken until beta_k |s_k| <= tolerance |t| for all pairs (t, s) asked for, or
+    `max_iterations` were taken. Every pair is then judged by a product of its own, up to largest +
+    smallest on top of `max_iterations`; what has not converged says so. An eigenvalue at 0 meets no
+    relative tolerance unless its product is exactly zero.
 
-    What the lists are not: a residual says how near *an* eigenvalue lies, not that none was passed over. One whose
-    vectors are orthogonal to the start is never found; a random start misses none but by accident. A multiple
-    eigenvalue is found once, as a start vector has one direction in its space (rounding brings in others, in time:
-    then it comes again, with an orthogonal vector). If all that the start reaches is fewer pairs than were asked for,
-    the lists are as short as that, and a pair may stand in both.
+    A residual bounds the distance to *an* eigenvalue; it does not show that none was passed over.
+    One whose vectors are orthogonal to the start is never found; a random start misses none but by
+    accident. A multiple eigenvalue is found once, as a start vector has one direction in its space
+    (in time rounding brings in others: then it comes again, with an orthogonal vector). If the
+    start reaches fewer pairs than were asked for, the lists are shorter, and a pair may be in both.
+
+    Example:
+        >>> matrix = torch.diag(torch.tensor([1.0, 2.0, 5.0]))
+        >>> inner = lambda vectors, b: torch.stack([a.double() @ b.double() for a in vectors])
+        >>> ends = {"largest": 1, "smallest": 1, "tolerance": 1e-3, "max_iterations": 3}
+        >>> spectrum = lanczos(matrix.mv, torch.ones(3), inner, **ends)
+        >>> round(spectrum.largest[0].value, 4), round(spectrum.smallest[0].value, 4)
+        (5.0, 1.0)
 
     Raises:
         UserError: a product is not finite.
     """
     if largest < 1 or smallest < 0 or max_iterations < largest + smallest:
-        raise ValueError(f"largest {largest}, smallest {smallest}, max_iterations {max_iterations} ask for no spectrum")
+        raise ValueError(
+            f"largest {largest}, smallest {smallest}, max_iterations {max_iterations} ask for no"
+            " spectrum"
+        )
     krylov = Krylov(product, start_p, inner)
     while True:
         krylov.step()
@@ -185,7 +211,11 @@ def lanczos(
         bottom, top = range(min(smallest, size)), range(max(size - largest, 0), size)
         wanted = sorted({*bottom, *top})
         small_enough = bool((ritz.errors_k <= tolerance * ritz.values_k.abs())[wanted].all())
-        if krylov.exhausted or size == max_iterations or (size >= largest + smallest and small_enough):
+        if (
+            krylov.exhausted
+            or size == max_iterations
+            or (size >= largest + smallest and small_enough)
+        ):
             break
     by_value = operator.attrgetter("value")
     judged: dict[int, RitzPair] = {}

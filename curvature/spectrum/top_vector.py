@@ -1,8 +1,9 @@
-"""The top eigenvector of a measurement as a file, for the next checkpoint's iteration to start from.
+"""The top eigenvector of a measurement as a file, a start for the next checkpoint's iteration.
 
-A warm start saves iterations where neighbouring checkpoints share their top eigenvector. What counts as converged stays
-the same. What a residual does not see, that a larger eigenvalue was passed over, becomes likelier the nearer the start
-lies to an eigenvector, so half of the start's square stays the random probe of a cold one.
+A warm start saves iterations where neighbouring checkpoints share their top eigenvector. What
+counts as converged stays the same. What a residual does not see, that a larger eigenvalue was
+passed over, becomes likelier the nearer the start is to an eigenvector, so half of the start's
+square stays the random probe of a cold one.
 
 Shapes: p parameters of this rank.
 """
@@ -14,19 +15,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckpt_tools.hf_directory import RESULT_JSON, read_result_json
-from ckpt_tools.ranks import Ranks
-from curvature.parameters import Parameters
-from train.command import UserError
-from train.run_directory import replaced_file, sha256_of
+from base.errors import UserError
+from base.files import replaced_file, sha256_of
+from base.ranks import Ranks
+from ckpt_tools.hf.measured import Curvature
+from ckpt_tools.hf.results import read_result
+from curvature.products.parameters import Parameters
 
 TOP_VECTOR = "top_vector.safetensors"
 
 
 def save_top_vector(directory: Path, parameters: Parameters, ranks: Ranks, x_p: Tensor) -> str:
-    """Writes DIRECTORY/top_vector.safetensors, 4 bytes a parameter, and gives its SHA-256; every rank has to call it.
+    """Write DIRECTORY/top_vector.safetensors and return its SHA-256; every rank has to call it.
 
-    The whole vector lies in the host memory of rank 0 meanwhile.
+    It has 4 bytes a parameter, which the host memory of rank 0 holds meanwhile.
     """
     whole: dict[str, Tensor] = {}
     for name, tensor in parameters.whole(x_p):
@@ -42,25 +44,34 @@ def save_top_vector(directory: Path, parameters: Parameters, ranks: Ranks, x_p: 
     return sha256
 
 
-def warm_start(directory: Path, parameters: Parameters, probe_p: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """The start u + v / |v| from the top eigenvector u of a result and a probe v, and what a result says of it.
+def warm_start(
+    directory: Path, parameters: Parameters, probe_p: Tensor
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return the start u + v / |v| of a result's top eigenvector u and a probe v, and its source.
 
     Raises:
-        UserError: the directory holds no such result, another vector than it says, or that of another model.
+        UserError: the directory holds no such result, another vector than it says, or that of
+            another model.
     """
     path = directory / TOP_VECTOR
-    top = read_result_json(directory / RESULT_JSON).get("measured", {}).get("lambda_max") or {}
-    if "top_vector_sha256" not in top or not path.exists():
-        raise UserError(f"--warm-start {directory} holds no top vector; measure it again with --keep-top-vector")
-    if sha256_of(path) != top["top_vector_sha256"]:
-        raise UserError(f"{path} is not the vector of the result beside it; measure that checkpoint again")
+    top = read_result(directory, Curvature).measured.lambda_max
+    if top is None or top.top_vector_sha256 is None or not path.exists():
+        raise UserError(
+            f"--warm-start {directory} holds no top vector; measure it again with --keep-top-vector"
+        )
+    if sha256_of(path) != top.top_vector_sha256:
+        raise UserError(
+            f"{path} is not the vector of the result beside it; measure that checkpoint again"
+        )
     try:
         tensors = load_file(path)
     except SafetensorError as error:
         raise UserError(f"{path} is damaged ({error}); measure that checkpoint again") from None
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if shapes != parameters.shapes:
-        raise UserError(f"{path} is of a model with other parameters; give a result of the same architecture")
+        raise UserError(
+            f"{path} is of a model with other parameters; give a result of the same architecture"
+        )
     start_p = parameters.take(tensors)
     start_p.div_(parameters.norm(start_p)).add_(probe_p, alpha=1 / parameters.norm(probe_p))
-    return start_p, {"path": str(directory), "top_vector_sha256": top["top_vector_sha256"]}
+    return start_p, {"path": str(directory), "top_vector_sha256": top.top_vector_sha256}

@@ -1,1 +1,1 @@
-"""The quantization step: where it leads from the full-precision weights, and what the loss does along it."""
+"""The quantization step from the full-precision weights, and the loss along it."""

@@ -1,63 +1,57 @@
-"""Curvature along the quantization step of one result: model, step and products put together.
-
-Shapes: p parameters of this rank.
-"""
+"""Curvature along the quantization step of one result: model, step and products put together."""
 
 import time
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
 from torch import Tensor
 
-from ckpt_tools.forward import names_in_files
-from ckpt_tools.ranks import Ranks
+from base.errors import UserError
+from base.progress import Progress
+from base.ranks import Ranks
+from ckpt_tools.hf.forward import names_in_files
 from curvature.opened import Opened, open_model
-from curvature.parameters import Probe, block_of
-from curvature.settings import ProductSettings
+from curvature.products.interface import Quadratic
+from curvature.products.parameters import Probe, block_of
+from curvature.settings import StepSettings
 from curvature.step.prediction import UNITS, Vector, predict
 from curvature.step.quantized import Step, read_step
-from curvature.trace.hutchinson import Quadratic
-from train.command import Progress, UserError
 
 
-class StepSettings(ProductSettings):
-    """Everything that decides the numbers, the model, the quantized model and the text aside."""
-
-    microbatches: int = Field(default=16, ge=2, description="behind every figure, all of one size")
-
-    def check(self) -> None:
-        """UserError for settings that do not go together."""
-        super().check()
-        if self.dtype != "fp32":
-            raise UserError("losses before and behind a step are compared in fp32; leave --dtype out")
-
-
-def measure(hf_dir: Path, result_dir: Path, settings: StepSettings, data_prefix: Path, ranks: Ranks) -> dict[str, Any]:
-    """The content of result.json for the quantized model whose result lies in `result_dir`. Writes nothing.
+def measure(
+    hf_dir: Path, result_dir: Path, settings: StepSettings, data_prefix: Path, ranks: Ranks
+) -> dict[str, Any]:
+    """Return the content of result.json for a quantized model's result; write nothing.
 
     Raises:
-        UserError: the quantized model is another's, model, text, settings and ranks do not fit, a figure is not finite,
-            or the guard refuses.
+        UserError: the quantized model is another's, model, text, settings and ranks do not fit, a
+            figure is not finite, or the guard refuses.
     """
     if ranks.size > 1 and settings.sharding == "none":
-        raise UserError(f"{ranks.size} ranks share the products of a step; give --sharding fsdp, or start one process")
+        raise UserError(
+            f"{ranks.size} ranks share the products of a step; give --sharding fsdp, or start one"
+            " process"
+        )
     clock = time.perf_counter()
     step = read_step(hf_dir, result_dir)
     needed = settings.microbatches * settings.microbatch_sequences
     opened = open_model(hf_dir, settings, data_prefix, ranks, needed=needed)
-    measured = _predicted(opened, step, settings)
-    measured |= {"quantization": step.measured, "units": UNITS | {"quantization": "nats per token, on its own text"}}
+    measured = _predicted(opened, step, settings) | {
+        "quantization": step.measured,
+        "units": UNITS | {"quantization": "nats per token, on its own text"},
+    }
     more = {"name": f"step-{step.spec}", "quantized": {"path": str(result_dir), "spec": step.spec}}
     return opened.result(measured, more, {"all": time.perf_counter() - clock})
 
 
 def _predicted(opened: Opened, step: Step, settings: StepSettings) -> dict[str, Any]:
     parameters, files = opened.hessian.parameters, names_in_files(opened.model.entry.model)
-    delta = {name: moved for name in parameters.weights if (moved := step.delta(files[name])) is not None}
-    delta = {name: moved.view(parameters.shapes[name]) for name, moved in delta.items()}
-    blocks = {block_of(name) for name in delta}
-    total = settings.microbatches * (3 + len(blocks))
+    delta = {
+        name: moved.view(parameters.shapes[name])
+        for name in parameters.weights
+        if (moved := step.delta(files[name])) is not None
+    }
+    total = settings.microbatches * (3 + len({block_of(name) for name in delta}))
 
     with Progress(f"step of {step.spec}", total=total) as progress:
 

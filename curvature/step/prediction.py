@@ -1,14 +1,16 @@
-"""What the loss does along the quantization step delta, and whether the step is sharper than a random one.
+"""The loss along a quantization step delta, and the step's curvature against a random one's.
 
-L(theta + delta) - L(theta) = g.delta + 1/2 delta'H delta + R, of the step as a whole and of every decoder block's part
-of it alone. R, what is measured beyond the second order, is of third order in delta.
+L(theta + delta) - L(theta) = g.delta + 1/2 delta'H delta + R, of the step as a whole and of every
+decoder block's part of it alone. R, what is measured beyond the second order, is of third order in
+delta.
 
-The curvature along the step, delta'H delta / |delta|^2, exceeds the mean curvature tr H / N of the same N weights for
-two reasons, told apart by the step with random signs s, E[(s delta)'H(s delta)] = sum_i h_ii delta_i^2: larger steps
-where the diagonal is large, and errors that add up because H couples them.
+The curvature along the step, delta'H delta / |delta|^2, exceeds the mean curvature tr H / N of the
+same N weights for two reasons, separated by the step with random signs s, E[(s delta)'H(s delta)]
+= sum_i h_ii delta_i^2: larger steps where the diagonal is large, and errors that add up because H
+couples them.
 
-All figures of a microbatch belong to the same tokens, so differences and ratios are paired; the microbatches are of one
-size and independent, and stand for the text.
+All figures of a microbatch belong to the same tokens, so differences and ratios are paired; the
+microbatches are of one size and independent, and stand for the text.
 """
 
 import math
@@ -17,8 +19,9 @@ from typing import Any
 
 from torch import Tensor
 
-from curvature.trace.hutchinson import Quadratic, estimate_mean
-from train.command import UserError
+from base.errors import UserError
+from curvature.products.interface import Quadratic
+from curvature.trace.hutchinson import estimate_mean
 
 Vector = dict[str, Tensor]
 
@@ -31,11 +34,13 @@ UNITS = {
     "first_order": f"{_NATS}, g.delta",
     "second_order": f"{_NATS}, delta'H delta / 2",
     "predicted": f"{_NATS}, first_order + second_order",
-    "measured": f"{_NATS}, loss behind the step minus loss before it",
+    "measured": f"{_NATS}, loss after the step minus loss before it",
     "remainder": f"{_NATS}, measured - predicted",
     "relative_difference": "1 (predicted / measured - 1)",
     "curvature.along_step": f"{_SHARPNESS}, delta'H delta / |delta|^2",
-    "curvature.signed": f"{_SHARPNESS}, the same with random signs: sum_i h_ii delta_i^2 / |delta|^2",
+    "curvature.signed": (
+        f"{_SHARPNESS}, the same with random signs: sum_i h_ii delta_i^2 / |delta|^2"
+    ),
     "curvature.mean": f"{_SHARPNESS}, tr H / N over the tensors that differ",
     "ratios.step_to_mean": "1 (along_step / mean)",
     "ratios.step_to_signed": "1 (along_step / signed)",
@@ -67,34 +72,52 @@ class _Part:
         self.size = sum(tensor.numel() for tensor in moved.values())
         self.values: dict[str, list[float]] = {figure: [] for figure in (*INCREASE, *CURVATURE)}
 
-    def add(self, along: Quadratic, increase: float, signed: dict[str, float], probed: dict[str, float]) -> None:
-        """Takes in a microbatch: the product with the part, the measured increase, and what random signs give."""
-        dots = (math.fsum(held[name] for name in self.moved) for held in (along.dots, signed, probed))
-        curvature, with_signs, trace = dots
-        predicted = along.slope + curvature / 2
-        found = (
-            *(along.slope, curvature / 2, predicted, increase, increase - predicted),
-            *(curvature / self.square, with_signs / self.square, trace / self.size),
+    def add(
+        self, along: Quadratic, increase: float, signed: dict[str, float], probed: dict[str, float]
+    ) -> None:
+        """Take in a microbatch: the product with the part, the measured increase, random signs."""
+        curvature, with_signs, trace = (
+            math.fsum(dots[name] for name in self.moved) for dots in (along.dots, signed, probed)
         )
-        for (figure, values), value in zip(self.values.items(), found, strict=True):
+        predicted = along.slope + curvature / 2
+        row = {
+            "first_order": along.slope,
+            "second_order": curvature / 2,
+            "predicted": predicted,
+            "measured": increase,
+            "remainder": increase - predicted,
+            "along_step": curvature / self.square,
+            "signed": with_signs / self.square,
+            "mean": trace / self.size,
+        }
+        for figure, value in row.items():
+            values = self.values[figure]
             if not math.isfinite(value):
                 raise UserError(
-                    f"microbatch {len(values)}: {figure} of the step in {self.label} is not finite; give a checkpoint "
-                    f"and quantized weights where it is"
+                    f"microbatch {len(values)}: {figure} of the step in {self.label} is not finite;"
+                    " give a checkpoint and quantized weights where it is"
                 )
             values.append(value)
 
     def summary(self, level: float) -> dict[str, Any]:
-        """Means over the microbatches and their ratios."""
+        """Return means over the microbatches and their ratios."""
         values = self.values
-        ratios = {"step_to_mean": CURVATURE[::2], "step_to_signed": CURVATURE[:2], "signed_to_mean": CURVATURE[1:]}
+        ratios = {
+            "step_to_mean": ("along_step", "mean"),
+            "step_to_signed": ("along_step", "signed"),
+            "signed_to_mean": ("signed", "mean"),
+        }
+        excess = [-value for value in values["remainder"]]
         return {
             "norm": math.sqrt(self.square),
             "parameters": self.size,
             **{figure: _mean(values[figure], level) for figure in INCREASE},
-            "relative_difference": _ratio([-one for one in values["remainder"]], values["measured"], level),
+            "relative_difference": _ratio(excess, values["measured"], level),
             "curvature": {figure: _mean(values[figure], level) for figure in CURVATURE},
-            "ratios": {name: _ratio(values[above], values[below], level) for name, (above, below) in ratios.items()},
+            "ratios": {
+                name: _ratio(values[above], values[below], level)
+                for name, (above, below) in ratios.items()
+            },
         }
 
 
@@ -108,14 +131,14 @@ def predict(
     block_of: Callable[[str], str],
     level: float = 0.95,
 ) -> dict[str, Any]:
-    """Predicted and measured loss increase of a step and of each block's part, ready for JSON; units are in `UNITS`.
+    """Return predicted and measured loss increase of a step and of each block's part, for JSON.
 
-    Every microbatch takes 3 + B products and 2 + B losses, B blocks. Each figure is an `Estimate` over microbatches:
-    "mean" (or ratio of means), "standard_error", "interval"; a ratio to what is 0 in every digit is None.
+    Every microbatch takes 3 + B products and 2 + B losses, B blocks. Each figure is an `Estimate`
+    over microbatches, its unit in `UNITS`; a ratio to 0 is None.
 
     Args:
-        evaluate: loss, g.v and v_t'(Hv)_t by tensor of microbatch `index` at theta, for a v that is 0 in tensors that
-            it does not name.
+        evaluate: loss, g.v and v_t'(Hv)_t by tensor of microbatch `index` at theta, for a v that is
+            0 in tensors that it does not name.
         loss_moved: the loss of microbatch `index` at theta + v, in fp32, with the same convention.
         delta: the step, no tensor of zeros.
         random: signs (Rademacher) of probe `index`, at least for the tensors of delta.
@@ -134,29 +157,32 @@ def predict(
     by_block: dict[str, Vector] = {}
     for name, tensor in delta.items():
         by_block.setdefault(block_of(name), {})[name] = tensor
-    whole, blocks = _Part("all blocks", delta), [_Part(block, moved) for block, moved in by_block.items()]
+    whole = _Part("all blocks", delta)
+    blocks = [_Part(block, moved) for block, moved in by_block.items()]
     losses = []
     for index in range(microbatches):
         probe = random(index)
         probed = evaluate(index, {name: probe[name] for name in delta}).dots
-        signed = evaluate(index, {name: probe[name] * tensor for name, tensor in delta.items()}).dots
-        # by the function that measures behind the step: rounding that they share is no increase
+        with_signs = {name: probe[name] * tensor for name, tensor in delta.items()}
+        signed = evaluate(index, with_signs).dots
+        # By the function that measures after the step: rounding that they share is no increase.
         losses.append(loss_moved(index, {}))
         for part in (whole, *blocks):
             along = evaluate(index, part.moved)
             part.add(along, loss_moved(index, part.moved) - losses[-1], signed, probed)
+    per_microbatch = {figure: whole.values[figure] for figure in INCREASE}
     return {
         "microbatches": microbatches,
         "level": level,
         "loss": _mean(losses, level),
-        "whole": whole.summary(level) | {"per_microbatch": {figure: whole.values[figure] for figure in INCREASE}},
+        "whole": whole.summary(level) | {"per_microbatch": per_microbatch},
         "blocks": {part.label: part.summary(level) for part in blocks},
         "interaction": _interaction(whole, blocks, level),
     }
 
 
 def _interaction(whole: _Part, blocks: list[_Part], level: float) -> dict[str, Any]:
-    """What the blocks cost together and not one by one."""
+    """Return the cost of the blocks together beyond the sum of their own."""
     beyond = {
         figure: [
             value - math.fsum(part.values[figure][index] for part in blocks)
@@ -173,10 +199,14 @@ def _mean(values: list[float], level: float) -> dict[str, Any]:
 
 
 def _ratio(above: list[float], below: list[float], level: float) -> dict[str, Any] | None:
-    """Ratio r of two means over the same microbatches; its error is the delta method's, of (above - r below) / mean."""
+    """Return the ratio r of two means over the same microbatches, None to 0.
+
+    Its error is the delta method's: that of the mean of (above - r below) / mean(below).
+    """
     scale = math.fsum(below) / len(below)
     if not scale:
         return None
     ratio = math.fsum(above) / len(above) / scale
-    # values whose mean is the ratio and whose spread is that of its error
-    return _mean([ratio + (one - ratio * other) / scale for one, other in zip(above, below, strict=True)], level)
+    # Values whose mean is the ratio and whose spread is that of its error.
+    pairs = zip(above, below, strict=True)
+    return _mean([ratio + (a - ratio * b) / scale for a, b in pairs], level)

@@ -1,20 +1,20 @@
-"""The step from full-precision to quantized weights, read from what `quant_eval run --dense` left."""
+"""The step from full-precision to quantized weights, from a result of `quant_eval run --dense`."""
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from torch import Tensor, promote_types
 
+from base.errors import UserError, explain_validation
+from base.files import FileRecord, check_inside, sha256_of, verify_files
+from base.frozen import Frozen
 from ckpt_tools.formats.hf_weights import HFWeights, read_header
 from ckpt_tools.formats.weights import FileTensor
-from ckpt_tools.hf_directory import DENSE_JSON, RESULT_JSON
-from ckpt_tools.hf_model import identify
-from train.command import UserError, explain_validation
-from train.frozen import Frozen
-from train.run_directory import FileRecord, check_inside, sha256_of, verify_files
-
-Kind = TypeVar("Kind", bound=BaseModel)
+from ckpt_tools.hf.directory import DENSE_JSON, RESULT_JSON
+from ckpt_tools.hf.measured import Increase, Quantization
+from ckpt_tools.hf.model import identify
+from ckpt_tools.hf.results import read_result
 
 
 class _Base(Frozen):
@@ -30,46 +30,17 @@ class _Dense(Frozen):
     files: dict[str, FileRecord]
 
 
-class _Intervals(BaseModel):
-    absolute_error: tuple[float, float]
-
-
-class _Increase(BaseModel):
-    absolute_error: float
-    intervals: _Intervals
-
-    def described(self) -> dict[str, Any]:
-        return {"absolute_error": self.absolute_error, "interval": list(self.intervals.absolute_error)}
-
-
-class _Block(BaseModel):
-    block: int
-    alone: _Increase
-
-
-class _Measured(_Increase):
-    cross_entropy: float
-    cross_entropy_quantized: float
-    blocks: list[_Block] = []
-    dense: str | None = None
-
-
-class _Result(BaseModel):
-    """What is of use of result.json."""
-
-    measured: _Measured
-
-
 class Step(NamedTuple):
     """delta = quantized - base, of which tensors are read one at a time.
 
     Attributes:
         spec: its name.
         names: the tensors that differ, as the base's files call them, block after block.
-        measured: what quantization cost on the text of result.json, nats per token: "cross_entropy",
-            "cross_entropy_quantized", "absolute_error" with its "interval", and, where they were measured, "blocks":
-            "absolute_error" and "interval" of each block quantized alone.
-        base, quantized: where the tensors of either lie, by name; `quantized` holds those that differ.
+        measured: the cost of quantization on the text of result.json, nats per token:
+            "cross_entropy", "cross_entropy_quantized", "absolute_error" with its "interval", and,
+            where they were measured, "blocks": the same of each block quantized alone.
+        base, quantized: the tensors of either in their files, by name; `quantized` holds those
+            that differ.
     """
 
     spec: str
@@ -79,7 +50,7 @@ class Step(NamedTuple):
     quantized: dict[str, FileTensor]
 
     def delta(self, name: str) -> Tensor | None:
-        """Quantized minus base in fp32, in the base's shape; None for a tensor that does not differ."""
+        """Return quantized minus base in fp32, in the base's shape; None where they are equal."""
         if name not in self.quantized:
             return None
         base, quantized = self.base[name], self.quantized[name]
@@ -87,51 +58,75 @@ class Step(NamedTuple):
 
 
 def read_step(hf_dir: Path, result_dir: Path) -> Step:
-    """Opens a result whose dequantized weights were kept, and checks every file of it and of the base.
+    """Open a result whose dequantized weights were kept; check every file of it and of the base.
 
     Args:
         hf_dir: the model that was quantized.
         result_dir: of the result, such as HF_DIR/quant/SPEC.
 
     Raises:
-        UserError: there are no dequantized weights, a file is damaged, or another model was quantized.
+        UserError: there are no dequantized weights, a file is damaged, or another model was
+            quantized.
     """
     again = f"measure it with 'python -m quant_eval run {hf_dir} --dense' and this spec"
-    measured = _read(_Result, result_dir / RESULT_JSON, again).measured
+    measured = read_result(result_dir / RESULT_JSON, Quantization).measured
     path = result_dir / DENSE_JSON
     if measured.dense is None or not path.is_file():
         raise UserError(f"{result_dir} holds no dequantized weights; {again}")
     if sha256_of(path) != measured.dense:
         raise UserError(f"{path} is not the one that {RESULT_JSON} was written with; {again}")
-    dense = _read(_Dense, path, again)
+    dense = _read_dense(path, again)
     check_inside(path, dense.files)
     verify_files(path.parent, dense.files, again)
     if identify(hf_dir)["weights_sha256"] != dense.base.weights_sha256:
-        raise UserError(f"{result_dir} is of another model than {hf_dir}; give the one that was quantized")
+        raise UserError(
+            f"{result_dir} is of another model than {hf_dir}; give the one that was quantized"
+        )
     base = HFWeights(hf_dir).stored
-    quantized = {name: held for file in dense.files for name, held in read_header(path.parent / file).items()}
+    quantized = {
+        name: held for file in dense.files for name, held in read_header(path.parent / file).items()
+    }
     for name, held in quantized.items():
         if name not in base or base[name].shape != held.shape:
             raise UserError(f"{path}: '{name}' does not fit {hf_dir}; {again}")
         if promote_types(base[name].dtype, held.dtype) != held.dtype:
             raise UserError(
-                f"{result_dir} was measured in {dense.dtype}, {hf_dir} holds more digits, which the step would count "
-                f"as quantization; measure it with --dtype fp32"
+                f"{result_dir} was measured in {dense.dtype}, {hf_dir} holds more digits, which the"
+                " step would count as quantization; measure it with --dtype fp32"
             )
     if not quantized:
-        raise UserError(f"{result_dir} quantized nothing: its weights are those of {hf_dir}; choose fewer bits")
-    of_use = measured.model_dump(include={"cross_entropy", "cross_entropy_quantized"}) | measured.described()
-    if measured.blocks:
-        of_use["blocks"] = [{"block": one.block} | one.alone.described() for one in measured.blocks]
-    return Step(dense.spec, tuple(quantized), of_use, base, quantized)
+        raise UserError(
+            f"{result_dir} quantized nothing: its weights are those of {hf_dir}; choose fewer bits"
+        )
+    return Step(dense.spec, tuple(quantized), _cost(measured), base, quantized)
 
 
-def _read(kind: type[Kind], path: Path, next_action: str) -> Kind:
+def _read_dense(path: Path, next_action: str) -> _Dense:
     try:
-        return kind.model_validate_json(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; {next_action}") from None
+        return _Dense.model_validate_json(path.read_text())
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text; {next_action}") from None
     except ValidationError as error:
         raise explain_validation(str(path), error) from None
+
+
+def _cost(measured: Quantization) -> dict[str, Any]:
+    """Return the cost of quantization that a result names, ready for JSON."""
+    cost = {
+        "cross_entropy": measured.cross_entropy,
+        "cross_entropy_quantized": measured.cross_entropy_quantized,
+        **_increase(measured),
+    }
+    if measured.blocks:
+        cost["blocks"] = [
+            {"block": each.block, **_increase(each.alone)} for each in measured.blocks
+        ]
+    return cost
+
+
+def _increase(measured: Quantization | Increase) -> dict[str, Any]:
+    interval = measured.intervals.get("absolute_error")
+    return {
+        "absolute_error": measured.absolute_error,
+        "interval": list(interval) if interval else None,
+    }

@@ -1,1 +1,1 @@
-"""Traces of the Hessian, of the Gauss-Newton matrix and of the empirical Fisher, each with its standard error."""
+"""Traces of Hessian, Gauss-Newton matrix and empirical Fisher, with their standard errors."""

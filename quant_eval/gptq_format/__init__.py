@@ -1,1 +1,1 @@
-"""Quantized checkpoints in the GPTQ format, which gptqmodel, vLLM and transformers load: written, read, and proved."""
+"""Quantized checkpoints in the GPTQ format, which gptqmodel, vLLM and transformers load."""

@@ -1,9 +1,10 @@
-"""What config.json says of a GPTQ checkpoint, and what its loaders take.
+"""The layout of a GPTQ checkpoint, as config.json tells it and loaders take it.
 
-gptqmodel 7.6 loads all that is written here. Symmetric checkpoints are written as "gptq" (version 1), which every
-loader reads. Asymmetric ones are written as "gptq_v2": a zero may be 0, version 1 stores zeros less one, and loaders
-differ in what they make of the -1 (gptqmodel refuses asymmetric version 1 of others). vLLM reads 4 and 8 symmetric
-bits in groups of 32, 64, 128 or a whole row; 2 and 3 bits, and "gptq_v2", some versions only.
+gptqmodel 7.6 loads all that is written here. Symmetric checkpoints are written as "gptq" (version
+1), which every loader reads. Asymmetric ones are written as "gptq_v2": a zero may be 0, version 1
+stores zeros less one, and loaders differ in what they make of the -1 (gptqmodel refuses asymmetric
+version 1 of others). vLLM reads 4 and 8 symmetric bits in groups of 32, 64, 128 or a whole row; 2
+and 3 bits, and "gptq_v2", some versions only.
 
 Shapes: O output features, I input features, G groups of a row.
 """
@@ -16,11 +17,11 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 
+from base.errors import UserError, explain_validation
+from base.frozen import Frozen
 from ckpt_tools.formats.weights import Described
 from quant_eval.gptq_format.packing import WORD_BITS, Format
 from quant_eval.specs import QuantSpec
-from train.command import UserError, explain_validation
-from train.frozen import Frozen
 
 PACKED = ("qweight", "qzeros", "scales", "g_idx")  # in place of "weight"
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # that gptqmodel takes, besides a whole row
@@ -29,12 +30,14 @@ SETTINGS = "quantization_config"  # key of config.json
 
 
 class Layout(Frozen):
-    """How the packed tensors of a checkpoint are to be read."""
+    """The layout of the packed tensors of a checkpoint."""
 
     quant_method: Literal["gptq"] = "gptq"
     bits: Literal[2, 3, 4, 8]
     group_size: int = Field(ge=-1, description="inputs that share a scale; -1: a whole row does")
-    desc_act: bool = Field(description="whether groups are other than neighbouring inputs, so that kernels need g_idx")
+    desc_act: bool = Field(
+        description="whether groups are other than neighbouring inputs, so that kernels need g_idx"
+    )
     sym: bool
     checkpoint_format: Format
     pack_dtype: Literal["int32"] = "int32"
@@ -59,26 +62,35 @@ class Layout(Frozen):
         }
 
     def settings(self) -> dict[str, Any]:
-        """`quantization_config` of config.json, with the keys that one loader or another asks for."""
+        """Return `quantization_config` of config.json, with the keys that all loaders need."""
         return {**self.model_dump(), "format": self.checkpoint_format, "lm_head": False}
 
 
 def layout_of(spec: QuantSpec) -> Layout:
-    """How the result of a spec is saved; `desc_act` is for whoever knows the groups to say.
+    """Return the layout of a saved result; `desc_act` is set by the writer, which sees the groups.
 
     Raises:
         UserError: the saved weights would not be the measured ones, or no loader takes them.
     """
     if spec.scales is None:
-        raise UserError(f"spec {spec.name} cannot be saved as a GPTQ checkpoint; give one of rtn or gptq")
+        raise UserError(
+            f"spec {spec.name} cannot be saved as a GPTQ checkpoint; give one of rtn or gptq"
+        )
     if spec.bits not in (2, 3, 4, 8):
-        raise UserError(f"spec {spec.name}: GPTQ checkpoints hold 2, 3, 4 or 8 bits, not {spec.bits}; change -b")
+        raise UserError(
+            f"spec {spec.name}: GPTQ checkpoints hold 2, 3, 4 or 8 bits, not {spec.bits}; change -b"
+        )
     if spec.group_size not in (None, *GROUP_SIZES):
         sizes = ", ".join(map(str, GROUP_SIZES))
-        raise UserError(f"spec {spec.name}: gptqmodel loads groups of {sizes}; change -g, or give perchannel")
+        raise UserError(
+            f"spec {spec.name}: gptqmodel loads groups of {sizes}; change -g, or give perchannel"
+        )
     if spec.scales != "fp16":
         fitting = spec.model_copy(update={"scales": "fp16"}).name
-        raise UserError(f"spec {spec.name}: GPTQ checkpoints hold scales in fp16; give {fitting}, and measure that")
+        raise UserError(
+            f"spec {spec.name}: GPTQ checkpoints hold scales in fp16; give {fitting}, and measure"
+            " that"
+        )
     return Layout(
         bits=spec.bits,  # type: ignore[arg-type]  # checked above
         group_size=spec.group_size or WHOLE_ROW,
@@ -89,20 +101,24 @@ def layout_of(spec: QuantSpec) -> Layout:
 
 
 def check_linear(name: str, num_outputs: int, num_inputs: int, spec: QuantSpec) -> None:
-    """UserError for a linear that cannot be packed with the bits and groups of a spec."""
+    """Refuse a linear that cannot be packed with the bits and groups of a spec."""
     multiple = next(count for count in (4, 8, 16, 32) if count * spec.bits % WORD_BITS == 0)
     if num_outputs % multiple:
         raise UserError(
-            f"{name} has {num_outputs} outputs; loaders need a multiple of {multiple} to unpack zeros of {spec.bits} "
-            f"bits, so spec {spec.name} cannot be saved; measure it without saving"
+            f"{name} has {num_outputs} outputs; loaders need a multiple of {multiple} to unpack"
+            f" zeros of {spec.bits} bits, so spec {spec.name} cannot be saved; measure it without"
+            " saving"
         )
     if num_inputs % WORD_BITS:
         raise UserError(
-            f"{name} has {num_inputs} inputs; loaders need a multiple of 32 to unpack codes, so spec {spec.name} "
-            f"cannot be saved; measure it without saving"
+            f"{name} has {num_inputs} inputs; loaders need a multiple of 32 to unpack codes, so"
+            f" spec {spec.name} cannot be saved; measure it without saving"
         )
     if spec.group_size and num_inputs % spec.group_size:
-        raise UserError(f"{name} has {num_inputs} inputs, no multiple of {spec.group_size}; change -g of {spec.name}")
+        raise UserError(
+            f"{name} has {num_inputs} inputs, no multiple of {spec.group_size}; change -g of"
+            f" {spec.name}"
+        )
 
 
 def read_layout(directory: Path) -> tuple[Layout, torch.dtype]:
@@ -115,18 +131,25 @@ def read_layout(directory: Path) -> tuple[Layout, torch.dtype]:
     try:
         config = dict(json.loads(path.read_text()))
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist; give a directory saved in the GPTQ format") from None
+        raise UserError(
+            f"{path} does not exist; give a directory saved in the GPTQ format"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); save the checkpoint again") from None
     held = config.get(SETTINGS)
     if not isinstance(held, dict):
         raise UserError(f"{path} has no {SETTINGS}; give a directory saved in the GPTQ format")
     try:
-        layout = Layout.model_validate({key: held[key] for key in Layout.model_fields if key in held}, strict=True)
+        layout = Layout.model_validate(
+            {key: held[key] for key in Layout.model_fields if key in held}, strict=True
+        )
     except ValidationError as error:
         raise explain_validation(f"{path}: {SETTINGS}", error) from None
     if held.get("dynamic"):
-        raise UserError(f"{path}: {SETTINGS} differ by layer ('dynamic'), which is not supported; save it without")
+        raise UserError(
+            f"{path}: {SETTINGS} differ by layer ('dynamic'), which is not supported; save it"
+            " without"
+        )
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     name = config.get("dtype", config.get("torch_dtype"))
     if name not in dtypes:

@@ -1,9 +1,11 @@
-"""Codes of a few bits in words of 32: the four tensors that hold a quantized linear in a GPTQ checkpoint.
+"""Codes of a few bits in words of 32: the four tensors of a quantized linear.
 
-32 values of b bits fill b words as one string of bits does, the first value in the lowest bits of the first word; one
-of 3 bits may begin in a word and end in the next. Codes are packed along inputs, zeros along outputs.
+32 values of b bits fill b words as one string of bits does, the first value in the lowest bits of
+the first word; one of 3 bits may begin in a word and end in the next. Codes are packed along
+inputs, zeros along outputs.
 
-Shapes: O output features, I input features, G groups of a row, V values, P words, R runs of 32 values, N columns.
+Shapes: O output features, I input features, G groups of a row, V values, P words, R runs of 32
+    values, N columns.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,13 +25,18 @@ TAKEN_FROM_ZEROS: dict[Format, int] = {"gptq": 1, "gptq_v2": 0}
 
 
 def pack(rounded: Rounded, bits: int, checkpoint_format: Format) -> dict[str, Tensor]:
-    """The tensors of a linear by their last name, contiguous, on the CPU; I and O x bits are multiples of 32.
+    """Return the tensors of a linear by their last name; I and O x bits are multiples of 32.
 
-    `qweight` int32 [I x bits / 32, O], `qzeros` int32 [G, O x bits / 32], `scales` fp16 [G, O], `g_idx` int32 [I].
+    `qweight` int32 [I x bits / 32, O], `qzeros` int32 [G, O x bits / 32], `scales` fp16 [G, O],
+    `g_idx` int32 [I].
     """
     taken, scales_OG = TAKEN_FROM_ZEROS[checkpoint_format], rounded.scales_OG.half()
-    assert int(rounded.zeros_OG.min()) >= taken, f"the format {checkpoint_format} has no place for a zero of 0"
-    assert max(int(rounded.codes_OI.max()), int(rounded.zeros_OG.max())) < 2**bits, f"not of {bits} bits"
+    assert int(rounded.zeros_OG.min()) >= taken, (
+        f"the format {checkpoint_format} has no place for a zero of 0"
+    )
+    assert max(int(rounded.codes_OI.max()), int(rounded.zeros_OG.max())) < 2**bits, (
+        f"not of {bits} bits"
+    )
     assert torch.equal(scales_OG.float(), rounded.scales_OG), "scales are no values of fp16"
     tensors = {
         "qweight": _pack_rows(rounded.codes_OI.T.contiguous(), bits),
@@ -41,7 +48,7 @@ def pack(rounded: Rounded, bits: int, checkpoint_format: Format) -> dict[str, Te
 
 
 def unpack(tensors: Mapping[str, Tensor], bits: int, checkpoint_format: Format) -> Rounded:
-    """What `pack` made them of."""
+    """Return the linear that `pack` made them of."""
     zeros_OG = _unpack_rows(tensors["qzeros"].T, bits) + TAKEN_FROM_ZEROS[checkpoint_format]
     return Rounded(
         codes_OI=_unpack_rows(tensors["qweight"], bits).T.contiguous(),
@@ -52,7 +59,7 @@ def unpack(tensors: Mapping[str, Tensor], bits: int, checkpoint_format: Format) 
 
 
 def _places(bits: int) -> Iterator[tuple[int, int, int, int]]:
-    """Of each value of a run: its index, the word it begins in, the bit of that word, and how many bits fit there."""
+    """Yield of each value of a run its index, first word, bit in that, and the bits that fit."""
     for index in range(WORD_BITS):
         word, shift = divmod(index * bits, WORD_BITS)
         yield index, word, shift, min(bits, WORD_BITS - shift)
@@ -75,9 +82,12 @@ def _unpack_rows(words_PN: Tensor, bits: int) -> Tensor:
     """Words to values [P x 32 / bits, N] of uint8."""
     num_words, width = words_PN.shape
     words_RPN = pad(words_PN, (0, 0, 0, -num_words % bits)).view(-1, bits, width)
-    runs_RVN = torch.empty(len(words_RPN), WORD_BITS, width, dtype=torch.uint8, device=words_PN.device)
+    runs_RVN = torch.empty(
+        len(words_RPN), WORD_BITS, width, dtype=torch.uint8, device=words_PN.device
+    )
     for index, word, shift, fitting in _places(bits):
-        values_RN = words_RPN[:, word] >> shift & 2**fitting - 1  # a negative word is filled with ones from the left
+        # the mask: a negative word is filled with ones from the left
+        values_RN = words_RPN[:, word] >> shift & 2**fitting - 1
         if fitting < bits:
             values_RN |= (words_RPN[:, word + 1] & 2 ** (bits - fitting) - 1) << fitting
         runs_RVN[:, index] = values_RN

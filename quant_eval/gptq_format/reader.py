@@ -9,18 +9,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from base.errors import UserError
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import Described, read_whole
 from quant_eval.gptq_format.layout import PACKED, read_layout
 from quant_eval.gptq_format.packing import TAKEN_FROM_ZEROS, unpack
 from quant_eval.grid import Rounded
-from train.command import UserError
 
 
 class SavedWeights:
     """The weights of a saved checkpoint by the HF names of the model that was quantized.
 
-    A packed linear is scale x (code - zero), exact in fp32, rounded to `dtype`; one is held unpacked at a time.
+    A packed linear is scale x (code - zero), exact in fp32, rounded to `dtype`; one is held
+    unpacked at a time.
 
     Attributes:
         layout: what config.json says of the packed tensors.
@@ -29,15 +30,16 @@ class SavedWeights:
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype | None = None) -> None:
-        """Opens the files and checks all that can be seen without unpacking.
+        """Open the files and check all that can be seen without unpacking.
 
         Args:
             directory: a saved checkpoint.
-            dtype: of packed linears; None: as config.json says. fp32 keeps what bf16 would round away.
+            dtype: of packed linears; None: as config.json says. fp32 keeps what bf16 would round
+                away.
 
         Raises:
-            UserError: a tensor is missing, has another shape or type than config.json says, or groups that do not
-                exist; the message names it.
+            UserError: a tensor is missing, has another shape or type than config.json says, or
+                groups that do not exist; the message names it.
         """
         self.directory = directory
         self.layout, saved_dtype = read_layout(directory)
@@ -62,7 +64,10 @@ class SavedWeights:
             return self._files.read(name, start, stop)
         whole = self.rounded(linear)
         rows = Rounded(
-            whole.codes_OI[start:stop], whole.scales_OG[start:stop], whole.zeros_OG[start:stop], whole.groups_I
+            whole.codes_OI[start:stop],
+            whole.scales_OG[start:stop],
+            whole.zeros_OG[start:stop],
+            whole.groups_I,
         )
         return rows.dense().to(self.dtype)
 
@@ -76,10 +81,15 @@ class SavedWeights:
             packed = {key: read_whole(self._files, f"{linear}.{key}") for key in PACKED}
             rounded = unpack(packed, self.layout.bits, self.layout.checkpoint_format)
             first = TAKEN_FROM_ZEROS[self.layout.checkpoint_format]
-            if not first <= int(rounded.zeros_OG.min()) <= int(rounded.zeros_OG.max()) < 2**self.layout.bits:
+            if (
+                not first
+                <= int(rounded.zeros_OG.min())
+                <= int(rounded.zeros_OG.max())
+                < 2**self.layout.bits
+            ):
                 raise UserError(
-                    f"{self.directory}: '{linear}.qzeros' holds a zero that format {self.layout.checkpoint_format} has "
-                    f"no place for; save the checkpoint again"
+                    f"{self.directory}: '{linear}.qzeros' holds a zero that format"
+                    f" {self.layout.checkpoint_format} has no place for; save the checkpoint again"
                 )
             self._held = linear, rounded
         return self._held[1]
@@ -90,7 +100,9 @@ class SavedWeights:
         missing = [key for key in PACKED if f"{linear}.{key}" not in held]
         if missing or f"{linear}.weight" in held:
             problem = (
-                f"'{linear}.{missing[0]}' is missing" if missing else f"'{linear}.weight' is there, and packed too"
+                f"'{linear}.{missing[0]}' is missing"
+                if missing
+                else f"'{linear}.weight' is there, and packed too"
             )
             raise UserError(f"{self.directory}: {problem}; save the checkpoint again")
         num_outputs = held[f"{linear}.scales"].shape[-1]
@@ -99,18 +111,21 @@ class SavedWeights:
             found = held[f"{linear}.{key}"]
             if found != wanted:
                 raise UserError(
-                    f"{self.directory}: '{linear}.{key}' is {found.dtype} {found.shape}, config.json needs "
-                    f"{wanted.dtype} {wanted.shape}; save the checkpoint again"
+                    f"{self.directory}: '{linear}.{key}' is {found.dtype} {found.shape},"
+                    f" config.json needs {wanted.dtype} {wanted.shape}; save the checkpoint again"
                 )
         groups_I = read_whole(self._files, f"{linear}.g_idx")
         num_groups = self.layout.groups(num_inputs)
         if not 0 <= int(groups_I.min()) <= int(groups_I.max()) < num_groups:
             raise UserError(
-                f"{self.directory}: '{linear}.g_idx' names a group outside of 0 .. {num_groups - 1}; save it again"
+                f"{self.directory}: '{linear}.g_idx' names a group outside of 0 .."
+                f" {num_groups - 1}; save it again"
             )
-        if not self.layout.desc_act and not torch.equal(groups_I, self.layout.natural_groups(num_inputs)):
+        if not self.layout.desc_act and not torch.equal(
+            groups_I, self.layout.natural_groups(num_inputs)
+        ):
             raise UserError(
-                f"{self.directory}: '{linear}.g_idx' is not in order although desc_act is false, so kernels would not "
-                f"read it; save the checkpoint again"
+                f"{self.directory}: '{linear}.g_idx' is not in order although desc_act is false, so"
+                " kernels would not read it; save the checkpoint again"
             )
         return Described((num_outputs, num_inputs), self.dtype)

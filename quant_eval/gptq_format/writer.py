@@ -7,26 +7,26 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from base.environment import environment
+from base.errors import UserError
+from base.files import committed_directory, record_file, scratch_directory, write_json
 from ckpt_tools.formats.hf_weights import HFWeights, read_header
 from ckpt_tools.formats.hf_writer import SHARD_BYTES, divide, write_files
 from ckpt_tools.formats.weights import DTYPES, Described, FileTensor
-from ckpt_tools.forward import check_shapes, empty_model, names_in_files, read_config
-from ckpt_tools.hf_configuration import change_dtype
-from ckpt_tools.hf_directory import LINEAGE_JSON, TOKENIZER_FILES, read_lineage
-from ckpt_tools.hf_source import CONFIGURATION_FILES
+from ckpt_tools.hf.configuration import change_dtype
+from ckpt_tools.hf.directory import LINEAGE_JSON, TOKENIZER_FILES, read_lineage
+from ckpt_tools.hf.forward import check_shapes, empty_model, names_in_files, read_config
+from ckpt_tools.hf.source import CONFIGURATION_FILES
 from quant_eval.gptq_format.layout import SETTINGS, check_linear, layout_of
 from quant_eval.gptq_format.packing import pack
 from quant_eval.grid import Rounded
 from quant_eval.specs import QuantSpec
-from train.command import UserError
-from train.run_directory import committed_directory, record_file, scratch_directory, write_json
-from train.tracking import environment
 
 KIND = "quantized"  # in lineage.json
 
@@ -43,57 +43,55 @@ class _Stored:
 
 
 class CheckpointWriter:
-    """An HF directory in which the linears of the decoder blocks are packed codes, all else as in its source.
+    """An HF directory in which decoder linears are packed codes, all else as in its source.
 
-    Packed linears wait in a directory beside `out` until the last one is there; `out` appears whole or not at all.
+    Packed linears wait in a directory beside `out` until the last one is there; `out` appears whole
+    or not at all.
 
-    >>> with CheckpointWriter(hf_dir, out, spec) as writer:
+    >>> with CheckpointWriter(hf_dir, out, spec, "fp32") as writer:
     ...     for name, rounded in quantized:
     ...         writer.add(name, rounded)
     ...     writer.finish({"model": identify(hf_dir)})
     """
 
-    def __init__(self, hf_dir: Path, out: Path, spec: QuantSpec, *, dtype: str | None = None) -> None:
+    def __init__(
+        self, hf_dir: Path, out: Path, spec: QuantSpec, dtype: Literal["fp32", "bf16"]
+    ) -> None:
         """Checks everything that can be checked before a linear is quantized.
 
         Args:
             hf_dir: the HF directory that is quantized.
             out: the directory to write; an earlier quantized checkpoint there is replaced.
             spec: of what will be added.
-            dtype: of `DTYPES`, the type of all tensors that are not packed, and of the dense weights that a reader
-                makes; None: as in the source.
+            dtype: of all tensors that are not packed, and of the dense weights that a reader makes.
 
         Raises:
             UserError: the spec or a linear does not fit the format, or something else is at `out`.
         """
         self.hf_dir, self.out, self.spec, self.layout = hf_dir, out, spec, layout_of(spec)
         if out.exists() and (read_lineage(out) or ({}, {}))[0].get("kind") != KIND:
-            raise UserError(f"{out} exists and is no quantized checkpoint; give a new directory or remove it")
+            raise UserError(
+                f"{out} exists and is no quantized checkpoint; give a new directory or remove it"
+            )
         self._source = HFWeights(hf_dir)
         model = empty_model(read_config(hf_dir))
         check_shapes(model, self._source, hf_dir)
         held = model.state_dict()
-        self._shapes = {file: tuple(held[name].shape) for name, file in names_in_files(model).items()}
+        self._shapes = {
+            file: tuple(held[name].shape) for name, file in names_in_files(model).items()
+        }
         head = model.get_output_embeddings()
         linears = {
-            name: part for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head
+            name: part
+            for name, part in model.named_modules()
+            if isinstance(part, nn.Linear) and part is not head
         }
         for name, linear in linears.items():
             check_linear(name, linear.out_features, linear.in_features, spec)
         self._missing = {f"{name}.weight" for name in linears}
-        self.dtype = dtype or self._common_dtype(self._missing)
-        self._converted_to = None if dtype is None else DTYPES[dtype]
+        self.dtype = dtype
         self._packed: dict[str, dict[str, FileTensor]] = {}
         self._cleanup = ExitStack()
-
-    def _common_dtype(self, names: set[str]) -> str:
-        held = {self._source.tensors[name].dtype for name in names}
-        fitting = [name for name, dtype in DTYPES.items() if held == {dtype}]
-        if not fitting:
-            raise UserError(
-                f"the linears of {self.hf_dir} are not of one type; give the type to save, one of {', '.join(DTYPES)}"
-            )
-        return fitting[0]
 
     def __enter__(self) -> Self:
         self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -102,12 +100,15 @@ class CheckpointWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._cleanup.close()
 
     def add(self, name: str, rounded: Rounded) -> None:
-        """Takes a linear by its parameter's name, such as model.layers.0.mlp.up_proj.weight: each once, in any order.
+        """Take a linear by its parameter's name: each once, in any order.
 
         Groups are of `group_size` inputs each, and in the range of the scales.
         """
@@ -116,7 +117,9 @@ class CheckpointWriter:
         linear = name.removesuffix(".weight")
         tensors = pack(rounded, self.layout.bits, self.layout.checkpoint_format)
         wanted = self.layout.packed(*self._shapes[name])
-        assert {key: Described(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()} == wanted
+        assert {
+            key: Described(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()
+        } == wanted
         natural_I = self.layout.natural_groups(len(tensors["g_idx"]))
         assert torch.equal(tensors["g_idx"].sort().values, natural_I), "groups are not of one size"
         if not torch.equal(tensors["g_idx"], natural_I):
@@ -126,16 +129,18 @@ class CheckpointWriter:
         self._packed[name] = read_header(path)
 
     def finish(self, lineage: Mapping[str, Any]) -> None:
-        """Writes `out`: shards, configuration, tokenizer, lineage.json last.
+        """Write `out`: shards, configuration, tokenizer, lineage.json last.
 
         Args:
             lineage: what the lineage tells besides spec, layout and files: the source ("model", as
-                `ckpt_tools.hf_model.identify` has it), the calibration.
+                `ckpt_tools.hf.model.identify` has it), the calibration.
         """
         assert not self._missing, f"not added: {sorted(self._missing)}"
         weights = self._merged()
         with committed_directory(self.out) as aside:
-            files = write_files(aside, divide(dict(weights.tensors), SHARD_BYTES), weights, label="save")
+            files = write_files(
+                aside, divide(dict(weights.tensors), SHARD_BYTES), weights, label="save"
+            )
             for name in (*CONFIGURATION_FILES, *TOKENIZER_FILES):
                 if (self.hf_dir / name).is_file():
                     shutil.copyfile(self.hf_dir / name, aside / name)
@@ -166,6 +171,6 @@ class CheckpointWriter:
                 stored |= packed
                 tensors |= {key: part.described for key, part in packed.items()}
             else:
-                dtype = self._converted_to if tensor.dtype.is_floating_point else None
-                stored[name], tensors[name] = tensor, Described(self._shapes[name], dtype or tensor.dtype)
+                dtype = DTYPES[self.dtype] if tensor.dtype.is_floating_point else tensor.dtype
+                stored[name], tensors[name] = tensor, Described(self._shapes[name], dtype)
         return _Stored(stored, tensors)

@@ -1,4 +1,4 @@
-"""Quantizers of other projects, each in a process of its own: their imports patch what is around them.
+"""Quantizers of other projects, each in its own process: their imports patch others.
 
 bitsandbytes does not, and runs where the model is.
 """

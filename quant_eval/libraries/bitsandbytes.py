@@ -1,6 +1,7 @@
-"""LLM.int8() (arXiv:2208.07339) and NF4 (arXiv:2305.14314) by bitsandbytes, in this process and on the block's device.
+"""LLM.int8() (arXiv:2208.07339) and NF4 (arXiv:2305.14314) by bitsandbytes.
 
-Shapes: O output features, I input features. A call's tokens are all that the linear is given at once.
+Shapes: O output features, I input features. A call's tokens are all that the linear is given at
+    once.
 """
 
 import logging
@@ -12,22 +13,24 @@ from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant, qu
 from bitsandbytes.nn.modules import Int8Params, Linear8bitLt
 from torch import Tensor, nn
 
+from base.errors import UserError
 from quant_eval.specs import QuantSpec
-from train.command import UserError
 
 NF4_GROUP_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def replace_linears(block: nn.Module, names: Sequence[str], spec: QuantSpec) -> None:
-    """Replaces the named linears of a block by LLM.int8(): activations are quantized too, at every call.
+    """Replace the named linears of a block by LLM.int8(), which rounds activations too.
 
-    The weight is cast to fp16 and each row rounded to 127 steps of its max|w| either way. At every call the inputs are
-    cast to fp16 and each token rounded to 127 steps of its max|x| over the values below `spec.threshold`; products of
-    codes are summed in int32 (on a CPU without AVX-512 in fp32), scaled in fp32 and returned in the inputs' dtype. A
-    feature that reaches the threshold at any token of the call is left out of that for every token of it; its products,
-    with the decoded weights, are added in the inputs' dtype. At threshold 0 no feature is. So results depend on which
-    tokens share a call, on the batch size too. On a CPU bitsandbytes scales by 6.200124e-05 where 1 / 127^2 is
-    6.200012e-05: there the int8 part is too large by 1.8e-5 of itself.
+    The weight is cast to fp16 and each row rounded to 127 steps of its max|w| either way. At every
+    call the inputs are cast to fp16 and each token rounded to 127 steps of its max|x| over the
+    values below `spec.threshold`; products of codes are summed in int32 (on a CPU without AVX-512
+    in fp32), scaled in fp32 and returned in the inputs' dtype. A feature that reaches the threshold
+    at any token of the call is left out of that for every token of it; its products, with the
+    decoded weights, are added in the inputs' dtype. At threshold 0 no feature is. So results depend
+    on which tokens share a call, on the batch size too. On a CPU bitsandbytes scales by
+    6.200124e-05 where 1 / 127^2 is 6.200012e-05: there the int8 part is too large by 1.8e-5 of
+    itself.
 
     Args:
         block: its linears may lie on a CPU or a GPU, in fp32, bf16 or fp16.
@@ -38,12 +41,15 @@ def replace_linears(block: nn.Module, names: Sequence[str], spec: QuantSpec) -> 
         UserError: a weight overflows fp16.
     """
     assert spec.threshold is not None, "not of method int8"
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # warns of the cast at every call
+    # it warns of the cast at every call
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     for name in names:
         linear = block.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         if float(linear.weight.detach().abs().max()) > torch.finfo(torch.float16).max:
-            raise UserError(f"{name}: a weight overflows fp16, which LLM.int8() starts from; use another method")
+            raise UserError(
+                f"{name}: a weight overflows fp16, which LLM.int8() starts from; use another method"
+            )
         replacement = Linear8bitLt(
             linear.in_features,
             linear.out_features,
@@ -52,23 +58,28 @@ def replace_linears(block: nn.Module, names: Sequence[str], spec: QuantSpec) -> 
             threshold=spec.threshold,
             device="meta",
         )
-        weight: Any = Int8Params(linear.weight.detach().cpu(), requires_grad=False, has_fp16_weights=False)
-        replacement.weight = weight.to(linear.weight.device)  # here it is rounded: only ever on the way from a CPU
+        weight: Any = Int8Params(
+            linear.weight.detach().cpu(), requires_grad=False, has_fp16_weights=False
+        )
+        # here it is rounded: only ever on the way from a CPU
+        replacement.weight = weight.to(linear.weight.device)
         replacement.bias = linear.bias
-        block.set_submodule(name, replacement.requires_grad_(False).eval())  # in training, a CPU rounds weights alone
+        # in training, a CPU rounds weights alone
+        block.set_submodule(name, replacement.requires_grad_(False).eval())
 
 
 def dense_weight(linear: nn.Module) -> Tensor:
-    """What the int8 weight of a replaced linear decodes to, code * max|row| / 127; fp32 [O, I]."""
+    """Return the decoded weight of a replaced linear, code * max|row| / 127; fp32 [O, I]."""
     assert isinstance(linear, Linear8bitLt)
     codes: Any = linear.weight
-    scales_O: Any = linear.state.SCB if codes.SCB is None else codes.SCB  # the first call moves them
+    # the first call moves them
+    scales_O: Any = linear.state.SCB if codes.SCB is None else codes.SCB
     weight_OI: Tensor = int8_vectorwise_dequant(codes.data, scales_O)
     return weight_OI
 
 
 def nf4_dense(weight_OI: Tensor, group_size: int) -> Tensor:
-    """What the NF4 codes of a weight decode to, fp32 [O, I]: the nearest of 16 quantiles times the group's max|w|.
+    """Return what the NF4 codes of a weight decode to, fp32 [O, I].
 
     Raises:
         UserError: bitsandbytes does not take the group size, or it does not divide a row.
@@ -78,11 +89,16 @@ def nf4_dense(weight_OI: Tensor, group_size: int) -> Tensor:
         raise UserError(f"nf4 does not take groups of {group_size}; choose one of {sizes}")
     if weight_OI.shape[1] % group_size:
         raise UserError(
-            f"nf4: group size {group_size} does not divide {weight_OI.shape[1]} input features; choose a divisor"
+            f"nf4: group size {group_size} does not divide {weight_OI.shape[1]} input features;"
+            " choose a divisor"
         )
     codes, state = quantize_4bit(
-        weight_OI.detach().float().contiguous(), blocksize=group_size, quant_type="nf4", compress_statistics=False
+        weight_OI.detach().float().contiguous(),
+        blocksize=group_size,
+        quant_type="nf4",
+        compress_statistics=False,
     )
-    with torch.compiler.set_stance("force_eager"):  # from groups of 2048 on, it would compile anew for every shape
+    # from groups of 2048 on, it would compile anew for every shape
+    with torch.compiler.set_stance("force_eager"):
         dense_OI: Tensor = dequantize_4bit(codes, state)
     return dense_OI

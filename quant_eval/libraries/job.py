@@ -1,7 +1,8 @@
-"""One model quantized by another project's library, in a process of its own; the two sides hand over files.
+"""One model quantized by another project's library in its own process; files go both ways.
 
-The library's module is started as `python -m quant_eval.libraries.MODULE JOB.json` and leaves in `Job.out`:
-`weights.safetensors`, the dense values of every parameter it changed, and `report.json`, written last.
+The library's module is started as `python -m quant_eval.libraries.MODULE JOB.json` and leaves in
+`Job.out`: `weights.safetensors`, the dense values of every parameter it changed, and `report.json`,
+written last.
 """
 
 import json
@@ -10,43 +11,52 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
+from base.errors import UserError
+from base.files import write_json
+from base.frozen import Frozen
 from quant_eval.specs import QuantSpec
-from train.command import UserError
-from train.frozen import Frozen
-from train.run_directory import write_json
 
 WEIGHTS = "weights.safetensors"
 REPORT = "report.json"
-MODULES = {"gptqmodel": "run_gptqmodel", "gptaq": "run_gptqmodel", "awq": "run_llmcompressor"}  # by method
+MODULES = {
+    "gptqmodel": "run_gptqmodel",
+    "gptaq": "run_gptqmodel",
+    "awq": "run_llmcompressor",
+}  # by method
 
 
 class Job(Frozen):
-    """What one process of a library is told."""
+    """The task of one process of a library."""
 
     hf_dir: Path
     spec: QuantSpec
     calibration: Path = Field(description="safetensors file; 'input_ids' int64 [N, L], unpadded")
-    dtype: Literal["fp32", "bf16"] = Field(description="the model's while it is quantized, and that of the weights")
+    dtype: Literal["fp32", "bf16"] = Field(
+        description="the model's while it is quantized, and that of the weights"
+    )
     batch_size: int = Field(ge=1)
     threads: int = Field(ge=1)
     out: Path
 
 
 class LayerReport(Frozen):
-    """What the library said of one linear."""
+    """The library's own words on one linear."""
 
     name: str
     damping: float | None = Field(description="that was used; None: the method has none")
-    objective: float | None = Field(description="the library's own figure, in its own unit; None: it gives none")
+    objective: float | None = Field(
+        description="the library's own figure, in its own unit; None: it gives none"
+    )
 
 
 class Report(Frozen):
-    """What came of a job."""
+    """The outcome of a job."""
 
     library: str
     version: str
@@ -55,19 +65,25 @@ class Report(Frozen):
 
 
 def process_environment(threads: int) -> dict[str, str]:
-    """Of a process that finds this project from any directory, and asks no hub for anything."""
-    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """Return that of a process which finds this project from anywhere and asks no hub."""
+    paths = [
+        str(Path(__file__).resolve().parents[2]),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     settings = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     return os.environ | settings | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run_job(job: Job) -> Report:
-    """Runs the library on the job, in an empty directory of its own; its weights are in `job.out`.
+    """Run the library on the job, in an empty directory of its own; weights are in `job.out`.
 
     Raises:
-        UserError: the library failed, or did anything else than it was told; the reason is its process's last line.
+        UserError: the library failed, or did anything else than it was told; the reason is its
+            process's last line.
     """
-    job = job.model_copy(update={key: getattr(job, key).resolve() for key in ("hf_dir", "calibration", "out")})
+    job = job.model_copy(
+        update={key: getattr(job, key).resolve() for key in ("hf_dir", "calibration", "out")}
+    )
     job.out.mkdir(parents=True, exist_ok=True)
     for name in (WEIGHTS, REPORT):
         (job.out / name).unlink(missing_ok=True)
@@ -89,11 +105,23 @@ def run_job(job: Job) -> Report:
     return Report.model_validate(json.loads((job.out / REPORT).read_text()))
 
 
+def run_process(quantize: Callable[[Job], None]) -> None:
+    """Run a library's side: the job is in the file that the process is given."""
+    try:
+        quantize(Job.model_validate_json(Path(sys.argv[1]).read_text()))
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
 def _reason(module: str, done: subprocess.CompletedProcess[str]) -> str:
-    """Why a process failed: its own line if it ended with one, otherwise how it ended and its last line."""
+    """Return why a process failed: its own line if it ended with one."""
     lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
     if lines[-1].startswith("error: "):
         return lines[-1].removeprefix("error: ")
     if done.returncode == -signal.SIGKILL:
-        return f"{module} was killed, most likely for memory; give it more, or lower --calibration-sequences"
+        return (
+            f"{module} was killed, most likely for memory; give it more, or lower"
+            " --calibration-sequences"
+        )
     return f"{module} ended with exit code {done.returncode}: {lines[-1].strip()}"

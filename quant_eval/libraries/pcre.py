@@ -1,8 +1,9 @@
 """The part of PyPcre that gptqmodel and its defuser use, on the standard library's `re`.
 
-PyPcre is published as source alone: installing it takes a C compiler and Python's headers, which many machines lack.
-gptqmodel 7.6.0 and defuser 0.0.28 ask of it what `re` has as well, and `tests/quant_eval/libraries/test_pcre.py`
-shows that each of their patterns finds the same in either. So a process that imports gptqmodel calls `stand_in` first.
+PyPcre is published as source alone: installing it takes a C compiler and Python's headers, which
+many machines lack. gptqmodel 7.6.0 and defuser 0.0.28 ask of it what `re` has as well, and
+`tests/quant_eval/libraries/test_pcre.py` shows that each of their patterns finds the same in
+either. So a process that imports gptqmodel calls `stand_in` first.
 """
 
 import sys

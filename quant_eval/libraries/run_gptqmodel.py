@@ -1,51 +1,57 @@
-"""`python -m quant_eval.libraries.run_gptqmodel JOB.json`: GPTQ (arXiv:2210.17323) and GPTAQ (arXiv:2504.02692).
+"""GPTQ and GPTAQ (arXiv:2504.02692) by gptqmodel: `python -m ...run_gptqmodel JOB.json`.
 
-The weights are gptqmodel's own result in memory, scale x (code - zero) in fp32 and then cast to the model's dtype,
-taken when it says that a group of linears is done. Only its packed checkpoints round the scales to fp16.
+The weights are gptqmodel's own result in memory, scale x (code - zero) in fp32 and then cast to the
+model's dtype, taken when it says that a group of linears is done. Only its packed checkpoints round
+the scales to fp16.
 
-gptqmodel repairs a Hessian that it cannot invert: with its damping increments off it still raises the diagonal, and
-logs the damping it was asked for. So every inversion is watched here, and a repaired one ends the job.
+gptqmodel repairs a Hessian that it cannot invert: with its damping increments off it still raises
+the diagonal, and logs the damping it was asked for. So every inversion is watched here, and a
+repaired one ends the job.
 
-Where it departs from the papers, found on models of three blocks, each linear against a float64 reference: the grid
-of a group that starts inside a block of 128 columns is fitted to weights that lack the updates from that block (so for
-groups below 128, but not for `static` ones); and between such blocks GPTAQ multiplies its second term with the rounded
-weights, within them with the updated ones. The weight of an input that is 0 in all of the text becomes 0.
+Where it departs from the papers, found on models of three blocks, each linear against a float64
+reference: the grid of a group that starts inside a block of 128 columns is fitted to weights that
+lack the updates from that block (so for groups below 128, but not for `static` ones); and between
+such blocks GPTAQ multiplies its second term with the rounded weights, within them with the updated
+ones. The weight of an input that is 0 in all of the text becomes 0.
 
 Shapes: I input features, N calibration sequences, L tokens of a sequence.
 """
 
 import os
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from base.errors import UserError
+from base.files import write_json
 from ckpt_tools.formats.weights import DTYPES
-from ckpt_tools.hf_model import load_hf_model, read_hf_config
-from quant_eval.families import ARCHITECTURES, family_of
+from ckpt_tools.hf.model import load_hf_model, read_hf_config
 from quant_eval.libraries import pcre
-from quant_eval.libraries.job import REPORT, WEIGHTS, Job, LayerReport, Report
+from quant_eval.libraries.job import REPORT, WEIGHTS, Job, LayerReport, Report, run_process
+from quant_eval.model.families import ARCHITECTURES, family_of
 from quant_eval.specs import QuantSpec
-from train.command import UserError, run_command
-from train.run_directory import write_json
 
-# Found right linear by linear. Olmo is not: gptqmodel does not know the order of its linears, and calibrates o_proj and
-# down_proj on inputs from before q_proj and gate_proj were rounded.
-RIGHT = ("Olmo2ForCausalLM", "LlamaForCausalLM", "GPTNeoXForCausalLM", "SmolLM3ForCausalLM", "ApertusForCausalLM")
+# Found right linear by linear. Olmo is not: gptqmodel does not know the order of its linears, and
+# calibrates o_proj and down_proj on inputs from before q_proj and gate_proj were rounded.
+RIGHT = (
+    *("Olmo2ForCausalLM", "LlamaForCausalLM", "GPTNeoXForCausalLM"),
+    *("SmolLM3ForCausalLM", "ApertusForCausalLM"),
+)
 DROPPED_TOKENS = 10  # gptqmodel leaves out sequences of up to so many tokens, whatever it is told
 ENVIRONMENT = {
-    "GPTQMODEL_CPU_WORKERS": "2",  # the fewest it starts with; on its own it takes as many as there are cores
-    "GPTQMODEL_DISABLE_GPTQ_CUDA": "1",  # a kernel compiled at run time, where a compiler happens to be
+    # the fewest it starts with; on its own it takes as many as there are cores
+    "GPTQMODEL_CPU_WORKERS": "2",
+    # a kernel compiled at run time, where a compiler happens to be
+    "GPTQMODEL_DISABLE_GPTQ_CUDA": "1",
 }
 
 
 def quantize_config(spec: QuantSpec, device: str) -> dict[str, Any]:
-    """Every field of gptqmodel's configuration that has a part in the result, and those that keep it from repairs."""
+    """Return every field of gptqmodel's configuration that has a part in the result."""
     return {
         "method": "gptq",
         "bits": spec.bits,
@@ -63,7 +69,12 @@ def quantize_config(spec: QuantSpec, device: str) -> dict[str, Any]:
         "lm_head": False,
         "fallback": None,
         "mock_quantization": False,
-        "hessian": {"chunk_size": None, "chunk_bytes": None, "staging_dtype": "float32", "dedup_shared_inputs": True},
+        "hessian": {
+            "chunk_size": None,
+            "chunk_bytes": None,
+            "staging_dtype": "float32",
+            "dedup_shared_inputs": True,
+        },
         "dynamic": None,
         "preprocessors": [],
         "smoother": None,
@@ -80,7 +91,7 @@ def quantize_config(spec: QuantSpec, device: str) -> dict[str, Any]:
 
 
 class Watch:
-    """Follows gptqmodel through the model, keeps what it rounds and ends it where it repairs something.
+    """Keeps what gptqmodel rounds, and ends it where it repairs something.
 
     Args of the constructor:
         model: gptqmodel's.
@@ -95,29 +106,40 @@ class Watch:
         self._problems: list[str] = []
 
     def subset_event(
-        self, *, stage: str, layer_idx: int, module_names: list[str], processor: Callable[[], str], **_: int
+        self,
+        *,
+        stage: str,
+        layer_idx: int,
+        module_names: list[str],
+        processor: Callable[[], str],
+        **_: int,
     ) -> None:
-        """Called by gptqmodel around every group of linears that share their inputs."""
+        """Take what gptqmodel rounded; it calls this around every group of linears of one input."""
         self._block = f"{self.blocks}.{layer_idx}"
         if self._problems:
             raise UserError(min(self._problems))
         if stage == "quant_complete" and processor() == self._process:
             if not self._inversions:
-                raise UserError(f"gptqmodel rounded {self._block} without a Hessian; use our own gptq")
+                raise UserError(
+                    f"gptqmodel rounded {self._block} without a Hessian; use our own gptq"
+                )
             self._inversions = 0
             for name in module_names:
                 linear = f"{self._block}.{name}"
                 weight = self._model.model.get_submodule(linear).weight
                 if not bool(weight.isfinite().all()):
-                    raise UserError(f"gptqmodel made {linear} not finite; check the checkpoint's weights")
+                    raise UserError(
+                        f"gptqmodel made {linear} not finite; check the checkpoint's weights"
+                    )
                 self.weights[f"{linear}.weight"] = weight.detach().cpu().clone()
 
     def over(
         self, invert: Callable[[Any, Tensor], tuple[Tensor | None, float]]
     ) -> Callable[[Any, Tensor], tuple[Tensor, float]]:
-        """`invert`, where anything else than adding the stated damping to the diagonal is a problem.
+        """Return `invert`, watched: a repair, anything but the stated damping, is a problem.
 
-        A problem ends the job at the next event: an exception in one of gptqmodel's workers would kill the process.
+        A problem ends the job at the next event: an exception in one of gptqmodel's workers would
+        kill the process.
         """
 
         def watched(task: Any, hessian_II: Tensor) -> tuple[Tensor, float]:
@@ -125,17 +147,21 @@ class Watch:
             name, before_I = f"{self._block}.{task.name}", hessian_II.diagonal().clone()
             identity_II = torch.eye(len(hessian_II), device=hessian_II.device)
             if not bool(hessian_II.isfinite().all()):
-                self._problems.append(f"inputs of {name} are not finite; check the checkpoint's weights")
+                self._problems.append(
+                    f"inputs of {name} are not finite; check the checkpoint's weights"
+                )
                 return identity_II, self._damping
             factor_II, damping = invert(task, hessian_II)
             if factor_II is None:
-                self._problems.append(f"gptqmodel did not invert the Hessian of {name}; use a larger damp")
+                self._problems.append(
+                    f"gptqmodel did not invert the Hessian of {name}; use a larger damp"
+                )
                 return identity_II, self._damping
             raised = float((hessian_II.diagonal() - before_I).mean() / before_I.mean())
             if raised or damping != self._damping:
                 self._problems.append(
-                    f"gptqmodel changed damping of {name} from {self._damping:g} to {damping + raised:g}; "
-                    f"use a larger damp"
+                    f"gptqmodel changed damping of {name} from {self._damping:g} to"
+                    f" {damping + raised:g}; use a larger damp"
                 )
             return factor_II, damping
 
@@ -146,26 +172,23 @@ def load_for_gptqmodel(job: Job) -> PreTrainedModel:
     """The model, of an architecture that gptqmodel quantizes as it says.
 
     Raises:
-        UserError: it is of another, its blocks differ, or the group size does not divide the features of a linear.
+        UserError: it is of another, or its blocks differ.
     """
     held = read_hf_config(job.hf_dir, ARCHITECTURES)["architectures"][0]
     if held not in RIGHT:
-        raise UserError(f"{job.hf_dir} holds a {held}, which gptqmodel calibrates on wrong inputs; use our own gptq")
+        raise UserError(
+            f"{job.hf_dir} holds a {held}, which gptqmodel calibrates on wrong inputs; use our own"
+            " gptq"
+        )
     model = load_hf_model(job.hf_dir, DTYPES[job.dtype], attention="sdpa", architectures=RIGHT)
     family_of(model.config)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and job.spec.group_size and module.in_features % job.spec.group_size:
-            raise UserError(
-                f"group size {job.spec.group_size} does not divide the {module.in_features} input features "
-                f"of {name}; choose a divisor, or perchannel"
-            )
     return model
 
 
 def check_log(
     log: list[dict[str, str]], watch: Watch, job: Job, linears: set[str], samples: int
 ) -> tuple[LayerReport, ...]:
-    """What gptqmodel logged of every linear; it has to have seen `samples`: tokens for GPTQ, sequences for GPTAQ.
+    """Return what gptqmodel logged of every linear, each calibrated on all `samples`.
 
     Raises:
         UserError: it left a linear out, or calibrated one on other than all tokens.
@@ -174,11 +197,15 @@ def check_log(
     for row in log:
         name = f"{watch.blocks}.{row['layer']}.{row['module']}"
         if int(row["samples"]) != samples:
-            raise UserError(f"gptqmodel calibrated {name} on {row['samples']} of {samples} samples; report it")
+            raise UserError(
+                f"gptqmodel calibrated {name} on {row['samples']} of {samples} samples; report it"
+            )
         try:
             objective = float(row["loss"])
         except ValueError:
-            raise UserError(f"gptqmodel rounded {name} by {row['loss']} instead of GPTQ; use our own gptq") from None
+            raise UserError(
+                f"gptqmodel rounded {name} by {row['loss']} instead of GPTQ; use our own gptq"
+            ) from None
         layers.append(LayerReport(name=name, damping=job.spec.damping, objective=objective))
     strays = linears.symmetric_difference(layer.name for layer in layers)
     strays |= linears.symmetric_difference(name.removesuffix(".weight") for name in watch.weights)
@@ -188,10 +215,11 @@ def check_log(
 
 
 def quantize(job: Job) -> None:
-    """Writes the job's weights and, last, its report.
+    """Write the job's weights and, last, its report.
 
     Raises:
-        UserError: the job is not gptqmodel's or does not fit the model, or the library did anything else than asked.
+        UserError: the job is not gptqmodel's or does not fit the model, or the library did anything
+            else than asked.
     """
     spec = job.spec
     if spec.method not in ("gptqmodel", "gptaq"):
@@ -201,10 +229,14 @@ def quantize(job: Job) -> None:
     torch.set_num_threads(job.threads)
     ids_NL = load_file(job.calibration)["input_ids"]
     if ids_NL.shape[1] <= DROPPED_TOKENS:
-        raise UserError(f"gptqmodel drops sequences of {ids_NL.shape[1]} tokens; calibrate on longer ones")
+        raise UserError(
+            f"gptqmodel drops sequences of {ids_NL.shape[1]} tokens; calibrate on longer ones"
+        )
     hf_model = load_for_gptqmodel(job)
     output = hf_model.get_output_embeddings()
-    linears = {name for name, m in hf_model.named_modules() if isinstance(m, nn.Linear) and m is not output}
+    linears = {
+        name for name, m in hf_model.named_modules() if isinstance(m, nn.Linear) and m is not output
+    }
     os.environ.update(ENVIRONMENT)
     pcre.stand_in()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -218,20 +250,33 @@ def quantize(job: Job) -> None:
     config = gptqmodel.QuantizeConfig(**settings, compute_device_filter=lambda devices: devices[:1])
     for key, value in settings.items():
         if isinstance(value, int | float | None) and getattr(config, key) != value:
-            raise UserError(f"spec {spec.name}: gptqmodel takes {getattr(config, key)} instead of {value} for {key}")
+            raise UserError(
+                f"spec {spec.name}: gptqmodel takes {getattr(config, key)} instead of {value} for"
+                f" {key}"
+            )
     config.device = normalize_device(device)
     # Not through GPTQModel.load: that wants a tokenizer beside the model, and has no use for it.
     definition = check_and_get_model_definition(str(job.hf_dir))
     model = definition(
-        hf_model, quantized=False, quantize_config=config, tokenizer=None, model_local_path=str(job.hf_dir)
+        hf_model,
+        quantized=False,
+        quantize_config=config,
+        tokenizer=None,
+        model_local_path=str(job.hf_dir),
     )
     process = "gptaq" if spec.method == "gptaq" else "gptq"
     model.subset_callback = watch = Watch(model, process, spec.damping)
     GPTQ.hessian_inverse = watch.over(GPTQ.hessian_inverse)
-    arguments = {"batch_size": job.batch_size, "calibration_sort": None, "calibration_concat_size": None}
+    arguments = {
+        "batch_size": job.batch_size,
+        "calibration_sort": None,
+        "calibration_concat_size": None,
+    }
     sequences = [{"input_ids": ids_L, "attention_mask": torch.ones_like(ids_L)} for ids_L in ids_NL]
     logs = model.quantize(sequences, **arguments)
-    layers = check_log(logs[process], watch, job, linears, ids_NL.numel() if process == "gptq" else len(ids_NL))
+    layers = check_log(
+        logs[process], watch, job, linears, ids_NL.numel() if process == "gptq" else len(ids_NL)
+    )
     save_file(watch.weights, job.out / WEIGHTS)
     report = Report(
         library="gptqmodel",
@@ -249,17 +294,5 @@ def quantize(job: Job) -> None:
     write_json(job.out / REPORT, report.model_dump(mode="json"))
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@app.command()
-def run(job: Annotated[Path, typer.Argument(help="A job of quant_eval/libraries/job.py.")]) -> None:
-    """Quantizes one model as the job says.
-
-    Example: python -m quant_eval.libraries.run_gptqmodel out/job.json
-    """
-    quantize(Job.model_validate_json(job.read_text()))
-
-
 if __name__ == "__main__":
-    run_command(app, "quant_eval.libraries.run_gptqmodel")
+    run_process(quantize)

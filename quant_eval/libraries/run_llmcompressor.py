@@ -1,21 +1,20 @@
-"""`python -m quant_eval.libraries.run_llmcompressor JOB.json`: AWQ (arXiv:2306.00978) by llmcompressor.
+"""AWQ (arXiv:2306.00978) by llmcompressor: `python -m ...run_llmcompressor JOB.json`.
 
-Three proofs stand between the library and a number: each mapping is tried with random scales before anything is
-quantized (awq_mappings.py); afterwards every parameter has to be what the scales found make of the original, and all
-others the original's bits; and whatever the library warns of is an error. Activations are those of the full-precision
-model: llmcompressor does not pass the error of rounded layers on to later ones, as AWQ's authors do not.
+Three proofs stand between the library and a number: each mapping is tried with random scales before
+anything is quantized (awq_mappings.py); afterwards every parameter has to be what the scales found
+make of the original, and all others the original's bits; and whatever the library warns of is an
+error. Activations are those of the full-precision model: llmcompressor does not pass the error of
+rounded layers on to later ones, as AWQ's authors do not.
 
 Shapes: O output features, I input features, N calibration sequences, L tokens of a sequence.
 """
 
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import llmcompressor
 import torch
-import typer
 from compressed_tensors.offload import remove_dispatch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, forward_quantize
 from llmcompressor.entrypoints.oneshot import oneshot
@@ -29,8 +28,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+from base.errors import UserError
+from base.files import write_json
 from ckpt_tools.formats.weights import DTYPES
-from ckpt_tools.hf_model import load_hf_model
+from ckpt_tools.hf.model import load_hf_model
 from quant_eval.libraries.awq_mappings import (
     ARCHITECTURES,
     Mappings,
@@ -40,19 +41,20 @@ from quant_eval.libraries.awq_mappings import (
     mappings_for,
     witness,
 )
-from quant_eval.libraries.job import REPORT, WEIGHTS, Job, LayerReport, Report
-from train.command import UserError, run_command
-from train.run_directory import write_json
+from quant_eval.libraries.job import REPORT, WEIGHTS, Job, LayerReport, Report, run_process
 
 SCALES = "scales.safetensors"  # of every fold, by the name of the smoothed layer
-HARMLESS = ("No accelerator available!", "Disabling tokenizer parallelism")  # starts of warnings that change nothing
-# The library's own: s = 1, and x^r / w^(1 - r) for 19 ratios r, with x and w the mean sizes of inputs and weights.
+# Starts of warnings that change nothing.
+HARMLESS = ("No accelerator available!", "Disabling tokenizer parallelism")
+# The library's own: s = 1, and x^r / w^(1 - r) for 19 ratios r, with x and w the mean sizes of
+# inputs and weights.
 GRID: dict[str, Any] = {"duo_scaling": True, "n_grid": 20}
 PIPELINE: dict[str, Any] = {
     "pipeline": "sequential",
     "sequential_offload_device": "cpu",
     "sequential_prefetch": False,
-    "propagate_error": True,  # only that of scaled weights rounded to their dtype: the grids come last
+    # only that of scaled weights rounded to their dtype: the grids come last
+    "propagate_error": True,
     "use_loss_mask": False,
     "moe_calibrate_all_experts": False,
     "tie_word_embeddings": True,
@@ -61,14 +63,14 @@ PIPELINE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Found:
-    """What AWQ chose for one fold: the scales, fp32, and the mean squared error it expects of the parent's output."""
+    """AWQ's choice for one fold: scales, fp32, and the expected mean squared output error."""
 
     scales_I: Tensor
     objective: float
 
 
 class NotingAWQModifier(AWQModifier):
-    """AWQ that keeps what it found, which llmcompressor throws away, and checks what it found it on."""
+    """AWQ that keeps its scales, which llmcompressor throws away, and checks its statistics."""
 
     _num_tokens: int = PrivateAttr(default=0)
     _found: dict[str, Found] = PrivateAttr(default_factory=dict)
@@ -76,18 +78,27 @@ class NotingAWQModifier(AWQModifier):
     def _compute_best_scale(self, mapping: Any, *arguments: Any) -> Tensor:
         sum_I, count = self._smooth_activation_stats[mapping.smooth_name]
         if int(count) != self._num_tokens:
-            raise UserError(f"llmcompressor saw {int(count)} of {self._num_tokens} tokens at {mapping.smooth_name}")
+            raise UserError(
+                f"llmcompressor saw {int(count)} of {self._num_tokens} tokens at"
+                f" {mapping.smooth_name}"
+            )
         if not bool(sum_I.isfinite().all()):  # it would use 1 where a scale is NaN
-            raise UserError(f"inputs of {mapping.balance_names[0]} are not finite; check the checkpoint's weights")
+            raise UserError(
+                f"inputs of {mapping.balance_names[0]} are not finite; check the checkpoint's"
+                " weights"
+            )
         scales_I: Tensor = super()._compute_best_scale(mapping, *arguments)
-        self._found[mapping.smooth_name] = Found(scales_I, float(self._error_metrics[-1]["best_error"]))
+        self._found[mapping.smooth_name] = Found(
+            scales_I, float(self._error_metrics[-1]["best_error"])
+        )
         return scales_I
 
 
 def weight_arguments(job: Job) -> QuantizationArgs:
     """The spec in llmcompressor's words, every field given.
 
-    Symmetric grids have the scale 2 max|w| / (2^bits - 1), asymmetric ones run from min(w, 0) to max(w, 0).
+    Symmetric grids have the scale 2 max|w| / (2^bits - 1), asymmetric ones run from min(w, 0) to
+    max(w, 0).
     """
     spec = job.spec
     return QuantizationArgs(
@@ -107,22 +118,31 @@ def weight_arguments(job: Job) -> QuantizationArgs:
 
 
 def calibrate(
-    model: PreTrainedModel, mappings: Mappings, linears: list[str], weights: QuantizationArgs, job: Job
+    model: PreTrainedModel,
+    mappings: Mappings,
+    linears: list[str],
+    weights: QuantizationArgs,
+    job: Job,
 ) -> tuple[dict[str, Found], dict[str, Any]]:
-    """Runs AWQ on the model: its weights become the scaled ones, not rounded yet. What it found, and what it was told.
+    """Run AWQ on the model: its weights become the scaled ones, not rounded yet.
 
     Raises:
-        UserError: the library warned of something, or did not see every calibration token at every fold.
+        UserError: the library warned of something, or did not see every calibration token at every
+            fold.
     """
     ids_NL = load_file(job.calibration)["input_ids"]
     warned: list[str] = []
     logger.remove()
     logger.add(lambda message: warned.append(message.record["message"]), level="WARNING")
-    # Pins host memory for copies to an accelerator; fails without one, and nothing is offloaded here.
+    # Pins host memory for copies to an accelerator; fails without one, and nothing is offloaded
+    # here.
     IntermediatesCache.pin_memory = lambda *_: None  # type: ignore[method-assign]
     blocks = model.get_submodule(mappings.blocks)
     told = [
-        AWQMapping(f"{mappings.blocks}.{i}.{fold.smooth}", [f"{mappings.blocks}.{i}.{name}" for name in fold.balance])
+        AWQMapping(
+            f"{mappings.blocks}.{i}.{fold.smooth}",
+            [f"{mappings.blocks}.{i}.{name}" for name in fold.balance],
+        )
         for i in range(len(list(blocks.children())))
         for fold in mappings.folds
     ]
@@ -131,7 +151,10 @@ def calibrate(
     awq._num_tokens = ids_NL.numel()
     scheme = QuantizationScheme(targets=linears, weights=weights)
     pipeline = PIPELINE | {"batch_size": job.batch_size, "num_calibration_samples": len(ids_NL)}
-    pipeline |= {"sequential_targets": [type(next(blocks.children())).__name__], "shuffle_calibration_samples": False}
+    pipeline |= {
+        "sequential_targets": [type(next(blocks.children())).__name__],
+        "shuffle_calibration_samples": False,
+    }
     oneshot(
         model=model,
         processor=object(),  # type: ignore[arg-type]  # never called: the text is tokens already
@@ -163,9 +186,12 @@ def calibrate(
 
 @torch.no_grad()
 def dense_values(
-    scaled: PreTrainedModel, original: PreTrainedModel, linears: list[str], weights: QuantizationArgs
+    scaled: PreTrainedModel,
+    original: PreTrainedModel,
+    linears: list[str],
+    weights: QuantizationArgs,
 ) -> dict[str, Tensor]:
-    """Every parameter that differs from the original's once the linears are rounded, and all the linears' weights.
+    """Return every parameter that differs once the linears are rounded, and all linears.
 
     Raises:
         UserError: a value is not finite.
@@ -188,28 +214,24 @@ def dense_values(
 
 
 def quantize(job: Job) -> None:
-    """Writes the job's weights, its scales and, last, its report.
+    """Write the job's weights, its scales and, last, its report.
 
     Raises:
-        UserError: the spec is not AWQ's, does not fit the model, or the library did anything else than it was told.
+        UserError: the spec is not AWQ's, does not fit the model, or the library did anything else
+            than it was told.
     """
     if job.spec.method != "awq":
         raise UserError(f"spec {job.spec.name} is not for llmcompressor; give an awq spec")
     torch.set_num_threads(job.threads)
 
     def load() -> PreTrainedModel:
-        return load_hf_model(job.hf_dir, DTYPES[job.dtype], attention="eager", architectures=ARCHITECTURES)
+        return load_hf_model(
+            job.hf_dir, DTYPES[job.dtype], attention="eager", architectures=ARCHITECTURES
+        )
 
     model = load()
     mappings = mappings_for(model.config)
     linears = mapped_linears(model, mappings)
-    for name in linears:
-        inputs = model.get_submodule(name).get_parameter("weight").shape[1]
-        if job.spec.group_size is not None and inputs % job.spec.group_size:
-            raise UserError(
-                f"group size {job.spec.group_size} does not divide the {inputs} input features "
-                f"of {name}; choose a divisor, or perchannel"
-            )
     check_folds(witness(model), mappings, seed=0)
     weights = weight_arguments(job)
     found, settings = calibrate(model, mappings, linears, weights, job)
@@ -227,22 +249,12 @@ def quantize(job: Job) -> None:
         library="llmcompressor",
         version=llmcompressor.__version__,
         settings=settings,
-        layers=tuple(LayerReport(name=name, damping=None, objective=objectives.get(name)) for name in linears),
+        layers=tuple(
+            LayerReport(name=name, damping=None, objective=objectives.get(name)) for name in linears
+        ),
     )
     write_json(job.out / REPORT, report.model_dump(mode="json"))
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@app.command()
-def run(job: Annotated[Path, typer.Argument(help="A job of quant_eval/libraries/job.py.")]) -> None:
-    """Quantizes one model as the job says.
-
-    Example: python -m quant_eval.libraries.run_llmcompressor out/job.json
-    """
-    quantize(Job.model_validate_json(job.read_text()))
-
-
 if __name__ == "__main__":
-    run_command(app, "quant_eval.libraries.run_llmcompressor")
+    run_process(quantize)

@@ -7,16 +7,17 @@ from datasets import DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 from huggingface_hub import HfApi, constants
 
+from base.errors import UserError
 from quant_eval.tasks.table import PaperTask
-from train.command import UserError
 
 TIMEOUT_SECONDS = 30.0
 
 
 def hub_revision(task: PaperTask) -> str | None:
-    """The commit of the task's dataset; None with HF_HUB_OFFLINE set, where only what is cached can be had.
+    """Return the commit of the task's dataset; None with HF_HUB_OFFLINE set.
 
-    Asked once and without repetition: the dataset's own loader repeats for half a minute where there is no network.
+    Asked once and without repetition: the dataset's own loader repeats for half a minute where
+    there is no network.
 
     Raises:
         UserError: the hub cannot be reached or has no such dataset.
@@ -47,6 +48,7 @@ def _missing(task: PaperTask, error: Exception) -> UserError:
     reason = " ".join(str(error).split())
     where = f"{task.name}/SUBJECT.jsonl" if task.name == "mmlu" else f"{task.name}.jsonl"
     return UserError(
-        f"dataset {task.dataset} of task {task.name} cannot be loaded ({reason:.200}); connect to the network, set "
-        f"HF_HUB_OFFLINE=1 if it is cached, or give local documents: --task-files DIR with DIR/{where}"
+        f"dataset {task.dataset} of task {task.name} cannot be loaded ({reason:.200}); connect to"
+        " the network, set HF_HUB_OFFLINE=1 if it is cached, or give local documents: --task-files"
+        f" DIR with DIR/{where}"
     )

@@ -1,4 +1,4 @@
-"""What quantization cost on downstream tasks: both models' answers to the same items, side by side.
+"""The cost of quantization on downstream tasks, paired over the items.
 
 Shapes: N items of a task, S bootstrap samples.
 """
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from base.errors import UserError
+from quant_eval.measuring.statistics import LEVEL, SAMPLES
 from quant_eval.tasks.loading import LoadedTask
 from quant_eval.tasks.scoring import Answers
-from quant_eval.tasks.settings import TaskSettings
-from train.command import UserError
 
 UNITS = {
     "accuracy": "1 (share of items)",
@@ -27,17 +27,23 @@ UNITS = {
     "only_full_correct": "items",
     "only_quantized_correct": "items",
     "items": "items",
-    "truncated_items": "items whose prompt lost its beginning, being longer than the model's context",
+    "truncated_items": (
+        "items whose prompt lost its beginning, being longer than the model's context"
+    ),
     "unanswerable_items": "items whose answer is none of their choices, which count as wrong",
     "per_item": "1 yes, 0 no, one digit for each item in file order, of mmlu subject by subject",
 }
 METHOD = "percentile bootstrap paired over items, within each task"
-UNDEFINED = "the full-precision model answers every item, nothing can be lost relative to its errors"
+UNDEFINED = (
+    "the full-precision model answers every item, nothing can be lost relative to its errors"
+)
 UNDEFINED_INTERVAL = "in a bootstrap sample the full-precision model answers every item"
 
 
 def figures(accuracy: Any, accuracy_quantized: Any) -> dict[str, Any]:
-    """Every figure that has an interval, of numbers or of arrays; degradation is NaN where the accuracy is 1.
+    """Return every figure that has an interval, of numbers or of arrays.
+
+    The degradation is NaN where the accuracy is 1.
 
     degradation = (Acc(W) - Acc(W_q)) / (1 - Acc(W)), of arXiv:2510.06213; 1.
     """
@@ -53,9 +59,10 @@ def figures(accuracy: Any, accuracy_quantized: Any) -> dict[str, Any]:
 
 
 def mcnemar_p_value(first: int, second: int) -> float:
-    """Exact two-sided McNemar test: how likely discordant items divide as unevenly, each side being a fair coin's.
+    """Return the p-value of the exact two-sided McNemar test on discordant items.
 
-    p = min(1, 2 sum_{k <= min(b, c)} C(b + c, k) / 2^(b + c)); McNemar 1947, with the binomial in place of its limit.
+    p = min(1, 2 sum_{k <= min(b, c)} C(b + c, k) / 2^(b + c)); McNemar 1947, with the binomial in
+    place of its limit.
     """
     discordant, fewer = first + second, min(first, second)
     tail = coefficient = 1
@@ -67,31 +74,40 @@ def mcnemar_p_value(first: int, second: int) -> float:
 
 
 def resampled_accuracies(
-    correct_N: NDArray[np.bool_], quantized_N: NDArray[np.bool_], samples: int, generator: np.random.Generator
+    correct_N: NDArray[np.bool_],
+    quantized_N: NDArray[np.bool_],
+    samples: int,
+    generator: np.random.Generator,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Accuracies of both models in bootstrap samples, [S] each.
 
-    N items drawn with replacement, the same for both models, fall into (both, full only, quantized only, neither)
-    correct as one multinomial draw does: the items are not drawn one by one.
+    N items drawn with replacement, the same for both models, fall into (both, full only, quantized
+    only, neither) correct as one multinomial draw does: the items are not drawn one by one.
     """
     num_items = len(correct_N)
     both, only_full = (correct_N & quantized_N).sum(), (correct_N & ~quantized_N).sum()
     only_quantized = (~correct_N & quantized_N).sum()
-    counts = np.array([both, only_full, only_quantized, num_items - both - only_full - only_quantized])
+    counts = np.array(
+        [both, only_full, only_quantized, num_items - both - only_full - only_quantized]
+    )
     drawn_S4 = generator.multinomial(num_items, counts / num_items, size=samples)
-    return (drawn_S4[:, 0] + drawn_S4[:, 1]) / num_items, (drawn_S4[:, 0] + drawn_S4[:, 2]) / num_items
+    return (drawn_S4[:, 0] + drawn_S4[:, 1]) / num_items, (
+        drawn_S4[:, 0] + drawn_S4[:, 2]
+    ) / num_items
 
 
 def _described(
     point: dict[str, Any], resampled: tuple[NDArray[np.float64], NDArray[np.float64]], level: float
 ) -> dict[str, Any]:
-    """Figures with their intervals [low, high]; null, and the reason, where degradation is undefined."""
+    """Return figures with their intervals; null, and the reason, for an undefined degradation."""
     tails = [(1 - level) / 2, (1 + level) / 2]
     result: dict[str, Any] = {name: float(value) for name, value in point.items()}
     spread = figures(*resampled)
     intervals: dict[str, Any] = {}
     for name, values_S in spread.items():
-        intervals[name] = None if np.isnan(values_S).any() else np.quantile(values_S, tails).tolist()
+        intervals[name] = (
+            None if np.isnan(values_S).any() else np.quantile(values_S, tails).tolist()
+        )
     result["undefined"] = {}
     if intervals["degradation"] is None:
         result["undefined"]["intervals.degradation"] = UNDEFINED_INTERVAL
@@ -107,12 +123,14 @@ def _standard_error(correct_N: NDArray[np.bool_]) -> float | None:
 
 
 def _same_items(name: str, full: Answers, quantized: Answers) -> None:
-    """UserError unless both models were asked the same: the pairing rests on it."""
+    """Refuse answers of models that were not asked the same: the pairing rests on it."""
     ours, theirs = (list(zip(one.documents, one.prompts, strict=True)) for one in (full, quantized))
     if ours != theirs:
         differs = (index for index, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
         first = next(differs, min(len(ours), len(theirs)))
-        raise UserError(f"task {name}: item {first} was put differently to the two models; evaluate both again")
+        raise UserError(
+            f"task {name}: item {first} was put differently to the two models; evaluate both again"
+        )
 
 
 def _digest(hashes: Sequence[str]) -> str:
@@ -120,11 +138,15 @@ def _digest(hashes: Sequence[str]) -> str:
 
 
 def compare(
-    full: Mapping[str, Answers], quantized: Mapping[str, Answers], tasks: Sequence[LoadedTask], settings: TaskSettings
+    full: Mapping[str, Answers],
+    quantized: Mapping[str, Answers],
+    tasks: Sequence[LoadedTask],
+    seed: int,
 ) -> dict[str, Any]:
     """The `measured` part of a result: each task, and the unweighted mean over tasks.
 
-    The degradation of the mean is that of the mean accuracies. Its intervals resample items within each task.
+    The degradation of the mean is that of the mean accuracies. Its intervals resample items within
+    each task.
 
     Raises:
         UserError: the models were not asked the same.
@@ -134,13 +156,13 @@ def compare(
         ours, theirs = full[task.name], quantized[task.name]
         _same_items(task.name, ours, theirs)
         # A stream for each task: its figures do not depend on which others are measured.
-        generator = np.random.default_rng([settings.seed, *task.name.encode()])
-        drawn = resampled_accuracies(ours.correct_N, theirs.correct_N, settings.bootstrap_samples, generator)
+        generator = np.random.default_rng([seed, *task.name.encode()])
+        drawn = resampled_accuracies(ours.correct_N, theirs.correct_N, SAMPLES, generator)
         resampled.append(drawn)
         lost = int((ours.correct_N & ~theirs.correct_N).sum())
         gained = int((~ours.correct_N & theirs.correct_N).sum())
         by_task[task.name] = {
-            **_described(figures(ours.correct_N.mean(), theirs.correct_N.mean()), drawn, settings.level),
+            **_described(figures(ours.correct_N.mean(), theirs.correct_N.mean()), drawn, LEVEL),
             "standard_error": _standard_error(ours.correct_N),
             "standard_error_quantized": _standard_error(theirs.correct_N),
             "only_full_correct": lost,
@@ -153,16 +175,22 @@ def compare(
             "documents_sha256": _digest(ours.documents),
             "prompts_sha256": _digest(ours.prompts),
         }
-        columns = {"correct": ours.correct_N, "correct_quantized": theirs.correct_N, "truncated": ours.truncated_N}
-        per_item[task.name] = {name: "".join("01"[int(yes)] for yes in yes_N) for name, yes_N in columns.items()}
+        columns = {
+            "correct": ours.correct_N,
+            "correct_quantized": theirs.correct_N,
+            "truncated": ours.truncated_N,
+        }
+        per_item[task.name] = {
+            name: "".join("01"[int(yes)] for yes in yes_N) for name, yes_N in columns.items()
+        }
     return {
         "tasks": by_task,
-        "mean": _mean(by_task, resampled, settings.level),
+        "mean": _mean(by_task, resampled),
         "interval": {
-            "level": settings.level,
+            "level": LEVEL,
             "method": METHOD,
-            "samples": settings.bootstrap_samples,
-            "seed": settings.seed,
+            "samples": SAMPLES,
+            "seed": seed,
         },
         "units": UNITS,
         "per_item": per_item,
@@ -172,7 +200,6 @@ def compare(
 def _mean(
     by_task: dict[str, dict[str, Any]],
     resampled: list[tuple[NDArray[np.float64], NDArray[np.float64]]],
-    level: float,
 ) -> dict[str, Any]:
     """The unweighted mean over tasks; tasks are independent, so standard errors add in squares."""
     rows = list(by_task.values())
@@ -180,7 +207,7 @@ def _mean(
         float(np.mean([row[name] for row in rows])) for name in ("accuracy", "accuracy_quantized")
     )
     together = tuple(np.mean([pair[side] for pair in resampled], axis=0) for side in (0, 1))
-    result = _described(figures(accuracy, accuracy_quantized), (together[0], together[1]), level)
+    result = _described(figures(accuracy, accuracy_quantized), (together[0], together[1]), LEVEL)
     for name in ("standard_error", "standard_error_quantized"):
         errors = [row[name] for row in rows]
         result[name] = None if None in errors else math.hypot(*errors) / len(rows)

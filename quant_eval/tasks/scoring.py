@@ -20,22 +20,25 @@ from lm_eval.tasks import TaskManager
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from base.errors import UserError
+from base.progress import Progress
 from quant_eval.tasks.loading import LoadedTask
 from quant_eval.tasks.settings import TaskSettings
-from train.command import Progress, UserError
 
 SOFTMAX_DTYPE = "float32"  # in bf16, choices would tie by rounding
 
 
 @dataclass(frozen=True)
 class Answers:
-    """How one model fared on one task.
+    """One model's answers to one task.
 
     Attributes:
-        correct_N: bool; the most likely choice is the right one, items in file order, subjects one after the other.
+        correct_N: bool; the most likely choice is the right one, items in file order, subjects one
+            after the other.
         truncated_N: bool; a prompt was longer than the model's context and lost its beginning.
         documents: hash of each item's document.
-        prompts: hash of everything the model was asked for each item: prompts with examples, and choices.
+        prompts: hash of everything the model was asked for each item: prompts with examples, and
+            choices.
         leaves: number of items of each of lm-eval's tasks that make up this one.
     """
 
@@ -52,9 +55,19 @@ Request = tuple[tuple[str, str], list[int], list[int]]  # (context, continuation
 class _Model(HFLM):
     """lm-eval's own model, which notes what did not fit and shows our progress."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, label: str) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_size: int,
+        label: str,
+    ) -> None:
         super().__init__(
-            pretrained=model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype=SOFTMAX_DTYPE, backend="causal"
+            pretrained=model,
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            softmax_dtype=SOFTMAX_DTYPE,
+            backend="causal",
         )
         self.label = label
         self.stderr = sys.stderr
@@ -62,7 +75,9 @@ class _Model(HFLM):
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """As lm-eval's, without its bars."""
-        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        answers: list[tuple[float, bool]] = super().loglikelihood(
+            requests, disable_tqdm=disable_tqdm
+        )
         return answers
 
     def _loglikelihood_tokens(
@@ -71,10 +86,11 @@ class _Model(HFLM):
         for asked, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 raise UserError(
-                    f"a choice of {len(continuation)} tokens does not fit the model's context of {self.max_length}: "
-                    f"{asked[1]!r:.80}; leave its task out of --tasks"
+                    f"a choice of {len(continuation)} tokens does not fit the model's context of"
+                    f" {self.max_length}: {asked[1]!r:.80}; leave its task out of --tasks"
                 )
-            if len(context) + len(continuation) > self.max_length + 1:  # the last token is only predicted
+            # the last token is only predicted
+            if len(context) + len(continuation) > self.max_length + 1:
                 self.truncated.add(asked)
         # lm-eval runs prompts that differ in the last token of the choice once.
         runs = {hash((*context, *continuation[:-1])) for _, context, continuation in requests}
@@ -83,7 +99,10 @@ class _Model(HFLM):
                 requests, disable_tqdm=disable_tqdm, override_bs=override_bs
             )
         if not all(math.isfinite(value) for value, _ in answers):
-            raise UserError(f"{self.label}: a log-likelihood is not finite; check the model's weights for overflow")
+            raise UserError(
+                f"{self.label}: a log-likelihood is not finite; check the model's weights for"
+                " overflow"
+            )
         return answers
 
     def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
@@ -104,13 +123,14 @@ def evaluate_tasks(
     Raises:
         UserError: a choice is longer than the model's context, or a log-likelihood is not finite.
     """
-    asked = _Model(model, tokenizer, settings.compute.batch_size, label)
-    with redirect_stderr(io.StringIO()):  # lm-eval draws a bar for each of up to 68 tasks; what is wrong, it raises
+    asked = _Model(model, tokenizer, settings.batch_size, label)
+    # lm-eval draws a bar for each of up to 68 tasks; what is wrong, it raises
+    with redirect_stderr(io.StringIO()):
         found = lm_eval.simple_evaluate(
             model=asked,
             tasks=[task.task for task in tasks],
             task_manager=TaskManager(include_defaults=False),  # the tasks are at hand
-            num_fewshot=settings.num_fewshot,
+            num_fewshot=settings.shots,
             limit=settings.limit,
             log_samples=True,
             random_seed=None,
@@ -121,18 +141,29 @@ def evaluate_tasks(
     assert found is not None  # on the only rank
     answers = {}
     for task in tasks:
-        answers[task.name] = _answers([(leaf, found["samples"][leaf]) for leaf in task.leaves], asked.truncated)
+        answers[task.name] = _answers(
+            [(leaf, found["samples"][leaf]) for leaf in task.leaves], asked.truncated
+        )
         reported = found["results"][task.name]["acc,none"]
-        assert math.isclose(answers[task.name].correct_N.mean(), reported, rel_tol=1e-12), (task.name, reported)
+        assert math.isclose(answers[task.name].correct_N.mean(), reported, rel_tol=1e-12), (
+            task.name,
+            reported,
+        )
     return answers
 
 
-def _answers(samples: list[tuple[str, list[dict[str, Any]]]], truncated: set[tuple[str, str]]) -> Answers:
-    items = [item for _, leaf in samples for item in sorted(leaf, key=lambda item: int(item["doc_id"]))]
+def _answers(
+    samples: list[tuple[str, list[dict[str, Any]]]], truncated: set[tuple[str, str]]
+) -> Answers:
+    items = [
+        item for _, leaf in samples for item in sorted(leaf, key=lambda item: int(item["doc_id"]))
+    ]
     asked = [[tuple(request) for request in item["arguments"]] for item in items]
     return Answers(
         correct_N=np.array([item["acc"] == 1 for item in items]),
-        truncated_N=np.array([any(request in truncated for request in requests) for requests in asked]),
+        truncated_N=np.array(
+            [any(request in truncated for request in requests) for requests in asked]
+        ),
         documents=[item["doc_hash"] for item in items],
         prompts=[hashlib.sha256(json.dumps(requests).encode()).hexdigest() for requests in asked],
         leaves={leaf: len(found) for leaf, found in samples},

@@ -1,19 +1,17 @@
-"""The twelve downstream tasks of arXiv:2510.06213, and where their documents come from.
+"""The twelve downstream tasks of arXiv:2510.06213, and the datasets of their documents.
 
-Names, splits and prompts are those of lm-eval 0.4.13, but for pubmedqa's dataset. No dataset was loaded from the hub
-while this was written: that those of allenai, baber and cais need no loading script is from lm-eval's issue 3171, that
-the two copies hold the rows of the originals from its pull request 3943, pubmedqa's fields are those that public code
-reads, and of Rowan/hellaswag and tau/commonsense_qa only lm-eval's own definitions are known.
+Names, splits and prompts are those of lm-eval 0.4.13, but for pubmedqa's dataset. No dataset was
+loaded from the hub while this was written: that those of allenai, baber and cais need no loading
+script is from lm-eval's issue 3171, that the two copies hold the rows of the originals from its
+pull request 3943, pubmedqa's fields are those that public code reads, and of Rowan/hellaswag and
+tau/commonsense_qa only lm-eval's own definitions are known.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from train.command import UserError
-
-# Of a field of a document. texts: a list of at least one; digits: an integer or its text, lm-eval reads both.
-Kind = Literal["text", "texts", "integer", "digits"]
+from base.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,6 @@ class PaperTask:
         config: of the dataset; None: it has one only, or, for a group, one for each subject.
         evaluated: split whose documents are scored.
         fewshot: split the examples of the prompts come from.
-        fields: that a document needs; a dot leads into an object.
         note: where we differ from lm-eval 0.4.13, or what to know of the dataset.
         overrides: keys of lm-eval's definition that the dataset asks for.
     """
@@ -35,85 +32,83 @@ class PaperTask:
     name: str
     folder: str
     dataset: str
-    config: str | None
-    evaluated: str
-    fewshot: str
-    fields: Mapping[str, Kind]
+    config: str | None = None
+    evaluated: str = "test"
+    fewshot: str = "train"
     note: str = ""
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
-_LETTERED: dict[str, Kind] = {"choices.text": "texts", "choices.label": "texts", "answerKey": "text"}
-_ARC: dict[str, Kind] = {"question": "text", **_LETTERED}
-PAPER_TASKS: dict[str, PaperTask] = {
-    task.name: task
-    for task in (
-        PaperTask("arc_challenge", "arc", "allenai/ai2_arc", "ARC-Challenge", "test", "train", _ARC),
-        PaperTask("arc_easy", "arc", "allenai/ai2_arc", "ARC-Easy", "test", "train", _ARC),
-        PaperTask(
-            *("openbookqa", "openbookqa", "allenai/openbookqa", "main", "test", "train"),
-            {"question_stem": "text", **_LETTERED},
+SCRIPT = "a loading script, which datasets refuses from version 4 on"
+_ROWS = (
+    PaperTask("arc_challenge", "arc", "allenai/ai2_arc", "ARC-Challenge"),
+    PaperTask("arc_easy", "arc", "allenai/ai2_arc", "ARC-Easy"),
+    PaperTask("openbookqa", "openbookqa", "allenai/openbookqa", "main"),
+    PaperTask("piqa", "piqa", "baber/piqa", evaluated="validation"),
+    PaperTask(
+        "hellaswag",
+        "hellaswag",
+        "Rowan/hellaswag",
+        evaluated="validation",
+        note="lm-eval rewrites its documents: brackets of WikiHow are removed",
+    ),
+    PaperTask(
+        "winogrande",
+        "winogrande",
+        "allenai/winogrande",
+        "winogrande_xl",
+        evaluated="validation",
+        note="scored by the end of the sentence behind each of two beginnings",
+    ),
+    PaperTask("mathqa", "mathqa", "regisss/math_qa", note=f"copy of allenai/math_qa, {SCRIPT}"),
+    PaperTask(
+        "pubmedqa",
+        "pubmedqa",
+        "qiaojin/PubMedQA",
+        "pqa_labeled",
+        note=(
+            "lm-eval's bigbio/pubmed_qa is a loading script; this copy does not mark the 500 items"
+            " of its authors' test set, so all 1000 labelled ones are scored with examples from the"
+            " others; give --task-files for 500"
         ),
-        PaperTask(
-            *("piqa", "piqa", "baber/piqa", None, "validation", "train"),
-            {"goal": "text", "sol1": "text", "sol2": "text", "label": "integer"},
+        overrides={
+            "doc_to_text": (
+                "Abstract: {{context.contexts | join('\\n')}}\nQuestion: {{question}}\nAnswer:"
+            ),
+            "validation_split": None,
+        },
+    ),
+    PaperTask("sciq", "sciq", "allenai/sciq"),
+    PaperTask(
+        "social_iqa",
+        "siqa",
+        "lighteval/siqa",
+        evaluated="validation",
+        note=f"copy of allenai/social_i_qa, {SCRIPT}",
+    ),
+    PaperTask("commonsense_qa", "commonsense_qa", "tau/commonsense_qa", evaluated="validation"),
+    PaperTask(
+        "mmlu",
+        "mmlu/default",
+        "cais/mmlu",
+        fewshot="dev",
+        note=(
+            "a group of 57 subjects, each with the first examples of its own dev split; every item"
+            " counts the same"
         ),
-        PaperTask(
-            *("hellaswag", "hellaswag", "Rowan/hellaswag", None, "validation", "train"),
-            {"activity_label": "text", "ctx_a": "text", "ctx_b": "text", "endings": "texts", "label": "digits"},
-            "lm-eval rewrites its documents: brackets of WikiHow are removed",
-        ),
-        PaperTask(
-            *("winogrande", "winogrande", "allenai/winogrande", "winogrande_xl", "validation", "train"),
-            {"sentence": "text", "option1": "text", "option2": "text", "answer": "text"},
-            "scored by the end of the sentence behind each of two beginnings",
-        ),
-        PaperTask(
-            *("mathqa", "mathqa", "regisss/math_qa", None, "test", "train"),
-            {"Problem": "text", "options": "text", "correct": "text"},
-            "copy of allenai/math_qa, a loading script, which datasets refuses from version 4 on",
-        ),
-        PaperTask(
-            *("pubmedqa", "pubmedqa", "qiaojin/PubMedQA", "pqa_labeled", "test", "train"),
-            {"question": "text", "context.contexts": "texts", "final_decision": "text"},
-            "lm-eval's bigbio/pubmed_qa is a loading script; this copy does not mark the 500 items of its authors' "
-            "test set, so all 1000 labelled ones are scored with examples from the others; give --task-files for 500",
-            {
-                "doc_to_text": "Abstract: {{context.contexts | join('\\n')}}\nQuestion: {{question}}\nAnswer:",
-                "validation_split": None,
-            },
-        ),
-        PaperTask(
-            *("sciq", "sciq", "allenai/sciq", None, "test", "train"),
-            {
-                **{"support": "text", "question": "text", "correct_answer": "text"},
-                **{"distractor1": "text", "distractor2": "text", "distractor3": "text"},
-            },
-        ),
-        PaperTask(
-            *("social_iqa", "siqa", "lighteval/siqa", None, "validation", "train"),
-            {
-                **{"context": "text", "question": "text", "label": "digits"},
-                **{"answerA": "text", "answerB": "text", "answerC": "text"},
-            },
-            "copy of allenai/social_i_qa, a loading script, which datasets refuses from version 4 on",
-        ),
-        PaperTask(
-            *("commonsense_qa", "commonsense_qa", "tau/commonsense_qa", None, "validation", "train"),
-            {"question": "text", "choices.text": "texts", "answerKey": "text"},
-        ),
-        PaperTask(
-            *("mmlu", "mmlu/default", "cais/mmlu", None, "test", "dev"),
-            {"question": "text", "choices": "texts", "answer": "integer"},
-            "a group of 57 subjects, each with the first examples of its own dev split; every item counts the same",
-        ),
-    )
-}
-MMLU_TAGS = ("mmlu_stem_tasks", "mmlu_other_tasks", "mmlu_social_sciences_tasks", "mmlu_humanities_tasks")
+    ),
+)
+PAPER_TASKS = {row.name: row for row in _ROWS}
+MMLU_TAGS = (
+    "mmlu_stem_tasks",
+    "mmlu_other_tasks",
+    "mmlu_social_sciences_tasks",
+    "mmlu_humanities_tasks",
+)
 
 
 def choose_tasks(text: str) -> tuple[str, ...]:
-    """Names of tasks, in the table's order; UserError for anything else.
+    """Return names of tasks, in the table's order; UserError for anything else.
 
     >>> choose_tasks("piqa,arc_easy")
     ('arc_easy', 'piqa')
@@ -123,7 +118,9 @@ def choose_tasks(text: str) -> tuple[str, ...]:
     names = text.split(",")
     unknown = [name for name in names if name not in PAPER_TASKS]
     if unknown:
-        raise UserError(f"unknown task {unknown[0]!r}; give paper for all, or some of {','.join(PAPER_TASKS)}")
+        raise UserError(
+            f"unknown task {unknown[0]!r}; give paper for all, or some of {','.join(PAPER_TASKS)}"
+        )
     if len(set(names)) != len(names):
         raise UserError(f"--tasks {text} names a task twice; give each once")
     return tuple(name for name in PAPER_TASKS if name in names)

@@ -1,20 +1,34 @@
-"""Claims on the amount of data: it raises the error under cosine, which decays later, and not by itself."""
+"""Claims on the amount of data: it raises the error under cosine, and not by itself."""
 
 import json
 from collections.abc import Callable, Iterable
 
-from ckpt_tools.holm import holm
+from base.statistics import holm
 from study.claims.schedule import MARGIN, change, slope, times
-from study.claims.verdict import ALPHA, Evidence, Judged, estimated, missing, not_tested, outcome_of, told_above
-from study.summary import DECAYED, RunSummary, listed
-from train.config import RunConfig
-from train.schedules import learning_rate
+from study.claims.verdict import (
+    Evidence,
+    NotTested,
+    Verdict,
+    by_measure,
+    claim,
+    decided,
+    end_of,
+    estimated,
+    needed,
+    outcome_of,
+    significant_above,
+    spread,
+    way_of,
+)
+from study.results.summary import DECAYED, RunSummary, listed
+from train.run.config import RunConfig
+from train.run.schedules import learning_rate
 
 Chosen = list[RunSummary]
 
 
 def alike(ends: Iterable[RunSummary], but: Iterable[str]) -> list[Chosen]:
-    """Runs that are the same but for these keys of run.json, dotted; groups of two or more.
+    """Return groups of runs that are the same but for these keys of run.json, dotted.
 
     Names, places of checkpoints and what is no part of a run's identity may differ too.
     """
@@ -50,78 +64,89 @@ def _is_cosine(run: RunConfig) -> bool:
 KINDS = (_is_cosine, _is_cooldown)
 
 
-def _of_schedule(evidence: Evidence, fits: Callable[[RunConfig], bool]) -> list[RunSummary]:
-    return [end for end in evidence.ends if isinstance(end.run, RunConfig) and fits(end.run)]
+def _of_schedule(ends: Iterable[RunSummary], fits: Callable[[RunConfig], bool]) -> list[RunSummary]:
+    return [end for end in ends if isinstance(end.run, RunConfig) and fits(end.run)]
 
 
-def budgets(evidence: Evidence, spec: str, figure: str) -> Judged:
-    """Slope over the ends of cooldowns that differ in length alone, against the margin of their mean rise.
+@claim(
+    70,
+    "budgets",
+    "More data does not by itself raise the error: it does not grow with the length of the"
+    " constant phase.",
+    source="abstract, section 5, figure 5",
+    needs="runs that hold the rate and anneal, and differ in their length alone",
+)
+@by_measure
+def budgets(evidence: Evidence, spec: str, figure: str) -> Verdict:
+    """Test the slope over ends of cooldowns that differ in length alone, against a margin.
 
     Not raising is one-sided: an error that falls with the tokens is in agreement.
     """
-    groups = alike(_of_schedule(evidence, _is_cooldown), LENGTH)
+    groups = alike(_of_schedule(evidence.ends, _is_cooldown), LENGTH)
     if not groups:
-        return not_tested("no two runs hold the rate, then anneal, and differ in their length alone")
-    below, beyond, parts = [], [], []
+        raise NotTested("no two runs hold the rate, then anneal, and differ in their length alone")
+    column = f"quant/{spec}/{figure}"
+    below, beyond, slopes, parts = [], [], [], []
     for group in groups:
-        gap = _gap(group, f"quant/{spec}/{figure}")
-        if gap:
-            return not_tested(gap)
-        both = [(end.first, end.last) for end in group if end.first and end.last]
+        both = [
+            (needed(f"{end.label} before the anneal", end.first, column), end_of(end, column))
+            for end in group
+        ]
         trend = slope([last for _, last in both])
         rise = [one for first, last in both for one in change(first, last, 1 / len(both))]
         margin, own = times(MARGIN, rise), evidence.contrast(spec, figure, trend)
         below.append([evidence.contrast(spec, figure, margin, times(-1, trend))])
         beyond.append([own, evidence.contrast(spec, figure, trend, times(-1, margin))])
+        slopes.append(own.value)
         parts.append(
-            f"{len(both)} budgets ({listed([end.label for end in group])}): {estimated(own, figure)} per doubling, "
-            f"{estimated(evidence.contrast(spec, figure, rise), figure)} in the anneal"
+            f"{len(both)} budgets ({listed([end.label for end in group])}):"
+            f" {estimated(own, figure)} per doubling,"
+            f" {estimated(evidence.contrast(spec, figure, rise), figure)} in the anneal"
         )
-    agrees = told_above(below, one_sided=True)
-    against = told_above(beyond, one_sided=True)
+    agrees = significant_above(below, one_sided=True)
+    against = significant_above(beyond, one_sided=True)
     words = (
-        f"slope over the ends below {MARGIN:g} of the mean change in the anneal told for {sum(agrees)} of "
-        f"{len(groups)} groups of runs, above it for {sum(against)} (paired over documents, one-sided, Holm): "
-        f"{'; '.join(parts)}"
+        f"slope over the ends significantly below {MARGIN:g} of the mean change in the anneal for"
+        f" {sum(agrees)} of {len(groups)} groups of runs, above it for {sum(against)} (paired over"
+        f" documents, one-sided, Holm): {'; '.join(parts)}"
     )
-    if all(agrees):
-        return Judged("supported", words)
-    return Judged("contradicted" if any(against) and not any(agrees) else "not decided", words)
+    effect = f"{spread(slopes, figure)} per doubling of the tokens"
+    return Verdict(decided(sum(agrees), sum(against), len(groups)), words, effect)
 
 
-def schedules(evidence: Evidence, spec: str, figure: str) -> Judged:
-    """Slope over the budgets under cosine minus that under cooldowns from a constant rate."""
-    chosen = [*_of_schedule(evidence, _is_cosine), *_of_schedule(evidence, _is_cooldown)]
+@claim(
+    80,
+    "schedules",
+    "Under cosine the error grows faster with the data than under cooldowns from a constant rate.",
+    source="figure 5",
+    needs="two budgets under each of the two schedules",
+)
+@by_measure
+def schedules(evidence: Evidence, spec: str, figure: str) -> Verdict:
+    """Test the slope over the budgets under cosine minus that under cooldowns."""
+    chosen = [end for fits in KINDS for end in _of_schedule(evidence.ends, fits)]
     differences, parts = [], []
     for group in alike(chosen, ("total_steps", "schedule")):
-        kinds = [[end for end in group if isinstance(end.run, RunConfig) and fits(end.run)] for fits in KINDS]
+        kinds = [_of_schedule(group, fits) for fits in KINDS]
         if min(len({end.run.total_steps for end in kind}) for kind in kinds) < 2:
             continue
-        for end in group:
-            gap = missing([(f"the end of {end.label}", end.last, f"quant/{spec}/{figure}")])
-            if gap:
-                return not_tested(gap)
-        cosine, cooldown = (slope([end.last for end in kind if end.last]) for kind in kinds)
+        ends = {end.label: end_of(end, f"quant/{spec}/{figure}") for end in group}
+        cosine, cooldown = (slope([ends[end.label] for end in kind]) for kind in kinds)
         differences.append(evidence.contrast(spec, figure, cosine, times(-1, cooldown)))
-        each = [estimated(evidence.contrast(spec, figure, weighted), figure) for weighted in (cosine, cooldown)]
+        each = [
+            estimated(evidence.contrast(spec, figure, weighted), figure)
+            for weighted in (cosine, cooldown)
+        ]
         parts.append(
-            f"{len(cosine)} and {len(cooldown)} budgets: {each[0]} per doubling under cosine, {each[1]} under "
-            f"cooldowns, difference {estimated(differences[-1], figure)}"
+            f"{len(cosine)} and {len(cooldown)} budgets: {each[0]} per doubling under cosine,"
+            f" {each[1]} under cooldowns, difference {estimated(differences[-1], figure)}"
         )
     if not differences:
-        return not_tested("no two budgets under each of cosine and constant rate with cooldown, all else the same")
+        raise NotTested(
+            "no two budgets under each of cosine and constant rate with cooldown, all else the same"
+        )
     p_values = holm([one.p_value() for one in differences])
-    told = [
-        "not told apart" if p > ALPHA else "higher" if one.value > 0 else "lower"
-        for one, p in zip(differences, p_values, strict=True)
-    ]
+    ways = [way_of(one.value, p) for one, p in zip(differences, p_values, strict=True)]
     words = f"paired over documents, Holm, p {max(p_values):.2g}: {'; '.join(parts)}"
-    return Judged(outcome_of(told, "higher"), words)
-
-
-def _gap(group: Chosen, column: str) -> str | None:
-    return missing(
-        wanted
-        for end in group
-        for wanted in ((f"{end.label} before the anneal", end.first, column), ("its end", end.last, column))
-    )
+    slopes = spread([one.value for one in differences], figure)
+    return Verdict(outcome_of(ways, "higher"), words, f"slopes differ by {slopes} per doubling")

@@ -7,17 +7,16 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import permutation_test
 
-PERMUTATIONS = (
-    50_000  # all of them up to 8 runs, a draw of as many beyond; a draw's p-value is not below its reciprocal
-)
+# All of them up to 8 runs, a draw of as many beyond; a draw's p-value is not below its reciprocal.
+PERMUTATIONS = 50_000
 
 
 def kendall(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Kendall's tau (1938), concordant minus discordant pairs over all pairs, and its two-sided p-value.
+    """Return Kendall's tau (1938), concordant minus discordant over all pairs, and its p-value.
 
-    The p-value is the share of the orders in which the runs could stand, were the second independent of the first,
-    that give a tau as far from 0. Its unit is the run: it holds for other runs of the same settings, where a
-    comparison paired over documents holds for other documents.
+    The p-value is the share of the orders in which the runs could stand, were the second
+    independent of the first, that give a tau as far from 0. Its unit is the run: it holds for other
+    runs of the same settings, where a comparison paired over documents holds for other documents.
     """
     i, j = np.triu_indices(len(first), 1)
     sign_P = np.sign(np.subtract(np.take(first, j), np.take(first, i)))

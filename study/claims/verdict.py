@@ -1,43 +1,53 @@
-"""What is said of a claim, and what every judgement shares: the data, counts of comparisons, numbers in words.
+"""A claim and its verdicts; and what judging has in common: the data, counts, numbers in words.
 
-A claim says something of every run, or pair of runs. It is supported where each of its comparisons is told apart the
-way it says, contradicted where some are told apart the other way and none its way, and not decided otherwise.
+A claim is about every run, or pair of runs. It is supported where each of its comparisons is
+significant its way, contradicted where some are significant the other way and none its way, and not
+decided otherwise.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
-from ckpt_tools.holm import holm
-from quant_eval.bootstrap import Resampled
-from study.paired import Measured, Paired, Row
-from study.settings import Study, spec_title
-from study.steps import INTERVAL_LEVEL
-from study.summary import Rows, RunSummary, summarize
+from base.statistics import holm
+from quant_eval.compare import Comparison
+from quant_eval.measuring.bootstrap import Resampled
+from study.definition import Study, spec_title
+from study.pipeline.steps import INTERVAL_LEVEL
+from study.results.paired import Paired
+from study.results.summary import Rows, RunSummary, summarize
+from study.results.table import Row
 
+Pairs = dict[str, tuple[Row, Row]]  # by label
+Compared = dict[str, Comparison]
 Weighted = list[tuple[Row, float]]  # rows whose figures are summed, each times a factor
 Outcome = Literal["supported", "contradicted", "not decided", "not tested"]
-FIGURES = {"relative_error": "relative error", "kl_divergence": "KL divergence"}
+FIGURES = {"kl_divergence": "KL divergence", "relative_error": "relative error"}
 NAMES = FIGURES | {"cross_entropy_quantized": "quantized loss"}
+SIGNIFICANT = ("higher", "lower")  # verdicts; any other is no significant difference
 ALPHA = 1 - INTERVAL_LEVEL
 MOST_LISTED = 4  # comparisons that are written out one by one
 
 
-class Judged(NamedTuple):
-    """An outcome with its statistic in words."""
+class NotTested(Exception):  # noqa: N818 no error: a verdict
+    """The reason why a study does not have the data for a claim."""
+
+
+class Verdict(NamedTuple):
+    """The outcome of a claim by one quantity.
+
+    Attributes:
+        outcome: the verdict itself.
+        statistic: in words.
+        effect: its size in a few words.
+        measure: name of the quantity.
+    """
 
     outcome: Outcome
     statistic: str
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What one quantity says of a claim; `measure` names it."""
-
-    measure: str
-    outcome: Outcome
-    statistic: str
+    effect: str = ""
+    measure: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,9 +63,19 @@ class Evidence:
         """The runs that are ends of training, in order."""
         return summarize(self.study, self.rows)
 
+    @property
+    def annealed(self) -> list[RunSummary]:
+        """The ends at which the learning rate decays."""
+        return [end for end in self.ends if end.anneals]
+
     def contrast(self, spec: str, figure: str, *parts: Weighted) -> Resampled:
         """The sum of weighted sums of a figure."""
         return self.paired.contrast([one for part in parts for one in part], spec, figure)
+
+    def compared(self, pairs: Pairs, figure: str, spec: str, other: str = "") -> Compared:
+        """The second row of each pair against the first; at another spec, where that is given."""
+        measured = [((first, spec), (second, other or spec)) for first, second in pairs.values()]
+        return dict(zip(pairs, self.paired.compared(measured, figure), strict=True))
 
 
 @dataclass(frozen=True)
@@ -63,13 +83,15 @@ class Claim:
     """A claim of the paper, in our words.
 
     Attributes:
+        place: order in the report.
         name: unique.
         sentence: what is claimed.
         source: where the paper says so.
         needs: what a study must hold to test it.
-        judge: says what the data of a study tell of it.
+        judge: gives a verdict for each quantity.
     """
 
+    place: int
     name: str
     sentence: str
     source: str
@@ -77,97 +99,102 @@ class Claim:
     judge: Callable[[Evidence], list[Verdict]]
 
 
-class _Difference(Protocol):
-    """Of quantizations or traces: second minus first."""
-
-    @property
-    def value(self) -> float: ...
-    @property
-    def low(self) -> float: ...
-    @property
-    def high(self) -> float: ...
-
-
-class Shown(NamedTuple):
-    """One comparison, as far as it is told of."""
-
-    label: str
-    difference: _Difference
-    p_adjusted: float
-    verdict: str
+def claim(
+    place: int, name: str, sentence: str, *, source: str, needs: str
+) -> Callable[[Callable[[Evidence], list[Verdict]]], Claim]:
+    """Make a claim of the function that judges it; every one below study/claims is discovered."""
+    return lambda judge: Claim(place, name, sentence, source, needs, judge)
 
 
 def measure_of(spec: str, figure: str) -> str:
-    """'KL divergence (GPTQ, 3 bits, groups of 32)'."""
+    """Return 'KL divergence (GPTQ, 3 bits, groups of 32)'."""
     return f"{FIGURES[figure]} ({spec_title(spec)})"
 
 
-def by_measure(judge: Callable[[Evidence, str, str], Judged]) -> Callable[[Evidence], list[Verdict]]:
-    """A verdict for each figure at each spec that all checkpoints are quantized with."""
-
-    def judged(evidence: Evidence) -> list[Verdict]:
-        specs = evidence.study.quantization.specs
-        return [
-            Verdict(measure_of(spec, figure), *judge(evidence, spec, figure)) for spec in specs for figure in FIGURES
-        ]
-
-    return judged
+def judged(measure: str, judge: Callable[..., Verdict], *arguments: Any) -> Verdict:
+    """Return what `judge` makes of its arguments under the name of the quantity."""
+    try:
+        return judge(*arguments)._replace(measure=measure)
+    except NotTested as reason:
+        return Verdict("not tested", str(reason), measure=measure)
 
 
-def not_tested(reason: str) -> Judged:
-    """The study has no data for the claim."""
-    return Judged("not tested", reason)
+def by_measure(
+    judge: Callable[[Evidence, str, str], Verdict],
+) -> Callable[[Evidence], list[Verdict]]:
+    """Judge each figure at each spec that all checkpoints are quantized with."""
+    return lambda evidence: [
+        judged(measure_of(spec, figure), judge, evidence, spec, figure)
+        for spec in evidence.study.quantization.specs
+        for figure in FIGURES
+    ]
 
 
-def missing(wanted: Iterable[tuple[str, Row | None, str]]) -> str | None:
-    """Names the first of (what, its row, column) that is not measured; None where all are."""
-    for what, row, column in wanted:
-        if row is None:
-            return f"missing: {what} has no checkpoint yet"
+def needed(what: str, row: Row | None, *columns: str) -> Row:
+    """Return a row; NotTested where it, or one of the columns in it, is not measured."""
+    if row is None:
+        raise NotTested(f"missing: {what} has no checkpoint yet")
+    for column in columns:
         if row.get(column) is None:
-            return f"missing: {column} of {what} is not measured"
-    return None
+            raise NotTested(f"missing: {column} of {what} is not measured")
+    return row
+
+
+def end_of(end: RunSummary, *columns: str) -> Row:
+    """Return the row of the end of training; NotTested where one of these is not measured."""
+    return needed(f"the end of {end.label}", end.last, *columns)
+
+
+def decided(agreeing: int, opposing: int, count: int) -> Outcome:
+    """Return the outcome of so many comparisons."""
+    if agreeing == count:
+        return "supported"
+    return "contradicted" if opposing and not agreeing else "not decided"
+
+
+def way_of(value: float, p_value: float) -> str:
+    """Return how a value is to 0: higher, lower, or not significantly different."""
+    return "no significant difference" if p_value > ALPHA else "higher" if value > 0 else "lower"
 
 
 def outcome_of(verdicts: Sequence[str], claimed: str) -> Outcome:
-    """Of comparisons that the claim says are all `claimed`: 'higher' or 'lower'."""
+    """Return the outcome of comparisons that are all claimed to be 'higher' or 'lower'."""
     against = "lower" if claimed == "higher" else "higher"
-    if all(verdict == claimed for verdict in verdicts):
-        return "supported"
-    return "contradicted" if against in verdicts and claimed not in verdicts else "not decided"
+    return decided(verdicts.count(claimed), verdicts.count(against), len(verdicts))
 
 
-def compared(
-    evidence: Evidence, pairs: dict[str, tuple[Measured, Measured]], figure: str, claimed: str, what: str
-) -> Judged:
-    """Labelled pairs that the claim says have the second `claimed`, paired over documents with Holm's correction."""
-    found = evidence.paired.compared(list(pairs.values()), figure)
-    shown = [Shown(label, one.difference, one.p_adjusted, one.verdict) for label, one in zip(pairs, found, strict=True)]
-    return Judged(outcome_of([one.verdict for one in shown], claimed), counted(shown, claimed, figure, what))
+def all_claimed(found: Compared, claimed: str, figure: str, what: str) -> Verdict:
+    """Judge comparisons whose second is claimed to be higher or lower than the first."""
+    outcome = outcome_of([one.verdict for one in found.values()], claimed)
+    effect = spread([one.difference.value for one in found.values()], figure)
+    return Verdict(outcome, counted(found, claimed, figure, what), effect)
 
 
-def counted(shown: Sequence[Shown], claimed: str, figure: str, what: str, unit: str = "paired over documents") -> str:
-    """How many comparisons are told apart each way, with their differences."""
+def counted(found: Compared, claimed: str, figure: str, what: str) -> str:
+    """Count the comparisons that are significant each way, with their differences."""
     against = "lower" if claimed == "higher" else "higher"
-    told = {word: sum(one.verdict == word for one in shown) for word in (claimed, against)}
-    head = f"told {claimed} in {told[claimed]} of {len(shown)} {what}, {against} in {told[against]}"
-    if len(shown) <= MOST_LISTED:
-        parts = [
-            f"{one.label}: {signed(one.difference.value, figure)} "
-            f"[{signed(one.difference.low, figure)}, {signed(one.difference.high, figure)}], p {one.p_adjusted:.2g}"
-            for one in shown
-        ]
-        return f"{head} ({unit}, Holm): {'; '.join(parts)}"
-    values = sorted(one.difference.value for one in shown)
-    p_values = [one.p_adjusted for one in shown]
+    verdicts: list[str] = [one.verdict for one in found.values()]
+    head = (
+        f"significantly {claimed} in {verdicts.count(claimed)} of {len(verdicts)} {what},"
+        f" {against} in {verdicts.count(against)} (paired over documents, Holm): "
+    )
+    if len(found) <= MOST_LISTED:
+        return head + "; ".join(
+            f"{label}: {signed(one.difference.value, figure)}"
+            f" [{signed(one.difference.low, figure)}, {signed(one.difference.high, figure)}], p"
+            f" {one.p_adjusted:.2g}"
+            for label, one in found.items()
+        )
+    values = sorted(one.difference.value for one in found.values())
+    p_values = [one.p_adjusted for one in found.values()]
     return (
-        f"{head} ({unit}, Holm): differences {signed(values[0], figure)} to {signed(values[-1], figure)}, "
-        f"p {min(p_values):.2g} to {max(p_values):.2g}"
+        f"{head}differences {signed(values[0], figure)} to {signed(values[-1], figure)},"
+        f" p {min(p_values):.2g} to {max(p_values):.2g}"
     )
 
 
 def signed(value: float, figure: str) -> str:
-    """A difference of figures with its unit.
+    """Return a difference of figures with its unit.
 
     >>> signed(0.00123, "relative_error"), signed(-0.00123, "kl_divergence")
     ('+0.123%', '-0.00123')
@@ -175,24 +202,30 @@ def signed(value: float, figure: str) -> str:
     return f"{100 * value:+.3g}%" if figure == "relative_error" else f"{value:+.3g}"
 
 
+def spread(values: Sequence[float], figure: str) -> str:
+    """Return the range of some values with their unit."""
+    low, high = signed(min(values), figure), signed(max(values), figure)
+    return low if low == high else f"{low} to {high}"
+
+
 def estimated(resampled: Resampled, figure: str) -> str:
-    """A contrast with its interval."""
+    """Return a contrast with its interval."""
     low, high = (signed(end, figure) for end in resampled.interval(INTERVAL_LEVEL))
     return f"{signed(resampled.value, figure)} [{low}, {high}]"
 
 
-def p_above(resampled: Resampled) -> float:
-    """One-sided p-value of the contrast not being above 0."""
-    half = resampled.p_value() / 2
-    return half if resampled.value > 0 else 1 - half
+def significant_above(contrasts: Sequence[Sequence[Resampled]], one_sided: bool) -> list[bool]:
+    """Return for each group of contrasts whether all are significantly above 0.
 
-
-def told_above(contrasts: Sequence[Sequence[Resampled]], one_sided: bool) -> list[bool]:
-    """Of each group of contrasts whether all are above 0; Holm's correction is over the groups.
-
-    That all hold is told by the largest p-value (Berger 1982, intersection-union test) without a further correction.
-    Where the data chose the direction the p-values are two-sided.
+    Holm's correction is over the groups. The largest p-value of a group decides without a further
+    correction (Berger 1982, intersection-union test). Where the data chose the direction the
+    p-values are two-sided.
     """
     factor = 1 if one_sided else 2
-    p_values = [min(1.0, factor * max(p_above(one) for one in group)) for group in contrasts]
+
+    def p_above(contrast: Resampled) -> float:
+        half = contrast.p_value() / 2
+        return half if contrast.value > 0 else 1 - half
+
+    p_values = [min(1.0, factor * max(map(p_above, group))) for group in contrasts]
     return [p <= ALPHA for p in holm(p_values)]

@@ -6,17 +6,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from study.own_text import Asked, Given, given_of, text_of
-from study.recipes.parts import from_run
-from study.settings import Study, load_study
-from study.text import OwnText, TokenFiles
-from study.text_places import places_of
-from train.command import explain_validation
-from train.config import RunConfig, with_settings
-from train.frozen import fingerprint
+from base.errors import explain_validation
+from base.frozen import fingerprint
+from study.definition import Study, load_study
+from study.recipes.parts import places_of_runs
+from study.text.kinds import OwnText, TokenFiles
+from study.text.own import Asked, Given, given_of, text_of
+from train.run.config import RunConfig, with_settings
 
 
-def _changed(study: Study, change: Callable[[RunConfig], RunConfig], option: str, **content: Any) -> Study:
+def _changed(
+    study: Study, change: Callable[[RunConfig], RunConfig], option: str, **content: Any
+) -> Study:
     """Return the study with every run changed; a branch names its changed parent."""
     changed: dict[str, RunConfig] = {}
     for run in study.trained:
@@ -24,7 +25,9 @@ def _changed(study: Study, change: Callable[[RunConfig], RunConfig], option: str
         if branch_from:
             parent = changed[study.parent_of(run).name]
             branch_from = branch_from.model_copy(update={"fingerprint": fingerprint(parent)})
-        changed[run.name] = change(run).model_copy(update={"name": run.name, "branch_from": branch_from})
+        changed[run.name] = change(run).model_copy(
+            update={"name": run.name, "branch_from": branch_from}
+        )
     runs = [changed.get(run.name, run).model_dump() for run in study.runs]
     try:
         return Study.model_validate(study.model_dump() | {"runs": runs} | content)
@@ -50,7 +53,7 @@ def on_text(study: Study, asked: Asked, root: Path) -> Study:
     given = given_of(asked)
     name = study.name + given.suffix
     text = _recorded(root / name, given) or text_of(study, given)
-    places = {use: from_run(place) for use, place in places_of(text).items() if use != "calibration"}
+    places = places_of_runs(text)
 
     def change(run: RunConfig) -> RunConfig:
         return run.model_copy(update={"data": run.data.model_copy(update=places)})
@@ -59,7 +62,7 @@ def on_text(study: Study, asked: Asked, root: Path) -> Study:
 
 
 def _recorded(directory: Path, given: Given) -> OwnText | TokenFiles | None:
-    """Return the text of the study that is there: it was made of the same content, wherever that lies now."""
+    """Return the text of the study that is there, if it was made of the same content."""
     if not (directory / "study.json").is_file():
         return None
     text = load_study(directory).text

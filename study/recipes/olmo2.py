@@ -1,193 +1,264 @@
-"""The learning-rate ablation of OLMo2: as it was run, at sizes that fewer GPUs can afford, and in small."""
+"""The learning-rate ablation of OLMo2-7B, and in small; `olmo2_sizes` has the sizes between."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
-from study.recipes.olmo2_runs import QUANTIZATION, SHORT_ANNEAL, SHORT_HORIZON, Size, ablation
-from study.recipes.parts import SMALL_CURVATURE, SMALL_QUANTIZATION, SMALL_TEXT, SMOKE, WEB_SPECS, web_text
-from study.settings import CurvatureSettings, QuantizationSettings, Study
-from study.text import TokenFile
-from train.models import OLMO2_1B, OLMO2_7B, OLMO2_30M, OLMO2_190M, olmo2
-from train.settings import ParallelConfig, SavingConfig
+from study.axes import amount_name
+from study.definition import SoupSettings, Study
+from study.measurements.tasks import TasksSettings
+from study.recipes.parts import (
+    SMALL_CURVATURE,
+    SMALL_QUANTIZATION,
+    SMALL_TEXT,
+    WEB_CURVATURE,
+    WEB_QUANTIZATION,
+    WEB_SPECS,
+    annealed,
+    data_of,
+    recipe,
+    spread,
+    study,
+    sweep,
+    web_text,
+)
+from study.text.kinds import Text, TokenFile
+from train.data.config import RepetitionFilter
+from train.model.presets import OLMO2_7B, olmo2
+from train.run.config import RunConfig, SavingConfig
+from train.run.optimization import CosinePhase, Lawa, OptimizerConfig, ScheduleConfig
+from train.run.parallel import ParallelConfig
 
-# A file of 10 billion tokens in 14 files: four times what a run of the 30M reads, without OLMo-mix to be indexed.
-TEXT_30M = web_text(
+SOURCES = (
+    "the ablation: arXiv 2501.00656, section 4.1, figure 11, table 8",
+    (
+        "its settings: allenai/OLMo at 0959703a, configs/peteish7-google.yaml,"
+        " scripts/augusta/peteish7-*-launch.sh"
+    ),
+    "architecture, optimizer, data: allenai/OLMo, configs/official-1124/OLMo2-7B-stage1.yaml",
+    "models of 190M and 30M: allenai/OLMo-core at fa6c5014, src/olmo_core/nn/transformer/config.py",
+    (
+        "quantization: arXiv 2510.06213, section 5.1, figure 23, appendices A, D; "
+        "aldakata/TrainingDynamicsQuantizationRobustness, gptqmodel_quantize.py"
+    ),
+)
+# Tokens of the 7B ablation. Ai2's scripts leave the long cosine at step 72,000 and count anneals in
+# whole steps of 4,194,304 tokens; only the three higher rates have the long anneal. A smaller size
+# divides every number of tokens, so that all go through the same shares of one schedule.
+WARMUP_TOKENS = 2_000 * 4_194_304
+ANNEALS_AT = 72_000 * 4_194_304
+SHORT_ANNEAL, LONG_ANNEAL = 50e9, 100e9
+HORIZON, SHORT_HORIZON = 5e12, 300e9
+SMALL_DIVISOR = 1_536_000
+
+TEXT = web_text(
     "allenai/OLMo-2-1124-7B",
-    TokenFile(name="fineweb-edu-10bt-1", dataset="HuggingFaceFW/fineweb-edu", config="sample-10BT", files="1"),
+    TokenFile(
+        name="olmo-mix-1124",
+        origin=(
+            "python -m train index FILES --dtype uint32 --eos 100257, where FILES are"
+            " OLMo-mix-1124's token files in the order of data.paths in allenai/OLMo,"
+            " configs/official-1124/OLMo2-7B-stage1.yaml"
+        ),
+    ),
 )
-CURVATURE = CurvatureSettings(
-    pairs=64,
-    norm_pairs=16,
-    companion_pairs=32,
-    microbatch_sequences=1,
-    fixed_sequences=16,
-    tolerance=1e-2,
-    step_microbatches=32,
-    slice_grid=15,
-    slice_sequences=32,
-    checkpointing=True,
-)
-# Traces alone, which take no vector: 4.5 minutes of an H100 a checkpoint by the dry run, which has a product of 4,096
-# tokens at 3.6 s, 19% of the peak. The weights themselves lie on the host while the guard moves them.
+# Curvature, by 'python -m curvature hutchinson --dry-run --gpu h100': the vectors of the largest
+# eigenvalue, 21 at most, take 22 GB of a GPU for the 190M, 125 GB for the 1B, which two GPUs share,
+# and 613 GB for the 7B, of which traces alone are measured: 66 GB of a GPU and 33 GB of its host.
+CURVATURE = WEB_CURVATURE.model_copy(update={"checkpointing": True})
+# Traces alone, which take no vector: 4.5 minutes of an H100 a checkpoint by the dry run, which has
+# a product of 4,096 tokens at 3.6 s, 19% of the peak. The weights themselves lie on the host while
+# the guard moves them.
 TRACES = CURVATURE.model_copy(
-    update={"lambda_max": False, "dtype": "bf16", "vectors": "host", "pairs": 32, "companion_pairs": 8}
+    update={"lambda_max": False, "dtype": "bf16", "vectors": "host"}
+    | {"pairs": 32, "companion_pairs": 8}
 )
 
 
-# On H100 with 80 GB, 'python -m train plan RUN... --nodes N --gpus-per-node 8 --gpu h100' has a rank of the 7B at 75 GB
-# on one node and 50 GB on eight, of the 1B at 50 GB and of the 190M at 41 GB on one. Kernels are torch's, which need
-# nothing installed; '--set kernels=transformer_engine' takes faster ones.
-#
-# Curvature, by 'python -m curvature run --dry-run --gpu h100': the vectors behind the largest eigenvalue, 21 at most,
-# take 22 GB of a GPU for the 190M, 125 GB for the 1B, which two GPUs share, and 613 GB for the 7B, of which traces
-# alone are measured: 66 GB of a GPU and 33 GB of its host.
-SIZE_7B = Size(
-    model=OLMO2_7B,
-    divisor=1,
-    batch_size=1024,
-    peaks=(3e-4, 6e-4, 9e-4, 1.2e-3),
-    micro_batch_size=1,
-    parallel=ParallelConfig(tensor=2, sequence=True),
-    curvature=TRACES,
-)
-SIZE_1B = Size(
-    model=OLMO2_1B,
-    divisor=5,
-    batch_size=512,
-    peaks=(4e-4, 8e-4, 1.2e-3, 1.6e-3),
-    micro_batch_size=2,
-    quantization=QUANTIZATION.model_copy(update={"by_block": WEB_SPECS}),
-    curvature=CURVATURE.model_copy(update={"dtype": "bf16"}),
-)
-SIZE_190M = Size(
-    model=OLMO2_190M,
-    divisor=25,
-    batch_size=256,
-    peaks=(1e-3, 2e-3, 3e-3, 4e-3),
-    micro_batch_size=4,
-    quantization=QUANTIZATION.model_copy(update={"by_block": WEB_SPECS, "dtype": "fp32"}),
-    curvature=CURVATURE,
-)
-# Measured in an hour too: less text and fewer methods than the larger sizes, contexts of 2,048 tokens.
-SIZE_30M = Size(
-    model=OLMO2_30M,
-    divisor=2_000,
-    batch_size=64,
-    peaks=(1e-3, 2e-3, 4e-3, 8e-3),
-    micro_batch_size=8,
-    quantization=QuantizationSettings(
-        specs=WEB_SPECS,
-        methods=("gptqmodel-b3-g128-paper", "rtn-b3-g128", "awq-b3-g128"),
-        by_block=WEB_SPECS,
-        calibration_sequences=128,
-        eval_tokens=131_072,
-        block_tokens=32_768,
-    ),
-    curvature=CURVATURE.model_copy(
-        update={
-            "pairs": 32,
-            "norm_pairs": 8,
-            "companion_pairs": 16,
-            "fixed_sequences": 4,
-            "step_microbatches": 16,
-            "slice_grid": 11,
-            "slice_sequences": 8,
-            "checkpointing": False,
-        }
-    ),
-    text=TEXT_30M,
-    sequence_length=2048,
-    held_out_sequences=64,
-    parent_saves=4,
-    anneal_saves=2,
-    averaged=1,
-    anneals=(SHORT_ANNEAL,),
-    controlled=True,
-    ranks=1,
-)
-SMALL = Size(
-    model=olmo2(hidden_size=64, layers=2, heads=4, intermediate_size=192).model_copy(
-        update={"vocab_size": SMALL_TEXT.vocab_size}
-    ),
-    divisor=1_536_000,
-    batch_size=16,
-    peaks=(3e-3, 1e-2),
-    micro_batch_size=8,
-    quantization=SMALL_QUANTIZATION,
-    curvature=SMALL_CURVATURE,
-    text=SMALL_TEXT,
-    sequence_length=128,
-    held_out_sequences=16,
-    parent_saves=2,
-    anneal_saves=2,
-    intervals=24,
-    averaged=1,
-    ranks=2,
-    precision="fp32",
-    saving=SavingConfig(),
-    small=True,
-)
+def run(
+    name: str,
+    peak_lr: float,
+    *,
+    divisor: int,
+    text: Text,
+    horizon: float = HORIZON,
+    sequence_length: int = 4096,
+    held_out_sequences: int = 256,
+    batch_size: int,
+    saves: int = 18,
+    controls: int = 0,
+    intervals: int = 144,
+    **settings: Any,
+) -> RunConfig:
+    """Return a run up to where its anneals leave it; peaks, seed, order and filter are Ai2's.
 
-
-def olmo2_7b_lr(smoke: bool = False) -> Study:
-    """As Ai2 ran it: a cosine towards 5e12 tokens left at 302e9, then seven anneals over 50e9 and 100e9 tokens.
-
-    The rate hardly falls before them, to 0.99234 of its peak. A branch goes on with the data of its parent, as Ai2's
-    did. Peaks, batch, warm-up, seed, order and filter are Ai2's; where checkpoints lie is this project's choice.
+    Args:
+        name: of the run.
+        peak_lr: the learning rate.
+        divisor: of every number of tokens.
+        text: what it reads.
+        horizon: tokens of the cosine.
+        sequence_length: tokens.
+        held_out_sequences: of each evaluation.
+        batch_size: sequences.
+        saves: checkpoints up to the anneals, evenly spaced.
+        controls: checkpoints after there, where it trains on at its rate to the end of the short
+            anneal, so that the effect of the anneal is separated from that of the tokens.
+        intervals: parts after which it is evaluated and averages take in its weights: 144 are 500
+            of 72,000 steps, as far as arXiv 2510.06213 has them apart (appendix C).
+        settings: further ones of RunConfig.
     """
-    return ablation(
-        f"olmo2-7b-lr{SMOKE * smoke}",
-        SMALL if smoke else SIZE_7B,
-        "The OLMo2-7B learning-rate ablation: four near-constant rates to 302B tokens, seven anneals of 50B and 100B",
+    tokens_per_step = batch_size * sequence_length
+    start = steps(ANNEALS_AT, divisor, tokens_per_step)
+    save_steps = spread(0, start, saves)
+    if controls:
+        end = start + steps(SHORT_ANNEAL, divisor, tokens_per_step)
+        save_steps += spread(start, end, controls)
+    every = start // intervals
+    content: dict[str, Any] = {
+        "precision": "bf16",
+        "saving": SavingConfig(asynchronous=True, restart_every_steps=500),
+        **settings,
+    }
+    return RunConfig(
+        name=name,
+        seed=6198,
+        data=data_of(
+            text,
+            sequence_length=sequence_length,
+            held_out_sequences=held_out_sequences,
+            order="olmo",
+            repetition_filter=RepetitionFilter(),
+        ),
+        optimizer=OptimizerConfig(peak_lr=peak_lr),
+        schedule=ScheduleConfig(
+            warmup_tokens=round(WARMUP_TOKENS / divisor),
+            phase=CosinePhase(horizon_tokens=round(horizon / divisor)),
+        ),
+        averages=(Lawa(interval_steps=every, window=5),),
+        total_steps=save_steps[-1],
+        batch_size=batch_size,
+        save_steps=save_steps,
+        evaluate_every_steps=every,
+        **content,
     )
 
 
-def olmo2_7b_lr_cosine300b(smoke: bool = False) -> Study:
-    """The same, but for the cosine, which has fallen to 10% of the peak at 300e9 tokens.
+def steps(tokens: float, divisor: int, tokens_per_step: int) -> int:
+    """Return the steps of a size that stand for so many tokens of the 7B ablation."""
+    return round(tokens / divisor / tokens_per_step)
 
-    So reads the workshop version of arXiv 2510.06213 ("300B tokens with cosine decay"), which is not what Ai2 ran.
+
+def ablation(
+    peaks: Sequence[float],
+    of_runs: dict[str, Any],
+    *,
+    divisor: int,
+    anneals: tuple[float, ...] = (SHORT_ANNEAL, LONG_ANNEAL),
+    saves: int = 8,
+    averaged: int = 3,
+    text: Text = TEXT,
+    **settings: Any,
+) -> Study:
+    """Return the study of runs at several peaks and of their anneals to zero.
+
+    Args:
+        peaks: learning rates, rising; the run at the lowest has the first anneal only.
+        of_runs: settings of `run`.
+        divisor: of every number of tokens.
+        text: what is trained and measured on.
+        anneals: tokens of the 7B's anneals.
+        saves: checkpoints of an anneal: the error of quantization surges there.
+        averaged: parts of the run up to its anneals after which averages are quantized.
+        settings: further fields of Study.
     """
-    return ablation(
-        f"olmo2-7b-lr-cosine300b{SMOKE * smoke}",
-        SMALL if smoke else SIZE_7B,
-        "The same with cosines that fall to 10% of the peak at 300B tokens, before the anneals",
-        SHORT_HORIZON,
+    parents = sweep(partial(run, divisor=divisor, text=text, **of_runs), peak_lr=peaks)
+    runs: list[RunConfig] = []
+    start = steps(ANNEALS_AT, divisor, parents[0].tokens_per_step)
+    for parent in parents:
+        runs.append(parent)
+        for tokens in anneals if parent is not parents[0] else anneals[:1]:
+            end = start + steps(tokens, divisor, parent.tokens_per_step)
+            name = f"{parent.name}-anneal{amount_name((end - start) * parent.tokens_per_step)}"
+            save_steps = spread(start, end, saves)
+            runs.append(annealed(parent, name, start=start, save_steps=save_steps))
+    defaults: dict[str, Any] = {"ranks": 8, "sized_for": "cuda", "quantization": WEB_QUANTIZATION}
+    return study(
+        runs,
+        text=text,
+        sources=SOURCES,
+        soups=(SoupSettings(name="soup-stable", steps=parents[0].save_steps[-5:]),),
+        averaged_steps=tuple(
+            sorted({*spread(0, start, averaged), *(one.total_steps for one in runs)})
+        ),
+        **(defaults | settings),
     )
 
 
-def olmo2_1b_lr(smoke: bool = False) -> Study:
-    """The ablation with OLMo2-1B and a fifth of every number of tokens: 41 tokens per parameter, as the 7B's 302e9 are.
-
-    The batch and the lowest peak are those of the released model (configs/official-0425/OLMo2-1B-stage1.yaml); the
-    others are the multiples of the 7B's ablation.
-    """
+def small(controls: int = 0, horizon: float = HORIZON, **settings: Any) -> Study:
+    """Return the ablation at two peaks on a model of two layers, for the profile smoke."""
+    model = olmo2(hidden_size=64, layers=2, heads=4, intermediate_size=192)
+    of_runs = {
+        "horizon": horizon,
+        "sequence_length": 128,
+        "held_out_sequences": 16,
+        "batch_size": 16,
+        "saves": 2,
+        "controls": controls,
+        "intervals": 24,
+        "model": model.model_copy(update={"vocab_size": SMALL_TEXT.vocab_size}),
+        "micro_batch_size": 8,
+        "precision": "fp32",
+        "saving": SavingConfig(),
+    }
     return ablation(
-        f"olmo2-1b-lr{SMOKE * smoke}",
-        SMALL if smoke else SIZE_1B,
-        "The learning-rate ablation with OLMo2-1B, a fifth of the tokens: 60B, anneals of 10B and 20B",
+        (3e-3, 1e-2),
+        of_runs,
+        divisor=SMALL_DIVISOR,
+        saves=2,
+        averaged=1,
+        text=SMALL_TEXT,
+        ranks=2,
+        sized_for="cpu",
+        quantization=SMALL_QUANTIZATION,
+        curvature=SMALL_CURVATURE,
+        **settings,
     )
 
 
-def olmo2_190m_lr(smoke: bool = False) -> Study:
-    """The ablation with the 190M of OLMo-core's ladder and a 25th of every number of tokens.
+# On H100 with 80 GB, 'python -m train plan RUN... --nodes N --gpus-per-node 8 --gpu h100' has a
+# rank of the 7B at 75 GB on one node and 50 GB on eight, of the 1B at 50 GB and of the 190M at 41
+# GB on one. Kernels are torch's, which need nothing installed; '--set kernels=transformer_engine'
+# takes faster ones.
+def _olmo2_7b(horizon: float, **settings: Any) -> Study:
+    of_runs = {
+        "horizon": horizon,
+        "batch_size": 1024,
+        "model": OLMO2_7B,
+        "micro_batch_size": 1,
+        "parallel": ParallelConfig(tensor=2, sequence=True),
+    }
+    peaks = (3e-4, 6e-4, 9e-4, 1.2e-3)
+    return ablation(peaks, of_runs, divisor=1, curvature=TRACES, **settings)
 
-    Its batch of 1,048,576 tokens and its peaks are this project's choice.
+
+@recipe
+def olmo2_7b_lr(*, smoke: bool = False) -> Study:
+    """The OLMo2-7B learning-rate ablation: four near-constant rates to 302B tokens, seven anneals.
+
+    As Ai2 ran it: a cosine towards 5e12 tokens left at 302e9, then anneals over 50e9 and 100e9
+    tokens. The rate hardly falls before them, to 0.99234 of its peak. A branch reads on in the data
+    of its parent, as Ai2's did. Peaks, batch, warm-up, seed, order and filter are Ai2's; where
+    checkpoints are is this project's choice. Downstream tasks are those of arXiv 2510.06213.
     """
-    return ablation(
-        f"olmo2-190m-lr{SMOKE * smoke}",
-        SMALL if smoke else SIZE_190M,
-        "The learning-rate ablation with OLMo2-190M, a 25th of the tokens: 12B, anneals of 2B and 4B",
-    )
+    return small() if smoke else _olmo2_7b(HORIZON, tasks=TasksSettings(specs=WEB_SPECS))
 
 
-def olmo2_30m_lr(smoke: bool = False) -> Study:
-    """The ablation with the 30M of OLMo-core's ladder and a 2,000th of every number of tokens: an hour of one H100.
+@recipe
+def olmo2_7b_lr_cosine300b(*, smoke: bool = False) -> Study:
+    """The same with cosines that fall to 10% of the peak at 300B tokens, before the anneals.
 
-    Its parents train on without an anneal to where their anneals end: controls of equal tokens. The 30M counts no token
-    embedding: with it there are 55M weights, of which the quantized blocks hold 3.4M. Peaks, batch, context, text and
-    what is measured are this project's choice, made for the hour (`study.recipes.cost`).
+    So reads the workshop version of arXiv 2510.06213 ("300B tokens with cosine decay"), which is
+    not what Ai2 ran.
     """
-    return ablation(
-        f"olmo2-30m-lr{SMOKE * smoke}",
-        replace(SMALL, anneals=(SHORT_ANNEAL,), controlled=True) if smoke else SIZE_30M,
-        "The learning-rate ablation with OLMo2-30M in an hour: 151M tokens, anneals of 25M and controls without",
-    )
+    return small(horizon=SHORT_HORIZON) if smoke else _olmo2_7b(SHORT_HORIZON)

@@ -1,29 +1,60 @@
-"""What recipes are put together from: names, steps, branches and texts."""
+"""The parts of recipes: sweeps, branches, names, texts, and what is measured at a small size.
+
+A recipe is a function that returns a study, with the decorator `recipe`; `study.recipes.demo` is
+one to begin with.
+"""
 
 import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
-from study.settings import CurvatureSettings, QuantizationSettings
-from study.text import PreparedText, StandardLibrary, TokenFile
-from study.text_places import places_of
-from train.config import RunConfig
-from train.frozen import fingerprint
-from train.settings import Anneal, BranchFrom, DataConfig
+from base.frozen import fingerprint
+from study.axes import AnyRun
+from study.definition import CurvatureSettings, QuantizationSettings, Study
+from study.text.kinds import PreparedText, StandardLibrary, Text, TokenFile, places_of
+from train.data.config import DataConfig
+from train.model.config import ModelConfig
+from train.run.config import BranchFrom, RunConfig
+from train.run.optimization import Anneal, ConstantPhase, OptimizerConfig, ScheduleConfig
 
-# arXiv 2510.06213, appendices A and D: calibrated on C4's second file, c4-train.00001-of-01024, and measured on some
-# 600,000 tokens of RefinedWeb, of which aldakata/TrainingDynamicsQuantizationRobustness does not say which.
+PROFILES = ("full", "smoke")
+UNNAMED = "unnamed"  # a study before its recipe names it
+
+# arXiv 2510.06213, appendices A and D: calibrated on C4's second file, c4-train.00001-of-01024, and
+# measured on some 600,000 tokens of RefinedWeb, of which
+# aldakata/TrainingDynamicsQuantizationRobustness does not say which.
 C4 = TokenFile(name="c4", dataset="allenai/c4", config="en", files="2")
-REFINEDWEB = TokenFile(name="refinedweb", dataset="tiiuae/falcon-refinedweb", files="1", key="content")
-EVAL_TOKENS = 600_000
+REFINEDWEB = TokenFile(
+    name="refinedweb", dataset="tiiuae/falcon-refinedweb", files="1", key="content"
+)
 WEB_SPECS = ("gptq-b3-g128", "gptq-b4-g128")
-WEB_METHODS = (  # at the end of training; -paper is what arXiv 2510.06213 ran
-    *("gptqmodel-b3-g128-paper", "gptqmodel-b4-g128-paper", "rtn-b3-g128", "rtn-b4-g128"),
-    *("awq-b3-g128", "awq-b4-g128", "nf4-g64", "int8-t6"),
+WEB_QUANTIZATION = QuantizationSettings(
+    specs=WEB_SPECS,
+    methods=(  # at the end of training; -paper is what arXiv 2510.06213 ran
+        *("gptqmodel-b3-g128-paper", "gptqmodel-b4-g128-paper", "rtn-b3-g128", "rtn-b4-g128"),
+        *("awq-b3-g128", "awq-b4-g128", "nf4-g64", "int8-t6"),
+    ),
+    calibration_sequences=256,
+    eval_tokens=600_000,
+    block_tokens=150_000,
+    dtype="bf16",
+)
+WEB_CURVATURE = CurvatureSettings(
+    pairs=64,
+    norm_pairs=16,
+    companion_pairs=32,
+    microbatch_sequences=1,
+    fixed_sequences=16,
+    tolerance=1e-2,
+    step_microbatches=32,
+    slice_grid=15,
+    slice_sequences=32,
 )
 
 # The profile smoke: the same structure, minutes on two cores.
-SMOKE = "-smoke"
-SMALL_TEXT = StandardLibrary(vocab_size=1024, held_out_percent=10, held_out_characters=2400)
+SMALL_TEXT = StandardLibrary(vocab_size=1024)
 SMALL_QUANTIZATION = QuantizationSettings(
     specs=("gptq-b3-g32", "gptq-b4-g32"),
     methods=("rtn-b3-g32",),
@@ -44,31 +75,134 @@ SMALL_CURVATURE = CurvatureSettings(
 )
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """A function that returns a study, with its name and description; see `recipe`."""
+
+    make: Callable[..., Study]
+
+    @property
+    def name(self) -> str:
+        """The function's name with hyphens."""
+        return self.make.__name__.replace("_", "-")
+
+    def __call__(self, *, smoke: bool = False) -> Study:
+        """Return the study, named after the function and described by its docstring."""
+        study = self.make(smoke=smoke)
+        first_line = (self.make.__doc__ or self.name).strip().splitlines()[0].rstrip(".")
+        named = {
+            "name": self.name + ("-smoke" if smoke else ""),
+            "description": f"In small: {first_line}" if smoke else first_line,
+        }
+        return study.model_copy(update=named)
+
+
+def recipe(make: Callable[..., Study]) -> Recipe:
+    """Make a recipe of a function `NAME(*, smoke: bool) -> Study` with a docstring.
+
+    The first line of the docstring describes the study. `smoke` asks for the same study at a size
+    that a test can afford.
+    """
+    return Recipe(make)
+
+
+def study(
+    runs: Iterable[AnyRun], *, text: Text, quantization: QuantizationSettings, **settings: Any
+) -> Study:
+    """Return a study of these runs; `settings` are further fields of Study.
+
+    By default a training takes two processes on the CPU of one machine.
+    """
+    defaults = {"name": UNNAMED, "description": UNNAMED, "ranks": 2, "sized_for": "cpu"}
+    given = {"text": text, "runs": tuple(runs), "quantization": quantization}
+    return Study.model_validate(defaults | given | settings)
+
+
+def sweep(run: Callable[..., RunConfig], **values: Sequence[Any]) -> list[RunConfig]:
+    """Return a run for every combination of the values, named after them.
+
+    `run` takes a name and a value of each: `run("lr1e-3-wd0", peak_lr=1e-3, weight_decay=0)`.
+    """
+    runs = []
+    for combination in product(*values.values()):
+        chosen = dict(zip(values, combination, strict=True))
+        name = "-".join(value_name(key, value) for key, value in chosen.items())
+        runs.append(run(name, **chosen))
+    return runs
+
+
+def wsd_run(
+    name: str,
+    *,
+    model: ModelConfig,
+    text: Text,
+    steps: int,
+    peak_lr: float,
+    weight_decay: float = 0.1,
+    **settings: Any,
+) -> RunConfig:
+    """Return a run to begin with: a warm-up, the peak, and a linear anneal over the last quarter.
+
+    It has four checkpoints, a warm-up over a twentieth, and the vocabulary of the standard
+    library's tokenizer where the text is that. `settings` are further ones of RunConfig.
+    """
+    if isinstance(text, StandardLibrary):
+        model = model.model_copy(update={"vocab_size": text.vocab_size})
+    content: dict[str, Any] = {
+        "name": name,
+        "seed": 1,
+        "precision": "fp32",
+        "model": model,
+        "data": data_of(text, sequence_length=128, held_out_sequences=16),
+        "optimizer": OptimizerConfig(peak_lr=peak_lr, weight_decay=weight_decay),
+        "total_steps": steps,
+        "batch_size": 16,
+        "micro_batch_size": 8,
+        "save_steps": spread(0, steps, 4),
+        "evaluate_every_steps": max(1, steps // 10),
+        **settings,
+    }
+    tokens_per_step = content["batch_size"] * content["data"].sequence_length
+    schedule = ScheduleConfig(
+        warmup_tokens=steps // 20 * tokens_per_step,
+        phase=ConstantPhase(),
+        anneal=Anneal(start_step=content["save_steps"][2]),
+    )
+    return RunConfig.model_validate({"schedule": schedule} | content)
+
+
+def value_name(key: str, value: object) -> str:
+    """Return a value as a part of a run's name: 'lr3e-3', 'wd0.1', 'seed2' or 'deepspeed'."""
+    if key == "peak_lr" and isinstance(value, float):
+        return learning_rate_name(value)
+    if isinstance(value, str):
+        return value
+    short = {"weight_decay": "wd", "batch_size": "batch"}.get(key, key.replace("_", ""))
+    return f"{short}{value:g}" if isinstance(value, int | float) else f"{short}{value}"
+
+
 def learning_rate_name(peak_lr: float) -> str:
-    """Name of a run after its peak learning rate: 0.003 -> 'lr3e-3', 0.00025 -> 'lr2.5e-4'."""
+    """Return the name of a run after its peak learning rate: 'lr3e-3' or 'lr2.5e-4'."""
     exponent = math.floor(math.log10(peak_lr))
     return f"lr{round(peak_lr / 10**exponent, 6):g}e{exponent}"
 
 
-def amount_name(tokens: float) -> str:
-    """A number of tokens in three digits: 50e9 -> '50b', 28311552000 -> '28.3b', 32768 -> '32.8k'."""
-    for unit, letter in ((1e12, "t"), (1e9, "b"), (1e6, "m"), (1e3, "k")):
-        if tokens >= unit:
-            return f"{tokens / unit:.3g}{letter}"
-    return f"{tokens:g}"
-
-
 def spread(start: int, end: int, count: int) -> tuple[int, ...]:
-    """`count` steps behind `start`, evenly spaced up to `end`, which is the last of them."""
+    """Return `count` steps after `start`, evenly spaced up to `end`, which is the last of them."""
     return tuple(start + round(part * (end - start) / count) for part in range(1, count + 1))
 
 
 def annealed(parent: RunConfig, name: str, *, start: int, save_steps: tuple[int, ...]) -> RunConfig:
-    """The run that leaves `parent` at step `start` for a linear anneal to zero, on the data that comes next there."""
+    """Return the run that leaves `parent` at step `start` for a linear anneal to zero.
+
+    It reads the data that comes next there.
+    """
     changes: dict[str, Any] = {
         "name": name,
         "schedule": parent.schedule.model_copy(update={"anneal": Anneal(start_step=start)}),
-        "branch_from": BranchFrom(run=f"../{parent.name}", step=start, fingerprint=fingerprint(parent)),
+        "branch_from": BranchFrom(
+            run=f"../{parent.name}", step=start, fingerprint=fingerprint(parent)
+        ),
         "total_steps": save_steps[-1],
         "save_steps": save_steps,
     }
@@ -76,7 +210,10 @@ def annealed(parent: RunConfig, name: str, *, start: int, save_steps: tuple[int,
 
 
 def web_text(tokenizer: str, train: TokenFile | None = None) -> PreparedText:
-    """The paper's texts to calibrate on and to measure on; the name of each file says whose tokens it holds."""
+    """Return the paper's texts to calibrate on and to measure on, with the tokens of a tokenizer.
+
+    The name of each file says whose tokens it holds.
+    """
 
     def tokenized(file: TokenFile) -> TokenFile:
         return file.model_copy(update={"name": f"{file.name}--{tokenizer.replace('/', '--')}"})
@@ -89,20 +226,16 @@ def web_text(tokenizer: str, train: TokenFile | None = None) -> PreparedText:
     )
 
 
-def data_of(
-    text: StandardLibrary | PreparedText, *, sequence_length: int, held_out_sequences: int, **settings: Any
-) -> DataConfig:
-    """What a run of a study with this text reads; `settings` are further ones of DataConfig."""
-    places = {use: from_run(place) for use, place in places_of(text).items() if use != "calibration"}
-    return DataConfig.model_validate(
-        {**places, "sequence_length": sequence_length, "held_out_sequences": held_out_sequences, **settings}
-    )
+def data_of(text: Text, **settings: Any) -> DataConfig:
+    """Return what a run of a study with this text reads; `settings` are fields of DataConfig."""
+    return DataConfig.model_validate(places_of_runs(text) | settings)
 
 
-def from_run(place: str) -> str:
-    """Return a place that a command names as a run's directory sees it.
-
-    >>> from_run("{study}/data/train")
-    '../data/train'
-    """
-    return place.replace("{study}", "..", 1).replace("{root}", "../..", 1)
+def places_of_runs(text: Text) -> dict[str, str]:
+    """Return what runs read of a text, by use, as a run's directory sees it: '../data/train'."""
+    places = places_of(text)
+    del places["calibration"]
+    return {
+        use: place.replace("{study}", "..", 1).replace("{root}", "../..", 1)
+        for use, place in places.items()
+    }

@@ -1,186 +1,268 @@
 """The controlled experiments of arXiv 2510.06213 with Pythia on FineWeb-Edu."""
 
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
-from study.recipes.parts import SMOKE, amount_name, learning_rate_name
-from study.recipes.pythia_runs import FULL, SMALL, Size, cooldowns, cosine, wsd
-from study.settings import Study, Varied
-from train.config import RunConfig
-from train.settings import Lawa
+from study.axes import amount_name
+from study.definition import Study
+from study.recipes.parts import (
+    SMALL_CURVATURE,
+    SMALL_QUANTIZATION,
+    SMALL_TEXT,
+    WEB_CURVATURE,
+    WEB_QUANTIZATION,
+    WEB_SPECS,
+    annealed,
+    data_of,
+    learning_rate_name,
+    recipe,
+    study,
+    sweep,
+    web_text,
+)
+from study.text.kinds import TokenFile
+from train.model.config import ModelConfig
+from train.model.presets import PYTHIA_70M, PYTHIA_160M, pythia
+from train.run.config import RunConfig, SavingConfig
+from train.run.optimization import (
+    Anneal,
+    ConstantPhase,
+    CosinePhase,
+    Lawa,
+    OptimizerConfig,
+    ScheduleConfig,
+)
 
 SOURCES = (
-    "training: arXiv 2510.06213, sections 4 and 5, appendix C; plainLM at a625d7d, with its defaults",
+    (
+        "training: arXiv 2510.06213, sections 4 and 5, appendix C; plainLM at a625d7d, with its"
+        " defaults"
+    ),
     "budgets: aldakata/TrainingDynamicsQuantizationRobustness at b2f3b49, landscape.py",
     "quantization and curvature: arXiv 2510.06213, section 6.2, appendices A, D, G",
 )
-CONSTANT = "constant rate"
+PEAK = 3e-3  # where no other is stated
+COOLDOWN = 10  # of a budget, one part is the cooldown
+COSINE_FLOOR = 0.1  # as the released Pythia's; the paper states none
+# 524,288 tokens a step, 99.6e9 tokens in all, warm-up 1%, cooldown 10% (the paper's "1900 steps" is
+# a slip for 19,000). On 8 H100 with 80 GB, 'python -m train plan' has a rank at 40 GB with 160M
+# parameters and at 31 GB with 70M.
+END, SMALL_END = 190_000, 80
+BUDGETS, SMALL_BUDGETS = (20_000, 54_000, 88_000, 122_000, 156_000, END), (40, SMALL_END)
+DOUBLINGS = (23_750, 47_500, 95_000, END)  # of the budget; the paper's are not published
+TEXT = web_text(
+    "EleutherAI/gpt-neox-20b",
+    TokenFile(name="fineweb-edu-100bt", dataset="HuggingFaceFW/fineweb-edu", config="sample-100BT"),
+)
+QUANTIZATION = WEB_QUANTIZATION.model_copy(update={"by_block": WEB_SPECS, "dtype": "fp32"})
+# The paper: 100 sequences of 2,048 tokens, of FineWeb-Edu.
+CURVATURE = WEB_CURVATURE.model_copy(update={"pairs": 100, "fixed_sequences": 32, "slice_grid": 31})
+SMALL_MODEL = pythia(hidden_size=64, layers=2, heads=4).model_copy(
+    update={"vocab_size": SMALL_TEXT.vocab_size}
+)
+# plainLM takes its data in order.
+SIZES: dict[str, Any] = {
+    "precision": "bf16",
+    "data": data_of(TEXT, sequence_length=2048, held_out_sequences=256, order="sequential"),
+    "batch_size": 256,
+    "micro_batch_size": 16,
+    "evaluate_every_steps": 500,
+    "saving": SavingConfig(asynchronous=True, restart_every_steps=2_000),
+}
+SMALL_SIZES: dict[str, Any] = {
+    "precision": "fp32",
+    "data": data_of(SMALL_TEXT, sequence_length=128, held_out_sequences=16, order="sequential"),
+    "batch_size": 16,
+    "micro_batch_size": 8,
+    "evaluate_every_steps": 4,
+}
 
 
-def _study(
-    recipe: str,
-    smoke: bool,
-    description: str,
-    runs: Iterable[RunConfig],
+def run(
+    name: str,
     *,
-    labels: dict[str, str],
-    varied: Varied,
-    heading: str = "peak learning rate",
-    averaged_steps: tuple[int, ...] = (),
-) -> Study:
-    size = SMALL if smoke else FULL
-    return Study(
-        name=f"{recipe}{SMOKE * smoke}",
-        description=f"In small: {description}" if smoke else description,
+    saves: tuple[int, ...],
+    smoke: bool,
+    phase: ConstantPhase | CosinePhase | None = None,
+    model: ModelConfig = PYTHIA_160M,
+    peak_lr: float = PEAK,
+    weight_decay: float = 0.1,
+    anneal: Anneal | None = None,
+    averages: tuple[Lawa, ...] = (),
+) -> RunConfig:
+    """Return a run as plainLM trains, at a constant rate unless a phase is given.
+
+    No decay of biases and norms, no z-loss, and the seed 100 of its sample.
+    """
+    return RunConfig(
+        name=name,
+        seed=100,
+        engine="deepspeed",
+        model=SMALL_MODEL if smoke else model,
+        optimizer=OptimizerConfig(
+            peak_lr=peak_lr, weight_decay=weight_decay, undecayed=("bias", "norm"), z_loss=0.0
+        ),
+        schedule=ScheduleConfig(
+            warmup_tokens=tokens_of(4 if smoke else 1_900, smoke),
+            phase=phase or ConstantPhase(),
+            anneal=anneal,
+        ),
+        averages=averages,
+        total_steps=saves[-1],
+        save_steps=saves,
+        **(SMALL_SIZES if smoke else SIZES),
+    )
+
+
+def tokens_of(steps: int, smoke: bool) -> int:
+    """Return the tokens of so many steps."""
+    return steps * (16 * 128 if smoke else 256 * 2048)
+
+
+def cooldown_saves(end: int, smoke: bool) -> tuple[int, ...]:
+    """Return the checkpoints of a cooldown to `end`, the first half an interval after its start.
+
+    At 190,000 they are 2,000 apart: the paper's landscape is spanned by 188,000 and 190,000
+    (landscape.py).
+    """
+    count = 2 if smoke else 10
+    every = 2 * (end // COOLDOWN) // (2 * count - 1)
+    return tuple(range(end - (count - 1) * every, end + 1, every))
+
+
+def stable_saves(end: int, smoke: bool) -> tuple[int, ...]:
+    """Return the checkpoints of a stable phase, the last at its `end`."""
+    every = 40 if smoke else 10_000
+    return (*range(every, end, every), end)
+
+
+def whole(
+    name: str, *, smoke: bool, schedule: str = "wsd", end: int | None = None, **settings: Any
+) -> RunConfig:
+    """Return a run that cools down to zero over its last tenth, or a cosine to a tenth of its peak.
+
+    Both have the checkpoints of a cooldown in that tenth.
+    """
+    end = end or (SMALL_END if smoke else END)
+    start = end - end // COOLDOWN
+    if schedule == "wsd":
+        settings["anneal"] = Anneal(start_step=start)
+    else:
+        settings["phase"] = CosinePhase(horizon_tokens=tokens_of(end, smoke), floor=COSINE_FLOOR)
+    saves = (*stable_saves(start, smoke), *cooldown_saves(end, smoke))
+    return run(name, saves=saves, smoke=smoke, **settings)
+
+
+def cooldowns(
+    budgets: tuple[int, ...], *, smoke: bool, averages: tuple[Lawa, ...] = (), **settings: Any
+) -> list[RunConfig]:
+    """Return a run at the peak, and from it a linear cooldown over the last tenth of every budget.
+
+    With averages the run trains on to the last budget and has a checkpoint at every one, for its
+    averages there.
+    """
+    starts = [end - end // COOLDOWN for end in budgets]
+    ends = budgets if averages else ()
+    saves = {*stable_saves((*starts, *ends)[-1], smoke), *starts, *ends}
+    stable = run("stable", saves=tuple(sorted(saves)), smoke=smoke, averages=averages, **settings)
+    runs = [stable]
+    for start, end in zip(starts, budgets, strict=True):
+        name = f"wsd-{amount_name(tokens_of(end, smoke))}"
+        cooled = annealed(stable, name, start=start, save_steps=cooldown_saves(end, smoke))
+        runs.append(cooled.model_copy(update={"averages": ()}))
+    return runs
+
+
+def measured(runs: Iterable[RunConfig], smoke: bool, **settings: Any) -> Study:
+    """Return the study of runs with what all these recipes measure."""
+    return study(
+        runs,
         sources=SOURCES,
-        ranks=size.ranks,
+        ranks=2 if smoke else 8,
         sized_for="cpu" if smoke else "cuda",
-        text=size.text,
-        runs=tuple(runs),
-        heading=heading,
-        labels=labels,
-        varied=varied,
-        quantization=size.quantization,
-        curvature=size.curvature,
-        averaged_steps=averaged_steps,
+        text=SMALL_TEXT if smoke else TEXT,
+        quantization=SMALL_QUANTIZATION if smoke else QUANTIZATION,
+        curvature=SMALL_CURVATURE if smoke else CURVATURE,
+        **settings,
     )
 
 
-def _size(smoke: bool) -> Size:
-    return SMALL if smoke else FULL
+@recipe
+def pythia_160m_lr(*, smoke: bool = False) -> Study:
+    """Pythia-160M under WSD at four peak learning rates, 100B tokens each.
 
-
-def _tokens(run: RunConfig) -> int:
-    return run.total_steps * run.tokens_per_step
-
-
-def _budget_labels(runs: Iterable[RunConfig]) -> dict[str, str]:
-    return {run.name: f"{amount_name(_tokens(run)).upper()}" for run in runs}
-
-
-def pythia_160m_lr(smoke: bool = False) -> Study:
-    """Four peak learning rates under WSD, 99.6e9 tokens each (section 5.1)."""
-    size = _size(smoke)
-    runs = [wsd(size, learning_rate_name(peak_lr), peak_lr) for peak_lr in size.peaks]
-    peaks = {run.name: run.optimizer.peak_lr for run in runs}
-    return _study(
-        "pythia-160m-lr",
-        smoke,
-        "Pythia-160M under WSD at four peak learning rates, 100B tokens each",
-        runs,
-        labels={name: f"{peak:g}" for name, peak in peaks.items()},
-        varied=Varied(name="peak learning rate", values=peaks),
-    )
-
-
-def pythia_160m_schedules(smoke: bool = False) -> Study:
-    """A cosine to 10% and WSD at the same peaks over the same 99.6e9 tokens (section 4.2).
-
-    The peaks, and the cosine's floor, are this project's choice.
+    arXiv 2510.06213, section 5.1.
     """
-    size, runs, labels, groups = _size(smoke), [], {}, {}
-    for peak_lr in size.two_peaks:
-        for schedule, run in (
-            ("cosine", cosine(size, f"cosine-{learning_rate_name(peak_lr)}", size.total_steps, peak_lr=peak_lr)),
-            ("WSD", wsd(size, f"wsd-{learning_rate_name(peak_lr)}", peak_lr)),
-        ):
-            runs.append(run)
-            labels[run.name], groups[run.name] = f"{schedule}, {peak_lr:g}", schedule
-    return _study(
-        "pythia-160m-schedules",
-        smoke,
-        "Pythia-160M under cosine and WSD at the same peak learning rates, 100B tokens each",
-        runs,
-        heading="schedule and peak learning rate",
-        labels=labels,
-        varied=Varied(
-            name="peak learning rate", values={run.name: run.optimizer.peak_lr for run in runs}, groups=groups
-        ),
-    )
+    peaks = (3e-3, 1e-2) if smoke else (3e-4, 1e-3, 3e-3, 1e-2)
+    return measured(sweep(partial(whole, smoke=smoke), peak_lr=peaks), smoke)
 
 
-def pythia_160m_weight_decay(smoke: bool = False) -> Study:
-    """Weight decays at one peak under WSD (section 5.3, figure 19).
+@recipe
+def pythia_160m_schedules(*, smoke: bool = False) -> Study:
+    """Pythia-160M under cosine and WSD at the same peak learning rates, 100B tokens each.
 
-    Each update shrinks a weight by rate x weight decay. The paper sweeps that product, as `decoupled` in Schaipp 2024:
-    at the peak of 3e-3 it goes from 3e-5 to 3e-3 here, where the default of 0.1 stands for 3e-4. The paper's values are
-    not published, these are this project's.
+    arXiv 2510.06213, section 4.2; the cosine goes to 10%. The peaks and that floor are this
+    project's choice.
     """
-    size = _size(smoke)
-    runs = [wsd(size, f"wd{decay:g}", weight_decay=decay) for decay in size.decays]
-    decays = {run.name: run.optimizer.weight_decay for run in runs}
-    return _study(
-        "pythia-160m-weight-decay",
-        smoke,
-        "Pythia-160M under WSD at five weight decays and one peak learning rate, 100B tokens each",
-        runs,
-        heading="weight decay",
-        labels={name: f"{decay:g}" for name, decay in decays.items()},
-        varied=Varied(name="weight decay", values=decays),
-    )
-
-
-def pythia_160m_budgets(smoke: bool = False) -> Study:
-    """One stable run, and from it a cooldown to each of six budgets from 10.5e9 to 99.6e9 tokens (section 4.1).
-
-    The ends are the paper's; that every cooldown is the last tenth of its budget follows from the longest one.
-    """
-    size = _size(smoke)
-    stable, *cooled = cooldowns(size, size.budgets)
-    return _study(
-        "pythia-160m-budgets",
-        smoke,
-        "Pythia-160M: one run at a constant rate, cooldowns from it at six budgets from 10B to 100B tokens",
-        (stable, *cooled),
-        heading="budget in tokens",
-        labels={stable.name: CONSTANT} | _budget_labels(cooled),
-        varied=Varied(name="budget", unit="tokens", values={run.name: float(_tokens(run)) for run in cooled}),
-    )
-
-
-def pythia_160m_lawa(smoke: bool = False) -> Study:
-    """Averages of a run at a constant rate against cooldowns that end at the same tokens (section 5.2, appendix C).
-
-    LAWA over five weights, 500 steps apart.
-    """
-    size = _size(smoke)
-    averages = (Lawa(interval_steps=size.interval, window=5),)
-    stable, *cooled = cooldowns(size, size.budgets, averages=averages)
-    return _study(
-        "pythia-160m-lawa",
-        smoke,
-        "Pythia-160M: averages of weights along a constant rate, and the cooldowns that end there",
-        (stable, *cooled),
-        heading="budget in tokens",
-        labels={stable.name: CONSTANT} | _budget_labels(cooled),
-        varied=Varied(name="budget", unit="tokens", values={run.name: float(_tokens(run)) for run in cooled}),
-        averaged_steps=size.budgets,
-    )
-
-
-def pythia_70m_kumar(smoke: bool = False) -> Study:
-    """What data volume does to quantization (arXiv 2411.04330), under cosine and under WSD (figure 5).
-
-    A cosine knows its end and takes a run of its own per budget; WSD takes one run and a cooldown per budget. Budgets
-    that double from 12.5e9 to 99.6e9 tokens and the peak of 3e-3 are this project's choice.
-    """
-    size = _size(smoke)
-    stable, *cooled = cooldowns(size, size.doublings, model="70m")
-    cosines = [
-        cosine(size, f"cosine-{amount_name(end * size.tokens_per_step)}", end, model="70m") for end in size.doublings
+    runs = [
+        whole(
+            f"{schedule}-{learning_rate_name(peak)}", smoke=smoke, schedule=schedule, peak_lr=peak
+        )
+        for peak in ((3e-3, 1e-2) if smoke else (1e-3, 3e-3))
+        for schedule in ("cosine", "wsd")
     ]
-    cosine_labels = {name: f"cosine, {label}" for name, label in _budget_labels(cosines).items()}
-    wsd_labels = {name: f"WSD, {label}" for name, label in _budget_labels(cooled).items()}
-    return _study(
-        "pythia-70m-kumar",
-        smoke,
-        "Pythia-70M at four budgets from 12B to 100B tokens, each by a cosine of its own and by a cooldown of one run",
-        (*cosines, stable, *cooled),
-        heading="schedule and budget in tokens",
-        labels=cosine_labels | {stable.name: CONSTANT} | wsd_labels,
-        varied=Varied(
-            name="budget",
-            unit="tokens",
-            values={run.name: float(_tokens(run)) for run in (*cosines, *cooled)},
-            groups=dict.fromkeys(cosine_labels, "cosine") | dict.fromkeys(wsd_labels, "WSD"),
-        ),
-    )
+    return measured(runs, smoke)
+
+
+@recipe
+def pythia_160m_weight_decay(*, smoke: bool = False) -> Study:
+    """Pythia-160M under WSD at five weight decays and one peak learning rate, 100B tokens each.
+
+    arXiv 2510.06213, section 5.3, figure 19. Each update shrinks a weight by rate x weight decay.
+    The paper sweeps that product, as `decoupled` in Schaipp 2024: at the peak of 3e-3 it goes from
+    3e-5 to 3e-3 here, where the default of 0.1 stands for 3e-4. The paper's values are not
+    published, these are this project's.
+    """
+    decays = (0.1, 1.0) if smoke else (0.01, 0.03, 0.1, 0.3, 1.0)
+    return measured(sweep(partial(whole, smoke=smoke), weight_decay=decays), smoke)
+
+
+@recipe
+def pythia_160m_budgets(*, smoke: bool = False) -> Study:
+    """Pythia-160M: one run at a constant rate, cooldowns at six budgets from 10B to 100B tokens.
+
+    arXiv 2510.06213, section 4.1. The ends are the paper's; that every cooldown is the last tenth
+    of its budget follows from the longest one.
+    """
+    return measured(cooldowns(SMALL_BUDGETS if smoke else BUDGETS, smoke=smoke), smoke)
+
+
+@recipe
+def pythia_160m_lawa(*, smoke: bool = False) -> Study:
+    """Pythia-160M: averages of weights along a constant rate, and the cooldowns that end there.
+
+    arXiv 2510.06213, section 5.2, appendix C: LAWA over five weights, 500 steps apart.
+    """
+    budgets = SMALL_BUDGETS if smoke else BUDGETS
+    averages = (Lawa(interval_steps=4 if smoke else 500, window=5),)
+    runs = cooldowns(budgets, smoke=smoke, averages=averages)
+    return measured(runs, smoke, averaged_steps=budgets)
+
+
+@recipe
+def pythia_70m_kumar(*, smoke: bool = False) -> Study:
+    """Pythia-70M at four budgets, each by a cosine of its own and by a cooldown of one run.
+
+    The effect of data volume on quantization (arXiv 2411.04330) under both, as in figure 5 of
+    arXiv 2510.06213. A cosine knows its end and takes a run of its own per budget; WSD takes one
+    run and a cooldown per budget. Budgets that double from 12.5e9 to 99.6e9 tokens and the peak of
+    3e-3 are this project's choice.
+    """
+    budgets = SMALL_BUDGETS if smoke else DOUBLINGS
+    sizes: dict[str, Any] = {"smoke": smoke, "model": PYTHIA_70M}
+    cosines = [
+        whole(f"cosine-{amount_name(tokens_of(end, smoke))}", schedule="cosine", end=end, **sizes)
+        for end in budgets
+    ]
+    return measured([*cosines, *cooldowns(budgets, **sizes)], smoke)

@@ -1,54 +1,36 @@
-"""What MLflow says of a run beside its metrics: parameters, tags, data sets, files. Only here its settings are read."""
+"""Parameters, tags, data sets and files of a run in MLflow, beside its metrics."""
 
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from study.collect import TABLE
+from base.files import sha256_of
+from base.frozen import fingerprint
+from study.axes import AnyRun
+from study.definition import Study
 from study.released import ReleasedRun
-from study.settings import Study
-from study.tracking.points import Row
-from study.tracking.table import axis_of
-from train.config import RunConfig
-from train.families import parameter_shapes
-from train.frozen import fingerprint
-from train.manifest import read_manifest
-from train.run_directory import CHECKPOINT_JSON, RunDirectory, sha256_of
-from train.tracking import attempts
-
-if TYPE_CHECKING:
-    from mlflow.entities import DatasetInput
+from study.results.table import TABLE
+from train.model.families import parameter_shapes
+from train.run.directory import CHECKPOINT_JSON, RunDirectory
+from train.run.environment import attempts
 
 PARENT_TAG = "mlflow.parentRunId"
-SETTINGS = "run.json"  # begins the names of all settings, behind the few by which runs are compared
-DIGEST_CHARACTERS = 36  # of a data set's hash that MLflow holds; the whole one is a tag
-STATUSES = {"done": "FINISHED", "failed": "FAILED"}  # of status.json; a preempted run goes on
+STATUSES = {"done": "FINISHED", "failed": "FAILED"}  # of status.json; a preempted run is resumed
 
 
-def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested keys joined by dots, values as text.
-
-    >>> flatten({"schedule": {"warmup_tokens": 5}})
-    {'schedule.warmup_tokens': '5'}
-    """
-    flat: dict[str, str] = {}
-    for key, value in content.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
-    return flat
-
-
-def run_params(run: RunConfig | ReleasedRun) -> dict[str, str]:
-    """Few short names first, for MLflow's compare page and its parallel coordinates; then all of run.json."""
+def run_params(run: AnyRun) -> dict[str, str]:
+    """Return the settings by which runs are compared; run.json, an artifact, has all."""
     if isinstance(run, ReleasedRun):
-        short: dict[str, Any] = {"peak_lr": run.peak_lr, "source": run.source, "total_steps": run.total_steps}
+        params: dict[str, Any] = {
+            "peak_lr": run.peak_lr,
+            "source": run.source,
+            "total_steps": run.total_steps,
+        }
     else:
         phase, anneal = run.schedule.phase, run.schedule.anneal
         shapes = parameter_shapes(run.model)
-        short = {
+        params = {
             "anneal_steps": run.total_steps - anneal.start_step if anneal else 0,
             "batch_tokens": run.tokens_per_step,
             "engine": run.engine,
@@ -61,19 +43,16 @@ def run_params(run: RunConfig | ReleasedRun) -> dict[str, str]:
             "total_tokens": run.total_steps * run.tokens_per_step,
             "weight_decay": run.optimizer.weight_decay,
         }
-    settings = run.model_dump(mode="json", exclude={"revisions"})
-    return flatten({name: value for name, value in short.items() if value is not None}) | flatten(
-        settings, f"{SETTINGS}/"
-    )
+    return {name: str(value) for name, value in params.items() if value is not None}
 
 
-def is_final(directory: RunDirectory, run: RunConfig | ReleasedRun) -> bool:
-    """Whether the last row of the table is that of the end of the run."""
+def is_final(directory: RunDirectory, run: AnyRun) -> bool:
+    """Return whether the run has its last checkpoint."""
     return isinstance(run, ReleasedRun) or run.total_steps in directory.complete_steps()
 
 
-def status_of(directory: RunDirectory, run: RunConfig | ReleasedRun) -> str:
-    """MLflow's word for how the run stands: FINISHED, FAILED or RUNNING."""
+def status_of(directory: RunDirectory, run: AnyRun) -> str:
+    """Return MLflow's word for the state of the run: FINISHED, FAILED or RUNNING."""
     if is_final(directory, run):
         return "FINISHED"
     try:
@@ -82,9 +61,12 @@ def status_of(directory: RunDirectory, run: RunConfig | ReleasedRun) -> str:
         return "RUNNING"
 
 
-def run_tags(directory: RunDirectory, run: RunConfig | ReleasedRun, parent: str, position: int) -> dict[str, str]:
-    """Lineage: settings, commit, jobs, and path and hash of the newest checkpoint, which is never uploaded."""
-    tags = {PARENT_TAG: parent, "quantdyn.fingerprint": fingerprint(run), "quantdyn.position": str(position)}
+def run_tags(directory: RunDirectory, run: AnyRun, parent: str) -> dict[str, str]:
+    """Return the lineage: commit, jobs, and path and hash of the newest checkpoint."""
+    tags = {
+        PARENT_TAG: parent,
+        "quantdyn.fingerprint": fingerprint(run),
+    }
     steps = directory.complete_steps()
     if steps:
         checkpoint = directory.checkpoint(steps[-1]) / CHECKPOINT_JSON
@@ -92,7 +74,9 @@ def run_tags(directory: RunDirectory, run: RunConfig | ReleasedRun, parent: str,
         tags["quantdyn.checkpoint_sha256"] = sha256_of(checkpoint)
     if directory.environment_json.exists():
         recorded = attempts(directory.environment_json)
-        jobs = dict.fromkeys(str(attempt["slurm_job"]) for attempt in recorded if attempt.get("slurm_job"))
+        jobs = dict.fromkeys(
+            str(attempt["slurm_job"]) for attempt in recorded if attempt.get("slurm_job")
+        )
         tags["quantdyn.attempts"] = str(len(recorded))
         if jobs:
             tags["quantdyn.slurm_jobs"] = " ".join(jobs)
@@ -101,43 +85,29 @@ def run_tags(directory: RunDirectory, run: RunConfig | ReleasedRun, parent: str,
     return tags
 
 
-def table_tags(rows: list[Row], digest: str) -> dict[str, str]:
-    """What an export needs of a run beside its metrics."""
-    return {"quantdyn.axis": axis_of(rows), "quantdyn.table": digest}
-
-
-def datasets(directory: RunDirectory, run: RunConfig | ReleasedRun) -> list["DatasetInput"]:
-    """The token files of a trained run whose manifests are there: name, hash and path."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-
-    if isinstance(run, ReleasedRun):
-        return []
-    prefixes = [("train", part.source) for part in run.data.train_sources] + [("held_out", run.data.held_out)]
-    found = []
-    for context, name in prefixes:
-        prefix = directory.resolve(name)
-        if prefix.with_name(f"{prefix.name}.json").exists():
-            manifest = read_manifest(prefix)
-            profile = json.dumps({"tokens": manifest.tokens, "tokenizer_sha256": manifest.tokenizer_sha256})
-            source, digest = json.dumps({"uri": str(prefix)}), manifest.sha256[:DIGEST_CHARACTERS]
-            tags = [InputTag("mlflow.data.context", context), InputTag("sha256", manifest.sha256)]
-            data = Dataset(prefix.name, digest, "local", source, json.dumps({}), profile)
-            found.append(DatasetInput(data, tags))
-    return found
-
-
 def run_files(directory: RunDirectory) -> dict[str, Path]:
-    """Configuration and environment of a run, by their name among its artifacts."""
+    """Return configuration and environment of a run, by their name among its artifacts."""
     paths = (directory.run_json, directory.environment_json)
     return {path.name: path for path in paths if path.exists()}
 
 
 def study_files(directory: Path) -> dict[str, Path]:
-    """Configuration, table, report and figures of a study, by their name among its artifacts."""
-    paths = [directory / "study.json", directory / TABLE, directory / "report.html", *directory.glob("figures/*")]
+    """Return configuration, table, report and figures of a study, by their names there."""
+    paths = [
+        directory / "study.json",
+        directory / TABLE,
+        directory / "report.html",
+        *directory.glob("figures/*"),
+    ]
     return {str(path.relative_to(directory)): path for path in sorted(paths) if path.is_file()}
 
 
 def study_params(study: Study) -> dict[str, str]:
-    """Settings of the study; its runs are runs of their own."""
-    return flatten(study.model_dump(mode="json", exclude={"runs"})) | {"num_runs": str(len(study.runs))}
+    """Return the settings by which studies are compared; study.json, an artifact, has all."""
+    quantization = study.quantization
+    return {
+        "num_runs": str(len(study.runs)),
+        "axes": ", ".join(axis.key for axis in study.axes),
+        "specs": " ".join(quantization.at_the_end),
+        "eval_tokens": str(quantization.eval_tokens),
+    }

@@ -1,4 +1,6 @@
-"""Sealing checkpoints by hand: of runs that were never trained, or after a change that hashes must not give away."""
+"""Sealing checkpoints by hand: of runs that were never trained, or after a change that hashes
+must not give away.
+"""
 
 import json
 from pathlib import Path
@@ -6,19 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from base.files import record_files, write_json
+from base.frozen import fingerprint
 from ckpt_tools.checkpoint import open_weights
 from ckpt_tools.formats.megatron_shards import MegatronWeights
 from ckpt_tools.formats.weights import Weights, read_whole
-from train.config import RunConfig
-from train.frozen import fingerprint
-from train.run_directory import (
-    CHECKPOINT_JSON,
-    CheckpointRecord,
-    read_checkpoint_record,
-    record_files,
-    write_json,
-)
-from train.settings import ModelConfig
+from train.model.config import ModelConfig
+from train.run.config import RunConfig
+from train.run.directory import CHECKPOINT_JSON, CheckpointRecord, read_checkpoint_record
 
 
 def all_of(weights: Weights) -> dict[str, Tensor]:

@@ -1,6 +1,8 @@
-"""Exports of DeepSpeed checkpoints, of every family: `model.safetensors` against transformers' own models.
+"""Exports of DeepSpeed checkpoints, of every family: `model.safetensors` against transformers'
+own models.
 
-The checkpoints are made here from models that transformers built, so that only the export itself is looked at.
+The checkpoints are made here from models that transformers built, so that only the export itself is
+looked at.
 """
 
 import json
@@ -11,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Olmo2Config
 
+from base.errors import UserError
 from ckpt_tools.export import export
-from ckpt_tools.hf_model import load_hf_model
+from ckpt_tools.hf.model import load_hf_model
 from tests.ckpt_tools.checkpoints import seal, write_record
 from tests.probes import largest_error, plain_probe
 from tests.runs import error_line, make_run, python
-from train.command import UserError
-from train.settings import ModelConfig
+from train.model.config import ModelConfig
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -38,7 +40,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], Any]] = {
         LlamaConfig(**SHAPE, num_key_value_heads=2, rms_norm_eps=1e-5, rope_parameters=ROPE),
     ),
     "gpt_neox": (
-        {"num_key_value_heads": 4, "rope_theta": 10_000.0, "rotary_fraction": 0.25, "norm_eps": 1e-5},
+        {
+            "num_key_value_heads": 4,
+            "rope_theta": 10_000.0,
+            "rotary_fraction": 0.25,
+            "norm_eps": 1e-5,
+        },
         GPTNeoXConfig(
             **SHAPE,
             layer_norm_eps=1e-5,
@@ -50,13 +57,19 @@ FAMILIES: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def make_checkpoint(directory, inputs, family, dtype=torch.float32):
-    """A run directory with one checkpoint of a random model; no weight is what it is initialised to."""
+    """A run directory with one checkpoint of a random model; no weight is what it is initialised
+    to.
+    """
     ours, config = FAMILIES[family]
     precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     model_config = ModelConfig(family=family, **SHAPE, **ours)
     run = make_run(directory, **inputs, engine="deepspeed", model=model_config, precision=precision)
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).to(dtype).eval()
+    model = (
+        AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        .to(dtype)
+        .eval()
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -65,7 +78,9 @@ def make_checkpoint(directory, inputs, family, dtype=torch.float32):
     checkpoint.mkdir(parents=True)
     model.save_pretrained(directory / "saved")
     (directory / "saved" / "model.safetensors").rename(checkpoint / "model.safetensors")
-    save_file({"input_ids": input_ids, **plain_probe(model, input_ids)}, checkpoint / "probe.safetensors")
+    save_file(
+        {"input_ids": input_ids, **plain_probe(model, input_ids)}, checkpoint / "probe.safetensors"
+    )
     (checkpoint / "optimizer-00000-of-00002.safetensors").write_bytes(b"what no export may open")
     write_record(checkpoint, run, step=20)
     return checkpoint
@@ -77,7 +92,10 @@ def test_every_family_is_exported_bit_for_bit(tmp_path, inputs, family):
     out = tmp_path / "hf"
     parity = export(checkpoint, out)
     assert parity["max_absolute_error"] <= 1e-5 < 0.1 < parity["max_logit"]
-    stored, exported = load_file(checkpoint / "model.safetensors"), load_file(out / "model.safetensors")
+    stored, exported = (
+        load_file(checkpoint / "model.safetensors"),
+        load_file(out / "model.safetensors"),
+    )
     assert stored.keys() == exported.keys()
     assert all(torch.equal(stored[name], exported[name]) for name in stored)
     model = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
@@ -116,7 +134,10 @@ def swap(weights):
             "is torch.bfloat16 (16, 32), the model needs torch.float32",
         ),
         (swap, f"not what was trained: {QUERY}, {VALUE};"),
-        (lambda weights: weights["model.norm.weight"].mul_(1.001), "not what was trained: model.norm.weight;"),
+        (
+            lambda weights: weights["model.norm.weight"].mul_(1.001),
+            "not what was trained: model.norm.weight;",
+        ),
     ],
     ids=["missing", "extra", "shape", "dtype", "swapped", "value"],
 )
@@ -124,7 +145,10 @@ def test_wrong_keys_and_wrong_weights_are_refused(tmp_path, inputs, change, expe
     checkpoint = make_checkpoint(tmp_path / "run", inputs, "llama")
     weights = load_file(checkpoint / "model.safetensors")
     change(weights)
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, checkpoint / "model.safetensors")
+    save_file(
+        {name: weight.contiguous() for name, weight in weights.items()},
+        checkpoint / "model.safetensors",
+    )
     seal(checkpoint)
     with pytest.raises(UserError) as caught:
         export(checkpoint, tmp_path / "hf" / "one")
@@ -141,7 +165,11 @@ def test_wrong_keys_and_wrong_weights_are_refused(tmp_path, inputs, change, expe
                 f"gpt_neox.layers.1.{module}.weight",
                 [f"gpt_neox.layers.1.{module}.{part}" for part in ("weight", "bias")],
             )
-            for module in ("attention.query_key_value", "post_attention_layernorm", "mlp.dense_4h_to_h")
+            for module in (
+                "attention.query_key_value",
+                "post_attention_layernorm",
+                "mlp.dense_4h_to_h",
+            )
         ),
         ("embed_out.weight", ["embed_out.weight"]),
     ],

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from ckpt_tools.hf_directory import result_directories
-from train.command import UserError
+from base.errors import UserError
+from ckpt_tools.hf.directory import result_directories
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
@@ -20,6 +20,8 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
 
 @pytest.mark.parametrize("below", ["", "deeper/still"])
 def test_a_directory_that_is_not_writable_is_refused(tmp_path, monkeypatch, below):
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK or path != tmp_path)  # root may write anywhere
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: mode != os.W_OK or path != tmp_path
+    )  # root may write anywhere
     with pytest.raises(UserError, match="not writable; give another --out"):
         result_directories([tmp_path / "model"], "curvature", ["spec"], [tmp_path / below])

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ckpt_tools import host_memory
+from base import host_memory
 
 GB = 10**9
 
@@ -15,7 +15,9 @@ def machine(monkeypatch, tmp_path) -> Path:
     """A machine of 64 GB, half of them free, whose groups lie below `cgroup`."""
     (tmp_path / "proc" / "self").mkdir(parents=True)
     kilobytes = {"MemTotal": 64 * GB // 1024, "MemAvailable": 32 * GB // 1024}
-    (tmp_path / "proc" / "meminfo").write_text("".join(f"{name}: {value} kB\n" for name, value in kilobytes.items()))
+    (tmp_path / "proc" / "meminfo").write_text(
+        "".join(f"{name}: {value} kB\n" for name, value in kilobytes.items())
+    )
     monkeypatch.setattr(host_memory, "PROC", tmp_path / "proc")
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
     return tmp_path
@@ -52,4 +54,6 @@ def test_the_first_version_and_a_container_that_shows_its_root_alone(machine):
 
 
 def test_of_this_machine():
-    assert 0 < host_memory.free_memory() <= host_memory.total_memory() <= psutil.virtual_memory().total
+    assert (
+        0 < host_memory.free_memory() <= host_memory.total_memory() <= psutil.virtual_memory().total
+    )

@@ -1,4 +1,6 @@
-"""Imports: there and back again bit for bit, computed with by the engines as by transformers, and refused by name."""
+"""Imports: there and back again bit for bit, computed with by the engines as by transformers,
+and refused by name.
+"""
 
 import json
 import shutil
@@ -14,25 +16,44 @@ from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
+from base.errors import UserError
+from base.files import record_files, sha256_of, write_json
+from ckpt_tools.checkpoint import verified_record
 from ckpt_tools.export import export
-from ckpt_tools.formats.megatron_shards import ShardedTensors
-from ckpt_tools.formats.weights import read_whole
 from ckpt_tools.importing import import_checkpoint
 from ckpt_tools.released.download_record import DOWNLOAD_JSON, DownloadRecord
 from tests.conftest import VOCAB_SIZE, make_hf_directory
 from tests.runs import make_run, ranks
-from train import layout
-from train.command import UserError
-from train.config import load_run
-from train.run_directory import record_files, sha256_of, verify_checkpoint, write_json
-from train.settings import ModelConfig, StartFrom
+from train.model.config import ModelConfig
+from train.run.config import StartFrom, load_run
 
-# As in OLMo2 1B, 7B, 13B and 32B: heads, ratio of the MLP's width to the model's; 32B has 5 queries to a key.
+# As in OLMo2 1B, 7B, 13B and 32B: heads, ratio of the MLP's width to the model's; 32B has 5 queries
+# to a key.
 SHAPES: dict[str, dict[str, Any]] = {
-    "1b": {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16},
-    "7b": {"hidden_size": 64, "intermediate_size": 172, "num_attention_heads": 32, "num_key_value_heads": 32},
-    "13b": {"hidden_size": 80, "intermediate_size": 216, "num_attention_heads": 40, "num_key_value_heads": 40},
-    "32b": {"hidden_size": 80, "intermediate_size": 432, "num_attention_heads": 40, "num_key_value_heads": 8},
+    "1b": {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    },
+    "7b": {
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+    "13b": {
+        "hidden_size": 80,
+        "intermediate_size": 216,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+    },
+    "32b": {
+        "hidden_size": 80,
+        "intermediate_size": 432,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL: dict[str, Any] = {
@@ -48,11 +69,15 @@ def make_source(root: Path, name: str, dtype: torch.dtype = torch.float32) -> Pa
     if name in SHAPES:
         make_hf_directory(directory, dtype=dtype, **SHAPES[name])
     else:
-        config: Any = LlamaConfig(**SMALL, num_key_value_heads=2, rope_parameters=ROPE, rms_norm_eps=1e-5)
+        config: Any = LlamaConfig(
+            **SMALL, num_key_value_heads=2, rope_parameters=ROPE, rms_norm_eps=1e-5
+        )
         if name == "gpt_neox":
             config = GPTNeoXConfig(**SMALL, rope_parameters=ROPE | {"partial_rotary_factor": 0.25})
         torch.manual_seed(1)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).save_pretrained(directory)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).save_pretrained(
+            directory
+        )
     (directory / "tokenizer.json").write_text("as it is\n")
     return directory
 
@@ -60,69 +85,72 @@ def make_source(root: Path, name: str, dtype: torch.dtype = torch.float32) -> Pa
 def same_weights(left: Path, right: Path) -> bool:
     before, after = load_file(left / "model.safetensors"), load_file(right / "model.safetensors")
     return before.keys() == after.keys() and all(
-        before[name].dtype == after[name].dtype and before[name].equal(after[name]) for name in before
+        before[name].dtype == after[name].dtype and before[name].equal(after[name])
+        for name in before
     )
 
 
-CASES = [(name, "megatron", dtype) for name in SHAPES for dtype in DTYPES]
-CASES += [(name, engine, "bf16") for name in ("32b", "llama", "gpt_neox") for engine in ("either", "deepspeed")]
+CASES = [(name, dtype) for name in SHAPES for dtype in DTYPES]
+CASES += [("llama", "bf16"), ("gpt_neox", "bf16")]
 
 
-@pytest.mark.parametrize(("name", "engine", "dtype"), CASES)
-def test_there_and_back_again_every_bit_is_the_same(tmp_path, capsys, name, engine, dtype):
-    """Weights, configuration and tokenizer. The fused matrices are also those that the engine itself would make."""
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_there_and_back_again_every_bit_is_the_same(tmp_path, capsys, name, dtype):
+    """Weights, configuration and tokenizer."""
     source = make_source(tmp_path, name, DTYPES[dtype])
     checkpoint = tmp_path / "checkpoint"
-    import_checkpoint(str(source), checkpoint, engine=engine, optimizer_state=engine != "either", step=5, tokens=7)
+    import_checkpoint(str(source), checkpoint)
     start_from = json.loads("{" + capsys.readouterr().out.splitlines()[-1] + "}")["start_from"]
     assert StartFrom(**start_from).sha256 == sha256_of(checkpoint / "checkpoint.json")
-    record = verify_checkpoint(checkpoint)
-    assert (record.engine, record.precision, record.step, record.tokens) == (engine, dtype, 5, 7)
+    record = verified_record(checkpoint, 1)
+    assert (record.precision, record.step, record.tokens) == (dtype, 0, 0)
     assert record.imported is not None
-    assert record.imported["weights_sha256"] == {"model.safetensors": sha256_of(source / "model.safetensors")}
-    assert record.imported["tokenizer_sha256"] == {"tokenizer.json": sha256_of(source / "tokenizer.json")}
+    assert record.imported["weights_sha256"] == {
+        "model.safetensors": sha256_of(source / "model.safetensors")
+    }
+    assert record.imported["tokenizer_sha256"] == {
+        "tokenizer.json": sha256_of(source / "tokenizer.json")
+    }
     assert record.files.keys() == record_files(checkpoint).keys() - {"checkpoint.json"}
     export(checkpoint, tmp_path / "back")
     assert same_weights(source, tmp_path / "back")
     for file in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (source / file).read_bytes() == (tmp_path / "back" / file).read_bytes()
-    if engine == "either":
-        return
-    export(checkpoint, tmp_path / "main", main=True)  # the optimizer's weights
-    weights, main = load_file(source / "model.safetensors"), load_file(tmp_path / "main" / "model.safetensors")
-    assert all(weights[key].float().equal(main[key]) for key in weights)
-    if engine == "megatron":
-        stored, model = ShardedTensors(checkpoint), ModelConfig(**record.model)
-        for key in layout.megatron_names(model.num_hidden_layers):
-            fused = layout.from_hf(key, weights.__getitem__, model)
-            assert read_whole(stored, key).equal(fused)
-            for state, expected in (("param", fused.float()), ("exp_avg", 0 * fused.float())):
-                assert read_whole(stored, f"optimizer.state.{state}.{key}").equal(expected)
 
 
 def probe_in_engine(run_dir: str, checkpoint: str, out: str) -> None:
-    """Worker, on every rank: loads a checkpoint into the run's engine; rank 0 saves what it computes."""
+    """Worker, on every rank: starts the run's engine from an import; rank 0 saves what it
+    computes.
+    """
     import torch.distributed as dist
 
     from train.distributed import start
-    from train.engine import build_engine
+    from train.engines import build_engine
 
     run, device = load_run(Path(run_dir) / "run.json"), start()
-    engine = build_engine(run, device)
-    engine.load(Path(checkpoint))
-    logits = engine.probe(load_file(Path(checkpoint) / "probe.safetensors")["input_ids"][:, :32]).get("logits")
+    engine, weights = build_engine(run, device), load_file(Path(checkpoint) / "model.safetensors")
+    engine.start_from(weights.__getitem__)
+    logits = engine.probe(
+        load_file(Path(checkpoint) / "probe.safetensors")["input_ids"][:, :32]
+    ).get("logits")
     if dist.get_rank() == 0:
         assert logits is not None
         save_file({"logits": logits.contiguous()}, out)
     engine.close()
 
 
-@pytest.mark.parametrize(("engine", "layout_of_run"), [("megatron", {"tensor": 2}), ("deepspeed", {})])
-def test_the_engine_computes_with_the_weights_what_transformers_does(tmp_path, inputs, engine, layout_of_run):
-    """At another layout too, with 5 queries to a key; transformers by its own modules and eager attention."""
+@pytest.mark.parametrize(
+    ("engine", "layout_of_run"), [("megatron", {"tensor": 2}), ("deepspeed", {})]
+)
+def test_the_engine_computes_with_the_weights_what_transformers_does(
+    tmp_path, inputs, engine, layout_of_run
+):
+    """At another layout too, with 5 queries to a key; transformers by its own modules and eager
+    attention.
+    """
     source, checkpoint = make_source(tmp_path, "32b"), tmp_path / "checkpoint"
-    import_checkpoint(str(source), checkpoint, engine=engine, optimizer_state=True)
-    model = ModelConfig(**verify_checkpoint(checkpoint).model)
+    import_checkpoint(str(source), checkpoint)
+    model = ModelConfig(**verified_record(checkpoint, 1).model)
     make_run(tmp_path / "run", **inputs, engine=engine, model=model, **layout_of_run)
     worker = (str(tmp_path / "run"), str(checkpoint), str(tmp_path / "logits.safetensors"))
     processes = layout_of_run.get("tensor", 1)
@@ -141,17 +169,27 @@ def test_the_engine_computes_with_the_weights_what_transformers_does(tmp_path, i
 def edit(source: Path, **changes: Any) -> None:
     path = source / "config.json"
     config = json.loads(path.read_text())
-    write_json(path, {key: value for key, value in (config | changes).items() if value != "removed"})
+    write_json(
+        path, {key: value for key, value in (config | changes).items() if value != "removed"}
+    )
 
 
 def test_both_spellings_of_rope_theta_mean_the_same(tmp_path):
     """What models released before transformers 5 have in config.json beside their sizes."""
     source = make_source(tmp_path, "llama")
-    released = {"pretraining_tp": 1, "rope_scaling": None, "torch_dtype": "float32", "bos_token_id": 1}
-    for name, theta in (("new", {}), ("old", {"rope_parameters": "removed", "rope_theta": 10_000, **released})):
+    released = {
+        "pretraining_tp": 1,
+        "rope_scaling": None,
+        "torch_dtype": "float32",
+        "bos_token_id": 1,
+    }
+    for name, theta in (
+        ("new", {}),
+        ("old", {"rope_parameters": "removed", "rope_theta": 10_000, **released}),
+    ):
         edit(source, **theta)
         import_checkpoint(str(source), tmp_path / name)
-    old, new = (verify_checkpoint(tmp_path / name) for name in ("old", "new"))
+    old, new = (verified_record(tmp_path / name, 1) for name in ("old", "new"))
     assert old.model == new.model
     assert old.model["rope_theta"] == 10_000
     assert old.files["probe.safetensors"] == new.files["probe.safetensors"]
@@ -160,11 +198,19 @@ def test_both_spellings_of_rope_theta_mean_the_same(tmp_path):
 SCALED = {"rope_type": "linear", "factor": 2.0}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("7b", {"rope_parameters": "removed", "rope_scaling": SCALED}, "rope_parameters is"),
-    ("7b", {"attention_bias": True}, "attention_bias is True, runs of this family are trained with False"),
+    (
+        "7b",
+        {"attention_bias": True},
+        "attention_bias is True, runs of this family are trained with False",
+    ),
     ("llama", {"mlp_bias": True}, "mlp_bias is True"),
     ("7b", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ("7b", {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
-    ("7b", {"sliding_window": 128}, "sliding_window is 128, runs of this family are trained with None"),
+    (
+        "7b",
+        {"sliding_window": 128},
+        "sliding_window is 128, runs of this family are trained with None",
+    ),
     ("llama", {"head_dim": 16}, "head_dim is 16, runs of this family are trained with 8"),
     ("gpt_neox", {"use_parallel_residual": False}, "use_parallel_residual is False"),
     ("7b", {"architectures": ["Olmo3ForCausalLM"]}, "is of Olmo3ForCausalLM; give one of"),
@@ -173,7 +219,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "expected"), REFUSED, ids=[list(changes)[-1] for _, changes, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"), REFUSED, ids=[list(changes)[-1] for _, changes, _ in REFUSED]
+)
 def test_what_runs_do_not_know_is_refused_by_name(tmp_path, name, changes, expected):
     source = make_source(tmp_path, name)
     edit(source, **changes)
@@ -191,9 +239,18 @@ NORM = "model.norm.weight"
     [
         (lambda weights: weights.pop(NORM), f"missing ['{NORM}']"),
         (lambda weights: weights.update(extra=torch.ones(3)), "unknown ['extra']"),
-        (lambda weights: weights.update({NORM: torch.ones(3)}), f"'{NORM}' is (3,), config.json needs (64,)"),
-        (lambda weights: weights.update({NORM: weights[NORM].bfloat16()}), f"'{NORM}' is torch.bfloat16, others are"),
-        (lambda weights: weights.update({NORM: weights[NORM].half()}), f"'{NORM}' is torch.float16, runs are trained"),
+        (
+            lambda weights: weights.update({NORM: torch.ones(3)}),
+            f"'{NORM}' is (3,), config.json needs (64,)",
+        ),
+        (
+            lambda weights: weights.update({NORM: weights[NORM].bfloat16()}),
+            f"'{NORM}' is torch.bfloat16, others are",
+        ),
+        (
+            lambda weights: weights.update({NORM: weights[NORM].half()}),
+            f"'{NORM}' is torch.float16, runs are trained",
+        ),
     ],
     ids=["missing", "unknown", "shape", "mixed", "fp16"],
 )
@@ -203,32 +260,30 @@ def test_every_key_counts_once_and_has_the_same_type(tmp_path, change, expected)
     change(weights)
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError) as caught:
-        import_checkpoint(str(source), tmp_path / "out", engine="megatron")
+        import_checkpoint(str(source), tmp_path / "out")
     assert expected in str(caught.value)
 
 
-def test_options_and_places_that_do_not_fit_are_refused(tmp_path):
+def test_an_import_that_is_there_is_kept_and_another_refused(tmp_path):
     source, out = make_source(tmp_path, "llama"), tmp_path / "out"
-    for options, expected in (
-        ({"optimizer_state": True}, "optimizer state has an engine's format"),
-        ({"engine": "megatron"}, "the megatron engine trains olmo2, not llama"),
-    ):
-        with pytest.raises(UserError, match=expected):
-            import_checkpoint(str(source), out, **options)  # type: ignore[arg-type]
     import_checkpoint(str(source), out)
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     import_checkpoint(str(source), out)
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
     with pytest.raises(UserError, match="exists and is not this import"):
-        import_checkpoint(str(source), out, engine="deepspeed")
+        import_checkpoint(str(make_source(tmp_path / "other", "llama")), out)
 
 
 def test_lineage_is_believed_and_checked(tmp_path):
     source = make_source(tmp_path, "7b")
-    lineage = {"step": 11, "tokens": 13, "files": {name: f.model_dump() for name, f in record_files(source).items()}}
+    lineage = {
+        "step": 11,
+        "tokens": 13,
+        "files": {name: f.model_dump() for name, f in record_files(source).items()},
+    }
     write_json(source / "lineage.json", lineage)
     import_checkpoint(str(source), tmp_path / "out")
-    record = verify_checkpoint(tmp_path / "out")
+    record = verified_record(tmp_path / "out", 1)
     assert (record.step, record.tokens) == (11, 13)
     (source / "tokenizer.json").write_text("as it Is\n")
     with pytest.raises(UserError, match=r"tokenizer\.json was changed"):
@@ -236,7 +291,9 @@ def test_lineage_is_believed_and_checked(tmp_path):
 
 
 def test_a_revision_of_the_hub_is_fetched_by_name(tmp_path, monkeypatch):
-    """The hub's part is taken by a directory; without network, and for what is no name, there is one line."""
+    """The hub's part is taken by a directory; without network, and for what is no name, there is
+    one line.
+    """
     snapshot = make_source(tmp_path, "7b")
     asked: dict[str, Any] = {}
 
@@ -249,8 +306,11 @@ def test_a_revision_of_the_hub_is_fetched_by_name(tmp_path, monkeypatch):
         patched.setattr(HfApi, "snapshot_download", fetch)
         import_checkpoint(f"{repository}@{revision}", tmp_path / "out")
     assert (asked["repository"], asked["revision"]) == (repository, revision)
-    assert not any(fnmatch("pytorch_model.bin", each) or fnmatch("m.py", each) for each in asked["allow_patterns"])
-    record = verify_checkpoint(tmp_path / "out")
+    assert not any(
+        fnmatch("pytorch_model.bin", each) or fnmatch("m.py", each)
+        for each in asked["allow_patterns"]
+    )
+    record = verified_record(tmp_path / "out", 1)
     assert record.imported is not None
     assert (record.imported["source"], record.imported["revision"]) == (repository, revision)
     assert (record.step, record.tokens) == (1000, 1000 * 1024 * 4096)
@@ -258,25 +318,36 @@ def test_a_revision_of_the_hub_is_fetched_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     for source, expected in (
         (f"{repository}@{revision}", "was not reached"),
-        ("no-such-directory", "is no directory; give an HF directory, or a model of the hub as OWNER/NAME@REVISION"),
+        (
+            "no-such-directory",
+            "is no directory; give an HF directory, or a model of the hub as OWNER/NAME@REVISION",
+        ),
     ):
         with pytest.raises(UserError, match=expected):
             import_checkpoint(source, tmp_path / "other")
 
 
 def test_a_local_revision_is_known_by_its_place_or_its_download(tmp_path):
-    """`ckpt_tools download` leaves a record whose hashes are checked; other directories tell by their names."""
+    """`ckpt_tools download` leaves a record whose hashes are checked; other directories tell by
+    their names.
+    """
     repository, revision = "allenai/OLMo-2-1124-7B", "stage1-step1000-tokens5B"
     source = make_source(tmp_path / "OLMo-2-1124-7B", "7b")
     placed, elsewhere = source.rename(source.parent / revision), tmp_path / "elsewhere"
     shutil.copytree(placed, elsewhere)
-    download = DownloadRecord(repo=repository, revision=revision, commit=None, files=record_files(elsewhere))
+    download = DownloadRecord(
+        repo=repository, revision=revision, commit=None, files=record_files(elsewhere)
+    )
     write_json(elsewhere / DOWNLOAD_JSON, download.model_dump())
     for directory, known in ((placed, None), (elsewhere, revision)):
         import_checkpoint(str(directory), tmp_path / "out" / directory.name)
-        record = verify_checkpoint(tmp_path / "out" / directory.name)
+        record = verified_record(tmp_path / "out" / directory.name, 1)
         assert record.imported is not None
-        assert (record.step, record.tokens, record.imported["revision"]) == (1000, 1000 * 1024 * 4096, known)
+        assert (record.step, record.tokens, record.imported["revision"]) == (
+            1000,
+            1000 * 1024 * 4096,
+            known,
+        )
     (elsewhere / "tokenizer.json").write_text("as it Is\n")
     with pytest.raises(UserError, match=r"tokenizer\.json was changed"):
         import_checkpoint(str(elsewhere), tmp_path / "again")

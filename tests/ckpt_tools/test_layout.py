@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.conftest import make_hf_directory
-from train import layout
-from train.settings import ModelConfig
+from tests.megatron_tensors import to_hf
+from train.model import megatron_names
+from train.model.config import ModelConfig
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 24,
@@ -29,11 +30,15 @@ def hf_weights(tmp_path):
 
 def test_every_hf_key_is_used_exactly_once_and_comes_back(tmp_path):
     weights = hf_weights(tmp_path)
-    used = [name for megatron in layout.megatron_names(3) for name in layout.hf_names(megatron)]
+    used = [
+        name
+        for megatron in megatron_names.megatron_names(3)
+        for name in megatron_names.hf_names(megatron)
+    ]
     assert sorted(used) == sorted(weights)
     back: dict[str, torch.Tensor] = {}
-    for name in layout.megatron_names(3):
-        back |= layout.to_hf(name, layout.from_hf(name, weights.__getitem__, MODEL), MODEL)
+    for name in megatron_names.megatron_names(3):
+        back |= to_hf(name, megatron_names.from_hf(name, weights.__getitem__, MODEL), MODEL)
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], weights[name]) for name in weights)
 
@@ -47,30 +52,31 @@ def test_queries_keys_and_values_are_interleaved_per_group(tmp_path):
         rows += [query[4 * group + row] for row in range(4)]
         rows += [key[2 * group + row] for row in range(2)]
         rows += [value[2 * group + row] for row in range(2)]
-    assert torch.equal(layout.from_hf(name, weights.__getitem__, MODEL), torch.stack(rows))
+    assert torch.equal(megatron_names.from_hf(name, weights.__getitem__, MODEL), torch.stack(rows))
 
 
 def test_a_rank_holds_its_gate_rows_then_its_up_rows(tmp_path):
     weights = hf_weights(tmp_path)
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     gate, up = (weights[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up"))
-    whole = layout.from_hf(name, weights.__getitem__, MODEL)
-    assert torch.equal(layout.shard(name, whole, 1, 2), torch.stack([*gate[6:], *up[6:]]))
+    whole = megatron_names.from_hf(name, weights.__getitem__, MODEL)
+    assert torch.equal(megatron_names.shard(name, whole, 1, 2), torch.stack([*gate[6:], *up[6:]]))
 
 
 @pytest.mark.parametrize(
-    ("suffix", "axis"), [("linear_proj.weight", 1), ("q_layernorm.weight", 0), ("linear_proj.post_norm.weight", None)]
+    ("suffix", "axis"),
+    [("linear_proj.weight", 1), ("q_layernorm.weight", 0), ("linear_proj.post_norm.weight", None)],
 )
 def test_shards_together_are_the_whole(tmp_path, suffix, axis):
     weights = hf_weights(tmp_path)
     name = f"decoder.layers.2.self_attention.{suffix}"
-    whole = layout.from_hf(name, weights.__getitem__, MODEL)
-    parts = [layout.shard(name, whole, rank, 2) for rank in range(2)]
-    assert layout.shard_axis(name) == axis
+    whole = megatron_names.from_hf(name, weights.__getitem__, MODEL)
+    parts = [megatron_names.shard(name, whole, rank, 2) for rank in range(2)]
+    assert megatron_names.shard_axis(name) == axis
     expected = parts[0] if axis is None else torch.cat(parts, dim=axis)
     assert torch.equal(expected, whole)
 
 
 def test_an_unknown_name_raises():
     with pytest.raises(KeyError):
-        layout.hf_names("decoder.layers.0.self_attention.linear_q.weight")
+        megatron_names.hf_names("decoder.layers.0.self_attention.linear_q.weight")

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from base.errors import UserError
+from base.files import record_files, write_json
 from ckpt_tools.export import export
-from ckpt_tools.verify import check_probe, verify, verify_directories
+from ckpt_tools.probe import check_probe
+from ckpt_tools.verify import verify
 from tests.conftest import make_hf_directory
 from tests.probes import accused, name_of
-from tests.runs import error_line, python
-from train.command import UserError
-from train.run_directory import record_files, write_json
 
 Weights = dict[str, Tensor]
 EMBEDDING = "model.embed_tokens.weight"
@@ -78,14 +78,18 @@ def swap_layers(weights: Weights) -> None:
 
 
 def split_contiguously(weights: Weights) -> None:
-    """Takes [q k v] per group, as megatron fuses them, for all queries, then all keys, then all values."""
+    """Takes [q k v] per group, as megatron fuses them, for all queries, then all keys, then all
+    values.
+    """
     query, key, value = weights[Q1], weights[K1], weights[V1]
     head, rows = 8, []
     per_group = len(query) // len(key) * head
     for group in range(len(key) // head):
         rows += [query[group * per_group : (group + 1) * per_group]]
         rows += [key[group * head : (group + 1) * head], value[group * head : (group + 1) * head]]
-    weights[Q1], weights[K1], weights[V1] = torch.cat(rows).split([len(query), len(key), len(value)])
+    weights[Q1], weights[K1], weights[V1] = torch.cat(rows).split(
+        [len(query), len(key), len(value)]
+    )
 
 
 def interleave_gate_and_up(weights: Weights) -> None:
@@ -119,9 +123,18 @@ FAULTS: dict[str, tuple[Callable[[Weights], object], set[str]]] = {
         lambda weights: weights.update({"lm_head.weight": weights["lm_head.weight"].roll(1, 0)}),
         {"lm_head.weight"},
     ),
-    "lm_head for embedding": (lambda weights: swap(weights, EMBEDDING, "lm_head.weight"), {EMBEDDING}),
-    "final norm doubled": (lambda weights: weights["model.norm.weight"].mul_(2), {"model.norm.weight"}),
-    "norms swapped": (lambda weights: swap(weights, *NORMS1), {NORMS1[0]}),  # the other's input is wrong already
+    "lm_head for embedding": (
+        lambda weights: swap(weights, EMBEDDING, "lm_head.weight"),
+        {EMBEDDING},
+    ),
+    "final norm doubled": (
+        lambda weights: weights["model.norm.weight"].mul_(2),
+        {"model.norm.weight"},
+    ),
+    "norms swapped": (
+        lambda weights: swap(weights, *NORMS1),
+        {NORMS1[0]},
+    ),  # the other's input is wrong already
 }
 SAME_WIDTHS: dict[str, tuple[Callable[[Weights], object], set[str]]] = {
     "q and k swapped": (lambda weights: swap(weights, Q1, K1), {Q1, K1}),
@@ -131,7 +144,9 @@ SAME_WIDTHS: dict[str, tuple[Callable[[Weights], object], set[str]]] = {
 
 @pytest.mark.parametrize("layout_name", ["dp1", "gqa-tp2", "bf16-dp1"])
 def test_planted_faults_are_called_by_name(exported, tmp_path, layout_name):
-    """In bf16 the q and k norms of this short run lie within rounding of each other; they are left out."""
+    """In bf16 the q and k norms of this short run lie within rounding of each other; they are
+    left out.
+    """
     faults = FAULTS if "gqa" in layout_name else FAULTS | SAME_WIDTHS
     source = exported(layout_name)
     verify(source)
@@ -143,9 +158,14 @@ def test_planted_faults_are_called_by_name(exported, tmp_path, layout_name):
 
 
 def test_one_changed_element_of_any_parameter_is_found(exported, tmp_path):
-    """By as much as the largest of its tensor; of the embedding, in the row of any token of the probe."""
+    """By as much as the largest of its tensor; of the embedding, in the row of any token of the
+    probe.
+    """
     hf_dir = shutil.copytree(exported("dp1"), tmp_path / "hf")
-    probe, weights = load_file(hf_dir / "verification" / "probe.safetensors"), load_file(hf_dir / "model.safetensors")
+    probe, weights = (
+        load_file(hf_dir / "verification" / "probe.safetensors"),
+        load_file(hf_dir / "model.safetensors"),
+    )
     for name, weight in weights.items():
         element = (int(probe["input_ids"][0, 5]) if name == EMBEDDING else 3, 3)[: weight.ndim]
         kept = weight[element].item()
@@ -160,15 +180,32 @@ def test_one_changed_element_of_any_parameter_is_found(exported, tmp_path):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda w: w.update(renamed=w.pop(DOWN1)), [f"'{DOWN1}' is missing", "'renamed' is unknown"]),
         (
-            lambda w: w.update({DOWN1.replace("down_proj", "w2"): w.pop(DOWN1), "extra": torch.ones(3)}),
-            [f"'{DOWN1}' is missing, perhaps renamed to 'model.layers.1.mlp.w2.weight'", "'extra' is unknown"],
+            lambda w: w.update(renamed=w.pop(DOWN1)),
+            [f"'{DOWN1}' is missing", "'renamed' is unknown"],
         ),
-        (lambda w: w.update({O1: torch.ones(4, 32)}), [f"'{O1}' is (4, 32), config.json makes it (32, 32)"]),
-        (lambda w: w.update({O1: w[O1].bfloat16()}), [f"'{O1}' is torch.bfloat16, config.json says torch.float32"]),
+        (
+            lambda w: w.update(
+                {DOWN1.replace("down_proj", "w2"): w.pop(DOWN1), "extra": torch.ones(3)}
+            ),
+            [
+                f"'{DOWN1}' is missing, perhaps renamed to 'model.layers.1.mlp.w2.weight'",
+                "'extra' is unknown",
+            ],
+        ),
+        (
+            lambda w: w.update({O1: torch.ones(4, 32)}),
+            [f"'{O1}' is (4, 32), config.json makes it (32, 32)"],
+        ),
+        (
+            lambda w: w.update({O1: w[O1].bfloat16()}),
+            [f"'{O1}' is torch.bfloat16, config.json says torch.float32"],
+        ),
         (lambda w: w[V1][0, 0].fill_(torch.nan), [f"'{V1}' holds values that are not finite"]),
-        (lambda w: w[GATE1][-1, -1].fill_(-torch.inf), [f"'{GATE1}' holds values that are not finite"]),
+        (
+            lambda w: w[GATE1][-1, -1].fill_(-torch.inf),
+            [f"'{GATE1}' holds values that are not finite"],
+        ),
         (lambda w: [w.pop(name) for name in list(w)[:9]], ["is missing", "and 4 more problems"]),
     ],
     ids=["key", "renamed and extra", "shape", "dtype", "nan", "infinity", "many"],
@@ -181,23 +218,35 @@ def test_wrong_tensors_are_called_by_name(exported, tmp_path, change, expected):
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("rope_parameters", {"rope_type": "default", "rope_theta": 5.0}, "o_proj.weight (or heads and rope"),
+        (
+            "rope_parameters",
+            {"rope_type": "default", "rope_theta": 5.0},
+            "o_proj.weight (or heads and rope",
+        ),
         ("num_attention_heads", 2, "o_proj.weight (or heads and rope"),
-        ("rms_norm_eps", 0.1, "model.layers.0.self_attn.q_norm.weight, model.layers.0.self_attn.k_norm.weight;"),
+        (
+            "rms_norm_eps",
+            0.1,
+            "model.layers.0.self_attn.q_norm.weight, model.layers.0.self_attn.k_norm.weight;",
+        ),
         ("num_hidden_layers", 3, "'model.layers.3."),
     ],
 )
 def test_a_wrong_configuration_is_found(exported, tmp_path, key, value, expected):
     shutil.copytree(exported("dp1"), tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    changes = {"num_key_value_heads": value, key: value} if key == "num_attention_heads" else {key: value}
+    changes = (
+        {"num_key_value_heads": value, key: value} if key == "num_attention_heads" else {key: value}
+    )
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | changes))
     seal(tmp_path / "hf")
     assert expected in refusal(tmp_path / "hf")
 
 
 def test_the_figures_are_those_of_the_probe(exported, tmp_path):
-    """A known error: with all of lm_head scaled, logits are off by exactly that much and nothing else is."""
+    """A known error: with all of lm_head scaled, logits are off by exactly that much and nothing
+    else is.
+    """
     source = exported("tp2")
     report = verify(source)
     assert report["parity"] == json.loads((source / "lineage.json").read_text())["parity"]
@@ -210,12 +259,17 @@ def test_the_figures_are_those_of_the_probe(exported, tmp_path):
     assert {key: changed[key] for key in ("attention", "layer")} == {
         key: report["parity"][key] for key in ("attention", "layer")
     }
-    for worse, expected in (("logits", "lm_head.weight"), ("outputs/model.layers.1", "the sum in model.layers.1")):
+    for worse, expected in (
+        ("logits", "lm_head.weight"),
+        ("outputs/model.layers.1", "the sum in model.layers.1"),
+    ):
         with pytest.raises(UserError) as caught:
             check_probe(source, probe | {worse: probe[worse] * (1 + 1e-4)}, "fp32")
         assert accused(str(caught.value)) == {expected}
     with pytest.raises(UserError, match=r"see 'outputs/model\.norm'"):
-        check_probe(source, {key: probe[key] for key in probe if key != "outputs/model.norm"}, "fp32")
+        check_probe(
+            source, {key: probe[key] for key in probe if key != "outputs/model.norm"}, "fp32"
+        )
     with pytest.raises(UserError, match=r"is \(2, 8\), config.json makes it \(2, 32\)"):
         check_probe(source, probe | {"outputs/model.norm": torch.ones(2, 8)}, "fp32")
 
@@ -258,20 +312,10 @@ def test_a_directory_without_a_probe_is_told_so(hf_dir, tmp_path):
         verify(tmp_path / "average")
     loud = make_hf_directory(tmp_path / "loud")
     tensors = load_file(loud / "model.safetensors")
-    save_file(tensors | {O1: torch.full_like(tensors[O1], 3e38)}, loud / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        tensors | {O1: torch.full_like(tensors[O1], 3e38)},
+        loud / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with pytest.raises(UserError, match=r"'model\.layers\.1\.self_attn\.o_proj' overflows"):
         verify(loud)
-
-
-def test_the_command_prints_what_holds_and_refuses_what_does_not(exported, tmp_path, capsys):
-    good = exported("dp1")
-    bad = planted(good, tmp_path / "bad", transpose(Q1))
-    done = python("ckpt_tools", "verify", str(good), "--out", str(tmp_path / "report.json"))
-    assert done.returncode == 0, done.stderr
-    assert "computes what the megatron engine did, at step 20" in done.stdout
-    assert json.loads((tmp_path / "report.json").read_text()) == [verify(good)]
-    assert Q1 in error_line(python("ckpt_tools", "verify", str(bad)))
-    with pytest.raises(UserError, match=f"1 of 2 failed: {bad}"):
-        verify_directories([bad, good], out=tmp_path / "none.json")
-    assert "computes what the megatron engine did" in capsys.readouterr().out
-    assert not (tmp_path / "none.json").exists()

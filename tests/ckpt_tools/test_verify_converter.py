@@ -1,21 +1,25 @@
-"""Faults planted in the converter: an export that takes the weights apart wrongly is refused, by the right name."""
+"""Faults planted in the converter: an export that takes the weights apart wrongly is refused, by
+the right name.
+"""
 
 import re
 from typing import Any
 
 import pytest
 
+from base.errors import UserError
 from ckpt_tools.export import export
 from tests.probes import accused, name_of
-from train import layout
-from train.command import UserError
-from train.families import parameter_shapes
+from train.model import megatron_names
+from train.model.families import parameter_shapes
 
 
 def spans_in_a_row(name: str, model: Any) -> dict[str, list[tuple[int, int]]]:
-    """What `layout.hf_rows` would say if a fused tensor held all queries, then all keys, then all values."""
+    """What `megatron_names.hf_rows` would say if a fused tensor held all queries, then all keys,
+    then all values.
+    """
     before, rows = 0, {}
-    for hf_name in layout.hf_names(name):
+    for hf_name in megatron_names.hf_names(name):
         count = parameter_shapes(model)[hf_name][0]
         rows[hf_name] = [(before, before + count)]
         before += count
@@ -23,15 +27,15 @@ def spans_in_a_row(name: str, model: Any) -> dict[str, list[tuple[int, int]]]:
 
 
 def names_backwards(name: str) -> list[str]:
-    """What `layout.hf_names` would say if up came before gate."""
-    entry, prefix = layout._entry(name)
+    """What `megatron_names.hf_names` would say if up came before gate."""
+    entry, prefix = megatron_names._entry(name)
     names = [prefix + hf_name for hf_name in entry.hf_names]
     return names[::-1] if entry.fusion == "gate_up" else names
 
 
 def names_of_the_next_layer(name: str) -> list[str]:
-    """What `layout.hf_names` would say if layers were counted from the last."""
-    entry, prefix = layout._entry(name)
+    """What `megatron_names.hf_names` would say if layers were counted from the last."""
+    entry, prefix = megatron_names._entry(name)
     found = re.sub(r"\d+", lambda match: str(3 - int(match[0])), prefix)
     return [found + hf_name for hf_name in entry.hf_names]
 
@@ -46,21 +50,30 @@ def names_of_the_next_layer(name: str) -> list[str]:
     ],
     ids=["mha", "gqa", "gate and up", "layers"],
 )
-def test_a_wrong_converter_is_refused_by_name(trained, tmp_path, monkeypatch, layout_name, function, wrong, expected):
-    """The engine's outputs are read without `train.layout`, so both cannot be wrong in the same way."""
-    monkeypatch.setattr(layout, function, wrong)
+def test_a_wrong_converter_is_refused_by_name(
+    trained, tmp_path, monkeypatch, layout_name, function, wrong, expected
+):
+    """The engine's outputs are read without `train.model.megatron_names`, so both cannot be
+    wrong in the same way.
+    """
+    monkeypatch.setattr(megatron_names, function, wrong)
     with pytest.raises(UserError) as caught:
         export(trained(layout_name) / "checkpoints" / "step00000020", tmp_path / "hf", processes=1)
     before, parts, after = re.split(r"[{}]", expected)
-    assert accused(str(caught.value)) == {name_of(0, f"{before}{part}{after}") for part in parts.split(",")}
+    assert accused(str(caught.value)) == {
+        name_of(0, f"{before}{part}{after}") for part in parts.split(",")
+    }
     assert not (tmp_path / "hf").exists()
 
 
 def test_swapped_norms_of_the_converter_are_refused_by_name(trained, tmp_path, monkeypatch):
-    attention, feedforward = "self_attention.linear_proj.post_norm.weight", "mlp.linear_fc2.post_norm.weight"
-    entries = layout.INSIDE_LAYER
+    attention, feedforward = (
+        "self_attention.linear_proj.post_norm.weight",
+        "mlp.linear_fc2.post_norm.weight",
+    )
+    entries = megatron_names.INSIDE_LAYER
     swapped = entries | {attention: entries[feedforward], feedforward: entries[attention]}
-    monkeypatch.setattr(layout, "INSIDE_LAYER", swapped)
+    monkeypatch.setattr(megatron_names, "INSIDE_LAYER", swapped)
     with pytest.raises(UserError) as caught:
         export(trained("dp1") / "checkpoints" / "step00000020", tmp_path / "hf", processes=1)
     assert accused(str(caught.value)) == {name_of(0, "post_attention_layernorm")}

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ckpt_tools.ranks import Ranks
-from curvature.exact import DualHessian
-from curvature.model import CurvedModel
+from base.ranks import Ranks
+from curvature.products.exact import DualHessian
+from curvature.products.model import CurvedModel
+from curvature.products.parameters import Parameters, dot
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 TINY: dict[str, Any] = {
@@ -35,7 +36,9 @@ TINY: dict[str, Any] = {
 }
 
 
-def tiny_model(dtype: torch.dtype = torch.float64, *, std: float = 0.5, model_type: str = "olmo2", **config) -> Any:
+def tiny_model(
+    dtype: torch.dtype = torch.float64, *, std: float = 0.5, model_type: str = "olmo2", **config
+) -> Any:
     """A random model of about 1,500 parameters, norm weights drawn too."""
     torch.manual_seed(1)
     settings = AutoConfig.for_model(model_type, **(TINY | config))
@@ -58,7 +61,15 @@ def dual_hessian(model: PreTrainedModel, **options) -> DualHessian:
 
 def gaussian(size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """A random vector v_P."""
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+        dtype
+    )
+
+
+def dots_of(parameters: Parameters, a_p: Tensor, b_p: Tensor) -> dict[str, float]:
+    """a_t . b_t of every tensor t over all ranks, by name; their sum is a . b."""
+    a, b = parameters.split(a_p), parameters.split(b_p)
+    return parameters.total([dot(a[name], b[name]) for name in a])
 
 
 def random_tokens(batch: int = 2, length: int = 7, seed: int = 0) -> Tensor:
@@ -68,9 +79,11 @@ def random_tokens(batch: int = 2, length: int = 7, seed: int = 0) -> Tensor:
 
 
 class _DoubleForFloat:
-    """Stands for `torch` inside HF's file and reads float32, which it hard-codes in norms and softmax, as float64.
+    """Stands for `torch` inside HF's file and reads float32, which it hard-codes in norms and
+    softmax, as float64.
 
-    Rotary tables stay as HF has them, computed in fp32: the dual layers take theirs from the same module.
+    Rotary tables stay as HF has them, computed in fp32: the dual layers take theirs from the same
+    module.
     """
 
     float32 = torch.float64
@@ -104,7 +117,9 @@ def dense_hessian(model: PreTrainedModel, tokens_BS1: Tensor) -> Dense:
     size = len(gradient_P)
     chunks = []
     for units in torch.eye(size, dtype=torch.float64).split(128):
-        rows = torch.autograd.grad(gradient_P, weights, units, is_grads_batched=True, retain_graph=True)
+        rows = torch.autograd.grad(
+            gradient_P, weights, units, is_grads_batched=True, retain_graph=True
+        )
         chunks.append(torch.cat([row.reshape(len(units), -1) for row in rows], dim=1))
     hessian_PP = torch.cat(chunks)
     return Dense(float(loss.detach()), gradient_P.detach(), hessian_PP)

@@ -1,7 +1,8 @@
-"""The same Hessian of an HF causal language model in three libraries, each made as its documentation shows.
+"""The same Hessian of an HF causal language model in three libraries, each made as its
+documentation shows.
 
-What they need of the model: eager attention, for the second derivative (sdpa has none on CPU); curvlinops also an
-activation without torch's silu, whose derivative has none in forward mode.
+What they need of the model: eager attention, for the second derivative (sdpa has none on CPU);
+curvlinops also an activation without torch's silu, whose derivative has none in forward mode.
 
 Shapes: B sequences of a batch, S positions of a sequence, N tokens, V vocabulary, P parameters.
 """
@@ -51,7 +52,9 @@ def pyhessian_of(model: PreTrainedModel, batches: Sequence[Tensor]) -> hessian:
 
 
 def curvlinops_of(model: PreTrainedModel, batches: Sequence[Tensor]) -> HessianLinearOperator:
-    """curvlinops' Hessian of the mean loss over batches of one size; its check at the start is off."""
+    """curvlinops' Hessian of the mean loss over batches of one size; its check at the start is
+    off.
+    """
     for layer in model.get_decoder().layers:
         layer.mlp.act_fn = SpelledOutSilu()
     return HessianLinearOperator(
@@ -76,7 +79,9 @@ def pyhessian_product(model: PreTrainedModel, batches: Sequence[Tensor]) -> Prod
 
     def product(v_P: Tensor) -> Tensor:
         pieces = v_P.split([weight.numel() for weight in library.params])
-        vector = [piece.view_as(weight) for piece, weight in zip(pieces, library.params, strict=True)]
+        vector = [
+            piece.view_as(weight) for piece, weight in zip(pieces, library.params, strict=True)
+        ]
         _, hv = library.dataloader_hv_product(vector)
         return torch.cat([part.flatten() for part in hv])
 
@@ -100,7 +105,9 @@ def eigenthings_product(model: PreTrainedModel, batches: Sequence[Tensor]) -> Pr
 
 
 def pyhessian_trace(model: PreTrainedModel, batches: Sequence[Tensor], probes: int) -> float:
-    """Its own stopping rule ends at any probe that moves the mean by less than 0.1%; 0 lets it use its time."""
+    """Its own stopping rule ends at any probe that moves the mean by less than 0.1%; 0 lets it
+    use its time.
+    """
     return statistics.fmean(pyhessian_of(model, batches).trace(maxIter=probes, tol=0))
 
 
@@ -111,7 +118,9 @@ def curvlinops_trace(model: PreTrainedModel, batches: Sequence[Tensor], probes: 
 
 def eigenthings_trace(model: PreTrainedModel, batches: Sequence[Tensor], probes: int) -> float:
     """Its generator is its own."""
-    return hutchinson(eigenthings_of(model, batches), num_samples=probes, seed=torch.initial_seed()).estimate
+    return hutchinson(
+        eigenthings_of(model, batches), num_samples=probes, seed=torch.initial_seed()
+    ).estimate
 
 
 class Library(NamedTuple):

@@ -1,7 +1,9 @@
-"""`python -m tests.curvature.on_ranks OUT` on each of several ranks: what the core of curvature computes there.
+"""`python -m tests.curvature.on_ranks OUT` on each of several ranks: what the core of curvature
+computes there.
 
-Every rank writes the parts of vectors that it holds, by tensor, and its figures. `test_sharded.py` computes the same in
-one process, where no parameter is split, and joins the parts with nothing but torch.cat.
+Every rank writes the parts of vectors that it holds, by tensor, and its figures. `test_sharded.py`
+computes the same in one process, where no parameter is split, and joins the parts with nothing but
+torch.cat.
 """
 
 import gc
@@ -15,17 +17,19 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ckpt_tools.ranks import Ranks, start
-from curvature.exact import DualHessian, SketchedProduct
-from curvature.finite_difference import DifferenceHessian
-from curvature.guard import check_product
-from curvature.model import CurvedModel, Sharding
-from curvature.parameters import Parameters, Probe, local
-from curvature.sketch import CountSketch
-from tests.curvature.conftest import random_tokens, tiny_model
-from train.command import UserError
+from base.errors import UserError
+from base.ranks import Ranks, start
+from curvature.products.exact import DualHessian
+from curvature.products.finite_difference import DifferenceHessian
+from curvature.products.guard import check_product
+from curvature.products.interface import SketchedProduct
+from curvature.products.model import CurvedModel, Sharding
+from curvature.products.parameters import Parameters, Probe, local
+from curvature.products.sketch import CountSketch
+from tests.curvature.conftest import dots_of, random_tokens, tiny_model
 
-# Rows that neither 2 nor 3 ranks share evenly; keys and values have two rows, so that a third rank has none of them.
+# Rows that neither 2 nor 3 ranks share evenly; keys and values have two rows, so that a third rank
+# has none of them.
 UNEVEN: dict[str, Any] = {
     "vocab_size": 25,
     "hidden_size": 10,
@@ -33,7 +37,8 @@ UNEVEN: dict[str, Any] = {
     "num_attention_heads": 5,
     "num_key_value_heads": 1,
 }
-# Weights and width of an ordinary model at its initialisation, where fp32 has its ordinary rounding.
+# Weights and width of an ordinary model at its initialisation, where fp32 has its ordinary
+# rounding.
 ORDINARY: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -84,7 +89,9 @@ def everything(ranks: Ranks, sharding: Sharding) -> Record:
 def _vectors(record: Record, ranks: Ranks, sharding: Sharding) -> None:
     model = tiny_model(**UNEVEN)
     whole = {
-        name: torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64)
+        name: torch.randn(
+            weight.shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64
+        )
         for name, weight in model.named_parameters()
     }
     norms = {name: tensor for name, tensor in whole.items() if "norm" in name}
@@ -95,9 +102,11 @@ def _vectors(record: Record, ranks: Ranks, sharding: Sharding) -> None:
     record.keep("taken", parameters, taken_p)
     record.keep("taken of norms", parameters, parameters.take(norms))
     record.keep("point", parameters, parameters.point())
-    record.figures["inner"] = parameters.inner(torch.stack([probe_p, taken_p]), parameters.point()).tolist()
+    record.figures["inner"] = parameters.inner(
+        torch.stack([probe_p, taken_p]), parameters.point()
+    ).tolist()
     record.figures["norm"] = parameters.norm(taken_p)
-    record.figures["dots"] = parameters.dots(taken_p, parameters.point())
+    record.figures["dots"] = dots_of(parameters, taken_p, parameters.point())
     record.figures["sizes"] = [parameters.size, *parameters.block_sizes().values()]
     parameters.move(taken_p)
     record.keep("moved", parameters, parameters.point())
@@ -119,29 +128,32 @@ def _products(record: Record, label: str, hessian: DualHessian, tokens_BS1: Tens
 
 
 def _plain(record: Record, ranks: Ranks, sharding: Sharding) -> None:
-    """Transformers' own forward pass: losses, a criterion that knows the rows, and differences of its gradients."""
-    curved = CurvedModel(tiny_model(torch.float32, **ORDINARY), ranks=ranks, sharding=sharding, dual=False)
+    """Transformers' own forward pass: losses, a criterion that knows the rows, and differences
+    of its gradients.
+    """
+    curved = CurvedModel(tiny_model(torch.float32, **ORDINARY), ranks=ranks, sharding=sharding)
     parameters = curved.parameters
     tokens_BS1 = random_tokens(5, length=15)
 
     def weighted(logits_BSV: Tensor, tokens_BS1: Tensor, rows: range) -> Tensor:
         weights_B = torch.arange(1.0, 6.0)[list(rows)]
-        losses_BS = nn.functional.cross_entropy(logits_BSV.transpose(1, 2), tokens_BS1[:, 1:], reduction="none")
+        losses_BS = nn.functional.cross_entropy(
+            logits_BSV.transpose(1, 2), tokens_BS1[:, 1:], reduction="none"
+        )
         return (weights_B[:, None] * losses_BS).sum()
 
     theta_p, step_p = parameters.point(), 0.01 * parameters.probe(Probe(0, 0))
-    # Nothing is derived from these: what one pass leaves gathered must not outlive a move of the parameters.
+    # Nothing is derived from these: what one pass leaves gathered must not outlive a move of the
+    # parameters.
     here = [curved.loss(tokens_BS1).value, curved.loss(tokens_BS1, weighted).value]
     parameters.move(theta_p + step_p)
     there = curved.loss(tokens_BS1).value
     parameters.move(theta_p)
     record.figures["plain losses"] = [*here, there, curved.loss(tokens_BS1).value]
-    differences = DifferenceHessian(curved)
-    product = differences.product(tokens_BS1, parameters.probe(Probe(0, 1)))
-    record.keep("differences", parameters, product.hv_p)
-    record.figures["differences"] = [product.loss, product.slope]
-    record.figures["dots of differences"] = differences.quadratic(tokens_BS1, parameters.probe(Probe(0, 1))).dots
-    record.figures["dots of probed differences"] = differences.probed(tokens_BS1, Probe(0, 1)).dots
+    sketch = CountSketch(parameters, Probe(0, 1))
+    found = DifferenceHessian(curved).sketched(tokens_BS1, sketch)
+    record.figures["differences"] = [found.loss, found.slope, sketch.norm(found.picture_s)]
+    record.figures["dots of differences"] = sketch.dots(found.picture_s)
     record.keep("put back", parameters, parameters.point())
 
 
@@ -153,7 +165,11 @@ def memory(ranks: Ranks, sharding: Sharding) -> dict[str, int]:
     DualHessian(curved).quadratic(random_tokens(3), curved.parameters.probe(Probe(0, 0)))
     gc.collect()
     weights = sum(local(weight).nbytes for weight in curved.parameters.weights.values())
-    return {"weights": weights, "alive": _bytes_alive() - before, "whole": 4 * curved.parameters.size}
+    return {
+        "weights": weights,
+        "alive": _bytes_alive() - before,
+        "whole": 4 * curved.parameters.size,
+    }
 
 
 def _bytes_alive() -> int:
@@ -166,11 +182,15 @@ def _bytes_alive() -> int:
 
 
 def gradients_alive(hessian: DualHessian, tokens_BS1: Tensor) -> list[int]:
-    """Bytes of all gradients that lie in `.grad` whenever the backward pass of `quadratic` adds one, and at its end."""
+    """Bytes of all gradients that lie in `.grad` whenever the backward pass of `quadratic` adds
+    one, and at its end.
+    """
     weights, found = hessian.parameters.weights.values(), []
 
     def count(_: Tensor | None = None) -> None:
-        found.append(sum(local(weight.grad).nbytes for weight in weights if weight.grad is not None))
+        found.append(
+            sum(local(weight.grad).nbytes for weight in weights if weight.grad is not None)
+        )
 
     hooks = [weight.register_post_accumulate_grad_hook(count) for weight in weights]
     hessian.quadratic(tokens_BS1, hessian.parameters.probe(Probe(0, 0)))
@@ -184,7 +204,11 @@ class OneRankWrong:
     """Products of which the last rank's part alone is wrong by a factor."""
 
     def __init__(self, hessian: DualHessian, ranks: Ranks, factor: float) -> None:
-        self.parameters, self.quadratic, self.probed = hessian.parameters, hessian.quadratic, hessian.probed
+        self.parameters, self.quadratic, self.probed = (
+            hessian.parameters,
+            hessian.quadratic,
+            hessian.probed,
+        )
         self.product = hessian.product
         self._hessian = hessian
         self._factor = factor if ranks.rank == ranks.size - 1 else 1.0
@@ -209,14 +233,19 @@ def guarded(ranks: Ranks) -> dict[str, Any]:
 
 
 def poisoned(ranks: Ranks) -> list[str]:
-    """What each way to a product says of a model in which one rank holds a weight that is not a number."""
+    """What each way to a product says of a model in which one rank holds a weight that is not a
+    number.
+    """
     said = []
     for way in (DualHessian, DifferenceHessian):
         curved = CurvedModel(tiny_model(torch.float32), ranks=ranks, sharding="fsdp")
         if ranks.rank == ranks.size - 1:
-            local(curved.parameters.weights["model.layers.1.mlp.down_proj.weight"]).data[0, 0] = torch.nan
+            local(curved.parameters.weights["model.layers.1.mlp.down_proj.weight"]).data[0, 0] = (
+                torch.nan
+            )
+        sketch = CountSketch(curved.parameters, Probe(0, 0))
         try:
-            way(curved).product(random_tokens(ranks.size), curved.parameters.probe(Probe(0, 0)))
+            way(curved).sketched(random_tokens(ranks.size), sketch)
         except UserError as error:
             said.append(str(error))
     return said
@@ -227,7 +256,9 @@ def replicated(ranks: Ranks) -> list[float]:
     hessian = DualHessian(CurvedModel(tiny_model(), ranks=ranks, sharding="none"))
     found = []
     for batch in range(ranks.rank):
-        quadratic = hessian.quadratic(random_tokens(seed=batch), hessian.parameters.probe(Probe(0, batch)))
+        quadratic = hessian.quadratic(
+            random_tokens(seed=batch), hessian.parameters.probe(Probe(0, batch))
+        )
         found += [quadratic.loss, quadratic.slope, sum(quadratic.dots.values())]
     return found
 
@@ -238,7 +269,11 @@ def main(out: Path) -> None:
     record = everything(ranks, "fsdp")
     hessian = DualHessian(CurvedModel(tiny_model(**UNEVEN), ranks=ranks, sharding="fsdp"))
     record.figures["alive"] = gradients_alive(hessian, random_tokens(3))
-    record.figures |= {"memory": memory(ranks, "fsdp"), "guarded": guarded(ranks), "poisoned": poisoned(ranks)}
+    record.figures |= {
+        "memory": memory(ranks, "fsdp"),
+        "guarded": guarded(ranks),
+        "poisoned": poisoned(ranks),
+    }
     record.figures["replicated"] = replicated(ranks)
     record.write(out, ranks)
     dist.destroy_process_group()

@@ -1,6 +1,8 @@
-"""`python -m tests.curvature.pass_memory`: what passes through a model take, resident, and what the simulation says.
+"""`python -m tests.curvature.pass_memory`: what passes through a model take, resident, and what
+the simulation says.
 
-Started with MALLOC_MMAP_THRESHOLD_=65536, so that what is freed leaves the process at once and no arena's gaps count.
+Started with MALLOC_MMAP_THRESHOLD_=65536, so that what is freed leaves the process at once and no
+arena's gaps count.
 """
 
 import gc
@@ -12,11 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM, Olmo2Config
 
 from ckpt_tools.formats.weights import DTYPES
-from curvature.exact import DualHessian, streamed
-from curvature.model import CurvedModel
-from curvature.parameters import Probe
+from curvature.cost.simulation import simulate
+from curvature.products.exact import DualHessian, streamed
+from curvature.products.model import CurvedModel
+from curvature.products.parameters import Probe
 from curvature.settings import HutchinsonSettings
-from curvature.simulation import simulate
 from tests.curvature.conftest import ALONE
 from tests.curvature.streaming_memory import resident
 
@@ -27,12 +29,21 @@ PASSES = ((True, "bf16", False), (True, "bf16", True), (False, "fp32", True))
 
 def main() -> None:
     """Bytes of each pass, measured and simulated."""
-    shape: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "eos_token_id": 0}
-    config = Olmo2Config(vocab_size=VOCABULARY, num_hidden_layers=DEPTH, max_position_embeddings=LENGTH, **shape)
+    shape: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_attention_heads": 4,
+        "eos_token_id": 0,
+    }
+    config = Olmo2Config(
+        vocab_size=VOCABULARY, num_hidden_layers=DEPTH, max_position_embeddings=LENGTH, **shape
+    )
     found = []
     for dual, dtype, checkpointing in PASSES:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
-        curved = CurvedModel(model, ranks=ALONE, dual=dual, dtype=DTYPES[dtype], checkpointing=checkpointing)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa"
+        ).eval()
+        curved = CurvedModel(model, ranks=ALONE, dtype=DTYPES[dtype], checkpointing=checkpointing)
 
         def run(length: int, curved: CurvedModel = curved, dual: bool = dual) -> None:
             tokens_BS1 = torch.zeros(SEQUENCES, length + 1, dtype=torch.int64)
@@ -42,7 +53,9 @@ def main() -> None:
                 share = curved.loss(tokens_BS1).share
                 streamed(curved.parameters, share, lambda *_: NOTHING)
 
-        run(LENGTH)  # what is allocated once and for all, such as buffers of the kernels, is no part of it
+        run(
+            LENGTH
+        )  # what is allocated once and for all, such as buffers of the kernels, is no part of it
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # begins a new high-water mark
         before = resident("VmRSS")

@@ -1,4 +1,5 @@
-"""`python -m tests.curvature.streaming_memory`: what a product takes above the model, as a share of its parameters.
+"""`python -m tests.curvature.streaming_memory`: what a product takes above the model, as a share
+of its parameters.
 
 21 million parameters in 56 matrices and two tokens: next to the gradients, activations are nothing.
 """
@@ -9,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from ckpt_tools.ranks import start
-from curvature.exact import DualHessian
-from curvature.model import CurvedModel
-from curvature.parameters import Probe
+from base.ranks import start
+from curvature.products.exact import DualHessian
+from curvature.products.model import CurvedModel
+from curvature.products.parameters import Probe
 from tests.curvature.conftest import random_tokens, tiny_model
 
 
@@ -24,8 +25,12 @@ def resident(figure: str) -> int:
 
 
 def main() -> None:
-    """Peaks of the quadratic form of a vector, of a probe that is drawn where it is used, and of Hv kept whole."""
-    model = tiny_model(torch.float32, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, std=0.02)
+    """Peaks of the quadratic form of a vector, of a probe that is drawn where it is used, and of
+    Hv kept whole.
+    """
+    model = tiny_model(
+        torch.float32, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, std=0.02
+    )
     hessian = DualHessian(CurvedModel(model, ranks=start("cpu")))
     tokens_BS1, probe = random_tokens(1, length=2), Probe(0, 0)
     v_p = hessian.parameters.probe(probe)

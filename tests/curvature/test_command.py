@@ -1,10 +1,10 @@
-"""`python -m curvature run` end to end: every spec against the dense Hessian of a tiny model.
+"""`python -m curvature` end to end: every estimator against the dense Hessian of a tiny model.
 
-Shapes: B sequences, S positions of a sequence, V vocabulary, N tokens, R rows of a Jacobian, P parameters.
+Shapes: B sequences, S positions of a sequence, V vocabulary, N tokens, R rows of a Jacobian, P
+    parameters.
 """
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,16 +17,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from base.cli import run_command
 from curvature.__main__ import app
-from curvature.parameters import block_of
-from curvature.probes import rademacher
+from curvature.products.parameters import block_of
+from curvature.products.probes import rademacher
 from quant_eval.__main__ import app as quant_eval
 from tests.conftest import make_hf_directory
 from tests.curvature.conftest import Dense, dense_hessian, differentiable_gradient
-from train.command import run_command
-from train.corpus import open_corpus
-from train.data import batch
-from train.prepare import prepare
+from train.data.batches import batch
+from train.data.corpus import open_corpus
+from train.data.prepare import prepare
 
 WORDS = ["<|endoftext|>", *(chr(97 + index) for index in range(23))]
 SEED, LENGTH, SEQUENCES = 5, 12, 8
@@ -45,8 +45,16 @@ def command(*arguments) -> int:
 def quantized_model(place: Path, train_prefix: Path, held_out_prefix: Path) -> Path:
     """An HF directory whose dequantized weights lie in quant/rtn-b3-g16."""
     model = make_hf_directory(place / "model")
-    options = ["--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", "500", "--dense"]
-    options += ["--bootstrap-samples", "100", "--calibration-sequences", "2", "--spec", "rtn-b3-g16"]
+    options = [
+        "--calibration",
+        train_prefix,
+        "--eval",
+        held_out_prefix,
+        "--eval-tokens",
+        "500",
+        "--dense",
+    ]
+    options += ["--calibration-sequences", "2", "--spec", "rtn-b3-g16"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["quant_eval", "run", *map(str, (model, *options))])
         with pytest.raises(SystemExit) as ended:
@@ -56,7 +64,9 @@ def quantized_model(place: Path, train_prefix: Path, held_out_prefix: Path) -> P
 
 
 class Tiny(NamedTuple):
-    """A model of 1,500 parameters and text of 24 tokens, with what HF's own code says of them in float64."""
+    """A model of 1,500 parameters and text of 24 tokens, with what HF's own code says of them in
+    float64.
+    """
 
     hf_dir: Path
     data: Path
@@ -64,7 +74,13 @@ class Tiny(NamedTuple):
     reference: Any
 
     def tokens(self, index: int, size: int = 1) -> Tensor:
-        found = batch(open_corpus(self.data), step=index + 1, batch_size=size, sequence_length=LENGTH, seed=SEED)
+        found = batch(
+            open_corpus(self.data),
+            step=index + 1,
+            batch_size=size,
+            sequence_length=LENGTH,
+            seed=SEED,
+        )
         return torch.from_numpy(found)
 
     def signs(self, probe: int) -> Tensor:
@@ -76,8 +92,10 @@ class Tiny(NamedTuple):
 
     def measured(self, spec: str, *options) -> dict[str, Any]:
         """`measured` of the command's result."""
-        assert command("run", self.hf_dir, "--spec", spec, "--data", self.data, *FIXED, *options) == 0
-        found: dict[str, Any] = json.loads((self.hf_dir / "curvature" / spec / "result.json").read_text())
+        assert command(spec, self.hf_dir, "--data", self.data, *FIXED, *options) == 0
+        found: dict[str, Any] = json.loads(
+            (self.hf_dir / "curvature" / spec / "result.json").read_text()
+        )
         assert (found["spec"]["name"], found["spec"]["seed"]) == (spec, SEED)
         measured: dict[str, Any] = found["measured"]
         return measured
@@ -86,11 +104,17 @@ class Tiny(NamedTuple):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Tiny:
     root = tmp_path_factory.mktemp("tiny")
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="a"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="a")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
     (root / "tokenizer").mkdir()
     tokenizer.save(str(root / "tokenizer/tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": WORDS[0], "pad_token": WORDS[0]}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": WORDS[0],
+        "pad_token": WORDS[0],
+    }
     (root / "tokenizer/tokenizer_config.json").write_text(json.dumps(settings))
     letters = np.random.default_rng(0).integers(1, 24, (20, 60))
     lines = [json.dumps({"text": " ".join(WORDS[letter] for letter in row)}) for row in letters]
@@ -110,12 +134,23 @@ def tiny(tmp_path_factory) -> Tiny:
 
 @pytest.fixture(scope="module")
 def hutchinson(tiny) -> dict[str, Any]:
-    pairs = ("--pairs", SEQUENCES, "--microbatch-sequences", "1", "--companion-pairs", "16", "--norm-pairs", "16")
+    pairs = (
+        "--pairs",
+        SEQUENCES,
+        "--microbatch-sequences",
+        "1",
+        "--companion-pairs",
+        "16",
+        "--norm-pairs",
+        "16",
+    )
     return tiny.measured("hutchinson", *pairs)
 
 
 def within(estimate: dict[str, Any], truth: float, errors: float = 4.0) -> None:
-    """The truth is no more than 4 standard errors away, which a right estimate misses once in 1,000 tries or less."""
+    """The truth is no more than 4 standard errors away, which a right estimate misses once in
+    1,000 tries or less.
+    """
     assert abs(estimate["mean"] - truth) <= errors * estimate["standard_error"]
     assert estimate["standard_error"] > 0
 
@@ -132,21 +167,29 @@ def test_every_pair_is_the_quadratic_form_of_its_probe_and_microbatch(tiny, hutc
         losses.append(loss.item())
         for name, part in zip(names, parts, strict=True):
             tensors[name] += part / SEQUENCES
-        assert found == pytest.approx(sum(parts), rel=1e-5, abs=1e-5 * sum(map(abs, parts)))  # fp32's rounding
+        assert found == pytest.approx(
+            sum(parts), rel=1e-5, abs=1e-5 * sum(map(abs, parts))
+        )  # fp32's rounding
     scale = max(map(abs, tensors.values()))
     assert hutchinson["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
     for name, expected in tensors.items():
-        assert hutchinson["tensor_traces"][name]["mean"] == pytest.approx(expected, rel=1e-4, abs=1e-5 * scale)
+        assert hutchinson["tensor_traces"][name]["mean"] == pytest.approx(
+            expected, rel=1e-4, abs=1e-5 * scale
+        )
 
 
 def test_traces_lie_within_their_errors(tiny, hutchinson):
     diagonal_P = tiny.dense.hessian_PP.diagonal()
     weights = dict(tiny.reference.named_parameters())
-    parts = dict(zip(weights, diagonal_P.split([weight.numel() for weight in weights.values()]), strict=True))
+    parts = dict(
+        zip(weights, diagonal_P.split([weight.numel() for weight in weights.values()]), strict=True)
+    )
     low, high = hutchinson["trace"]["interval"]
     assert low <= float(diagonal_P.sum()) <= high
     for block, found in hutchinson["block_traces"].items():
-        within(found, sum(float(part.sum()) for name, part in parts.items() if block_of(name) == block))
+        within(
+            found, sum(float(part.sum()) for name, part in parts.items() if block_of(name) == block)
+        )
     norms = sum(float(part.sum()) for name, part in parts.items() if "norm" in name)
     within(hutchinson["norm_traces"]["total"], norms)
 
@@ -176,90 +219,68 @@ def test_gauss_newton_and_fisher_lie_within_their_errors(tiny, hutchinson):
 
 def test_lanczos_finds_both_ends_and_the_density(tiny):
     eigenvalues_P = torch.linalg.eigvalsh(tiny.dense.hessian_PP)
-    found = tiny.measured("lanczos", "--largest", "3", "--smallest", "2", "--tolerance", "1e-5", "--starts", "6")
+    found = tiny.measured("lanczos", "--largest", "3", "--smallest", "2", "--tolerance", "1e-5")
     assert found["lambda_max"]["value"] == pytest.approx(float(eigenvalues_P[-1]), rel=1e-4)
     for end, expected in (("largest", eigenvalues_P.flip(0)[:3]), ("smallest", eigenvalues_P[:2])):
-        assert [pair["value"] for pair in found["eigenvalues"][end]] == pytest.approx(expected.tolist(), rel=1e-4)
+        assert [pair["value"] for pair in found["eigenvalues"][end]] == pytest.approx(
+            expected.tolist(), rel=1e-4
+        )
         assert all(pair["converged"] for pair in found["eigenvalues"][end])
     assert found["loss"] == pytest.approx(tiny.dense.loss, rel=1e-6)
     within(found["trace"], float(eigenvalues_P.sum()))
     within(found["density"]["squared_norm"], float(eigenvalues_P.square().sum()))
     nodes, weights = (np.array(found["density"][key]) for key in ("nodes", "weights"))
     assert weights.sum(axis=1) == pytest.approx(1, abs=1e-6)
-    for index in range(6):  # a quadrature is exact for powers: v'Hv and |Hv|^2 of its start vector
+    for index in range(4):  # a quadrature is exact for powers: v'Hv and |Hv|^2 of its start vector
         v_P = tiny.signs(index)
         hv_P = tiny.dense.hessian_PP @ v_P
-        assert (nodes[index] * weights[index]).sum() * len(v_P) == pytest.approx(float(v_P @ hv_P), rel=1e-3)
-        assert (nodes[index] ** 2 * weights[index]).sum() * len(v_P) == pytest.approx(float(hv_P @ hv_P), rel=1e-4)
+        assert (nodes[index] * weights[index]).sum() * len(v_P) == pytest.approx(
+            float(v_P @ hv_P), rel=1e-3
+        )
+        assert (nodes[index] ** 2 * weights[index]).sum() * len(v_P) == pytest.approx(
+            float(hv_P @ hv_P), rel=1e-4
+        )
 
 
-def test_power_iteration_finds_the_eigenvalue_of_largest_magnitude(tiny):
-    eigenvalues_P = torch.linalg.eigvalsh(tiny.dense.hessian_PP)
-    largest = float(eigenvalues_P[eigenvalues_P.abs().argmax()])
-    found = tiny.measured("power", "--probes", "12", "--tolerance", "1e-7", "--max-iterations", "300")
-    assert found["lambda_max"]["rule_met"]
-    assert found["lambda_max"]["value"] == pytest.approx(largest, rel=1e-4)
-    early = tiny.measured("power", "--probes", "2", "--tolerance", "1e-4")["lambda_max"]
-    assert (early["rule_met"], early["converged"]) == (True, False)  # the rule says nothing of the residual
-    assert abs(early["value"] - largest) <= early["residual"] * abs(early["value"])
-    values = [float(v_P @ tiny.dense.hessian_PP @ v_P) for v_P in map(tiny.signs, range(12))]
-    assert found["trace"]["mean"] == pytest.approx(np.mean(values), rel=1e-4)
-    assert found["trace"]["standard_error"] == pytest.approx(np.std(values, ddof=1) / math.sqrt(12), rel=1e-4)
-
-
-@pytest.mark.parametrize("spec", ["hutch++", "xtrace"])
-def test_traces_of_the_fixed_batch(tiny, spec):
-    """Nearer than Hutchinson's error sqrt(2 (|H|_F^2 - sum h_ii^2) / m) with as many products."""
-    hessian_PP = tiny.dense.hessian_PP
-    found = tiny.measured(spec, "--products", "90", "--tolerance", "1e-5", "--max-iterations", "50")
-    within(found["trace"], float(hessian_PP.trace()))
-    hutchinsons = math.sqrt(2 * float(hessian_PP.square().sum() - hessian_PP.diagonal().square().sum()) / 90)
-    assert found["trace"]["standard_error"] < 0.5 * hutchinsons
-    assert found["lambda_max"]["value"] == pytest.approx(float(torch.linalg.eigvalsh(hessian_PP)[-1]), rel=1e-4)
-
-
-def test_repeating_changes_nothing_and_other_routes_only_rounding(tiny, hutchinson):
-    pairs = ("--pairs", SEQUENCES, "--microbatch-sequences", "1", "--companion-pairs", "16", "--norm-pairs", "16")
+def test_repeating_changes_nothing_and_saving_memory_only_rounding(tiny, hutchinson):
+    pairs = (
+        "--pairs",
+        SEQUENCES,
+        "--microbatch-sequences",
+        "1",
+        "--companion-pairs",
+        "16",
+        "--norm-pairs",
+        "16",
+    )
     assert tiny.measured("hutchinson", *pairs) == hutchinson
     scale = max(map(abs, hutchinson["trace"]["per_microbatch"]))
     thrifty = tiny.measured("hutchinson", *pairs, "--checkpointing", "--vectors", "host")
-    assert thrifty["trace"]["per_microbatch"] == pytest.approx(hutchinson["trace"]["per_microbatch"], abs=1e-5 * scale)
-    for kernel in ("eager", "sdpa"):  # the accuracy of finite differences
-        found = tiny.measured("hutchinson", *pairs, "--route", "finite-difference", "--attention", kernel)
-        assert found["trace"]["per_microbatch"] == pytest.approx(
-            hutchinson["trace"]["per_microbatch"], rel=2e-3, abs=2e-3 * scale
-        )
-        assert found["lambda_max"]["value"] == pytest.approx(hutchinson["lambda_max"]["value"], rel=2e-3)
-
-
-def test_microbatches_of_the_fixed_batch_need_not_be_equal(tiny, hutchinson):
-    """Eight sequences in microbatches of three and two, or of one: the same mean loss, hence the same Hessian."""
-    found = tiny.measured("power", "--probes", "2", "--microbatch-sequences", "3", "--tolerance", "1e-4")
-    whole = tiny.measured("power", "--probes", "2", "--microbatch-sequences", "8", "--tolerance", "1e-4")
-    assert found["lambda_max"]["value"] == pytest.approx(whole["lambda_max"]["value"], rel=1e-4)
-    assert found["trace"]["mean"] == pytest.approx(whole["trace"]["mean"], rel=1e-4)
-
-
-def test_stopping_at_a_relative_error(tiny):
-    """The pairs that were taken are those of a longer run; asked for more than they give, it takes them all."""
-    common = ("--microbatch-sequences", "1", "--companion-pairs", "2", "--norm-pairs", "2", "--max-iterations", "2")
-    stopped = tiny.measured("hutchinson", "--pairs", "80", "--relative-error", "100", *common)["trace"]
-    whole = tiny.measured("hutchinson", "--pairs", "80", *common)["trace"]
-    assert (stopped["microbatches"], stopped["reached"]) == (64, True)
-    assert whole["per_microbatch"][:64] == stopped["per_microbatch"]
-    assert (whole["microbatches"], whole["reached"]) == (80, None)
-
-
-@pytest.mark.parametrize("spec", ["hutchinson", "hutch++", "xtrace"])
-def test_without_lambda_max_the_traces_are_the_same(tiny, spec):
-    few = (
-        ["--pairs", "4", "--norm-pairs", "2", "--companion-pairs", "2"] if spec == "hutchinson" else ["--products", "6"]
+    assert thrifty["trace"]["per_microbatch"] == pytest.approx(
+        hutchinson["trace"]["per_microbatch"], abs=1e-5 * scale
     )
-    with_it = tiny.measured(spec, *few)
-    fixed = FIXED[2:] if spec == "hutchinson" else FIXED  # the fixed batch is lambda_max's alone
-    arguments = ("run", tiny.hf_dir, "--spec", spec, "--data", tiny.data, *fixed, *few)
+
+
+def test_microbatches_of_the_fixed_batch_need_not_be_equal(tiny):
+    """Eight sequences in microbatches of three and two, or whole: the same mean loss, so the
+    same Hessian.
+    """
+    few = ("--steps", "2", "--tolerance", "1e-4")
+    parts, whole = (
+        tiny.measured("lanczos", "--microbatch-sequences", size, *few) for size in ("3", "8")
+    )
+    assert parts["lambda_max"]["value"] == pytest.approx(whole["lambda_max"]["value"], rel=1e-4)
+    assert parts["trace"]["mean"] == pytest.approx(whole["trace"]["mean"], rel=1e-4)
+    assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+
+
+def test_without_lambda_max_the_traces_are_the_same(tiny):
+    few = ["--pairs", "4", "--norm-pairs", "2", "--companion-pairs", "2"]
+    with_it = tiny.measured("hutchinson", *few)
+    no_batch = FIXED[2:]  # the fixed batch is lambda_max's alone
+    arguments = ("hutchinson", tiny.hf_dir, "--data", tiny.data, *no_batch, *few)
     assert command(*arguments, "--no-lambda-max") == 0
-    without = json.loads((tiny.hf_dir / "curvature" / spec / "result.json").read_text())
+    without = json.loads((tiny.hf_dir / "curvature/hutchinson/result.json").read_text())
     assert without["spec"]["lambda_max"] is False
     assert "lambda_max" not in without["measured"]
     assert without["measured"]["trace"] == with_it["trace"]
@@ -268,22 +289,23 @@ def test_without_lambda_max_the_traces_are_the_same(tiny, spec):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--spec", "hutchinson", "--no-lambda-max", "--tolerance", "0.1"), "--tolerance is of lambda_max; leave it"),
-        (("--spec", "hutchinson", "--no-lambda-max", "--fixed-sequences", "4"), "--fixed-sequences is of lambda_max"),
-        (("--spec", "hutch++", "--no-lambda-max", "--max-iterations", "4"), "--max-iterations is of lambda_max"),
-        (("--spec", "hutchinson", "--no-lambda-max", "--keep-top-vector"), "belong to Lanczos's lambda_max; leave"),
-        (("--spec", "power", "--warm-start", "x"), "belong to Lanczos's lambda_max; leave them out"),
-        (("--spec", "lanczos", "--no-lambda-max"), "--lambda-max does not belong to --spec lanczos"),
-        (("--spec", "hutchinson", "--host-memory", "64"), "--host-memory belong to --dry-run"),
+        (("--tolerance", "0.1"), "--tolerance is of lambda_max; leave it"),
+        (("--fixed-sequences", "4"), "--fixed-sequences is of lambda_max"),
+        (("--max-iterations", "4"), "--max-iterations is of lambda_max"),
+        (("--keep-top-vector",), "--keep-top-vector is of lambda_max"),
+        (("--warm-start", "x"), "--warm-start is of lambda_max"),
     ],
 )
 def test_what_belongs_to_lambda_max_is_refused_without_it(tiny, capsys, options, message):
-    assert command("run", tiny.hf_dir, "--data", tiny.data, *options) == 2
+    arguments = (tiny.hf_dir, "--data", tiny.data, "--no-lambda-max", *options)
+    assert command("hutchinson", *arguments) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_warm_start_saves_products_and_changes_nothing_else(tiny, tmp_path, capsys):
-    """From the kept vector of the same model: the same eigenvalue, the residual judged as before, fewer iterations."""
+    """From the kept vector of the same model: the same eigenvalue, the residual judged as
+    before, fewer iterations.
+    """
     few = (
         "--pairs",
         "2",
@@ -296,11 +318,26 @@ def test_a_warm_start_saves_products_and_changes_nothing_else(tiny, tmp_path, ca
         "--max-iterations",
         "40",
     )
-    data = ("--spec", "hutchinson", "--data", tiny.data, *FIXED, *few)
-    assert command("run", tiny.hf_dir, *data, "--out", tmp_path / "cold", "--keep-top-vector") == 0
-    assert command("run", tiny.hf_dir, *data, "--out", tmp_path / "warm", "--warm-start", tmp_path / "cold") == 0
+    data = ("--data", tiny.data, *FIXED, *few)
+    assert (
+        command("hutchinson", tiny.hf_dir, *data, "--out", tmp_path / "cold", "--keep-top-vector")
+        == 0
+    )
+    assert (
+        command(
+            "hutchinson",
+            tiny.hf_dir,
+            *data,
+            "--out",
+            tmp_path / "warm",
+            "--warm-start",
+            tmp_path / "cold",
+        )
+        == 0
+    )
     cold, warm = (
-        json.loads((tmp_path / name / "result.json").read_text())["measured"]["lambda_max"] for name in ("cold", "warm")
+        json.loads((tmp_path / name / "result.json").read_text())["measured"]["lambda_max"]
+        for name in ("cold", "warm")
     )
     top = load_file(tmp_path / "cold" / "top_vector.safetensors")
     x_P = torch.cat([top[name].flatten() for name, _ in tiny.reference.named_parameters()]).double()
@@ -311,7 +348,29 @@ def test_a_warm_start_saves_products_and_changes_nothing_else(tiny, tmp_path, ca
     assert warm["iterations"] < cold["iterations"]
     assert warm["warm_start"]["top_vector_sha256"] == cold["top_vector_sha256"]
     (tmp_path / "cold" / "top_vector.safetensors").write_bytes(b"damaged")
-    assert command("run", tiny.hf_dir, *data, "--out", tmp_path / "warm", "--warm-start", tmp_path / "cold") == 2
+    assert (
+        command(
+            "hutchinson",
+            tiny.hf_dir,
+            *data,
+            "--out",
+            tmp_path / "warm",
+            "--warm-start",
+            tmp_path / "cold",
+        )
+        == 2
+    )
     assert "is not the vector of the result beside it" in capsys.readouterr().err
-    assert command("run", tiny.hf_dir, *data, "--out", tmp_path / "cold", "--warm-start", tmp_path / "warm") == 2
+    assert (
+        command(
+            "hutchinson",
+            tiny.hf_dir,
+            *data,
+            "--out",
+            tmp_path / "cold",
+            "--warm-start",
+            tmp_path / "warm",
+        )
+        == 2
+    )
     assert "holds no top vector; measure it again with --keep-top-vector" in capsys.readouterr().err

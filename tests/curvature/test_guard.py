@@ -1,27 +1,32 @@
-"""The start-up guard: right products pass, wrong ones are refused, and the line is where it is said to be."""
+"""The start-up guard: right products pass, wrong ones are refused, and the line is where it is
+said to be.
+"""
 
 import pytest
 import torch
 
-import curvature.dual
-from ckpt_tools.ranks import Ranks
-from curvature.dual import Dual
-from curvature.exact import DualHessian, HessianProduct, SketchedProduct
-from curvature.finite_difference import DifferenceHessian
-from curvature.guard import check_product
-from curvature.model import CurvedModel
-from curvature.parameters import Probe
-from curvature.sketch import CountSketch
+import curvature.products.dual
+from base.errors import UserError
+from base.ranks import Ranks
+from curvature.products.dual import Dual
+from curvature.products.exact import DualHessian
+from curvature.products.finite_difference import DifferenceHessian
+from curvature.products.guard import check_product
+from curvature.products.interface import HessianProduct, SketchedProduct
+from curvature.products.model import CurvedModel
+from curvature.products.parameters import Probe
+from curvature.products.sketch import CountSketch
 from tests.curvature.conftest import random_tokens, tiny_model
 from tests.curvature.on_ranks import ORDINARY
-from train.command import UserError
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def check(curved: CurvedModel, dtype: str = "fp32") -> dict:
     """The guard as a measurement calls it."""
-    return check_product(DualHessian(curved), DifferenceHessian(curved), random_tokens(), sketch_of(curved), dtype)
+    return check_product(
+        DualHessian(curved), DifferenceHessian(curved), random_tokens(), sketch_of(curved), dtype
+    )
 
 
 def sketch_of(curved: CurvedModel) -> CountSketch:
@@ -62,7 +67,11 @@ def test_a_right_product_passes_with_room_to_spare():
     figures = check(CurvedModel(tiny_model(torch.float32), ranks=ALONE))
     assert figures["loss_relative_difference"] < 1e-6
     assert 0 < figures["product_relative_difference"] < 1e-3
-    assert figures["product_relative_difference"] < figures["worst_tensor"]["relative_difference"] < 0.1
+    assert (
+        figures["product_relative_difference"]
+        < figures["worst_tensor"]["relative_difference"]
+        < 0.1
+    )
 
 
 def test_bf16_passes_by_its_own_limits_and_not_by_those_of_fp32():
@@ -87,13 +96,15 @@ def test_a_wrong_product_of_the_right_loss_is_refused(monkeypatch):
         sigmoid = torch.sigmoid(x.value)
         return Dual(x.value * sigmoid, sigmoid * x.tangent)
 
-    monkeypatch.setattr(curvature.dual, "silu", wrong_silu)
+    monkeypatch.setattr(curvature.products.dual, "silu", wrong_silu)
     with pytest.raises(UserError, match=r"refusing to measure: \|Hv\| is .* limit 0.01"):
         check(CurvedModel(tiny_model(torch.float32), ranks=ALONE))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("factor", "passes"), [(1.009, True), (0.991, True), (1.011, False), (0.989, False)])
+@pytest.mark.parametrize(
+    ("factor", "passes"), [(1.009, True), (0.991, True), (1.011, False), (0.989, False)]
+)
 def test_the_line_is_at_one_percent(curved, right, factor, passes, dtype):
     """In bf16 that of v'Hv, which a scaled product moves as far as the vector."""
     scaled = right._replace(hv_p=factor * right.hv_p)
@@ -108,13 +119,17 @@ def test_the_line_is_at_one_percent(curved, right, factor, passes, dtype):
 
 @pytest.mark.parametrize(("dtype", "limit"), [("fp32", 0.01), ("bf16", 0.05)])
 def test_an_error_that_the_quadratic_form_does_not_see_is_refused_too(curved, right, dtype, limit):
-    """Orthogonal to v: v'Hv is right, the vector is wrong by a tenth more or less than the limit."""
+    """Orthogonal to v: v'Hv is right, the vector is wrong by a tenth more or less than the
+    limit.
+    """
     v_p = curved.parameters.probe(Probe(0, 0))
     aside_p = curved.parameters.probe(Probe(0, 1))
     aside_p -= v_p * (aside_p @ v_p) / (v_p @ v_p)
     aside_p *= right.hv_p.norm() / aside_p.norm()
     near, far = (right._replace(hv_p=right.hv_p + share * limit * aside_p) for share in (0.9, 1.1))
-    assert judged(curved, right, near, dtype)["product_relative_difference"] == pytest.approx(0.9 * limit)
+    assert judged(curved, right, near, dtype)["product_relative_difference"] == pytest.approx(
+        0.9 * limit
+    )
     with pytest.raises(UserError, match=f"limit {limit:g}"):
         judged(curved, right, far, dtype)
 
@@ -123,10 +138,15 @@ def test_an_error_in_one_tensor_is_named(curved, right):
     moved = {name: part.clone() for name, part in curved.parameters.split(right.hv_p).items()}
     moved["model.layers.1.self_attn.k_proj.weight"][0] *= 1.001
     wrong = right._replace(hv_p=curved.parameters.take(moved))
-    assert judged(curved, right, wrong)["worst_tensor"]["name"] == "model.layers.1.self_attn.k_proj.weight"
+    assert (
+        judged(curved, right, wrong)["worst_tensor"]["name"]
+        == "model.layers.1.self_attn.k_proj.weight"
+    )
 
 
-@pytest.mark.parametrize("wrong", [{"loss": float("nan")}, {"hv_p": torch.nan}, {"hv_p": torch.inf}])
+@pytest.mark.parametrize(
+    "wrong", [{"loss": float("nan")}, {"hv_p": torch.nan}, {"hv_p": torch.inf}]
+)
 def test_what_is_not_a_number_is_refused(curved, right, wrong):
     if "hv_p" in wrong:
         wrong = {"hv_p": right.hv_p + wrong["hv_p"]}

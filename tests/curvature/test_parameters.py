@@ -1,12 +1,14 @@
-"""Flat vectors over a model that one process holds; `test_sharded.py` has those that lie on several."""
+"""Flat vectors over a model that one process holds; `test_sharded.py` has those that lie on
+several.
+"""
 
 import math
 
 import pytest
 import torch
 
-from curvature.parameters import ENTRIES_PER_SUM, Parameters, Probe, block_of, dot, is_norm
-from tests.curvature.conftest import tiny_model
+from curvature.products.parameters import ENTRIES_PER_SUM, Parameters, Probe, block_of, dot, is_norm
+from tests.curvature.conftest import dots_of, tiny_model
 
 
 @pytest.fixture
@@ -17,8 +19,16 @@ def model():
 def test_vectors_run_in_the_order_of_the_models_own_parameters(model):
     parameters = Parameters(model)
     assert torch.equal(parameters.point(), torch.nn.utils.parameters_to_vector(model.parameters()))
-    assert parameters.size == len(parameters.point()) == sum(weight.numel() for weight in model.parameters())
-    assert list(parameters.weights) == list(parameters.shapes) == [name for name, _ in model.named_parameters()]
+    assert (
+        parameters.size
+        == len(parameters.point())
+        == sum(weight.numel() for weight in model.parameters())
+    )
+    assert (
+        list(parameters.weights)
+        == list(parameters.shapes)
+        == [name for name, _ in model.named_parameters()]
+    )
 
 
 def test_parts_are_views_in_the_shapes_of_the_weights(model):
@@ -27,7 +37,10 @@ def test_parts_are_views_in_the_shapes_of_the_weights(model):
     for number, (name, part) in enumerate(parameters.split(v_p).items()):
         assert part.shape == model.get_parameter(name).shape
         part.fill_(number)
-    expected = [torch.full((weight.numel(),), float(number)) for number, weight in enumerate(model.parameters())]
+    expected = [
+        torch.full((weight.numel(),), float(number))
+        for number, weight in enumerate(model.parameters())
+    ]
     assert torch.equal(v_p, torch.cat(expected).double())
 
 
@@ -38,13 +51,18 @@ def test_a_vector_moves_the_model_and_puts_it_back(model):
     parameters.move(Parameters(other).point())
     for name, weight in other.state_dict().items():
         assert torch.equal(model.state_dict()[name], weight)
-    moved = {name: torch.full_like(weight, index) for index, (name, weight) in enumerate(parameters.weights.items())}
+    moved = {
+        name: torch.full_like(weight, index)
+        for index, (name, weight) in enumerate(parameters.weights.items())
+    }
     parameters.move(theta_p, moved.__getitem__, -0.5)
     for index, (name, weight) in enumerate(model.named_parameters()):
         assert torch.equal(weight, before[name] - 0.5 * index)
     parameters.move(theta_p)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-    assert not any(torch.equal(theta_p[i : i + 8], Parameters(other).point()[i : i + 8]) for i in (0, 500))
+    assert not any(
+        torch.equal(theta_p[i : i + 8], Parameters(other).point()[i : i + 8]) for i in (0, 500)
+    )
 
 
 def test_a_vector_is_taken_from_whole_tensors_and_is_zero_elsewhere(model):
@@ -63,24 +81,33 @@ def test_a_tied_parameter_is_one(model):
 
 @pytest.mark.parametrize("length", [1, ENTRIES_PER_SUM["cpu"], ENTRIES_PER_SUM["cpu"] + 3])
 def test_sums_of_fp32_vectors_are_exact_to_float64(length):
-    """A large pair that cancels among small ones: a sum in fp32 loses these. math.fsum rounds once."""
+    """A large pair that cancels among small ones: a sum in fp32 loses these. math.fsum rounds
+    once.
+    """
     parameters = Parameters(torch.nn.Linear(length, 1, bias=False))
     a_p, b_p = torch.randn(2, length, generator=torch.Generator().manual_seed(0))
     if length > 1:
         a_p[0], a_p[-1], b_p[0], b_p[-1] = 2.0**20, -(2.0**20), 1.0, 1.0
     expected = math.fsum(x * y for x, y in zip(a_p.tolist(), b_p.tolist(), strict=True))
     size = math.fsum(abs(x * y) for x, y in zip(a_p.tolist(), b_p.tolist(), strict=True))
-    sums = [*parameters.inner(torch.stack([a_p, -a_p]), b_p).tolist(), *parameters.dots(a_p, b_p).values()]
+    sums = [
+        *parameters.inner(torch.stack([a_p, -a_p]), b_p).tolist(),
+        *dots_of(parameters, a_p, b_p).values(),
+    ]
     assert sums == pytest.approx([expected, -expected, expected], abs=1e-13 * size)
     assert float(dot(a_p.view(1, -1), b_p.view(1, -1))) == pytest.approx(expected, abs=1e-13 * size)
-    assert parameters.norm(a_p) == pytest.approx(math.sqrt(math.fsum(x * x for x in a_p.tolist())), rel=1e-13)
+    assert parameters.norm(a_p) == pytest.approx(
+        math.sqrt(math.fsum(x * x for x in a_p.tolist())), rel=1e-13
+    )
 
 
 def test_dots_are_those_of_each_tensor(model):
     parameters = Parameters(model)
-    a_p, b_p = torch.randn(2, parameters.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    a_p, b_p = torch.randn(
+        2, parameters.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     a, b = parameters.split(a_p), parameters.split(b_p)
-    dots = parameters.dots(a_p, b_p)
+    dots = dots_of(parameters, a_p, b_p)
     assert dots == pytest.approx({name: float((a[name] * b[name]).sum()) for name in a})
     assert sum(dots.values()) == pytest.approx(float(a_p @ b_p))
 
@@ -90,7 +117,7 @@ def test_what_ranks_hold_is_summed():
     parameters = Parameters(torch.nn.Linear(3, 2), reduce=lambda summed: 2 * summed)
     a_p, b_p = torch.arange(8.0), torch.ones(8)
     assert parameters.inner(a_p[None], b_p).tolist() == [56.0]
-    assert parameters.dots(a_p, b_p) == {"weight": 30.0, "bias": 26.0}
+    assert dots_of(parameters, a_p, b_p) == {"weight": 30.0, "bias": 26.0}
     assert parameters.norm(b_p) == 4.0
 
 
@@ -120,7 +147,9 @@ def test_names_tell_block_and_norm(name, block, norm):
 
 
 def test_vectors_may_lie_elsewhere_than_the_model():
-    """The meta device stands for another one: what is made for vectors is made there, the model stays."""
+    """The meta device stands for another one: what is made for vectors is made there, the model
+    stays.
+    """
     parameters = Parameters(torch.nn.Linear(3, 2), device=torch.device("meta"))
     assert parameters.zeros().device.type == parameters.probe(Probe(0, 0)).device.type == "meta"
     assert parameters.signs("weight", Probe(0, 0)).device.type == "cpu"

@@ -6,15 +6,17 @@ import itertools
 import pytest
 import torch
 
-import curvature.probes
-from curvature.parameters import Parameters, Probe
-from curvature.probes import rademacher, words
+import curvature.products.probes
+from curvature.products.parameters import Parameters, Probe
+from curvature.products.probes import rademacher, words
 from tests.curvature.conftest import tiny_model
 
 
 def splitmix64_signs(name: str, count: int, *, seed: int, probe: int) -> list[int]:
     """The documented hash in Python's unbounded integers, state advanced one output at a time."""
-    state = int.from_bytes(hashlib.blake2b(f"{seed}/{probe}/{name}".encode(), digest_size=8).digest(), "little")
+    state = int.from_bytes(
+        hashlib.blake2b(f"{seed}/{probe}/{name}".encode(), digest_size=8).digest(), "little"
+    )
     signs: list[int] = []
     while len(signs) < count:
         state = (state + 0x9E3779B97F4A7C15) % 2**64
@@ -38,37 +40,66 @@ def splitmix64_words(key: str, count: int) -> list[int]:
     """The signed words, put together from the bits of the hash above."""
     seed, probe, name = key.split("/")
     signs = splitmix64_signs(name, 64 * count, seed=int(seed), probe=int(probe))
-    numbers = [sum(1 << bit for bit in range(64) if signs[64 * word + bit] == 1) for word in range(count)]
+    numbers = [
+        sum(1 << bit for bit in range(64) if signs[64 * word + bit] == 1) for word in range(count)
+    ]
     return [number - 2**64 if number >= 2**63 else number for number in numbers]
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 20), (7, 20), (19, 20), (4, 4)])
 def test_words_are_those_of_the_documented_hash_from_any_place(start, stop):
-    assert words("5/3/a.weight", start, stop).tolist() == splitmix64_words("5/3/a.weight", 20)[start:stop]
+    assert (
+        words("5/3/a.weight", start, stop).tolist()
+        == splitmix64_words("5/3/a.weight", 20)[start:stop]
+    )
 
 
 @pytest.mark.parametrize("words_per_chunk", [1, 2, 3])
 @pytest.mark.parametrize(("start", "stop"), [(0, 500), (64, 128), (100, 321), (191, 193)])
-def test_signs_do_not_depend_on_how_many_are_made_at_once(monkeypatch, words_per_chunk, start, stop):
-    monkeypatch.setattr(curvature.probes, "WORDS_PER_CHUNK", {"cpu": words_per_chunk})
+def test_signs_do_not_depend_on_how_many_are_made_at_once(
+    monkeypatch, words_per_chunk, start, stop
+):
+    monkeypatch.setattr(curvature.products.probes, "WORDS_PER_CHUNK", {"cpu": words_per_chunk})
     whole = splitmix64_signs("w", 500, seed=0, probe=1)
     assert rademacher("w", start, stop, seed=0, probe=1).tolist() == whole[start:stop]
 
 
 def test_golden_signs():
     """Results of different machines and years are comparable only while these stay."""
-    assert rademacher("lm_head.weight", 0, 8, seed=0, probe=0).tolist() == [-1, 1, 1, 1, -1, -1, -1, 1]
-    assert rademacher("model.norm.weight", 1000, 1008, seed=5, probe=3).tolist() == [-1, 1, -1, 1, -1, 1, 1, -1]
+    assert rademacher("lm_head.weight", 0, 8, seed=0, probe=0).tolist() == [
+        -1,
+        1,
+        1,
+        1,
+        -1,
+        -1,
+        -1,
+        1,
+    ]
+    assert rademacher("model.norm.weight", 1000, 1008, seed=5, probe=3).tolist() == [
+        -1,
+        1,
+        -1,
+        1,
+        -1,
+        1,
+        1,
+        -1,
+    ]
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 64), (1, 63), (63, 65), (64, 128), (100, 777), (995, 1000), (5, 5)])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 64), (1, 63), (63, 65), (64, 128), (100, 777), (995, 1000), (5, 5)]
+)
 def test_a_shard_holds_its_slice_of_the_whole(start, stop):
     whole = rademacher("w", 0, 1000, seed=3, probe=2)
     assert torch.equal(rademacher("w", start, stop, seed=3, probe=2), whole[start:stop])
 
 
 def test_signs_are_balanced_and_uncorrelated():
-    """Sums of n independent signs have standard deviation sqrt(n); 5 of them would be one chance in 1.7 million."""
+    """Sums of n independent signs have standard deviation sqrt(n); 5 of them would be one chance
+    in 1.7 million.
+    """
     n = 100_000
     streams = [
         rademacher(name, 0, n, seed=seed, probe=probe)

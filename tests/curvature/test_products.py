@@ -1,16 +1,16 @@
-"""What no architecture decides: the oracle itself, rounding, memory, finite differences. The rest: architectures/.
+"""What no architecture decides: the oracle itself, rounding, memory, finite differences. The
+rest: architectures/.
 
 Shapes: P parameters.
 """
 
-from typing import Any
-
 import pytest
 import torch
 
-from curvature.finite_difference import DifferenceHessian
-from curvature.model import CurvedModel
-from curvature.parameters import Probe
+from curvature.products.finite_difference import DifferenceHessian
+from curvature.products.model import CurvedModel
+from curvature.products.parameters import Probe
+from curvature.products.sketch import CountSketch
 from tests.curvature.conftest import (
     ALONE,
     TINY,
@@ -22,11 +22,6 @@ from tests.curvature.conftest import (
     relative,
     tiny_model,
 )
-from train.command import UserError
-
-
-def differences(model) -> DifferenceHessian:
-    return DifferenceHessian(CurvedModel(model, ranks=ALONE, dual=False))
 
 
 def test_the_oracle_is_a_hessian(case):
@@ -39,10 +34,14 @@ def test_the_oracle_is_a_hessian(case):
         model, position = tiny_model(**case.config), 0
         with torch.no_grad():
             for weight in model.parameters():
-                weight.add_(v_P[position : position + weight.numel()].view_as(weight), alpha=sign * step)
+                weight.add_(
+                    v_P[position : position + weight.numel()].view_as(weight), alpha=sign * step
+                )
                 position += weight.numel()
         moved.append(dense_hessian(model, case.tokens_BS1).gradient_P)
-    assert relative((moved[0] - moved[1]) / (2 * step), hessian_PP @ v_P) < 1e-6  # truncation of order step^2
+    assert (
+        relative((moved[0] - moved[1]) / (2 * step), hessian_PP @ v_P) < 1e-6
+    )  # truncation of order step^2
 
 
 def test_every_column_of_a_whole_hessian(case):
@@ -56,7 +55,9 @@ def test_every_column_of_a_whole_hessian(case):
 
 
 def test_dual_product_in_fp32_is_as_good_as_fp32(case):
-    """As near to the float64 Hessian as double backward through HF in fp32; random narrow norms amplify rounding."""
+    """As near to the float64 Hessian as double backward through HF in fp32; random narrow norms
+    amplify rounding.
+    """
     model = tiny_model(torch.float32, **case.config)
     hessian = dual_hessian(tiny_model(torch.float32, **case.config))
     ours, theirs = [], []
@@ -93,7 +94,9 @@ def test_saving_memory_changes_no_number(case, options):
 
 
 def test_checkpointing_keeps_less_for_the_backward_pass():
-    """Bytes that autograd saves in the forward pass, counted by its own hook; tangents of zeros take as many."""
+    """Bytes that autograd saves in the forward pass, counted by its own hook; tangents of zeros
+    take as many.
+    """
 
     def saved_bytes(**options) -> int:
         held: dict[int, int] = {}
@@ -111,33 +114,25 @@ def test_checkpointing_keeps_less_for_the_backward_pass():
 
 
 def test_finite_differences_keep_their_documented_accuracy(case):
-    """For a random vector and for the top eigenvector, whose curvature is orders of magnitude above."""
-    hessian_PP, hessian = case.dense.hessian_PP, differences(tiny_model(torch.float32, **case.config))
-    top_P = torch.linalg.eigh(hessian_PP).eigenvectors[:, -1]
-    for v_P in (hessian.parameters.probe(Probe(0, 0)).double(), top_P):
-        result = hessian.product(case.tokens_BS1, v_P.float())
-        assert relative(result.hv_p, hessian_PP @ v_P) < 1e-3
-        assert result.loss == pytest.approx(case.dense.loss, rel=1e-6)
+    """In pictures that keep every entry of so small a tensor, times a sign."""
+    curved = CurvedModel(tiny_model(torch.float32, **case.config), ranks=ALONE)
+    sketch = CountSketch(curved.parameters, Probe(0, 0))
+    result = DifferenceHessian(curved).sketched(case.tokens_BS1, sketch)
+    v_P = curved.parameters.probe(Probe(0, 0)).double()
+    exact = curved.parameters.split((case.dense.hessian_PP @ v_P).float())
+    exact_s = sketch.whole(lambda name: sketch.part(name, exact[name]))
+    assert relative(result.picture_s, exact_s) < 1e-3
+    assert result.loss == pytest.approx(case.dense.loss, rel=1e-6)
+    assert result.slope == pytest.approx(float(case.dense.gradient_P @ v_P), rel=1e-4)
 
 
 def test_finite_differences_leave_the_model_as_it_was(case):
     model = tiny_model(torch.float32, **case.config)
     before = [weight.detach().clone() for weight in model.parameters()]
-    hessian = differences(model)
-    hessian.product(case.tokens_BS1, hessian.parameters.probe(Probe(0, 0)))
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_finite_differences_take_what_the_dual_layers_refuse():
-    """Another activation, in a tied model: the Hessian sums both uses of the table."""
-    config: dict[str, Any] = {"tie_word_embeddings": True, "hidden_act": "gelu"}
-    with pytest.raises(UserError, match="--route finite-difference"):
-        dual_hessian(tiny_model(**config))
-    tokens = random_tokens()
-    dense = dense_hessian(tiny_model(**config), tokens)
-    hessian = differences(tiny_model(torch.float32, **config))
-    v_P = hessian.parameters.probe(Probe(0, 0))
-    assert relative(hessian.product(tokens, v_P).hv_p, dense.hessian_PP @ v_P.double()) < 1e-3
+    curved = CurvedModel(model, ranks=ALONE)
+    DifferenceHessian(curved).sketched(case.tokens_BS1, CountSketch(curved.parameters, Probe(0, 0)))
+    after = curved.parameters.weights.values()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_layout_of_a_vector_is_the_models_own():

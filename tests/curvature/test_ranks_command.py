@@ -9,9 +9,18 @@ import pytest
 from tests.curvature.test_command import command, quantized_model
 from tests.runs import error_line, ranks
 
-# Five pairs in microbatches of two and a fixed batch of two and one: shares are uneven at two and at three ranks, and
-# of three ranks that share a model or the fixed batch one has no sequence.
-OPTIONS = ["--sequence-length", "24", "--microbatch-sequences", "2", "--fixed-sequences", "3", "--tolerance", "1e-5"]
+# Five pairs in microbatches of two and a fixed batch of two and one: shares are uneven at two and
+# at three ranks, and of three ranks that share a model or the fixed batch one has no sequence.
+OPTIONS = [
+    "--sequence-length",
+    "24",
+    "--microbatch-sequences",
+    "2",
+    "--fixed-sequences",
+    "3",
+    "--tolerance",
+    "1e-5",
+]
 PAIRS = [
     "--pairs",
     "5",
@@ -19,8 +28,6 @@ PAIRS = [
     "3",
     "--companion-pairs",
     "3",
-    "--spec",
-    "hutchinson",
     "--max-iterations",
     "50",
 ]
@@ -34,7 +41,7 @@ def model(tmp_path_factory, train_prefix, held_out_prefix) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model, held_out_prefix) -> dict[str, Any]:
-    assert command("run", model, "--data", held_out_prefix, *OPTIONS, *PAIRS) == 0
+    assert command("hutchinson", model, "--data", held_out_prefix, *OPTIONS, *PAIRS) == 0
     return result_of(model / "curvature/hutchinson")
 
 
@@ -47,7 +54,17 @@ def result_of(directory: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(("size", "sharding"), [(2, "none"), (2, "fsdp"), (3, "none"), (3, "fsdp")])
 def test_ranks_change_rounding_alone(tmp_path, model, alone, held_out_prefix, size, sharding):
     out = tmp_path / "out"
-    program = ["curvature", "run", model, "--data", held_out_prefix, *OPTIONS, *PAIRS, "--sharding", sharding]
+    program = [
+        "curvature",
+        "hutchinson",
+        model,
+        "--data",
+        held_out_prefix,
+        *OPTIONS,
+        *PAIRS,
+        "--sharding",
+        sharding,
+    ]
     program = [*map(str, program), "--out", str(out)]
     done = ranks(size, *program)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -58,23 +75,40 @@ def test_ranks_change_rounding_alone(tmp_path, model, alone, held_out_prefix, si
     found, expected = shared["measured"], alone["measured"]
     for values, known in (
         (found["trace"], expected["trace"]),
-        *((found["block_traces"][block], known) for block, known in expected["block_traces"].items()),
+        *(
+            (found["block_traces"][block], known)
+            for block, known in expected["block_traces"].items()
+        ),
     ):
         scale = max(map(abs, known["per_microbatch"]))
-        # 1e-6 of the trace; values of blocks are sums with cancellation, of which fp32 keeps as much
-        assert values["per_microbatch"] == pytest.approx(known["per_microbatch"], rel=1e-6, abs=2e-6 * scale)
+        # 1e-6 of the trace; values of blocks are sums with cancellation, of which fp32 keeps as
+        # much
+        assert values["per_microbatch"] == pytest.approx(
+            known["per_microbatch"], rel=1e-6, abs=2e-6 * scale
+        )
         assert values["interval"] == pytest.approx(known["interval"], rel=1e-5, abs=1e-5 * scale)
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-7)
     for name in ("gauss_newton_trace", "fisher_trace"):
         assert found[name]["mean"] == pytest.approx(expected[name]["mean"], rel=1e-6)
-        assert found[name]["standard_error"] == pytest.approx(expected[name]["standard_error"], rel=1e-4)
-    assert found["norm_traces"]["total"]["mean"] == pytest.approx(expected["norm_traces"]["total"]["mean"], rel=1e-5)
+        assert found[name]["standard_error"] == pytest.approx(
+            expected[name]["standard_error"], rel=1e-4
+        )
+    assert found["norm_traces"]["total"]["mean"] == pytest.approx(
+        expected["norm_traces"]["total"]["mean"], rel=1e-5
+    )
     assert found["lambda_max"]["value"] == pytest.approx(expected["lambda_max"]["value"], rel=1e-5)
     assert (found["parameters"], found["lambda_max"]["converged"]) == (expected["parameters"], True)
 
 
 def test_a_step_on_two_ranks(tmp_path, model, held_out_prefix):
-    options = ["--quantized", model / "quant/rtn-b3-g16", "--data", held_out_prefix, "--microbatches", "2"]
+    options = [
+        "--quantized",
+        model / "quant/rtn-b3-g16",
+        "--data",
+        held_out_prefix,
+        "--microbatches",
+        "2",
+    ]
     options += ["--microbatch-sequences", "3", "--sequence-length", "24"]
     assert command("step", model, *options, "--out", tmp_path / "alone") == 0
     program = [*map(str, ("curvature", "step", model, *options)), "--out", str(tmp_path / "out")]
@@ -86,7 +120,9 @@ def test_a_step_on_two_ranks(tmp_path, model, held_out_prefix):
     parts = [(found["blocks"][block], expected["blocks"][block]) for block in expected["blocks"]]
     parts.append((found["whole"], expected["whole"]))
     for ours, theirs in parts:
-        assert (ours["norm"], ours["parameters"]) == pytest.approx((theirs["norm"], theirs["parameters"]), rel=1e-12)
+        assert (ours["norm"], ours["parameters"]) == pytest.approx(
+            (theirs["norm"], theirs["parameters"]), rel=1e-12
+        )
         for figure in ("first_order", "second_order", "predicted"):
             assert ours[figure]["mean"] == pytest.approx(theirs[figure]["mean"], rel=1e-5)
         assert ours["measured"]["mean"] == pytest.approx(
@@ -95,10 +131,33 @@ def test_a_step_on_two_ranks(tmp_path, model, held_out_prefix):
 
 
 def test_refusals_are_one_line_of_all_ranks(tmp_path, model, held_out_prefix):
-    program = ["curvature", "run", str(model), "--data", str(held_out_prefix), "--out", str(tmp_path / "out")]
-    few = ["--spec", "lanczos", "--fixed-sequences", "2", "--microbatch-sequences", "1", "--sequence-length", "24"]
+    program = [
+        "curvature",
+        "lanczos",
+        str(model),
+        "--data",
+        str(held_out_prefix),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    few = [
+        "--fixed-sequences",
+        "2",
+        "--microbatch-sequences",
+        "1",
+        "--sequence-length",
+        "24",
+    ]
     assert "2 sequences are fewer than 3 ranks; start fewer" in error_line(ranks(3, *program, *few))
-    step = ["curvature", "step", str(model), "--data", str(held_out_prefix), "--out", str(tmp_path / "out")]
+    step = [
+        "curvature",
+        "step",
+        str(model),
+        "--data",
+        str(held_out_prefix),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     line = error_line(ranks(2, *step, "--quantized", str(model / "quant/rtn-b3-g16")))
     assert "2 ranks share the products of a step; give --sharding fsdp" in line
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,6 @@
-"""What the commands of curvature refuse: one line, exit code 2, nothing written; and where results go otherwise."""
+"""What the commands of curvature refuse: one line, exit code 2, nothing written; and where
+results go otherwise.
+"""
 
 import json
 import re
@@ -11,7 +13,7 @@ import torch
 from transformers import Olmo2ForCausalLM
 
 from curvature.architectures import parts
-from curvature.dual import rms_norm
+from curvature.products.dual import rms_norm
 from tests.conftest import make_hf_directory
 from tests.curvature.test_command import command, quantized_model
 
@@ -28,7 +30,20 @@ def refusal(capsys, tmp_path, held_out_prefix):
         of_spec = PAIRS if spec == "hutchinson" else []
         before = sorted(model.rglob("*"))
         capsys.readouterr()
-        assert command("run", model, "--spec", spec, "--data", data, "--out", out, *SMALL, *of_spec, *options) == 2
+        assert (
+            command(
+                spec,
+                model,
+                "--data",
+                data,
+                "--out",
+                out,
+                *SMALL,
+                *of_spec,
+                *options,
+            )
+            == 2
+        )
         assert not out.exists()
         assert sorted(model.rglob("*")) == before
         lines = capsys.readouterr().err.splitlines()
@@ -42,39 +57,22 @@ def refusal(capsys, tmp_path, held_out_prefix):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["--attention", "flash_attention_2"],
-            "second derivatives .*; leave it out, or give --route finite-difference",
-        ),
-        (["--attention", "flash_attention_2", "--route", "finite-difference"], "give --attention sdpa"),
-        (["--attention", "flex_attention", "--route", "finite-difference"], "on CPUs; give --attention sdpa"),
-        (["--attention", "fast"], "'attention'"),
-        (["--route", "guess"], "'route'"),
-        (["--route", "finite-difference", "--dtype", "bf16"], "give --dtype fp32 or --route dual"),
         (["--pairs", "0"], "'pairs'"),
         (["--pairs", "-4"], "'pairs'"),
         (["--pairs", "100000"], "sequences of 16 tokens, 200000 are needed; give more text"),
-        (["--pairs", "5", "--probes-per-microbatch", "3"], "ask for 6"),
-        (["--probes-per-microbatch", "0"], "'probes_per_microbatch'"),
-        (["--relative-error", "0.05"], "ask for 64 pairs or more"),
-        (["--relative-error", "nan"], "'relative_error'"),
         (["--norm-pairs", "1"], "'norm_pairs'"),
         (["--companion-pairs", "1"], "'companion_pairs'"),
-        (["--products", "60"], "--products does not belong to --spec hutchinson"),
-        (["--starts", "2", "--spec", "lanczos"], "--companion-pairs does not belong to --spec lanczos"),
-        (["--spec", "slice"], "--spec 'slice' is unknown; give one of: hutchinson, "),
         (["--tolerance", "nan"], "'tolerance'"),
         (["--max-iterations", "1"], "'max_iterations'"),
-        (["--max-iterations", "999999999"], "vectors of 41,248 entries and a pass take .* lower --max-iterations"),
+        (
+            ["--max-iterations", "999999999"],
+            "vectors of 41,248 entries and a pass take .* lower --max-iterations",
+        ),
         (["--microbatch-sequences", "0"], "'microbatch_sequences'"),
         (["--sequence-length", "65"], "beyond the model's context 64"),
         (["--seed", "-1"], "'seed'"),
-        (["--level", "1"], "'level'"),
-        (["--sharding", "some"], "'sharding'"),
-        (["--device", "tpu"], "'device'"),
-        (["--vectors", "disk"], "'vectors'"),
-        (["--gpu", "h100"], "belong to --dry-run"),
         (["--data", "nowhere/at-all"], "does not exist; make it with"),
+        (["--dry-run", "b9000"], "--dry-run b9000 names no GPUs; give a kind"),
     ],
 )
 def test_bad_options(refusal, hf_dir, options, message):
@@ -85,22 +83,29 @@ def test_bad_options(refusal, hf_dir, options, message):
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        ("power", ["--probes", "0"], "'probes'"),
-        ("power", ["--pairs", "4"], "--pairs does not belong to --spec power"),
         ("lanczos", ["--largest", "0"], "'largest'"),
-        ("lanczos", ["--largest", "9", "--max-iterations", "8"], "give --max-iterations 12 or ask for fewer"),
-        ("hutch++", ["--products", "61"], "ask for 63"),
-        ("xtrace", ["--products", "61"], "ask for 62"),
-        ("xtrace", ["--products", "0"], "'products'"),
+        (
+            "lanczos",
+            ["--largest", "9", "--max-iterations", "8"],
+            "give --max-iterations 12 or ask for fewer",
+        ),
     ],
 )
 def test_bad_options_of_the_other_specs(refusal, hf_dir, spec, options, message):
     assert message in refusal(hf_dir, *options, spec=spec)
 
 
+@pytest.mark.parametrize("option", ["--sharding", "--device", "--vectors", "--dtype", "--products"])
+def test_words_and_options_that_are_unknown(hf_dir, capsys, held_out_prefix, option):
+    assert command("hutchinson", hf_dir, "--data", held_out_prefix, option, "some") == 2
+    assert option in capsys.readouterr().err
+
+
 def test_bad_models(refusal, tmp_path):
     assert "does not exist; give an HF directory" in refusal(tmp_path / "nothing")
-    assert "outside the model's vocabulary of 16" in refusal(make_hf_directory(tmp_path / "small", vocab_size=16))
+    assert "outside the model's vocabulary of 16" in refusal(
+        make_hf_directory(tmp_path / "small", vocab_size=16)
+    )
     model = make_hf_directory(tmp_path / "model")
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").unlink()
@@ -111,29 +116,32 @@ def test_bad_models(refusal, tmp_path):
     lineage: dict[str, Any] = {"kind": "export", "files": {}, "parity": None}
     (model / "lineage.json").write_text(json.dumps(lineage))
     assert "was not proven to compute what its training engine did" in refusal(model)
-    lineage |= {"parity": {"largest_difference": 1e-6}, "files": {"model.safetensors": {"bytes": 1, "sha256": "ab"}}}
+    lineage |= {
+        "parity": {"largest_difference": 1e-6},
+        "files": {"model.safetensors": {"bytes": 1, "sha256": "ab"}},
+    }
     (model / "lineage.json").write_text(json.dumps(lineage))
     assert "; export the checkpoint again" in refusal(model)
     (model / "lineage.json").write_text('{"kind": "exp')
     assert "lineage.json is damaged" in refusal(model)
     other = make_hf_directory(tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"], "model_type": "bert"}))
-    assert "this model is bert; use --route finite-difference" in refusal(other)
-    assert "missing_keys ['bert" in refusal(other, "--route", "finite-difference")
+    (other / "config.json").write_text(
+        json.dumps(config | {"architectures": ["BertModel"], "model_type": "bert"})
+    )
+    assert "this model is bert; give one of those" in refusal(other)
     (other / "config.json").write_text(json.dumps(config)[:-9])
     assert "is not valid JSON" in refusal(other)
 
 
-@pytest.mark.parametrize("route", ["dual", "finite-difference"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
-def test_losses_that_are_not_finite(refusal, tmp_path, route, value):
+def test_losses_that_are_not_finite(refusal, tmp_path, value):
     model = make_hf_directory(tmp_path / "model")
     broken = Olmo2ForCausalLM.from_pretrained(model)
     with torch.no_grad():
         broken.lm_head.weight[0] = value
     broken.save_pretrained(model)
-    assert "; check the checkpoint's weights for overflow" in refusal(model, "--route", route)
+    assert "; check the checkpoint's weights for overflow" in refusal(model)
 
 
 def test_text_that_is_not_what_was_prepared(refusal, tmp_path, hf_dir, held_out_prefix):
@@ -155,19 +163,23 @@ def test_a_product_that_differs_from_finite_differences(refusal, monkeypatch, hf
 
 
 def test_results_lie_beside_their_models_and_nowhere_else(capsys, tmp_path, held_out_prefix):
-    models = [make_hf_directory(tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two"))]
-    arguments = ("--spec", "hutchinson", "--data", held_out_prefix, *SMALL, *PAIRS)
-    assert command("run", *models, *arguments, "--dry-run") == 0
+    models = [
+        make_hf_directory(tmp_path / name, seed=seed) for seed, name in enumerate(("one", "two"))
+    ]
+    arguments = ("--data", held_out_prefix, *SMALL, *PAIRS)
+    assert command("hutchinson", *models, *arguments, "--dry-run", "2xh100") == 0
     assert "memory of a GPU: " in capsys.readouterr().out
     assert not (models[0] / "curvature").exists()
-    assert command("run", *models, *arguments) == 0
-    first, second = (json.loads((model / "curvature/hutchinson/result.json").read_text()) for model in models)
+    assert command("hutchinson", *models, *arguments) == 0
+    first, second = (
+        json.loads((model / "curvature/hutchinson/result.json").read_text()) for model in models
+    )
     assert first["measured"]["trace"] != second["measured"]["trace"]
     assert [path.name for path in (models[0] / "curvature/hutchinson").iterdir()] == ["result.json"]
-    assert command("run", *models, *arguments, "--out", tmp_path / "out") == 2
+    assert command("hutchinson", *models, *arguments, "--out", tmp_path / "out") == 2
     assert "leave it out for several" in capsys.readouterr().err
-    assert command("run", models[0], models[0], *arguments) == 2
-    assert command("run", models[0], *arguments, "--out", models[0] / "config.json") == 2
+    assert command("hutchinson", models[0], models[0], *arguments) == 2
+    assert command("hutchinson", models[0], *arguments, "--out", models[0] / "config.json") == 2
 
 
 @pytest.fixture(scope="module")
@@ -182,21 +194,44 @@ def test_steps(capsys, tmp_path, quantized, held_out_prefix):
     before = (result / "result.json").read_bytes()
 
     def refused(model, directory, *options) -> str:
-        arguments = ["--quantized", directory, "--data", held_out_prefix, "--sequence-length", "16", *options]
+        arguments = [
+            "--quantized",
+            directory,
+            "--data",
+            held_out_prefix,
+            "--sequence-length",
+            "16",
+            *options,
+        ]
         assert command("step", model, *arguments) == 2
         assert (result / "result.json").read_bytes() == before
         assert not (quantized / "curvature").exists()
         return str(capsys.readouterr().err.splitlines()[-1])
 
     other = make_hf_directory(tmp_path / "other", seed=1)
-    assert f"is of another model than {other}; give the one that was quantized" in refused(other, result)
-    assert "result.json does not exist; measure it with" in refused(quantized, tmp_path)
+    assert f"is of another model than {other}; give the one that was quantized" in refused(
+        other, result
+    )
+    assert "result.json does not exist; measure it" in refused(quantized, tmp_path)
     assert "would be lost; give another --out" in refused(quantized, result, "--out", result)
     assert "'microbatches'" in refused(quantized, result, "--microbatches", "1")
-    assert "second derivatives" in refused(quantized, result, "--attention", "flash_attention_2")
     bare = tmp_path / "rtn-b3-g16"
     shutil.copytree(result, bare)
     shutil.rmtree(bare / "dense")
     assert "holds no dequantized weights; measure it with" in refused(quantized, bare)
-    assert command("step", quantized, "--quantized", result, "--data", held_out_prefix, "--microbatches", "2") == 0
-    assert [path.name for path in (quantized / "curvature/step-rtn-b3-g16").iterdir()] == ["result.json"]
+    assert (
+        command(
+            "step",
+            quantized,
+            "--quantized",
+            result,
+            "--data",
+            held_out_prefix,
+            "--microbatches",
+            "2",
+        )
+        == 0
+    )
+    assert [path.name for path in (quantized / "curvature/step-rtn-b3-g16").iterdir()] == [
+        "result.json"
+    ]

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-import curvature.sketch
-from curvature.parameters import Parameters, Probe
-from curvature.probes import rademacher
-from curvature.sketch import BUCKETS, ENTRIES_AT_ONCE, SIGNS_PROBE, CountSketch
+import curvature.products.sketch
+from curvature.products.parameters import Parameters, Probe
+from curvature.products.probes import rademacher
+from curvature.products.sketch import BUCKETS, ENTRIES_AT_ONCE, SIGNS_PROBE, CountSketch
+from tests.curvature.conftest import dots_of
 
 
 def picture(sketch: CountSketch, parameters: Parameters, v_p: torch.Tensor) -> torch.Tensor:
@@ -19,9 +20,11 @@ def picture(sketch: CountSketch, parameters: Parameters, v_p: torch.Tensor) -> t
 
 @pytest.mark.parametrize("at_once", [8, 16, ENTRIES_AT_ONCE])
 def test_buckets_are_those_of_the_definition(monkeypatch, at_once):
-    """Entry i of a tensor, times its sign, goes to bucket i mod 8; a tensor of 8 entries or fewer is kept as it is."""
-    monkeypatch.setattr(curvature.sketch, "BUCKETS", 8)
-    monkeypatch.setattr(curvature.sketch, "ENTRIES_AT_ONCE", at_once)
+    """Entry i of a tensor, times its sign, goes to bucket i mod 8; a tensor of 8 entries or
+    fewer is kept as it is.
+    """
+    monkeypatch.setattr(curvature.products.sketch, "BUCKETS", 8)
+    monkeypatch.setattr(curvature.products.sketch, "ENTRIES_AT_ONCE", at_once)
     parameters = Parameters(torch.nn.Linear(7, 5))
     v_p = torch.randn(parameters.size, generator=torch.Generator().manual_seed(0))
     sketch = CountSketch(parameters, Probe(3, 1))
@@ -29,7 +32,8 @@ def test_buckets_are_those_of_the_definition(monkeypatch, at_once):
     for name, part in parameters.split(v_p).items():
         x = part.flatten().double().numpy()
         signs, along = (
-            rademacher(name, 0, len(x), seed=3, probe=probe, dtype=torch.float64).numpy() for probe in (SIGNS_PROBE, 1)
+            rademacher(name, 0, len(x), seed=3, probe=probe, dtype=torch.float64).numpy()
+            for probe in (SIGNS_PROBE, 1)
         )
         buckets = np.zeros(min(len(x), 8))
         for index, entry in enumerate(signs * x):
@@ -45,12 +49,14 @@ def test_what_fits_its_buckets_is_kept_exactly():
     picture_s = picture(sketch, parameters, v_p)
     assert sketch.norm(picture_s) == pytest.approx(float(v_p.double().norm()), rel=1e-12)
     along_p = parameters.probe(Probe(0, 0))
-    assert sketch.dots(picture_s) == pytest.approx(parameters.dots(along_p, v_p), rel=1e-12)
+    assert sketch.dots(picture_s) == pytest.approx(dots_of(parameters, along_p, v_p), rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["all alike", "random", "one row", "the probe itself"])
 def test_lengths_are_kept_within_the_stated_scatter(kind):
-    """A million entries in 65,536 buckets: 4 times sqrt(2 / 65536) of the squared length, half of it of the length."""
+    """A million entries in 65,536 buckets: 4 times sqrt(2 / 65536) of the squared length, half
+    of it of the length.
+    """
     parameters = Parameters(torch.nn.Linear(1024, 1000, bias=False))
     v_p = torch.ones(parameters.size)
     if kind == "random":
@@ -66,7 +72,11 @@ def test_lengths_are_kept_within_the_stated_scatter(kind):
 
 def test_differences_of_pictures_are_pictures_of_differences():
     parameters = Parameters(torch.nn.Linear(300, 400))
-    a_p, b_p = torch.randn(2, parameters.size, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    a_p, b_p = torch.randn(
+        2, parameters.size, generator=torch.Generator().manual_seed(0), dtype=torch.float32
+    )
     sketch = CountSketch(parameters, Probe(0, 0))
     of_both, apart = (picture(sketch, parameters, v_p) for v_p in (a_p - b_p, a_p))
-    torch.testing.assert_close(apart - picture(sketch, parameters, b_p), of_both, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        apart - picture(sketch, parameters, b_p), of_both, rtol=1e-5, atol=1e-5
+    )

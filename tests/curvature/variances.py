@@ -1,4 +1,5 @@
-"""What the noise of a Hutchinson trace consists of: the text's, the probes' and that of both together.
+"""What the noise of a Hutchinson trace consists of: the text's, the probes' and that of both
+together.
 
 Shapes: I sequences, J probes.
 """
@@ -13,15 +14,21 @@ from torch import Tensor
 
 
 class Variances(NamedTuple):
-    """Of v'Hv, relative to the squared trace: between sequences, between probes, and of both together."""
+    """Of v'Hv, relative to the squared trace: between sequences, between probes, and of both
+    together.
+    """
 
     sequence: float
     probe: float
     both: float
 
     def error_of_fixed(self, sequences: int, probes: int) -> float:
-        """Relative standard error of probes that all meet the same sequences, as in the libraries."""
-        return math.sqrt(self.sequence / sequences + self.probe / probes + self.both / (sequences * probes))
+        """Relative standard error of probes that all meet the same sequences, as in the
+        libraries.
+        """
+        return math.sqrt(
+            self.sequence / sequences + self.probe / probes + self.both / (sequences * probes)
+        )
 
     def error_of_fresh(self, pairs: int, size: int) -> float:
         """Relative standard error of pairs of a fresh probe and `size` fresh sequences."""

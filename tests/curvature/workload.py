@@ -1,4 +1,5 @@
-"""A small OLMo2 trained on synthetic text, for measurements whose noise has to be that of a trained model.
+"""A small OLMo2 trained on synthetic text, for measurements whose noise has to be that of a
+trained model.
 
 Shapes: N sequences, S positions of a sequence, V vocabulary.
 """
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Olmo2ForCausalLM, PreTrainedModel
 
-from ckpt_tools.hf_model import load_hf_model
+from ckpt_tools.hf.model import load_hf_model
 from tests.conftest import make_hf_directory
 
 VOCABULARY, LENGTH, BATCH = 2048, 128, 8
@@ -20,10 +21,14 @@ TRAIN_STEPS, POOL = 200, 256
 
 
 def text(count: int, seed: int) -> Tensor:
-    """Sequences of a Markov chain over words of Zipf's frequencies; how often it is left differs by sequence."""
+    """Sequences of a Markov chain over words of Zipf's frequencies; how often it is left differs
+    by sequence.
+    """
     world, generator = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     zipf_V, likely = 1 / torch.arange(1.0, VOCABULARY + 1), 1 / torch.arange(1.0, 9)
-    successors_V8 = torch.multinomial(zipf_V, VOCABULARY * 8, replacement=True, generator=world).view(-1, 8)
+    successors_V8 = torch.multinomial(
+        zipf_V, VOCABULARY * 8, replacement=True, generator=world
+    ).view(-1, 8)
 
     def words() -> Tensor:
         return torch.multinomial(zipf_V, count, replacement=True, generator=generator)
@@ -55,7 +60,9 @@ def prepare(place: Path) -> None:
     model = Olmo2ForCausalLM(load(place / "untrained", "sdpa").config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95))
     for step, tokens_NS1 in enumerate(text(TRAIN_STEPS * BATCH, seed=1).split(BATCH)):
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - 0.9 * step / TRAIN_STEPS)
+        optimizer.param_groups[0]["lr"] = (
+            3e-3 * min(1, (step + 1) / 20) * (1 - 0.9 * step / TRAIN_STEPS)
+        )
         optimizer.zero_grad()
         mean_loss(model, tokens_NS1).backward()
         optimizer.step()

@@ -1,7 +1,8 @@
-"""`python -m tests.gpu`: all checks on the GPU of this machine, one process each, at most 8 minutes.
+"""`python -m tests.gpu`: all checks on the GPU of this machine, one process each, at most 8
+minutes.
 
-Prints the table of figures and writes gpu_report.json; exit code 1 if a figure is outside its limit. Where there is no
-GPU it says so, and is done.
+Prints the table of figures and writes gpu_report.json; exit code 1 if a figure is outside its
+limit. Where there is no GPU it says so, and is done.
 """
 
 import argparse
@@ -30,7 +31,9 @@ PROBE = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_avail
 
 
 def checks(place: Place) -> dict[str, Callable[[Place], list[Figure]]]:
-    """Every check by name, in the order in which they run: what would spoil the others comes first."""
+    """Every check by name, in the order in which they run: what would spoil the others comes
+    first.
+    """
     from tests.gpu import gptq, hessian, kernels, training
 
     found: dict[str, Callable[[Place], list[Figure]]] = {
@@ -51,28 +54,40 @@ def checks(place: Place) -> dict[str, Callable[[Place], list[Figure]]]:
 
 
 def _run_one(name: str, place: Place, out: Path) -> None:
-    """In a process of its own: writes the check's figures, a failed or skipped one where it has none."""
+    """In a process of its own: writes the check's figures, a failed or skipped one where it has
+    none.
+    """
     try:
         if place.device == "cuda":
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # what runs on the CPU beside it is not timed
+            torch.set_num_threads(
+                max(1, (os.cpu_count() or 1) // 2)
+            )  # what runs on the CPU beside it is not timed
         figures = checks(place)[name](place)
     except SkippedError as reason:
         figures = [Figure(name, None, note=str(reason), skipped=True)]
     except BaseException as error:  # noqa: BLE001  whatever it is, the other checks go on
         traceback.print_exc()
-        figures = [Figure(name, None, note=f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}")]
+        figures = [
+            Figure(
+                name, None, note=f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+            )
+        ]
     out.write_text(json.dumps([figure._asdict() for figure in figures]))
 
 
 def run(place: Place, names: Iterable[str], total_seconds: float) -> list[Figure]:
-    """The figures of all checks; those of a check that takes longer than is left are its name, failed."""
+    """The figures of all checks; those of a check that takes longer than is left are its name,
+    failed.
+    """
     ends_at = time.monotonic() + total_seconds
     figures: list[Figure] = []
     for number, name in enumerate(names):
         work = place.work / str(number)
         work.mkdir(parents=True)
         began_at, out = time.monotonic(), place.work / f"{number}.json"
-        child = FORKS.Process(target=_run_one, args=(name, Place(place.device, place.sizes, work), out))
+        child = FORKS.Process(
+            target=_run_one, args=(name, Place(place.device, place.sizes, work), out)
+        )
         child.start()
         child.join(max(0.0, ends_at - began_at))
         if child.is_alive():
@@ -81,7 +96,9 @@ def run(place: Place, names: Iterable[str], total_seconds: float) -> list[Figure
         if out.exists():
             figures += [Figure(**figure) for figure in json.loads(out.read_text())]
         else:
-            left = f"no figure after {time.monotonic() - began_at:.0f} s, exit code {child.exitcode}"
+            left = (
+                f"no figure after {time.monotonic() - began_at:.0f} s, exit code {child.exitcode}"
+            )
             figures.append(Figure(name, None, note=left))
         print(f"{name}: {time.monotonic() - began_at:.0f} s", file=sys.stderr, flush=True)
     return figures
@@ -95,26 +112,40 @@ def machine(gpu: str) -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return {"gpu": gpu, "python": platform.python_version(), "packages": versions, "cpus": os.cpu_count()}
+    return {
+        "gpu": gpu,
+        "python": platform.python_version(),
+        "packages": versions,
+        "cpus": os.cpu_count(),
+    }
 
 
 def main() -> int:
     """Runs all checks where there is a GPU."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("gpu_report.json"), help="where the figures are written")
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu_report.json"), help="where the figures are written"
+    )
     parser.add_argument("--only", default="", help="names of checks that hold this text")
     arguments = parser.parse_args()
-    gpu = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=False).stdout.strip()
+    gpu = subprocess.run(
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, check=False
+    ).stdout.strip()
     if not gpu:
         print("skipped as a whole: torch sees no GPU here, so nothing of tests/gpu was run")
         return 0
+    FORKS.set_forkserver_preload(["torch", "transformers.models.olmo2.modeling_olmo2"])
     began_at = time.monotonic()
     with tempfile.TemporaryDirectory() as work:
         place = Place("cuda", FULL, Path(work))
         names = [name for name in checks(place) if arguments.only in name]
         figures = run(place, names, TOTAL_SECONDS)
     seconds = time.monotonic() - began_at
-    report = {"machine": machine(gpu), "seconds": seconds, "figures": [figure.described() for figure in figures]}
+    report = {
+        "machine": machine(gpu),
+        "seconds": seconds,
+        "figures": [figure.described() for figure in figures],
+    }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print(table(figures))
     failed = sum(figure.verdict == "FAILED" for figure in figures)

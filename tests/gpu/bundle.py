@@ -1,6 +1,8 @@
-"""`python -m tests.gpu.bundle`: the wheels that tests/gpu needs where there is torch, Python 3.12 and no network.
+"""`python -m tests.gpu.bundle`: the wheels that tests/gpu needs where there is torch, Python
+3.12 and no network.
 
-They lie in gpu-bundle/part-1, part-2, ..., each below 60 MB, for Python 3.12 on x86-64. There, beside the checkout:
+They lie in gpu-bundle/part-1, part-2, ..., each below 60 MB, for Python 3.12 on x86-64. There,
+beside the checkout:
 
     python3 -m pip install --no-index --no-deps --target gpu-packages gpu-bundle/part-*/*.whl
     PYTHONPATH=gpu-packages python3 -m tests.gpu
@@ -15,13 +17,49 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 PART_BYTES = 58 * 10**6
 PYTHON = "3.12"
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-# what train, quant_eval and curvature import for the checks, and what that imports, but for torch and CUDA's libraries
+PLATFORMS = (
+    "manylinux_2_28_x86_64",
+    "manylinux_2_27_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux2014_x86_64",
+)
+# what train, quant_eval and curvature import for the checks, and what that imports, but for torch
+# and CUDA's libraries
 PACKAGES = (
-    *("megatron-core", "einops", "transformers", "tokenizers", "safetensors", "huggingface_hub", "hf-xet", "fsspec"),
-    *("filelock", "httpx", "httpcore", "h11", "anyio", "idna", "certifi", "PyYAML", "regex", "tqdm", "packaging"),
+    *(
+        "megatron-core",
+        "einops",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "huggingface_hub",
+        "hf-xet",
+        "fsspec",
+    ),
+    *(
+        "filelock",
+        "httpx",
+        "httpcore",
+        "h11",
+        "anyio",
+        "idna",
+        "certifi",
+        "PyYAML",
+        "regex",
+        "tqdm",
+        "packaging",
+    ),
     *("pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions"),
-    *("typer", "click", "shellingham", "annotated-doc", "rich", "markdown-it-py", "mdurl", "Pygments"),
+    *(
+        "typer",
+        "click",
+        "shellingham",
+        "annotated-doc",
+        "rich",
+        "markdown-it-py",
+        "mdurl",
+        "Pygments",
+    ),
     *("numpy", "scipy", "psutil"),
 )
 
@@ -38,7 +76,9 @@ def _plain(name: str) -> str:
 
 
 def parts(sizes: dict[str, int], most: int = PART_BYTES) -> list[list[str]]:
-    """Files in groups of at most so many bytes: each, the largest first, into the first group that has room."""
+    """Files in groups of at most so many bytes: each, the largest first, into the first group
+    that has room.
+    """
     groups: list[list[str]] = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         room = (group for group in groups if sum(sizes[one] for one in group) + sizes[name] <= most)
@@ -52,9 +92,30 @@ def parts(sizes: dict[str, int], most: int = PART_BYTES) -> list[list[str]]:
 def download(requirements: Sequence[str], out: Path) -> None:
     """The wheels of exactly these versions."""
     platforms = [text for platform in PLATFORMS for text in ("--platform", platform)]
-    options = ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", PYTHON, *platforms]
-    abis = [text for abi in (f"cp{PYTHON.replace('.', '')}", "abi3", "none") for text in ("--abi", abi)]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", *options, *abis, "--dest", str(out), *requirements]
+    options = [
+        "--no-deps",
+        "--only-binary=:all:",
+        "--implementation",
+        "cp",
+        "--python-version",
+        PYTHON,
+        *platforms,
+    ]
+    abis = [
+        text for abi in (f"cp{PYTHON.replace('.', '')}", "abi3", "none") for text in ("--abi", abi)
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        *options,
+        *abis,
+        "--dest",
+        str(out),
+        *requirements,
+    ]
     subprocess.run(command, check=True)
 
 
@@ -67,13 +128,19 @@ def main() -> None:
     download(locked((PROJECT / "requirements.lock").read_text()), out)
     sizes = {path.name: path.stat().st_size for path in out.glob("*.whl")}
     if too_large := [name for name, size in sizes.items() if size > PART_BYTES]:
-        sys.exit(f"error: {', '.join(too_large)} is above {PART_BYTES / 1e6:.0f} MB by itself; leave it out")
+        sys.exit(
+            f"error: {', '.join(too_large)} is above {PART_BYTES / 1e6:.0f} MB by itself; leave"
+            " it out"
+        )
     for number, names in enumerate(parts(sizes), start=1):
         part = out / f"part-{number}"
         part.mkdir()
         for name in names:
             (out / name).rename(part / name)
-        print(f"{part.relative_to(PROJECT)}: {len(names)} wheels, {sum(sizes[name] for name in names) / 1e6:.0f} MB")
+        print(
+            f"{part.relative_to(PROJECT)}: {len(names)} wheels,"
+            f" {sum(sizes[name] for name in names) / 1e6:.0f} MB"
+        )
     print(__doc__)
 
 

@@ -38,7 +38,10 @@ class Figure(NamedTuple):
             return "FAILED"
         if self.least is None and self.most is None:
             return "recorded"
-        low, high = self.least is None or self.value >= self.least, self.most is None or self.value <= self.most
+        low, high = (
+            self.least is None or self.value >= self.least,
+            self.most is None or self.value <= self.most,
+        )
         return "ok" if low and high else "FAILED"
 
     @property
@@ -64,7 +67,10 @@ def table(figures: Sequence[Figure]) -> str:
         value = "" if figure.value is None else f"{figure.value:.4g}"
         rows.append((figure.name, value, figure.unit, figure.limit, figure.verdict))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     for place, figure in reversed(list(enumerate(figures, start=1))):
         if figure.note:
             lines.insert(place + 1, f"    {figure.note}")

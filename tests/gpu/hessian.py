@@ -1,4 +1,6 @@
-"""Hessian-vector products: the GPU's against the CPU's, and seconds and memory against `curvature run --dry-run`."""
+"""Hessian-vector products on a GPU: against the CPU's, and against `curvature hutchinson
+--dry-run`.
+"""
 
 import re
 import time
@@ -7,16 +9,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ckpt_tools.ranks import Ranks
-from curvature.cost import Plan, estimate
-from curvature.exact import DualHessian, HessianProduct
-from curvature.model import CurvedModel
-from curvature.parameters import Probe
+from base.ranks import Ranks
+from curvature.cost.plan import Plan, estimate
+from curvature.products.exact import DualHessian
+from curvature.products.interface import HessianProduct
+from curvature.products.model import CurvedModel
+from curvature.products.parameters import Probe
 from curvature.settings import HutchinsonSettings
 from tests.gpu.figures import Figure
 from tests.gpu.place import Place, random_tokens
-from train.families import hf_settings
-from train.settings import ModelConfig
+from train.model.config import ModelConfig
+from train.model.families import hf_settings
 
 ROUNDS = 3
 
@@ -26,7 +29,9 @@ def random_model(model: ModelConfig, length: int, device: torch.device) -> Any:
     config = AutoConfig.for_model(model.family, **hf_settings(model, length, 0))
     torch.manual_seed(0)
     with device:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa"
+        ).eval()
 
 
 def cpu_and_gpu(place: Place) -> list[Figure]:
@@ -42,14 +47,31 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
         made = random_model(model, length, torch.device("cpu"))
     here, there = (one.hv_p.cpu().double() for one in found)
     return [
-        Figure("Hv in fp32, CPU against GPU", float((there - here).norm() / here.norm()), "relative", most=1e-4),
-        Figure("loss beside it", abs(found[1].loss / found[0].loss - 1), "relative difference", most=1e-5),
-        Figure("g.v beside it", abs(found[1].slope - found[0].slope), "nats/token, difference", most=1e-2),
+        Figure(
+            "Hv in fp32, CPU against GPU",
+            float((there - here).norm() / here.norm()),
+            "relative",
+            most=1e-4,
+        ),
+        Figure(
+            "loss beside it",
+            abs(found[1].loss / found[0].loss - 1),
+            "relative difference",
+            most=1e-5,
+        ),
+        Figure(
+            "g.v beside it",
+            abs(found[1].slope - found[0].slope),
+            "nats/token, difference",
+            most=1e-2,
+        ),
     ]
 
 
 def seconds(place: Place) -> list[Figure]:
-    """A product of one sequence in bf16 at the largest shape that is timed, against the estimate."""
+    """A product of one sequence in bf16 at the largest shape that is timed, against the
+    estimate.
+    """
     name, (model, _) = list(place.sizes.timed.items())[-1]
     length, device = place.sizes.timed_length, place.torch_device
     made = random_model(model, length, device)
@@ -60,9 +82,13 @@ def seconds(place: Place) -> list[Figure]:
         lambda_max=False,
         device=place.device,  # type: ignore[arg-type]
     )
-    kind = re.search(r"A100|H100|H200", torch.cuda.get_device_name()) if place.device == "cuda" else None
+    kind = (
+        re.search(r"A100|H100|H200", torch.cuda.get_device_name())
+        if place.device == "cuda"
+        else None
+    )
     gpu = kind[0].lower() if kind else "h200"
-    cost = estimate(made.config, settings, Plan.of(1, gpu))
+    cost = estimate(made.config, settings, Plan(1, gpu))
     hessian = DualHessian(CurvedModel(made, ranks=Ranks(0, 1, device), dtype=torch.bfloat16))
     tokens_BS1 = random_tokens(1, length + 1, model.vocab_size)
     hessian.probed(tokens_BS1, Probe(0, 0))
@@ -76,7 +102,11 @@ def seconds(place: Place) -> list[Figure]:
     if memory := place.peak_memory():
         planned = sum(cost.memory.values())
         figures += [
-            Figure(f"{what}: over the estimate", each / cost.product_seconds, "", least=0.5, most=2.0),
-            Figure(f"{what}: peak memory over the estimate", memory / planned, "", least=0.5, most=1.0),
+            Figure(
+                f"{what}: over the estimate", each / cost.product_seconds, "", least=0.5, most=2.0
+            ),
+            Figure(
+                f"{what}: peak memory over the estimate", memory / planned, "", least=0.5, most=1.0
+            ),
         ]
     return figures

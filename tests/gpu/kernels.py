@@ -25,13 +25,30 @@ def rope(place: Place) -> list[Figure]:
     inverse_E2 = ROPE_BASE ** (-torch.arange(0, HEAD, 2).double() / HEAD)
     angles_SE = torch.outer(torch.arange(length).double(), inverse_E2).repeat(1, 2)[:, None, None]
     first, second = query_SBNE.double().chunk(2, -1)
-    exact = query_SBNE.double() * angles_SE.cos() + torch.cat((-second, first), -1) * angles_SE.sin()
-    turned = _apply_rotary_pos_emb_bshd(query_SBNE.to(device), angles_SE.float().to(device)).cpu().double()
+    exact = (
+        query_SBNE.double() * angles_SE.cos() + torch.cat((-second, first), -1) * angles_SE.sin()
+    )
+    turned = (
+        _apply_rotary_pos_emb_bshd(query_SBNE.to(device), angles_SE.float().to(device))
+        .cpu()
+        .double()
+    )
     once = exact.bfloat16().double()
     note = "what rounding once at the end leaves is the least that bf16 can have; angles in fp32"
     return [
-        Figure("rotary embedding in bf16, as it is trained", _relative(turned, exact), "relative error", most=4e-3),
-        Figure("rotary embedding rounded to bf16 once", _relative(once, exact), "relative error", most=2e-3, note=note),
+        Figure(
+            "rotary embedding in bf16, as it is trained",
+            _relative(turned, exact),
+            "relative error",
+            most=4e-3,
+        ),
+        Figure(
+            "rotary embedding rounded to bf16 once",
+            _relative(once, exact),
+            "relative error",
+            most=2e-3,
+            note=note,
+        ),
     ]
 
 
@@ -40,7 +57,9 @@ def _relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def nccl(place: Place) -> list[Figure]:
-    """NCCL starts, sums over its one rank what is there, and the control group beside it answers."""
+    """NCCL starts, sums over its one rank what is there, and the control group beside it
+    answers.
+    """
     from train.distributed import from_rank_zero, largest, start
 
     os.environ.setdefault("NCCL_DEBUG", "WARN")

@@ -12,25 +12,21 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train.config import RunConfig, dump_run
-from train.corpus_writer import Piece, commit_corpus, join_pieces
-from train.families import hf_settings
-from train.manifest import Manifest
-from train.models import OLMO2_1B, OLMO2_190M
-from train.run_directory import RunDirectory, sha256_of, write_json
-from train.settings import (
-    ConstantPhase,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    SavingConfig,
-    ScheduleConfig,
-)
+from base.files import sha256_of, write_json
+from train.data.config import DataConfig
+from train.data.corpus_writer import Piece, commit_corpus, join_pieces
+from train.data.manifest import Manifest
+from train.model.config import ModelConfig
+from train.model.families import hf_settings
+from train.model.presets import OLMO2_1B, OLMO2_190M
+from train.run.config import RunConfig, SavingConfig, dump_run
+from train.run.directory import RunDirectory
+from train.run.optimization import ConstantPhase, OptimizerConfig, ScheduleConfig
 
-# Processes forked from one that has imported what takes seconds, and that has not asked CUDA for anything.
+# Processes forked from one that has imported what takes seconds, and that has not asked CUDA for
+# anything. There is one fork server in a process: `tests.gpu.__main__` decides what it imports.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "transformers.models.olmo2.modeling_olmo2"])
 
 
 def small_model(hidden: int, layers: int, vocabulary: int) -> ModelConfig:
@@ -51,7 +47,8 @@ class Sizes:
 
     Attributes:
         compared: the model that a CPU runs too, its tokens per sequence and its training steps.
-        timed: models whose training step and Hessian product are timed, and sequences of a microbatch, by name.
+        timed: models whose training step and Hessian product are timed, and sequences of a
+            microbatch, by name.
         timed_length: tokens of their sequences.
         timed_micro: microbatches of a timed step.
         saved: the model whose saves are timed.
@@ -131,7 +128,9 @@ class Place:
 
 
 def token_file(prefix: Path, vocabulary: int, *, tokens: int, seed: int) -> Path:
-    """Random tokens in documents of 500, with the manifest that training asks for; its tokenizer is an empty one."""
+    """Random tokens in documents of 500, with the manifest that training asks for; its tokenizer
+    is an empty one.
+    """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = prefix.parent / "tokenizer.json"
     tokenizer.write_text("{}")
@@ -159,8 +158,12 @@ def token_file(prefix: Path, vocabulary: int, *, tokens: int, seed: int) -> Path
     return prefix
 
 
-def make_run(directory: Path, model: ModelConfig, length: int, *, steps: int, **changes: Any) -> RunConfig:
-    """Writes run.json of a run in fp32 that saves in the middle and at the end, on random text beside it."""
+def make_run(
+    directory: Path, model: ModelConfig, length: int, *, steps: int, **changes: Any
+) -> RunConfig:
+    """Writes run.json of a run in fp32 that saves in the middle and at the end, on random text
+    beside it.
+    """
     text = directory.parent / f"text-{model.vocab_size}"
     if not text.exists():
         token_file(text / "train", model.vocab_size, tokens=length * 8 * (steps + 2), seed=1)
@@ -199,7 +202,9 @@ def train(directory: Path, device: str) -> None:
     child.start()
     child.join()
     if child.exitcode:
-        raise RuntimeError(f"train run {directory}, exit code {child.exitcode}: {errors.read_text()[-2000:]}")
+        raise RuntimeError(
+            f"train run {directory}, exit code {child.exitcode}: {errors.read_text()[-2000:]}"
+        )
 
 
 def _train(directory: Path, device: str, errors: Path) -> None:
@@ -225,4 +230,6 @@ def hf_model(directory: Path, model: ModelConfig, length: int) -> Path:
 
 def random_tokens(sequences: int, length: int, vocabulary: int) -> torch.Tensor:
     """Int64 [sequences, length]; the same every time."""
-    return torch.randint(1, vocabulary, (sequences, length), generator=torch.Generator().manual_seed(3))
+    return torch.randint(
+        1, vocabulary, (sequences, length), generator=torch.Generator().manual_seed(3)
+    )

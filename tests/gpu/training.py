@@ -1,4 +1,6 @@
-"""Training: losses against the CPU's and against other kernels', resuming, saves, step times and memory."""
+"""Training: losses against the CPU's and against other kernels', resuming, saves, step times and
+memory.
+"""
 
 import shutil
 import statistics
@@ -10,19 +12,19 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from base.errors import UserError
 from ckpt_tools.formats.megatron_shards import MegatronWeights
 from ckpt_tools.formats.weights import read_whole
 from tests.gpu.figures import Figure, SkippedError
 from tests.gpu.place import Place, make_run, random_tokens, train
-from train.command import UserError
-from train.config import RunConfig
-from train.engine import Batch
-from train.families import parameter_shapes
-from train.flops import flops_per_token, peak_flops
-from train.memory import rank_memory
-from train.run_directory import RunDirectory
-from train.settings import ModelConfig
-from train.tracking import read_metrics
+from train.data.batches import Batch
+from train.model.config import ModelConfig
+from train.model.families import parameter_shapes
+from train.planning.flops import flops_per_token, peak_flops
+from train.planning.memory import rank_memory
+from train.run.config import RunConfig
+from train.run.directory import RunDirectory
+from train.run.metrics import read_metrics
 
 ROUNDS = 6  # timed steps, after two that warm up
 
@@ -50,7 +52,9 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
     shutil.rmtree(directory.checkpoint(steps))
     directory.status_json.unlink()
     train(again, place.device)
-    first, resumed = (_weights(place.work / name, steps, sizes.compared) for name in ("gpu", "again"))
+    first, resumed = (
+        _weights(place.work / name, steps, sizes.compared) for name in ("gpu", "again")
+    )
     difference = max(float((first[name] - resumed[name]).abs().max()) for name in first)
     return [
         Figure(
@@ -73,7 +77,9 @@ def _weights(run: Path, step: int, model: ModelConfig) -> dict[str, Tensor]:
     return {name: read_whole(weights, name) for name in weights.tensors}
 
 
-def other_kernels(place: Place, precision: str = "bf16", kernels: str = "transformer_engine") -> list[Figure]:
+def other_kernels(
+    place: Place, precision: str = "bf16", kernels: str = "transformer_engine"
+) -> list[Figure]:
     """The same run with torch's kernels in bf16 and with Transformer Engine's, in bf16 or fp8."""
     _need(kernels)
     sizes = place.sizes
@@ -82,12 +88,19 @@ def other_kernels(place: Place, precision: str = "bf16", kernels: str = "transfo
         "other": {"precision": precision, "kernels": kernels},
     }
     for name, settings in each.items():
-        make_run(place.work / name, sizes.compared, sizes.compared_length, steps=sizes.compared_steps, **settings)
+        make_run(
+            place.work / name,
+            sizes.compared,
+            sizes.compared_length,
+            steps=sizes.compared_steps,
+            **settings,
+        )
         train(place.work / name, place.device)
     difference = apart(losses(place.work / "torch"), losses(place.work / "other"))
     return [
         Figure(
-            f"losses of {sizes.compared_steps} steps, torch in bf16 against {kernels} in {precision}",
+            f"losses of {sizes.compared_steps} steps, torch in bf16 against {kernels} in"
+            f" {precision}",
             difference,
             "nats/token, largest difference",
             most=2e-2 if precision == "bf16" else 1e-1,
@@ -115,17 +128,28 @@ def saves(place: Place) -> list[Figure]:
     """How long training stands still for an asynchronous save, and how long the save takes."""
     sizes = place.sizes
     run = make_run(
-        place.work / "saves", sizes.saved, sizes.saved_length, steps=8, precision="bf16", save_steps=(2, 4, 8)
+        place.work / "saves",
+        sizes.saved,
+        sizes.saved_length,
+        steps=8,
+        precision="bf16",
+        save_steps=(2, 4, 8),
     )
     train(place.work / "saves", place.device)
-    rows = [row for row in read_metrics(RunDirectory(place.work / "saves").metrics) if "save_stall_seconds" in row]
+    rows = [
+        row
+        for row in read_metrics(RunDirectory(place.work / "saves").metrics)
+        if "save_stall_seconds" in row
+    ]
     stall = statistics.median(row["save_stall_seconds"] for row in rows)
     whole = statistics.median(row["save_seconds"] for row in rows)
     parameters = _parameters(run)
     size = f"{parameters / 1e6:.0f}M parameters, {14 * parameters / 1e9:.2g} GB"
     note = "an asynchronous save is to hold training up for less than half of its own time"
     return [
-        Figure(f"asynchronous save of {size}: stall", stall, "s", most=max(0.5 * whole, 0.5), note=note),
+        Figure(
+            f"asynchronous save of {size}: stall", stall, "s", most=max(0.5 * whole, 0.5), note=note
+        ),
         Figure(f"asynchronous save of {size}: until it is complete", whole, "s"),
     ]
 
@@ -135,11 +159,19 @@ def _parameters(run: RunConfig) -> int:
 
 
 def speed(place: Place, name: str) -> list[Figure]:
-    """Step time, MFU and peak memory of a shape in bf16 on one GPU, torch's kernels, against the planner."""
+    """Step time, MFU and peak memory of a shape in bf16 on one GPU, torch's kernels, against the
+    planner.
+    """
     model, micro = place.sizes.timed[name]
     batch_size, length = micro * place.sizes.timed_micro, place.sizes.timed_length
     run = make_run(
-        place.work / name, model, length, steps=2, precision="bf16", batch_size=batch_size, micro_batch_size=micro
+        place.work / name,
+        model,
+        length,
+        steps=2,
+        precision="bf16",
+        batch_size=batch_size,
+        micro_batch_size=micro,
     )
     seconds, cross_entropy = _timed_steps(run, batch_size, length)
     flops = flops_per_token(model, length) * batch_size * length
@@ -147,18 +179,29 @@ def speed(place: Place, name: str) -> list[Figure]:
     peak, planned = peak_flops(kind), rank_memory(run, 1).bytes
     shape = f"{name}, {batch_size} x {length} tokens"
     figures = [
-        Figure(f"{shape}: loss of random tokens", cross_entropy, "nats/token", least=1.0, most=20.0),
+        Figure(
+            f"{shape}: loss of random tokens", cross_entropy, "nats/token", least=1.0, most=20.0
+        ),
         Figure(f"{shape}: step", seconds, "s"),
         Figure(f"{shape}: tokens", batch_size * length / seconds, "tokens/s"),
     ]
     if peak:
         note = "model FLOPs over the dense bf16 peak; below the limit the GPU waits for its host"
-        figures.append(Figure(f"{shape}: MFU", flops / seconds / peak, "of the peak", least=0.15, note=note))
+        figures.append(
+            Figure(f"{shape}: MFU", flops / seconds / peak, "of the peak", least=0.15, note=note)
+        )
     if memory := place.peak_memory():
         note = f"planned {planned / 1e9:.1f} GB, of which 4 GB for what the allocator does not see"
         figures.append(Figure(f"{shape}: peak memory", memory / 1e9, "GB"))
         figures.append(
-            Figure(f"{shape}: peak memory over the planned", memory / planned, "", least=0.5, most=1.0, note=note)
+            Figure(
+                f"{shape}: peak memory over the planned",
+                memory / planned,
+                "",
+                least=0.5,
+                most=1.0,
+                note=note,
+            )
         )
     return figures
 
@@ -166,12 +209,14 @@ def speed(place: Place, name: str) -> list[Figure]:
 def _timed_steps(run: RunConfig, batch_size: int, length: int) -> tuple[float, float]:
     """Median seconds of an update, and the loss of the first."""
     from train.distributed import start
-    from train.engine import build_engine
+    from train.engines import build_engine
 
     tile = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)).mul_(0.02)
 
     def initial(name: str, model: ModelConfig, _seed: int) -> Tensor:
-        """Random numbers that repeat: drawing a billion with a function of their names takes minutes."""
+        """Random numbers that repeat: drawing a billion with a function of their names takes
+        minutes.
+        """
         shape = torch.Size(parameter_shapes(model)[name])
         if "norm" in name:
             return torch.ones(shape)
@@ -183,7 +228,9 @@ def _timed_steps(run: RunConfig, batch_size: int, length: int) -> tuple[float, f
     seconds, first = [], 0.0
     for index in range(ROUNDS + 2):
         began_at = time.perf_counter()
-        result = engine.train_step(batch, 1e-4, lambda _: True)  # whose figures are read: it waits for the GPU
+        result = engine.train_step(
+            batch, 1e-4, lambda _: True
+        )  # whose figures are read: it waits for the GPU
         seconds.append(time.perf_counter() - began_at)
         first = first if index else result.loss
     engine.close()

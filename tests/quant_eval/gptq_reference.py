@@ -1,7 +1,8 @@
 """GPTQ from its derivation, slow and in float64: the witness of the tests beside it.
 
-Optimal Brain Quantization (arXiv:2208.11580, eqs. 2 and 3) with the columns in a given order, nothing lazy: hold the
-inverse Hessian of the columns still free; after each column move all free weights at once, then eliminate it.
+Optimal Brain Quantization (arXiv:2208.11580, eqs. 2 and 3) with the columns in a given order,
+nothing lazy: hold the inverse Hessian of the columns still free; after each column move all free
+weights at once, then eliminate it.
 
 Shapes: O outputs, I inputs, N calibration tokens, P points of a grid.
 """
@@ -19,7 +20,9 @@ BLOCK = 128  # grids of groups do not see the corrections of their own block of 
 
 
 def problem(seed: int = 0, num_outputs: int = 24, num_inputs: int = 288, num_tokens: int = 700):
-    """A weight with heavy tails, and the Hessian of inputs with a decaying spectrum, loud channels and a mean."""
+    """A weight with heavy tails, and the Hessian of inputs with a decaying spectrum, loud
+    channels and a mean.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -34,7 +37,9 @@ def problem(seed: int = 0, num_outputs: int = 24, num_inputs: int = 288, num_tok
 
 
 def cut(value: float, scales: str) -> float:
-    """The largest number of the format not above a positive value; both formats have gradual underflow."""
+    """The largest number of the format not above a positive value; both formats have gradual
+    underflow.
+    """
     digits, smallest = (11, -24) if scales == "fp16" else (24, -149)
     unit = max(math.frexp(value)[1] - digits, smallest)
     return math.ldexp(math.floor(math.ldexp(value, -unit)), unit)
@@ -43,8 +48,8 @@ def cut(value: float, scales: str) -> float:
 def grid_points(weights: np.ndarray, spec: QuantSpec) -> np.ndarray:
     """All points that a group of weights may take, from the definitions of the two conventions.
 
-    That steps are cut matters: a group's largest negative weight lies midway between two symmetric points, and the cut
-    makes the outer one the nearer.
+    That steps are cut matters: a group's largest negative weight lies midway between two symmetric
+    points, and the cut makes the outer one the nearer.
     """
     codes, scales = np.arange(2**spec.bits), spec.scales or "fp32"
     if spec.symmetric:
@@ -72,8 +77,12 @@ def order_of(diagonal_I: np.ndarray, spec: QuantSpec) -> list[int]:
         return sorted(features, key=lambda i: -diagonal_I[i])
     if spec.order == "groupaware":
         size = spec.group_size or 1
-        groups = [sorted(features[i : i + size], key=lambda i: -diagonal_I[i]) for i in features[::size]]
-        return [i for group in sorted(groups, key=lambda group: -diagonal_I[group[0]]) for i in group]
+        groups = [
+            sorted(features[i : i + size], key=lambda i: -diagonal_I[i]) for i in features[::size]
+        ]
+        return [
+            i for group in sorted(groups, key=lambda group: -diagonal_I[group[0]]) for i in group
+        ]
     return features
 
 
@@ -81,15 +90,22 @@ def order_of(diagonal_I: np.ndarray, spec: QuantSpec) -> list[int]:
 def eliminations(hessian: bytes, order: tuple[int, ...], damping: float) -> list[np.ndarray]:
     """Per position, the row of the inverse Hessian of all columns not before it in the order."""
     hessian_II = np.frombuffer(hessian).reshape(len(order), -1)
-    inverse_II = np.linalg.inv(hessian_II + damping * np.diag(hessian_II).mean() * np.eye(len(order)))
+    inverse_II = np.linalg.inv(
+        hessian_II + damping * np.diag(hessian_II).mean() * np.eye(len(order))
+    )
     rows = []
     for column in order:
         rows.append(inverse_II[column].copy())
-        inverse_II = inverse_II - np.outer(inverse_II[:, column], inverse_II[column]) / inverse_II[column, column]
+        inverse_II = (
+            inverse_II
+            - np.outer(inverse_II[:, column], inverse_II[column]) / inverse_II[column, column]
+        )
     return rows
 
 
-def eliminate_columns(weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+def eliminate_columns(
+    weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: QuantSpec
+) -> torch.Tensor:
     """The rounded weight, float64 [O, I]."""
     given, hessian = weight_OI.double().numpy(), hessian_II.numpy().copy()
     diagonal_I = np.diag(hessian_II.numpy())
@@ -109,11 +125,15 @@ def eliminate_columns(weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: Q
             at_block_start = weights.copy()
         group = (position if along_order else column) // size
         if group not in points:
-            members = [i for at, i in enumerate(order) if (at if along_order else i) // size == group]
+            members = [
+                i for at, i in enumerate(order) if (at if along_order else i) // size == group
+            ]
             fitted = original if spec.static_groups else at_block_start
             if spec.group_size is None:
                 fitted = given
-            points[group] = np.stack([grid_points(weights_I, spec) for weights_I in fitted[:, members]])
+            points[group] = np.stack(
+                [grid_points(weights_I, spec) for weights_I in fitted[:, members]]
+            )
         rounded_O = closest(weights[:, column], points[group])
         error_O = (weights[:, column] - rounded_O) / inverse_rows[position][column]
         free = order[position + 1 :]
@@ -123,6 +143,8 @@ def eliminate_columns(weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: Q
 
 
 def same_weights(ours: Rounded, theirs_OI: torch.Tensor, tolerance: float = 1e-6) -> float:
-    """The fraction of weights within the tolerance, which is a fraction of a group's range, as fp32's rounding is."""
+    """The fraction of weights within the tolerance, which is a fraction of a group's range, as
+    fp32's rounding is.
+    """
     ranges_OI = ours.scales_OG[:, ours.groups_I.long()] * int(ours.codes_OI.max())
     return float(((ours.dense() - theirs_OI).abs() <= tolerance * ranges_OI).double().mean())

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from quant_eval.settings import RunSettings
+
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 32,
@@ -22,16 +24,30 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {"num_key_value_heads": 4}),
     "olmo": ("olmo", {"num_key_value_heads": 4, "clip_qkv": 0.5}),
     "llama": ("llama", {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": None}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
     "llama-tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "smollm3": ("smollm3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1]}),
-    "apertus": ("apertus", {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "apertus": (
+        "apertus",
+        {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False}),
 }
 
 
+def run_settings(calibration: Path, evaluation: Path, **changes: Any) -> RunSettings:
+    """Small settings of a run."""
+    given = {"calibration_sequences": 24, "eval_tokens": 1500} | changes
+    return RunSettings(calibration=calibration, eval=evaluation, **given)
+
+
 def make_model(directory: Path, name: str, **changes: Any) -> Path:
-    """Random weights, norms and biases included: at their initial 1 and 0 a swapped or dropped one would go unseen."""
+    """Random weights, norms and biases included: at their initial 1 and 0 a swapped or dropped
+    one would go unseen.
+    """
     model_type, settings = ARCHITECTURES[name]
     config = CONFIG_MAPPING[model_type](**(SHAPE | settings | changes))
     torch.manual_seed(0)

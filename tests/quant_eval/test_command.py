@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,18 +12,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from base.cli import run_command
+from base.files import sha256_of
 from quant_eval.__main__ import app
-from quant_eval.statistics import UNITS
+from quant_eval.measuring.statistics import UNITS
 from tests.conftest import make_hf_directory
 from tests.runs import python
-from train.command import run_command
-from train.prepare import prepare
-from train.run_directory import sha256_of
+from train.data.prepare import prepare
 
 
 @pytest.fixture
-def command(monkeypatch, capsys, hf_dir, train_prefix, held_out_prefix):
-    """Runs the command in this process with small defaults; returns its exit code and lines of stderr."""
+def printed():
+    """Lines of stdout of the last command."""
+    return []
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, hf_dir, train_prefix, held_out_prefix, printed):
+    """Runs the command in this process with small defaults; returns its exit code and lines of
+    stderr.
+    """
 
     def run(*arguments, model=hf_dir, **options):
         defaults = {
@@ -30,14 +39,17 @@ def command(monkeypatch, capsys, hf_dir, train_prefix, held_out_prefix):
             "eval": held_out_prefix,
             "calibration-sequences": 24,
             "eval-tokens": 1500,
-            "bootstrap-samples": 200,
         }
         given = defaults | {name.replace("_", "-"): value for name, value in options.items()}
         pairs = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
-        monkeypatch.setattr(sys, "argv", ["quant_eval", "run", str(model), *map(str, arguments), *pairs])
+        monkeypatch.setattr(
+            sys, "argv", ["quant_eval", "run", str(model), *map(str, arguments), *pairs]
+        )
         with pytest.raises(SystemExit) as stop:
             run_command(app, "quant_eval")
-        return stop.value.code, capsys.readouterr().err.splitlines()
+        both = capsys.readouterr()
+        printed[:] = both.out.splitlines()
+        return stop.value.code, both.err.splitlines()
 
     return run
 
@@ -51,8 +63,22 @@ def results(tmp_path_factory, hf_dir, train_prefix, held_out_prefix):
     """Two specs in one run of the real command, in a process of its own."""
     root = tmp_path_factory.mktemp("results")
     command = ["quant_eval", "run", hf_dir, "--calibration", train_prefix]
-    command += ["--eval", held_out_prefix, "--calibration-sequences", "24", "--bootstrap-samples", "200"]
-    command += ["--spec", "gptq-b3-g16", "--out", root / "a/gptq", "--spec", "rtn-b3-g16", "--out", root / "rtn"]
+    command += [
+        "--eval",
+        held_out_prefix,
+        "--calibration-sequences",
+        "24",
+    ]
+    command += [
+        "--spec",
+        "gptq-b3-g16",
+        "--out",
+        root / "a/gptq",
+        "--spec",
+        "rtn-b3-g16",
+        "--out",
+        root / "rtn",
+    ]
     hashes = {path.name: sha256_of(path) for path in hf_dir.iterdir()}
     done = python(*map(str, command))
     assert done.returncode == 0, done.stderr
@@ -63,7 +89,9 @@ def results(tmp_path_factory, hf_dir, train_prefix, held_out_prefix):
 def test_a_result_is_complete(results, hf_dir, held_out_prefix):
     gptq, rtn = read(results[0]), read(results[1])
     assert gptq.keys() == {"model", "spec", "measured", "environment"}
-    assert gptq["model"]["weights_sha256"] == {"model.safetensors": sha256_of(hf_dir / "model.safetensors")}
+    assert gptq["model"]["weights_sha256"] == {
+        "model.safetensors": sha256_of(hf_dir / "model.safetensors")
+    }
     assert [result["spec"]["name"] for result in (gptq, rtn)] == ["gptq-b3-g16", "rtn-b3-g16"]
     assert gptq["spec"]["calibration"]["sequences"] == 24
     assert gptq["spec"]["calibration"]["sequence_length"] == 64  # the model's context
@@ -71,9 +99,11 @@ def test_a_result_is_complete(results, hf_dir, held_out_prefix):
     for measured in (gptq["measured"], rtn["measured"]):
         assert measured.keys() == UNITS.keys() | {"intervals", "interval", "units"}
         structured = ("layers", "per_document", "calibration")
-        assert all(isinstance(measured[name], int | float) for name in UNITS if name not in structured)
+        assert all(
+            isinstance(measured[name], int | float) for name in UNITS if name not in structured
+        )
         assert measured["calibration"] is None
-        assert measured["interval"]["samples"] == 200
+        assert measured["interval"]["samples"] == 1000
         assert len(measured["layers"]) == 14
         for name, (low, high) in measured["intervals"].items():
             assert low <= measured[name] <= high
@@ -84,14 +114,19 @@ def test_figures_follow_from_the_documents(results):
     for directory in results:
         measured = read(directory)["measured"]
         tokens, nll, nll_quantized, kl = (
-            np.array(measured["per_document"][name]) for name in ("tokens", "nll", "nll_quantized", "kl")
+            np.array(measured["per_document"][name])
+            for name in ("tokens", "nll", "nll_quantized", "kl")
         )
         assert measured["tokens"] == tokens.sum()
         assert measured["documents"] == len(tokens) == 30
         assert measured["cross_entropy"] == pytest.approx(nll.sum() / tokens.sum())
-        assert measured["cross_entropy_quantized"] == pytest.approx(nll_quantized.sum() / tokens.sum())
+        assert measured["cross_entropy_quantized"] == pytest.approx(
+            nll_quantized.sum() / tokens.sum()
+        )
         assert measured["relative_error"] == pytest.approx(nll_quantized.sum() / nll.sum() - 1)
-        assert measured["absolute_error"] == pytest.approx((nll_quantized.sum() - nll.sum()) / tokens.sum())
+        assert measured["absolute_error"] == pytest.approx(
+            (nll_quantized.sum() - nll.sum()) / tokens.sum()
+        )
         assert measured["kl_divergence"] == pytest.approx(kl.sum() / tokens.sum())
 
 
@@ -121,14 +156,6 @@ def test_eight_bits_cost_next_to_nothing_in_both_dtypes(command, tmp_path):
     assert full["bf16"] != full["fp32"]
 
 
-def test_the_seed_draws_the_calibration(command, tmp_path):
-    for seed in (0, 1):
-        assert command("--spec", "gptq-b2-g16", "--out", tmp_path / str(seed), seed=seed)[0] == 0
-    zero, one = (read(tmp_path / str(seed))["measured"] for seed in (0, 1))
-    assert zero["cross_entropy"] == one["cross_entropy"]
-    assert zero["cross_entropy_quantized"] != one["cross_entropy_quantized"]
-
-
 def assert_refused(outcome, directory, reason):
     """Exit code 2, one line that says why (after plain progress lines), and nothing left behind."""
     code, lines = outcome
@@ -145,33 +172,100 @@ def assert_refused(outcome, directory, reason):
     ("spec", "options", "reason"),
     [
         ("gptq-b3", {}, "needs a group size or perchannel"),
-        ("quip-b3-g16", {}, "unknown spec 'quip-b3-g16'; write (rtn|gptq|gptqmodel|gptaq|awq|int8|nf4)"),
+        (
+            "quip-b3-g16",
+            {},
+            "unknown spec 'quip-b3-g16'; write (rtn|gptq|gptqmodel|gptaq|awq|int8|nf4)",
+        ),
         ("awq-b3-g16-actorder", {}, "awq does not take order"),
         ("gptq-b3-g64", {}, "64 does not divide the 32 input features"),
-        ("gptq-b3-g16", {"sequence_length": 65}, "longer than the model's context of 64"),
-        ("gptq-b3-g16", {"sequence_length": 0}, "sequence_length"),
         ("gptq-b3-g16", {"calibration_sequences": 100_000}, "lower --calibration-sequences"),
         ("gptq-b3-g16", {"calibration": "/nowhere/train"}, "/nowhere/train.json does not exist"),
         ("gptq-b3-g16", {"eval": "/nowhere/eval"}, "/nowhere/eval.json does not exist"),
         ("gptq-b3-g16", {"eval_tokens": 1}, "at least 2"),
-        ("gptq-b3-g16", {"dtype": "fp16"}, "dtype"),
-        ("gptq-b3-g16", {"level": 1.0}, "level"),
-        ("gptq-b3-g16", {"bootstrap_samples": 0}, "bootstrap_samples"),
-        ("gptq-b3-g16", {"batch_size": 0}, "batch_size"),
-        ("gptq-b3-g16", {"seed": -1}, "seed"),
-        ("gptq-b3-g16", {"documents": "joined"}, "documents"),
-        ("gptq-b3-g16", {"device": "tpu"}, "device"),
         ("gptq-b3-g16", {"calibration_seeds": 0}, "seeds"),
-        ("gptq-b3-g16", {"calibration_sequences": 3, "sequence_length": 16}, "48 calibration tokens are too few"),
     ],
 )
 def test_bad_settings_are_refused(command, tmp_path, spec, options, reason):
     assert_refused(command("--spec", spec, "--out", tmp_path / "out", **options), tmp_path, reason)
 
 
+@pytest.mark.parametrize("option", ["dtype", "documents", "device"])
+def test_what_is_none_of_the_choices_is_refused(command, tmp_path, option):
+    code, lines = command("--spec", "rtn-b3-g16", "--out", tmp_path / "out", **{option: "other"})
+    assert code == 2
+    assert f"--{option}" in lines[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_kept_and_printed(command, printed, monkeypatch, tmp_path, hf_dir):
+    """The same model, spec and settings are not measured twice; any other are."""
+    model = shutil.copytree(hf_dir, tmp_path / "model")
+    path = model / "quant/rtn-b3-g16/result.json"
+
+    def run(**options):
+        assert command("--spec", "rtn-b3-g16", model=model, **options)[0] == 0
+        return list(printed)
+
+    first = run()
+    assert first[0] == f"rtn-b3-g16 of {model}: measured, {path}"
+    result = read(path.parent)
+    low, high = result["measured"]["intervals"]["kl_divergence"]
+    assert f"KL {result['measured']['kl_divergence']:.4g} [{low:.4g}, {high:.4g}]" in first[1]
+    content = path.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr("quant_eval.measuring.measurement.measure", None)  # would fail
+        kept = run()
+    assert kept == [first[0].replace("measured,", "kept, measured before,"), first[1]]
+    assert path.read_bytes() == content
+    for changes in ({"eval_tokens": 1400}, {"calibration_sequences": 20}):
+        assert "kept, measured" not in run(**changes)[0]
+    assert "kept, measured" not in run()[0]  # the last one was of other settings
+    with_weight(hf_dir, tmp_path / "other", "model.norm.weight", 0.5)
+    shutil.copy(tmp_path / "other/model.safetensors", model / "model.safetensors")
+    assert "kept, measured" not in run()[0]
+    path.write_text(path.read_text()[:-100])  # damaged
+    assert "kept, measured" not in run()[0]
+
+
+def test_asking_for_more_measures_again(command, printed, tmp_path):
+    for number, options in enumerate([(), ("--dense",), ("--dense",), ("--per-block",)]):
+        out = ("--spec", "rtn-b3-g16", "--out", tmp_path / "out")
+        assert command(*out, *options)[0] == 0
+        assert ("kept, measured" in printed[0]) == (number == 2)
+    assert command(*out, "--dense")[0] == 0
+    assert "kept, measured" not in printed[0]  # the result without them replaced theirs
+
+
+def test_bad_input_is_refused_before_torch_is_imported(hf_dir, train_prefix, held_out_prefix):
+    """In a process of its own, in which importing torch fails."""
+    refuse = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None;"
+    refuse += "import runpy; runpy.run_module('quant_eval', run_name='__main__')"
+    texts = ["--calibration", train_prefix, "--eval", held_out_prefix]
+    for model, spec, more, reason in [
+        (hf_dir, "gptq", [], "needs its bits"),
+        ("/nowhere", "rtn-b3-g16", [], "/nowhere/config.json does not exist"),
+        (hf_dir, "rtn-b3-g16", ["--eval", "/nowhere/text"], "/nowhere/text.json does not exist"),
+        (hf_dir, "rtn-b3-g16", ["--out", hf_dir / "config.json"], "is a file"),
+        (hf_dir, "rtn-b3-g16", ["--calibration-seeds", "0"], "calibration_seeds"),
+    ]:
+        words = ["run", model, "--spec", spec, *texts, *more]
+        done = subprocess.run(
+            [sys.executable, "-c", refuse, *map(str, words)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).resolve().parents[2],
+        )
+        assert (done.returncode, reason in done.stderr) == (2, True), done.stderr
+
+
 def test_results_lie_beside_their_models_by_default(command, tmp_path, hf_dir):
     """Several HF directories in one process give what each gives alone."""
-    one, two = shutil.copytree(hf_dir, tmp_path / "one"), make_hf_directory(tmp_path / "two", seed=5)
+    one, two = (
+        shutil.copytree(hf_dir, tmp_path / "one"),
+        make_hf_directory(tmp_path / "two", seed=5),
+    )
     spec = ("--spec", "rtn-b3-g16-sym")
     assert command(two, *spec, model=one)[0] == 0
     assert command(*spec, "--out", tmp_path / "alone", model=two)[0] == 0
@@ -191,14 +285,27 @@ def test_specs_and_outs_must_pair(command, tmp_path):
 
 
 def test_one_bad_spec_spoils_all(command, tmp_path, hf_dir, tmp_path_factory):
-    """The good spec is measured, the second fails on the way, its first Hessian being singular: neither is written."""
+    """The good spec is measured, the second fails on the way, its first Hessian being singular:
+    neither is written.
+    """
     singular = Path(shutil.copytree(hf_dir, tmp_path_factory.mktemp("singular") / "model"))
     weights = load_file(singular / "model.safetensors")
     weights["model.embed_tokens.weight"][:, 3] = weights["model.embed_tokens.weight"][:, 4]
     save_file(weights, singular / "model.safetensors", metadata={"format": "pt"})
-    specs = ["--spec", "rtn-b3-g16", "--out", tmp_path / "a", "--spec", "gptq-b3-g16-damp0", "--out", tmp_path / "b"]
+    specs = [
+        "--spec",
+        "rtn-b3-g16",
+        "--out",
+        tmp_path / "a",
+        "--spec",
+        "gptq-b3-g16-damp0",
+        "--out",
+        tmp_path / "b",
+    ]
     assert_refused(
-        command(*specs, model=singular), tmp_path, "model.layers.0.self_attn.q_proj: the calibration Hessian"
+        command(*specs, model=singular),
+        tmp_path,
+        "model.layers.0.self_attn.q_proj: the calibration Hessian",
     )
 
 
@@ -214,12 +321,22 @@ def with_weight(hf_dir, directory, name, value):
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("model.layers.0.mlp.up_proj.weight", float("nan"), "'model.layers.0.mlp.up_proj.weight' holds values that"),
+        (
+            "model.layers.0.mlp.up_proj.weight",
+            float("nan"),
+            "'model.layers.0.mlp.up_proj.weight' holds values that",
+        ),
         ("lm_head.weight", float("inf"), "'lm_head.weight' holds values that are not finite"),
-        ("model.layers.0.mlp.up_proj.weight", 3e38, "model.layers.0.mlp.down_proj"),  # its outputs overflow
+        (
+            "model.layers.0.mlp.up_proj.weight",
+            3e38,
+            "model.layers.0.mlp.down_proj",
+        ),  # its outputs overflow
     ],
 )
-def test_what_is_not_finite_is_refused(command, tmp_path, hf_dir, tmp_path_factory, name, value, reason):
+def test_what_is_not_finite_is_refused(
+    command, tmp_path, hf_dir, tmp_path_factory, name, value, reason
+):
     broken = with_weight(hf_dir, tmp_path_factory.mktemp("broken") / "model", name, value)
     outcome = command("--spec", "gptq-b3-g16", "--out", tmp_path / "out", model=broken)
     assert_refused(outcome, tmp_path, reason)
@@ -229,11 +346,17 @@ def test_models_that_cannot_be_measured_are_refused(command, tmp_path, hf_dir, t
     models = tmp_path_factory.mktemp("models")
 
     def refused(model, reason):
-        assert_refused(command("--spec", "rtn-b3-g16", "--out", tmp_path / "out", model=model), tmp_path, reason)
+        assert_refused(
+            command("--spec", "rtn-b3-g16", "--out", tmp_path / "out", model=model),
+            tmp_path,
+            reason,
+        )
 
     refused(models / "absent", "does not exist")
     truncated = Path(shutil.copytree(hf_dir, models / "truncated"))
-    os.truncate(truncated / "model.safetensors", (truncated / "model.safetensors").stat().st_size // 2)
+    os.truncate(
+        truncated / "model.safetensors", (truncated / "model.safetensors").stat().st_size // 2
+    )
     refused(truncated, "damaged")
     other = Path(shutil.copytree(hf_dir, models / "other"))
     config = json.loads((other / "config.json").read_text())
@@ -242,7 +365,10 @@ def test_models_that_cannot_be_measured_are_refused(command, tmp_path, hf_dir, t
     wider = Path(shutil.copytree(hf_dir, models / "wider"))
     (wider / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
     refused(wider, "config.json needs (80, 32)")
-    refused(make_hf_directory(models / "small", vocab_size=50, eos_token_id=0), "outside the model's vocabulary of 50")
+    refused(
+        make_hf_directory(models / "small", vocab_size=50, eos_token_id=0),
+        "outside the model's vocabulary of 50",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -260,24 +386,31 @@ def test_a_corpus_shorter_than_one_sequence_is_refused(command, tmp_path, short_
     assert_refused(command(*out, eval=short_prefix), tmp_path, "at least 2")
 
 
-def test_losses_are_those_of_the_quantized_model_saved_and_reloaded(results, hf_dir, held_out_prefix, train_prefix):
-    """Quantized again, saved and reloaded by transformers, the model gives the recorded loss on the first document."""
+def test_losses_are_those_of_the_quantized_model_saved_and_reloaded(
+    results, hf_dir, held_out_prefix, train_prefix
+):
+    """Quantized again, saved and reloaded by transformers, the model gives the recorded loss on
+    the first document.
+    """
     from transformers import AutoModelForCausalLM
 
-    from quant_eval.quantized import quantized_model
-    from quant_eval.settings import CalibrationSettings, ComputeSettings
+    from quant_eval.model.quantized import quantized_model
+    from quant_eval.settings import CalibrationSettings
     from quant_eval.specs import parse_spec
-    from train.corpus import open_corpus
+    from train.data.corpus import open_corpus
 
-    drawn = CalibrationSettings(prefix=train_prefix, sequences=24, sequence_length=None, seed=0)
-    compute = ComputeSettings(dtype="fp32", batch_size=8, device="cpu", scratch=None)
+    settings = CalibrationSettings(calibration=train_prefix, calibration_sequences=24)
     saved = results[0].parent / "saved"
-    quantized_model(hf_dir, parse_spec("gptq-b3-g16"), drawn, compute).save_pretrained(saved)
-    reloaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, attn_implementation="eager")
+    quantized_model(hf_dir, parse_spec("gptq-b3-g16"), settings).save_pretrained(saved)
+    reloaded = AutoModelForCausalLM.from_pretrained(
+        saved, dtype=torch.float32, attn_implementation="eager"
+    )
     document = torch.from_numpy(open_corpus(held_out_prefix).document(0))[None]
     nll = 0.0
     for start in range(0, document.shape[1] - 1, 64):
         block = document[:, start : start + 65]
         with torch.no_grad():
             nll += float(reloaded(block, labels=block).loss) * (block.shape[1] - 1)
-    assert read(results[0])["measured"]["per_document"]["nll_quantized"][0] == pytest.approx(nll, rel=1e-5)
+    assert read(results[0])["measured"]["per_document"]["nll_quantized"][0] == pytest.approx(
+        nll, rel=1e-5
+    )

@@ -1,6 +1,7 @@
 """How often 95% intervals contain the truth, on documents whose truth is known.
 
-Documents are drawn anew for every repetition, so the truth of a figure is a ratio of expectations, worked out below.
+Documents are drawn anew for every repetition, so the truth of a figure is a ratio of expectations,
+worked out below.
 """
 
 from dataclasses import fields as fields_of
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from quant_eval.losses import PairedLosses
-from quant_eval.statistics import figures_of
+from quant_eval.measuring.losses import PairedLosses
+from quant_eval.measuring.statistics import figures_of
 
 FIRST_TOKENS = 20.0  # nats by which a document's first tokens cost more, in the setting "short"
 MEAN_SHORT = 26.0  # tokens, of lengths uniform on 2 .. 50
@@ -24,17 +25,19 @@ def lengths(generator, count, setting):
 
 
 def documents(generator, count, setting, skew=0.5):
-    """Tokens are gamma variables around a rate that each document draws; all rates are independent of the length.
+    """Tokens are gamma variables around a rate that each document draws; all rates are
+    independent of the length.
 
-    Losses differ by document and by token. What quantization adds differs by both too, on top of the shared loss. The
-    divergence has a lognormal rate (`skew` is the standard deviation of its logarithm), the agreement a beta one.
+    Losses differ by document and by token. What quantization adds differs by both too, on top of
+    the shared loss. The divergence has a lognormal rate (`skew` is the standard deviation of its
+    logarithm), the agreement a beta one.
     """
     tokens = lengths(generator, count, setting)
     rate = 3 * generator.gamma(30, 1 / 30, count)
     nll = rate * generator.gamma(1.2 * tokens) / 1.2 + (FIRST_TOKENS if setting == "short" else 0)
-    added = tokens * (0.03 + 0.02 * generator.normal(size=count)) + np.sqrt(tokens) * 0.15 * generator.normal(
-        size=count
-    )
+    added = tokens * (0.03 + 0.02 * generator.normal(size=count)) + np.sqrt(
+        tokens
+    ) * 0.15 * generator.normal(size=count)
     rate = 0.01 * generator.lognormal(-(skew**2) / 2, skew, count)
     kl = rate * generator.gamma(0.5 * tokens) / 0.5
     agreements = generator.binomial(tokens.astype(int), generator.beta(18, 2, count))
@@ -67,19 +70,29 @@ def coverage(setting, count, repetitions, samples=1000, seed=0, skew=0.5):
 
 
 def accepted(hits, repetitions):
-    """Whether a share of hits is what a coverage somewhere in 93-97% gives, with 99% on either side."""
-    return binom.ppf(0.01, repetitions, 0.93) <= hits * repetitions <= binom.ppf(0.99, repetitions, 0.97)
+    """Whether a share of hits is what a coverage somewhere in 93-97% gives, with 99% on either
+    side.
+    """
+    return (
+        binom.ppf(0.01, repetitions, 0.93)
+        <= hits * repetitions
+        <= binom.ppf(0.99, repetitions, 0.97)
+    )
 
 
 def test_fifty_documents_are_enough():
-    """Not so for percentile intervals: they contain the divergence in 89.9%, BCa intervals in 86.5%."""
+    """Not so for percentile intervals: they contain the divergence in 89.9%, BCa intervals in
+    86.5%.
+    """
     reached = coverage("lognormal", 50, repetitions=1500, samples=400)
     assert all(accepted(share, 1500) for share in reached.values()), reached
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("setting", ["short", "lognormal", "heavy"])
-@pytest.mark.parametrize(("count", "repetitions", "least"), [(20, 2000, 0.91), (50, 2000, 0.93), (200, 2000, 0.93)])
+@pytest.mark.parametrize(
+    ("count", "repetitions", "least"), [(20, 2000, 0.91), (50, 2000, 0.93), (200, 2000, 0.93)]
+)
 def test_intervals_cover_the_truth(setting, count, repetitions, least):
     reached = coverage(setting, count, repetitions, seed=5)
     print(setting, count, reached)
@@ -95,7 +108,9 @@ def test_intervals_of_many_documents_cover_the_truth(setting):
 
 
 def drawn(generator, count, seeds, between_draws, between_both):
-    """Losses of several calibration draws: what they add differs by document, by draw, and by both at once."""
+    """Losses of several calibration draws: what they add differs by document, by draw, and by
+    both at once.
+    """
     tokens = lengths(generator, count, "lognormal")
     nll = tokens * 3 * generator.gamma(30, 1 / 30, count)
     of_document = generator.normal(size=count)
@@ -103,22 +118,36 @@ def drawn(generator, count, seeds, between_draws, between_both):
     for _ in range(seeds):
         rate = 0.03 + 0.02 * of_document + between_draws * generator.normal()
         rate = rate + between_both * generator.normal(size=count)
-        kl = tokens * 0.01 * np.exp(25 * (rate - 0.03) - 0.5 * 25**2 * (0.02**2 + between_draws**2 + between_both**2))
+        kl = (
+            tokens
+            * 0.01
+            * np.exp(
+                25 * (rate - 0.03) - 0.5 * 25**2 * (0.02**2 + between_draws**2 + between_both**2)
+            )
+        )
         losses.append(PairedLosses(tokens, nll, nll + tokens * rate, kl, np.floor(0.9 * tokens)))
     return losses
 
 
 def coverage_over_draws(count, seeds, between_draws, between_both, repetitions, samples=1000):
-    """By figure, coverage of intervals over documents and draws, and of intervals that leave the draws out."""
+    """By figure, coverage of intervals over documents and draws, and of intervals that leave the
+    draws out.
+    """
     generator = np.random.default_rng(7)
     expected = {"absolute_error": 0.03, "relative_error": 0.01, "kl_divergence": 0.01}
     hits = np.zeros((2, len(expected)))
     for repetition in range(repetitions):
         losses = drawn(generator, count, seeds, between_draws, between_both)
-        fields = [np.mean([getattr(one, field.name) for one in losses], axis=0) for field in fields_of(PairedLosses)]
+        fields = [
+            np.mean([getattr(one, field.name) for one in losses], axis=0)
+            for field in fields_of(PairedLosses)
+        ]
         for row, given in enumerate((losses, [PairedLosses(*fields)])):
             intervals = figures_of(given, samples=samples, level=0.95, seed=repetition)["intervals"]
-            hits[row] += [intervals[name][0] <= value <= intervals[name][1] for name, value in expected.items()]
+            hits[row] += [
+                intervals[name][0] <= value <= intervals[name][1]
+                for name, value in expected.items()
+            ]
     both, documents_only = hits / repetitions
     return dict(zip(expected, both, strict=True)), dict(zip(expected, documents_only, strict=True))
 
@@ -128,17 +157,22 @@ def test_intervals_cover_the_draw_of_the_calibration_text():
         50, 3, between_draws=0.01, between_both=0.01, repetitions=400, samples=400
     )
     # Two degrees of freedom make it wide: a coverage of up to 98.5% is accepted.
-    assert all(binom.ppf(0.01, 400, 0.93) <= share * 400 <= binom.ppf(0.99, 400, 0.985) for share in both.values()), (
-        both
-    )
+    assert all(
+        binom.ppf(0.01, 400, 0.93) <= share * 400 <= binom.ppf(0.99, 400, 0.985)
+        for share in both.values()
+    ), both
     assert max(documents_only.values()) < 0.9
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("seeds", [3, 5])
-@pytest.mark.parametrize(("between_draws", "between_both"), [(0.0, 0.0), (0.0, 0.02), (0.003, 0.01), (0.02, 0.02)])
+@pytest.mark.parametrize(
+    ("between_draws", "between_both"), [(0.0, 0.0), (0.0, 0.02), (0.003, 0.01), (0.02, 0.02)]
+)
 def test_intervals_over_draws_cover_the_truth(seeds, between_draws, between_both):
-    both, documents_only = coverage_over_draws(100, seeds, between_draws, between_both, repetitions=1000)
+    both, documents_only = coverage_over_draws(
+        100, seeds, between_draws, between_both, repetitions=1000
+    )
     print(seeds, between_draws, between_both, both, documents_only)
     # A variance between draws that is known from three of them makes intervals wide.
     assert all(0.93 <= share <= (0.99 if seeds == 3 else 0.975) for share in both.values()), both

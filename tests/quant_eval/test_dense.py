@@ -1,4 +1,6 @@
-"""What `--dense` leaves: the weights behind the measured loss, read back by safetensors and transformers alone."""
+"""What `--dense` leaves: the weights behind the measured loss, read back by safetensors and
+transformers alone.
+"""
 
 import json
 
@@ -7,15 +9,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ckpt_tools.ranks import Ranks
-from quant_eval.losses import evaluation_set
-from quant_eval.measurement import measure
-from quant_eval.settings import CalibrationSettings, ComputeSettings, EvaluationSettings
+from base.errors import UserError
+from base.files import sha256_of
+from base.ranks import Ranks
+from quant_eval.measuring.losses import evaluation_set
+from quant_eval.measuring.measurement import Request, measure
 from quant_eval.specs import parse_spec
-from tests.quant_eval.models import make_model
-from train.command import UserError
-from train.corpus import open_corpus
-from train.run_directory import sha256_of
+from tests.quant_eval.models import make_model, run_settings
+from train.data.corpus import open_corpus
 
 LINEARS = {
     *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
@@ -26,7 +27,9 @@ SPECS = {
     "llama-tied": ("awq-b3-g32",),  # folds scales into norms and into linears that feed others
     "gpt_neox": ("rtn-b4-g32",),  # whose files call the head otherwise than transformers does
 }
-CASES = [(model, spec, "fp32") for model, specs in SPECS.items() for spec in specs] + [("olmo2", "rtn-b3-g32", "bf16")]
+CASES = [(model, spec, "fp32") for model, specs in SPECS.items() for spec in specs] + [
+    ("olmo2", "rtn-b3-g32", "bf16")
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,25 +41,18 @@ def measured(tmp_path_factory, train_prefix, held_out_prefix):
         base = root / name
         if not base.exists():
             make_model(base, name)
-        outs = outs or [root / "out" / name / dtype / spec for spec in specs]
-        results = measure(
-            base,
-            [parse_spec(spec) for spec in specs],
-            outs,
-            CalibrationSettings(prefix=train_prefix, sequences=8, sequence_length=None, seed=0, seeds=seeds),
-            EvaluationSettings(
-                prefix=held_out_prefix,
-                max_tokens=600,
-                sequence_length=None,
-                documents="separate",
-                bootstrap_samples=200,
-                level=0.95,
-                seed=0,
-            ),
-            ComputeSettings.model_validate({"dtype": dtype, "batch_size": 8, "device": "cpu", "scratch": None}),
-            Ranks(0, 1, torch.device("cpu")),
+        outs = tuple(outs or [root / "out" / name / dtype / spec for spec in specs])
+        settings = run_settings(
+            train_prefix,
+            held_out_prefix,
+            calibration_sequences=8,
+            eval_tokens=600,
+            calibration_seeds=seeds,
+            dtype=dtype,
             dense=True,
         )
+        request = Request(base, tuple(map(parse_spec, specs)), outs, settings)
+        results = measure(request, Ranks(0, 1, torch.device("cpu")))
         return base, dict(zip(specs, zip(outs, results, strict=True), strict=True))
 
     return run
@@ -70,7 +66,9 @@ def kept(measured):
         base, results = measured(name, SPECS[name] if dtype == "fp32" else SPECS[name][:1], dtype)
         for spec, (out, result) in results.items():
             tensors = {
-                k: v for path in sorted((out / "dense").glob("*.safetensors")) for k, v in load_file(path).items()
+                k: v
+                for path in sorted((out / "dense").glob("*.safetensors"))
+                for k, v in load_file(path).items()
             }
             found[name, spec, dtype] = base, out, result, tensors
     return found
@@ -90,10 +88,14 @@ def loss_of(model, prefix):
 
 
 @pytest.mark.parametrize(("name", "spec", "dtype"), CASES)
-def test_transformers_with_the_files_has_the_measured_loss(kept, held_out_prefix, name, spec, dtype):
+def test_transformers_with_the_files_has_the_measured_loss(
+    kept, held_out_prefix, name, spec, dtype
+):
     base, _, result, tensors = kept[name, spec, dtype]
     types = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=types[dtype], attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=types[dtype], attn_implementation="sdpa"
+    ).eval()
     before = loss_of(model, held_out_prefix)
     parameters = dict(model.named_parameters())
     for key, tensor in tensors.items():
@@ -103,7 +105,9 @@ def test_transformers_with_the_files_has_the_measured_loss(kept, held_out_prefix
     # bf16 matmuls round by the shape of the batch, here and there
     tolerance = 1e-6 if dtype == "fp32" else 1e-3
     assert before == pytest.approx(expected["cross_entropy"], rel=tolerance)
-    assert loss_of(model, held_out_prefix) == pytest.approx(expected["cross_entropy_quantized"], rel=tolerance)
+    assert loss_of(model, held_out_prefix) == pytest.approx(
+        expected["cross_entropy_quantized"], rel=tolerance
+    )
 
 
 @pytest.mark.parametrize(("name", "spec", "dtype"), CASES)
@@ -115,7 +119,9 @@ def test_only_what_changed_is_in_the_files(kept, name, spec, dtype):
         assert tensor.dtype == types[dtype]
         assert not torch.equal(tensor, before[key].to(tensor.dtype))
     for index in range(3):
-        inside = {key.split(f".layers.{index}.")[1] for key in tensors if f".layers.{index}." in key}
+        inside = {
+            key.split(f".layers.{index}.")[1] for key in tensors if f".layers.{index}." in key
+        }
         if name == "gpt_neox":
             assert len(inside) == 4
         elif spec.startswith("awq"):
@@ -129,7 +135,9 @@ def test_dense_json_vouches_for_the_files_and_the_result_for_it(kept):
         told = json.loads((out / "dense" / "dense.json").read_text())
         assert result["measured"]["dense"] == sha256_of(out / "dense" / "dense.json")
         assert (told["spec"], told["dtype"]) == (spec, dtype)
-        assert told["base"]["weights_sha256"] == {"model.safetensors": sha256_of(base / "model.safetensors")}
+        assert told["base"]["weights_sha256"] == {
+            "model.safetensors": sha256_of(base / "model.safetensors")
+        }
         assert list(told["files"]) == [f"block{index:05d}.safetensors" for index in range(3)]
         assert {path.name for path in out.iterdir()} == {"dense"}
         for index, (file, record) in enumerate(told["files"].items()):
@@ -144,7 +152,7 @@ def test_a_walk_that_fails_leaves_the_weights_of_the_one_before(measured, kept, 
     def fails(*_):
         raise UserError("the disk is full")
 
-    monkeypatch.setattr("quant_eval.dense.write_json", fails)
+    monkeypatch.setattr("quant_eval.measuring.dense.write_json", fails)
     with pytest.raises(UserError, match="disk"):
         measured("olmo2", ["rtn-b3-g32"])
     assert [path.name for path in out.iterdir()] == ["dense"]

@@ -1,4 +1,5 @@
-"""What GPTQ and rounding to nearest are by themselves: grids by hand, what is refused, what does not matter.
+"""What GPTQ and rounding to nearest are by themselves: grids by hand, what is refused, what does
+not matter.
 
 Shapes: O outputs, I inputs, N calibration tokens.
 """
@@ -6,11 +7,11 @@ Shapes: O outputs, I inputs, N calibration tokens.
 import pytest
 import torch
 
+from base.errors import UserError
 from quant_eval.gptq import gptq, prepare, relative_output_error
 from quant_eval.grid import Rounded, round_to_nearest
 from quant_eval.specs import parse_spec
 from tests.quant_eval.gptq_reference import eliminate_columns, problem, same_weights
-from train.command import UserError
 
 
 def quantize(weight_OI: torch.Tensor, hessian_II: torch.Tensor, name: str) -> Rounded:
@@ -26,31 +27,49 @@ def test_gptq_beats_rounding_to_nearest(bits, symmetry, groups, order):
     weight_OI, hessian_II = problem(seed=10 + bits, num_inputs=160, num_tokens=400)
     nearest = round_to_nearest(weight_OI, parse_spec(f"rtn-b{bits}-{groups}-{symmetry}"))
     ours = quantize(weight_OI, hessian_II, f"gptq-b{bits}-{groups}-{symmetry}-{order}")
-    error, of_nearest = (relative_output_error(weight_OI, made.dense(), hessian_II) for made in (ours, nearest))
-    assert error < 0.8 * of_nearest  # on correlated inputs the gain is large, not a matter of rounding
+    error, of_nearest = (
+        relative_output_error(weight_OI, made.dense(), hessian_II) for made in (ours, nearest)
+    )
+    assert (
+        error < 0.8 * of_nearest
+    )  # on correlated inputs the gain is large, not a matter of rounding
 
 
 def test_three_bit_grids_worked_by_hand():
     weights = torch.tensor([[-7.0, -2.9, 0.0, 0.9, 1.1, 7.0]])
-    symmetric = round_to_nearest(weights, parse_spec("rtn-b3-perchannel"))  # step 2: codes 0..7 stand for -8..6
+    symmetric = round_to_nearest(
+        weights, parse_spec("rtn-b3-perchannel")
+    )  # step 2: codes 0..7 stand for -8..6
     assert symmetric.dense().tolist() == [[-8.0, -2.0, 0.0, 0.0, 2.0, 6.0]]
     assert symmetric.codes_OI.tolist() == [[0, 3, 4, 4, 5, 7]]
     assert (symmetric.scales_OG.item(), symmetric.zeros_OG.item()) == (2.0, 4)
-    positive = round_to_nearest(weights.clamp(min=0), parse_spec("rtn-b3-perchannel-asym"))  # step 1: 0..7
+    positive = round_to_nearest(
+        weights.clamp(min=0), parse_spec("rtn-b3-perchannel-asym")
+    )  # step 1: 0..7
     assert positive.dense().tolist() == [[0.0, 0.0, 0.0, 1.0, 1.0, 7.0]]
-    negative = round_to_nearest(weights.clamp(max=0), parse_spec("rtn-b3-perchannel-asym"))  # step 1: -7..0
+    negative = round_to_nearest(
+        weights.clamp(max=0), parse_spec("rtn-b3-perchannel-asym")
+    )  # step 1: -7..0
     assert negative.dense().tolist() == [[-7.0, -3.0, 0.0, 0.0, 0.0, 0.0]]
     assert (negative.codes_OI.tolist(), negative.zeros_OG.item()) == ([[0, 4, 7, 7, 7, 7]], 7)
-    above_zero = round_to_nearest(torch.tensor([[3.2, 4.0, 7.0]]), parse_spec("rtn-b3-perchannel-asym"))
+    above_zero = round_to_nearest(
+        torch.tensor([[3.2, 4.0, 7.0]]), parse_spec("rtn-b3-perchannel-asym")
+    )
     assert above_zero.dense().tolist() == [[3.0, 4.0, 7.0]]  # 0 stays a point of the grid: step 1
 
 
-@pytest.mark.parametrize("name", ["rtn-b2-g32", "rtn-b2-g32-asym", "gptq-b2-g32", "gptq-b2-g32-asym-actorder-s16"])
+@pytest.mark.parametrize(
+    "name", ["rtn-b2-g32", "rtn-b2-g32-asym", "gptq-b2-g32", "gptq-b2-g32-asym-actorder-s16"]
+)
 def test_a_group_of_zeros_stays_zero(name):
     weight_OI, hessian_II = problem(num_outputs=4, num_inputs=160)
     weight_OI[1] = 0
     spec = parse_spec(name)
-    rounded = quantize(weight_OI, hessian_II, name) if "gptq" in name else round_to_nearest(weight_OI, spec)
+    rounded = (
+        quantize(weight_OI, hessian_II, name)
+        if "gptq" in name
+        else round_to_nearest(weight_OI, spec)
+    )
     assert rounded.dense()[1].count_nonzero() == 0
     assert rounded.dense().isfinite().all()
 
@@ -58,19 +77,27 @@ def test_a_group_of_zeros_stays_zero(name):
 @pytest.mark.parametrize("scales", ["", "-s16"])
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_the_largest_negative_weight_takes_the_outer_point_whatever_its_last_digits(bits, scales):
-    """It lies midway between two points; noise of one part in 1e8 must not move it by a whole step."""
+    """It lies midway between two points; noise of one part in 1e8 must not move it by a whole
+    step.
+    """
     generator = torch.Generator().manual_seed(bits)
     weights = torch.rand(2000, 8, generator=generator)
     weights[:, 3] = -1 - torch.rand(2000, generator=generator)
     rounded = round_to_nearest(weights, parse_spec(f"rtn-b{bits}-perchannel{scales}"))
     assert (rounded.codes_OI[:, 3] == 0).all()
-    assert (rounded.dense()[:, 3] < weights[:, 3]).double().mean() > 0.99 - bool(scales)  # half a step outside
+    assert (rounded.dense()[:, 3] < weights[:, 3]).double().mean() > 0.99 - bool(
+        scales
+    )  # half a step outside
 
 
 def test_the_scale_of_the_hessian_does_not_matter():
     weight_OI, hessian_II = problem()
-    first, second = (quantize(weight_OI, factor * hessian_II, "gptq-b3-g32") for factor in (1.0, 2.0**-20))
-    assert torch.equal(first.codes_OI, second.codes_OI)  # a power of two: nothing rounds differently
+    first, second = (
+        quantize(weight_OI, factor * hessian_II, "gptq-b3-g32") for factor in (1.0, 2.0**-20)
+    )
+    assert torch.equal(
+        first.codes_OI, second.codes_OI
+    )  # a power of two: nothing rounds differently
 
 
 @pytest.mark.parametrize("order", ["natural", "actorder", "groupaware"])
@@ -96,14 +123,20 @@ def test_loud_inputs_decide_neither_that_a_hessian_is_singular_nor_that_it_is_re
     spec = parse_spec(f"gptq-b3-g32-{order}-damp0")
     for seed in range(3):
         loud_I = torch.logspace(0, 4, 160, dtype=torch.float64).roll(seed * 50)
-        regular_II, singular_II = (problem(seed, num_inputs=160, num_tokens=count)[1] for count in (161, 159))
-        assert prepare(loud_I[:, None] * regular_II * loud_I, spec, "layer").factor_II.isfinite().all()
+        regular_II, singular_II = (
+            problem(seed, num_inputs=160, num_tokens=count)[1] for count in (161, 159)
+        )
+        assert (
+            prepare(loud_I[:, None] * regular_II * loud_I, spec, "layer").factor_II.isfinite().all()
+        )
         with pytest.raises(UserError, match="not positive definite"):
             prepare(loud_I[:, None] * singular_II * loud_I, spec, "layer")
 
 
 def test_an_ill_conditioned_hessian_without_damping_is_factored_in_float64():
-    """Condition 1e9: fp32 could not tell its smallest eigenvalues from zero. U^T U is its inverse up to float64's."""
+    """Condition 1e9: fp32 could not tell its smallest eigenvalues from zero. U^T U is its
+    inverse up to float64's.
+    """
     generator = torch.Generator().manual_seed(0)
     basis_II = torch.linalg.qr(torch.randn(96, 96, generator=generator, dtype=torch.float64))[0]
     hessian_II = (basis_II * torch.logspace(0, -9, 96, dtype=torch.float64)) @ basis_II.T
@@ -111,7 +144,9 @@ def test_an_ill_conditioned_hessian_without_damping_is_factored_in_float64():
     inverse_II = torch.linalg.inv(hessian_II)
     pivots_I = torch.linalg.cholesky(inverse_II, upper=True).diagonal().square()
     rebuilt_II = factor_II.T @ (pivots_I[:, None] * factor_II)
-    assert float((rebuilt_II - inverse_II).norm() / inverse_II.norm()) < 1e-6  # the factor is stored in fp32
+    assert (
+        float((rebuilt_II - inverse_II).norm() / inverse_II.norm()) < 1e-6
+    )  # the factor is stored in fp32
 
 
 def test_an_indefinite_or_infinite_hessian_is_refused():
@@ -130,13 +165,19 @@ def test_inputs_that_are_all_zero_are_refused():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("name", ["gptq-b3-g32", "gptq-b3-perchannel-actorder-s16", "rtn-b3-g32-asym"])
+@pytest.mark.parametrize(
+    "name", ["gptq-b3-g32", "gptq-b3-perchannel-actorder-s16", "rtn-b3-g32-asym"]
+)
 def test_weights_that_are_not_finite_are_refused(name, value):
     weight_OI, hessian_II = problem(num_inputs=64)
     weight_OI[3, 50] = value
     spec = parse_spec(name)
     with pytest.raises(UserError, match="weights hold NaN or infinity; check the checkpoint"):
-        quantize(weight_OI, hessian_II, name) if "gptq" in name else round_to_nearest(weight_OI, spec)
+        (
+            quantize(weight_OI, hessian_II, name)
+            if "gptq" in name
+            else round_to_nearest(weight_OI, spec)
+        )
 
 
 # Below 2^-14 fp16 has steps of 2^-24: 6e-6 is cut by 0.7%, which is 1.7 of the 255 steps of 8 bits.
@@ -148,13 +189,17 @@ def test_scales_beyond_fp16_are_refused(method, bits, largest):
 
     def made(name: str) -> Rounded:
         return (
-            quantize(weight_OI, hessian_II, name) if method == "gptq" else round_to_nearest(weight_OI, parse_spec(name))
+            quantize(weight_OI, hessian_II, name)
+            if method == "gptq"
+            else round_to_nearest(weight_OI, parse_spec(name))
         )
 
     for symmetry in ("sym", "asym"):
         name = f"{method}-b{bits}-perchannel-{symmetry}"
         assert made(name).dense()[2].abs().max() == pytest.approx(largest, rel=0.5)
-        with pytest.raises(UserError, match="fp16 cannot hold the scale of every group; use a spec without -s16"):
+        with pytest.raises(
+            UserError, match="fp16 cannot hold the scale of every group; use a spec without -s16"
+        ):
             made(f"{name}-s16")
 
 
@@ -168,8 +213,12 @@ def test_a_small_scale_that_fp16_holds_to_less_than_half_a_step_is_taken():
 
 def test_the_objective_is_the_output_error_on_the_inputs():
     generator = torch.Generator().manual_seed(0)
-    weight_OI, inputs_NI = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (4, 50))
+    weight_OI, inputs_NI = (
+        torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (4, 50)
+    )
     rounded_OI = round_to_nearest(weight_OI, parse_spec("rtn-b3-perchannel")).dense().double()
     outputs, outputs_rounded = inputs_NI @ weight_OI.T, inputs_NI @ rounded_OI.T
     expected = float((outputs - outputs_rounded).norm() ** 2 / outputs.norm() ** 2)
-    assert relative_output_error(weight_OI, rounded_OI, inputs_NI.T @ inputs_NI) == pytest.approx(expected, rel=1e-9)
+    assert relative_output_error(weight_OI, rounded_OI, inputs_NI.T @ inputs_NI) == pytest.approx(
+        expected, rel=1e-9
+    )

@@ -1,4 +1,5 @@
-"""Every combination of GPTQ's options against the slow float64 reference, and what the options mean by themselves.
+"""Every combination of GPTQ's options against the slow float64 reference, and what the options
+mean by themselves.
 
 Shapes: O outputs, I inputs.
 """
@@ -12,7 +13,14 @@ import torch
 from quant_eval.gptq import gptq, prepare, relative_output_error
 from quant_eval.grid import Rounded, round_to_nearest
 from quant_eval.specs import parse_spec
-from tests.quant_eval.gptq_reference import closest, cut, eliminate_columns, grid_points, problem, same_weights
+from tests.quant_eval.gptq_reference import (
+    closest,
+    cut,
+    eliminate_columns,
+    grid_points,
+    problem,
+    same_weights,
+)
 
 BITS, SYMMETRIES = (2, 3, 4, 5, 8), ("sym", "asym")
 # 288 columns are two blocks and a quarter; groups of 96 cross the borders of blocks
@@ -34,10 +42,17 @@ def quantize(weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec) -> Rounded
     return gptq(weight_OI, prepare(hessian_II, spec, "layer"), spec)
 
 
-def agrees(ours: Rounded, reference_OI: torch.Tensor, weight_OI: torch.Tensor, hessian_II: torch.Tensor) -> None:
-    """fp32 rounds otherwise than float64: a weight between two points may fall either way, and move the rest."""
+def agrees(
+    ours: Rounded, reference_OI: torch.Tensor, weight_OI: torch.Tensor, hessian_II: torch.Tensor
+) -> None:
+    """fp32 rounds otherwise than float64: a weight between two points may fall either way, and
+    move the rest.
+    """
     assert same_weights(ours, reference_OI) >= 0.99
-    error, expected = (relative_output_error(weight_OI, dense, hessian_II) for dense in (ours.dense(), reference_OI))
+    error, expected = (
+        relative_output_error(weight_OI, dense, hessian_II)
+        for dense in (ours.dense(), reference_OI)
+    )
     assert error == pytest.approx(expected, rel=2e-3)
 
 
@@ -47,7 +62,12 @@ def agrees(ours: Rounded, reference_OI: torch.Tensor, weight_OI: torch.Tensor, h
 def test_every_combination_equals_explicit_elimination(layout, symmetry, bits):
     spec = spec_of(bits, symmetry, layout)
     weight_OI, hessian_II = some_problem()
-    agrees(quantize(weight_OI, hessian_II, spec), eliminate_columns(weight_OI, hessian_II, spec), weight_OI, hessian_II)
+    agrees(
+        quantize(weight_OI, hessian_II, spec),
+        eliminate_columns(weight_OI, hessian_II, spec),
+        weight_OI,
+        hessian_II,
+    )
 
 
 @pytest.mark.parametrize("symmetry", SYMMETRIES)
@@ -63,13 +83,16 @@ def test_dead_columns_are_eliminated_as_in_the_reference(layout, symmetry):
     assert ours.dense()[:, dead].count_nonzero() == 0
     reference_OI = eliminate_columns(weight_OI, hessian_II, spec)
     assert same_weights(ours, reference_OI) >= 0.99
-    # What dead weights were does not matter, but for the one grid of a row, which is fitted to all that it holds.
+    # What dead weights were does not matter, but for the one grid of a row, which is fitted to all
+    # that it holds.
     weight_OI[:, dead] = 100.0
     elsewhere = quantize(weight_OI, hessian_II, spec)
     assert torch.equal(elsewhere.codes_OI, ours.codes_OI) == (spec.group_size is not None)
 
 
-@pytest.mark.parametrize("layout", ["perchannel-actorder", "g32-natural", "g96-actorder", "g32-groupaware"])
+@pytest.mark.parametrize(
+    "layout", ["perchannel-actorder", "g32-natural", "g96-actorder", "g32-groupaware"]
+)
 @pytest.mark.parametrize("symmetry", SYMMETRIES)
 @pytest.mark.parametrize("bits", BITS)
 def test_fp16_scales_are_what_a_saved_checkpoint_holds(bits, symmetry, layout):
@@ -101,7 +124,9 @@ def test_rows_do_not_depend_on_the_number_of_threads_or_ranks(threads):
     weight_OI, hessian_II = some_problem(num_outputs=700)
     spec = parse_spec("gptq-b3-g32")
     preparation = prepare(hessian_II, spec, "layer")
-    alone = torch.cat([gptq(part, preparation, spec).codes_OI for part in weight_OI.tensor_split(3)])
+    alone = torch.cat(
+        [gptq(part, preparation, spec).codes_OI for part in weight_OI.tensor_split(3)]
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -115,13 +140,18 @@ def test_rows_do_not_depend_on_the_number_of_threads_or_ranks(threads):
 def test_weights_of_half_precision_are_taken_as_they_are(dtype):
     weight_OI, hessian_II = some_problem()
     spec = parse_spec("gptq-b4-g32-actorder")
-    half, full = (quantize(part, hessian_II, spec) for part in (weight_OI.to(dtype), weight_OI.to(dtype).float()))
+    half, full = (
+        quantize(part, hessian_II, spec)
+        for part in (weight_OI.to(dtype), weight_OI.to(dtype).float())
+    )
     assert torch.equal(half.codes_OI, full.codes_OI)
     assert half.scales_OG.dtype == torch.float32
 
 
 def test_groups_follow_the_order_or_the_features():
-    """With a diagonal Hessian nothing is compensated, so every group is the RTN of its members, which show."""
+    """With a diagonal Hessian nothing is compensated, so every group is the RTN of its members,
+    which show.
+    """
     diagonal_I = torch.tensor([3, 11, 7, 0, 9, 1, 5, 12, 2, 10, 4, 8], dtype=torch.float64)
     weight_OI = some_problem()[0][:5, :12]
     live_OI = weight_OI * (diagonal_I > 0)
@@ -147,7 +177,9 @@ def test_group_aware_order_worked_by_hand():
 
 
 def test_corrections_of_the_own_block_do_not_reach_a_groups_grid():
-    """As in the authors' code: with more than one group in a block the first 128 columns have RTN's scales."""
+    """As in the authors' code: with more than one group in a block the first 128 columns have
+    RTN's scales.
+    """
     weight_OI, hessian_II = some_problem()
     ours = quantize(weight_OI, hessian_II, parse_spec("gptq-b4-g32"))
     nearest = round_to_nearest(weight_OI, parse_spec("rtn-b4-g32"))
@@ -169,6 +201,10 @@ def test_rounding_to_nearest_finds_the_nearest_point(bits, symmetry, groups, sca
         for group, members in enumerate(weights.reshape(-1, size)):
             points = grid_points(members, spec)
             ours = rounded.dense()[row, group * size : (group + 1) * size].numpy()
-            np.testing.assert_allclose(ours, closest(members, np.tile(points, (size, 1))), rtol=0, atol=1e-7)
-            assert float(rounded.scales_OG[row, group]) == pytest.approx(points[1] - points[0], rel=1e-12)
+            np.testing.assert_allclose(
+                ours, closest(members, np.tile(points, (size, 1))), rtol=0, atol=1e-7
+            )
+            assert float(rounded.scales_OG[row, group]) == pytest.approx(
+                points[1] - points[0], rel=1e-12
+            )
     assert cut(1 / 3, "fp16") == float(torch.tensor(1 / 3).half())  # 1/3 rounds down in fp16

@@ -1,12 +1,15 @@
-"""GPTQ against the libraries that others use: gptqmodel's GPTQ class and llmcompressor's quantize_weight.
+"""GPTQ against the libraries that others use: gptqmodel's GPTQ class and llmcompressor's
+quantize_weight.
 
-Each library runs once, in a process of its own, since both change what they are imported into; run as a module this
-file is that process. They factor in fp32: corrections, and the grids fitted to corrected weights, are off by some 1e-6
-of a group's range, and a few weights on the border between two points fall the other way.
+Each library runs once, in a process of its own, since both change what they are imported into; run
+as a module this file is that process. They factor in fp32: corrections, and the grids fitted to
+corrected weights, are off by some 1e-6 of a group's range, and a few weights on the border between
+two points fall the other way.
 
-The largest weights are positive here: the largest negative one of a symmetric group lies on such a border exactly,
-where ours takes the outer point always and gptqmodel either, as fp32 rounds its scale. (Measured on weights with
-negative ones as large: 0.9896 to 1 of the weights equal; with scales rounded as gptqmodel's the worst are 0.9991 to 1.)
+The largest weights are positive here: the largest negative one of a symmetric group lies on such a
+border exactly, where ours takes the outer point always and gptqmodel either, as fp32 rounds its
+scale. (Measured on weights with negative ones as large: 0.9896 to 1 of the weights equal; with
+scales rounded as gptqmodel's the worst are 0.9991 to 1.)
 """
 
 import os
@@ -24,6 +27,7 @@ from quant_eval.gptq import gptq, prepare, relative_output_error
 from quant_eval.grid import round_to_nearest
 from quant_eval.libraries import pcre
 from quant_eval.specs import QuantSpec, parse_spec
+from tests.interpreter import interpreter
 from tests.quant_eval.gptq_reference import problem, same_weights
 from tests.waiting import HANG_SECONDS
 
@@ -43,16 +47,21 @@ def specs(bits: tuple[int, ...], layouts: str) -> list[str]:
     ]
 
 
-# Per library, pairs of a case and a spec. llmcompressor is given its scales, so they are fitted before any column is
-# rounded: static ones, and those of whole rows.
-ORDERED = "perchannel perchannel-actorder g128 g128-actorder g128-groupaware g32 g32-actorder g32-groupaware g96"
+# Per library, pairs of a case and a spec. llmcompressor is given its scales, so they are fitted
+# before any column is rounded: static ones, and those of whole rows.
+ORDERED = (
+    "perchannel perchannel-actorder g128 g128-actorder g128-groupaware g32 g32-actorder"
+    " g32-groupaware g96"
+)
 STATIC = "g128-static g32-static g32-actorder-static"
 RUNS: dict[str, list[tuple[str, str]]] = {
     "gptqmodel": [
         *(("live", name) for name in specs((2, 3, 4, 8), f"{ORDERED} {STATIC}")),
         *(("dead", name) for name in specs((3,), "perchannel g32 g32-static")),
     ],
-    "llmcompressor": [("live", name) for name in specs((2, 3, 4, 8), f"perchannel perchannel-actorder {STATIC}")],
+    "llmcompressor": [
+        ("live", name) for name in specs((2, 3, 4, 8), f"perchannel perchannel-actorder {STATIC}")
+    ],
 }
 
 
@@ -60,9 +69,12 @@ RUNS: dict[str, list[tuple[str, str]]] = {
 def case(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight and a Hessian, fp32 as the libraries take them.
 
-    The mean of the live diagonal is 1: so the 1 with which gptqmodel replaces a dead input's zero is our mean, too.
+    The mean of the live diagonal is 1: so the 1 with which gptqmodel replaces a dead input's zero
+    is our mean, too.
     """
-    weight_OI, hessian_II = problem(seed=20, num_outputs=128, num_inputs=NUM_INPUTS, num_tokens=1200)
+    weight_OI, hessian_II = problem(
+        seed=20, num_outputs=128, num_inputs=NUM_INPUTS, num_tokens=1200
+    )
     weight_OI = torch.where(weight_OI < 0, 0.5 * weight_OI, weight_OI)
     if kind == "dead":
         hessian_II[DEAD] = 0
@@ -78,9 +90,21 @@ def run_gptqmodel(weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: Quant
 
     linear = torch.nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False)
     linear.weight.data = weight_OI.clone()
-    settings = {"bits": spec.bits, "group_size": spec.group_size or -1, "sym": spec.symmetric, "mse": 0.0}
-    settings |= {"desc_act": spec.order == "actorder", "act_group_aware": spec.order == "groupaware"}
-    settings |= {"static_groups": spec.static_groups, "damp_percent": spec.damping, "damp_auto_increment": 0.0}
+    settings = {
+        "bits": spec.bits,
+        "group_size": spec.group_size or -1,
+        "sym": spec.symmetric,
+        "mse": 0.0,
+    }
+    settings |= {
+        "desc_act": spec.order == "actorder",
+        "act_group_aware": spec.order == "groupaware",
+    }
+    settings |= {
+        "static_groups": spec.static_groups,
+        "damp_percent": spec.damping,
+        "damp_auto_increment": 0.0,
+    }
     task = GPTQ(linear, QuantizeConfig(device="cpu", offload_to_disk=False, **settings))
     task.fallback = None
     task.quantizer.configure(perchannel=True)
@@ -90,13 +114,21 @@ def run_gptqmodel(weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: Quant
     return {"dense": dense_OI.data, "scales": scales_OG, "zeros": zeros_OG, "groups": groups_I}
 
 
-def run_llmcompressor(weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: QuantSpec) -> Tensors:
+def run_llmcompressor(
+    weight_OI: torch.Tensor, hessian_II: torch.Tensor, spec: QuantSpec
+) -> Tensors:
     from compressed_tensors.quantization import QuantizationArgs
     from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 
-    groups = {"strategy": "group", "group_size": spec.group_size} if spec.group_size else {"strategy": "channel"}
+    groups = (
+        {"strategy": "group", "group_size": spec.group_size}
+        if spec.group_size
+        else {"strategy": "channel"}
+    )
     order = {"actorder": "weight"} if spec.order == "actorder" else {}
-    arguments = QuantizationArgs(num_bits=spec.bits, symmetric=bool(spec.symmetric), **groups, **order)
+    arguments = QuantizationArgs(
+        num_bits=spec.bits, symmetric=bool(spec.symmetric), **groups, **order
+    )
     grids = round_to_nearest(weight_OI, spec)
     zeros_OG = grids.zeros_OG.float() - 2 ** (spec.bits - 1)  # its codes are signed
     weights, hessians = weight_OI.clone()[None], hessian_II.clone()[None]  # it overwrites both
@@ -122,22 +154,33 @@ def made(tmp_path_factory) -> dict[str, Tensors]:
     results = {}
     for library in RUNS:
         directory = tmp_path_factory.mktemp(library)
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "GPTQMODEL_CPU_WORKERS": "2", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", __name__, library, "made.safetensors"]
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "GPTQMODEL_CPU_WORKERS": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [interpreter(), "-m", __name__, library, "made.safetensors"]
         subprocess.run(command, cwd=directory, env=environment, check=True, timeout=HANG_SECONDS)
         results[library] = load_file(directory / "made.safetensors")
     return results
 
 
-@pytest.mark.parametrize(("library", "kind", "name"), [(key, *pair) for key, pairs in RUNS.items() for pair in pairs])
+@pytest.mark.parametrize(
+    ("library", "kind", "name"), [(key, *pair) for key, pairs in RUNS.items() for pair in pairs]
+)
 def test_the_library_rounds_to_the_same_weights(made, library, kind, name):
     spec = parse_spec(name)
     weight_OI, hessian_II = case(kind)
-    theirs = {key.rsplit("/", 1)[1]: part for key, part in made[library].items() if key.startswith(f"{kind}/{name}/")}
+    theirs = {
+        key.rsplit("/", 1)[1]: part
+        for key, part in made[library].items()
+        if key.startswith(f"{kind}/{name}/")
+    }
     ours = gptq(weight_OI, prepare(hessian_II.double(), spec, "layer"), spec)
     assert same_weights(ours, theirs["dense"], SAME) >= 0.99
     error, expected = (
-        relative_output_error(weight_OI, dense_OI, hessian_II.double()) for dense_OI in (ours.dense(), theirs["dense"])
+        relative_output_error(weight_OI, dense_OI, hessian_II.double())
+        for dense_OI in (ours.dense(), theirs["dense"])
     )
     assert error == pytest.approx(expected, rel=2e-3)
     if kind == "dead":

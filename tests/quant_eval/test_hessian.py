@@ -6,8 +6,8 @@ Shapes: N tokens, I input features.
 import pytest
 import torch
 
+from base.errors import UserError
 from quant_eval.hessian import InputHessian
-from train.command import UserError
 
 CPU = torch.device("cpu")
 
@@ -16,22 +16,31 @@ def inputs_of(num_tokens: int, width: int, dtype=torch.float32, seed=0) -> torch
     """Correlated, of very different sizes, and not centred."""
     generator = torch.Generator().manual_seed(seed)
     mixing_II = torch.randn(width, width, generator=generator, dtype=torch.float64)
-    inputs_NI = torch.randn(num_tokens, width, generator=generator, dtype=torch.float64) @ mixing_II + 1
+    inputs_NI = (
+        torch.randn(num_tokens, width, generator=generator, dtype=torch.float64) @ mixing_II + 1
+    )
     return (inputs_NI * torch.logspace(2, -2, width, dtype=torch.float64)).to(dtype)
 
 
 def close(ours_II: torch.Tensor, expected_II: torch.Tensor) -> bool:
-    """Element by element, to what float64 sums of thousands of terms in another order differ by (measured: 3e-15)."""
+    """Element by element, to what float64 sums of thousands of terms in another order differ by
+    (measured: 3e-15).
+    """
     sizes_I = expected_II.diagonal().sqrt()
     return bool(((ours_II - expected_II).abs() <= 1e-13 * sizes_I[:, None] * sizes_I).all())
 
 
-# 64 columns are one block of columns, 65 two, 520 eight of 65, 1000 eight of 125; 1024 tokens are one chunk
-@pytest.mark.parametrize(("num_tokens", "width"), [(1, 3), (1500, 64), (1024, 65), (3000, 520), (1025, 1000)])
+# 64 columns are one block of columns, 65 two, 520 eight of 65, 1000 eight of 125; 1024 tokens are
+# one chunk
+@pytest.mark.parametrize(
+    ("num_tokens", "width"), [(1, 3), (1500, 64), (1024, 65), (3000, 520), (1025, 1000)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_it_is_the_mean_of_outer_products_in_float64(num_tokens, width, dtype):
     inputs_NI = (
-        inputs_of(num_tokens, width, dtype) if dtype != torch.float16 else inputs_of(num_tokens, width).half() / 64
+        inputs_of(num_tokens, width, dtype)
+        if dtype != torch.float16
+        else inputs_of(num_tokens, width).half() / 64
     )
     hessian = InputHessian(width, CPU)
     hessian.add(inputs_NI)
@@ -94,4 +103,6 @@ def test_large_and_small_inputs_neither_overflow_nor_vanish():
     hessian = InputHessian(2, CPU)
     hessian.add(inputs_NI)
     expected = [[2.5e60, 3.5], [3.5, 5e-60]]
-    torch.testing.assert_close(hessian.mean("x"), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        hessian.mean("x"), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0
+    )

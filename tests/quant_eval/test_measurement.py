@@ -3,31 +3,24 @@
 import pytest
 import torch
 
-from ckpt_tools.ranks import Ranks
+from base.errors import UserError
+from base.ranks import Ranks
 from quant_eval.libraries.job import Report, run_job
-from quant_eval.measurement import measure
-from quant_eval.settings import CalibrationSettings, ComputeSettings, EvaluationSettings
+from quant_eval.measuring.measurement import Request, measure
 from quant_eval.specs import parse_spec
-from tests.quant_eval.models import make_model
-from train.command import UserError
+from tests.quant_eval.models import make_model, run_settings
 
-SPECS = [parse_spec(name) for name in ("gptq-b3-g32", "gptqmodel-b3-g32", "awq-b3-g32", "rtn-b3-g32")]
+SPECS = tuple(
+    parse_spec(name) for name in ("gptq-b3-g32", "gptqmodel-b3-g32", "awq-b3-g32", "rtn-b3-g32")
+)
+
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
 def settings(train_prefix, held_out_prefix):
-    calibration = CalibrationSettings(prefix=train_prefix, sequences=24, sequence_length=None, seed=0)
-    evaluation = EvaluationSettings(
-        prefix=held_out_prefix,
-        max_tokens=1500,
-        sequence_length=None,
-        documents="separate",
-        bootstrap_samples=200,
-        level=0.95,
-        seed=0,
-    )
-    compute = ComputeSettings(dtype="fp32", batch_size=8, device="cpu", scratch=None)
-    return calibration, evaluation, compute, Ranks(0, 1, torch.device("cpu"))
+    return run_settings(train_prefix, held_out_prefix)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +28,8 @@ def results(tmp_path_factory, settings):
     """By spec; what the libraries leave behind is gone."""
     root = tmp_path_factory.mktemp("measured")
     model = make_model(root / "model", "olmo2")
-    outs = [root / "out" / spec.name for spec in SPECS]
-    found = measure(model, SPECS, outs, *settings)
+    outs = tuple(root / "out" / spec.name for spec in SPECS)
+    found = measure(Request(model, SPECS, outs, settings), ALONE)
     assert not [path for out in outs if out.exists() for path in out.iterdir()]
     return {result["spec"]["name"]: result for result in found}
 
@@ -49,16 +42,24 @@ def test_gptqmodel_and_our_gptq_cost_the_same_where_their_settings_agree(results
     assert ours["kl_divergence"] < 0.8 * results["rtn-b3-g32"]["measured"]["kl_divergence"]
     for index, (one, other) in enumerate(zip(ours["layers"], theirs["layers"], strict=True)):
         assert one["name"] == other["name"]
-        # q, k and v of the first block read the same; further on a flip in 32 inputs moves what the others read
+        # q, k and v of the first block read the same; further on a flip in 32 inputs moves what the
+        # others read
         tolerance = 2e-3 if index < 3 else 0.1
-        assert other["relative_output_error"] == pytest.approx(one["relative_output_error"], rel=tolerance)
+        assert other["relative_output_error"] == pytest.approx(
+            one["relative_output_error"], rel=tolerance
+        )
 
 
 def test_a_result_says_what_the_library_was_told(results):
     spec = results["gptqmodel-b3-g32"]["spec"]
     assert (spec["library"], spec["library_version"]) == ("gptqmodel", "7.6.0")
     told = spec["library_settings"]["quantize_config"]
-    assert (told["bits"], told["group_size"], told["fallback"], told["damp_auto_increment"]) == (3, 32, None, 0.0)
+    assert (told["bits"], told["group_size"], told["fallback"], told["damp_auto_increment"]) == (
+        3,
+        32,
+        None,
+        0.0,
+    )
     assert "library_settings" not in results["gptq-b3-g32"]["spec"]
 
 
@@ -73,8 +74,8 @@ def test_a_library_that_fails_leaves_nothing(tmp_path, settings, monkeypatch):
         run_job(job.model_copy(update={"calibration": tmp_path / "absent"}))
         raise AssertionError
 
-    monkeypatch.setattr("quant_eval.measurement.run_job", fails)
+    monkeypatch.setattr("quant_eval.measuring.library.run_job", fails)
     model = make_model(tmp_path / "model", "olmo2")
     with pytest.raises(UserError, match="spec gptqmodel-b3-g32: "):
-        measure(model, SPECS[1:2], [tmp_path / "out"], *settings)
+        measure(Request(model, SPECS[1:2], (tmp_path / "out",), settings), ALONE)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

@@ -1,18 +1,21 @@
-"""How much memory a measurement takes: one decoder block and the activations, however many blocks there are."""
+"""How much memory a measurement takes: one decoder block and the activations, however many
+blocks there are.
+"""
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import make_hf_directory
+from tests.interpreter import interpreter
 
 BLOCKS = (2, 14)
 HIDDEN, INTERMEDIATE = 512, 1536
 BLOCK_MIB = 4 * (4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE) / 2**20  # 13
-# getrusage would tell the peak of the process that started it, too: of the tests before, and of making the model.
+# getrusage would tell the peak of the process that started it, too: of the tests before, and of
+# making the model.
 PEAK = """
 import sys
 from quant_eval.__main__ import app
@@ -28,13 +31,21 @@ def peaks(tmp_path_factory, train_prefix, held_out_prefix) -> list[float]:
     for blocks in BLOCKS:
         root = tmp_path_factory.mktemp("memory")
         model = make_hf_directory(
-            root / "model", num_hidden_layers=blocks, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE
+            root / "model",
+            num_hidden_layers=blocks,
+            hidden_size=HIDDEN,
+            intermediate_size=INTERMEDIATE,
         )
-        options = {"calibration": train_prefix, "eval": held_out_prefix, "spec": "gptq-b4-g128", "eval-tokens": 1000}
-        options |= {"calibration-sequences": 32, "bootstrap-samples": 100, "out": root / "out"}
+        options = {
+            "calibration": train_prefix,
+            "eval": held_out_prefix,
+            "spec": "gptq-b4-g128",
+            "eval-tokens": 1000,
+        }
+        options |= {"calibration-sequences": 32, "out": root / "out"}
         arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
         done = subprocess.run(
-            [sys.executable, "-c", PEAK, "run", str(model), *arguments],
+            [interpreter(), "-c", PEAK, "run", str(model), *arguments],
             capture_output=True,
             text=True,
             check=False,
@@ -47,7 +58,9 @@ def peaks(tmp_path_factory, train_prefix, held_out_prefix) -> list[float]:
 
 
 def test_memory_does_not_grow_with_the_number_of_blocks(peaks):
-    """Twelve more blocks hold 160 MiB; half of that is left for holes between what is freed (3 to 5 MiB were seen)."""
+    """Twelve more blocks hold 160 MiB; half of that is left for holes between what is freed (3
+    to 5 MiB were seen).
+    """
     more = (BLOCKS[1] - BLOCKS[0]) * BLOCK_MIB
     assert more > 150
     assert peaks[1] - peaks[0] < 0.5 * more

@@ -1,33 +1,52 @@
-"""`torchrun -m quant_eval run` with one process and with three, and unequal shares of the calibration text."""
+"""`torchrun -m quant_eval run` with one process and with three, and unequal shares of the
+calibration text.
+"""
 
 import json
 
 import pytest
 import torch
 
-from ckpt_tools.ranks import Ranks, start
+from base.errors import UserError
+from base.ranks import Ranks, start
 from quant_eval.gptq_format.reader import SavedWeights
 from tests.quant_eval.models import make_model
-from tests.runs import execute, ranks, torchrun
-from train.command import UserError
+from tests.runs import ranks
 
 SPECS = ("gptq-b3-g16-actorder-s16",)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, train_prefix, held_out_prefix):
-    """Result directories by number of ranks; 13 sequences are no multiple of 3 ranks, nor of the 4 of a batch."""
+    """Result directories by number of ranks; 13 sequences are no multiple of 3 ranks, nor of the
+    4 of a batch.
+    """
     root = tmp_path_factory.mktemp("ranks")
-    model = make_model(root / "model", "llama", hidden_size=64, intermediate_size=128, attention_bias=False)
+    model = make_model(
+        root / "model", "llama", hidden_size=64, intermediate_size=128, attention_bias=False
+    )
     found = {}
     for size in (1, 3):
         outs = [root / str(size) / spec for spec in SPECS]
-        arguments = ["run", model, "--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", "1500"]
-        arguments += ["--calibration-sequences", "13", "--batch-size", "4", "--bootstrap-samples", "200", "--save"]
+        arguments = [
+            "run",
+            model,
+            "--calibration",
+            train_prefix,
+            "--eval",
+            held_out_prefix,
+            "--eval-tokens",
+            "1500",
+        ]
+        arguments += [
+            "--calibration-sequences",
+            "13",
+            "--save",
+        ]
         for spec, out in zip(SPECS, outs, strict=True):
             arguments += ["--spec", spec, "--out", out]
         command = ("quant_eval", *map(str, arguments))
-        done = execute(torchrun(size, *command)) if size > 1 else ranks(size, *command)
+        done = ranks(size, *command)
         assert done.returncode == 0, done.stderr[-3000:]
         found[size] = outs
     return found
@@ -39,24 +58,28 @@ def test_ranks_change_neither_weights_nor_losses(results):
     equal = total = 0
     for name in one.tensors:
         if name.endswith("proj.weight"):
-            codes = [weights.rounded(name.removesuffix(".weight")).codes_OI for weights in (one, other)]
+            codes = [
+                weights.rounded(name.removesuffix(".weight")).codes_OI for weights in (one, other)
+            ]
             equal, total = equal + int((codes[0] == codes[1]).sum()), total + codes[0].numel()
     assert total > 90_000
     assert equal / total >= 0.999
-    measured = [json.loads((path / "result.json").read_text())["measured"] for path in (alone, shared)]
+    measured = [
+        json.loads((path / "result.json").read_text())["measured"] for path in (alone, shared)
+    ]
     assert measured[1]["cross_entropy"] == measured[0]["cross_entropy"]
     for figure in ("cross_entropy_quantized", "kl_divergence"):
         assert measured[1][figure] == pytest.approx(measured[0][figure], rel=1e-4)
     for layer, same in zip(*(one["layers"] for one in measured), strict=True):
-        assert layer["relative_output_error"] == pytest.approx(same["relative_output_error"], rel=2e-3)
+        assert layer["relative_output_error"] == pytest.approx(
+            same["relative_output_error"], rel=2e-3
+        )
 
 
 def test_a_saved_checkpoint_is_proven(results):
     for out in results[3]:
         reloaded = json.loads((out / "result.json").read_text())["measured"]["reloaded"]
         assert reloaded["relative_difference"] <= 1e-6
-        assert reloaded["gptqmodel"]["relative_difference"] <= 1e-4
-        assert reloaded["gptqmodel"]["blocks"] >= 4
 
 
 def test_shares_cover_everything_once():

@@ -1,4 +1,6 @@
-"""The walk against full forward passes of a model into which the quantized weights are put one by one."""
+"""The walk against full forward passes of a model into which the quantized weights are put one
+by one.
+"""
 
 import shutil
 from pathlib import Path
@@ -9,20 +11,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from base.errors import UserError
+from base.ranks import Ranks
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
-from ckpt_tools.ranks import Ranks
 from quant_eval.gptq import gptq, prepare
 from quant_eval.grid import round_to_nearest
+from quant_eval.measuring.sequential import check_groups
+from quant_eval.measuring.walk import Variant, walk
+from quant_eval.model.streamed import StreamedModel
 from quant_eval.settings import ComputeSettings
 from quant_eval.specs import parse_spec
-from quant_eval.streamed import StreamedModel
-from quant_eval.walk import Variant, walk
 from tests.conftest import make_hf_directory
 from tests.quant_eval.models import ARCHITECTURES, make_model
-from train.command import UserError
-from train.corpus import open_corpus
-from train.data import batch
+from train.data.batches import batch
+from train.data.corpus import open_corpus
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, CPU)
@@ -35,8 +38,10 @@ def calibration(train_prefix):
     return torch.from_numpy(drawn[:, :-1].copy())
 
 
-def quantize(directory: Path, name: str, calibration, batch_size=6, dtype="fp32", scratch=None):
-    """Weights of the quantized linears, the walk's records and the groups; 6 does not divide the 20 sequences."""
+def quantize(directory: Path, name: str, calibration, batch_size=6, dtype="fp32"):
+    """Weights of the quantized linears, the walk's records and the groups; 6 does not divide the
+    20 sequences.
+    """
     weights: dict[str, torch.Tensor] = {}
     groups: list[list[str]] = []
 
@@ -45,11 +50,11 @@ def quantize(directory: Path, name: str, calibration, batch_size=6, dtype="fp32"
             groups.append(list(group))
             weights.update({key: linear.weight.clone() for key, linear in group.items()})
 
-    compute = ComputeSettings(dtype=dtype, batch_size=batch_size, device="cpu", scratch=scratch)
+    compute = ComputeSettings(dtype=dtype, batch_size=batch_size, device="cpu")
     variant = Variant(parse_spec(name), calibration, finished=collect)
     model = StreamedModel(directory, HFWeights(directory), DTYPES[dtype], CPU)
-    walk(model, [variant], None, compute, ALONE)
-    return weights, variant.errors, groups
+    (quantized,) = walk(model, [variant], None, compute, ALONE)
+    return weights, quantized.errors, groups
 
 
 @torch.no_grad()
@@ -69,33 +74,54 @@ def inputs_of(model: Any, name: str, calibration) -> torch.Tensor:
 def test_every_linear_is_quantized_on_the_inputs_the_quantized_model_before_it_makes(
     tmp_path, calibration, name, architecture
 ):
-    """The witness is transformers' own forward, eager, all sequences at once; the walk takes blocks apart, by sdpa."""
+    """The witness is transformers' own forward, eager, all sequences at once; the walk takes
+    blocks apart, by sdpa.
+    """
     directory = make_model(tmp_path / "model", architecture)
     quantized, errors, groups = quantize(directory, name, calibration)
-    witness = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    witness = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     spec, records = parse_spec(name), {error.name: error for error in errors}
     for names in groups:
         inputs_NI = inputs_of(witness, names[0], calibration)
         hessian_II = inputs_NI.T @ inputs_NI / len(inputs_NI)
         for linear_name in names:
-            weight_OI, ours_OI = witness.get_submodule(linear_name).weight.detach().clone(), quantized[linear_name]
+            weight_OI, ours_OI = (
+                witness.get_submodule(linear_name).weight.detach().clone(),
+                quantized[linear_name],
+            )
             expected_OI = gptq(weight_OI, prepare(hessian_II, spec, linear_name), spec).dense()
-            # fp32 activations of two attention kernels differ by 1e-6: a few weights fall the other way.
+            # fp32 activations of two attention kernels differ by 1e-6: a few weights fall the other
+            # way.
             assert ((ours_OI - expected_OI).abs() < 1e-5).double().mean() >= 0.99, linear_name
-            output, moved = inputs_NI @ weight_OI.double().T, inputs_NI @ (weight_OI - ours_OI).double().T
+            output, moved = (
+                inputs_NI @ weight_OI.double().T,
+                inputs_NI @ (weight_OI - ours_OI).double().T,
+            )
             expected_error = float(moved.norm() ** 2 / output.norm() ** 2)
-            assert records[linear_name].relative_output_error == pytest.approx(expected_error, rel=1e-3)
+            assert records[linear_name].relative_output_error == pytest.approx(
+                expected_error, rel=1e-3
+            )
             expected_error = float((weight_OI - ours_OI).norm() ** 2 / weight_OI.norm() ** 2)
-            assert records[linear_name].relative_weight_error == pytest.approx(expected_error, rel=1e-4)
+            assert records[linear_name].relative_weight_error == pytest.approx(
+                expected_error, rel=1e-4
+            )
         with torch.no_grad():
             for linear_name in names:
                 witness.get_submodule(linear_name).weight.copy_(quantized[linear_name])
-    linears = [key for key, part in witness.named_modules() if isinstance(part, torch.nn.Linear) and ".0." in key]
+    linears = [
+        key
+        for key, part in witness.named_modules()
+        if isinstance(part, torch.nn.Linear) and ".0." in key
+    ]
     assert {error.name for error in errors if ".0." in error.name} == set(linears)
 
 
 def test_the_second_layer_would_differ_on_inputs_of_the_full_precision_model(hf_dir, calibration):
-    """What the test above tells apart: on unquantized earlier layers a tenth of the weights or more fall elsewhere."""
+    """What the test above tells apart: on unquantized earlier layers a tenth of the weights or
+    more fall elsewhere.
+    """
     quantized, _, _ = quantize(hf_dir, "gptq-b2-g16", calibration)
     full: Any = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
     name, spec = "model.layers.1.mlp.down_proj", parse_spec("gptq-b2-g16")
@@ -109,11 +135,15 @@ def test_rounding_to_nearest_is_each_weight_alone(hf_dir, calibration):
     quantized, _, _ = quantize(hf_dir, "rtn-b2-g16", calibration)
     full: Any = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
     for name, weight_OI in quantized.items():
-        rounded = round_to_nearest(full.get_submodule(name).weight.detach(), parse_spec("rtn-b2-g16"))
+        rounded = round_to_nearest(
+            full.get_submodule(name).weight.detach(), parse_spec("rtn-b2-g16")
+        )
         assert torch.equal(weight_OI, rounded.dense())
 
 
-@pytest.mark.parametrize(("name", "levels"), [("gptq-b2-g16", 4), ("gptq-b3-g16-asym", 8), ("rtn-b3-perchannel", 8)])
+@pytest.mark.parametrize(
+    ("name", "levels"), [("gptq-b2-g16", 4), ("gptq-b3-g16-asym", 8), ("rtn-b3-perchannel", 8)]
+)
 def test_weights_take_no_more_values_than_the_bits_allow(hf_dir, calibration, name, levels):
     quantized, _, _ = quantize(hf_dir, name, calibration)
     for weight_OI in quantized.values():
@@ -125,7 +155,8 @@ def test_bf16_weights_stay_bf16(tmp_path, calibration):
     directory = make_hf_directory(tmp_path / "model", dtype=torch.bfloat16)
     quantized, errors, _ = quantize(directory, "gptq-b8-g16", calibration, dtype="bf16")
     assert all(weight_OI.dtype == torch.bfloat16 for weight_OI in quantized.values())
-    # 8 bits of a group's range and bf16's 8 significant bits are alike: steps of about 1e-2 of a typical weight.
+    # 8 bits of a group's range and bf16's 8 significant bits are alike: steps of about 1e-2 of a
+    # typical weight.
     assert all(error.relative_output_error < 1e-3 for error in errors)
 
 
@@ -142,13 +173,9 @@ def test_a_linear_of_zeros_is_kept_as_it_is(tmp_path, hf_dir, calibration):
     assert error.relative_output_error == error.relative_weight_error == 0
 
 
-def test_scratch_files_change_nothing_and_are_gone(hf_dir, calibration, tmp_path):
-    in_memory, _, _ = quantize(hf_dir, "gptq-b3-g16", calibration)
-    on_disk, _, _ = quantize(hf_dir, "gptq-b3-g16", calibration, scratch=tmp_path)
-    assert all(torch.equal(in_memory[name], on_disk[name]) for name in in_memory)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_group_size_that_does_not_divide_is_refused(hf_dir, calibration):
-    with pytest.raises(UserError, match=r"64 does not divide the 32 input features of model\.layers\.0\.self_attn"):
-        quantize(hf_dir, "rtn-b4-g64", calibration)
+def test_a_group_size_that_does_not_divide_is_refused(hf_dir):
+    model = StreamedModel(hf_dir, HFWeights(hf_dir), torch.float32, CPU)
+    with pytest.raises(
+        UserError, match=r"64 does not divide the 32 input features of model\.layers\.0\.self_attn"
+    ):
+        check_groups(model, parse_spec("rtn-b4-g64"))

@@ -3,20 +3,44 @@
 import pytest
 from pydantic import ValidationError
 
+from base.errors import UserError
 from quant_eval.specs import QuantSpec, parse_spec
-from train.command import UserError
 
-GPTQ = {"method": "gptq", "symmetric": True, "order": "natural", "static_groups": False, "scales": "fp32"}
-MODEL = {"method": "gptqmodel", "symmetric": True, "order": "natural", "static_groups": False, "damping": 0.05}
+GPTQ = {
+    "method": "gptq",
+    "symmetric": True,
+    "order": "natural",
+    "static_groups": False,
+    "scales": "fp32",
+}
+MODEL = {
+    "method": "gptqmodel",
+    "symmetric": True,
+    "order": "natural",
+    "static_groups": False,
+    "damping": 0.05,
+}
 
 
 @pytest.mark.parametrize(
     ("text", "name", "values"),
     [
-        ("rtn-b4-g128", None, {"method": "rtn", "bits": 4, "group_size": 128, "symmetric": True, "scales": "fp32"}),
-        ("rtn-b8-perchannel-asym-s16", None, {"method": "rtn", "bits": 8, "symmetric": False, "scales": "fp16"}),
+        (
+            "rtn-b4-g128",
+            None,
+            {"method": "rtn", "bits": 4, "group_size": 128, "symmetric": True, "scales": "fp32"},
+        ),
+        (
+            "rtn-b8-perchannel-asym-s16",
+            None,
+            {"method": "rtn", "bits": 8, "symmetric": False, "scales": "fp16"},
+        ),
         ("gptq-b3-g32", None, GPTQ | {"bits": 3, "group_size": 32, "damping": 0.05}),
-        ("gptq-b3-g32-sym-natural-damp0.05", "gptq-b3-g32", GPTQ | {"bits": 3, "group_size": 32, "damping": 0.05}),
+        (
+            "gptq-b3-g32-sym-natural-damp0.05",
+            "gptq-b3-g32",
+            GPTQ | {"bits": 3, "group_size": 32, "damping": 0.05},
+        ),
         (
             "gptq-b2-g64-asym-actorder-static-damp0.1",
             None,
@@ -24,21 +48,40 @@ MODEL = {"method": "gptqmodel", "symmetric": True, "order": "natural", "static_g
             | {"bits": 2, "group_size": 64, "symmetric": False, "order": "actorder", "damping": 0.1}
             | {"static_groups": True},
         ),
-        ("gptq-b5-g64-groupaware", None, GPTQ | {"bits": 5, "group_size": 64, "order": "groupaware", "damping": 0.05}),
+        (
+            "gptq-b5-g64-groupaware",
+            None,
+            GPTQ | {"bits": 5, "group_size": 64, "order": "groupaware", "damping": 0.05},
+        ),
         ("gptq-b4-perchannel-damp0", None, GPTQ | {"bits": 4, "damping": 0.0}),
         ("gptq-b4-g8-damp0.000001", None, GPTQ | {"bits": 4, "group_size": 8, "damping": 1e-6}),
         ("gptq-b4-g8-damp1", None, GPTQ | {"bits": 4, "group_size": 8, "damping": 1.0}),
-        ("gptqmodel-b4-g128-paper", None, MODEL | {"bits": 4, "group_size": 128, "order": "actorder"}),
+        (
+            "gptqmodel-b4-g128-paper",
+            None,
+            MODEL | {"bits": 4, "group_size": 128, "order": "actorder"},
+        ),
         (
             "gptqmodel-b4-g128-actorder",
             "gptqmodel-b4-g128-paper",
             MODEL | {"bits": 4, "group_size": 128, "order": "actorder"},
         ),
-        ("gptqmodel-b3-g64-actorder", None, MODEL | {"bits": 3, "group_size": 64, "order": "actorder"}),
+        (
+            "gptqmodel-b3-g64-actorder",
+            None,
+            MODEL | {"bits": 3, "group_size": 64, "order": "actorder"},
+        ),
         (
             "gptaq-b3-g128",
             None,
-            {"method": "gptaq", "bits": 3, "group_size": 128, "symmetric": True, "damping": 0.05, "alpha": 0.25},
+            {
+                "method": "gptaq",
+                "bits": 3,
+                "group_size": 128,
+                "symmetric": True,
+                "damping": 0.05,
+                "alpha": 0.25,
+            },
         ),
         ("awq-b4-g128", None, {"method": "awq", "bits": 4, "group_size": 128, "symmetric": False}),
         ("int8-t6", None, {"method": "int8", "bits": 8, "threshold": 6.0}),
@@ -48,7 +91,9 @@ MODEL = {"method": "gptqmodel", "symmetric": True, "order": "natural", "static_g
 )
 def test_a_name_states_every_setting(text, name, values):
     spec = parse_spec(text)
-    assert {option: value for option, value in spec.model_dump().items() if value is not None} == values
+    assert {
+        option: value for option, value in spec.model_dump().items() if value is not None
+    } == values
     assert spec.name == (name or text)
     assert parse_spec(spec.name) == spec
 
@@ -94,7 +139,10 @@ def test_a_name_states_every_setting(text, name, values):
     ],
 )
 def test_other_names_are_refused_with_the_grammar_and_an_example(text):
-    with pytest.raises(UserError, match=r"\(rtn\|gptq\|gptqmodel\|gptaq\|awq\|int8\|nf4\).*for example gptq-b3-g128"):
+    with pytest.raises(
+        UserError,
+        match=r"\(rtn\|gptq\|gptqmodel\|gptaq\|awq\|int8\|nf4\).*for example gptq-b3-g128",
+    ):
         parse_spec(text)
 
 

@@ -1,4 +1,6 @@
-"""Figures and intervals against loops, leaving documents out, closed forms and the normal approximation."""
+"""Figures and intervals against loops, leaving documents out, closed forms and the normal
+approximation.
+"""
 
 import math
 
@@ -6,11 +8,11 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from quant_eval import bootstrap
-from quant_eval.bootstrap import Statistic, resample
-from quant_eval.losses import PairedLosses
-from quant_eval.statistics import UNITS, figures_of, ratios
-from train.command import UserError
+from base.errors import UserError
+from quant_eval.measuring import bootstrap
+from quant_eval.measuring.bootstrap import Statistic, resample
+from quant_eval.measuring.losses import PairedLosses
+from quant_eval.measuring.statistics import UNITS, figures_of, ratios
 
 
 def documents(seed=0, count=40, noise=0.02):
@@ -20,7 +22,9 @@ def documents(seed=0, count=40, noise=0.02):
     nll = tokens * generator.normal(3, 0.4, count)
     nll_quantized = nll * (1.01 + noise * generator.normal(size=count))
     agreements = generator.binomial(tokens.astype(int), 0.9).astype(float)
-    return PairedLosses(tokens, nll, nll_quantized, nll * generator.uniform(0, 0.02, count), agreements)
+    return PairedLosses(
+        tokens, nll, nll_quantized, nll * generator.uniform(0, 0.02, count), agreements
+    )
 
 
 def intervals_of(losses, samples=200, level=0.95, seed=0):
@@ -58,7 +62,9 @@ def half_width_by_loops(pairs, logarithmic, samples, level, seed):
     for _ in range(samples):
         members = generator.integers(count, size=count)
         change = math.log(value(members) / estimate) if logarithmic else value(members) - estimate
-        studentized.append(abs(change) / math.sqrt((count * variance(members) + spread) / (count + 1)))
+        studentized.append(
+            abs(change) / math.sqrt((count * variance(members) + spread) / (count + 1))
+        )
     return sorted(studentized)[math.ceil(level * (samples + 1)) - 1] * math.sqrt(spread)
 
 
@@ -88,12 +94,16 @@ def test_the_standard_error_is_what_leaving_documents_out_shows():
     one, other = documents(3), documents(4)
 
     def value(keep):
-        return one.kl[keep].sum() / one.nll[keep].sum() - other.kl[keep].sum() / other.nll[keep].sum()
+        return (
+            one.kl[keep].sum() / one.nll[keep].sum() - other.kl[keep].sum() / other.nll[keep].sum()
+        )
 
     everything = np.arange(40)
     changes = [value(everything != left_out) - value(everything >= 0) for left_out in everything]
     statistic = Statistic("difference", (one.kl, one.nll), (other.kl, other.nll))
-    assert statistic.standard_error == pytest.approx(math.sqrt(sum(change**2 for change in changes)), rel=1e-9)
+    assert statistic.standard_error == pytest.approx(
+        math.sqrt(sum(change**2 for change in changes)), rel=1e-9
+    )
 
 
 def test_equal_documents_leave_no_uncertainty():
@@ -115,7 +125,9 @@ def test_equal_documents_leave_no_uncertainty():
 
 
 def test_pairing_removes_what_both_models_share():
-    """Losses differ between documents, their ratio does not: only the losses themselves are uncertain."""
+    """Losses differ between documents, their ratio does not: only the losses themselves are
+    uncertain.
+    """
     intervals = intervals_of(documents(noise=0.0))
     assert intervals["relative_error"] == pytest.approx([0.01, 0.01], rel=1e-9)
     low, high = intervals["cross_entropy"]
@@ -131,12 +143,17 @@ def test_wide_intervals_contain_narrow_ones_and_the_estimate():
 
 
 def test_many_documents_give_the_normal_interval_of_a_ratio():
-    """Half width 1.96 sqrt(sum (q - R p)^2) / sum p, the linearised error of a ratio estimator (Cochran 1977, 6.3)."""
+    """Half width 1.96 sqrt(sum (q - R p)^2) / sum p, the linearised error of a ratio estimator
+    (Cochran 1977, 6.3).
+    """
     losses = documents(seed=3, count=500)
     low, high = intervals_of(losses, samples=20_000)["relative_error"]
     ratio = losses.nll_quantized.sum() / losses.nll.sum()
-    half_width = 1.96 * np.sqrt(((losses.nll_quantized - ratio * losses.nll) ** 2).sum()) / losses.nll.sum()
-    # 20000 samples place this quantile within about 1% of itself, and 500 documents are not quite normal.
+    half_width = (
+        1.96 * np.sqrt(((losses.nll_quantized - ratio * losses.nll) ** 2).sum()) / losses.nll.sum()
+    )
+    # 20000 samples place this quantile within about 1% of itself, and 500 documents are not quite
+    # normal.
     assert (high - low) / 2 == pytest.approx(half_width, rel=0.03)
     assert (high + low) / 2 == pytest.approx(ratio - 1, rel=1e-9)
 
@@ -153,19 +170,23 @@ def test_the_seed_decides_and_the_memory_does_not(monkeypatch):
 def test_units_carry_over():
     """A divergence in other units, longer documents, has the same interval in those units."""
     losses = documents()
-    bits = PairedLosses(losses.tokens, losses.nll, losses.nll_quantized, losses.kl / math.log(2), losses.agreements)
+    bits = PairedLosses(
+        losses.tokens, losses.nll, losses.nll_quantized, losses.kl / math.log(2), losses.agreements
+    )
     expected = [end / math.log(2) for end in intervals_of(losses)["kl_divergence"]]
     assert intervals_of(bits)["kl_divergence"] == pytest.approx(expected, rel=1e-9)
 
 
 def test_sparse_figures_have_finite_intervals():
-    """In a third of the resamples no document disagrees, and the resample itself shows no error at all."""
+    """In a third of the resamples no document disagrees, and the resample itself shows no error
+    at all.
+    """
     losses = documents(count=30)
     agreements = losses.tokens.copy()
     agreements[4] -= 1
-    low, high = intervals_of(PairedLosses(losses.tokens, losses.nll, losses.nll_quantized, losses.kl, agreements))[
-        "top1_agreement"
-    ]
+    low, high = intervals_of(
+        PairedLosses(losses.tokens, losses.nll, losses.nll_quantized, losses.kl, agreements)
+    )["top1_agreement"]
     assert 0.9 < low < agreements.sum() / losses.tokens.sum() < high <= 1
     always = PairedLosses(losses.tokens, losses.nll, losses.nll, 0 * losses.kl, losses.tokens)
     intervals = intervals_of(always)
@@ -182,7 +203,9 @@ def test_what_has_no_interval_is_refused():
         intervals_of(noise)
     with pytest.raises(UserError, match=r"18 bootstrap samples are too few .* take 19 or more"):
         intervals_of(losses, samples=18)
-    alone = PairedLosses(losses.tokens, losses.nll * (np.arange(20) == 0), losses.nll, losses.kl, losses.agreements)
+    alone = PairedLosses(
+        losses.tokens, losses.nll * (np.arange(20) == 0), losses.nll, losses.kl, losses.agreements
+    )
     with pytest.raises(UserError, match="relative_error: one document holds all"):
         intervals_of(alone)
 
@@ -202,7 +225,9 @@ def test_one_draw_says_nothing_of_draws_and_equal_draws_add_nothing():
     assert three["interval"]["units_resampled"] == "documents and calibration draws"
     for name, interval in one["intervals"].items():
         assert three["intervals"][name] == pytest.approx(interval, rel=1e-12)
-        assert three["calibration"]["figures"][name]["standard_error"] == pytest.approx(0, abs=1e-12)
+        assert three["calibration"]["figures"][name]["standard_error"] == pytest.approx(
+            0, abs=1e-12
+        )
 
 
 def test_figures_are_means_over_draws():
@@ -231,9 +256,11 @@ def test_draws_alone_give_the_interval_of_student():
 
 
 def test_what_documents_show_of_the_draws_counts_once():
-    """Two draws that move each of 10 documents by +-(d +- 0.03) nats per token, and their mean by nothing.
+    """Two draws that move each of 10 documents by +-(d +- 0.03) nats per token, and their mean
+    by nothing.
 
-    Their figures differ by 2 d, so their mean has a variance of d^2, of which the documents' own 0.03^2 / 9 is 0.0001.
+    Their figures differ by 2 d, so their mean has a variance of d^2, of which the documents' own
+    0.03^2 / 9 is 0.0001.
     """
     tokens = np.full(10, 100.0)
     moved = np.array([0.03, -0.03] * 5)
@@ -241,9 +268,12 @@ def test_what_documents_show_of_the_draws_counts_once():
     def half_width(change):
         quantized = [300 + 100 * (0.06 + sign * (change + moved)) for sign in (1, -1)]
         draws = [PairedLosses(tokens, 3 * tokens, values, tokens, tokens) for values in quantized]
-        low, high = figures_of(draws, samples=20_000, level=0.5, seed=0)["intervals"]["absolute_error"]
+        low, high = figures_of(draws, samples=20_000, level=0.5, seed=0)["intervals"][
+            "absolute_error"
+        ]
         return (high - low) / 2
 
-    # Half of a Student t of 1 degree of freedom lies within 1 of 0; 20000 samples place that within about 1%.
+    # Half of a Student t of 1 degree of freedom lies within 1 of 0; 20000 samples place that within
+    # about 1%.
     assert half_width(0.02) == pytest.approx(math.sqrt(0.0004 - 0.0001), rel=0.05)
     assert half_width(0.005) == pytest.approx(0, abs=1e-9)

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from base.errors import UserError
 from ckpt_tools.formats.hf_weights import HFWeights
-from quant_eval.streamed import StreamedModel
+from quant_eval.model.streamed import StreamedModel
 from tests.quant_eval.models import ARCHITECTURES, make_model
-from train.command import UserError
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(1, 320, (3, 40), generator=torch.Generator().manual_seed(1))
@@ -51,7 +51,9 @@ def test_logits_are_those_of_the_whole_model(directory, dtype):
 def test_a_block_taken_apart_is_the_block(directory):
     model = open_model(directory)
     whole = run(model, lambda block, x, context: block(x, context))
-    torch.testing.assert_close(run(model, taken_apart), whole, rtol=1e-5, atol=1e-5)  # sums in another order
+    torch.testing.assert_close(
+        run(model, taken_apart), whole, rtol=1e-5, atol=1e-5
+    )  # sums in another order
 
 
 def test_each_linear_reads_what_its_group_says(directory):
@@ -62,7 +64,9 @@ def test_each_linear_reads_what_its_group_says(directory):
     x = torch.randn(3, 40, 32, generator=torch.Generator().manual_seed(2))
     for group in block.linears():
         for name, linear in group.items():
-            linear.register_forward_pre_hook(lambda _, given, name=name: seen.__setitem__(name, given[0]))
+            linear.register_forward_pre_hook(
+                lambda _, given, name=name: seen.__setitem__(name, given[0])
+            )
     with torch.no_grad():
         block(x, context)
         expected = dict(seen)
@@ -90,9 +94,14 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path):
 def test_unknown_architectures_and_sliding_windows_are_refused(tmp_path):
     directory = make_model(tmp_path / "model", "smollm3")
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"layer_types": ["sliding_attention"] * 3}))
+    (directory / "config.json").write_text(
+        json.dumps(config | {"layer_types": ["sliding_attention"] * 3})
+    )
     with pytest.raises(UserError, match="sliding"):
         open_model(directory)
     (directory / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
     with pytest.raises(UserError, match="one of llama"):
         open_model(directory)
+    windowed = make_model(tmp_path / "mistral", "mistral", sliding_window=32)
+    with pytest.raises(UserError, match="mistral with sliding windows is not supported"):
+        StreamedModel(windowed, HFWeights(windowed), torch.float32, CPU)

@@ -16,7 +16,9 @@ initialize = dist.init_process_group
 def run_one(name: str, work: Path, out: Path) -> None:
     """Writes the figures of a check whose device is `cuda`; gloo takes the place of NCCL."""
     place = Place("cuda", IN_SMALL, work)
-    gloo = mock.patch.object(dist, "init_process_group", lambda _nccl, **settings: initialize("gloo", **settings))
+    gloo = mock.patch.object(
+        dist, "init_process_group", lambda _nccl, **settings: initialize("gloo", **settings)
+    )
     with gloo, gpu():
         figures = checks(place)[name](place)
     out.write_text(json.dumps([figure.described() for figure in figures]))

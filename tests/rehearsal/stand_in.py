@@ -1,11 +1,14 @@
-"""A stand-in for a GPU: tensors that say `cuda`, hold their values on the CPU, and refuse to be mixed with others.
+"""A stand-in for a GPU: tensors that say `cuda`, hold their values on the CPU, and refuse to be
+mixed with others.
 
-torch's FakeTensorMode knows no values, so code that reads one (a Cholesky that may fail, a residual that may converge)
-cannot go through it, and its backward pass needs a torch built for CUDA. Here every operation is computed on the CPU,
-after the check that CUDA would make, so code runs to its end and has to reach the numbers of a run on the CPU. What
-differs between devices shows: a tensor that was left behind is refused, and what was moved is a copy, not an alias.
+torch's FakeTensorMode knows no values, so code that reads one (a Cholesky that may fail, a residual
+that may converge) cannot go through it, and its backward pass needs a torch built for CUDA. Here
+every operation is computed on the CPU, after the check that CUDA would make, so code runs to its
+end and has to reach the numbers of a run on the CPU. What differs between devices shows: a tensor
+that was left behind is refused, and what was moved is a copy, not an alias.
 
-To C++ the tensors are of a device `meta`, the only one besides the CPU that every build of torch can differentiate.
+To C++ the tensors are of a device `meta`, the only one besides the CPU that every build of torch
+can differentiate.
 """
 
 import sys
@@ -22,9 +25,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GPU = torch.device("cuda", 0)
-HIDDEN = torch.device("meta", 7)  # what C++ takes the GPU for; tensors without content are on "meta" without a number
+HIDDEN = torch.device(
+    "meta", 7
+)  # what C++ takes the GPU for; tensors without content are on "meta" without a number
 PROJECT = Path(__file__).resolve().parents[2]
-FOLDERS = tuple(f"{PROJECT}/{folder}/" for folder in ("train", "ckpt_tools", "quant_eval", "curvature"))
+FOLDERS = tuple(
+    f"{PROJECT}/{folder}/" for folder in ("train", "ckpt_tools", "quant_eval", "curvature")
+)
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.matmul, aten.linear}  # of matrices
 COPIES = {aten._to_copy, aten.copy_, aten._foreach_copy_}
@@ -44,7 +51,9 @@ class OnGPU(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> "OnGPU":
         """Wraps a tensor of the CPU."""
-        with torch.inference_mode(mode=False):  # a view of a tensor from outside would not be one in it
+        with torch.inference_mode(
+            mode=False
+        ):  # a view of a tensor from outside would not be one in it
             made = Tensor._make_wrapper_subclass(
                 cls,
                 held.size(),
@@ -70,7 +79,9 @@ class OnGPU(Tensor):
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        """Becomes an alias of another, as parameters do when megatron-core gathers them in one buffer."""
+        """Becomes an alias of another, as parameters do when megatron-core gathers them in one
+        buffer.
+        """
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self.held = _held(other)
 
@@ -95,7 +106,9 @@ class OnGPU(Tensor):
 
 
 class Unnumbered(TorchFunctionMode):
-    """Takes a GPU's other names, and `torch.tensor` of numbers that lie on it, which C++ would ask CUDA for."""
+    """Takes a GPU's other names, and `torch.tensor` of numbers that lie on it, which C++ would
+    ask CUDA for.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls the function with what C++ can take."""
@@ -103,7 +116,10 @@ class Unnumbered(TorchFunctionMode):
         if type(named.get("device")) is int or str(named.get("device")) == "cuda":
             named["device"] = GPU
         if func is torch.tensor and isinstance(args[0], list | tuple):
-            args = (_each(lambda leaf: leaf.item() if isinstance(leaf, OnGPU) else leaf, args[0]), *args[1:])
+            args = (
+                _each(lambda leaf: leaf.item() if isinstance(leaf, OnGPU) else leaf, args[0]),
+                *args[1:],
+            )
         return func(*args, **named)
 
 
@@ -111,7 +127,8 @@ class StandIn(TorchDispatchMode):
     """Sees every operation while it is active.
 
     Attributes:
-        places: functions of the project, such as "quant_eval/losses.py paired_losses", that put tensors on the GPU.
+        places: functions of the project, such as "quant_eval/measuring/losses.py paired_losses",
+            that put tensors on the GPU.
         on_cpu: functions of the project that multiplied matrices on the CPU.
         left: one of them whose tensors stay on the CPU: a planted fault.
     """
@@ -127,9 +144,14 @@ class StandIn(TorchDispatchMode):
         return _computed(func, args, kwargs or {}, self.places, self.left)
 
 
-def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], places: set[str], left: str | None) -> Any:
+def _computed(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], places: set[str], left: str | None
+) -> Any:
     tensors: list[Tensor] = []
-    _each(lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None, [*args, *kwargs.values()])
+    _each(
+        lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None,
+        [*args, *kwargs.values()],
+    )
     on_gpu = [tensor for tensor in tensors if isinstance(tensor, OnGPU)]
     stays = bool(on_gpu)
     if func._overloadpacket not in COPIES:
@@ -143,14 +165,18 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], places: 
             places.add(place)
             stays = place != left
     wrappers = {id(tensor.held): tensor for tensor in on_gpu}
-    made = func(*_each(_held, args), **{name: _each(_held, value) for name, value in kwargs.items()})
+    made = func(
+        *_each(_held, args), **{name: _each(_held, value) for name, value in kwargs.items()}
+    )
     return _each(lambda leaf: _wrapped(leaf, wrappers), made) if stays else made
 
 
 def check(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
-    """MixedDevicesError for what CUDA refuses: a tensor of the CPU beside one of the GPU, but for three exceptions.
+    """MixedDevicesError for what CUDA refuses: a tensor of the CPU beside one of the GPU, but
+    for three exceptions.
 
-    A single number without dimensions may lie on the CPU, so may the indices of a tensor on the GPU, and copies cross.
+    A single number without dimensions may lie on the CPU, so may the indices of a tensor on the
+    GPU, and copies cross.
     """
     on_gpu = [tensor for tensor in tensors if isinstance(tensor, OnGPU)]
     if not on_gpu:
@@ -164,12 +190,15 @@ def check(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
         refused.append(first)
     if refused:
         raise MixedDevicesError(
-            f"{func}: a tensor of shape {list(refused[0].shape)} is on the CPU, one of {list(on_gpu[0].shape)} on {GPU}"
+            f"{func}: a tensor of shape {list(refused[0].shape)} is on the CPU, one of"
+            f" {list(on_gpu[0].shape)} on {GPU}"
         )
 
 
 def _each(function: Callable[[Any], Any], value: Any) -> Any:
-    """A function of an argument or a result, or of everything in it: operations have lists of tensors at most."""
+    """A function of an argument or a result, or of everything in it: operations have lists of
+    tensors at most.
+    """
     if isinstance(value, list | tuple):
         return type(value)(_each(function, one) for one in value)
     return function(value)
@@ -180,7 +209,9 @@ def _held(leaf: Any) -> Any:
 
 
 def _wrapped(leaf: Any, wrappers: dict[int, OnGPU]) -> Any:
-    """What an operation gives back on the stand-in; an operation in place gives back its own argument."""
+    """What an operation gives back on the stand-in; an operation in place gives back its own
+    argument.
+    """
     if not isinstance(leaf, Tensor):
         return leaf
     return wrappers[id(leaf)] if id(leaf) in wrappers else OnGPU(leaf)
@@ -199,7 +230,9 @@ def _place() -> str | None:
 
 @contextmanager
 def gpu(left: str | None = None) -> Iterator[StandIn]:
-    """One stand-in is the GPU of this machine, while it lasts; what was made on it is useless afterwards."""
+    """One stand-in is the GPU of this machine, while it lasts; what was made on it is useless
+    afterwards.
+    """
     answers: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
@@ -214,8 +247,12 @@ def gpu(left: str | None = None) -> Iterator[StandIn]:
         "synchronize": lambda device=None: None,
         "get_device_properties": lambda device=None: SimpleNamespace(total_memory=80 * 10**9),
     }
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) makes a CPU tensor first, and then moves it
-    torch.__future__.set_swap_module_params_on_conversion(True)  # a moved parameter stays the same object, tied or not
+    torch._C._set_only_lift_cpu_tensors(
+        True
+    )  # torch.tensor(..., device=) makes a CPU tensor first, and then moves it
+    torch.__future__.set_swap_module_params_on_conversion(
+        True
+    )  # a moved parameter stays the same object, tied or not
     try:
         with mock.patch.multiple("torch.cuda", **answers), Unnumbered(), StandIn(left) as stand_in:
             yield stand_in

@@ -13,7 +13,10 @@ from tests.rehearsal.on_stand_in import run_one
 
 SECONDS = 600.0  # nothing is timed here: a bound on a check that hangs
 NEEDS_GPU = {"Transformer Engine", "fp8"}
-STARTS_TRAINING = {"training, CPU and GPU", "saves"}  # as a command: tests/rehearsal/test_training.py has that
+STARTS_TRAINING = {
+    "training, CPU and GPU",
+    "saves",
+}  # as a command: tests/rehearsal/test_training.py has that
 NAMES = list(checks(Place("cpu", IN_SMALL, Path())))
 
 
@@ -21,17 +24,26 @@ NAMES = list(checks(Place("cpu", IN_SMALL, Path())))
 def test_a_check_runs_and_holds_on_the_cpu(tmp_path, name):
     figures = run(Place("cpu", IN_SMALL, tmp_path), [name], SECONDS)
     assert figures
-    assert not [figure for figure in figures if figure.verdict not in ("ok", "recorded")], table(figures)
+    assert not [figure for figure in figures if figure.verdict not in ("ok", "recorded")], table(
+        figures
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in NEEDS_GPU | STARTS_TRAINING])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in NEEDS_GPU | STARTS_TRAINING]
+)
 def test_a_check_takes_every_tensor_to_the_gpu(tmp_path, name):
-    """On the stand-in, which refuses those that are left on the CPU; limits of speed and memory are none of its."""
+    """On the stand-in, which refuses those that are left on the CPU; limits of speed and memory
+    are none of its.
+    """
     child = FORKS.Process(target=run_one, args=(name, tmp_path, tmp_path / "figures.json"))
     child.start()
     child.join()
     assert child.exitcode == 0
-    assert all(figure["value"] is not None for figure in json.loads((tmp_path / "figures.json").read_text()))
+    assert all(
+        figure["value"] is not None
+        for figure in json.loads((tmp_path / "figures.json").read_text())
+    )
 
 
 @pytest.mark.parametrize("name", sorted(NEEDS_GPU))
@@ -66,7 +78,14 @@ def test_the_table_judges_every_figure():
         Figure("for the record", 3.0, "GB"),
         Figure("not here", None, skipped=True, note="no such kernels"),
     ]
-    assert [figure.verdict for figure in figures] == ["ok", "FAILED", "FAILED", "FAILED", "recorded", "skipped"]
+    assert [figure.verdict for figure in figures] == [
+        "ok",
+        "FAILED",
+        "FAILED",
+        "FAILED",
+        "recorded",
+        "skipped",
+    ]
     lines = table(figures).splitlines()
     assert lines[0].split() == ["figure", "value", "unit", "limit", "verdict"]
     assert lines[1].endswith("<= 0.5  ok")

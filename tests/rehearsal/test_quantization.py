@@ -13,7 +13,7 @@ def options(train_prefix, held_out_prefix):
     """Of a small measurement."""
     return [
         *("--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", 500),
-        *("--calibration-sequences", 5, "--batch-size", 3, "--bootstrap-samples", 100),
+        *("--calibration-sequences", 5),
     ]
 
 
@@ -28,7 +28,9 @@ def options(train_prefix, held_out_prefix):
     ],
 )
 def test_a_quantization_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, options, spec, more):
-    model = make_hf_directory(tmp_path / "model", num_key_value_heads=2)  # of two blocks: what one hands to the next
+    model = make_hf_directory(
+        tmp_path / "model", num_key_value_heads=2
+    )  # of two blocks: what one hands to the next
     rehearse(tmp_path, "quant_eval", "run", model, "--spec", spec, *options, *more)
 
 
@@ -41,13 +43,13 @@ def test_blocks_of_other_architectures_go_to_the_gpu_whole(tmp_path, options, ar
 @pytest.mark.parametrize(
     "left",
     [
-        "quant_eval/streamed.py StreamedModel._load",
-        "quant_eval/streamed.py StreamedModel.context",
-        "quant_eval/walk.py Stream.__init__",
-        "quant_eval/activations.py Activations.read",
+        "quant_eval/model/streamed.py StreamedModel._load",
+        "quant_eval/model/streamed.py StreamedModel.context",
+        "quant_eval/measuring/walk.py Stream.__init__",
+        "quant_eval/model/activations.py Activations.read",
         "quant_eval/hessian.py InputHessian.__init__",
         "quant_eval/gptq.py gptq",
-        "quant_eval/losses.py paired_losses",
+        "quant_eval/measuring/losses.py paired_losses",
     ],
 )
 def test_a_tensor_left_on_the_cpu_is_found(tmp_path, model, options, left):

@@ -1,4 +1,6 @@
-"""The stand-in for a GPU against torch's FakeTensorMode, which refuses what CUDA refuses but knows no values."""
+"""The stand-in for a GPU against torch's FakeTensorMode, which refuses what CUDA refuses but
+knows no values.
+"""
 
 import pytest
 import torch
@@ -34,7 +36,8 @@ MIXES = {
     "a new one": lambda there, here: there.new_zeros(4, 4) + here,
     "one of its device": lambda there, here: torch.ones(4, device=there.device) * there,
 }
-# what FakeTensorMode cannot say without CUDA, and whether it is refused: copies cross, as do indices to the GPU
+# what FakeTensorMode cannot say without CUDA, and whether it is refused: copies cross, as do
+# indices to the GPU
 UNLINKED = {
     "copy": (lambda there, here: there.copy_(here), False),
     "set rows": (lambda there, here: there.__setitem__(slice(2), here[:2]), False),
@@ -108,15 +111,20 @@ def test_values_do_not_leave_it_unasked():
 
 
 def test_a_place_that_leaves_its_tensors_behind_is_named():
-    from curvature.probes import words
+    from curvature.products.probes import words
 
     with gpu() as stand_in:
         words("", 0, 1, device=GPU)
-    with gpu(left="curvature/probes.py words"):
+    with gpu(left="curvature/products/probes.py words"):
         assert words("", 0, 1, device=GPU).device.type == "cpu"
-    assert stand_in.places == {"curvature/probes.py words"}
+    assert stand_in.places == {"curvature/products/probes.py words"}
 
 
 def test_a_mix_names_both_tensors():
-    with gpu(), pytest.raises(MixedDevicesError, match=r"shape \[3\] is on the CPU, one of \[2, 3\] on cuda:0"):
+    with (
+        gpu(),
+        pytest.raises(
+            MixedDevicesError, match=r"shape \[3\] is on the CPU, one of \[2, 3\] on cuda:0"
+        ),
+    ):
         torch.ones(2, 3, device=GPU) * torch.ones(3)

@@ -1,13 +1,15 @@
-"""Training by megatron-core on the stand-in: the engine, the optimizer, checkpoints and resuming, but for NCCL."""
+"""Training by megatron-core on the stand-in: the engine, the optimizer, checkpoints and
+resuming, but for NCCL.
+"""
 
 from typing import Any
 
 import pytest
 
 from tests.runs import make_run, python
-from train.run_directory import RunDirectory
-from train.settings import CosinePhase, ScheduleConfig
-from train.tracking import read_metrics
+from train.run.directory import RunDirectory
+from train.run.metrics import read_metrics
+from train.run.optimization import CosinePhase, ScheduleConfig
 
 FIGURES = ("loss", "z_loss", "grad_norm", "held_out_loss")
 SHORT: dict[str, Any] = {
@@ -35,7 +37,7 @@ def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path, inputs, preci
 
 def test_a_tensor_left_on_the_cpu_is_found(tmp_path, inputs):
     make_run(tmp_path / "run", **inputs, **SHORT)
-    left = "train/engine.py Batch.microbatches.<locals>.share"
+    left = "train/data/batches.py Batch.microbatches.<locals>.own"
     done = python("tests.rehearsal.training", "gpu", str(tmp_path / "run"), left)
     assert done.returncode != 0
     assert "MixedDevicesError" in done.stderr

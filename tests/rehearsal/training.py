@@ -1,4 +1,5 @@
-"""`python -m tests.rehearsal.training cpu|gpu RUN_DIR [PLACE]`: trains; a PLACE leaves its tensors on the CPU.
+"""`python -m tests.rehearsal.training cpu|gpu RUN_DIR [PLACE]`: trains; a PLACE leaves its
+tensors on the CPU.
 
 Either attends by products of matrices, as in `tests.rehearsal.conftest`.
 """
@@ -11,8 +12,8 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.rehearsal.stand_in import gpu
-from train.config import load_run
-from train.run_directory import RunDirectory
+from train.run.config import load_run
+from train.run.directory import RunDirectory
 
 initialize = dist.init_process_group
 
@@ -30,7 +31,9 @@ if __name__ == "__main__":
     if device == "cpu":
         train(Path(path))
     else:
-        gloo = mock.patch.object(dist, "init_process_group", lambda _nccl, **settings: initialize("gloo", **settings))
+        gloo = mock.patch.object(
+            dist, "init_process_group", lambda _nccl, **settings: initialize("gloo", **settings)
+        )
         with gloo, gpu(*left) as stand_in:
             train(Path(path))
         assert stand_in.places

@@ -12,14 +12,20 @@ from tests.slurm.lab import Lab, missing, running
 
 @pytest.fixture(scope="session")
 def slurm_installed() -> None:
-    """Skips where no lab can run; where QUANTDYN_REQUIRE_SLURM=1, as in .ci/run, that is a failure."""
+    """Skips where no lab can run; where QUANTDYN_REQUIRE_SLURM=1, as in .ci/run, that is a
+    failure.
+    """
     if reason := missing():
-        (pytest.fail if os.environ.get("QUANTDYN_REQUIRE_SLURM") == "1" else pytest.skip)(f"no SLURM here: {reason}")
+        (pytest.fail if os.environ.get("QUANTDYN_REQUIRE_SLURM") == "1" else pytest.skip)(
+            f"no SLURM here: {reason}"
+        )
 
 
 @pytest.fixture
 def lab_directory():
-    """For a lab of a test's own. pytest's directories are too deep: the name of a Unix socket ends at 108 bytes."""
+    """For a lab of a test's own. pytest's directories are too deep: the name of a Unix socket
+    ends at 108 bytes.
+    """
     place = Path(tempfile.mkdtemp(prefix="lab"))
     yield place / "cluster"
     shutil.rmtree(place, ignore_errors=True)
@@ -27,7 +33,12 @@ def lab_directory():
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory, slurm_installed):
-    """Four nodes of 16 CPUs and 8 fake GPUs, for all tests of a worker; SLURM_CONF names it until they are done."""
-    with running(Lab(tmp_path_factory.mktemp("lab") / "cluster")) as lab, pytest.MonkeyPatch.context() as environment:
+    """Four nodes of 16 CPUs and 8 fake GPUs, for all tests of a worker; SLURM_CONF names it
+    until they are done.
+    """
+    with (
+        running(Lab(tmp_path_factory.mktemp("lab") / "cluster")) as lab,
+        pytest.MonkeyPatch.context() as environment,
+    ):
         environment.setenv("SLURM_CONF", str(lab.conf))
         yield lab

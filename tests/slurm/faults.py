@@ -1,6 +1,7 @@
 """What happens to a study on a cluster, on purpose: each fault once, when a training is at work.
 
-A fault strikes when its training has come far enough since the fault before; what has to be undone later is undone.
+A fault strikes when its training has come far enough since the fault before; what has to be undone
+later is undone.
 """
 
 import contextlib
@@ -10,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm import cluster
-from slurm.jobs import FINAL
-from slurm.submission import existing_submission
+from slurm.states import JobState
+from slurm.submission.arrays import FINAL
+from slurm.submission.record import existing_submission
 from tests.slurm.lab import Lab
 from tests.waiting import HANG_SECONDS
 
@@ -39,7 +41,7 @@ class Storm:
         path = self.study_dir / run / "metrics.jsonl"
         return path.read_text().count('"grad_norm"') if path.exists() else 0
 
-    def training(self, index: int) -> cluster.JobState | None:
+    def training(self, index: int) -> JobState | None:
         """What SLURM says of a training."""
         name = existing_submission(self.study_dir).element_ids()["train", index]
         return cluster.states({int(name.partition("_")[0])}).get(name)
@@ -48,10 +50,16 @@ class Storm:
         """SIGKILL to one worker of a training."""
         marker = f"train run {self.study_dir / self.runs[index]}"
         for node in nodes:
-            listed = self.lab.inside(int(node.removeprefix("node")), "pgrep", "-a", "-f", marker).splitlines()
+            listed = self.lab.inside(
+                int(node.removeprefix("node")), "pgrep", "-a", "-f", marker
+            ).splitlines()
             for line in listed:
                 pid, _, command = line.partition(" ")
-                if "torch.distributed.run" not in command and "srun" not in command and "bash" not in command:
+                if (
+                    "torch.distributed.run" not in command
+                    and "srun" not in command
+                    and "bash" not in command
+                ):
                     self.lab.inside(int(node.removeprefix("node")), "kill", "-KILL", pid)
                     return True
         return False
@@ -71,7 +79,9 @@ class Storm:
     def preempted(self, index: int, nodes: list[str]) -> bool:
         """A job with more priority takes all nodes for some seconds."""
         script = self.lab.directory / "urgent.sh"
-        script.write_text("#!/bin/bash\n#SBATCH -p urgent -N4 --exclusive --time=1 -o /dev/null\nsleep 5\n")
+        script.write_text(
+            "#!/bin/bash\n#SBATCH -p urgent -N4 --exclusive --time=1 -o /dev/null\nsleep 5\n"
+        )
         cluster.submit(script)
         return True
 
@@ -85,12 +95,17 @@ class Storm:
         return True
 
     def go_on(self, faults: list[str], seconds: float = HANG_SECONDS) -> None:
-        """Until the last job of the study has ended; each fault strikes a training that has come some steps further.
+        """Until the last job of the study has ended; each fault strikes a training that has come
+        some steps further.
 
         Raises:
             TimeoutError: it has not ended after so many seconds.
         """
-        waiting, deadline, since = list(faults), time.monotonic() + seconds, dict.fromkeys(self.runs, 0)
+        waiting, deadline, since = (
+            list(faults),
+            time.monotonic() + seconds,
+            dict.fromkeys(self.runs, 0),
+        )
         last = existing_submission(self.study_dir).element_ids()[FINAL, 0]
         while True:
             for moment, undo in list(self.undo_at):

@@ -1,11 +1,13 @@
-"""A SLURM cluster on one machine for the tests: munged, slurmctld and a slurmd for each node, in one directory.
+"""A SLURM cluster on one machine for the tests: munged, slurmctld and a slurmd for each node, in
+one directory.
 
-Every node is a PID, mount and UTS namespace: it has its own host name and process numbers, and dies as one. Nodes share
-the file system, but not what is mounted on it after they started. GPUs are links to /dev/null. Needs root; no systemd,
-no cgroups, nothing written outside the directory. By hand:
+Every node is a PID, mount and UTS namespace: it has its own host name and process numbers, and dies
+as one. Nodes share the file system, but not what is mounted on it after they started. GPUs are
+links to /dev/null. Needs root; no systemd, no cgroups, nothing written outside the directory. By
+hand:
 
-    python -m tests.slurm.lab start DIR [--nodes N] [--cpus N] [--memory MIB] [--gpus N] [--set MaxArraySize=5]
-    python -m tests.slurm.lab status|stop DIR
+    python -m tests.slurm.lab start DIR [--nodes N] [--cpus N] [--memory MIB] [--gpus N] [--set
+    MaxArraySize=5] python -m tests.slurm.lab status|stop DIR
 """
 
 import argparse
@@ -57,7 +59,8 @@ SETTINGS = {
     "SlurmdParameters": "config_overrides",
     "GresTypes": "gpu",
 }
-# A node's first process. The number it has outside is read before /proc becomes the node's own; bash reaps orphans.
+# A node's first process. The number it has outside is read before /proc becomes the node's own;
+# bash reaps orphans.
 NODE_INIT = """
 set -e
 directory=$1 name=$2
@@ -78,9 +81,13 @@ def missing() -> str | None:
     for program in NEEDED:
         if shutil.which(program) is None:
             return f"{program} is not installed (apt-get install slurm-wlm munge slurm-client)"
-    namespaces = subprocess.run(["unshare", *NAMESPACES, "--fork", "--mount-proc", "true"], capture_output=True)
+    namespaces = subprocess.run(
+        ["unshare", *NAMESPACES, "--fork", "--mount-proc", "true"], capture_output=True
+    )
     return (
-        None if namespaces.returncode == 0 else "this machine lets nobody make namespaces (a privileged container does)"
+        None
+        if namespaces.returncode == 0
+        else "this machine lets nobody make namespaces (a privileged container does)"
     )
 
 
@@ -91,7 +98,8 @@ class Lab:
     Attributes:
         nodes: node1 to nodeN, at 127.0.0.11 and up.
         memory_mib: a node's RealMemory; nothing enforces what a job uses of it.
-        extra_conf: settings of slurm.conf that are added or replaced, such as `{"MaxArraySize": "11"}`.
+        extra_conf: settings of slurm.conf that are added or replaced, such as `{"MaxArraySize":
+            "11"}`.
     """
 
     directory: Path
@@ -107,20 +115,34 @@ class Lab:
         return self.directory / "etc/slurm.conf"
 
     def start(self) -> None:
-        """Returns when every node is idle. Raises TimeoutError, with the logs in `directory`/log."""
+        """Returns when every node is idle. Raises TimeoutError, with the logs in
+        `directory`/log.
+        """
         for name in ("etc", "log", "run", "state", "spool", "dev"):
             (self.directory / name).mkdir(parents=True)
         self._write_configuration()
         key, run = self.directory / "etc/munge.key", self.directory / "run"
         key.touch(mode=0o600)
         key.write_bytes(random.randbytes(128))
-        munged = ["munged", f"--key-file={key}", f"--socket={run}/munge.sock", f"--pid-file={run}/munged.pid"]
-        munged += [f"--log-file={self.directory}/log/munged.log", f"--seed-file={run}/munge.seed", "--num-threads=2"]
+        munged = [
+            "munged",
+            f"--key-file={key}",
+            f"--socket={run}/munge.sock",
+            f"--pid-file={run}/munged.pid",
+        ]
+        munged += [
+            f"--log-file={self.directory}/log/munged.log",
+            f"--seed-file={run}/munge.seed",
+            "--num-threads=2",
+        ]
         self.command(*munged, "--force")  # also below a directory that others may write to
         self.command("slurmctld", "-f", str(self.conf))
         for node in range(1, self.nodes + 1):
             self._start_slurmd(node)
-        wait_until(lambda: self.node_states() == ["idle"] * self.nodes, f"all nodes of {self.directory} idle")
+        wait_until(
+            lambda: self.node_states() == ["idle"] * self.nodes,
+            f"all nodes of {self.directory} idle",
+        )
 
     def stop(self) -> None:
         """Ends every process of the cluster and of its jobs; nothing happens where none is left."""
@@ -129,7 +151,9 @@ class Lab:
             self._end(pid_file, signal.SIGTERM if soft else signal.SIGKILL)
 
     def kill_node(self, node: int, *, orphans: bool = False) -> None:
-        """The node is lost: all its processes are gone, or with `orphans` only slurmd, while its steps go on unseen."""
+        """The node is lost: all its processes are gone, or with `orphans` only slurmd, while its
+        steps go on unseen.
+        """
         if orphans:
             slurmd = (self.directory / f"run/slurmd-node{node}.inside").read_text().strip()
             self.inside(node, "kill", "-KILL", slurmd)
@@ -137,32 +161,53 @@ class Lab:
             self._end(self.directory / f"run/node{node}.pid", signal.SIGKILL)
 
     def start_node(self, node: int) -> None:
-        """Brings a lost node back and waits until SLURM uses it again; its orphans, if it has any, are still there."""
+        """Brings a lost node back and waits until SLURM uses it again; its orphans, if it has
+        any, are still there.
+        """
         self._start_slurmd(node)
-        wait_until(lambda: self.node_states(node) in (["idle"], ["allocated"], ["mixed"]), f"node{node} back")
+        wait_until(
+            lambda: self.node_states(node) in (["idle"], ["allocated"], ["mixed"]),
+            f"node{node} back",
+        )
 
     def node_states(self, *nodes: int) -> list[str]:
-        """What SLURM says of these nodes, or of all, in order: idle, mixed, allocated, down*, ..."""
+        """What SLURM says of these nodes, or of all, in order: idle, mixed, allocated, down*,
+        ...
+        """
         chosen = [f"node{node}" for node in nodes or range(1, self.nodes + 1)]
         shown = dict(
-            line.split() for line in self.command("sinfo", "-h", "-N", "-p", "train", "-o", "%N %T").splitlines()
+            line.split()
+            for line in self.command("sinfo", "-h", "-N", "-p", "train", "-o", "%N %T").splitlines()
         )
         return [shown[name] for name in chosen]
 
     def inside(self, node: int, *arguments: str) -> str:
-        """What a command prints that runs on the node, outside of any job, such as `pkill -KILL -f worker`."""
+        """What a command prints that runs on the node, outside of any job, such as `pkill -KILL
+        -f worker`.
+        """
         init = (self.directory / f"run/node{node}.pid").read_text().strip()
         return self.command("nsenter", f"--target={init}", *NAMESPACES, *arguments)
 
     def command(self, *arguments: str) -> str:
-        """What a command prints, with this cluster's SLURM_CONF. Raises RuntimeError, stderr in log/commands.log."""
+        """What a command prints, with this cluster's SLURM_CONF. Raises RuntimeError, stderr in
+        log/commands.log.
+        """
         environment = os.environ | {"SLURM_CONF": str(self.conf)}
-        with (self.directory / "log/commands.log").open("a+") as log:  # a daemon would hold a pipe open
+        with (self.directory / "log/commands.log").open(
+            "a+"
+        ) as log:  # a daemon would hold a pipe open
             ended = subprocess.run(
-                arguments, stdout=subprocess.PIPE, stderr=log, env=environment, text=True, timeout=HANG_SECONDS
+                arguments,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                text=True,
+                timeout=HANG_SECONDS,
             )
         if ended.returncode:
-            raise RuntimeError(f"{' '.join(arguments)}: exit code {ended.returncode}; read {log.name}")
+            raise RuntimeError(
+                f"{' '.join(arguments)}: exit code {ended.returncode}; read {log.name}"
+            )
         return ended.stdout
 
     def _start_slurmd(self, node: int) -> None:
@@ -175,12 +220,15 @@ class Lab:
                 launch = ["setsid", "--fork", "unshare", *NAMESPACES, "--fork", *init]
                 subprocess.run(launch, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True)
             wait_until(pid_file.exists, f"namespaces of {name}")
-        # slurmd raises its limit of core dumps to what it may, and jobs inherit it: a killed rank would leave one.
+        # slurmd raises its limit of core dumps to what it may, and jobs inherit it: a killed rank
+        # would leave one.
         start = 'ulimit -c 0; exec slurmd -f "$0" -N "$1"'
         self.inside(node, "bash", "-c", start, str(self.conf), name)
 
     def _is_ours(self, pid_file: Path) -> bool:
-        """Whether the process that the file names still runs, and is not another with a number used again."""
+        """Whether the process that the file names still runs, and is not another with a number
+        used again.
+        """
         if not pid_file.exists():
             return False
         command_line = Path(f"/proc/{pid_file.read_text().strip()}/cmdline")
@@ -201,21 +249,32 @@ class Lab:
         port = free_ports(self.nodes + 1)
         places = {
             "SlurmctldPort": str(port),
-            "AuthInfo": f"socket={run}/munge.sock,cred_expire=5",  # by default a requeued job waits two minutes
+            "AuthInfo": (
+                f"socket={run}/munge.sock,cred_expire=5"
+            ),  # by default a requeued job waits two minutes
             "StateSaveLocation": f"{self.directory}/state",
             "SlurmdSpoolDir": f"{self.directory}/spool/%n",
             "SlurmctldPidFile": f"{run}/slurmctld.pid",
-            "SlurmdPidFile": f"{run}/slurmd-%n.inside",  # its number inside the node: stop() must not take it
+            "SlurmdPidFile": (
+                f"{run}/slurmd-%n.inside"
+            ),  # its number inside the node: stop() must not take it
             "SlurmctldLogFile": f"{log}/slurmctld.log",
             "SlurmdLogFile": f"{log}/slurmd-%n.log",
             "DefMemPerCPU": str(self.memory_mib // self.cpus),
         }
-        lines = [f"{key}={value}" for key, value in (SETTINGS | places | dict(self.extra_conf)).items()]
+        lines = [
+            f"{key}={value}" for key, value in (SETTINGS | places | dict(self.extra_conf)).items()
+        ]
         size = f"CPUs={self.cpus} RealMemory={self.memory_mib} Gres=gpu:h200:{self.gpus}"
         for node in range(1, self.nodes + 1):
-            lines.append(f"NodeName=node{node} NodeAddr=127.0.0.{10 + node} Port={port + node} {size}")
+            lines.append(
+                f"NodeName=node{node} NodeAddr=127.0.0.{10 + node} Port={port + node} {size}"
+            )
         limits = f"Nodes={names} MaxTime=30-00:00:00 DefaultTime=10"
-        lines.append(f"PartitionName=train {limits} Default=YES PriorityTier=10 PreemptMode=REQUEUE GraceTime=0")
+        lines.append(
+            f"PartitionName=train {limits} Default=YES PriorityTier=10 PreemptMode=REQUEUE"
+            " GraceTime=0"
+        )
         lines.append(f"PartitionName=urgent {limits} PriorityTier=100 PreemptMode=OFF")
         etc, dev = self.directory / "etc", self.directory / "dev"
         self.conf.write_text("\n".join(lines) + "\n")
@@ -248,7 +307,9 @@ def running(lab: Lab) -> Iterator[Lab]:
     """Starts the cluster and ends it with the block, or with this process, `kill -9` included."""
     guard = [sys.executable, "-m", "tests.slurm.lab", "guard", str(lab.directory)]
     root = Path(__file__).resolve().parents[2]
-    with subprocess.Popen(guard, stdin=subprocess.PIPE, cwd=root, start_new_session=True) as process:
+    with subprocess.Popen(
+        guard, stdin=subprocess.PIPE, cwd=root, start_new_session=True
+    ) as process:
         try:
             lab.start()
             yield lab
@@ -265,7 +326,9 @@ def main() -> None:
         commands.add_parser(name).add_argument("directory", type=lambda text: Path(text).resolve())
     for option, default in {"nodes": 4, "cpus": 16, "memory": 16_000, "gpus": 8}.items():
         commands.choices["start"].add_argument(f"--{option}", type=int, default=default)
-    commands.choices["start"].add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    commands.choices["start"].add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE"
+    )
     given = parser.parse_args()
     lab = Lab(given.directory)
     if given.command == "start":

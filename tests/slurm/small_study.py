@@ -1,24 +1,33 @@
-"""A study of seconds, run once by the local runner and once as jobs, and the site of the lab."""
+"""A study of seconds, run once by the local runner and once as jobs, and the site of the lab.
+
+What is started is forked from what has the imports behind it.
+"""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
 from slurm.site import Site
-from study.collect import TABLE
-from study.hardware import Hardware
-from study.needs import Needs
+from study.definition import Study, save_study
+from study.machine.hardware import Hardware
+from study.machine.needs import Needs
+from study.machine.run_configurations import write_run_configurations
+from study.pipeline.locks import locked
+from study.pipeline.runner import Runner
+from study.pipeline.step import Machine, Step
+from study.pipeline.steps import steps_of
 from study.recipes import resolve
-from study.run_configurations import write_run_configurations
-from study.runner import Runner, locked
-from study.settings import Study, save_study
-from study.steps import steps_of
+from study.results.table import TABLE
+from tests.interpreter import interpreter
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
 
-def small_study(name: str, *, steps: int, runs: int, restart_every: int | None, curved: bool) -> Study:
+def small_study(
+    name: str, *, steps: int, runs: int, restart_every: int | None, curved: bool
+) -> Study:
     """The smoke profile of `tiny` with other lengths: checkpoints half-way and at the end."""
     smoke = resolve("tiny", "smoke")
     content = smoke.model_dump(mode="json") | {"name": name, "averaged_steps": [], "soups": []}
@@ -27,7 +36,11 @@ def small_study(name: str, *, steps: int, runs: int, restart_every: int | None, 
         run |= {"total_steps": steps, "save_steps": [steps // 2, steps], "averages": []}
         run["schedule"]["anneal"]["start_step"] = steps // 2
         run["saving"]["restart_every_steps"] = restart_every
-    content["quantization"] |= {"specs": ["gptq-b3-g32", "rtn-b4-g32"], "methods": [], "by_block": []}
+    content["quantization"] |= {
+        "specs": ["gptq-b3-g32", "rtn-b4-g32"],
+        "methods": [],
+        "by_block": [],
+    }
     content["quantization"] |= {"eval_tokens": 4096, "calibration_sequences": 16}
     content["curvature"] = content["curvature"] if curved else None
     return Study.model_validate_json(json.dumps(content))
@@ -42,6 +55,7 @@ def site_of(root: Path, *, train_minutes: int = 60, train_nodes: int = 2, starts
         {
             "root": root,
             "project": PROJECT,
+            "python": interpreter(),
             "resources": kinds,
             "limits": {"stop_seconds_before_limit": 10, "starts_without_progress": starts},
             "environment": {"GLOO_SOCKET_IFNAME": "lo"},
@@ -59,7 +73,11 @@ def run_here(root: Path, study: Study, workers: int = 2) -> Path:
         save_study(directory, study)
         hardware = Hardware(workers)
         needs = Needs(study, hardware, directory)
-        Runner(directory, steps_of(study), hardware, lock_fd, needs.machine).run()
+
+        def machine_of(step: Step) -> Machine:
+            return replace(needs.machine(step), python=interpreter())
+
+        Runner(directory, steps_of(study), hardware, lock_fd, machine_of).run()
     return directory
 
 

@@ -1,23 +1,20 @@
 """`python -m slurm` as a user meets it, without SLURM and on a real one."""
 
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from base.cli import run_command
 from slurm import cluster
 from slurm.__main__ import app
-from slurm.jobs import Cut, arrays_of
-from slurm.submission import existing_submission
-from study.settings import load_study, save_study
+from slurm.submission.arrays import Cut, arrays_of
+from slurm.submission.record import existing_submission
+from study.definition import load_study, save_study
 from tests.slurm.watched import in_state, make, small_study, submitted, write_log
-from tests.waiting import HANG_SECONDS, interruptible, wait_until
-from train.command import run_command
+from tests.waiting import wait_until
 
 PROJECT = Path(__file__).resolve().parents[2]
 HOSTILE = [
@@ -64,14 +61,18 @@ def no_slurm(tmp_path, monkeypatch):
     return trace
 
 
-def site_file(path: Path, root: Path, python: Path | str = sys.executable, time: str = "10") -> Path:
+def site_file(
+    path: Path, root: Path, python: Path | str = sys.executable, time: str = "10"
+) -> Path:
     """A site whose jobs run `python`."""
     kinds = [
         f"[resources.{kind}]\n{KIND.format(time=time)}"
         for kind in ("train", "export", "quantize", "curvature", "light")
     ]
     limits = "[limits]\nstop_seconds_before_limit = 60\n"
-    path.write_text(f'root = "{root}"\npython = "{python}"\n{limits}[disk]\nreserve_gb = 0\n{"".join(kinds)}')
+    path.write_text(
+        f'root = "{root}"\npython = "{python}"\n{limits}[disk]\nreserve_gb = 0\n{"".join(kinds)}'
+    )
     return path
 
 
@@ -85,9 +86,12 @@ def test_hostile_names_are_refused_in_one_line_and_nothing_runs(tmp_path, name, 
     lines: list[tuple[str, ...]] = [
         (verb, "--root", str(root), "--", name) for verb in ("status", "logs", "cancel", "retry")
     ]
-    lines += [("submit", "--site", site, "--", name), ("submit", "--site", site, "--dry-run", "--", name)]
-    lines += [("logs", *own, "--", "small", name), ("cancel", *own, f"--run={name}", "small")]
-    lines += [("cancel", *own, f"--array={name}", "small"), ("logs", *own, "--", "small", f"train/{name}")]
+    lines += [
+        ("submit", "--site", site, "--", name),
+        ("submit", "--site", site, "--dry-run", "--", name),
+    ]
+    lines += [(verb, *own, "--", "small", name) for verb in ("logs", "cancel")]
+    lines += [("logs", *own, "--", "small", f"train/{name}")]
     for words in lines:
         code, out, err = command(*words)
         assert (code, out, err.count("\n"), err[:7]) == (2, "", 1, "error: "), words
@@ -99,12 +103,10 @@ def test_hostile_names_are_refused_in_one_line_and_nothing_runs(tmp_path, name, 
     ("words", "told"),
     [
         (["status", "absent"], "nothing of runs/absent was submitted"),
-        (["status", "small", "--root", "a", "--site", "b"], "--root and --site both say where studies lie"),
-        (["status", "small", "--site", "absent.toml"], "absent.toml does not exist"),
-        (["logs", "small", "--follow"], "--follow needs a log"),
+        (["retry", "small", "--site", "absent.toml"], "absent.toml does not exist"),
         (["retry", "absent"], "nothing of runs/absent was submitted"),
         (["submit", "tinny", "--site", "SITE"], "no recipe 'tinny'"),
-        (["submit", "tiny", "--site", "SITE", "--every", "2"], "give its --source"),
+        (["submit", "trajectory", "--site", "SITE", "--set", "every=2"], "give --set source="),
     ],
 )
 def test_bad_input_ends_with_one_line_and_code_2(tmp_path, words, told, command, no_slurm):
@@ -128,7 +130,9 @@ def test_a_dry_run_prints_every_script_asks_nothing_and_leaves_nothing(tmp_path,
     assert not (tmp_path / "root").exists()
     assert not no_slurm.exists()
     scripts = [part for part in out.split("### sbatch ") if part]
-    assert {"train", "quantize-1", "final"} <= {Path(part.splitlines()[0].split()[-1]).stem for part in scripts}
+    assert {"train", "quantize-1", "final"} <= {
+        Path(part.splitlines()[0].split()[-1]).stem for part in scripts
+    }
     for part in scripts:  # whole: a shell accepts each
         script = part.split("\n", 1)[1]
         assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
@@ -136,12 +140,24 @@ def test_a_dry_run_prints_every_script_asks_nothing_and_leaves_nothing(tmp_path,
 
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
-    """ROOT of a submitted study; of its trainings one failed and one runs, as a SLURM says that is not there."""
+    """ROOT of a submitted study; of its trainings one failed and one runs, as a SLURM says that
+    is not there.
+    """
     submission = submitted(tmp_path / "small", small_study())
     names = submission.element_ids()
-    states = {names["train", 0]: in_state("FAILED", "None", code="1:0"), names["train", 1]: in_state("RUNNING")}
+    states = {
+        names["train", 0]: in_state("FAILED", "None", code="1:0"),
+        names["train", 1]: in_state("RUNNING"),
+    }
     monkeypatch.setattr(cluster, "states", lambda _ids: states)
-    write_log(tmp_path / "small", submission, "train", 0, *(f"line {number}" for number in range(300)), "error: no")
+    write_log(
+        tmp_path / "small",
+        submission,
+        "train",
+        0,
+        *(f"line {number}" for number in range(300)),
+        "error: no",
+    )
     write_log(tmp_path / "small", submission, "train", 1, "fine")
     return tmp_path
 
@@ -150,50 +166,21 @@ def test_logs(watched, command):
     root, logs = ("--root", str(watched)), watched / "small/slurm/logs"
     listed = f"failed train/0 {logs}/train-13_0.log\nrunning train/1 {logs}/train-13_1.log\n"
     assert command("logs", "small", *root) == (0, listed, "")
-    assert command("logs", "small", "train", *root)[1] == listed.replace("failed ", "").replace("running ", "")
+    assert command("logs", "small", "train", *root)[1] == listed.replace("failed ", "").replace(
+        "running ", ""
+    )
     code, out, err = command("logs", "small", "train/0", *root)
     assert (code, err) == (0, f"==> {logs}/train-13_0.log <==\n")
     assert out.splitlines() == [*(f"line {number}" for number in range(101, 300)), "error: no"]
-    assert command("logs", "small", "train-lr3e-3", "--lines", "1", *root)[1] == "error: no\n"  # by its step
+    by_step = command("logs", "small", "train-lr3e-3", *root)[1]
+    assert by_step == out
     code, out, err = command("logs", "small", "train-lr3e-4", *root)
     assert (code, out) == (2, "")
     assert "did you mean train-lr3e-3?" in err
     assert "has no log, nothing of it has started" in command("logs", "small", "final", *root)[2]
     (logs / "train-13_0.log").write_bytes(b"\xff" + b"x" * 300_000 + b"\nlast")
-    assert command("logs", "small", "train/0", "--lines", "2", *root)[1] == "\ufffd" + "x" * 300_000 + "\nlast"
-
-
-def test_following_a_log_shows_what_is_added_until_interrupted(watched):
-    log = watched / "small/slurm/logs/train-13_1.log"
-    words = [sys.executable, "-m", "slurm", "logs", "small", "train/1", "--root", str(watched), "--follow"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, cwd=PROJECT, preexec_fn=interruptible, **pipes) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "fine\n"
-        with log.open("a") as file:
-            file.write("more\n")
-        assert process.stdout.readline() == "more\n"
-        log.write_text("anew\n")
-        assert process.stdout.readline() == "anew\n"
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=HANG_SECONDS) == ("", f"==> {log} <==\n")
-    assert process.returncode == 130
-
-
-def test_watching_ends_with_the_study_or_an_interrupt(watched, command, monkeypatch):
-    slept = []
-
-    def sleep(seconds):
-        slept.append(seconds)
-        if len(slept) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", sleep)
-    code, out, _ = command("status", "small", "--root", str(watched), "--watch", "7")
-    assert (code, slept, out.count("small: 0/24 steps made")) == (130, [7.0, 7.0], 2)
-    monkeypatch.setattr(cluster, "states", lambda _ids: {})
-    code, out, _ = command("status", "small", "--root", str(watched), "--watch", "7")
-    assert (code, len(slept), out.count("small: 0/24 steps made")) == (0, 2, 1)
+    shown = command("logs", "small", "train/0", *root)[1]
+    assert shown == "\ufffd" + "x" * 300_000 + "\nlast"
 
 
 def test_a_study_of_another_place_is_not_retried_there(watched, command, tmp_path):
@@ -221,24 +208,33 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
     code, out, err = command("submit", "small", "--site", str(site))
     assert (code, err) == (0, "")
     arrays = arrays_of(study, Cut(1, 4, 1000))
-    assert out.splitlines()[-1].startswith(f"{len(arrays)} arrays, {sum(len(one.elements) for one in arrays)} elements")
+    assert out.splitlines()[-1].startswith(
+        f"{len(arrays)} arrays, {sum(len(one.elements) for one in arrays)} elements"
+    )
     job = existing_submission(study_dir).element_ids()["train", 0].partition("_")[0]
     assert f"train         2 elements, job {job}, afterok of prepare\n" in out
     watch = out.splitlines()[-1].partition("watch with '")[2].rstrip("'")
     assert shlex.split(watch)[3:] == ["status", "small", "--root", str(root)]
 
-    # What the fake interpreter does not settle stays: 4 exports are held, 8 measurements and the end wait for them.
-    wait_until(lambda: ended(study_dir, alive=13), "corpus failed, texts and trainings were cancelled")
+    # What the fake interpreter does not settle stays: 4 exports are held, 8 measurements and the
+    # end wait for them.
+    wait_until(
+        lambda: ended(study_dir, alive=13), "corpus failed, texts and trainings were cancelled"
+    )
     code, out, err = command("submit", "small", "--site", str(site))
     assert (code, err) == (0, "")
     assert out.startswith("nothing to submit")
     out = command(*shlex.split(watch)[3:])[1]
-    log = study_dir / f"slurm/logs/text-{existing_submission(study_dir).element_ids()['text', 0]}.log"
+    log = (
+        study_dir / f"slurm/logs/text-{existing_submission(study_dir).element_ids()['text', 0]}.log"
+    )
     assert ": FAILED, NonZeroExitCode, exit code 3:0 on node" in out
     assert f"  log {log}\n  error: out of luck; add memory\n" in out
     assert "cancelled train: 2 elements (" in out
     assert "lr3e-2     export     0/2   hh           2 held" in out
-    assert command("logs", "small", "text", "--root", str(root))[1].endswith("error: out of luck; add memory\n")
+    assert command("logs", "small", "text", "--root", str(root))[1].endswith(
+        "error: out of luck; add memory\n"
+    )
 
     assert command("cancel", "small", "--root", str(root))[1] == "13 elements cancelled\n"
     wait_until(lambda: ended(study_dir), "all cancelled")
@@ -254,9 +250,9 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
 
     train = int(ids["train", 0].partition("_")[0])
     wait_until(lambda: cluster.states([train])[ids["train", 0]].state == "RUNNING", "training runs")
-    cancelled = command("cancel", "small", "--root", str(root), "--array", "curvature")[1]
+    cancelled = command("cancel", "small", "curvature", "--root", str(root))[1]
     assert cancelled == "4 elements cancelled\n"
-    out = command("cancel", "small", "--root", str(root), "--run", "lr3e-3", "--after-checkpoint")[1]
+    out = command("cancel", "small", "lr3e-3", "--root", str(root), "--after-checkpoint")[1]
     assert out == "4 elements cancelled\nlr3e-3 stops after its next step, with a checkpoint\n"
     assert (study_dir / "lr3e-3/STOP").read_bytes() == b""
     known = cluster.states({int(id_.partition("_")[0]) for id_ in ids.values()})

@@ -1,5 +1,8 @@
-"""slurm.cluster against a real SLURM, and its reading of what that SLURM's sacct printed where it kept accounts."""
+"""slurm.cluster against a real SLURM, and its reading of what that SLURM's sacct printed where
+it kept accounts.
+"""
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -8,21 +11,23 @@ from pathlib import Path
 
 import pytest
 
+from base.errors import UserError
 from slurm import cluster
-from slurm.cluster import JobState
+from slurm.states import JobState, parse_sacct
 from tests.waiting import wait_until
-from train.command import UserError
 
 PROJECT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def submit(lab, tmp_path, request):
-    """`submit(lines, **options)`: the id of a job that runs these lines of bash; cancelled when the test ends."""
+    """`submit(lines, **options)`: the id of a job that runs these lines of bash; cancelled when
+    the test ends.
+    """
     jobs: list[int] = []
 
-    def submit_lines(lines: str, **options) -> int:
-        script = write(tmp_path / f"{request.node.name} {len(jobs)}.sh", lines)
+    def submit_lines(lines: str, extra=(), **options) -> int:
+        script = write(tmp_path / f"{request.node.name} {len(jobs)}.sh", lines, *extra)
         jobs.append(cluster.submit(script, **options))
         return jobs[-1]
 
@@ -30,8 +35,11 @@ def submit(lab, tmp_path, request):
     cluster.cancel([str(job) for job in jobs])
 
 
-def write(path: Path, lines: str) -> Path:
-    path.write_text(f"#!/bin/bash\n#SBATCH --output={path.parent}/log-%A_%a --job-name={path.stem[:20]!r}\n{lines}\n")
+def write(path: Path, lines: str, *extra: str) -> Path:
+    """A script with options of sbatch; of one given twice the last counts."""
+    options = (f"--output={path.parent}/log-%A_%a", f"--job-name={path.stem[:20]}", *extra)
+    head = "".join(f"#SBATCH {shlex.quote(option)}\n" for option in options)
+    path.write_text(f"#!/bin/bash\n{head}{lines}\n")
     return path
 
 
@@ -41,7 +49,10 @@ def wait_for(expected: dict[str, str]) -> dict[str, JobState]:
 
     def reached() -> bool:
         known = cluster.states(ids)
-        return all(element in known and known[element].state == state for element, state in expected.items())
+        return all(
+            element in known and known[element].state == state
+            for element, state in expected.items()
+        )
 
     try:
         wait_until(reached, f"{expected}")
@@ -52,7 +63,9 @@ def wait_for(expected: dict[str, str]) -> dict[str, JobState]:
 
 def test_array_ends_as_its_elements_do(submit):
     job = submit(
-        "[ $SLURM_ARRAY_TASK_ID = 1 ] && exit 3\n[ $SLURM_ARRAY_TASK_ID = 2 ] && kill -9 $$\nexit 0", array="0-2"
+        "[ $SLURM_ARRAY_TASK_ID = 1 ] && exit 3\n[ $SLURM_ARRAY_TASK_ID = 2 ] && kill -9"
+        " $$\nexit 0",
+        array="0-2",
     )
     known = wait_for({f"{job}_0": "COMPLETED", f"{job}_1": "FAILED", f"{job}_2": "FAILED"})
     assert [known[f"{job}_{index}"].exit_code for index in range(3)] == ["0:0", "3:0", "0:9"]
@@ -66,11 +79,16 @@ def test_held_elements_are_released_one_by_one(submit):
     assert {known.reason for known in cluster.states([job]).values()} == {"JobHeldUser"}
     cluster.release([f"{job}_2"])
     known = wait_for({f"{job}_2": "RUNNING"})
-    assert {name for name, state in known.items() if state.state == "PENDING"} == {f"{job}_{i}" for i in (0, 1, 3)}
+    assert {name for name, state in known.items() if state.state == "PENDING"} == {
+        f"{job}_{i}" for i in (0, 1, 3)
+    }
     cluster.release([f"{job}_0", f"{job}_3"])
     known = wait_for({f"{job}_{index}": "RUNNING" for index in (0, 2, 3)})
     assert known[f"{job}_1"] == JobState("PENDING", "JobHeldUser", "", 0, None)
-    with pytest.raises(UserError, match=rf"scontrol: {job}_9: Invalid job id specified; the job has ended or is not"):
+    with pytest.raises(
+        UserError,
+        match=rf"scontrol: {job}_9: Invalid job id specified; the job has ended or is not",
+    ):
         cluster.release([f"{job}_9", f"{job}_1"])
     wait_for({f"{job}_1": "RUNNING"})  # the other one was released all the same
 
@@ -81,7 +99,12 @@ def test_failed_element_cancels_its_dependent_alone(submit):
     last = submit("exit 0", dependency=f"afterok:{second}")
     anyway = submit("exit 0", dependency=f"afterany:{second}")
     known = wait_for(
-        {f"{second}_0": "COMPLETED", f"{second}_1": "CANCELLED", f"{last}": "CANCELLED", f"{anyway}": "COMPLETED"}
+        {
+            f"{second}_0": "COMPLETED",
+            f"{second}_1": "CANCELLED",
+            f"{last}": "CANCELLED",
+            f"{anyway}": "COMPLETED",
+        }
     )
     assert known[f"{last}"].reason == "DependencyNeverSatisfied"
 
@@ -113,7 +136,10 @@ def test_requeued_element_stays_off_an_excluded_node(submit, lab):
     assert held.restarts == 1
     cluster.exclude(element, ["node3"])
     cluster.release([element])
-    wait_until(lambda: cluster.states([job])[element].reason in ("Resources", "Priority"), "looked at by SLURM")
+    wait_until(
+        lambda: cluster.states([job])[element].reason in ("Resources", "Priority"),
+        "looked at by SLURM",
+    )
     seen = last_looked_at(lab, element)  # node3 is idle, all others are taken
     wait_until(lambda: last_looked_at(lab, element) != seen, "looked at again")
     assert cluster.states([job])[element].state == "PENDING"
@@ -131,19 +157,33 @@ def test_inside_a_job_the_calls_mean_the_same(submit, tmp_path):
         f"Path({str(tmp_path)!r}, 'job').write_text(str(job)); print(cluster.states([job]))\n"
     )
     leaking = (
-        "SBATCH_PARTITION=nope SBATCH_ARRAY_INX=7-9 SQUEUE_STATES=FAILED SQUEUE_PARTITION=urgent SCANCEL_STATE=FAILED"
+        "SBATCH_PARTITION=nope SBATCH_ARRAY_INX=7-9 SQUEUE_STATES=FAILED SQUEUE_PARTITION=urgent"
+        " SCANCEL_STATE=FAILED"
     )
     submit(
-        f"export PYTHONPATH={PROJECT} {leaking}; {sys.executable} {caller} > {tmp_path}/said 2>&1; sleep 600",
+        f"export PYTHONPATH={PROJECT} {leaking}; {sys.executable} {caller} > {tmp_path}/said 2>&1;"
+        " sleep 600",
         extra=["--ntasks=1", "--gpus-per-task=1", "--mem-per-cpu=20"],
     )
     wait_until((tmp_path / "job").exists, "the job's own job")
     job = int((tmp_path / "job").read_text())
-    assert wait_for({f"{job}_0": "CANCELLED", f"{job}_1": "RUNNING"}).keys() == {f"{job}_0", f"{job}_1"}
+    assert wait_for({f"{job}_0": "CANCELLED", f"{job}_1": "RUNNING"}).keys() == {
+        f"{job}_0",
+        f"{job}_1",
+    }
     wait_until(lambda: "SLURM_JOB_ID" in read(tmp_path / "new.env"), "its environment")
-    variables = dict(line.split("=", 1) for line in read(tmp_path / "new.env").splitlines() if line.startswith("S"))
+    variables = dict(
+        line.split("=", 1)
+        for line in read(tmp_path / "new.env").splitlines()
+        if line.startswith("S")
+    )
     assert variables["SLURM_ARRAY_JOB_ID"] == str(job)
-    assert not variables.keys() & {"SLURM_GPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NPROCS", "SBATCH_PARTITION"}
+    assert not variables.keys() & {
+        "SLURM_GPUS_PER_TASK",
+        "SLURM_NTASKS",
+        "SLURM_NPROCS",
+        "SBATCH_PARTITION",
+    }
     cluster.cancel([str(job)])
 
 
@@ -152,15 +192,24 @@ def read(path: Path) -> str:
 
 
 def test_states_of_many_elements_and_of_none(submit):
-    squares = [index * index for index in range(70)]  # what SLURM cuts off where it prints them in one line
-    many, some = (submit("exit 0", array=indices, hold=True) for indices in ("0-4999", ",".join(map(str, squares))))
+    squares = [
+        index * index for index in range(70)
+    ]  # what SLURM cuts off where it prints them in one line
+    many, some = (
+        submit("exit 0", array=indices, hold=True)
+        for indices in ("0-4999", ",".join(map(str, squares)))
+    )
     start = time.process_time()
     known = cluster.states([many, some, 999_999])
     assert time.process_time() - start < 5  # of this process alone, whatever else the machine does
-    assert known.keys() == {f"{many}_{index}" for index in range(5000)} | {f"{some}_{index}" for index in squares}
+    assert known.keys() == {f"{many}_{index}" for index in range(5000)} | {
+        f"{some}_{index}" for index in squares
+    }
     assert cluster.states([999_999]) == cluster.states([]) == {}
     cluster.cancel([f"{some}_{index}" for index in squares[:5]] + ["999999"])
-    assert cluster.states([some]).keys() == {f"{some}_{index}" for index in squares[5:]}  # SLURM forgets the others
+    assert cluster.states([some]).keys() == {
+        f"{some}_{index}" for index in squares[5:]
+    }  # SLURM forgets the others
 
 
 def test_jobs_are_found_by_name_until_they_end(submit):
@@ -178,20 +227,25 @@ def test_what_slurm_refuses_is_said_in_one_line(lab, tmp_path):
     script = write(tmp_path / "any.sh", "exit 0")
     assert "in partition train" in cluster.check(script)
     refused = {
-        "--partition=nope": r"Invalid partition name specified; correct 'partition' .* \(there are: train, urgent\)$",
+        "--partition=nope": (
+            r"Invalid partition name specified; correct 'partition' .* \(there are: train,"
+            r" urgent\)$"
+        ),
         "--time=31-0": r"Requested time limit is invalid .*; lower 'time' in the site file$",
         "--constraint=nope": r"Invalid feature specification; correct 'constraint'",
-        "--mem=99G": r"Memory specification can not be satisfied; .*; lower what the site file asks",
+        "--mem=99G": (
+            r"Memory specification can not be satisfied; .*; lower what the site file asks"
+        ),
         "--array=0-6001": r"Invalid job array specification; make arrays smaller",
         "--exclude=nope": r"Invalid node name specified; correct 'exclude'",
     }
     for option, message in refused.items():
         with pytest.raises(UserError, match=message) as error:
-            cluster.submit(script, extra=[option])
+            cluster.submit(write(tmp_path / "refused.sh", "exit 0", option))
         assert "\n" not in str(error.value)
     for option in ("--partition=nope", "--time=31-0", "--array=0-6001"):
         with pytest.raises(UserError, match=refused[option]):
-            cluster.check(script, [option])
+            cluster.check(write(tmp_path / "refused.sh", "exit 0", option))
 
 
 def test_what_the_cluster_is(lab):
@@ -207,8 +261,9 @@ def test_without_slurm(tmp_path, monkeypatch):
         cluster.submit(tmp_path / "any.sh")
 
 
-# What sacct 22.05.8 printed (times are shortened) where slurmdbd ran and MinJobAge was 5 s. Of array 1, element 3 had
-# requeued itself, 5 had done so held, and 4 was cancelled. 2 was submitted as 0-30:2,77-90%3, and 2_4 then cancelled.
+# What sacct 22.05.8 printed (times are shortened) where slurmdbd ran and MinJobAge was 5 s. Of
+# array 1, element 3 had requeued itself, 5 had done so held, and 4 was cancelled. 2 was submitted
+# as 0-30:2,77-90%3, and 2_4 then cancelled.
 RECORDED = """\
 3|COMPLETED|None|node1|55|0:0
 1_1|FAILED|None|node1|55|3:0
@@ -224,13 +279,13 @@ RECORDED = """\
 
 
 def test_accounts_are_read_as_recorded():
-    known = cluster.parse_sacct(RECORDED)
+    known = parse_sacct(RECORDED)
     assert known["3"] == JobState("COMPLETED", "None", "node1", 0, "0:0")
     assert [known[f"1_{index}"].exit_code for index in (1, 2, 5)] == ["3:0", "0:9", None]
     assert known["1_3"] == JobState("COMPLETED", "BeginTime", "node1", 1, "0:0")
     assert known["1_4"].state == "CANCELLED"
     assert known["1_5"] == JobState("PENDING", "JobHeldUser", "", 1, None)
-    assert cluster.parse_sacct("".join(reversed(RECORDED.splitlines(keepends=True)))) == known
+    assert parse_sacct("".join(reversed(RECORDED.splitlines(keepends=True)))) == known
     waiting = {f"2_{index}" for index in [*range(0, 31, 2), *range(77, 91)] if index != 4}
     waiting |= {f"17_{index}" for index in range(0, 301, 2)}
     assert known.keys() == waiting | {"3", "1_1", "1_2", "1_3", "1_4", "1_5"}
@@ -238,22 +293,30 @@ def test_accounts_are_read_as_recorded():
 
 def processes(word: Path) -> list[str]:
     """Command lines on this machine, those of all nodes included, that contain `word`."""
-    listed = subprocess.run(["ps", "-eww", "-o", "args"], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["ps", "-eww", "-o", "args"], capture_output=True, text=True, check=True
+    )
     return [line for line in listed.stdout.splitlines() if str(word) in line]
 
 
 def test_no_process_outlives_whoever_started_the_lab(slurm_installed, tmp_path):
     """Killed with -9, while a job runs that has left its session."""
-    script = write(tmp_path / "stays.sh", f"setsid bash -c 'sleep 600; echo {tmp_path}' & sleep 600")
+    script = write(
+        tmp_path / "stays.sh", f"setsid bash -c 'sleep 600; echo {tmp_path}' & sleep 600"
+    )
     starts = (
         "import time; from pathlib import Path; from tests.slurm.lab import Lab, running\n"
         f"with running(Lab(Path({str(tmp_path)!r}, 'own'), nodes=1)) as lab:\n"
         f"    lab.command('sbatch', {str(script)!r}); print('up', flush=True); time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", starts], cwd=PROJECT, stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(
+        [sys.executable, "-c", starts], cwd=PROJECT, stdout=subprocess.PIPE, text=True
+    ) as owner:
         assert owner.stdout
         assert owner.stdout.readline() == "up\n"
-        wait_until(lambda: any("sleep 600; echo" in line for line in processes(tmp_path)), "the job")
+        wait_until(
+            lambda: any("sleep 600; echo" in line for line in processes(tmp_path)), "the job"
+        )
         assert any("slurmctld" in line for line in processes(tmp_path))
         owner.send_signal(signal.SIGKILL)
     wait_until(lambda: not processes(tmp_path), "no process left")
@@ -261,16 +324,24 @@ def test_no_process_outlives_whoever_started_the_lab(slurm_installed, tmp_path):
 
 @pytest.mark.stress
 def test_lost_nodes_are_replaced_and_their_orphans_go_on(submit, lab, tmp_path):
-    job = submit(f"while sleep 0.2; do echo $SLURM_RESTART_COUNT >> {tmp_path}/$(hostname); done", array="0-1")
+    job = submit(
+        f"while sleep 0.2; do echo $SLURM_RESTART_COUNT >> {tmp_path}/$(hostname); done",
+        array="0-1",
+    )
     known = wait_for({f"{job}_0": "RUNNING", f"{job}_1": "RUNNING"})
     assert known[f"{job}_0"].nodes == known[f"{job}_1"].nodes == "node1"
     lab.kill_node(1, orphans=True)
-    wait_until(lambda: all(state.restarts == 1 for state in cluster.states([job]).values()), "requeued")
+    wait_until(
+        lambda: all(state.restarts == 1 for state in cluster.states([job]).values()), "requeued"
+    )
     known = wait_for({f"{job}_0": "RUNNING", f"{job}_1": "RUNNING"})
     assert "node1" not in {state.nodes for state in known.values()}
     size = (tmp_path / "node1").stat().st_size
     wait_until(lambda: (tmp_path / "node1").stat().st_size > size, "an orphan writes")
     lab.kill_node(1)
-    wait_until(lambda: not [line for line in processes(lab.directory) if "node1" in line], "no process of node1 left")
+    wait_until(
+        lambda: not [line for line in processes(lab.directory) if "node1" in line],
+        "no process of node1 left",
+    )
     lab.start_node(1)
     assert lab.inside(1, "hostname") == "node1\n"

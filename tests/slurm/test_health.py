@@ -9,17 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from slurm import health
-from slurm.health import check_gpus, check_node, read_reports, write_clock
+from slurm.job import health
+from slurm.job.health import check_gpus, check_node, read_reports, write_clock
 from tests.runs import PROJECT
 from tests.waiting import HANG_SECONDS
 
 
-def checked(out_dir: Path, node: str, *options: str, **environment: str) -> subprocess.CompletedProcess:
+def checked(
+    out_dir: Path, node: str, *options: str, **environment: str
+) -> subprocess.CompletedProcess:
     """One node's check in a process of its own."""
-    command = [sys.executable, "-m", "slurm.health", str(out_dir), *options]
+    command = [sys.executable, "-m", "slurm.job.health", str(out_dir), *options]
     variables = os.environ | {"SLURMD_NODENAME": node, "PYTHONPATH": str(PROJECT)} | environment
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=HANG_SECONDS)
+    return subprocess.run(
+        command, env=variables, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
 
 
 def test_fit_nodes_leave_a_report_of_figures_and_limits(tmp_path):
@@ -32,7 +36,11 @@ def test_fit_nodes_leave_a_report_of_figures_and_limits(tmp_path):
     figures = {check["name"]: check["figure"] for check in report["checks"]}
     status = os.statvfs(tmp_path)
     assert figures["free space"] == pytest.approx(status.f_bavail * status.f_frsize / 1e9, rel=0.2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".clock.json", "node1.json", "node2.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".clock.json",
+        "node1.json",
+        "node2.json",
+    ]
 
 
 def test_every_reason_of_a_bad_node_is_named_and_the_check_itself_ends_well(tmp_path):
@@ -42,7 +50,12 @@ def test_every_reason_of_a_bad_node_is_named_and_the_check_itself_ends_well(tmp_
     assert ended.returncode == 0
     reason = read_reports(tmp_path, ["node1"])["node1"]
     assert reason in ended.stdout
-    for part in ("free space", "at least 1e+09", "free memory", "clock behind the batch host's by 3"):
+    for part in (
+        "free space",
+        "at least 1e+09",
+        "free memory",
+        "clock behind the batch host's by 3",
+    ):
         assert part in reason
 
 
@@ -97,13 +110,16 @@ def test_gpus_that_are_missing_or_do_not_answer_are_named(tmp_path, monkeypatch)
     tool.chmod(0o755)
     failing = [check.reason for check in check_gpus(8) if not check.passed]
     assert failing == [
-        "failures of nvidia-smi -L: 1, at most 0 expected: Unable to determine the device handle for GPU 3"
+        "failures of nvidia-smi -L: 1, at most 0 expected: Unable to determine the device handle"
+        " for GPU 3"
     ]
 
 
 def test_without_gpus_no_torch_is_imported():
     """It would take seconds on every node."""
     command = [sys.executable, "-X", "importtime", "-c", f"import {health.__name__}"]
-    imported = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=HANG_SECONDS).stderr
-    assert "slurm.health" in imported
+    imported = subprocess.run(
+        command, cwd=PROJECT, capture_output=True, text=True, timeout=HANG_SECONDS
+    ).stderr
+    assert "slurm.job.health" in imported
     assert "torch" not in imported

@@ -1,4 +1,6 @@
-"""What a job does with its steps, with stand-ins for srun, scontrol and the interpreter that measures."""
+"""What a job does with its steps, with stand-ins for srun, scontrol and the interpreter that
+measures.
+"""
 
 import json
 import sys
@@ -7,27 +9,28 @@ from pathlib import Path
 import pytest
 import typer
 
-from slurm import job, supervision
-from slurm.jobs import FINAL, Cut, arrays_of
-from slurm.submission import Job, existing_submission, new_submission, write_submission
-from slurm.submit import write_scripts
-from study.ledger import Ledger
+from base.errors import UserError
+from base.files import write_json
+from slurm.job import element, stop_files, supervision
+from slurm.submission.arrays import FINAL, Cut, arrays_of
+from slurm.submission.record import Job, existing_submission, new_submission, write_submission
+from slurm.submission.submit import write_scripts
+from study.definition import save_study
+from study.pipeline.ledger import Ledger
+from study.pipeline.steps import steps_of
 from study.recipes import resolve
-from study.settings import save_study
-from study.steps import steps_of
 from tests.slurm.small_study import PROJECT, site_of
-from train.command import UserError
-from train.run_directory import RunDirectory, write_json
+from train.run.directory import RunDirectory
 
 # Does what the step of this command would leave behind, or fails as TO_FAIL says.
 INTERPRETER = f"""#!{sys.executable}
 import os, sys
 sys.path.insert(0, {str(PROJECT)!r})
 from pathlib import Path
-from study.commands import Machine, batches, resolve, shared
-from study.settings import load_study
-from study.steps import steps_of
-from train.run_directory import write_json
+from study.pipeline.step import Machine, batches, resolve, shared
+from study.definition import load_study
+from study.pipeline.steps import steps_of
+from base.files import write_json
 study_dir = Path(os.environ["STUDY_DIR"])
 study = load_study(study_dir)
 machine = Machine(python=sys.argv[0])
@@ -61,13 +64,22 @@ def cluster(tmp_path, monkeypatch):
     save_study(directory, study)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     monkeypatch.setenv("STUDY_DIR", str(directory))
-    for name, value in {"ARRAY_JOB_ID": "70", "ARRAY_TASK_ID": "1", "JOB_ID": "71", "JOB_NODELIST": "n1"}.items():
+    for name, value in {
+        "ARRAY_JOB_ID": "70",
+        "ARRAY_TASK_ID": "1",
+        "JOB_ID": "71",
+        "JOB_NODELIST": "n1",
+    }.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setattr(supervision, "REQUEUED_SECONDS", 0)
-    monkeypatch.setattr(job, "PAUSE_SECONDS", 0)
-    site = site_of(tmp_path / "runs", train_nodes=1).model_copy(update={"python": programs / "python"})
+    monkeypatch.setattr(element, "PAUSE_SECONDS", 0)
+    site = site_of(tmp_path / "runs", train_nodes=1).model_copy(
+        update={"python": programs / "python"}
+    )
     arrays = arrays_of(study, Cut(1, 4, 1001))
-    jobs = tuple(Job(array=one.name, id=70, indices=(0, 1), time=0.0) for one in arrays if one.name == "ends")
+    jobs = tuple(
+        Job(array=one.name, id=70, indices=(0, 1), time=0.0) for one in arrays if one.name == "ends"
+    )
     write_scripts(directory, site, arrays)
     (directory / "slurm" / "released").mkdir()
     write_submission(directory, new_submission(site, arrays).model_copy(update={"jobs": jobs}))
@@ -86,14 +98,16 @@ def ran(directory: Path) -> list[str]:
 
 
 def run(directory: Path, array: str = "ends", index: int = 1) -> None:
-    job.run_element(directory, array, index, directory / "stop")
+    element.run_element(directory, array, index, directory / "stop")
 
 
 def steps_at_the_end(directory: Path) -> dict[str, bool]:
     """Steps of the element -> whether each is complete."""
     ledger = Ledger(directory, steps_of(resolve("tiny", "smoke")))
     kinds = ("blocks", "methods", "step", "slice")
-    names = [name for name, step in ledger.steps.items() if step.kind in kinds and step.run == "lr3e-2"]
+    names = [
+        name for name, step in ledger.steps.items() if step.kind in kinds and step.run == "lr3e-2"
+    ]
     return {name: ledger.is_complete(ledger.steps[name]) for name in names}
 
 
@@ -113,15 +127,21 @@ def test_a_job_on_gpus_gives_each_step_what_it_can_use(cluster, monkeypatch):
     kinds = submission.site.resources.model_copy(update={"quantize": quantize})
     site = submission.site.model_copy(update={"resources": kinds})
     write_submission(cluster, submission.model_copy(update={"site": site}))
-    element = job._Element(cluster, "ends", 1, cluster / "stop", "70_1")
-    machines = {step.kind: element.machine(step) for step in element.steps}
-    assert "--nproc-per-node" in machines["blocks"].launch, "four ranks share the rows of every weight"
+    one = element._Element(cluster, "ends", 1, cluster / "stop", "70_1")
+    machines = {step.kind: one.machine(step) for step in one.steps}
+    assert "--nproc-per-node" in machines["blocks"].launch, (
+        "four ranks share the rows of every weight"
+    )
     for kind in ("methods", "step", "slice"):
         assert machines[kind].launch == ("{python}",)
-    assert {(machine.device, machine.sharding) for machine in machines.values()} == {("cuda", "none")}
+    assert {(machine.device, machine.sharding) for machine in machines.values()} == {
+        ("cuda", "none")
+    }
 
 
-def test_what_does_not_need_a_failed_step_is_done_and_the_element_alone_queued_again(cluster, monkeypatch):
+def test_what_does_not_need_a_failed_step_is_done_and_the_element_alone_queued_again(
+    cluster, monkeypatch
+):
     monkeypatch.setenv("TO_FAIL", "methods-lr3e-2-int8-t6 methods-lr3e-2-rtn-b3-g32")
     with pytest.raises(typer.Exit):
         run(cluster)
@@ -148,7 +168,9 @@ def test_what_needs_a_failed_step_waits_and_three_starts_are_enough(cluster, mon
 def test_an_element_whose_input_is_missing_ends_with_a_line(cluster):
     for path in (cluster / "lr3e-2" / "hf").rglob("lineage.json"):
         path.unlink()
-    with pytest.raises(UserError, match=r"lineage\.json is not there; what makes it failed, retry that first"):
+    with pytest.raises(
+        UserError, match=r"lineage\.json is not there; what makes it failed, retry that first"
+    ):
         run(cluster)
     assert ran(cluster) == []
     assert not (cluster / "scontrol.txt").exists()
@@ -168,22 +190,31 @@ def test_a_request_to_stop_leaves_the_rest_to_the_next_start(cluster):
 def test_a_stop_file_of_the_user_ends_a_training_and_ours_is_forgotten(cluster):
     directory = RunDirectory(cluster / "lr3e-2")
     directory.stop_file.write_text("slurm 70_1.0\n")
-    job._forget_stale_stop(cluster, [step for step in steps_of(resolve("tiny", "smoke")) if step.kind == "train"])
+    stop_files.forget_stale_stops(
+        cluster, [step for step in steps_of(resolve("tiny", "smoke")) if step.kind == "train"]
+    )
     assert not directory.stop_file.exists()
-    assert not job._stopped_by_user(cluster, "lr3e-2")
+    assert not stop_files.stopped_by_user(cluster, "lr3e-2")
     directory.stop_file.touch()
-    assert job._stopped_by_user(cluster, "lr3e-2")
+    assert stop_files.stopped_by_user(cluster, "lr3e-2")
     directory.stop_file.unlink()
     write_json(directory.status_json, {"status": "preempted", "reason": "asked to stop by STOP"})
-    assert job._stopped_by_user(cluster, "lr3e-2")
+    assert stop_files.stopped_by_user(cluster, "lr3e-2")
 
 
 def test_the_table_is_made_of_what_there_is_and_is_not_complete_then(cluster):
     run(cluster, FINAL, 0)
-    records = [path.stem for path in (cluster / "steps").glob("*.json")] if (cluster / "steps").exists() else []
+    records = (
+        [path.stem for path in (cluster / "steps").glob("*.json")]
+        if (cluster / "steps").exists()
+        else []
+    )
     assert ran(cluster) == ["collect", "report", "mirror"]
     assert "collect" not in records, "results are missing: it is to be made again"
-    assert json.loads((cluster / "slurm" / "starts" / f"{FINAL}-0.json").read_text())[0]["restart"] == 0
+    assert (
+        json.loads((cluster / "slurm" / "starts" / f"{FINAL}-0.json").read_text())[0]["restart"]
+        == 0
+    )
 
 
 def test_an_unknown_element_is_refused(cluster):

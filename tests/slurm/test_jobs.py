@@ -7,15 +7,16 @@ import pytest
 from typer.testing import CliRunner
 
 from slurm.__main__ import app
-from slurm.jobs import FINAL, SETTLE, Cut, JobArray, arrays_of
 from slurm.site import EXAMPLE, load_site
-from slurm.submit import dry_run
-from study.own_text import Asked
+from slurm.submission.arrays import FINAL, SETTLE, Cut, JobArray, arrays_of
+from slurm.submission.submit import dry_run
+from study.pipeline.steps import steps_of
 from study.recipes import RECIPES, resolve
-from study.steps import steps_of
-from train.command import UserError
+from study.text.own import Asked
 
-PROFILES = [(name, profile) for name in RECIPES for profile in ("full", "smoke") if name != "trajectory"]
+PROFILES = [
+    (name, profile) for name in RECIPES for profile in ("full", "smoke") if name != "trajectory"
+]
 
 
 @pytest.mark.parametrize(("recipe", "profile"), PROFILES)
@@ -31,7 +32,9 @@ def test_every_step_runs_once_and_after_what_it_reads(recipe, profile, cut):
         for name in element
         if name != SETTLE
     }
-    listed = [n for array in arrays.values() for element in array.elements for n in element if n != SETTLE]
+    listed = [
+        n for array in arrays.values() for element in array.elements for n in element if n != SETTLE
+    ]
     assert sorted(listed) == sorted(steps)
     assert all(0 < len(array.elements) <= cut.max_array_size for array in arrays.values())
     order = list(arrays)
@@ -62,7 +65,9 @@ def test_every_recipe_has_a_dry_run_on_the_example_site(recipe, profile):
 
 
 def waits(arrays: dict[str, JobArray], array: JobArray, maker: str, corresponding: bool) -> bool:
-    """Whether an element of `array` starts after that of `maker`, perhaps because of an array between them."""
+    """Whether an element of `array` starts after that of `maker`, perhaps because of an array
+    between them.
+    """
     if maker in array.held_for:
         return True
     for one in array.after:
@@ -111,7 +116,9 @@ def test_tiny_in_arrays():
 
 
 def test_branches_are_held_for_their_parents():
-    arrays = {array.name: array for array in arrays_of(resolve("olmo2-7b-lr", "full"), Cut(1, 4, 1001))}
+    arrays = {
+        array.name: array for array in arrays_of(resolve("olmo2-7b-lr", "full"), Cut(1, 4, 1001))
+    }
     assert len(arrays["train"].elements) == 4
     assert len(arrays["branches"].elements) == 7
     assert arrays["branches"].held_for == ("train",)
@@ -121,22 +128,30 @@ def test_branches_are_held_for_their_parents():
 def test_text_of_the_users_is_made_by_jobs_before_training(tmp_path):
     """A tokenizer first, then a token file per share, none of which needs a network."""
     words = [f"{number:x}" for number in range(5000)]
-    documents = [{"text": " ".join(random.Random(seed).choices(words, k=100))} for seed in range(2000)]
+    documents = [
+        {"text": " ".join(random.Random(seed).choices(words, k=100))} for seed in range(2000)
+    ]
     source = tmp_path / "mine.jsonl"
     source.write_text("".join(json.dumps(document) + "\n" for document in documents))
-    arguments = ["submit", "tiny", "--profile", "smoke", "--site", str(EXAMPLE), "--dry-run", "--text", str(source)]
+    arguments = [
+        "submit",
+        "tiny",
+        "--profile",
+        "smoke",
+        "--site",
+        str(EXAMPLE),
+        "--dry-run",
+        "--text",
+        str(source),
+    ]
     shown = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
     assert "tiny-smoke-text=mine." in shown
     study = resolve("tiny", "smoke", asked=Asked((source,)), root=tmp_path)
     arrays = {array.name: array for array in arrays_of(study, Cut(1, 4, 1001))}
     assert arrays["text"].elements == (("tokenizer",),)
-    assert arrays["prepare"].elements == (("prepare-train",), ("prepare-held_out",), ("prepare-calibration",))
+    assert arrays["prepare"].elements == (
+        ("prepare-train",),
+        ("prepare-held_out",),
+        ("prepare-calibration",),
+    )
     assert [(one.kind, one.array) for one in arrays["train"].after] == [("afterok", "prepare")]
-
-
-def test_warm_starts_are_refused_where_checkpoints_are_measured_side_by_side():
-    study = resolve("tiny", "full")
-    assert study.curvature
-    curvature = study.curvature.model_copy(update={"warm_start": True})
-    with pytest.raises(UserError, match="leave warm_start out of its curvature, or use 'python -m study run'"):
-        arrays_of(study.model_copy(update={"curvature": curvature}), Cut(1, 4, 1001))

@@ -1,6 +1,7 @@
 """The job script: golden files, what bash makes of it, and the exit code under signals.
 
-`python -m tests.slurm.test_script` writes the golden files anew, to be read like code before they are committed.
+`python -m tests.slurm.test_script` writes the golden files anew, to be read like code before they
+are committed.
 """
 
 import os
@@ -14,20 +15,27 @@ from pathlib import Path
 
 import pytest
 
-from slurm.jobs import JobArray
-from slurm.script import render, srun_prefix
+from base.errors import UserError
 from slurm.site import Site, load_site
+from slurm.submission.arrays import JobArray
+from slurm.submission.script import render, srun_prefix
 from tests.waiting import HANG_SECONDS, wait_until
-from train.command import UserError
 
 GOLDEN = Path(__file__).parent / "golden"
 SITES = ("cpu", "h200", "apptainer")
 ARRAYS = {
-    "train": JobArray("train", "train", (("train-lr1e-3",), ("train-lr3e-3",), ("train-lr1e-2",), ("train-lr3e-2",))),
-    "quantize": JobArray("quantize-gptq-b3-g128.1", "quantize", tuple((f"quantize-{n}",) for n in range(28))),
+    "train": JobArray(
+        "train",
+        "train",
+        (("train-lr1e-3",), ("train-lr3e-3",), ("train-lr1e-2",), ("train-lr3e-2",)),
+    ),
+    "quantize": JobArray(
+        "quantize-gptq-b3-g128.1", "quantize", tuple((f"quantize-{n}",) for n in range(28))
+    ),
 }
 CASES = [(site, kind) for site in SITES for kind in ARRAYS]
-# A job that ends well with code 7 soon after it sees the stop file; a stand-in for `python -m slurm job`.
+# A job that ends well with code 7 soon after it sees the stop file; a stand-in for `python -m slurm
+# job`.
 POLITE = 'until [ -e "$stop" ]; do sleep 0.01; done; exit 7'
 
 
@@ -39,7 +47,9 @@ def golden_script(site: str, kind: str) -> str:
 @pytest.mark.parametrize(("site", "kind"), CASES)
 def test_script_is_the_reviewed_one_and_bash_reads_it(site, kind):
     path = GOLDEN / f"{site}-{kind}.sh"
-    assert golden_script(site, kind) == path.read_text(), "read the difference; `python -m tests.slurm.test_script`"
+    assert golden_script(site, kind) == path.read_text(), (
+        "read the difference; `python -m tests.slurm.test_script`"
+    )
     assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True).stderr == ""
 
 
@@ -47,7 +57,9 @@ def test_directives_come_before_any_command():
     """sbatch reads no #SBATCH behind the first command, and would silently leave it out."""
     for site, kind in CASES:
         lines = golden_script(site, kind).splitlines()
-        first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+        first = next(
+            number for number, line in enumerate(lines) if line and not line.startswith("#")
+        )
         assert not [line for line in lines[first:] if "#SBATCH" in line]
         assert all(line.startswith("#SBATCH --") for line in lines[1:first] if line)
 
@@ -64,13 +76,22 @@ class Stage:
     def _site(self, **changes) -> Site:
         base = load_site(GOLDEN / "cpu.toml").model_dump(exclude_unset=True)
         (self.directory / "project").mkdir(exist_ok=True)
-        places = {"root": self.study.parent, "python": self.stub, "project": self.directory / "project"}
+        places = {
+            "root": self.study.parent,
+            "python": self.stub,
+            "project": self.directory / "project",
+        }
         return Site.model_validate(base | places | changes)
 
     def start(self, job: str, restarts: int = 0, **changes) -> subprocess.Popen:
-        """The script of element 3 of array 70, in a session of its own, as the last element's job id 70 shows it."""
+        """The script of element 3 of array 70, in a session of its own, as the last element's
+        job id 70 shows it.
+        """
         head = '#!/bin/bash\nfor a; do stop=$a; done\n: >"$stop.ready"\n'
-        self.stub.write_text(f"{head}printf '%s\\n' \"$@\" >{shlex.quote(str(self.directory / 'arguments'))}\n{job}\n")
+        self.stub.write_text(
+            f"{head}printf '%s\\n' \"$@\""
+            f" >{shlex.quote(str(self.directory / 'arguments'))}\n{job}\n"
+        )
         self.stub.chmod(0o755)
         script = self.directory / "script.sh"
         script.write_text(render(ARRAYS["train"], self._site(**changes), self.study))
@@ -101,7 +122,15 @@ def stage(tmp_path) -> Stage:
 def test_exit_code_is_the_jobs(stage, code):
     assert stage.start(f"exit {code}").wait(HANG_SECONDS) == code
     assert (stage.directory / "arguments").read_text().split() == [
-        *("-m", "slurm", "job", str(stage.study), "train", "3", "--stop-file", str(stage.stop_file()))
+        *(
+            "-m",
+            "slurm",
+            "job",
+            str(stage.study),
+            "train",
+            "3",
+            str(stage.stop_file()),
+        )
     ]
     assert not stage.stop_file().exists()
 
@@ -121,7 +150,9 @@ def test_signal_to_the_batch_shell_becomes_the_stop_file_of_this_start(stage, se
 
 
 def test_term_to_all_processes_leaves_the_job_to_end_itself(stage):
-    """As at the time limit. The job is started without the shell's trap, and answers with its own handler."""
+    """As at the time limit. The job is started without the shell's trap, and answers with its
+    own handler.
+    """
     trapped = stage.directory / "trapped"
     process = stage.start(f"trap 'exit 9' TERM; :>{trapped}; while :; do sleep 0.05; done")
     wait_until(trapped.exists, "the job's trap", process)
@@ -156,7 +187,9 @@ def signals_at_the_end(stage: Stage, runs: int) -> None:
 
 
 def test_exit_code_is_the_jobs_when_signals_come_as_it_ends(stage):
-    """Of 250 such runs with one signal, loops around bash's wait made 138 or 255 in 46, with a second wait in 35."""
+    """Of 250 such runs with one signal, loops around bash's wait made 138 or 255 in 46, with a
+    second wait in 35.
+    """
     signals_at_the_end(stage, runs=60)
 
 
@@ -166,34 +199,57 @@ def test_exit_code_is_the_jobs_in_many_runs(stage):
 
 
 def test_job_does_not_start_without_its_modules(stage):
-    process = stage.start("exit 0", setup={"modules": ("cuda/12.8",), "lines": ("module() { return 1; }",)})
+    process = stage.start(
+        "exit 0", setup={"modules": ("cuda/12.8",), "lines": ("module() { return 1; }",)}
+    )
     assert process.wait(HANG_SECONDS) == 1
     assert not (stage.directory / "arguments").exists()
 
 
 def test_site_code_may_read_variables_that_are_not_set_and_reaches_the_job(stage):
     lines = ('echo "$NOT_SET_BY_ANYONE"', "export FROM_SITE=here")
-    out = stage.start('echo "$FROM_SITE $OMP_NUM_THREADS $PWD"', setup={"lines": lines}, environment={})
-    assert out.communicate(timeout=HANG_SECONDS)[0].splitlines()[-1] == f"here 1 {stage.directory / 'project'}"
+    out = stage.start(
+        'echo "$FROM_SITE $OMP_NUM_THREADS $PWD"', setup={"lines": lines}, environment={}
+    )
+    assert (
+        out.communicate(timeout=HANG_SECONDS)[0].splitlines()[-1]
+        == f"here 1 {stage.directory / 'project'}"
+    )
 
 
 def test_containers_see_root_and_project():
     h200, apptainer = (load_site(GOLDEN / f"{name}.toml") for name in ("h200", "apptainer"))
     pyxis = srun_prefix(h200, "train", ["--nodes=1"])
     assert pyxis[:3] == ["srun", "--kill-on-bad-exit=1", "--nodes=1"]
-    assert "--container-mounts=/shared:/shared,/scratch:/tmp:rw" in pyxis  # which holds root and project
+    assert (
+        "--container-mounts=/shared:/shared,/scratch:/tmp:rw" in pyxis
+    )  # which holds root and project
     assert "--container-image=registry.example.org#llm/quantdyn:25.06" in pyxis
-    names = next(option for option in pyxis if option.startswith("--container-env=")).partition("=")[2].split(",")
+    names = (
+        next(option for option in pyxis if option.startswith("--container-env="))
+        .partition("=")[2]
+        .split(",")
+    )
     assert {"HF_HOME", "GREETING", "NCCL_NET", "PYTHONPATH"} <= set(names)
     assert srun_prefix(apptainer, "train") == [
         *("srun", "--kill-on-bad-exit=1", "apptainer", "exec", "--nv"),
-        *("--bind", "/project/p123:/project/p123", "--pwd", "/project/p123/src", "/project/p123/quantdyn.sif"),
+        *(
+            "--bind",
+            "/project/p123:/project/p123",
+            "--pwd",
+            "/project/p123/src",
+            "/project/p123/quantdyn.sif",
+        ),
     ]
     assert "--nv" not in srun_prefix(apptainer, "export")
     # Mounted somewhere else, a directory is not at its own path.
     assert h200.container
-    moved = h200.model_copy(update={"container": h200.container.model_copy(update={"mounts": ("/shared:/data",)})})
-    expected = "/shared:/data,/shared/quantdyn:/shared/quantdyn,/shared/src/quantdyn:/shared/src/quantdyn"
+    moved = h200.model_copy(
+        update={"container": h200.container.model_copy(update={"mounts": ("/shared:/data",)})}
+    )
+    expected = (
+        "/shared:/data,/shared/quantdyn:/shared/quantdyn,/shared/src/quantdyn:/shared/src/quantdyn"
+    )
     assert f"--container-mounts={expected}" in srun_prefix(moved, "train")
 
 
@@ -205,24 +261,38 @@ def test_study_whose_path_cannot_stand_in_a_directive_is_refused(stage, name):
 
 def shown(job: str) -> dict[str, str]:
     words = subprocess.run(
-        ["scontrol", "show", "job", job], capture_output=True, text=True, check=True, timeout=HANG_SECONDS
+        ["scontrol", "show", "job", job],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANG_SECONDS,
     )
     return dict(word.split("=", 1) for word in words.stdout.split() if "=" in word)
 
 
 @pytest.mark.parametrize("kind", ["train", "export"])
 def test_slurm_reads_the_directives_as_they_are_meant(stage, lab, kind):
-    """Every character that an extra argument may hold, limits in all spellings, GPUs asked for in both ways."""
+    """Every character that an extra argument may hold, limits in all spellings, GPUs asked for
+    in both ways.
+    """
     times = {"train": "1:30", "export": "1-2:03:04"}
     content = load_site(GOLDEN / "cpu.toml").model_dump(exclude_none=True)
-    content["slurm"] |= {"exclude": "node[3-4]", "extra": ["--comment=a+b@c^d!e(f)|g&h*i~[k]%j", "--nice=7"]}
+    content["slurm"] |= {
+        "exclude": "node[3-4]",
+        "extra": ["--comment=a+b@c^d!e(f)|g&h*i~[k]%j", "--nice=7"],
+    }
     content["resources"]["train"] |= {"gpus_per_node": 2, "time": times["train"], "gpus": "gres"}
     content["resources"]["export"] |= {"gpus_per_node": 2, "time": times["export"]}
     site = Site.model_validate(content | {"root": stage.study.parent, "project": stage.directory})
     script = stage.directory / "script.sh"
-    script.write_text(render(JobArray("some-b3.1", kind, (("a",), ("b",), ("c",))), site, stage.study))
+    script.write_text(
+        render(JobArray("some-b3.1", kind, (("a",), ("b",), ("c",))), site, stage.study)
+    )
     submitted = subprocess.run(
-        ["sbatch", "--parsable", "--hold", script], capture_output=True, text=True, timeout=HANG_SECONDS
+        ["sbatch", "--parsable", "--hold", script],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert submitted.returncode == 0, submitted.stderr
     array = submitted.stdout.strip()
@@ -231,7 +301,10 @@ def test_slurm_reads_the_directives_as_they_are_meant(stage, lab, kind):
     finally:
         subprocess.run(["scancel", array], check=True, timeout=HANG_SECONDS)
     assert job["JobName"] == "tiny.some-b3.1"
-    assert (job["ArrayTaskId"], job.get("ArrayTaskThrottle")) == ("2", {"train": "2", "export": None}[kind])
+    assert (job["ArrayTaskId"], job.get("ArrayTaskThrottle")) == (
+        "2",
+        {"train": "2", "export": None}[kind],
+    )
     assert (job["Comment"], job["Nice"]) == ("a+b@c^d!e(f)|g&h*i~[k]%j", "7")
     assert (job["Requeue"], job["Partition"], job["ExcNodeList"]) == ("1", "train", "node[3-4]")
     assert job["TresPerNode"] == "gres:gpu:2"

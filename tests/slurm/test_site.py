@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from slurm.jobs import JobArray
-from slurm.script import render
+from base.errors import UserError
 from slurm.site import EXAMPLE, Site, load_site
+from slurm.submission.arrays import JobArray
+from slurm.submission.script import render
 from tests.waiting import HANG_SECONDS
-from train.command import UserError
 
 MINIMAL = """
 root = "/shared/root"
@@ -44,7 +44,11 @@ TEXTS = {
     "root": "/shared/root",
     "python": "/shared/python",
     "project": "/shared/project",
-    **{f"{table}.{key}": "name" for table in ("slurm", "resources.train") for key in ("account", "partition", "qos")},
+    **{
+        f"{table}.{key}": "name"
+        for table in ("slurm", "resources.train")
+        for key in ("account", "partition", "qos")
+    },
     **{f"slurm.{key}": "name" for key in ("constraint", "exclude", "reservation", "gres_type")},
     "slurm.gpus": "gres",
     "slurm.extra": ["--exclusive"],
@@ -88,10 +92,16 @@ def written(path: Path, content: dict[str, Any]) -> Path:
 
     def text(value: Any) -> str:
         if isinstance(value, dict):
-            return "{" + ", ".join(f"{json.dumps(key)} = {text(one)}" for key, one in value.items()) + "}"
+            return (
+                "{"
+                + ", ".join(f"{json.dumps(key)} = {text(one)}" for key, one in value.items())
+                + "}"
+            )
         return json.dumps(value).replace("\x7f", "\\u007f")
 
-    path.write_text("".join(f"{json.dumps(key)} = {text(value)}\n" for key, value in content.items()))
+    path.write_text(
+        "".join(f"{json.dumps(key)} = {text(value)}\n" for key, value in content.items())
+    )
     return path
 
 
@@ -121,7 +131,10 @@ def test_site_survives_the_submissions_record(tmp_path):
     for kind in ("train", "export", "quantize", "curvature", "light"):
         assert again.resources_of(kind) == site.resources_of(kind)
         assert again.resources_of(kind).partition == "name"
-    assert (again.resources_of("train").extra, again.resources_of("light").extra) == (("--exclusive",), ())
+    assert (again.resources_of("train").extra, again.resources_of("light").extra) == (
+        ("--exclusive",),
+        (),
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,11 +151,15 @@ def test_site_survives_the_submissions_record(tmp_path):
     ],
 )
 def test_time_limits(tmp_path, text, seconds):
-    assert loaded(tmp_path, {"resources.train.time": text}).resources_of("train").time_seconds == seconds
+    assert (
+        loaded(tmp_path, {"resources.train.time": text}).resources_of("train").time_seconds
+        == seconds
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "0:00", "1h", "1:60", "1:60:00", "1-24", "-5", "1:2:3:4", "UNLIMITED", 0, True]
+    "text",
+    ["", "0", "0:00", "1h", "1:60", "1:60:00", "1-24", "-5", "1:2:3:4", "UNLIMITED", 0, True],
 )
 def test_what_is_no_time_limit_is_refused(tmp_path, text):
     with pytest.raises(UserError, match=r"site.toml: 'resources.train.time': "):
@@ -153,7 +170,10 @@ WRONG = [
     ({"slurm.partitoin": "gpu"}, "unknown key 'slurm.partitoin'; did you mean 'partition'"),
     ({"resources.trian": {}}, "'resources.trian'; did you mean 'train'"),
     ({"resources.train.gpus_pernode": 8}, "did you mean 'gpus_per_node'"),
-    ({"container.kind": "pyxis", "container.image": "x", "container.mount": []}, "did you mean 'mounts'"),
+    (
+        {"container.kind": "pyxis", "container.image": "x", "container.mount": []},
+        "did you mean 'mounts'",
+    ),
     ({"limits.throttle": {"quantise": 3}}, "'limits.throttle.quantise'; did you mean 'quantize'"),
     ({"zzz": 1}, "unknown key 'zzz'; known there: root, python"),
     ({"root": None}, "key 'root' is missing; add it"),
@@ -172,7 +192,10 @@ WRONG = [
     ({"resources.export.ranks_per_node": None}, "state ranks_per_node"),
     ({"resources.train.ranks_per_node": 9}, "9 ranks would share 8 GPUs"),
     ({"resources.train.mem": "5 GB"}, "500G"),
-    ({"resources.train.time": "5"}, "raise resources.train.time or lower limits.stop_seconds_before_limit"),
+    (
+        {"resources.train.time": "5"},
+        "raise resources.train.time or lower limits.stop_seconds_before_limit",
+    ),
     ({"limits.stop_seconds_before_limit": 65536}, "65535"),
     ({"environment": {"HF_TOKEN": "hf_very_secret"}}, "HF_TOKEN looks like a secret"),
     ({"environment": {"DB": "postgresql://me:very_secret@host/db"}}, "DB looks like a secret"),
@@ -184,7 +207,10 @@ WRONG = [
     ({"mlflow.tracking_uri": "https://me:very_secret@host"}, "MLFLOW_TRACKING_PASSWORD"),
     ({"mlflow.tracking_uri": "postgresql://host/db?password=very_secret"}, "PGPASSWORD"),
     ({"mlflow.tracking_uri": "sqlite:///mlflow.db"}, "sqlite:////ABSOLUTE/PATH"),
-    ({"container.kind": "pyxis", "container.image": "x", "container.python": "a b"}, "'container.python': 'a b'"),
+    (
+        {"container.kind": "pyxis", "container.image": "x", "container.python": "a b"},
+        "'container.python': 'a b'",
+    ),
     ({"setup.lines": ["true\nfalse"]}, "more than one line"),
 ]
 
@@ -202,7 +228,9 @@ def test_mistakes_are_told_in_one_line_with_file_and_key(tmp_path, changes, said
 
 def test_names_that_only_look_like_secrets_are_taken(tmp_path):
     names = ("TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "PGPASSFILE", "MAX_TOKENS_PATH")
-    assert loaded(tmp_path, {"environment": dict.fromkeys(names, "x")}).environment.keys() == set(names)
+    assert loaded(tmp_path, {"environment": dict.fromkeys(names, "x")}).environment.keys() == set(
+        names
+    )
 
 
 @pytest.mark.parametrize(
@@ -264,19 +292,38 @@ def test_hostile_text_is_refused_or_literal_and_never_runs(tmp_path, key):
     stub = tmp_path / "python"
     stub.write_text(f'#!/bin/bash\nprintf %s "${{NAME-}}" >{out}\n')
     stub.chmod(0o755)
-    places = {"root": str(tmp_path), "python": str(stub), "project": str(tmp_path), "container.kind": "pyxis"}
+    places = {
+        "root": str(tmp_path),
+        "python": str(stub),
+        "project": str(tmp_path),
+        "container.kind": "pyxis",
+    }
     texts = {hostile.format(evil=evil) for hostile in HOSTILE}
     for text in texts:
-        value = [text] if isinstance(TEXTS[key], list) else {"NAME": text} if isinstance(TEXTS[key], dict) else text
+        value = (
+            [text]
+            if isinstance(TEXTS[key], list)
+            else {"NAME": text}
+            if isinstance(TEXTS[key], dict)
+            else text
+        )
         site = accepted(tmp_path, places | {"container.image": "x", key: value})
         if site is None:
             continue
         taken.add(text)
         if key == "environment":
             script = render(JobArray("train", "train", (("a",),)), site, tmp_path / "tiny")
-            environment = {"PATH": os.environ["PATH"], "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0"}
+            environment = {
+                "PATH": os.environ["PATH"],
+                "SLURM_ARRAY_JOB_ID": "1",
+                "SLURM_ARRAY_TASK_ID": "0",
+            }
             subprocess.run(
-                ["bash", "-c", script], env=environment, check=True, capture_output=True, timeout=HANG_SECONDS
+                ["bash", "-c", script],
+                env=environment,
+                check=True,
+                capture_output=True,
+                timeout=HANG_SECONDS,
             )
             assert out.read_text() == text
     of_one_line = {text for text in texts if not set(text) & set("\n\r\0")}
@@ -288,7 +335,9 @@ def test_hostile_text_is_refused_or_literal_and_never_runs(tmp_path, key):
 def test_every_variable_of_bash_is_set_or_refused(tmp_path):
     """Some, such as GROUPS, bash lets nobody set, and says nothing."""
     bare = {"PATH": "/usr/bin:/bin"}
-    known = subprocess.run(["bash", "-c", "compgen -v"], capture_output=True, text=True, env=bare).stdout.split()
+    known = subprocess.run(
+        ["bash", "-c", "compgen -v"], capture_output=True, text=True, env=bare
+    ).stdout.split()
     taken = {name for name in known if accepted(tmp_path, {"environment": {name: bare["PATH"]}})}
     assert "PATH" in taken
     for name in taken:

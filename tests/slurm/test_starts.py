@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm.starts import check_progress, last_restart, record_start, starts_of
-from slurm.supervision import say, wait_for
-from train.command import UserError
+from base.errors import UserError
+from slurm.job.starts import check_progress, last_restart, record_start, starts_of
+from slurm.job.supervision import say, wait_for
 
 
 @pytest.fixture
@@ -28,7 +28,9 @@ def start(tmp_path, monkeypatch):
 
 def test_starts_are_counted_by_progress(start, tmp_path):
     for restart in range(40):
-        start("7", restart, position=100 * restart)  # a run that is preempted forty times and comes further each time
+        start(
+            "7", restart, position=100 * restart
+        )  # a run that is preempted forty times and comes further each time
     for restart in (40, 41):
         start("7", restart, position=3900)
     with pytest.raises(UserError, match="3 starts of train/0 came no further"):
@@ -54,17 +56,25 @@ def test_a_run_that_is_set_back_does_not_count_as_progress(start):
 
 def waiting(code: str, tmp_path: Path, **calls) -> int:
     defaults = {"asked": lambda: False, "stop": lambda: False, "recurring": lambda: None}
-    return wait_for([sys.executable, "-I", "-c", code], dict(os.environ), tmp_path, **(defaults | calls))
+    return wait_for(
+        [sys.executable, "-I", "-c", code], dict(os.environ), tmp_path, **(defaults | calls)
+    )
 
 
 def test_the_exit_status_is_the_commands(tmp_path):
     assert waiting("raise SystemExit(7)", tmp_path) == 7
-    assert waiting("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", tmp_path) == 128 + signal.SIGKILL
+    assert (
+        waiting("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+        == 128 + signal.SIGKILL
+    )
 
 
 def test_what_can_be_asked_is_asked_once_and_ends_by_itself(tmp_path):
     asked = []
-    code = "import pathlib, time\nwhile not pathlib.Path('STOP').exists(): time.sleep(0.05)\nraise SystemExit(3)"
+    code = (
+        "import pathlib, time\nwhile not pathlib.Path('STOP').exists(): time.sleep(0.05)\nraise"
+        " SystemExit(3)"
+    )
 
     def stop() -> bool:
         asked.append(1)
@@ -83,7 +93,10 @@ def test_an_error_beside_the_command_leaves_no_process(tmp_path):
     def fail() -> None:
         raise OSError("no space left")
 
-    code = "import os, time; open('new', 'w').write(str(os.getpid())); os.rename('new', 'pid'); time.sleep(100_000)"
+    code = (
+        "import os, time; open('new', 'w').write(str(os.getpid())); os.rename('new', 'pid');"
+        " time.sleep(100_000)"
+    )
 
     def fail_later() -> None:
         if (tmp_path / "pid").exists():
@@ -96,8 +109,10 @@ def test_an_error_beside_the_command_leaves_no_process(tmp_path):
 
 
 def test_a_log_that_cannot_grow_is_no_reason_to_end():
-    code = "from slurm.supervision import say\nsay('x')\nimport os\nos._exit(5)"
+    code = "from slurm.job.supervision import say\nsay('x')\nimport os\nos._exit(5)"
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-c", code], stdout=full, cwd=Path(__file__).parent.parent.parent)
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, cwd=Path(__file__).parent.parent.parent
+        )
     assert done.returncode == 5
     say("and otherwise it is a line")

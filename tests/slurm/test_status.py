@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from base.errors import UserError
+from base.files import write_json
 from slurm import cluster
-from slurm.starts import check_progress
-from slurm.status import duration, plain, print_shown, shown
-from slurm.trainings import straggler_of, tail_rows, training_of
-from slurm.watching import last_error, least_seconds_left, look, situation_of
-from study.steps import steps_of
+from slurm.job.starts import check_progress
+from slurm.status.overview import last_error, least_seconds_left, look, situation_of
+from slurm.status.table import duration, plain, print_shown, shown
+from slurm.status.trainings import straggler_of, tail_rows, training_of
+from study.pipeline.steps import steps_of
 from tests.slurm.watched import (
     in_state,
     make,
@@ -25,13 +27,18 @@ from tests.slurm.watched import (
     write_metrics,
     write_ranks,
 )
-from train.command import UserError
-from train.run_directory import RunDirectory, write_json
+from train.run.directory import RunDirectory
 
 GOLDEN = Path(__file__).parent / "golden" / "status.txt"
 TEXT = ["corpus", "prepare-train", "prepare-held_out"]
 FIRST = "lr3e-3-step00000048"
-MADE = [*TEXT, "train-lr3e-3", f"export-{FIRST}", "export-lr3e-3-step00000072", f"quantize-{FIRST}-gptq-b3-g32"]
+MADE = [
+    *TEXT,
+    "train-lr3e-3",
+    f"export-{FIRST}",
+    "export-lr3e-3-step00000072",
+    f"quantize-{FIRST}-gptq-b3-g32",
+]
 
 
 @pytest.fixture
@@ -54,7 +61,9 @@ def answers(monkeypatch):
 
 @pytest.fixture
 def half_way(study_dir, study, answers):
-    """One run trained, the other at it for the second time; of the measurements one made, one failed, one running."""
+    """One run trained, the other at it for the second time; of the measurements one made, one
+    failed, one running.
+    """
     submission = submitted(study_dir, study)
     make(study_dir, study, MADE)
     write_metrics(study_dir, "lr3e-3", range(1, 73), attempt=1)
@@ -71,8 +80,26 @@ def half_way(study_dir, study, answers):
     answers[elements["quantize-1", 0]] = in_state("FAILED", "NonZeroExitCode", "node3", 2, "2:0")
     answers[elements["quantize-1", 1]] = in_state("RUNNING", nodes="node4")
     answers[elements["quantize-1", 2]] = in_state("CANCELLED", "Dependency", code="0:0")
-    write_log(study_dir, submission, "train", 1, "== start 0", "slurmstepd: error: *** PREEMPTION ***", "== start 1")
-    write_log(study_dir, submission, "quantize-1", 0, "== start 0", "error: old", "== start 1", "error: new", "bye")
+    write_log(
+        study_dir,
+        submission,
+        "train",
+        1,
+        "== start 0",
+        "slurmstepd: error: *** PREEMPTION ***",
+        "== start 1",
+    )
+    write_log(
+        study_dir,
+        submission,
+        "quantize-1",
+        0,
+        "== start 0",
+        "error: old",
+        "== start 1",
+        "error: new",
+        "bye",
+    )
     return submission
 
 
@@ -100,9 +127,13 @@ def test_the_terminal_shows_the_same_cells_and_takes_no_markup_from_logs(half_wa
 def test_every_step_is_in_one_situation(half_way, study_dir, study):
     overview = look(study_dir)
     assert sorted(overview.situations) == sorted(step.name for step in steps_of(study))
-    assert {name for name, situation in overview.situations.items() if situation == "made"} == set(MADE)
+    assert {name for name, situation in overview.situations.items() if situation == "made"} == set(
+        MADE
+    )
     measured = shown(overview).tables[1][1:]
-    assert sum(int(row[2].split("/")[1]) for row in measured) == len(steps_of(study)) - 2  # trainings have rows above
+    assert (
+        sum(int(row[2].split("/")[1]) for row in measured) == len(steps_of(study)) - 2
+    )  # trainings have rows above
 
 
 @pytest.mark.parametrize(
@@ -145,17 +176,23 @@ def test_without_slurm_files_tell(half_way, study_dir, monkeypatch):
         rows = {row[0]: row for row in shown(look(study_dir)).tables[0][1:]}
         assert rows["lr3e-2"][1] == f"{status}, attempt 2"
     write_log(study_dir, half_way, "train", 1, "error: no GPU")
-    assert "failed train/1 (13_1): SLURM says nothing of it; train-lr3e-2" in plain(shown(look(study_dir)))
+    assert "failed train/1 (13_1): SLURM says nothing of it; train-lr3e-2" in plain(
+        shown(look(study_dir))
+    )
     assert rows["lr3e-3"][1] == "done"
 
 
-def test_what_slurm_has_forgotten_failed_if_it_has_a_log_and_never_started_otherwise(half_way, study_dir, answers):
+def test_what_slurm_has_forgotten_failed_if_it_has_a_log_and_never_started_otherwise(
+    half_way, study_dir, answers
+):
     answers.clear()
     overview = look(study_dir)
     found = {element.name: element.situation for element in overview.elements if element.steps}
-    assert {name for name, situation in found.items() if situation == "failed"} == {"train/1", "quantize-1/0"}
+    assert {name for name, situation in found.items() if situation == "failed"} == {
+        "train/1",
+        "quantize-1/0",
+    }
     assert set(found.values()) == {"failed", "cancelled"}
-    assert overview.is_over
     assert "cancelled curvature: 4 elements (before it started)" in plain(shown(overview))
 
 
@@ -165,7 +202,12 @@ def test_the_newest_attempt_counts_and_no_clock(study_dir, study):
     write_metrics(study_dir, run.name, range(10, 21), attempt=2, tokens_per_second=500.0)
     write_metrics(study_dir, run.name, range(30, 33), attempt=1)  # an orphan
     one = training_of(study_dir, run)
-    assert (one.step, one.tokens, one.loss, one.tokens_per_second) == (20, 40_000, 5 - 20 / 100, 500.0)
+    assert (one.step, one.tokens, one.loss, one.tokens_per_second) == (
+        20,
+        40_000,
+        5 - 20 / 100,
+        500.0,
+    )
     assert one.left_seconds == (run.total_steps * run.tokens_per_step - 40_000) / 500
     write_metrics(study_dir, run.name, range(21, 71), attempt=2, tokens_per_second=-3.0, time=-1e12)
     one = training_of(study_dir, run)
@@ -179,9 +221,13 @@ def test_the_end_of_a_file_is_read_as_its_lines_are(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 200, "te')
     length = path.stat().st_size
     for size in (1, 20, 100, 1000, length - 1, length, 2 * length):
-        begins = length - min(size, length)  # by the obvious way: lines that begin at or behind this byte
+        begins = length - min(
+            size, length
+        )  # by the obvious way: lines that begin at or behind this byte
         places = [sum(len(json.dumps(row)) + 1 for row in rows[:number]) for number in range(200)]
-        assert list(tail_rows(path, size)) == [row for row, at in zip(rows, places, strict=True) if at >= begins]
+        assert list(tail_rows(path, size)) == [
+            row for row, at in zip(rows, places, strict=True) if at >= begins
+        ]
     path.write_text('{"step": 1}\n{"step"\n[]\n{"step": "one"}\n\xff\n{"step": 2}\n')
     assert list(tail_rows(path, 1000)) == [{"step": 1}, None, None, None, None, {"step": 2}]
 
@@ -189,7 +235,10 @@ def test_the_end_of_a_file_is_read_as_its_lines_are(tmp_path):
 @pytest.mark.parametrize(
     ("busy", "words"),
     [
-        ([1.0, 1.0, 1.0, 1.31], "rank 3 on node2 computes 1.31 times as long as the median of 4 ranks"),
+        (
+            [1.0, 1.0, 1.0, 1.31],
+            "rank 3 on node2 computes 1.31 times as long as the median of 4 ranks",
+        ),
         ([1.0, 1.0, 1.0, 1.29], None),
         ([1.0, 4.0], "rank 1 on node1 computes 1.60 times as long as the median of 2 ranks"),
         (
@@ -211,18 +260,27 @@ def test_stragglers(tmp_path, busy, words):
 def test_the_error_of_a_log(tmp_path):
     log = tmp_path / "log"
     assert last_error(log) is None
-    log.write_text("error: first\n== 2026 start 1\nfine\nsrun: error: node1: task 0: Exited with exit code 2\n")
+    log.write_text(
+        "error: first\n== 2026 start 1\nfine\nsrun: error: node1: task 0: Exited with exit code 2\n"
+    )
     assert last_error(log) == "srun: error: node1: task 0: Exited with exit code 2"
     assert last_error(log, of_last_start=False) == "error: first"
-    log.write_text(log.read_text() + "1: error: damping; raise it\nsrun: error: task 1: Exited\nno error: here\n")
+    log.write_text(
+        log.read_text()
+        + "1: error: damping; raise it\nsrun: error: task 1: Exited\nno error: here\n"
+    )
     assert last_error(log) == "1: error: damping; raise it"
     with pytest.raises(UserError) as gave_up:
         check_progress(tmp_path, "train", 0, position=0, limit=0)
-    log.write_text(f"{log.read_text()}== 2026 start 2\nerror: {gave_up.value}\n")  # what ended the starts before it
+    log.write_text(
+        f"{log.read_text()}== 2026 start 2\nerror: {gave_up.value}\n"
+    )  # what ended the starts before it
     assert last_error(log) == "1: error: damping; raise it"
 
 
-def test_time_left_is_a_bound_by_the_slowest_kind_or_says_what_is_unknown(study_dir, study, answers):
+def test_time_left_is_a_bound_by_the_slowest_kind_or_says_what_is_unknown(
+    study_dir, study, answers
+):
     submission = submitted(study_dir, study)
     elements = submission.element_ids()
     answers |= {name: in_state("PENDING", "Dependency") for name in elements.values()}
@@ -240,7 +298,8 @@ def test_time_left_is_a_bound_by_the_slowest_kind_or_says_what_is_unknown(study_
     assert least_seconds_left(look(study_dir)) == "no curvature has finished yet"
     make(study_dir, study, [f"curvature-{FIRST}"], seconds=50.0)
     training = (study.runs[1].total_steps * study.runs[1].tokens_per_step - 80_000) / 1000
-    # exports: 2 of 40 s in one element; quantizations: 7 of 40 s in two; curvature: 3 of 50 s in one
+    # exports: 2 of 40 s in one element; quantizations: 7 of 40 s in two; curvature: 3 of 50 s in
+    # one
     assert training < 150
     assert least_seconds_left(look(study_dir)) == 150
     answers[elements["curvature", 1]] = in_state("FAILED", "None", code="1:0")
@@ -257,13 +316,21 @@ def test_time_left_is_a_bound_by_the_slowest_kind_or_says_what_is_unknown(study_
 def test_400_checkpoints_and_12_specs_in_5_seconds(study_dir, study, answers):
     specs = tuple(f"gptq-b{bits}-g{size}" for bits in (2, 3, 4, 8) for size in (32, 64, 128))
     runs = tuple(
-        run.model_copy(update={"name": f"run{number}", "save_steps": tuple(range(4, 401, 4)), "total_steps": 400})
+        run.model_copy(
+            update={
+                "name": f"run{number}",
+                "save_steps": tuple(range(4, 401, 4)),
+                "total_steps": 400,
+            }
+        )
         for number in range(4)
         for run in study.runs[:1]
     )
     quantization = study.quantization.model_copy(update={"specs": specs})
     large = study.model_copy(update={"runs": runs, "quantization": quantization})
-    answers |= {name: in_state("RUNNING") for name in submitted(study_dir, large).element_ids().values()}
+    answers |= {
+        name: in_state("RUNNING") for name in submitted(study_dir, large).element_ids().values()
+    }
     steps = [step.name for step in steps_of(large)]
     make(study_dir, large, steps[: len(steps) * 2 // 3])
     for run in runs:

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from slurm.submit import submit
-from study.ledger import Ledger
-from study.steps import steps_of
+from slurm.submission.submit import submit
+from study.pipeline.ledger import Ledger
+from study.pipeline.steps import steps_of
 from tests.slurm.faults import Storm
 from tests.slurm.lab import Lab, running
 from tests.slurm.small_study import run_here, site_of, small_study, table
@@ -34,16 +34,28 @@ def check_complete(study, study_dir, local) -> None:
     assert Ledger(study_dir, steps).complete_steps() == {step.name for step in steps}
     assert table(study_dir) == table(local), "bit for bit"
     for run in study.runs:
-        rows = [json.loads(line) for line in (study_dir / run.name / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (study_dir / run.name / "metrics.jsonl").read_text().splitlines()
+        ]
         assert max(row["step"] for row in rows) == run.total_steps
 
 
-def test_a_study_as_jobs_gives_the_table_of_the_local_runner(tmp_path, lab_directory, slurm_installed, monkeypatch):
-    study = small_study("jobs", steps=60, runs=1, restart_every=10, curved=False)
+def test_a_study_as_jobs_gives_the_table_of_the_local_runner(
+    tmp_path, lab_directory, slurm_installed, monkeypatch
+):
+    study = small_study("jobs", steps=40, runs=1, restart_every=8, curved=False)
     local, study_dir = run_here(tmp_path / "local", study), tmp_path / "runs" / study.name
-    for made in ("data", "steps"):  # the jobs begin with the texts: the stress test makes them as jobs, too
+    for made in (
+        "data",
+        "steps",
+    ):  # the jobs begin with the texts: the stress test makes them as jobs, too
         shutil.copytree(local / made, study_dir / made)
-    for step in set(Ledger(study_dir, steps_of(study)).steps) - {"corpus", "prepare-train", "prepare-held_out"}:
+    for step in set(Ledger(study_dir, steps_of(study)).steps) - {
+        "corpus",
+        "prepare-train",
+        "prepare-held_out",
+    }:
         (study_dir / "steps" / f"{step}.json").unlink()
     with running(Lab(lab_directory, cpus=1)) as lab:
         monkeypatch.setenv("SLURM_CONF", str(lab.conf))
@@ -53,7 +65,9 @@ def test_a_study_as_jobs_gives_the_table_of_the_local_runner(tmp_path, lab_direc
         assert [name for name, _ in storm.struck] == ["rank_killed"]
         assert submit(study, site_of(tmp_path / "runs")) == {}
     check_complete(study, study_dir, local)
-    assert len(starts(study_dir, "train", 0)) == 2, "the killed rank ended the job at once, and it went on"
+    assert len(starts(study_dir, "train", 0)) == 2, (
+        "the killed rank ended the job at once, and it went on"
+    )
     positions = [start["position"] for start in starts(study_dir, "train", 0)]
     assert positions[1] > positions[0], "from a checkpoint"
     assert (study_dir / "report.html").is_file()
@@ -68,7 +82,8 @@ def test_limits_preemption_a_lost_node_a_killed_rank_and_a_full_disk(
         monkeypatch.setenv("SLURM_CONF", str(lab.conf))
         submit(study, site_of(small_disk, train_minutes=1, starts=6))
         study_dir = small_disk / study.name
-        # Faults strike one upon the other, so some starts end before a checkpoint: hence six without progress.
+        # Faults strike one upon the other, so some starts end before a checkpoint: hence six
+        # without progress.
         storm = Storm(lab, study_dir, [run.name for run in study.runs], small_disk)
         faults = ["rank_killed", "node_lost", "preempted", "disk_full"]
         storm.go_on(faults, seconds=3 * HANG_SECONDS)

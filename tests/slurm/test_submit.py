@@ -1,4 +1,6 @@
-"""Submitting to a real SLURM: what is submitted, once, with which dependencies; and what is refused."""
+"""Submitting to a real SLURM: what is submitted, once, with which dependencies; and what is
+refused.
+"""
 
 import json
 import subprocess
@@ -7,10 +9,12 @@ from dataclasses import replace
 
 import pytest
 
+from base.errors import UserError
+from base.files import write_json
 from slurm import cluster
-from slurm.jobs import FINAL
 from slurm.site import Site
-from slurm.submission import (
+from slurm.submission.arrays import FINAL
+from slurm.submission.record import (
     existing_submission,
     read_submission,
     script_path,
@@ -18,17 +22,22 @@ from slurm.submission import (
     submitting,
     write_submission,
 )
-from slurm.submit import active_elements, cut_of, dry_run, ranges, submit, training_layouts
-from study.ledger import Ledger
+from slurm.submission.submit import (
+    active_elements,
+    cut_of,
+    dry_run,
+    ranges,
+    submit,
+    training_layouts,
+)
+from study.definition import Study
+from study.pipeline.ledger import Ledger
+from study.pipeline.steps import steps_of
 from study.recipes import resolve
-from study.settings import Study
-from study.steps import steps_of
 from tests.slurm.lab import Lab, running
 from tests.slurm.small_study import PROJECT, site_of, small_study
 from tests.waiting import HANG_SECONDS
-from train.command import UserError
-from train.memory import rank_memory
-from train.run_directory import write_json
+from train.planning.memory import rank_memory
 
 
 @pytest.fixture
@@ -71,7 +80,8 @@ def test_everything_is_submitted_once(submitted, study):
     directory, site, counts = submitted
     steps = steps_of(study)
     made = sum(counts[name] for name in counts if name not in (FINAL, "settle-train"))
-    # two runs, two checkpoints, one group of specs: text, two token files, and per run or checkpoint an element
+    # two runs, two checkpoints, one group of specs: text, two token files, and per run or
+    # checkpoint an element
     assert counts["train"] == 2
     assert counts["export"] == counts["quantize-1"] == counts["curvature"] == 4
     assert made == 1 + 2 + 2 + 3 * 4
@@ -104,11 +114,14 @@ def test_an_interrupted_submission_goes_on(submitted, study):
     kept = tuple(job for job in submission.jobs if job.array in ("text", "prepare"))
     lost = [job.id for job in submission.jobs if job not in kept and job.array != "train"]
     cluster.cancel([str(job) for job in lost])
-    # killed while it submitted `train`: the job is there, the record says only that sbatch was called
+    # killed while it submitted `train`: the job is there, the record says only that sbatch was
+    # called
     write_submission(directory, submission.model_copy(update={"jobs": kept, "submitting": "train"}))
     train = next(job.id for job in submission.jobs if job.array == "train")
     counts = submit(study, site)
-    assert set(counts) == {name for name in submission.job_arrays if name not in ("text", "prepare")}
+    assert set(counts) == {
+        name for name in submission.job_arrays if name not in ("text", "prepare")
+    }
     state = cluster.states({train})
     assert all(one.state == "CANCELLED" for one in state.values()), "not two jobs for one training"
     assert existing_submission(directory).submitting is None
@@ -120,7 +133,9 @@ def test_what_is_complete_is_neither_submitted_nor_waited_for(full, tmp_path, st
     names = [step.name for step in steps_of(study)]
     run = study.runs[0].name
     done = [
-        name for name in names if name.startswith(("corpus", "prepare", f"train-{run}", f"export-{run}-step00000012"))
+        name
+        for name in names
+        if name.startswith(("corpus", "prepare", f"train-{run}", f"export-{run}-step00000012"))
     ]
     complete(directory, study, *done)
     counts = submit(study, site_of(root))
@@ -131,7 +146,10 @@ def test_what_is_complete_is_neither_submitted_nor_waited_for(full, tmp_path, st
         assert jobs["train"].indices == (1,)
         assert jobs["export"].indices == (1, 2, 3)
         quantize = [job for job in existing_submission(directory).jobs if job.array == "quantize-1"]
-        assert sorted(job.indices for job in quantize) == [(0,), (1, 2, 3)], "one of them waits for nothing"
+        assert sorted(job.indices for job in quantize) == [
+            (0,),
+            (1, 2, 3),
+        ], "one of them waits for nothing"
         # the other checkpoint of the finished run is there: its export need not wait for training
         known = cluster.states({jobs["export"].id})
         reasons = {name.partition("_")[2]: state.reason for name, state in known.items()}
@@ -168,11 +186,16 @@ def test_nothing_is_submitted_where_something_is_wrong(full, tmp_path, study):
 
     def with_train(**changes):
         train = site.resources.train.model_copy(update=changes)
-        return site.model_copy(update={"resources": site.resources.model_copy(update={"train": train})})
+        return site.model_copy(
+            update={"resources": site.resources.model_copy(update={"train": train})}
+        )
 
     huge = site.model_copy(update={"disk": site.disk.model_copy(update={"reserve_gb": 1e9})})
     for wrong, reason in (
-        (with_train(partition="nowhere"), r"correct 'partition' in the site file \(there are: train, urgent\)"),
+        (
+            with_train(partition="nowhere"),
+            r"correct 'partition' in the site file \(there are: train, urgent\)",
+        ),
         (with_train(nodes=99), "lower what the site file asks|nodes"),
         (huge, "free space, take a root on another"),
     ):
@@ -199,7 +222,9 @@ def test_a_study_of_400_checkpoints_and_12_specs_keeps_to_the_limits(
         assert cut_of(site, cluster.max_array_size()).max_array_size == 150
         assert max(counts.values()) == 150
         assert [counts[f"export.{part}"] for part in (1, 2, 3)] == [150, 150, 100]
-        measuring = sum(count for name, count in counts.items() if name.startswith(("quantize", "curvature")))
+        measuring = sum(
+            count for name, count in counts.items() if name.startswith(("quantize", "curvature"))
+        )
         assert measuring == 400 * (3 + 1)
         assert submit(study, site) == {}
         known = cluster.states({job.id for job in existing_submission(tmp_path / "many").jobs})
@@ -220,9 +245,14 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(tmp_path, study, monkeypatc
 
 def test_the_scripts_lie_in_the_study_as_submitted(submitted, study):
     directory, site, counts = submitted
-    printed = {text.partition("\n")[0].split()[-1]: text.partition("\n")[2] for text in dry_run(study, site)}
+    printed = {
+        text.partition("\n")[0].split()[-1]: text.partition("\n")[2]
+        for text in dry_run(study, site)
+    }
     for name in counts:
-        assert script_path(directory, name).read_text() == printed[str(script_path(directory, name))]
+        assert (
+            script_path(directory, name).read_text() == printed[str(script_path(directory, name))]
+        )
     assert json.loads((directory / "slurm/scripts/environment.json").read_text())["python"]
     assert not starts_path(directory, "train", 0).exists()
 
@@ -238,9 +268,9 @@ def test_two_processes_that_submit_at_once_submit_once(full, tmp_path, study):
     root.mkdir()
     code = (
         "import sys; from pathlib import Path\n"
-        "from slurm.submit import submit\n"
+        "from slurm.submission.submit import submit\n"
         "from tests.slurm.small_study import site_of, small_study\n"
-        "from train.command import UserError\n"
+        "from base.errors import UserError\n"
         "try:\n"
         "    study = small_study('s', steps=24, runs=2, restart_every=None, curved=True)\n"
         "    print(len(submit(study, site_of(Path(sys.argv[1])))))\n"
@@ -248,7 +278,9 @@ def test_two_processes_that_submit_at_once_submit_once(full, tmp_path, study):
         "    print(error)\n"
     )
     both = [
-        subprocess.Popen([sys.executable, "-c", code, str(root)], cwd=PROJECT, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(root)], cwd=PROJECT, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     said = sorted(process.communicate(timeout=HANG_SECONDS)[0].strip() for process in both)
@@ -282,8 +314,15 @@ def test_layouts_follow_from_the_gpus_that_a_site_states(tmp_path):
 
     def site(nodes: int, gpus: int, memory_gb: float | None) -> Site:
         site = site_of(tmp_path)
-        train = {"nodes": nodes, "gpus_per_node": gpus, "ranks_per_node": None, "gpu_memory_gb": memory_gb}
-        kinds = site.resources.model_copy(update={"train": site.resources.train.model_copy(update=train)})
+        train = {
+            "nodes": nodes,
+            "gpus_per_node": gpus,
+            "ranks_per_node": None,
+            "gpu_memory_gb": memory_gb,
+        }
+        kinds = site.resources.model_copy(
+            update={"train": site.resources.train.model_copy(update=train)}
+        )
         return site.model_copy(update={"resources": kinds})
 
     layouts = training_layouts(big, site(2, 8, 80))

@@ -1,25 +1,36 @@
-"""Submitted studies for the tests of watching: made steps, metrics, logs and a submission, written by hand."""
+"""Submitted studies for the tests of watching: made steps, metrics, logs and a submission,
+written by hand.
+"""
 
 import json
 from pathlib import Path
 
-from slurm.cluster import JobState
-from slurm.jobs import Cut, arrays_of
+from base.files import write_json
 from slurm.site import Site
-from slurm.submission import Job, Submission, log_of, new_submission, write_submission
-from study.ledger import Ledger
+from slurm.states import JobState
+from slurm.submission.arrays import Cut, arrays_of
+from slurm.submission.record import Job, Submission, log_of, new_submission, write_submission
+from study.definition import Study, save_study
+from study.pipeline.ledger import Ledger
+from study.pipeline.steps import steps_of
 from study.recipes import resolve
-from study.settings import Study, save_study
-from study.steps import steps_of
-from train.run_directory import RunDirectory, write_json
+from train.run.directory import RunDirectory
 
 
 def small_study() -> Study:
-    """Two runs with two checkpoints and two specs each; curvature, and nothing that is measured at the end alone."""
+    """Two runs with two checkpoints and two specs each; curvature, and nothing that is measured
+    at the end alone.
+    """
     tiny = resolve("tiny", "smoke")
     quantization = tiny.quantization.model_copy(update={"methods": (), "by_block": ()})
     runs = tuple(run.model_copy(update={"averages": ()}) for run in tiny.runs)
-    changed = {"name": "small", "runs": runs, "averaged_steps": (), "soups": (), "quantization": quantization}
+    changed = {
+        "name": "small",
+        "runs": runs,
+        "averaged_steps": (),
+        "soups": (),
+        "quantization": quantization,
+    }
     return tiny.model_copy(update=changed)
 
 
@@ -73,7 +84,10 @@ def write_metrics(study_dir: Path, run: str, steps: range, attempt: int, **chang
                 "time": 1.7e9 - step,
                 "loss": 5 - step / 100,
             }
-            file.write(json.dumps(row | {"learning_rate": 1e-3, "tokens_per_second": 1000.0} | changes) + "\n")
+            file.write(
+                json.dumps(row | {"learning_rate": 1e-3, "tokens_per_second": 1000.0} | changes)
+                + "\n"
+            )
             file.write(json.dumps(row | {"held_out_loss": 9.0}) + "\n")
 
 
@@ -102,6 +116,8 @@ def write_log(study_dir: Path, submission: Submission, array: str, index: int, *
     return log
 
 
-def in_state(state: str, reason: str = "None", nodes: str = "", restarts: int = 0, code: str | None = None) -> JobState:
+def in_state(
+    state: str, reason: str = "None", nodes: str = "", restarts: int = 0, code: str | None = None
+) -> JobState:
     """What SLURM says of an element."""
     return JobState(state, reason, nodes, restarts, code)

@@ -1,4 +1,6 @@
-"""A headless Chromium that is spoken to through a pipe (Chrome DevTools Protocol): what a page does, and asks for."""
+"""A headless Chromium that is spoken to through a pipe (Chrome DevTools Protocol): what a page
+does, and asks for.
+"""
 
 import fcntl
 import json
@@ -16,13 +18,19 @@ from tests.waiting import HANG_SECONDS, wait_until
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--host-resolver-rules=MAP * ~NOTFOUND"),
+    *(
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+    ),
     *("--remote-debugging-pipe", "--window-size=1500,2000"),
 )
 
 
 def chromium() -> str:
-    """The program; without it the test is skipped, or fails where QUANTDYN_REQUIRE_SLURM=1 says that all is there."""
+    """The program; without it the test is skipped, or fails where QUANTDYN_REQUIRE_SLURM=1 says
+    that all is there.
+    """
     found = shutil.which("chromium") or shutil.which("google-chrome")
     if found is None:
         words = "chromium is not installed; apt-get install chromium"
@@ -36,7 +44,8 @@ class Browser:
     """One page of a browser of its own; use it in a with block."""
 
     def __init__(self, profile: Path) -> None:
-        # chromium reads at descriptor 3 and writes to 4: both are made from numbers that cannot be those
+        # chromium reads at descriptor 3 and writes to 4: both are made from numbers that cannot be
+        # those
         (read, told), (heard, write) = os.pipe(), os.pipe()
         inner = [fcntl.fcntl(one, fcntl.F_DUPFD, 20) for one in (read, write)]
         script = f'exec "$0" "$@" 3<&{inner[0]} 4>&{inner[1]}'
@@ -48,7 +57,9 @@ class Browser:
         self._left, self._calls, self._session = b"", 0, ""
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -87,7 +98,9 @@ class Browser:
 
     def value(self, expression: str) -> Any:
         """What JavaScript makes of it on the page."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 

@@ -1,4 +1,6 @@
-"""Studies whose truth is known: results by document and rows of the table, from functions of run and step."""
+"""Studies whose truth is known: results by document and rows of the table, from functions of run
+and step.
+"""
 
 import json
 from collections.abc import Callable
@@ -7,32 +9,44 @@ from typing import Any
 
 import numpy as np
 
-from study.collect import phase_of
-from study.layout import curvature_result, hf_directory, quantization_result
-from study.paired import Paired
+from base.frozen import fingerprint
+from study.definition import MeasuredModel, Study, save_study
+from study.paths import curvature_result, hf_directory, quantization_result
 from study.recipes import resolve
 from study.released import ReleasedRevision, ReleasedRun
-from study.settings import MeasuredModel, Study, save_study
+from study.results.collect import phase_of
+from study.results.paired import Paired
 from tests.study.curved import curvature_content
 from tests.study.synthetic import TOKENS, per_document, result_of
-from train.config import RunConfig
-from train.frozen import fingerprint
-from train.schedules import learning_rate
-from train.settings import Anneal, BranchFrom, ConstantPhase, CosinePhase, ScheduleConfig
+from train.run.config import BranchFrom, RunConfig
+from train.run.optimization import Anneal, ConstantPhase, CosinePhase, ScheduleConfig
+from train.run.schedules import learning_rate
 
 SPEC = "gptq-b3-g32"
 Error = Callable[[RunConfig, MeasuredModel], float]  # relative error of a model
 
 
-def run_of(name: str, peak: float = 1e-3, start: int = 320, total: int = 400, **changes) -> RunConfig:
-    """A constant rate from step 20 on, then an anneal, with checkpoints at 40, 80, 160, 320 and the end."""
+def run_of(
+    name: str, peak: float = 1e-3, start: int = 320, total: int = 400, **changes
+) -> RunConfig:
+    """A constant rate from step 20 on, then an anneal, with checkpoints at 40, 80, 160, 320 and
+    the end.
+    """
     template = resolve("tiny", "full").runs[0]
     assert isinstance(template, RunConfig)
     schedule = ScheduleConfig(
-        warmup_tokens=20 * template.tokens_per_step, phase=ConstantPhase(), anneal=Anneal(start_step=start)
+        warmup_tokens=20 * template.tokens_per_step,
+        phase=ConstantPhase(),
+        anneal=Anneal(start_step=start),
     )
     saved = (*(step for step in (40, 80, 160, 320) if step <= start), total)
-    settings = {"name": name, "schedule": schedule, "total_steps": total, "save_steps": saved, "averages": ()}
+    settings = {
+        "name": name,
+        "schedule": schedule,
+        "total_steps": total,
+        "save_steps": saved,
+        "averages": (),
+    }
     settings |= {"optimizer": template.optimizer.model_copy(update={"peak_lr": peak})}
     return RunConfig.model_validate(template.model_copy(update=settings | changes).model_dump())
 
@@ -55,13 +69,25 @@ def cosine(name: str, total: int) -> RunConfig:
     return run_of(name, total=total, schedule=schedule, save_steps=(total // 2, total))
 
 
-def study_of(*runs: RunConfig, methods: tuple[str, ...] = (), curvature: bool = False, **changes) -> Study:
+def study_of(
+    *runs: RunConfig, methods: tuple[str, ...] = (), curvature: bool = False, **changes
+) -> Study:
     """A study of these runs at 3 bits."""
     tiny = resolve("tiny", "full")
-    quantization = tiny.quantization.model_copy(update={"specs": (SPEC,), "methods": methods, "by_block": ()})
-    content = tiny.model_dump() | {"runs": [run.model_dump() for run in runs], "soups": (), "averaged_steps": ()}
-    content |= {"quantization": quantization.model_dump()} | ({} if curvature else {"curvature": None})
-    return Study.model_validate(content | {"labels": {run.name: run.name for run in runs}} | changes)
+    quantization = tiny.quantization.model_copy(
+        update={"specs": (SPEC,), "methods": methods, "by_block": ()}
+    )
+    content = tiny.model_dump() | {
+        "runs": [run.model_dump() for run in runs],
+        "soups": (),
+        "averaged_steps": (),
+    }
+    content |= {"quantization": quantization.model_dump()} | (
+        {} if curvature else {"curvature": None}
+    )
+    return Study.model_validate(
+        content | {"labels": {run.name: run.name for run in runs}} | changes
+    )
 
 
 def released(rates: dict[int, float | None]) -> ReleasedRun:
@@ -82,11 +108,12 @@ def rows_of(
     loss: Error = lambda run, model: 4.0,
     cost: dict[str, float] | None = None,
     trace: Error | None = None,
-) -> list[dict]:
+) -> list[Any]:
     """Writes the results of every model and returns the table's rows.
 
-    By document the error is that of the model times 1 + `noise` times a normal number of its own, which has mean 0 over
-    the tokens: two models with the same error differ by document, and by nothing else.
+    By document the error is that of the model times 1 + `noise` times a normal number of its own,
+    which has mean 0 over the tokens: two models with the same error differ by document, and by
+    nothing else.
     """
     save_study(directory, study)
     generator, rows = np.random.default_rng(0), []
@@ -99,22 +126,36 @@ def rows_of(
                 "step": model.step,
                 "phase": phase_of(run, model.step),
             }
-            row |= {"tokens": model.step * run.tokens_per_step, "learning_rate": learning_rate(run, model.step)}
+            row |= {
+                "tokens": model.step * run.tokens_per_step,
+                "learning_rate": learning_rate(run, model.step),
+            }
             for spec in study.specs_of(run, model):
                 size = (cost or {}).get(spec, 1.0) * error(run, model) * loss(run, model)
                 losses = per_document(loss(run, model), size, 1.1 * size)
                 shift_D = generator.normal(size=len(TOKENS))
-                shift_D = noise * size * tokens_D * (shift_D - (shift_D * tokens_D).sum() / tokens_D.sum())
+                shift_D = (
+                    noise
+                    * size
+                    * tokens_D
+                    * (shift_D - (shift_D * tokens_D).sum() / tokens_D.sum())
+                )
                 for key in ("nll_quantized", "kl"):
                     losses[key] = list(np.array(losses[key]) + shift_D)
                 result = result_of(directory / hf_directory(run.name, model), spec, losses)
                 _write(directory / quantization_result(run.name, model, spec), result)
                 for figure, (low, high) in result["measured"]["intervals"].items():
                     column = f"quant/{spec}/{figure}"
-                    row |= {column: result["measured"][figure], f"{column}_low": low, f"{column}_high": high}
+                    row |= {
+                        column: result["measured"][figure],
+                        f"{column}_low": low,
+                        f"{column}_high": high,
+                    }
             if trace and model.average is None:
                 value = trace(run, model)
-                content = curvature_content(directory / hf_directory(run.name, model), value, 4.0, 16, True)
+                content = curvature_content(
+                    directory / hf_directory(run.name, model), value, 4.0, 16, True
+                )
                 _write(directory / curvature_result(run.name, model), content)
                 row |= {"curvature/trace": value, "curvature/lambda_max": value / 40}
                 row |= {"curvature/lambda_max_converged": True}
@@ -127,7 +168,7 @@ def _write(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content))
 
 
-def outcomes(directory: Path, study: Study, rows: list[dict]) -> dict[str, set[str]]:
+def outcomes(directory: Path, study: Study, rows: list[Any]) -> dict[str, set[str]]:
     """Claim -> what its quantities say of it."""
     from study.claims.page import judge_all
 

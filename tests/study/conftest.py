@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from study.collect import collect_rows, write_table
+from study.definition import Study
 from study.recipes import tiny
-from study.report import REPORT, write_report
-from study.settings import Study
+from study.report.report import REPORT, write_report
+from study.results.collect import collect_rows
+from study.results.table import write_table
 from tests.conftest import made_once
 from tests.study.synthetic import write_study
 
@@ -29,7 +30,9 @@ HOSTILE = "<img src=x onerror='window.hacked=1'></script><script>alert(window.ha
 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory, written_study, study) -> Path:
-    """The report of a study whose description and first label try to run: the page of all tests that read one."""
+    """The report of a study whose description and first label try to run: the page of all tests
+    that read one.
+    """
 
     def write(root: Path) -> None:
         directory = Path(shutil.copytree(written_study, root / study.name))

@@ -5,12 +5,15 @@ import statistics
 from pathlib import Path
 
 BLOCKS = 4
-# Every checkpoint is measured on the same microbatches with the same probes: some are sharper than others.
+# Every checkpoint is measured on the same microbatches with the same probes: some are sharper than
+# others.
 PAIRS = [math.sin(3 * pair) for pair in range(16)]
 
 
 def estimate(mean: float, standard_error: float) -> dict:
-    """A mean over eight microbatches with its 95% interval: 2.365 is Student's 97.5% quantile at 7 degrees."""
+    """A mean over eight microbatches with its 95% interval: 2.365 is Student's 97.5% quantile at
+    7 degrees.
+    """
     half = 2.365 * standard_error
     return {"mean": mean, "standard_error": standard_error, "interval": [mean - half, mean + half]}
 
@@ -21,11 +24,19 @@ def traces_around(trace: float, pairs: int = len(PAIRS)) -> list[float]:
     return [trace * (1 + 0.35 * (shift - statistics.mean(shifts))) for shift in shifts]
 
 
-def curvature_content(path: Path, trace: float, loss: float, pairs: int, is_converged: bool) -> dict:
-    """result.json of 'curvature run --spec hutchinson'."""
+def curvature_content(
+    path: Path, trace: float, loss: float, pairs: int, is_converged: bool
+) -> dict:
+    """result.json of 'curvature hutchinson'."""
     values = traces_around(trace, pairs)
     error = statistics.stdev(values) / math.sqrt(pairs)
-    spec = {"name": "hutchinson", "data": {"bin_sha256": "0" * 64}, "sequence_length": 128, "seed": 0, "dtype": "fp32"}
+    spec = {
+        "name": "hutchinson",
+        "data": {"bin_sha256": "0" * 64},
+        "sequence_length": 128,
+        "seed": 0,
+        "dtype": "fp32",
+    }
     spec |= {"microbatch_sequences": 2, "probes_per_microbatch": 1}
     measured = {
         "loss": loss,
@@ -33,7 +44,12 @@ def curvature_content(path: Path, trace: float, loss: float, pairs: int, is_conv
         "block_traces": {},
         "gauss_newton_trace": estimate(0.9 * trace, 0.1 * error),
         "fisher_trace": estimate(1.1 * trace, 0.1 * error),
-        "lambda_max": {"value": trace / 40, "residual": 0.008, "converged": is_converged, "iterations": 23},
+        "lambda_max": {
+            "value": trace / 40,
+            "residual": 0.008,
+            "converged": is_converged,
+            "iterations": 23,
+        },
     }
     return {"model": {"path": str(path)}, "spec": spec, "measured": measured}
 
@@ -52,14 +68,18 @@ def _part(measured: float, share: float, ratio: tuple[float, float]) -> dict:
     }
 
 
-def step_content(measured: float, share: float = 0.96, ratio: tuple[float, float] = (0.25, 0.02)) -> dict:
+def step_content(
+    measured: float, share: float = 0.96, ratio: tuple[float, float] = (0.25, 0.02)
+) -> dict:
     """result.json of 'curvature step': the whole, and blocks that share it out evenly."""
     blocks = {f"layer{block}": _part(measured / BLOCKS, share, ratio) for block in range(BLOCKS)}
     return {"measured": {"whole": _part(measured, share, ratio), "blocks": blocks}}
 
 
 def slice_content(loss: float) -> dict:
-    """result.json of 'curvature slice': a valley that is narrow across and wide along the quantization step."""
+    """result.json of 'curvature slice': a valley that is narrow across and wide along the
+    quantization step.
+    """
     x = [-2.0, -1.0, 0.0, 1.0, 2.0]
     y = [-2.0, 0.0, 2.0, 4.0, 6.0]
     points = {"base": (0.0, 0.0), "previous": (1.0, 0.0), "quantized": (0.1, 4.0)}

@@ -1,12 +1,17 @@
-"""Result files of a study as its commands write them, with made-up but plausible numbers, for tests and for looking."""
+"""Result files of a study as its commands write them, with made-up but plausible numbers, for
+tests and for looking.
+"""
 
 import json
 import math
 from pathlib import Path
 
-from ckpt_tools.hf_directory import LINEAGE_JSON
-from study.collect import collect_rows, read_table, write_table
-from study.layout import (
+from base.files import write_json
+from base.frozen import fingerprint
+from ckpt_tools.hf.directory import LINEAGE_JSON
+from study.definition import MeasuredModel, Study, save_study
+from study.machine.run_configurations import write_run_configurations
+from study.paths import (
     blocks_result,
     checkpoint_directory,
     curvature_result,
@@ -15,13 +20,12 @@ from study.layout import (
     slice_result,
     step_result,
 )
-from study.run_configurations import write_run_configurations
-from study.settings import MeasuredModel, Study, save_study
+from study.results.collect import collect_rows
+from study.results.table import Row, read_table, write_table
 from tests.study.curved import curvature_content, slice_content, step_content
-from train.config import RunConfig
-from train.frozen import fingerprint
-from train.run_directory import CHECKPOINT_JSON, CheckpointRecord, RunDirectory, write_json
-from train.schedules import learning_rate
+from train.run.config import RunConfig
+from train.run.directory import CHECKPOINT_JSON, CheckpointRecord, RunDirectory
+from train.run.schedules import learning_rate
 
 
 def held_out_loss(run: RunConfig, step: int) -> float:
@@ -29,13 +33,19 @@ def held_out_loss(run: RunConfig, step: int) -> float:
     peak = run.optimizer.peak_lr
     distance = abs(math.log10(peak) + 2.2)
     rate = learning_rate(run, step) / peak if step else 1.0
-    return 3.0 + 0.3 * distance + 4.6 * math.exp(-9 * step / run.total_steps) + 0.18 * rate * (1 + 0.3 * distance)
+    return (
+        3.0
+        + 0.3 * distance
+        + 4.6 * math.exp(-9 * step / run.total_steps)
+        + 0.18 * rate * (1 + 0.3 * distance)
+    )
 
 
 # By how much a method costs more than GPTQ at 3 bits.
 COST = {"gptq-b3-g32": 1.0, "gptq-b4-g32": 0.18, "rtn-b3-g32": 2.2, "gptqmodel-b3-g32": 1.02}
 COST |= {"awq-b3-g32": 1.8, "int8-t6": 0.004, "gptq-b8-g32": 0.001}
-# One evaluation text for all models: documents of other lengths, some harder than others for every model alike.
+# One evaluation text for all models: documents of other lengths, some harder than others for every
+# model alike.
 TOKENS = [600 + 41 * ((7 * document) % 29) for document in range(28)]
 _EFFECTS = [math.sin(3 * document) for document in range(28)]
 _MEAN = sum(effect * tokens for effect, tokens in zip(_EFFECTS, TOKENS, strict=True)) / sum(TOKENS)
@@ -46,18 +56,25 @@ def relative_error(run: RunConfig, step: int, spec: str) -> float:
     """Grows with the peak and as the rate falls."""
     rate = learning_rate(run, step) / run.optimizer.peak_lr
     size: float = (
-        0.02 * (run.optimizer.peak_lr / 1e-3) ** 0.3 * (1.6 - 0.6 * rate) * (0.5 + 0.5 * step / run.total_steps)
+        0.02
+        * (run.optimizer.peak_lr / 1e-3) ** 0.3
+        * (1.6 - 0.6 * rate)
+        * (0.5 + 0.5 * step / run.total_steps)
     )
     return size * COST[spec]
 
 
 def per_document(loss: float, increase: float, divergence: float) -> dict[str, list]:
-    """Sums of documents that have these means over all tokens; quantization costs more where the text is harder."""
+    """Sums of documents that have these means over all tokens; quantization costs more where the
+    text is harder.
+    """
     columns: dict[str, list] = {"document": list(range(len(TOKENS))), "tokens": TOKENS}
     columns |= {name: [] for name in ("nll", "nll_quantized", "kl", "agreements")}
     for tokens, hardness in zip(TOKENS, HARDNESS, strict=True):
         columns["nll"].append(tokens * (loss + 0.5 * hardness))
-        columns["nll_quantized"].append(columns["nll"][-1] + tokens * increase * (1 + 0.4 * hardness))
+        columns["nll_quantized"].append(
+            columns["nll"][-1] + tokens * increase * (1 + 0.4 * hardness)
+        )
         columns["kl"].append(tokens * divergence * (1 + 0.4 * hardness))
         columns["agreements"].append(tokens * (1 - 4 * increase))
     return columns
@@ -80,13 +97,20 @@ def result_of(path: Path, spec: str, losses: dict[str, list]) -> dict:
     intervals["cross_entropy"] = [figures["cross_entropy"] - 0.11, figures["cross_entropy"] + 0.12]
     counts = {"tokens": tokens, "documents": len(losses["tokens"]), "calibration": None}
     evaluation = {"sha256": "0" * 64, "sequence_length": 128, "documents": "separate"}
-    described = {"name": spec, "method": spec.partition("-")[0], "dtype": "fp32", "evaluation": evaluation}
+    described = {
+        "name": spec,
+        "method": spec.partition("-")[0],
+        "dtype": "fp32",
+        "evaluation": evaluation,
+    }
     measured = {**figures, **counts, "intervals": intervals, "per_document": losses, "layers": []}
     return {"model": {"path": str(path)}, "spec": described, "measured": measured}
 
 
 def write_blocks(path: Path, result: dict, blocks: int = 4) -> None:
-    """The same result as --per-block leaves it: the outer blocks cost twice as much as those between."""
+    """The same result as --per-block leaves it: the outer blocks cost twice as much as those
+    between.
+    """
     total = result["measured"]["absolute_error"]
     costs = [2 if block in (0, blocks - 1) else 1 for block in range(blocks)]
 
@@ -104,22 +128,31 @@ def write_blocks(path: Path, result: dict, blocks: int = 4) -> None:
             for block, cost in enumerate(costs)
         ],
         "layers": [
-            {"name": f"model.layers.{block}.{linear}", "relative_output_error": error * (1 + 0.1 * block)}
+            {
+                "name": f"model.layers.{block}.{linear}",
+                "relative_output_error": error * (1 + 0.1 * block),
+            }
             for block in range(blocks)
-            for linear, error in (("self_attn.q_proj", 0.05), ("self_attn.o_proj", 0.01), ("mlp.down_proj", 0.03))
+            for linear, error in (
+                ("self_attn.q_proj", 0.05),
+                ("self_attn.o_proj", 0.01),
+                ("mlp.down_proj", 0.03),
+            )
         ],
     }
     _write(path, result | {"measured": measured})
 
 
-def change_losses(directory: Path, run: str, spec: str, model: str = "step00000640", **columns: list[float]) -> None:
+def change_losses(
+    directory: Path, run: str, spec: str, model: str = "step00000640", **columns: list[float]
+) -> None:
     """Gives a result other sums of documents, and the figures that follow from them."""
     path = directory / run / "hf" / model / "quant" / spec / "result.json"
     result = json.loads(path.read_text())
     write_json(path, result_of(path, spec, result["measured"]["per_document"] | columns))
 
 
-def table_of(directory: Path, study: Study) -> list[dict]:
+def table_of(directory: Path, study: Study) -> list[Row]:
     """The rows of the table, made from the results that are there now."""
     write_table(directory, study, collect_rows(directory, study).rows)
     return read_table(directory, study)
@@ -130,7 +163,9 @@ def _write(path: Path, content: dict) -> None:
     write_json(path, content)
 
 
-def _write_results(directory: Path, study: Study, run: RunConfig, model: MeasuredModel, loss: float) -> None:
+def _write_results(
+    directory: Path, study: Study, run: RunConfig, model: MeasuredModel, loss: float
+) -> None:
     step = model.step
     for spec in study.specs_of(run, model):
         increase = loss * relative_error(run, step, spec) * (0.6 if model.average else 1)
@@ -139,10 +174,16 @@ def _write_results(directory: Path, study: Study, run: RunConfig, model: Measure
         _write(directory / quantization_result(run.name, model, spec), result)
     if model.average:
         return
-    trace = 900 * (run.optimizer.peak_lr / 1e-3) ** -0.4 * (1.8 - learning_rate(run, step) / run.optimizer.peak_lr)
+    trace = (
+        900
+        * (run.optimizer.peak_lr / 1e-3) ** -0.4
+        * (1.8 - learning_rate(run, step) / run.optimizer.peak_lr)
+    )
     hf = directory / hf_directory(run.name, model)
     assert study.curvature
-    content = curvature_content(hf, trace, loss + 0.01, study.curvature.pairs, is_converged=step % 120 != 0)
+    content = curvature_content(
+        hf, trace, loss + 0.01, study.curvature.pairs, is_converged=step % 120 != 0
+    )
     _write(directory / curvature_result(run.name, model), content)
     if step == run.total_steps:
         _write_end(directory, study, run, loss)
@@ -163,12 +204,20 @@ def _write_end(directory: Path, study: Study, run: RunConfig, loss: float) -> No
 def _write_metrics(directory: RunDirectory, run: RunConfig) -> None:
     rows = []
     for step in range(1, run.total_steps + 1):
-        row = {"step": step, "tokens": step * run.tokens_per_step, "attempt": 1, "time": 1_700_000_000.0 + step}
+        row = {
+            "step": step,
+            "tokens": step * run.tokens_per_step,
+            "attempt": 1,
+            "time": 1_700_000_000.0 + step,
+        }
         loss = held_out_loss(run, step) - 0.05 + 0.02 * math.sin(step)
         train = {"loss": loss, "z_loss": 0.1, "grad_norm": 0.9, "tokens_per_second": 2e4}
         rows.append(row | train | {"learning_rate": learning_rate(run, step)})
         if step in run.save_steps or step % run.evaluate_every_steps == 0:
-            averaged = {f"held_out_loss/{average.name}": held_out_loss(run, step) - 0.08 for average in run.averages}
+            averaged = {
+                f"held_out_loss/{average.name}": held_out_loss(run, step) - 0.08
+                for average in run.averages
+            }
             rows.append(row | {"held_out_loss": held_out_loss(run, step)} | averaged)
     directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -211,7 +260,9 @@ def write_study(directory: Path, study: Study) -> Path:
                 files={},
             )
             if model.soup_of:
-                _write(directory / hf_directory(run.name, model) / LINEAGE_JSON, {"kind": "average"})
+                _write(
+                    directory / hf_directory(run.name, model) / LINEAGE_JSON, {"kind": "average"}
+                )
             else:
                 checkpoint = directory / checkpoint_directory(run.name, model)
                 _write(checkpoint / CHECKPOINT_JSON, record.model_dump(mode="json"))

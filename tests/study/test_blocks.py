@@ -3,40 +3,53 @@
 import json
 
 import pytest
-from PIL import Image
 
-from quant_eval.settings import CalibrationSettings, ComputeSettings, EvaluationSettings
-from study import blocks
-from study.blocks import BlockResult, draw_results, output_errors, read_block_result, shares
-from study.canvas import looks_for
-from study.collect import read_measured
+from base.errors import UserError
+from base.files import write_json
+from ckpt_tools.hf.measured import Quantization
+from ckpt_tools.hf.results import read_result
+from study.figures.canvas import Canvas
+from study.figures.drawn.blocks import TITLES, blocks, blocks_of, output_errors, shares
+from study.figures.looks import Runs, looks_for
+from tests.quant_eval.models import run_settings
 from tests.study.synthetic import write_blocks
-from train.command import UserError
-from train.run_directory import write_json
 
 RESULT = "hf/step00000640/blocks/gptq-b3-g32/result.json"
 
 
-def result_with(increase: tuple[float, float, float], alone: list, others: list) -> BlockResult:
+def result_with(increase: tuple[float, float, float], alone: list, others: list) -> Quantization:
     """increase, and per block alone and without it: (value, low, high)."""
 
     def cost(value: float, low: float, high: float) -> dict:
-        return {"absolute_error": value, "intervals": {"absolute_error": (low, high), "kl_divergence": (0, 1)}}
+        return {
+            "absolute_error": value,
+            "intervals": {"absolute_error": (low, high), "kl_divergence": (0, 1)},
+        }
 
     pairs = enumerate(zip(alone, others, strict=True))
-    listed = [{"block": block, "alone": cost(*one), "all_but_it": cost(*rest)} for block, (one, rest) in pairs]
-    names = ("gpt_neox.layers.1.attention.dense", "gpt_neox.layers.0.mlp.up", "gpt_neox.layers.0.mlp.down")
-    layers = [
-        {"name": name, "relative_output_error": error} for name, error in zip(names, (0.3, None, 0.1), strict=True)
+    listed = [
+        {"block": block, "alone": cost(*one), "all_but_it": cost(*rest)}
+        for block, (one, rest) in pairs
     ]
-    model = {"path": "/models/lr3e-3/hf/step00000640"}
+    names = (
+        "gpt_neox.layers.1.attention.dense",
+        "gpt_neox.layers.0.mlp.up",
+        "gpt_neox.layers.0.mlp.down",
+    )
+    layers = [
+        {"name": name, "relative_output_error": error}
+        for name, error in zip(names, (0.3, None, 0.1), strict=True)
+    ]
     measured = cost(*increase) | {"blocks": listed, "layers": layers}
-    return BlockResult.model_validate({"model": model, "spec": {"name": "rtn-b3-g32"}, "measured": measured})
+    return Quantization.model_validate(measured)
 
 
 def test_shares_are_of_the_whole_models_increase():
-    alone, others = [(0.1, 0.08, 0.13), (0.05, -0.01, 0.11)], [(0.06, 0.05, 0.08), (0.12, 0.1, 0.15)]
-    found = shares(result_with((0.2, 0.15, 0.25), alone, others).measured)
+    alone, others = (
+        [(0.1, 0.08, 0.13), (0.05, -0.01, 0.11)],
+        [(0.06, 0.05, 0.08), (0.12, 0.1, 0.15)],
+    )
+    found = shares(result_with((0.2, 0.15, 0.25), alone, others))
     assert found is not None
     assert [list(share) for share in found[0]] == [
         pytest.approx([0.5, 0.4, 0.65]),
@@ -51,95 +64,100 @@ def test_shares_are_of_the_whole_models_increase():
 
 @pytest.mark.parametrize("low", [0.0, -0.1])
 def test_an_increase_that_may_be_none_is_not_shared_out(low):
-    assert shares(result_with((0.2, low, 0.5), [(0.1, 0, 0.2)], [(0.1, 0, 0.2)]).measured) is None
+    assert shares(result_with((0.2, low, 0.5), [(0.1, 0, 0.2)], [(0.1, 0, 0.2)])) is None
 
 
 def test_linears_belong_to_the_block_of_their_name_and_folded_ones_to_none():
     one = (0.1, 0.0, 0.2)
-    assert output_errors(result_with((0.2, 0.1, 0.3), [one, one], [one, one]).measured) == {0: [0.1], 1: [0.3]}
+    assert output_errors(result_with((0.2, 0.1, 0.3), [one, one], [one, one])) == {
+        0: [0.1],
+        1: [0.3],
+    }
 
 
 @pytest.mark.parametrize("count", [4, 32])
-def test_the_figure_holds_every_share_in_the_look_of_its_result(study_dir, tmp_path, monkeypatch, count):
-    paths, drawn = [study_dir / run / RESULT for run in ("lr1e-3", "lr3e-2")], []
-    for path in paths:
+def test_the_figure_holds_every_share_of_every_run(study_dir, study, count):
+    """With many blocks intervals are bands."""
+    for run in study.runs:
+        path = study_dir / run.name / RESULT
         write_blocks(path, json.loads(path.read_text()), blocks=count)
-    monkeypatch.setattr(blocks, "save", lambda figure, path: drawn.append(figure))
-    draw_results(paths, tmp_path / "blocks.png")
-    (figure,) = drawn
-    text = [entry.get_text() for entry in figure.legends[0].get_texts()]
-    assert text == ["model", "lr1e-3/step00000640", "lr3e-2/step00000640", "equal shares"]
-    assert "GPTQ, 3 bits, groups of 32" in figure.axes[0].get_title()
-    looks = looks_for(text[1:3])
-    cost = [2 if block in (0, count - 1) else 1 for block in range(count)]  # as the synthetic blocks cost
+    found = blocks.draw(Canvas(study, [], study_dir))
+    assert found is not None
+    assert isinstance(found.chart, dict)
+    cost = [2 if block in (0, count - 1) else 1 for block in range(count)]  # as the synthetic ones
     expected = [[0.9 * one / sum(cost) for one in cost], [1.2 * one / sum(cost) for one in cost]]
     expected.append([0.03 * (1 + 0.1 * block) for block in range(count)])
-    for axis, values in zip(figure.axes, expected, strict=True):
-        lines = {
-            (line.get_color(), line.get_marker()): line for line in axis.get_lines() if len(line.get_xdata()) == count
-        }
-        for look in looks:
-            line = lines[look.colour, look.marker]
-            assert list(line.get_ydata()) == pytest.approx(values)
-            assert [round(place) for place in line.get_xdata()] == list(range(count))
+    for panel, quantity, values in zip(found.chart["concat"], TITLES, expected, strict=True):
+        assert panel["title"] == ["GPTQ, 3 bits, groups of 32", TITLES[quantity]]
+        marks = panel["layer"][-1]
+        kinds = {one["mark"]["type"] for one in marks["layer"]}
+        assert kinds == {"line", "point", "area" if count > 12 else "rule"}
+        by_run: dict[str, list] = {}
+        for row in marks["data"]["values"]:
+            by_run.setdefault(row["run"], []).append((row["decoder block"], row[quantity.label]))
+        assert len(by_run) == len(study.runs)
+        for shown in by_run.values():
+            assert [block for block, _ in shown] == list(range(count))
+            assert [value for _, value in shown] == pytest.approx(values)
 
 
-def test_a_result_without_a_clear_increase_says_so(study_dir, tmp_path, monkeypatch):
-    path, drawn = study_dir / "lr1e-3" / RESULT, []
+def test_a_result_without_a_clear_increase_has_no_shares(study_dir, study):
+    for run in study.runs:
+        path = study_dir / run.name / RESULT
+        content = json.loads(path.read_text())
+        content["measured"]["intervals"]["absolute_error"][0] = -0.001
+        path.write_text(json.dumps(content))
+    found = blocks.draw(Canvas(study, [], study_dir))
+    assert found is not None
+    assert isinstance(found.chart, dict)
+    texts = [panel["layer"][-1].get("mark", {}).get("text") for panel in found.chart["concat"]]
+    assert texts == ["no clear increase", "no clear increase", None]
+    assert {row["panel"] for row in found.rows} == {
+        "GPTQ, 3 bits, groups of 32, linears of the block"
+    }
+
+
+def test_what_has_no_blocks_is_left_out_and_what_is_broken_is_refused(study_dir, study):
+    for run in study.runs[1:]:
+        (study_dir / run.name / RESULT).unlink()
+    path = study_dir / study.runs[0].name / RESULT
     content = json.loads(path.read_text())
-    content["measured"]["intervals"]["absolute_error"][0] = -0.001
+    content["measured"]["blocks"] = []
     path.write_text(json.dumps(content))
-    monkeypatch.setattr(blocks, "save", lambda figure, path: drawn.append(figure))
-    draw_results([path], tmp_path / "blocks.png")
-    assert "lr1e-3/step00000640 (no clear increase)" in [text.get_text() for text in drawn[0].legends[0].get_texts()]
-    assert not drawn[0].axes[0].containers
-    assert "no loss increase told from 0" in [text.get_text() for text in drawn[0].axes[0].texts]
-    assert drawn[0].axes[2].containers
+    assert blocks.draw(Canvas(study, [], study_dir)) is None
+    path.write_text("{")
+    with pytest.raises(UserError, match="no valid JSON"):
+        blocks.draw(Canvas(study, [], study_dir))
 
 
-def test_labels_name_the_spec_where_it_differs(study_dir, tmp_path, monkeypatch):
-    first = study_dir / "lr1e-3" / RESULT
-    second, drawn = tmp_path / "other" / "result.json", []
-    content = json.loads(first.read_text())
-    content["spec"]["name"] = "rtn-b3-g32"
-    second.parent.mkdir()
-    write_json(second, content)
-    monkeypatch.setattr(blocks, "save", lambda figure, path: drawn.append(figure))
-    draw_results([first.parent, second], tmp_path / "blocks.png")
-    text = [entry.get_text() for entry in drawn[0].legends[0].get_texts()]
-    assert text[1:3] == ["lr1e-3/step00000640 gptq-b3-g32", "lr1e-3/step00000640 rtn-b3-g32"]
-
-
-def test_what_has_no_blocks_is_refused(study_dir, tmp_path):
-    with pytest.raises(UserError, match=r"measure again with 'python -m quant_eval run \.\.\. --per-block'"):
-        read_block_result(study_dir / "lr1e-3/hf/step00000640/quant/gptq-b3-g32")
-    for content in ("{", "[1]", '{"measured": 3}', '{"measured": {"blocks": []}}'):
-        (tmp_path / "result.json").write_text(content)
-        with pytest.raises(UserError, match="no result of a quantization"):
-            read_block_result(tmp_path)
-    with pytest.raises(UserError, match="is a directory"):
-        draw_results([study_dir / "lr1e-3" / RESULT], tmp_path)
-
-
-def test_a_real_result_is_drawn_and_equals_the_one_without_blocks(hf_dir, train_prefix, held_out_prefix, tmp_path):
+def test_a_real_result_is_drawn_and_equals_the_one_without_blocks(
+    hf_dir, train_prefix, held_out_prefix, tmp_path
+):
     """quant_eval's own result: of the spec itself --per-block changes nothing."""
-    from ckpt_tools.ranks import start
-    from quant_eval.measurement import measure
+    from base.ranks import start
+    from quant_eval.measuring.measurement import Request, measure
     from quant_eval.specs import parse_spec
 
-    calibration = CalibrationSettings(prefix=train_prefix, sequences=16, sequence_length=32, seed=0)
-    evaluation = EvaluationSettings(
-        prefix=held_out_prefix, max_tokens=2000, sequence_length=32, documents="separate",
-        bootstrap_samples=1000, level=0.95, seed=0,
-    )  # fmt: skip
-    compute = ComputeSettings(dtype="fp32", batch_size=8, device="cpu", scratch=None)
-    common = (hf_dir, [parse_spec("rtn-b2-g16")], [tmp_path], calibration, evaluation, compute, start("cpu"))
-    (plain,), (by_block,) = measure(*common), measure(*common, True)
+    text = {"calibration_sequences": 16, "sequence_length": 32, "eval_tokens": 2000}
+    settings = run_settings(train_prefix, held_out_prefix, **text)
+    (plain,), (by_block,) = (
+        measure(
+            Request(
+                hf_dir,
+                (parse_spec("rtn-b2-g16"),),
+                (tmp_path,),
+                settings.model_copy(update={"per_block": per_block}),
+            ),
+            start("cpu"),
+        )
+        for per_block in (False, True)
+    )
     write_json(tmp_path / "result.json", by_block)
-    measured = read_measured(tmp_path / "result.json")
+    measured = json.loads((tmp_path / "result.json").read_text())["measured"]
     for result in (measured, plain["measured"]):
         result.pop("blocks", None), result.pop("units")
     assert measured == plain["measured"]
-    draw_results([tmp_path], tmp_path / "blocks.png")
-    with Image.open(tmp_path / "blocks.png") as image:
-        assert image.width > 2000
+    read = read_result(tmp_path, Quantization).measured
+    (look,) = looks_for(["one"])
+    found = blocks_of(Runs("model", {"one": look}), [(look, read)], "RTN")
+    assert [row["decoder block"] for row in found.rows] == [0, 1], "2 bits of nothing have no share"

@@ -20,14 +20,15 @@ def study_command(*arguments: str) -> CompletedProcess:
         (["run", "tiny", "--profile", "huge"], "no profile 'huge'"),
         (["run", "tiny", "--set", "engin=deepspeed"], "no such key"),
         (["show", "tiny", "--set", "save_steps=[640]"], "averages are to be measured at step 192"),
-        (["show", "tiny", "--set", "model.family=llama"], "the megatron engine trains olmo2, not llama"),
+        (
+            ["show", "tiny", "--set", "model.family=llama"],
+            "the megatron engine trains olmo2, not llama",
+        ),
         (["status", "../tiny", "--root", "runs"], "is no name of a study"),
         (["run", "$(touch x)"], "is no name of a study"),
-        (["status", "tiny-smoke", "--set", "engine=deepspeed"], "--set belongs to a recipe, see"),
         (["status", "absent", "--root", "/nonexistent"], "does not exist"),
         (["collect", "tiny", "--root", "/nonexistent"], "does not exist"),
         (["report", "tiny", "--root", "/nonexistent"], "does not exist"),
-        (["blocks", "/nonexistent/result.json", "--out", "blocks.png"], "does not exist"),
     ],
 )
 def test_bad_input_ends_with_one_line_and_code_2(arguments, words):
@@ -49,7 +50,8 @@ def test_list_show_and_status(study_dir, study):
     assert "soup-anneal: the mean of the checkpoints at 48, 72, quantized" in shown
     status = study_command("status", "tiny", "--root", str(study_dir.parent))
     # results alone do not make a step complete: nothing says which command left them
-    assert "train      0/4" in status.stdout
+    assert "train      0/4  next: train-lr1e-3: waits for prepare-train" in status.stdout
+    assert "corpus     0/1  next: corpus: not run yet" in status.stdout
     assert f"0/210 steps complete in {study_dir}" in status.stdout
 
 
@@ -61,23 +63,21 @@ def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):
     assert "-m torch.distributed.run" in shown
     changed = resolve("tiny", "full", ("engine=deepspeed", "zero.stage=2"))
     directory = write_study(tmp_path / changed.name, changed)
-    name = study_command("collect", "tiny", *setting, "--root", str(tmp_path))
+    name = study_command("collect", changed.name, "--root", str(tmp_path))
     assert name.stdout.startswith(f"{directory / 'table.parquet'}: 48 rows"), name.stderr
     # without the settings it is another study; by the name of its directory it is found as it is
     assert "does not exist" in study_command("status", "tiny", "--root", str(tmp_path)).stderr
-    assert f"steps complete in {directory}" in study_command("status", changed.name, "--root", str(tmp_path)).stdout
-
-
-def test_blocks_are_drawn_of_results_from_anywhere(study_dir, tmp_path):
-    results = [str(study_dir / f"{run}/hf/step00000640/blocks/gptq-b3-g32") for run in ("lr1e-3", "lr3e-2")]
-    done = study_command("blocks", *results, "--out", str(tmp_path / "new" / "blocks.png"))
-    assert done.stdout == f"{tmp_path / 'new' / 'blocks.png'}\n", done.stderr
-    assert (tmp_path / "new" / "blocks.png").read_bytes().startswith(b"\x89PNG")
+    assert (
+        f"steps complete in {directory}"
+        in study_command("status", changed.name, "--root", str(tmp_path)).stdout
+    )
 
 
 def test_a_used_name_is_refused_before_anything_runs(study_dir):
     path = study_dir / "lr1e-2" / "run.json"
-    path.write_text(path.read_text().replace('"seed": 6198', '"seed": 1').replace('"fingerprint"', '"was"'))
+    path.write_text(
+        path.read_text().replace('"seed": 6198', '"seed": 1').replace('"fingerprint"', '"was"')
+    )
     done = study_command("run", "tiny", "--root", str(study_dir.parent))
     assert done.returncode == 2
     assert "lr1e-2" in done.stderr

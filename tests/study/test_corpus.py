@@ -1,4 +1,6 @@
-"""The corpus: real text, the same twice, split by file, with a tokenizer that gives every text back."""
+"""The corpus: real text, the same twice, split by file, with a tokenizer that gives every text
+back.
+"""
 
 import json
 import os
@@ -9,11 +11,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from study.corpus import build_corpus, head_of, is_held_out
-from train.command import UserError
-from train.corpus import open_corpus
-from train.prepare import prepare
-from train.run_directory import sha256_of
+from base.errors import UserError
+from base.files import sha256_of
+from study.text.standard_library import HELD_OUT_CHARACTERS, build_corpus, head_of, is_held_out
+from train.data.corpus import open_corpus
+from train.data.prepare import prepare
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
@@ -35,13 +37,13 @@ def source(tmp_path_factory):
     return root
 
 
-SETTINGS = {"vocab_size": 400, "held_out_percent": 20, "held_out_characters": 500}
+VOCAB_SIZE = 400
 
 
 @pytest.fixture(scope="module")
 def corpus(source, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "corpus"
-    build_corpus(out, root=source, **SETTINGS)
+    build_corpus(out, VOCAB_SIZE, root=source)
     return out
 
 
@@ -55,10 +57,12 @@ def documents(corpus: Path, split: str) -> dict[str, str]:
 def test_splits_are_disjoint_complete_and_without_tests(source, corpus):
     train, held_out = documents(corpus, "train"), documents(corpus, "held_out")
     assert not train.keys() & held_out.keys()
-    wanted = {str(path.relative_to(source)) for path in source.rglob("*.py") if path.name != "left_out.py"}
+    wanted = {
+        str(path.relative_to(source)) for path in source.rglob("*.py") if path.name != "left_out.py"
+    }
     empty = {name for name in wanted if not (source / name).read_bytes().strip()}
     assert train.keys() | held_out.keys() == wanted - empty
-    assert 0.1 < len(held_out) / len(wanted) < 0.3
+    assert 0.03 < len(held_out) / len(wanted) < 0.2
 
 
 def test_training_text_is_whole_and_held_out_text_is_a_beginning(source, corpus):
@@ -69,7 +73,7 @@ def test_training_text_is_whole_and_held_out_text_is_a_beginning(source, corpus)
         if name != "latin.py":
             whole = (source / name).read_text()
             assert whole.startswith(text)
-            assert len(text) <= 500
+            assert len(text) <= HELD_OUT_CHARACTERS
             assert text.endswith("\n") or text == whole
 
 
@@ -80,9 +84,14 @@ def test_files_are_read_in_their_own_encoding(corpus):
 
 def test_another_process_makes_the_same_bytes(source, corpus, tmp_path):
     out, root = str(tmp_path / "b"), str(source)
-    code = f"from study.corpus import *; build_corpus(Path({out!r}), root=Path({root!r}), **{SETTINGS!r})"
+    code = (
+        f"from study.text.standard_library import *; build_corpus(Path({out!r}),"
+        f" {VOCAB_SIZE}, Path({root!r}))"
+    )
     environment = os.environ | {"PYTHONHASHSEED": "77", "RAYON_NUM_THREADS": "2"}
-    subprocess.run([sys.executable, "-c", code], cwd=PROJECT, env=environment, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=PROJECT, env=environment, check=True, capture_output=True
+    )
     names = sorted(str(path.relative_to(corpus)) for path in corpus.rglob("*") if path.is_file())
     assert "corpus.json" in names
     for name in names:
@@ -92,7 +101,7 @@ def test_another_process_makes_the_same_bytes(source, corpus, tmp_path):
 def test_a_file_stays_in_its_split_when_others_come(source, corpus):
     for split in ("train", "held_out"):
         for name in documents(corpus, split):
-            assert is_held_out(name, 20) == (split == "held_out")
+            assert is_held_out(name) == (split == "held_out")
 
 
 def test_the_tokenizer_gives_every_text_back_and_serves_transformers_and_prepare(corpus, tmp_path):
@@ -117,7 +126,7 @@ def test_the_tokenizer_gives_every_text_back_and_serves_transformers_and_prepare
 def test_too_little_text_is_refused(tmp_path):
     (tmp_path / "one.py").write_text("x = 1\n")
     with pytest.raises(UserError, match="holds 1 Python files"):
-        build_corpus(tmp_path / "out", root=tmp_path, **SETTINGS)
+        build_corpus(tmp_path / "out", VOCAB_SIZE, root=tmp_path)
     assert not (tmp_path / "out").exists()
 
 

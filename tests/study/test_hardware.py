@@ -1,4 +1,6 @@
-"""What of a machine a study may use, with a stand-in for the driver; and what this machine really answers."""
+"""What of a machine a study may use, with a stand-in for the driver; and what this machine
+really answers.
+"""
 
 import subprocess
 import sys
@@ -8,9 +10,9 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from study.hardware import Hardware, planned, this_machine
-from train import gpus
-from train.command import UserError
+from base import gpus
+from base.errors import UserError
+from study.machine.hardware import Hardware, planned, this_machine
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 GIB = 2**30
@@ -22,7 +24,9 @@ def driver(*used: float, models: tuple[str, ...] = (), cuda: int = 13000) -> Sim
 
     def memory(number: int, version: int) -> SimpleNamespace:
         total, reserved, taken = 80 * GIB, GIB, round(used[number] * GIB)
-        return SimpleNamespace(total=total, reserved=reserved, used=taken, free=total - reserved - taken)
+        return SimpleNamespace(
+            total=total, reserved=reserved, used=taken, free=total - reserved - taken
+        )
 
     return SimpleNamespace(
         NVMLError=pynvml.NVMLError,
@@ -45,7 +49,9 @@ def machine(monkeypatch):
 
     def make(*used: float, torch_cuda: str | None = "13.0", **answers) -> None:
         monkeypatch.setattr(gpus, "pynvml", driver(*used, **answers))
-        monkeypatch.setattr(gpus, "_torch_version", lambda: SimpleNamespace(cuda=torch_cuda, __version__="2.13.0"))
+        monkeypatch.setattr(
+            gpus, "_torch_version", lambda: SimpleNamespace(cuda=torch_cuda, __version__="2.13.0")
+        )
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return make
@@ -62,7 +68,11 @@ def test_a_study_has_all_idle_gpus_or_as_many_as_asked_for(machine, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-10000000")
     assert chosen().gpus == ("3", "1")
     machine(0, 70, 0, 0)
-    assert chosen(count=3).gpus == ("0", "2", "3"), "a busy one is passed over where others are left"
+    assert chosen(count=3).gpus == (
+        "0",
+        "2",
+        "3",
+    ), "a busy one is passed over where others are left"
 
 
 def test_what_a_study_is_sized_for_decides_where_it_runs_unless_it_is_told(machine):
@@ -79,14 +89,25 @@ def test_what_a_study_is_sized_for_decides_where_it_runs_unless_it_is_told(machi
     ("has", "asked", "words"),
     [
         ({"used": ()}, {}, "has no NVIDIA GPU; give --device cpu"),
-        ({"used": (0, 0)}, {"count": 3}, "--gpus 3 asks for more GPUs than the 2 there are; give fewer"),
+        (
+            {"used": (0, 0)},
+            {"count": 3},
+            "--gpus 3 asks for more GPUs than the 2 there are; give fewer",
+        ),
         (
             {"used": (0, 60)},
             {},
-            r"GPU 1 \(NVIDIA H100 80GB HBM3, 64.4 of 84.8 GB in use\) is busy; wait until it is free, give --gpus 1",
+            (
+                r"GPU 1 \(NVIDIA H100 80GB HBM3, 64.4 of 84.8 GB in use\) is busy; wait until it is"
+                r" free, give --gpus 1"
+            ),
         ),
         ({"used": (60,)}, {}, "is busy; wait until it is free, end what runs there"),
-        ({"used": (0,), "torch_cuda": None}, {}, "torch 2.13.0 is a build without CUDA; .* or give --device cpu"),
+        (
+            {"used": (0,), "torch_cuda": None},
+            {},
+            "torch 2.13.0 is a build without CUDA; .* or give --device cpu",
+        ),
         (
             {"used": (0,), "cuda": 12040},
             {},
@@ -128,8 +149,24 @@ def test_what_a_study_ran_on_is_read_back(tmp_path):
 
 @pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="this machine has a GPU")
 def test_where_there_is_no_gpu_cuda_is_one_line_and_code_2(tmp_path):
-    command = [sys.executable, "-m", "study", "run", "tiny", "--profile", "smoke", "--device", "cuda"]
-    done = subprocess.run([*command, "--root", str(tmp_path)], cwd=PROJECT, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "study",
+        "run",
+        "tiny",
+        "--profile",
+        "smoke",
+        "--device",
+        "cuda",
+    ]
+    done = subprocess.run(
+        [*command, "--root", str(tmp_path)],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: this machine has no ")

@@ -1,23 +1,25 @@
-"""What steps take of hardware: every recipe on one GPU and on eight, and how a job's processes share a step."""
+"""What steps take of hardware: every recipe on one GPU and on eight, and how a job's processes
+share a step.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from study.commands import Step, resolve
-from study.hardware import UNKNOWN_BYTES, Hardware, planned
-from study.needs import ON_GPU, Needs
+from base.errors import UserError
+from base.frozen import fingerprint
+from study.definition import Study, load_study, save_study
+from study.machine.hardware import UNKNOWN_BYTES, Hardware, planned
+from study.machine.needs import ON_GPU, Needs
+from study.machine.run_configurations import write_run_configurations
+from study.pipeline.step import Step, resolve
+from study.pipeline.steps import steps_of
 from study.recipes import RECIPES
 from study.recipes import resolve as recipe
-from study.run_configurations import write_run_configurations
-from study.settings import Study, load_study, save_study
-from study.steps import steps_of
-from train.command import UserError
-from train.config import load_run
-from train.flops import GPUS
-from train.frozen import fingerprint
-from train.memory import rank_memory
+from train.planning.flops import GPUS
+from train.planning.memory import rank_memory
+from train.run.config import load_run
 
 NOWHERE = Path("/nonexistent")
 PLACEHOLDERS = ("{launch}", "{device}", "{sharding}", "{cores}", "{python}", "{study}", "{root}")
@@ -34,11 +36,15 @@ def steps_by_kind(study: Study) -> dict[str, Step]:
 
 @pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "tiny"])
-def test_every_recipe_has_a_plan_for_one_gpu_and_eight_or_names_the_machine_that_takes_it(name, gpus):
+def test_every_recipe_has_a_plan_for_one_gpu_and_eight_or_names_the_machine_that_takes_it(
+    name, gpus
+):
     study = recipe(name, "full")
     needs = needs_on(study, gpus)
     if name.startswith("olmo2-7b") and gpus == 1:  # 18 bytes a parameter are 131 GB
-        with pytest.raises(UserError, match=r"fits no layout on 1 x h100 of 80 GB; .* that take it: 4 x h100, "):
+        with pytest.raises(
+            UserError, match=r"fits no layout on 1 x h100 of 80 GB; .* that take it: 4 x h100, "
+        ):
             _ = needs.trainings
         return
     for run in study.trained:
@@ -91,9 +97,9 @@ def test_ranks_of_a_job_share_what_can_be_shared():
     steps = steps_by_kind(study)
     four = Needs(study, Hardware(4, ("0", "1", "2", "3"), "GPU", UNKNOWN_BYTES), NOWHERE)
     ranks = {kind: four.ranks(step, 4) for kind, step in steps.items()}
-    assert {kind: ranks[kind] for kind in ("train", "quantize", "blocks", "curvature")} == dict.fromkeys(
-        ("train", "quantize", "blocks", "curvature"), 4
-    )
+    assert {
+        kind: ranks[kind] for kind in ("train", "quantize", "blocks", "curvature")
+    } == dict.fromkeys(("train", "quantize", "blocks", "curvature"), 4)
     assert {kind: ranks[kind] for kind in ("step", "slice", "methods")} == dict.fromkeys(
         ("step", "slice", "methods"), 1
     )
@@ -118,7 +124,9 @@ def test_layouts_of_the_hardware_at_hand_are_written_and_nothing_else_changes(tm
     study = recipe("olmo2-1b-lr", "full")
     for gpus in (1, 8):
         trainings = needs_on(study, gpus).trainings
-        write_run_configurations(tmp_path, study, {name: training.run for name, training in trainings.items()})
+        write_run_configurations(
+            tmp_path, study, {name: training.run for name, training in trainings.items()}
+        )
         save_study(tmp_path, study)
         for run in study.trained:
             path = tmp_path / run.name / "run.json"

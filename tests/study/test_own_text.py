@@ -1,4 +1,6 @@
-"""Text of the user's: which kind it is, what is held out of it, and what is refused before anything starts."""
+"""Text of the user's: which kind it is, what is held out of it, and what is refused before
+anything starts.
+"""
 
 import json
 import random
@@ -10,30 +12,32 @@ import pytest
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
+from base.errors import UserError
 from ckpt_tools.__main__ import app as ckpt_tools_app
-from quant_eval.texts import open_text
+from quant_eval.measuring.texts import open_text
 from study.__main__ import app as study_app
-from study.commands import Machine
-from study.commands import resolve as resolved
-from study.ledger import Ledger
-from study.own_text import Asked
+from study.definition import Study, load_study, save_study
+from study.pipeline.ledger import Ledger
+from study.pipeline.step import Machine
+from study.pipeline.step import resolve as resolved
 from study.recipes import RECIPES, recipe_names, resolve
-from study.settings import Study, load_study, save_study
-from study.survey import needs_of
-from study.text import OwnText, TokenFiles
-from study.text_steps import check_text, prefix, text_steps
+from study.text.kinds import OwnText, TokenFiles
+from study.text.own import Asked
+from study.text.steps import check_text, prefix, text_steps
+from study.text.survey import needs_of
 from tests.study.test_command import study_command
 from train.__main__ import app as train_app
-from train.command import UserError
-from train.corpus import open_corpus
-from train.data import open_data
-from train.prepare import prepare
-from train.run_directory import RunDirectory
+from train.data.batches import open_data
+from train.data.corpus import open_corpus
+from train.data.prepare import prepare
+from train.run.directory import RunDirectory
 
 PROGRAMS = {"study": study_app, "train": train_app, "ckpt_tools": ckpt_tools_app}
 PROJECT = Path(__file__).resolve().parents[2]
 LETTERS = random.Random(9)
-WORDS = ["".join(LETTERS.choices("abcdefghijklmnopqrstuvwxyz", k=2 + n % 7)) + " " for n in range(3000)]
+WORDS = [
+    "".join(LETTERS.choices("abcdefghijklmnopqrstuvwxyz", k=2 + n % 7)) + " " for n in range(3000)
+]
 
 
 def write_documents(path: Path, seed: int, documents: int, words: int = 120) -> Path:
@@ -52,7 +56,9 @@ def write_documents(path: Path, seed: int, documents: int, words: int = 120) -> 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> tuple[Path, Path]:
     directory = tmp_path_factory.mktemp("own")
-    return write_documents(directory / "some.jsonl", 1, 1500), write_documents(directory / "more.jsonl", 2, 1500)
+    return write_documents(directory / "some.jsonl", 1, 1500), write_documents(
+        directory / "more.jsonl", 2, 1500
+    )
 
 
 def make(study: Study, directory: Path, in_processes: bool = False) -> None:
@@ -71,21 +77,31 @@ def make(study: Study, directory: Path, in_processes: bool = False) -> None:
 def documents(directory: Path, study: Study, tokenizer: Tokenizer) -> dict[str, list[str]]:
     found = {}
     for use in ("train", "held_out", "calibration"):
-        corpus = open_corpus(prefix(study, use).replace("{study}", str(directory)), verify_hashes=True)
-        found[use] = [tokenizer.decode(corpus.document(i)[:-1].tolist()) for i in range(corpus.manifest.documents)]
+        corpus = open_corpus(
+            prefix(study, use).replace("{study}", str(directory)), verify_hashes=True
+        )
+        found[use] = [
+            tokenizer.decode(corpus.document(i)[:-1].tolist())
+            for i in range(corpus.manifest.documents)
+        ]
     return found
 
 
 @pytest.mark.parametrize(
-    ("recipe", "in_processes"), [("tiny", True), ("olmo2-30m-lr", False), ("pythia-160m-lawa", False)]
+    ("recipe", "in_processes"),
+    [("tiny", True), ("olmo2-30m-lr", False), ("pythia-160m-lawa", False)],
 )
 def test_a_study_makes_its_text_of_files_without_a_network(tmp_path, files, recipe, in_processes):
-    """Disjoint documents, all of them, as many as the study reads; the runs and measurements can open them."""
+    """Disjoint documents, all of them, as many as the study reads; the runs and measurements can
+    open them.
+    """
     study = resolve(recipe, "smoke", asked=Asked(files), root=tmp_path)
     directory = tmp_path / study.name
     check_text(study, directory)
     assert isinstance(study.text, OwnText)
-    assert not {"download", "dataset"} & {word for step in text_steps(study) for word in (step.kind, *step.command)}
+    assert not {"download", "dataset"} & {
+        word for step in text_steps(study) for word in (step.kind, *step.command)
+    }
     make(study, directory, in_processes)
     tokenizer = Tokenizer.from_file(str(directory / "data/tokenizer/tokenizer.json"))
     assert tokenizer.get_vocab_size() == study.trained[0].model.vocab_size
@@ -99,13 +115,21 @@ def test_a_study_makes_its_text_of_files_without_a_network(tmp_path, files, reci
     assert len(by_use[0] | by_use[1] | by_use[2]) == sum(map(len, by_use))  # copies stay together
 
     needs = needs_of(study)
-    for use, wanted in (("train", needs.train), ("held_out", needs.held_out), ("calibration", needs.calibration)):
-        corpus = open_text(Path(prefix(study, use).replace("{study}", str(directory))), directory, 10**6)
+    for use, wanted in (
+        ("train", needs.train),
+        ("held_out", needs.held_out),
+        ("calibration", needs.calibration),
+    ):
+        corpus = open_text(
+            Path(prefix(study, use).replace("{study}", str(directory))), directory, 10**6
+        )
         assert corpus.manifest.tokens >= wanted
     held_out = open_corpus(directory / "data/held_out")
     assert held_out.lengths_D.max() <= study.quantization.eval_tokens // 50
     for run in study.trained:
-        open_data(run, RunDirectory(directory / run.name), verify_hashes=True).batch(run.total_steps)
+        open_data(run, RunDirectory(directory / run.name), verify_hashes=True).batch(
+            run.total_steps
+        )
 
 
 def test_a_token_file_is_shared_out_with_its_own_tokenizer(tmp_path, files, tokenizer_dir):
@@ -116,34 +140,40 @@ def test_a_token_file_is_shared_out_with_its_own_tokenizer(tmp_path, files, toke
     directory = tmp_path / study.name
     make(study, directory)
     tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
-    assert (directory / "data/tokenizer/tokenizer.json").read_bytes() == (tokenizer_dir / "tokenizer.json").read_bytes()
+    assert (directory / "data/tokenizer/tokenizer.json").read_bytes() == (
+        tokenizer_dir / "tokenizer.json"
+    ).read_bytes()
     found = documents(directory, study, tokenizer)
     assert sum(map(len, found.values())) == 3000
     for run in study.trained:
         open_data(run, RunDirectory(directory / run.name), verify_hashes=True)
 
 
-def test_parted_token_files_and_those_of_a_study_are_read_in_place(tmp_path, files, tokenizer_dir):
-    for use, seed in (("train", 5), ("held_out", 6), ("calibration", 7)):
-        write_documents(tmp_path / f"{use}.jsonl", seed, 1500)
-        prepare([tmp_path / f"{use}.jsonl"], tokenizer_dir, tmp_path / use)
-    places = tuple(tmp_path / use for use in ("train", "held_out", "calibration"))
-    study = resolve("tiny", "smoke", asked=Asked(places, tokenizer_dir), root=tmp_path)
+def test_the_token_files_of_a_study_are_read_in_place(tmp_path, files, tokenizer_dir):
+    prepare(files, tokenizer_dir, tmp_path / "tokens")
+    asked = Asked((tmp_path / "tokens",), tokenizer_dir)
+    first = resolve("tiny", "smoke", asked=asked, root=tmp_path)
+    directory = tmp_path / first.name
+    make(first, directory)
+    study = resolve("pythia-160m-lr", "smoke", asked=Asked((directory,)), root=tmp_path)
     assert text_steps(study) == []
     check_text(study, tmp_path / study.name)
+    assert isinstance(study.text, TokenFiles)
+    assert study.text.calibration == str(directory / "data/calibration")
     for run in study.trained:
-        assert run.data.train == str(places[0])
+        assert run.data.train == str(directory / "data/train")
         open_data(run, RunDirectory(tmp_path / study.name / run.name), verify_hashes=True)
-    save_study(tmp_path / study.name, study)
-    other = resolve("pythia-160m-lr", "smoke", asked=Asked((tmp_path / study.name,)), root=tmp_path)
-    assert isinstance(other.text, TokenFiles)
-    assert (other.text.train, other.text.calibration) == (str(places[0]), str(places[2]))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_takes_the_text(tmp_path, files, recipe):
-    """Branches name their changed parents, the file of the study brings it back, the plain one is another."""
-    study, plain = resolve(recipe, "smoke", asked=Asked(files), root=tmp_path), resolve(recipe, "smoke")
+    """Branches name their changed parents, the file of the study brings it back, the plain one
+    is another.
+    """
+    study, plain = (
+        resolve(recipe, "smoke", asked=Asked(files), root=tmp_path),
+        resolve(recipe, "smoke"),
+    )
     assert study.name.startswith(f"{plain.name}-text=some+1.")
     assert [run.name for run in study.trained] == [run.name for run in plain.trained]
     for run in study.trained:
@@ -164,7 +194,9 @@ def test_the_content_is_the_identity_not_the_place(tmp_path, files):
     directory = tmp_path / study.name
     save_study(directory, study)
     moved = tuple(Path(shutil.copy(path, tmp_path / path.name)) for path in files)
-    assert resolve("tiny", "smoke", asked=Asked(moved), root=tmp_path) == study  # with the places it has recorded
+    assert (
+        resolve("tiny", "smoke", asked=Asked(moved), root=tmp_path) == study
+    )  # with the places it has recorded
     moved[0].write_text(moved[0].read_text().replace(" a", " b", 1))
     assert resolve("tiny", "smoke", asked=Asked(moved), root=tmp_path).name != study.name
     assert resolve("tiny", "smoke", asked=Asked(files[::-1]), root=tmp_path).name != study.name
@@ -196,7 +228,9 @@ def refused(*arguments: str | Path) -> str:
 
 
 def test_a_refusal_is_one_line_and_code_2(tmp_path):
-    done = study_command("run", "tiny", "--root", str(tmp_path / "runs"), "--text", "absent.jsonl", "more.jsonl")
+    done = study_command(
+        "run", "tiny", "--root", str(tmp_path / "runs"), "--text", "absent.jsonl", "more.jsonl"
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
@@ -220,7 +254,10 @@ def bad(tmp_path_factory, tokenizer_dir) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["absent.jsonl"], "absent.jsonl does not exist; --text takes FILES of text, PREFIX of a token file"),
+        (
+            ["absent.jsonl"],
+            "absent.jsonl does not exist; --text takes FILES of text, PREFIX of a token file",
+        ),
         (["empty.jsonl"], "empty.jsonl is empty"),
         (["broken.jsonl"], "broken.jsonl:2 is no JSON object with a 'text'"),
         (["folder"], "is a directory without a study"),
@@ -231,28 +268,37 @@ def bad(tmp_path_factory, tokenizer_dir) -> Path:
         (["tokens"], "does not say which tokenizer made it; name its directory with --tokenizer"),
         (["tokens", "--tokenizer", "other"], "was not made by the tokenizer in"),
         (["tokens", "--tokenizer", "folder"], "holds no tokenizer.json"),
-        (["few.jsonl", "--tokenizer", "other", "--set", "model.vocab_size=256"], "has 320 tokens, the models of tiny"),
+        (
+            ["few.jsonl", "--tokenizer", "other", "--set", "model.vocab_size=256"],
+            "has 320 tokens, the models of tiny",
+        ),
         (["tokens", "tokens2", "--tokenizer", "other"], "tokens2 does not exist"),
     ],
 )
 def test_bad_text_is_refused_before_anything_starts(tmp_path, bad, arguments, words):
     # names of files stand for those in `bad`
-    given = [str(bad / one) if not one.startswith("--") and "=" not in one else one for one in arguments]
-    line = refused("run", "tiny", "--profile", "smoke", "--root", tmp_path / "runs", "--text", *given)
+    given = [
+        str(bad / one) if not one.startswith("--") and "=" not in one else one for one in arguments
+    ]
+    line = refused(
+        "run", "tiny", "--profile", "smoke", "--root", tmp_path / "runs", "--text", *given
+    )
     assert words in line
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_options_name_the_same_study_for_every_command(tmp_path, files):
+def test_the_text_is_part_of_the_name_by_which_a_study_is_found(tmp_path, files):
     text = ("--text", *map(str, files))
-    shown = CliRunner().invoke(study_app, ["show", "tiny", "--profile", "smoke", *text, "--root", str(tmp_path)])
+    shown = CliRunner().invoke(
+        study_app, ["show", "tiny", "--profile", "smoke", *text, "--root", str(tmp_path)]
+    )
     name = shown.stdout.partition(":")[0]
     assert f"text: {files[0]}, {files[1]}: places 0-" in shown.stdout
-    for command in ("status", "collect", "report", "claims", "mirror"):
-        line = refused(command, "tiny", "--profile", "smoke", "--root", tmp_path, *text)
+    for command in ("status", "collect", "report", "mirror"):
+        line = refused(command, name, "--root", tmp_path)
         assert f"{name}/study.json does not exist" in line
     save_study(tmp_path / name, resolve("tiny", "smoke", asked=Asked(files), root=tmp_path))
-    status = CliRunner().invoke(study_app, ["status", "tiny", "--profile", "smoke", *text, "--root", str(tmp_path)])
+    status = CliRunner().invoke(study_app, ["status", name, "--root", str(tmp_path)])
     assert f"steps complete in {tmp_path / name}" in status.stdout
-    assert "belongs to a recipe" in refused("status", name, *text, "--root", tmp_path)
+    assert "belongs to a recipe" in refused("show", name, *text, "--root", tmp_path)
     assert "belongs to --text" in refused("show", "tiny", "--tokenizer", tmp_path)

@@ -1,25 +1,23 @@
 """The report: complete, self-contained, and claiming no more than the intervals allow."""
 
 import base64
-import html
 import io
-import json
+import re
 from html.parser import HTMLParser
 
+import markupsafe
 import pytest
 from PIL import Image
 
-from study.averages import average_findings
-from study.canvas import Canvas
-from study.collect import collect_rows, read_table, write_table
-from study.paired import Paired
-from study.provenance import commands, settings_table
 from study.recipes import resolve
-from study.report import write_report
-from study.summary import findings, summarize
-from study.trajectories import averages_plot
+from study.report.provenance import commands, settings_of
+from study.report.report import write_report
+from study.report.tables import heat_tables
+from study.results.collect import collect_rows
+from study.results.summary import summarize
+from study.results.table import Row, schema_of, write_table
 from tests.study.conftest import HOSTILE
-from tests.study.synthetic import change_losses, table_of, write_study
+from tests.study.synthetic import write_study
 
 
 class Page(HTMLParser):
@@ -36,7 +34,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
-        self.references += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data")]
+        self.references += [
+            value or ""
+            for name, value in attrs
+            if name in ("src", "href", "srcset", "action", "data")
+        ]
         if tag == "tr":
             self.rows.append([])
         if tag in ("td", "th"):
@@ -63,8 +65,8 @@ def page(report) -> Page:
 def test_it_needs_nothing_but_itself_and_shows_pictures_without_scripts(page, report):
     """Besides its pictures it names files that lie beside it, for the reader to open."""
     assert "link" not in page.tags
-    pictures = [one for one in page.references if not one.startswith("figures/")]
-    assert len(pictures) == 10
+    pictures = [one for one in page.references if not one.startswith(("figures/", "#"))]
+    assert len(pictures) == 11
     for reference in pictures:
         kind, _, data = reference.partition(",")
         assert kind == "data:image/png;base64"
@@ -75,7 +77,7 @@ def test_it_needs_nothing_but_itself_and_shows_pictures_without_scripts(page, re
     assert len(beside) == 3 * len(pictures)
     assert all((report.parent / name).stat().st_size > 500 for name in beside)
     text = report.read_text()
-    assert text.count('<div class="plot" hidden>') == len(pictures)
+    assert text.count('<div class="chart" hidden>') == len(pictures) - 1, "slices are a picture"
     assert '<div id="runs" hidden>' in text, "buttons that do nothing without scripts"
 
 
@@ -83,96 +85,34 @@ def test_a_row_per_learning_rate_with_intervals(page, study):
     rows = {row[0]: row[1:] for row in page.rows if len(row) == 1 + 1 + 2 * 2}
     for label in (HOSTILE, "0.003", "0.01", "0.03"):
         assert all("[" in cell for cell in rows[label])
-    # the synthetic error is 0.02 x the share of the anneal's formula: 2 % x 1.6 x 1.0 at the end of the lowest peak
+    # the synthetic error is 0.02 x the share of the anneal's formula: 2 % x 1.6 x 1.0 at the end of
+    # the lowest peak
     assert rows[HOSTILE][2].startswith("3.20 %")
 
 
 def test_averages_stand_beside_the_weights_of_their_step(page, study):
-    rows = [row for row in page.rows if len(row) == 1 + 1 + 1 + 2 * 3 and row[0] == "0.01" and row[1][:4] != "GPTQ"]
+    rows = [
+        row
+        for row in page.rows
+        if len(row) == 1 + 1 + 1 + 2 * 3 and row[0] == "0.01" and row[1][:4] != "GPTQ"
+    ]
     title = "LAWA, 5 weights 16 steps apart"
     soups = ("soup of steps 192, 320 and 448", "soup of steps 512, 576 and 640")
     labels = ["step 448, before the anneal", title, soups[0], "step 640, annealed", title, soups[1]]
-    assert [row[1] for row in rows] == labels, "the ends of the phases, not every step with an average"
-    for weights, average in ((rows[start], rows[start + beside]) for start in (0, 3) for beside in (1, 2)):
+    assert [row[1] for row in rows] == labels, (
+        "the ends of the phases, not every step with an average"
+    )
+    for weights, average in (
+        (rows[start], rows[start + beside]) for start in (0, 3) for beside in (1, 2)
+    ):
         # synthetic averages: a loss 0.08 lower and an error 0.6 times as large
         (loss, error), (averaged_loss, averaged_error) = (
-            [float(row[column].split("[")[0].rstrip(" %")) for column in (2, 4)] for row in (weights, average)
+            [float(row[column].split("[")[0].rstrip(" %")) for column in (2, 4)]
+            for row in (weights, average)
         )
         assert loss - averaged_loss == pytest.approx(0.08, abs=2e-3)
         assert averaged_error / error == pytest.approx(0.6, abs=0.01)
         assert all("[" in cell for cell in (*weights[2:], *average[2:]))
-
-
-BEFORE = "LAWA, 5 weights 16 steps apart, before the anneal, against the annealed weights"
-STABLE, ANNEAL = "Soup of steps 192, 320 and 448, against ", "Soup of steps 512, 576 and 640, against "
-LOWER = "the KL divergence there is lower in every run."  # synthetic averages have 0.6 times the error
-SAME = "the KL divergence there is not told apart in any run."  # and those of one step the same
-AT = "at peak learning rate"
-FEW = f"the KL divergence there is lower {AT} 0.01 and 0.03, higher {AT} 0.001, not told apart {AT} 0.003."
-ONE = f"the KL divergence there is higher {AT} 0.001 and 0.003, not told apart {AT} 0.01 and 0.03."
-# Synthetic averages have a loss 0.08 lower than the weights of their step, in every document alike.
-LOSS = {BEFORE: "higher", f"{STABLE}the annealed weights": "higher", f"{ANNEAL}the annealed weights": "lower"}
-
-
-@pytest.mark.parametrize(
-    ("average", "step", "changed"),
-    [
-        ("lawa5x16", 448, {BEFORE: FEW, f"{STABLE}LAWA at step 448": ONE.replace("higher", "lower")}),
-        ("soup-stable", 448, {f"{STABLE}the annealed weights": FEW, f"{STABLE}LAWA at step 448": ONE}),
-        ("soup-anneal", 640, {f"{ANNEAL}the annealed weights": FEW, f"{ANNEAL}LAWA at step 640": ONE}),
-    ],
-)
-def test_what_is_said_of_averages_comes_from_their_documents(study_dir, study, average, step, changed):
-    """Of one average, two runs are moved: one above the annealed weights' divergence, one around it."""
-    spec = "gptq-b3-g32"
-    for run, change in (("lr1e-3", (1.1, 1.1)), ("lr3e-3", (0.7, 1.3))):
-        path = study_dir / run / "hf/step00000640/quant" / spec / "result.json"
-        kl = json.loads(path.read_text())["measured"]["per_document"]["kl"]
-        moved = [value * change[document % 2] for document, value in enumerate(kl)]
-        change_losses(study_dir, run, spec, f"{average}-step{step:08d}", kl=moved)
-    rows = table_of(study_dir, study)
-    expected = {BEFORE: LOWER, **{soup + "the annealed weights": LOWER for soup in (STABLE, ANNEAL)}}
-    expected |= {f"{STABLE}LAWA at step 448": SAME, f"{ANNEAL}LAWA at step 640": SAME}
-    found = dict(sentence.split(": ") for sentence in average_findings(study, rows, Paired(study_dir)))
-    assert {head: clauses.rpartition("; ")[2] for head, clauses in found.items()} == expected | changed
-    for head, clauses in found.items():
-        where = f"is {LOSS[head]} in every run" if head in LOSS else "is not told apart in any run"
-        assert clauses.startswith(f"the full-precision loss {where}; ")
-
-
-def test_nothing_is_said_of_annealed_weights_that_are_not_there(collected_dir, study):
-    rows = [row for row in read_table(collected_dir, study) if row["step"] < 640]
-    (sentence,) = average_findings(study, rows, Paired(collected_dir))
-    assert sentence.startswith(f"{STABLE}LAWA at step 448: ")
-
-
-def test_the_figure_of_averages_holds_every_model_in_the_colour_of_its_run(collected_dir, study):
-    rows = read_table(collected_dir, study)
-    canvas = Canvas(study, rows)
-    runs = {(look.label, look.colour): run for run, look in canvas.looks.items()}
-    assert len(runs) == len(study.runs)
-    for (_, panel), figure in zip(averages_plot(canvas).shown, ("cross_entropy", "kl_divergence"), strict=True):
-        found = []
-        for series in panel.series:
-            soup, kept = series.mark.marker == "*", series.mark.is_open
-            assert series.mark.line == ("" if soup else "--" if kept else "-")
-            assert series.run is not None
-            run, kind = runs[series.run, series.mark.colour], "soup" if soup else "lawa5x16" if kept else None
-            found += [(run, kind, pytest.approx(point.x * 1e6), point.y) for point in series.points]
-        expected = [
-            (
-                row["run"],
-                row["average"] and row["average"].split("-")[0],
-                row["tokens"],
-                row[f"quant/gptq-b3-g32/{figure}"],
-            )
-            for row in rows
-        ]
-        assert len(found) == len(expected)
-        assert all(point in found for point in expected)
-        low, high = panel.y.limits
-        if low is not None and high is not None:
-            assert all(low < y < high for _, kind, _, y in found if kind), "an average lies outside of the frame"
 
 
 def test_methods_stand_below_each_other_with_what_is_said_of_them(page, study):
@@ -186,7 +126,9 @@ def test_methods_stand_below_each_other_with_what_is_said_of_them(page, study):
         "LLM.int8(), threshold 6",
     ]
     cells = [[float(cell.split("[")[0]) for cell in row] for row in rows.values()]
-    for row, cost in zip(cells, (1, 2.2, 1.02, 1.8, 0.18, 0.004), strict=True):  # as the synthetic methods cost
+    for row, cost in zip(
+        cells, (1, 2.2, 1.02, 1.8, 0.18, 0.004), strict=True
+    ):  # as the synthetic methods cost
         assert row == pytest.approx([cost * value for value in cells[0]], rel=2e-3)
     assert all("[" in cell for row in rows.values() for cell in row)
 
@@ -197,10 +139,13 @@ def test_steps_stand_with_their_terms_in_thousandths_of_a_nat(page, study):
     titles = [f"GPTQ, {bits} bits, groups of 32" for bits in (3, 4, 8)]
     assert [row[:2] for row in rows] == [[label, title] for title in titles for label in labels]
     first, second, predicted, measured, left = (float(cell.split("[")[0]) for cell in rows[0][2:7])
-    # the synthetic error of 3.2 % of a loss of 3.24, of which the second order predicts 96 %, a tenth of it to first
+    # the synthetic error of 3.2 % of a loss of 3.24, of which the second order predicts 96 %, a
+    # tenth of it to first
     assert measured == pytest.approx(1000 * 0.032 * 3.24, rel=0.01)
     expected = [0.96 * measured, 0.096 * measured, 0.864 * measured, 0.04 * measured]
-    assert [predicted, first, second, left] == pytest.approx(expected, rel=0.02)  # rounded as their intervals allow
+    assert [predicted, first, second, left] == pytest.approx(
+        expected, rel=0.02
+    )  # rounded as their intervals allow
     assert {row[7] for row in rows} == {"0.25[0.20, 0.30]"}
 
 
@@ -214,11 +159,14 @@ def test_the_engine_and_its_version_are_named(page, tmp_path):
     assert "deepspeed" not in told(page)["software"]
     changed = resolve("tiny", "full", ("engine=deepspeed",))
     directory = write_study(tmp_path / "other" / changed.name, changed)
-    other = Page(settings_table(directory, changed) + commands(directory, changed))
-    assert told(other)["engine"] == "deepspeed, ZeRO stage 1, 2 ranks"
-    assert "deepspeed 0.19.8" in told(other)["software"]
-    assert "megatron" not in told(other)["software"]
-    assert 'study run tiny --profile full --set engine=deepspeed --root "$STUDY/.."' in other.code
+    settings = settings_of(directory, changed)
+    assert settings["engine"] == "deepspeed, ZeRO stage 1, 2 ranks"
+    assert "deepspeed 0.19.8" in settings["software"]
+    assert "megatron" not in settings["software"]
+    again = 'study run tiny --profile full --set engine=deepspeed --root "$STUDY/.."'
+    assert again in "\n".join(
+        line for lines in commands(directory, changed).values() for line in lines
+    )
 
 
 def test_the_commands_behind_the_numbers_are_there(page):
@@ -226,18 +174,59 @@ def test_the_commands_behind_the_numbers_are_there(page):
     last = [f'"$STUDY/lr3e-3/hf/{name}step00000640"' for name in ("", "lawa5x16-", "soup-anneal-")]
     assert f"{' '.join(last)} --spec gptq-b3-g32" in page.code
     assert f"python -m ckpt_tools average {last[2]}" in page.code
-    assert "python -m curvature run" in page.code
+    assert "python -m curvature hutchinson" in page.code
     assert "mlflow server" in page.code
+
+
+def test_the_verdicts_of_the_claims_are_at_the_top_with_their_effects(page, report):
+    lines = {row[0]: row[1:] for row in page.rows if len(row) == 3}
+    verdict, effect = lines["Fewer bits cost more."]
+    assert verdict == "supported by all 2"
+    assert effect.startswith("KL divergence (GPTQ, 3 bits, groups of 32, against 4 bits): +0.0")
+    text = report.read_text()
+    assert text.index('id="claims"') < text.index('id="figures"') < text.index('id="table-1"')
+    for target in re.findall(r'href="#([^"]+)"', text):
+        assert f'id="{target}"' in text
+
+
+def test_two_axes_have_a_table_of_both(study):
+    """Peak learning rate by weight decay: a row of the one, a column of the other."""
+    base = study.trained[0]
+    runs = []
+    for peak, decay in ((0.001, 0.1), (0.001, 0.3), (0.01, 0.1), (0.01, 0.3)):
+        optimizer = base.optimizer.model_copy(update={"peak_lr": peak, "weight_decay": decay})
+        update = {"name": f"lr{peak:g}-wd{decay:g}", "optimizer": optimizer}
+        runs.append(base.model_copy(update=update))
+    both = study.model_copy(update={"runs": tuple(runs), "soups": (), "averaged_steps": ()})
+    column = "quant/gptq-b3-g32/kl_divergence"
+    empty = dict.fromkeys(schema_of(both).names)
+    rows = []
+    for index, run in enumerate(runs):
+        value = {column: 0.1 * (1 + index), f"{column}_low": 0.0, f"{column}_high": 1.0}
+        place = {"run": run.name, "step": run.total_steps, "phase": "anneal", "study": "both"}
+        rows.append(Row.of(empty | place | value))
+    first, second = heat_tables(both, summarize(both, rows))
+    assert first.groups == [("", 1), ("weight decay", 2)]
+    assert list(first.head) == ["peak learning rate", "0.1", "0.3"]
+    assert [[cell.text for cell in line] for line in first.body] == [
+        ["0.001", "0.1000", "0.2000"],
+        ["0.01", "0.3000", "0.4000"],
+    ]
+    shades = [cell.shade for line in first.body for cell in line[1:]]
+    assert shades == sorted(shades)
+    assert second.body[0][1].text == "not measured"
 
 
 def test_text_is_escaped(report):
     text = report.read_text()
     assert "<script>alert" not in text
-    assert html.escape(HOSTILE) in text
+    assert str(markupsafe.escape(HOSTILE)) in text
 
 
 def test_a_partial_table_gives_a_partial_report(collected_dir, study):
-    """Figures without data are left out, their files too, and named; the others hold what there is."""
+    """Figures without data are left out, their files too, and named; the others hold what there
+    is.
+    """
     for path in collected_dir.glob("lr3e-2/hf/*/quant/*/result.json"):
         path.unlink()
     for pattern in ("*/hf/*/curvature/*/result.json", "*/hf/*/blocks/*/result.json"):
@@ -247,11 +236,17 @@ def test_a_partial_table_gives_a_partial_report(collected_dir, study):
         (collected_dir / "figures").mkdir(exist_ok=True)
         (collected_dir / f"figures/slices.{kind}").write_text("of yesterday")
     write_table(collected_dir, study, collect_rows(collected_dir, study).rows)
-    sentences = findings(study, summarize(study, read_table(collected_dir, study)), Paired(collected_dir))
-    assert not any("quantization error" in sentence or "trace" in sentence for sentence in sentences)
     text = write_report(collected_dir, study).read_text()
     assert "not measured" in text
-    assert "nothing of it is measured yet: blocks, curvature, prediction, slices." in text
+    assert "nothing of it is measured yet: curvature, blocks, prediction, slices." in text
     files = {path.name for path in (collected_dir / "figures").iterdir()}
-    names = ("quantization_error", "kl_divergence", "validation_loss", "averages", "methods", "full_against_quantized")
+    names = (
+        "ends",
+        "quantization_error",
+        "kl_divergence",
+        "validation_loss",
+        "averages",
+        "methods",
+        "full_against_quantized",
+    )
     assert files == {f"{name}.{kind}" for name in names for kind in ("png", "pdf", "csv")}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
+from base.errors import UserError
+from study.definition import Study
+from study.machine.disk import check_room, needed_bytes
 from study.recipes import tiny
-from study.room import check_room, needed_bytes
-from study.settings import Study
-from train.command import UserError
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +25,15 @@ def model(study) -> Olmo2ForCausalLM:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     shape: dict[str, Any] = {name: getattr(settings, name) for name in names}
     with torch.device("meta"):
-        return Olmo2ForCausalLM(Olmo2Config(num_attention_heads=4, tie_word_embeddings=False, **shape))
+        return Olmo2ForCausalLM(
+            Olmo2Config(num_attention_heads=4, tie_word_embeddings=False, **shape)
+        )
 
 
 def test_needs_are_those_of_transformers_models_and_the_runs_state(study, model):
-    """4 runs in fp32 of 7 checkpoints, LAWA of 5 at each save and at 3 of them measured, 2 soups, 3 specs by block."""
+    """4 runs in fp32 of 7 checkpoints, LAWA of 5 at each save and at 3 of them measured, 2
+    soups, 3 specs by block.
+    """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     blocks = model.model.layers.modules()
     linear = sum(module.weight.numel() for module in blocks if isinstance(module, torch.nn.Linear))
@@ -51,7 +55,9 @@ def test_the_line_is_drawn_at_what_is_left_to_write_and_the_reserve(study, tmp_p
     filesystem(monkeypatch, needed + 2 * 10**9)
     check_room(study, tmp_path / "not" / "there" / "yet", reserve_gb=2)
     filesystem(monkeypatch, needed + 2 * 10**9 - 1)
-    with pytest.raises(UserError, match=r"tiny will write 1.2 GB more .checkpoints 1.0, exports 0.2, quantized"):
+    with pytest.raises(
+        UserError, match=r"tiny will write 1.2 GB more .checkpoints 1.0, exports 0.2, quantized"
+    ):
         check_room(study, tmp_path, reserve_gb=2)
 
 
@@ -61,9 +67,15 @@ def test_what_lies_there_already_counts_once_and_only_for_its_kind(study, tmp_pa
     for place, size in (
         ("checkpoints/step00000064/shard", 1_000_000),
         ("restarts/step00000070/shard", 500_000),
-        ("hf/step00000064/model.safetensors", 10 * needed["exports"]),  # more than is needed helps no other kind
+        (
+            "hf/step00000064/model.safetensors",
+            10 * needed["exports"],
+        ),  # more than is needed helps no other kind
         ("hf/step00000064/blocks/gptq-b3-g32/dense/block00000.safetensors", 70_000),
-        ("quarantine/step00000032/shard", 10 * needed["checkpoints"]),  # a damaged one is written again
+        (
+            "quarantine/step00000032/shard",
+            10 * needed["checkpoints"],
+        ),  # a damaged one is written again
     ):
         (run / place).parent.mkdir(parents=True)
         with (run / place).open("wb") as file:
@@ -80,3 +92,12 @@ def test_the_real_file_system_is_asked(study, tmp_path):
     check_room(study, tmp_path, reserve_gb=0)
     with pytest.raises(UserError, match=r"1,000,000,000.0 GB are reserved"):
         check_room(study, tmp_path, reserve_gb=1e9)
+
+
+def test_one_training_needs_its_own_room(study, tmp_path, monkeypatch):
+    needed = sum(needed_bytes(study).values()) // len(study.runs)
+    filesystem(monkeypatch, needed)
+    check_room(study, tmp_path, only="lr1e-3")
+    filesystem(monkeypatch, needed - 1)
+    with pytest.raises(UserError, match=r"^lr1e-3 will write 0.3 GB more"):
+        check_room(study, tmp_path, only="lr1e-3")

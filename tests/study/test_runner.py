@@ -1,4 +1,6 @@
-"""The runner against real processes: order, skipping, failures, slots, and what SIGKILL leaves behind."""
+"""The runner against real processes: order, skipping, failures, slots, and what SIGKILL leaves
+behind.
+"""
 
 import json
 import os
@@ -11,12 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from study.commands import Machine, Step
-from study.hardware import Hardware
-from study.ledger import Ledger
-from study.runner import Runner, StepError, locked
+from base.errors import UserError
+from study.machine.hardware import Hardware
+from study.pipeline.ledger import Ledger
+from study.pipeline.locks import locked
+from study.pipeline.runner import Runner, StepError
+from study.pipeline.step import Machine, Step
 from tests.waiting import HANG_SECONDS, interruptible, wait_until
-from train.command import UserError
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
@@ -60,7 +63,12 @@ def chain(**settings: str) -> list[Step]:
     """first -> second -> third, and one beside them; keyword arguments set a step's settings."""
     return [
         python_step(name, noting(name), after=after, settings=settings.get(name, ""))
-        for name, after in (("first", ()), ("second", ("first",)), ("third", ("second",)), ("beside", ()))
+        for name, after in (
+            ("first", ()),
+            ("second", ("first",)),
+            ("third", ("second",)),
+            ("beside", ()),
+        )
     ]
 
 
@@ -84,12 +92,19 @@ def test_a_changed_setting_reruns_its_step_and_what_reads_a_changed_output(tmp_p
     run_steps(tmp_path, steps("a"), workers=1)
     # the same outputs from another command: what reads them has nothing new to read
     same = [
-        python_step("first", noting("first", "(study / 'first.txt').write_text('a'); 1"), ("first.txt", "first.json"))
+        python_step(
+            "first",
+            noting("first", "(study / 'first.txt').write_text('a'); 1"),
+            ("first.txt", "first.json"),
+        )
     ]
     run_steps(tmp_path, same + chain()[1:], workers=1)
     assert order(tmp_path)[4:] == ["first"]
     run_steps(tmp_path, steps("b"), workers=1)
-    assert order(tmp_path)[5:] == ["first", "second"]  # second's output is the same as before: third reads nothing new
+    assert order(tmp_path)[5:] == [
+        "first",
+        "second",
+    ]  # second's output is the same as before: third reads nothing new
 
 
 def test_a_missing_output_is_made_again(tmp_path):
@@ -105,7 +120,9 @@ def test_an_unfinished_or_outdated_output_cannot_pass_for_a_new_one(tmp_path):
     with pytest.raises(StepError, match="beside"):
         run_steps(tmp_path, broken, workers=1)
     assert not (tmp_path / "beside.json").exists()
-    (tmp_path / "beside.json").write_text("{}")  # as left by a step that died before it was recorded
+    (tmp_path / "beside.json").write_text(
+        "{}"
+    )  # as left by a step that died before it was recorded
     run_steps(tmp_path, chain(), workers=1)
     assert order(tmp_path)[4:] == ["beside"]
 
@@ -129,14 +146,17 @@ def test_slots_are_never_exceeded_and_all_are_used(tmp_path):
         "open(study / f'span-{os.getpid()}', 'w').write(f'{started} {time.monotonic()} {SLOTS}')"
     )
     steps = [
-        python_step(f"s{index}", noting(f"s{index}", inside.replace("SLOTS", str(slots))), slots=slots)
+        python_step(
+            f"s{index}", noting(f"s{index}", inside.replace("SLOTS", str(slots))), slots=slots
+        )
         for index, slots in enumerate((1, 2, 1, 1, 2, 9))
     ]
     run_steps(tmp_path, steps, workers=2)
     spans = [list(map(float, path.read_text().split())) for path in tmp_path.glob("span-*")]
     assert len(spans) == 6
     used = [
-        sum(min(slots, 2) for start, end, slots in spans if start <= moment < end) for moment, _, _ in spans
+        sum(min(slots, 2) for start, end, slots in spans if start <= moment < end)
+        for moment, _, _ in spans
     ]  # usage can only rise where a step starts
     assert max(used) == 2
     assert sum(slots == 1 for _, _, slots in spans) == 3
@@ -145,11 +165,10 @@ def test_slots_are_never_exceeded_and_all_are_used(tmp_path):
 def test_no_gpu_is_given_to_two_steps_at_once_and_each_sees_its_own_alone(tmp_path):
     """Every step takes its GPUs' files for itself; one that is taken already would be shared."""
     inside = (
-        "mine = [study / f'gpu{name}' for name in os.environ['CUDA_VISIBLE_DEVICES'].split(',') if name]\n"
-        "for gpu in mine: gpu.open('x').close()\n"
-        "time.sleep(0.2)\n"
-        "for gpu in mine: gpu.unlink()\n"
-        "(study / f'seen-{os.getpid()}').write_text(f\"{len(mine)} {os.environ['CUDA_DEVICE_ORDER']}\")"
+        "mine = [study / f'gpu{name}' for name in os.environ['CUDA_VISIBLE_DEVICES'].split(',') if"
+        " name]\nfor gpu in mine: gpu.open('x').close()\ntime.sleep(0.2)\nfor gpu in mine:"
+        " gpu.unlink()\n(study / f'seen-{os.getpid()}').write_text(f\"{len(mine)}"
+        " {os.environ['CUDA_DEVICE_ORDER']}\")"
     )
     gpus = {f"s{index}": count for index, count in enumerate((1, 2, 0, 3, 1, 1, 2))}
     steps = [python_step(name, noting(name, inside)) for name in gpus]
@@ -187,7 +206,9 @@ sys.exit(2)
 
 def test_an_error_of_an_earlier_attempt_is_not_reported_again(tmp_path):
     with pytest.raises(UserError):
-        run_steps(tmp_path, [python_step("bad", "print('error: old'); raise SystemExit(2)")], workers=1)
+        run_steps(
+            tmp_path, [python_step("bad", "print('error: old'); raise SystemExit(2)")], workers=1
+        )
     with pytest.raises(StepError, match="status 7"):
         run_steps(tmp_path, [python_step("bad", "raise SystemExit(7)")], workers=1)
 
@@ -198,13 +219,17 @@ def test_success_without_the_outputs_is_a_failure(tmp_path):
 
 
 def test_a_resuming_step_keeps_its_own_unfinished_outputs(tmp_path):
-    code = "import sys, pathlib; p = pathlib.Path(sys.argv[1]) / 'one'; p.write_text(p.read_text() + 'x')"
+    code = (
+        "import sys, pathlib; p = pathlib.Path(sys.argv[1]) / 'one'; p.write_text(p.read_text() +"
+        " 'x')"
+    )
     (tmp_path / "one").write_text("x")
     run_steps(tmp_path, [python_step("train", code, ("one",), resumes=True)], workers=1)
     assert (tmp_path / "one").read_text() == "xx"
 
 
-# The grandchild lives in a session of its own, as torchrun's workers do, and shows by a growing file that it works.
+# The grandchild lives in a session of its own, as torchrun's workers do, and shows by a growing
+# file that it works.
 STUBBORN = """
 import subprocess, sys, pathlib, time, signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -224,16 +249,20 @@ def beats(directory: Path) -> int:
 
 def at_work(directory: Path) -> list[str]:
     """Command lines of processes that write beats."""
-    lines = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    lines = (
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    )
     return [line for line in lines if str(directory / "beats") in line]
 
 
 def start_runner(directory: Path) -> subprocess.Popen:
-    """A runner in a process group of its own, with one finished step and one whose grandchild is at work."""
+    """A runner in a process group of its own, with one finished step and one whose grandchild is
+    at work.
+    """
     code = (
-        "from pathlib import Path\n"
-        "from tests.study.test_runner import STUBBORN, chain, python_step, run_steps\n"
-        f"run_steps(Path({str(directory)!r}), [*chain()[:1], python_step('stubborn', STUBBORN, after=('first',))], 1)\n"
+        "from pathlib import Path\nfrom tests.study.test_runner import STUBBORN, chain,"
+        f" python_step, run_steps\nrun_steps(Path({str(directory)!r}), [*chain()[:1],"
+        " python_step('stubborn', STUBBORN, after=('first',))], 1)\n"
     )
     runner = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -277,3 +306,40 @@ def test_records_hold_no_place_of_the_study(tmp_path):
     for path in (tmp_path / "steps").glob("*.json"):
         assert str(tmp_path) not in path.read_text()
         assert json.loads(path.read_text())["seconds"] >= 0
+
+
+def test_a_step_that_is_not_complete_says_why(tmp_path):
+    def reasons(directory: Path, **settings: str) -> dict[str, str]:
+        ledger = Ledger(directory, chain(**settings))
+        found = {name: ledger.reason(step) for name, step in ledger.steps.items()}
+        return {name: reason for name, reason in found.items() if reason}
+
+    study = tmp_path / "study"
+    assert set(reasons(study).values()) == {"not run yet"}
+    run_steps(study, chain(), workers=1)
+    assert reasons(study) == {}
+    assert reasons(study, second="other") == {"second": "its settings changed"}
+    (study / "first.json").write_text("torn")
+    assert reasons(study) == {
+        "first": "first.json is not what the step left; run makes it again",
+        "second": "first.json, which it reads, has changed",
+    }
+    (study / "first.json").write_text("{}")
+    moved = shutil.copytree(study, tmp_path / "moved")
+    (moved / "beside.json").unlink()
+    assert reasons(moved) == {
+        "beside": f"{moved}/beside.json is missing; copy it from where the study was made, or run"
+    }
+
+
+def test_a_step_that_must_not_start_fails_alone(tmp_path):
+    def check(step: Step) -> None:
+        if step.name == "second":
+            raise UserError("the disk is full; free space")
+
+    with (
+        locked(tmp_path) as lock_fd,
+        pytest.raises(UserError, match="step second cannot start: the disk is full; free space"),
+    ):
+        Runner(tmp_path, chain(), Hardware(1), lock_fd, check=check).run()
+    assert sorted(order(tmp_path)) == ["beside", "first"]

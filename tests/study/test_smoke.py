@@ -1,4 +1,6 @@
-"""The smoke study through every real command, killed on its way; and the long proof that kills change nothing."""
+"""The smoke study through every real command, killed on its way; and the long proof that kills
+change nothing.
+"""
 
 import json
 import os
@@ -15,19 +17,32 @@ import torch
 from mlflow import MlflowClient
 from safetensors.torch import load_file
 
+from tests.interpreter import interpreter
 from tests.runs import PROJECT, environment
 from tests.waiting import wait_until
 
-COMMAND = [sys.executable, "-m", "study", "run", "tiny", "--profile", "smoke", "--root"]
+COMMAND = ["-m", "study", "run", "tiny", "--profile", "smoke", "--root"]
 
-FIGURES = {"quantization_error", "kl_divergence", "validation_loss", "averages", "methods", "blocks"}
-FIGURES |= {"full_against_quantized", "curvature", "prediction", "slices"}
+FIGURES = {
+    "quantization_error",
+    "kl_divergence",
+    "validation_loss",
+    "averages",
+    "methods",
+    "blocks",
+}
+FIGURES |= {"ends", "full_against_quantized", "curvature", "prediction", "slices"}
 
 
-def start(root: Path) -> subprocess.Popen:
+def start(python: str, root: Path) -> subprocess.Popen:
     log = (root / "console.log").open("a")
     return subprocess.Popen(
-        [*COMMAND, str(root)], cwd=PROJECT, env=environment(), stdout=log, stderr=log, start_new_session=True
+        [python, *COMMAND, str(root)],
+        cwd=PROJECT,
+        env=environment(),
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
     )
 
 
@@ -36,10 +51,15 @@ def kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def finish(root: Path) -> str:
+def finish(python: str, root: Path) -> str:
     """Runs the study to its end; returns what it printed."""
     done = subprocess.run(
-        [*COMMAND, str(root)], cwd=PROJECT, env=environment(), capture_output=True, text=True, check=False
+        [python, *COMMAND, str(root)],
+        cwd=PROJECT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
@@ -52,17 +72,25 @@ def check_the_end(study: Path, table: list[dict]) -> None:
             assert row["quant/rtn-b3-g32/kl_divergence"] > row["quant/gptq-b3-g32/kl_divergence"]
             assert 0 < row["quant/int8-t6/kl_divergence"] < row["quant/gptq-b4-g32/kl_divergence"]
         else:
-            assert row["quant/rtn-b3-g32/kl_divergence"] is row["quant/int8-t6/kl_divergence"] is None
-    for run in ("lr3e-3", "lr3e-2"):  # the same checkpoint, spec and text: --per-block adds to a result, nothing else
+            assert (
+                row["quant/rtn-b3-g32/kl_divergence"] is row["quant/int8-t6/kl_divergence"] is None
+            )
+    for run in (
+        "lr3e-3",
+        "lr3e-2",
+    ):  # the same checkpoint, spec and text: --per-block adds to a result, nothing else
         by_block, plain = (
-            json.loads((study / run / "hf/step00000072" / place / "gptq-b3-g32/result.json").read_text())["measured"]
+            json.loads(
+                (study / run / "hf/step00000072" / place / "gptq-b3-g32/result.json").read_text()
+            )["measured"]
             for place in ("blocks", "quant")
         )
         assert len(by_block["blocks"]) == 4
         assert by_block["per_document"] == plain["per_document"]
         curvature = study / run / "hf/step00000072/curvature"
         along, plane = (
-            json.loads((curvature / f"{kind}-gptq-b3-g32/result.json").read_text()) for kind in ("step", "slice")
+            json.loads((curvature / f"{kind}-gptq-b3-g32/result.json").read_text())
+            for kind in ("step", "slice")
         )
         assert along["spec"]["quantized"]["path"] == plane["spec"]["quantized"]["path"]
         assert Path(plane["spec"]["previous"]["path"]).name == "step00000048"
@@ -72,42 +100,62 @@ def check_the_end(study: Path, table: list[dict]) -> None:
 def check_the_step(whole: dict, plane: dict) -> None:
     """Two commands, one step: its length, and what the loss does at its end, sequence by sequence.
 
-    How well the second order predicts that depends on the weights, and so on the CPU that trained them.
+    How well the second order predicts that depends on the weights, and so on the CPU that trained
+    them.
     """
     assert plane["directions"]["lengths"][1] == pytest.approx(whole["norm"], rel=1e-9)
-    base, quantized = (next(point for point in plane["points"] if point["name"] == of) for of in ("base", "quantized"))
-    increases = [after - before for before, after in zip(base["losses"], quantized["losses"], strict=True)]
+    base, quantized = (
+        next(point for point in plane["points"] if point["name"] == of)
+        for of in ("base", "quantized")
+    )
+    increases = [
+        after - before for before, after in zip(base["losses"], quantized["losses"], strict=True)
+    ]
     measured = whole["per_microbatch"]["measured"]
     pairs = [sum(increases[2 * index : 2 * index + 2]) / 2 for index in range(len(measured))]
     assert measured == pytest.approx(pairs, abs=1e-5)  # each a difference of losses near 6 in fp32
 
 
 def test_the_whole_study_survives_a_kill(tmp_path):
-    """kill -9 while the first quantization runs; the second start skips what is complete and ends the study."""
-    study, started = tmp_path / "tiny-smoke", start(tmp_path)
-    wait_until(lambda: list((study / "logs").glob("quantize-*.log")), "the first quantization", started)
+    """kill -9 while the first quantization runs; the second start skips what is complete and
+    ends the study.
+    """
+    study, started = tmp_path / "tiny-smoke", start(interpreter(), tmp_path)
+    wait_until(
+        lambda: list((study / "logs").glob("quantize-*.log")), "the first quantization", started
+    )
     kill(started)
-    trained = (study / "lr3e-3" / "checkpoints" / "step00000072" / "checkpoint.json").stat().st_mtime_ns
-    printed = finish(tmp_path)
-    assert (study / "lr3e-3" / "checkpoints" / "step00000072" / "checkpoint.json").stat().st_mtime_ns == trained
+    trained = (
+        (study / "lr3e-3" / "checkpoints" / "step00000072" / "checkpoint.json").stat().st_mtime_ns
+    )
+    printed = finish(interpreter(), tmp_path)
+    assert (
+        study / "lr3e-3" / "checkpoints" / "step00000072" / "checkpoint.json"
+    ).stat().st_mtime_ns == trained
     assert f"report: {study / 'report.html'}" in printed
     assert f"sqlite:///{tmp_path / 'mlflow.db'}" in printed
 
     table = pq.read_table(study / "table.parquet").to_pylist()
-    models = [(step, average) for step in (48, 72) for average in (None, "lawa5x4")] + [(72, "soup-anneal")]
+    models = [(step, average) for step in (48, 72) for average in (None, "lawa5x4")] + [
+        (72, "soup-anneal")
+    ]
     assert [(row["run"], row["step"], row["average"]) for row in table] == [
         (run, *model) for run in ("lr3e-3", "lr3e-2") for model in models
     ]
     for row in table:
         assert row["quant/gptq-b3-g32/kl_divergence"] > row["quant/gptq-b4-g32/kl_divergence"] > 0
         if row["average"] is None:
-            assert row["curvature/gauss_newton_trace"] > 0  # for any weights; the Hessian's may be negative
+            assert (
+                row["curvature/gauss_newton_trace"] > 0
+            )  # for any weights; the Hessian's may be negative
             assert row["curvature/trace_standard_error"] > 0
             assert row["curvature/lambda_max_converged"] in (True, False)
         else:
             assert row["curvature/trace"] is None
         if row["average"] != "soup-anneal":  # the same held-out text, in other blocks
-            assert row["quant/gptq-b3-g32/cross_entropy"] == pytest.approx(row["held_out_loss"], abs=0.3)
+            assert row["quant/gptq-b3-g32/cross_entropy"] == pytest.approx(
+                row["held_out_loss"], abs=0.3
+            )
     check_the_end(study, table)
     for suffix in ("png", "pdf", "csv"):
         assert {path.stem for path in (study / "figures").glob(f"*.{suffix}")} == FIGURES
@@ -119,17 +167,30 @@ def test_the_whole_study_survives_a_kill(tmp_path):
     child = runs["lr3e-3"]
     assert child.data.tags["mlflow.parentRunId"] == runs["tiny-smoke"].info.run_id
     column = "quant/gptq-b3-g32/relative_error"
-    for average, metric in ((None, column), *((name, f"{name}/{column}") for name in ("lawa5x4", "soup-anneal"))):
+    for average, metric in (
+        (None, column),
+        *((name, f"{name}/{column}") for name in ("lawa5x4", "soup-anneal")),
+    ):
         own = [row for row in table if (row["run"], row["average"]) == ("lr3e-3", average)]
         history = client.get_metric_history(child.info.run_id, metric)
-        assert {point.step: point.value for point in history} == {row["tokens"]: row[column] for row in own}
+        assert {point.step: point.value for point in history} == {
+            row["tokens"]: row[column] for row in own
+        }
 
     for row in table:
-        name = f"{row['average']}-step{row['step']:08d}" if row["average"] else f"step{row['step']:08d}"
+        name = (
+            f"{row['average']}-step{row['step']:08d}"
+            if row["average"]
+            else f"step{row['step']:08d}"
+        )
         lineage = json.loads((study / row["run"] / "hf" / name / "lineage.json").read_text())
         assert (lineage["run"], lineage["step"]) == (row["run"], row["step"])
         if row["average"] == "soup-anneal":
-            assert (lineage["kind"], lineage["method"], lineage["steps"]) == ("average", "uniform", [48, 72])
+            assert (lineage["kind"], lineage["method"], lineage["steps"]) == (
+                "average",
+                "uniform",
+                [48, 72],
+            )
             weights = [
                 load_file(study / row["run"] / "hf" / of / "model.safetensors")
                 for of in ("step00000048", "step00000072", name)
@@ -138,21 +199,27 @@ def test_the_whole_study_survives_a_kill(tmp_path):
                 torch.testing.assert_close(averaged, (weights[0][key] + weights[1][key]) / 2)
         else:
             steps = [row["step"] - 4 * back for back in (4, 3, 2, 1, 0)]
-            told = {"kind": "lawa", "interval_steps": 4, "window": 5, "steps": steps} if row["average"] else None
+            told = (
+                {"kind": "lawa", "interval_steps": 4, "window": 5, "steps": steps}
+                if row["average"]
+                else None
+            )
             assert (lineage["kind"], lineage["average"]) == ("export", told)
 
 
 @pytest.mark.stress
 def test_kills_at_random_moments_leave_the_table_unchanged(tmp_path):
-    """Ten kills of the whole process group, up to 25 seconds after each start, against an uninterrupted study."""
+    """Ten kills of the whole process group, up to 25 seconds after each start, against an
+    uninterrupted study.
+    """
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
-    finish(whole)
+    finish(sys.executable, whole)
     moments = random.Random(0)
     for _ in range(10):
-        started = start(killed)
+        started = start(sys.executable, killed)
         time.sleep(moments.uniform(1, 25))
         kill(started)
-    finish(killed)
+    finish(sys.executable, killed)
     tables = [root / "tiny-smoke" / "table.parquet" for root in (whole, killed)]
     assert tables[0].read_bytes() == tables[1].read_bytes()

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 
-from study.commands import Machine, Step, batches, resolve, shared
+from study.pipeline.step import Machine, Step, batches, resolve, shared
+from study.pipeline.steps import steps_of
 from study.recipes import RECIPES
 from study.recipes import resolve as resolve_recipe
-from study.steps import steps_of
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,9 @@ def by_name(tiny):
     return {step.name: step for step in steps_of(tiny)}
 
 
-PROFILES = [(name, profile) for name in RECIPES for profile in ("full", "smoke") if name != "trajectory"]
+PROFILES = [
+    (name, profile) for name in RECIPES for profile in ("full", "smoke") if name != "trajectory"
+]
 
 
 @pytest.mark.parametrize(("recipe", "profile"), PROFILES)
@@ -35,7 +37,9 @@ def test_the_steps_form_a_graph_over_distinct_outputs(recipe, profile):
         seen.add(step.name)
         made |= set(step.outputs)
         outputs += step.outputs
-        assert not any(argument.startswith("/") for argument in step.command), "a study can be moved"
+        assert not any(argument.startswith("/") for argument in step.command), (
+            "a study can be moved"
+        )
     assert len(set(outputs)) == len(outputs)
 
 
@@ -80,21 +84,35 @@ def test_an_export_waits_for_its_own_checkpoint_alone(by_name):
         "{study}/lr3e-3/hf",
     )
     quantize = by_name["quantize-lr3e-3-step00000192-gptq-b3-g32"]
-    assert quantize.reads == ("lr3e-3/hf/step00000192/lineage.json", "data/train.json", "data/held_out.json")
+    assert quantize.reads == (
+        "lr3e-3/hf/step00000192/lineage.json",
+        "data/train.json",
+        "data/held_out.json",
+    )
     assert quantize.outputs == ("lr3e-3/hf/step00000192/quant/gptq-b3-g32/result.json",)
 
 
 def test_a_soup_is_made_of_exports_and_quantized_as_they_are(by_name):
     average = by_name["average-lr3e-3-soup-stable-step00000448"]
     hf = "{study}/lr3e-3/hf"
-    made = (f"{hf}/soup-stable-step00000448", *(f"{hf}/step00000{step}" for step in (192, 320, 448)))
+    made = (
+        f"{hf}/soup-stable-step00000448",
+        *(f"{hf}/step00000{step}" for step in (192, 320, 448)),
+    )
     assert average.command == ("{python}", "-m", "ckpt_tools", "average", *made)
     assert average.outputs == ("lr3e-3/hf/soup-stable-step00000448/lineage.json",)
     assert average.after == tuple(f"export-lr3e-3-step00000{step}" for step in (192, 320, 448))
-    readers = {name: step for name, step in by_name.items() if any("/soup-stable" in word for word in step.command)}
+    readers = {
+        name: step
+        for name, step in by_name.items()
+        if any("/soup-stable" in word for word in step.command)
+    }
     quantize = by_name["quantize-lr3e-3-soup-stable-step00000448-gptq-b4-g32"]
     assert average.name in quantize.after
-    assert {step.kind for step in readers.values()} == {"average", "quantize"}, "curvature is not measured of averages"
+    assert {step.kind for step in readers.values()} == {
+        "average",
+        "quantize",
+    }, "curvature is not measured of averages"
 
 
 def test_methods_and_blocks_are_measured_of_the_last_checkpoint_as_every_other(by_name):
@@ -131,7 +149,9 @@ def test_steps_and_slice_are_of_the_last_checkpoint_and_what_its_blocks_left(by_
         assert step.name in by_name["report"].after
     assert plane.command[plane.command.index("--previous") + 1] == "{study}/lr1e-2/hf/step00000576"
     assert "lr1e-2/hf/step00000576/lineage.json" in plane.reads
-    assert along.outputs == tuple(f"{last}/curvature/step-gptq-b{bits}-g32/result.json" for bits in (3, 4, 8))
+    assert along.outputs == tuple(
+        f"{last}/curvature/step-gptq-b{bits}-g32/result.json" for bits in (3, 4, 8)
+    )
     assert plane.outputs == (f"{last}/curvature/slice-gptq-b3-g32/result.json",)
 
 
@@ -143,58 +163,87 @@ def test_a_branch_waits_for_the_checkpoint_that_it_starts_from():
     train = next(step for step in steps_of(study) if step.name == f"train-{branch.name}")
     assert f"train-{parent}" in train.after
     assert f"{parent}/checkpoints/step00072000/checkpoint.json" in train.reads
-    assert not any(f"{parent}/checkpoints/step000840" in name for name in train.reads), "not for the parent's end"
+    assert not any(f"{parent}/checkpoints/step000840" in name for name in train.reads), (
+        "not for the parent's end"
+    )
 
 
 def model_step(model: str, spec: str, kind: str = "quantize") -> Step:
-    return Step(f"{kind}-{model}-{spec}", kind, ("q",), (), models=(model,), specs=("--spec", spec), tail=("t",))
+    return Step(
+        f"{kind}-{model}-{spec}",
+        kind,
+        ("q",),
+        (),
+        models=(model,),
+        specs=("--spec", spec),
+        tail=("t",),
+    )
 
 
 def test_steps_share_a_process_only_where_each_model_goes_with_each_spec():
-    steps = [model_step(model, spec) for model in "abc" for spec in ("x", "y", "z") if (model, spec) != ("b", "y")]
+    steps = [
+        model_step(model, spec)
+        for model in "abc"
+        for spec in ("x", "y", "z")
+        if (model, spec) != ("b", "y")
+    ]
     other = model_step("a", "x", kind="curvature")
     found = batches([*steps, other], 2, 9)
-    assert sorted(step.name for batch in found for step in batch) == sorted(step.name for step in [*steps, other])
+    assert sorted(step.name for batch in found for step in batch) == sorted(
+        step.name for step in [*steps, other]
+    )
     for batch in found:
         command = shared(batch)
         models = [word for word in command if word in "abc"]
         specs = [word for word in command if word in "xyz"]
-        assert command == ("q", *models, *(word for spec in specs for word in ("--spec", spec)), "t")
-        assert len(batch) == len(models) * len(specs), "the command does what the steps say and nothing else"
+        assert command == (
+            "q",
+            *models,
+            *(word for spec in specs for word in ("--spec", spec)),
+            "t",
+        )
+        assert len(batch) == len(models) * len(specs), (
+            "the command does what the steps say and nothing else"
+        )
         assert len(models) <= 2
     assert [len(batch) for batch in batches(steps, 1, 1)] == [1] * len(steps)
     assert max(len(batch) for batch in batches(steps, 9, 2)) == 4
 
 
 def test_placeholders_stand_for_places_and_for_the_machine(tmp_path):
-    command = ("{launch}", "-m", "x", "{study}/run", "{root}/texts", "--device", "{device}", "{cores}", "a{study}")
+    command = (
+        "{launch}",
+        "-m",
+        "x",
+        "{study}/run",
+        "{root}/texts",
+        "--device",
+        "{device}",
+        "{cores}",
+        "a{study}",
+    )
     machine = Machine(("{python}", "-m", "torchrun"), "cuda", 2, "fsdp", 8, "/usr/bin/py")
     resolved = resolve(command, tmp_path / "s", machine)
     assert resolved[:5] == ["/usr/bin/py", "-m", "torchrun", "-m", "x"]
-    assert resolved[5:] == [f"{tmp_path}/s/run", f"{tmp_path}/texts", "--device", "cuda", "8", "a{study}"]
+    assert resolved[5:] == [
+        f"{tmp_path}/s/run",
+        f"{tmp_path}/texts",
+        "--device",
+        "cuda",
+        "8",
+        "a{study}",
+    ]
 
 
 def test_the_largest_eigenvalue_is_asked_for_or_left_out():
-    seven = [step for step in steps_of(resolve_recipe("olmo2-7b-lr", "full")) if step.kind == "curvature"]
+    seven = [
+        step for step in steps_of(resolve_recipe("olmo2-7b-lr", "full")) if step.kind == "curvature"
+    ]
     assert len(seven) == 4 * 18 + 7 * 8
     for step in seven:
         assert "--no-lambda-max" in step.command
         assert not {"--tolerance", "--max-iterations", "--fixed-sequences"} & set(step.command)
-    one = next(step for step in steps_of(resolve_recipe("olmo2-1b-lr", "full")) if step.kind == "curvature")
+    one = next(
+        step for step in steps_of(resolve_recipe("olmo2-1b-lr", "full")) if step.kind == "curvature"
+    )
     assert one.command[one.command.index("--max-iterations") + 1] == "16"
-
-
-def test_with_warm_starts_each_checkpoint_waits_for_the_one_before(tiny):
-    curvature = tiny.curvature.model_copy(update={"warm_start": True})
-    steps = [step for step in steps_of(tiny.model_copy(update={"curvature": curvature})) if step.kind == "curvature"]
-    chains = [[step for step in steps if step.run == run.name] for run in tiny.runs]
-    for first, *others in chains:
-        assert "--keep-top-vector" in first.command
-        assert "--warm-start" not in first.command
-        for before, step in pairwise([first, *others]):
-            result = before.outputs[0]
-            assert before.name in step.after
-            assert result in step.reads
-            given = step.command[step.command.index("--warm-start") + 1]
-            assert f"{given}/result.json" == f"{{study}}/{result}"
-    assert all(len(batch) == 1 for batch in batches(steps, 8, 8)), "each has a command of its own"

@@ -2,10 +2,10 @@
 
 import pytest
 
+from base.errors import UserError
 from study.recipes import resolve
-from study.text import PreparedText, TokenFile, TokenFiles
-from study.text_steps import check_text, prefix, record, text_steps
-from train.command import UserError
+from study.text.kinds import PreparedText, TokenFile, TokenFiles
+from study.text.steps import check_text, prefix, record, text_steps
 
 
 def test_text_that_no_step_makes_is_asked_for_with_its_command(tmp_path):
@@ -59,8 +59,8 @@ def test_a_token_file_of_nobodys_is_asked_for_with_a_command_that_makes_it(tmp_p
     message = str(caught.value)
     texts = tmp_path / "runs" / "texts"
     assert (
-        f"{texts}/mine.json does not exist; make it first: python -m train prepare FILES (--out {texts}/mine, "
-        in message
+        f"{texts}/mine.json does not exist; make it first: python -m train prepare FILES (--out"
+        f" {texts}/mine, " in message
     )
     assert f"--tokenizer {texts}/my--tok" in message
     assert message.endswith("or take text of your own with --text")

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from study.settings import Study, Varied
+from base.frozen import fingerprint
+from study.definition import Study
 from tests.study.synthetic import write_study
-from train.config import RunConfig
-from train.frozen import fingerprint
-from train.settings import Anneal, BranchFrom, ConstantPhase, CosinePhase, ScheduleConfig
+from train.run.config import BranchFrom, RunConfig
+from train.run.optimization import Anneal, ConstantPhase, CosinePhase, ScheduleConfig
 
 STEPS = (64, 160, 320, 480, 640)  # of the stable run; cooldowns start at the last three
 
@@ -18,7 +18,9 @@ def _bare(study: Study, **changed: object) -> Study:
 
 
 def write_varied(directory: Path, study: Study) -> Path:
-    """The files of a study that measures nothing by block; synthetic results are of a study that does."""
+    """The files of a study that measures nothing by block; synthetic results are of a study that
+    does.
+    """
     quantization = study.quantization.model_copy(update={"by_block": study.quantization.specs[:1]})
     return write_study(directory, study.model_copy(update={"quantization": quantization}))
 
@@ -38,9 +40,7 @@ def weight_decay(study: Study) -> Study:
         )
         for name, value in values.items()
     )
-    labels = {name: f"{value:g}" for name, value in values.items()}
-    varied = Varied(name="weight decay", scale="linear", values=values)
-    return _bare(study, name="decays", runs=runs, heading="weight decay", labels=labels, varied=varied)
+    return _bare(study, name="decays", runs=runs)
 
 
 def budgets(study: Study) -> Study:
@@ -50,23 +50,31 @@ def budgets(study: Study) -> Study:
     per_step, warmup = base.tokens_per_step, base.schedule.warmup_tokens
     constant = ScheduleConfig(warmup_tokens=warmup, phase=ConstantPhase())
     stable = base.model_copy(
-        update={"name": "stable", "schedule": constant, "save_steps": STEPS, "total_steps": STEPS[-1], "averages": ()}
+        update={
+            "name": "stable",
+            "schedule": constant,
+            "save_steps": STEPS,
+            "total_steps": STEPS[-1],
+            "averages": (),
+        }
     )
-    runs, values, groups, labels = [stable], {}, {}, {"stable": "stable"}
+    runs = [stable]
     for start in STEPS[-3:]:
         end = start * 5 // 4
-        cosine = ScheduleConfig(warmup_tokens=warmup, phase=CosinePhase(horizon_tokens=end * per_step, floor=0.0))
+        cosine = ScheduleConfig(
+            warmup_tokens=warmup, phase=CosinePhase(horizon_tokens=end * per_step, floor=0.0)
+        )
         cooldown = constant.model_copy(update={"anneal": Anneal(start_step=start)})
         branch = BranchFrom(run="../stable", step=start, fingerprint=fingerprint(stable))
         kinds = (
-            ("wsd", "WSD", cooldown, {"save_steps": (start + start // 8, end), "branch_from": branch}),
-            ("cosine", "cosine", cosine, {"save_steps": (end // 4, end // 2, end)}),
+            (
+                "wsd",
+                cooldown,
+                {"save_steps": (start + start // 8, end), "branch_from": branch},
+            ),
+            ("cosine", cosine, {"save_steps": (end // 4, end // 2, end)}),
         )
-        for name, group, schedule, changed in kinds:
+        for name, schedule, changed in kinds:
             own = {"name": f"{name}{end}", "schedule": schedule, "total_steps": end, **changed}
             runs.append(stable.model_copy(update=own))
-            values[f"{name}{end}"], groups[f"{name}{end}"] = end * per_step / 1e6, group
-            labels[f"{name}{end}"] = f"{group} {end}"
-    varied = Varied(name="training tokens", unit="million", values=values, groups=groups)
-    more = {"heading": "schedule and steps", "labels": labels, "varied": varied}
-    return _bare(study, name="budgets", runs=tuple(runs), **more)
+    return _bare(study, name="budgets", runs=tuple(runs))

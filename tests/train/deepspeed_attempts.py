@@ -1,4 +1,4 @@
-"""What attempts of the DeepSpeed engine save and load, for test_deepspeed_checkpoints: every function is a worker.
+"""Workers of test_deepspeed_checkpoints: attempts of the DeepSpeed engine that save and load.
 
 torchrun --nproc-per-node 2 -m tests.train.deepspeed_attempts go_through_two_processes OUT ONE
 """
@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
+from base.files import write_json
 from tests.train.test_deepspeed import batch_of, small_run
-from train.config import RunConfig
-from train.engine import Batch, StepResult
-from train.run_directory import write_json
-from train.schedules import learning_rate
-from train.settings import Ema, Lawa
+from train.data.batches import Batch
+from train.engine import StepResult
+from train.run.config import RunConfig
+from train.run.optimization import Ema, Lawa
+from train.run.schedules import learning_rate
 
 SAVED_AT, LAST = 4, 8
 AVERAGES = (Ema(decay=0.9), Lawa(interval_steps=1, window=2))
@@ -26,7 +27,7 @@ def named(name: str) -> RunConfig:
         name,
         stage=stage,
         precision={"s": "fp32", "b": "bf16"}[name[0]],
-        averages=() if stage == 3 else AVERAGES,
+        averages=AVERAGES,
         total_steps=LAST,
     )
 
@@ -37,7 +38,7 @@ class Attempt:
     def __init__(self, name: str, root: Path) -> None:
         import torch.distributed as dist
 
-        from train.averaging import slot_names
+        from train.averages import slot_names
         from train.deepspeed.engine import DeepSpeedEngine
         from train.distributed import start
 
@@ -48,22 +49,19 @@ class Attempt:
 
     def train(self, first: int, last: int) -> list[list[float]]:
         return [
-            list(self.engine.train_step(batch_of(step), learning_rate(self.run, step), StepResult.is_finite))
+            list(
+                self.engine.train_step(
+                    batch_of(step), learning_rate(self.run, step), StepResult.is_finite
+                )
+            )
             for step in range(first, last + 1)
         ]
 
     def fill_slots(self) -> None:
         """Slot k becomes k + 2 times the weights."""
         for index, name in enumerate(self.slots):
-            for shard, slot in zip(self.engine.weights(), self.engine.slot(name), strict=True):
-                slot.copy_(shard.weights).mul_(index + 2)
-
-    def counted(self, decayed: bool) -> int:
-        """Weights over all ranks that are decayed, or not."""
-        from train.distributed import gathered
-
-        shards = [shard for shard in self.engine.weights() if shard.counted and shard.decayed == decayed]
-        return sum(gathered(sum(shard.weights.numel() for shard in shards)))
+            for weights, slot in zip(self.engine.weights(), self.engine.slot(name), strict=True):
+                slot.copy_(weights).mul_(index + 2)
 
     def snapshot(self, place: str, weights_only: bool = False):
         directory = self.root / self.run.name / place
@@ -74,7 +72,9 @@ class Attempt:
         import torch.distributed as dist
 
         snapshot = self.snapshot(place, weights_only)
-        assert set(snapshot.write()) <= {path.name for path in (self.root / self.run.name / place).iterdir()}
+        assert set(snapshot.write()) <= {
+            path.name for path in (self.root / self.run.name / place).iterdir()
+        }
         dist.barrier()
         snapshot.seal()
 
@@ -93,7 +93,7 @@ class Attempt:
         assert not overflowed.is_finite()
 
     def refusal(self, source: Path) -> str:
-        from train.command import UserError
+        from base.errors import UserError
 
         try:
             self.engine.load(source)
@@ -116,9 +116,9 @@ def save_at_one_process(root: Path) -> dict:
 
 
 def go_through_two_processes(root: Path, one: Path) -> dict:
-    """Worker of two processes: saves, goes on, resumes; then loads what one process saved, and what must be refused."""
+    """Save, continue, resume; then load what one process saved, and what must be refused."""
     report: dict = {}
-    for name in ("s0", "s1", "s2", "s3", "b1", "b2"):
+    for name in ("s1", "s2", "b1", "b2"):
         attempt = Attempt(name, root)
         attempt.train(1, SAVED_AT)
         attempt.fill_slots()
@@ -137,17 +137,15 @@ def go_through_two_processes(root: Path, one: Path) -> dict:
         resumed.engine.load(root / name / "sync")
         report[name] = {"rows": rows, "resumed": resumed.train(SAVED_AT + 1, LAST)}
         resumed.save("resumed")
-        report[name]["counted"] = [resumed.counted(decayed) for decayed in (True, False)]
-        for shard in resumed.engine.weights():
-            shard.weights.mul_(0.5)
+        for weights in resumed.engine.weights():
+            weights.mul_(0.5)
         resumed.engine.publish_weights()
         resumed.save("halved", weights_only=True)
-    for name, source in (("s1", "s1"), ("s2", "s2"), ("s2", "s1"), ("s0", "s1")):
+    for name, source in (("s1", "s1"), ("s2", "s2"), ("s2", "s1")):
         attempt = Attempt(name, root / f"from-{source}")
         attempt.engine.load(one / source / "sync")
         attempt.save("resaved")
         report[f"{name}-from-{source}"] = attempt.train(SAVED_AT + 1, LAST)
-    report["stage 2 from 3"] = attempt.refusal(root / "s3" / "sync")
     report["no checkpoint"] = attempt.refusal(one)
     torn = root / "torn"
     torn.mkdir(exist_ok=True)
@@ -161,18 +159,19 @@ def go_through_two_processes(root: Path, one: Path) -> dict:
 def load_in_one_process(root: Path, two: Path) -> dict:
     """Worker: what two processes saved goes on in one."""
     report: dict = {}
-    for name in ("s0", "s1", "s2", "b1", "b2"):
+    for name in ("s1", "s2", "b1", "b2"):
         attempt = Attempt(name, root)
         attempt.engine.load(two / name / "sync")
         attempt.save("resaved")
         report[name] = attempt.train(SAVED_AT + 1, LAST)
-    attempt = Attempt("s3", root)
-    report["stage 3 in one process"] = attempt.refusal(two / "s3" / "sync")
     attempt.engine.close()
     return report
 
 
-WORKERS = {worker.__name__: worker for worker in (save_at_one_process, go_through_two_processes, load_in_one_process)}
+WORKERS = {
+    worker.__name__: worker
+    for worker in (save_at_one_process, go_through_two_processes, load_in_one_process)
+}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """kill -9 of a run at random moments of training and saving, again and again.
 
-What holds after every kill: no complete checkpoint is lost or damaged, and the next attempt goes on from the newest. At
-the end all weights and figures are those of a run that was never killed.
+What holds after every kill: no complete checkpoint is lost or damaged, and the next attempt goes on
+from the newest. At the end all weights and figures are those of a run that was never killed.
 """
 
 import random
@@ -10,15 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.checkpoint import verified_record
 from tests.runs import make_run, ranks, start_ranks
 from tests.train.stalled import stalling
 from tests.train.trajectories import numbers, shard_hashes
 from tests.waiting import wait_until
-from train.run_directory import RunDirectory, verify_checkpoint
-from train.settings import SavingConfig
-from train.tracking import attempts
+from train.run.config import SavingConfig
+from train.run.directory import RunDirectory
+from train.run.environment import attempts
 
-# An attempt is killed within so many seconds of its first step, and comes no further than so many steps.
+# An attempt is killed within so many seconds of its first step, and comes no further than so many
+# steps.
 KILLED_WITHIN_SECONDS, STEPS_PER_ATTEMPT = 1.5, 25
 
 
@@ -26,9 +28,9 @@ def newest(directory: RunDirectory) -> int | None:
     """The step of the newest complete checkpoint, which must be whole."""
     permanent, restarts = directory.complete_steps(), directory.complete_restarts()
     for step in permanent[-1:]:
-        verify_checkpoint(directory.checkpoint(step))
+        verified_record(directory.checkpoint(step), 1)
     for step in restarts:
-        verify_checkpoint(directory.restart(step))
+        verified_record(directory.restart(step), 1)
     return max(permanent + restarts, default=None)
 
 
@@ -37,12 +39,23 @@ def has_rows(directory: RunDirectory, attempt: int) -> bool:
     return directory.metrics.exists() and f'"attempt": {attempt},' in directory.metrics.read_text()
 
 
-def survive(root: Path, inputs: dict[str, Any], *, kills: int, processes: int, **settings: Any) -> None:
+def survive(
+    root: Path, inputs: dict[str, Any], *, kills: int, processes: int, **settings: Any
+) -> None:
     """Trains a run that is killed `kills` times, and one that is not, and compares them."""
     total = 8 + STEPS_PER_ATTEMPT * kills
-    settings |= {"total_steps": total, "save_steps": (*range(0, total, 7), total), "evaluate_every_steps": 3}
+    settings |= {
+        "total_steps": total,
+        "save_steps": (*range(0, total, 7), total),
+        "evaluate_every_steps": 3,
+    }
     killed, whole = RunDirectory(root / "killed"), RunDirectory(root / "whole")
-    make_run(killed.path, **inputs, **settings, saving=SavingConfig(asynchronous=True, restart_every_steps=2))
+    make_run(
+        killed.path,
+        **inputs,
+        **settings,
+        saving=SavingConfig(asynchronous=True, restart_every_steps=2),
+    )
     make_run(whole.path, **inputs, **settings)
     command = ("tests.train.stalled", "train", "run", str(killed.path))
     chance = random.Random(7)

@@ -1,7 +1,7 @@
-"""Commands whose data stop coming: `-m tests.train.stalled train run RUN_DIR` with the environment of `stalling`.
+"""Commands that wait for their data: `-m tests.train.stalled train run RUN_DIR`, see `stalling`.
 
-A test that does something to a command in its middle needs it to be there still, however fast the machine is. Workers
-that are spawned import this file as their main module, so their data stop, too.
+A test that does something to a command in its middle needs it to be there still, however fast the
+machine is. Workers that are spawned import this file as their main module, so their data stop, too.
 """
 
 import os
@@ -11,19 +11,23 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from train import stopping
-from train.data import RunData, SequenceBatch
-from train.documents import TextFile
+from base import stopping
+from train.data.batches import Batch, RunData
+from train.data.documents import TextFile
 
 STEP, SOURCE, UNTIL = (f"QUANTDYN_TEST_STALLED_{name}" for name in ("STEP", "SOURCE", "UNTIL"))
 
 
 def stalling(until: Path, *, step: int | None = None, source: Path | None = None) -> dict[str, str]:
-    """The environment in which the batch of `step`, or the text of `source`, comes once the file `until` is there.
+    """Return the environment in which a batch or a text comes once the file `until` is there.
 
     A signal that asks a training to stop lets go of it, too.
     """
-    return {UNTIL: str(until)} | ({STEP: str(step)} if step else {}) | ({SOURCE: str(source)} if source else {})
+    return (
+        {UNTIL: str(until)}
+        | ({STEP: str(step)} if step else {})
+        | ({SOURCE: str(source)} if source else {})
+    )
 
 
 def _wait() -> None:
@@ -34,7 +38,7 @@ def _wait() -> None:
 _batch, _texts = RunData.batch, TextFile.texts
 
 
-def _stalled_batch(data: RunData, step: int) -> SequenceBatch:
+def _stalled_batch(data: RunData, step: int) -> Batch:
     if step >= int(os.environ[STEP]):
         _wait()
     return _batch(data, step)

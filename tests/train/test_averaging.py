@@ -1,18 +1,18 @@
-"""LAWA and EMA against averages of checkpoints made afterwards, through resuming, and on the way through an export."""
+"""LAWA and EMA against averages of checkpoints made afterwards, through resuming and export."""
 
 import shutil
 
 import pytest
 import torch
 
-from ckpt_tools.averaging.average import average_models
 from ckpt_tools.export import export
 from ckpt_tools.formats.hf_weights import HFWeights
 from tests.ckpt_tools.checkpoints import all_of, read_weights
 from tests.runs import make_run, ranks
 from tests.train.trajectories import numbers, shard_hashes
-from train.run_directory import RunDirectory, read_checkpoint_record
-from train.settings import Ema, Lawa, SavingConfig
+from train.run.config import SavingConfig
+from train.run.directory import RunDirectory, read_checkpoint_record
+from train.run.optimization import Ema, Lawa
 
 LAWA, EMA = Lawa(interval_steps=3, window=3), Ema(decay=0.8, interval_steps=2)
 STEPS = 14
@@ -24,7 +24,8 @@ def averaged(tmp_path_factory, inputs):
     """A run of two ranks that keeps both averages and saves at every step."""
     directory = RunDirectory(tmp_path_factory.mktemp("averaged") / "run")
     run = make_run(
-        directory.path, **inputs, averages=(LAWA, EMA), save_steps=(*SAVED, 20), saving=SavingConfig(asynchronous=True),
+        directory.path, **inputs, averages=(LAWA, EMA), save_steps=(*SAVED, 20),
+        saving=SavingConfig(asynchronous=True),
     )  # fmt: skip
     done = ranks(2, "train", "run", str(directory.path))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -33,7 +34,9 @@ def averaged(tmp_path_factory, inputs):
 
 def members(step):
     """Worked by hand: the last three multiples of 3, without 0."""
-    return {3: [3], 5: [3], 6: [3, 6], 9: [3, 6, 9], 11: [3, 6, 9], 12: [6, 9, 12], 14: [6, 9, 12]}[step]
+    return {3: [3], 5: [3], 6: [3, 6], 9: [3, 6, 9], 11: [3, 6, 9], 12: [6, 9, 12], 14: [6, 9, 12]}[
+        step
+    ]
 
 
 def test_averages_are_those_of_the_checkpoints(averaged):
@@ -45,8 +48,12 @@ def test_averages_are_those_of_the_checkpoints(averaged):
         assert record.average == {**LAWA.model_dump(), "steps": members(step)}
         for name, weight in found.items():
             mean = torch.stack([weights[member][name].double() for member in members(step)]).mean(0)
-            torch.testing.assert_close(weight.double(), mean, rtol=1e-7, atol=1e-9)  # rounded to fp32 once
-    emas = {step: read_weights(directory.average_checkpoint("ema0.8x2", step)) for step in SAVED[4::2]}
+            torch.testing.assert_close(
+                weight.double(), mean, rtol=1e-7, atol=1e-9
+            )  # rounded to fp32 once
+    emas = {
+        step: read_weights(directory.average_checkpoint("ema0.8x2", step)) for step in SAVED[4::2]
+    }
     for name in weights[0]:
         average = weights[2][name].double()
         for step in range(4, STEPS + 1, 2):
@@ -57,24 +64,38 @@ def test_averages_are_those_of_the_checkpoints(averaged):
     assert not directory.average_checkpoint("ema0.8x2", 1).exists()
 
 
-def test_an_average_made_afterwards_is_the_one_that_training_kept(averaged, tmp_path):
-    """Bit for bit: both sum in fp64, oldest first, and round to fp32 once."""
+def test_the_average_that_training_kept_is_that_of_the_exports(averaged, tmp_path):
+    """Bit for bit: the sum in fp64, oldest first, rounded to fp32 once."""
     directory, _ = averaged
-    average_models(tmp_path / "hf", [directory.checkpoint(step) for step in members(14)], accumulate="fp64")
-    found, kept = all_of(HFWeights(tmp_path / "hf")), read_weights(directory.average_checkpoint("lawa3x3", 14))
-    assert found.keys() == kept.keys()
-    assert all(torch.equal(found[name], kept[name]) for name in kept)
+    exports = [tmp_path / f"step{step}" for step in members(14)]
+    for step, target in zip(members(14), exports, strict=True):
+        export(directory.checkpoint(step), target)
+    exported = [all_of(HFWeights(target)) for target in exports]
+    kept = read_weights(directory.average_checkpoint("lawa3x3", 14))
+    assert all(weights.keys() == kept.keys() for weights in exported)
+    for name, average in kept.items():
+        total = torch.zeros_like(average, dtype=torch.float64)
+        for weights in exported:
+            total += weights[name].double()
+        assert torch.equal(average, (total / len(exported)).float())
 
 
-def test_averaging_does_not_touch_training_and_its_probe_is_the_averages(averaged, trained, tmp_path):
+def test_averaging_does_not_touch_training_and_its_probe_is_the_averages(
+    averaged, trained, tmp_path
+):
     directory, _ = averaged
     plain = read_weights(trained("dp2") / "checkpoints" / "step00000020")
     for name, weight in read_weights(directory.checkpoint(20)).items():
         assert torch.equal(weight, plain[name]), name
     rows = {row["step"]: row for row in numbers(directory.path)}
-    assert rows[20]["held_out_loss"] == {row["step"]: row for row in numbers(trained("dp2"))}[20]["held_out_loss"]
+    assert (
+        rows[20]["held_out_loss"]
+        == {row["step"]: row for row in numbers(trained("dp2"))}[20]["held_out_loss"]
+    )
     assert rows[12]["held_out_loss/lawa3x3"] != rows[12]["held_out_loss"]
-    parity = export(directory.average_checkpoint("lawa3x3", 12), tmp_path / "hf")  # refused unless logits agree
+    parity = export(
+        directory.average_checkpoint("lawa3x3", 12), tmp_path / "hf"
+    )  # refused unless logits agree
     assert parity["max_absolute_error"] < 1e-4
 
 

@@ -6,27 +6,29 @@ import shutil
 import numpy as np
 import pytest
 
+from base.errors import UserError
+from base.files import write_json
+from base.frozen import fingerprint
 from tests.runs import error_line, make_run, python
 from tests.train.trajectories import flip_a_byte, numbers, tree
-from train.branching import branch, check_parent
-from train.command import UserError
-from train.config import RunConfig, load_run
-from train.data import open_data
-from train.frozen import fingerprint
-from train.run_directory import RunDirectory, read_checkpoint_record, write_json
-from train.schedules import learning_rate
-from train.settings import BranchFrom, Lawa
+from train.data.batches import open_data
+from train.run.branching import check_parent
+from train.run.config import BranchFrom, RunConfig, load_run
+from train.run.directory import RunDirectory, read_checkpoint_record
+from train.run.optimization import Anneal, Lawa
 
 
 def make_branch(directory, parent, inputs, **changes) -> RunConfig:
     """A branch from step 10 that trains as its parent does."""
     origin = load_run(parent / "run.json")
     branch_from = BranchFrom(run=str(parent), step=10, fingerprint=fingerprint(origin))
-    return make_run(directory, **inputs, branch_from=branch_from, **({"save_steps": (20,)} | changes))
+    return make_run(
+        directory, **inputs, branch_from=branch_from, **({"save_steps": (20,)} | changes)
+    )
 
 
 def test_an_unchanged_branch_is_its_parent(trained, tmp_path, inputs):
-    """It is damaged after its end and trained once more: then again from the parent, which it never owned."""
+    """It is damaged after its end and trained once more: again from the parent."""
     parent, child = RunDirectory(trained("dp1")), RunDirectory(tmp_path / "child")
     before = tree(parent.path)
     run = make_branch(child.path, parent.path, inputs, averages=(Lawa(interval_steps=2, window=3),))
@@ -48,35 +50,18 @@ def test_an_unchanged_branch_is_its_parent(trained, tmp_path, inputs):
     assert tree(parent.path) == before
 
 
-def test_the_branch_command_makes_cooldowns(trained, tmp_path):
-    """Four updates to zero: by hand, the shares of the way down that are left, from the rate of step 10."""
-    parent = tmp_path / "parent"
-    shutil.copytree(trained("dp1"), parent)
-    shares = {"linear": [0.75, 0.5, 0.25, 0], "sqrt": [0.5, 1 - 0.5**0.5, 1 - 0.75**0.5, 0]}
-    for shape, left in shares.items():
-        out = tmp_path / "cooldowns" / shape
-        command = ["train", "branch", str(parent), "--step", "10", "--out", str(out)]
-        done = python(*command, "--cooldown-steps", "4", "--shape", shape)
-        assert done.returncode == 0, done.stderr[-3000:]
-        run = load_run(out / "run.json")
-        assert (run.name, run.total_steps, run.save_steps) == (shape, 14, (14,))
-        start = learning_rate(load_run(parent / "run.json"), 10)
-        assert [learning_rate(run, step) / start for step in range(10, 15)] == pytest.approx([1, *left], abs=1e-12)
-    out = tmp_path / "cooldowns" / "linear"
+def test_a_cooldown_starts_at_the_parents_weights(trained, tmp_path, inputs):
+    """Its first loss is the parent's next one, before its own update at another learning rate."""
+    parent, out = trained("dp1"), tmp_path / "cooldown"
+    schedule = load_run(parent / "run.json").schedule
+    cooldown = schedule.model_copy(update={"anneal": Anneal(start_step=10, shape="sqrt")})
+    make_branch(out, parent, inputs, schedule=cooldown, total_steps=14, save_steps=(14,))
     assert python("train", "run", str(out)).returncode == 0
     assert RunDirectory(out).complete_steps() == [14]
     theirs = {row["step"]: row["loss"] for row in numbers(parent) if "loss" in row}
     ours = {row["step"]: row["loss"] for row in numbers(out)}
-    assert ours[11] == theirs[11]  # before its update, at the weights of step 10
+    assert ours[11] == theirs[11]
     assert ours[13] != theirs[13]
-    other = tmp_path / "other"
-    with pytest.raises(UserError, match="holds another configuration"):
-        branch(parent, out, step=10, cooldown_steps=5, shape="linear")
-    with pytest.raises(UserError, match="has no checkpoint of step 7; give one of 0, 10, 20"):
-        branch(parent, other, step=7, cooldown_steps=5, shape="linear")
-    with pytest.raises(UserError, match="lies in its anneal from step 15 on"):
-        branch(parent, other, step=20, cooldown_steps=5, shape="linear")
-    assert not other.exists()
 
 
 def edit(run_dir, changes):
@@ -111,13 +96,23 @@ def test_a_damaged_parent_and_other_data_are_refused_and_left_alone(trained, tmp
     parent, child = tmp_path / "parent", tmp_path / "child"
     shutil.copytree(trained("dp1"), parent)
     make_branch(child, parent, inputs)
-    edit(child, {"data": {"train": str(inputs["held_out_prefix"]), "held_out": str(inputs["train_prefix"])}})
+    edit(
+        child,
+        {
+            "data": {
+                "train": str(inputs["held_out_prefix"]),
+                "held_out": str(inputs["train_prefix"]),
+            }
+        },
+    )
     before = tree(parent)
     assert "was trained on other data" in error_line(python("train", "run", str(child)))
     assert tree(parent) == before
     make_branch(tmp_path / "second", parent, inputs)
     flip_a_byte(RunDirectory(parent).checkpoint(10) / "__0_0.distcp")
     before = tree(parent)
-    assert "was changed after it was written" in error_line(python("train", "run", str(tmp_path / "second")))
+    assert "was changed after it was written" in error_line(
+        python("train", "run", str(tmp_path / "second"))
+    )
     assert tree(parent) == before
     assert json.loads(RunDirectory(child).status_json.read_text())["status"] == "failed"

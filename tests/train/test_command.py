@@ -1,8 +1,8 @@
-"""How a refused command leaves: exit code 2, whatever the threads of its process group are doing."""
+"""The exit code 2 of a refusal amid collectives."""
 
 import subprocess
-import sys
 
+from tests.interpreter import interpreter
 from tests.runs import environment, error_line
 from tests.waiting import HANG_SECONDS
 
@@ -10,7 +10,8 @@ REFUSED_IN_A_COLLECTIVE = """
 import sys
 import torch, typer
 import torch.distributed as dist
-from train.command import UserError, run_command
+from base.cli import run_command
+from base.errors import UserError
 
 rank, store = int(sys.argv.pop(1)), sys.argv.pop(1)
 app = typer.Typer()
@@ -36,12 +37,17 @@ run_command(app, "example")
 
 
 def test_a_refusal_beside_running_collectives_ends_with_exit_code_2(tmp_path):
-    command = [sys.executable, "-c", REFUSED_IN_A_COLLECTIVE]
+    command = [interpreter(), "-c", REFUSED_IN_A_COLLECTIVE]
     store = str(tmp_path / "store")
     other = subprocess.Popen([*command, "1", store], env=environment(), stderr=subprocess.DEVNULL)
     try:
         done = subprocess.run(
-            [*command, "0", store], env=environment(), capture_output=True, text=True, timeout=HANG_SECONDS, check=False
+            [*command, "0", store],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=HANG_SECONDS,
+            check=False,
         )
         assert error_line(done) == "error: refused"
     finally:

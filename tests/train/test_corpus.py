@@ -1,8 +1,7 @@
-"""Token files: Megatron reads the same documents, OLMo's files are cut as OLMo cuts them, damage is refused."""
+"""Token files: Megatron reads the same documents, OLMo's files are cut as in OLMo."""
 
 import json
 import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -10,10 +9,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from base.errors import UserError
+from tests.interpreter import interpreter
 from tests.runs import environment, error_line, python
-from train.command import UserError
-from train.corpus import NpyCorpus, check_vocabulary, open_corpus, open_source
-from train.manifest import index, verify
+from train.data.corpus import NpyCorpus, check_vocabulary, open_corpus, open_source
+from train.data.indexing import index
+from train.data.manifest import verify
 
 
 def test_megatron_reads_our_files(train_prefix):
@@ -26,7 +27,7 @@ def test_megatron_reads_our_files(train_prefix):
         "np.save(sys.argv[2], np.concatenate([data[i] for i in range(len(data))]))\n"
     )
     out = f"{train_prefix}.concatenated.npy"
-    command = [sys.executable, "-c", script, str(train_prefix), out]
+    command = [interpreter(), "-c", script, str(train_prefix), out]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
     corpus = open_corpus(train_prefix, verify_hashes=True)
     assert done.stdout.splitlines()[-1] == "300 True"
@@ -36,7 +37,10 @@ def test_megatron_reads_our_files(train_prefix):
 def test_documents_decode_to_their_text(train_prefix, tokenizer_dir):
     tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
     corpus = open_corpus(train_prefix)
-    texts = [json.loads(line)["text"] for line in train_prefix.with_suffix(".jsonl").read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"]
+        for line in train_prefix.with_suffix(".jsonl").read_text().splitlines()
+    ]
     assert corpus.manifest.documents == len(texts)
     for number in (0, 17, 299):
         tokens = corpus.document(number)
@@ -60,7 +64,9 @@ def test_bad_token_files_are_refused(tmp_path, train_prefix):
     with pytest.raises(UserError, match="does not exist; make it with"):
         open_corpus(tmp_path / "none")
     for suffix in ("bin", "idx", "json"):
-        (tmp_path / f"copy.{suffix}").write_bytes(train_prefix.with_suffix(f".{suffix}").read_bytes())
+        (tmp_path / f"copy.{suffix}").write_bytes(
+            train_prefix.with_suffix(f".{suffix}").read_bytes()
+        )
     tokens = (tmp_path / "copy.bin").read_bytes()
     (tmp_path / "copy.bin").write_bytes(tokens[:-2] + b"\x01\x00")
     open_corpus(tmp_path / "copy")
@@ -70,7 +76,11 @@ def test_bad_token_files_are_refused(tmp_path, train_prefix):
     (tmp_path / "copy.bin").write_bytes(tokens[:-2])
     with pytest.raises(UserError, match=r"copy\.bin is missing or truncated"):
         open_corpus(tmp_path / "copy")
-    for content, complaint in (("{", "is not valid JSON"), ("[]", "the whole file"), ('{"kind": "npy"}', "is missing")):
+    for content, complaint in (
+        ("{", "is not valid JSON"),
+        ("[]", "the whole file"),
+        ('{"kind": "npy"}', "is missing"),
+    ):
         (tmp_path / "copy.json").write_text(content)
         with pytest.raises(UserError, match=complaint):
             open_source(tmp_path / "copy")
@@ -91,9 +101,17 @@ def npy_files(tmp_path_factory) -> list[Path]:
 
 
 def test_olmo_files_are_indexed_and_cut_as_olmo_does(npy_files, tokenizer_dir, tmp_path):
-    """Chunks of a file, the rest of each dropped; indexed from another directory than they are read from."""
+    """Chunks of a file, the rest of each dropped; indexed and read from two directories."""
     out = tmp_path / "mix"
-    arguments = ["--out", "mix", "--dtype", "uint32", "--tokenizer", str(tokenizer_dir), "--hash", "--scan"]
+    arguments = [
+        "--out",
+        "mix",
+        "--dtype",
+        "uint32",
+        "--tokenizer",
+        str(tokenizer_dir),
+        "--hash",
+    ]
     done = python("train", "index", *map(str, npy_files), *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     corpus = open_source(out)
@@ -104,11 +122,9 @@ def test_olmo_files_are_indexed_and_cut_as_olmo_does(npy_files, tokenizer_dir, t
     chunks = [array[at : at + 16] for array in arrays for at in range(0, len(array) - 15, 16)]
     assert corpus.num_sequences(16) == len(chunks) == 10
     order = np.random.default_rng(1).permutation(10)
-    rows = np.full((12, 17), -1)
-    corpus.read(order, rows, np.arange(2, 12))
-    assert np.array_equal(rows[2:, :16], np.array(chunks)[order])
-    assert (rows[2:, 16] == 0).all()
-    assert (rows[:2] == -1).all()
+    rows = corpus.sequences(order, 16)
+    assert np.array_equal(rows[:, :16], np.array(chunks)[order])
+    assert (rows[:, 16] == 0).all()
     assert "bytes are as recorded" in python("train", "verify", str(out)).stdout
     with pytest.raises(UserError, match="shorten the sequence"):
         corpus.num_sequences(71)
@@ -154,14 +170,24 @@ def test_what_is_no_token_file_is_not_indexed(npy_files, tmp_path):
                 tokenizer_sha256="",
             )
     (tmp_path / "made.bin").touch()
-    for name, eos, complaint in (("made", 0, "choose another --out"), ("bad", 300, "--eos 300 is outside")):
+    for name, eos, complaint in (
+        ("made", 0, "choose another --out"),
+        ("bad", 300, "--eos 300 is outside"),
+    ):
         with pytest.raises(UserError, match=complaint):
-            index(npy_files, tmp_path / name, dtype="uint32", vocab_size=300, eos_token_id=eos, tokenizer_sha256="")
+            index(
+                npy_files,
+                tmp_path / name,
+                dtype="uint32",
+                vocab_size=300,
+                eos_token_id=eos,
+                tokenizer_sha256="",
+            )
     assert not list(tmp_path.glob("*.json"))
 
 
 def test_a_trillion_tokens_are_opened_without_reading_them(tmp_path):
-    """1,000 sparse files of 10^9 tokens: nothing grows with the tokens, and any sequence is at hand."""
+    """1,000 sparse files of 10^9 tokens: nothing grows with the tokens."""
     paths = [tmp_path / f"part-{number:04d}.npy" for number in range(1000)]
     for path in paths:
         with path.open("wb") as file:
@@ -171,12 +197,18 @@ def test_a_trillion_tokens_are_opened_without_reading_them(tmp_path):
     with paths[-1].open("r+b") as file:
         file.seek((per_file - 1) * 4096 * 4)
         file.write(last.tobytes())
-    index(paths, tmp_path / "mix", dtype="uint32", vocab_size=100278, eos_token_id=0, tokenizer_sha256="")
+    index(
+        paths,
+        tmp_path / "mix",
+        dtype="uint32",
+        vocab_size=100278,
+        eos_token_id=0,
+        tokenizer_sha256="",
+    )
     tracemalloc.start()
     corpus = open_source(tmp_path / "mix", verify_hashes=True)
     assert corpus.num_sequences(4096) == 1000 * per_file
-    rows = np.empty((2, 4097), np.int64)
-    corpus.read(np.array([1000 * per_file - 1, 5 * per_file]), rows, np.arange(2))
+    rows = corpus.sequences(np.array([1000 * per_file - 1, 5 * per_file]), 4096)
     assert tracemalloc.get_traced_memory()[1] < 10 << 20
     tracemalloc.stop()
     assert np.array_equal(rows[0, :-1], last)

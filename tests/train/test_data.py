@@ -1,4 +1,4 @@
-"""What a run reads: batches of seed and step alone, whose rows, labels and documents are the files' own."""
+"""The data of a run: batches of seed and step alone, whose rows and labels are the files'."""
 
 import json
 import shutil
@@ -8,21 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from base.errors import UserError
+from base.files import sha256_of
 from tests.runs import make_run
-from train.command import UserError
-from train.corpus import open_corpus, open_source
-from train.data import RunData, batch, open_data
-from train.manifest import index
-from train.prepare import prepare
-from train.run_directory import RunDirectory, sha256_of
-from train.settings import DataConfig, RepetitionFilter, WeightedSource
+from train.data.batches import RunData, batch, open_data
+from train.data.config import DataConfig, RepetitionFilter, WeightedSource
+from train.data.corpus import open_corpus
+from train.data.indexing import index
+from train.data.prepare import prepare
+from train.run.directory import RunDirectory
 
 LENGTH = 32
 
 
 @pytest.fixture(scope="module")
 def mix(tmp_path_factory, tokenizer_dir) -> Path:
-    """An index of two OLMo token files, 200 x 32 + 7 and 100 x 32 tokens of 0 to 319, where 0 ends a document."""
+    """An index of two OLMo token files, 200 x 32 + 7 and 100 x 32 tokens of 0 to 319."""
     directory = tmp_path_factory.mktemp("mix")
     generator = np.random.default_rng(4)
     paths = [directory / "a.npy", directory / "b.npy"]
@@ -34,12 +35,19 @@ def mix(tmp_path_factory, tokenizer_dir) -> Path:
 
 def _index(paths: list[Path], prefix: Path, tokenizer_dir: Path) -> None:
     tokenizer_sha256 = sha256_of(tokenizer_dir / "tokenizer.json")
-    index(paths, prefix, dtype="uint16", vocab_size=320, eos_token_id=0, tokenizer_sha256=tokenizer_sha256)
+    index(
+        paths,
+        prefix,
+        dtype="uint16",
+        vocab_size=320,
+        eos_token_id=0,
+        tokenizer_sha256=tokenizer_sha256,
+    )
 
 
 @pytest.fixture
 def opened(tmp_path, inputs):
-    """`opened(**settings of DataConfig)`: the data of a run of seed 7 with 8 sequences of 32 tokens a batch."""
+    """`opened(**settings of DataConfig)`: the data of a run of 8 x 32 tokens a batch."""
 
     def open_run(**settings) -> RunData:
         data: dict[str, Any] = {
@@ -66,7 +74,10 @@ def sorted_rows(rows: np.ndarray) -> np.ndarray:
 def test_an_epoch_visits_every_sequence_once(train_prefix):
     corpus = open_corpus(train_prefix)
     size = corpus.num_sequences(64)
-    rows = [batch(corpus, step=step, batch_size=8, sequence_length=64, seed=1) for step in range(1, 2 * size // 8 + 1)]
+    rows = [
+        batch(corpus, step=step, batch_size=8, sequence_length=64, seed=1)
+        for step in range(1, 2 * size // 8 + 1)
+    ]
     seen = np.concatenate(rows)[:size]
     assert np.array_equal(sorted_rows(seen), sorted_rows(corpus.sequences(np.arange(size), 64)))
 
@@ -83,35 +94,35 @@ def test_batches_are_a_function_of_seed_and_step(train_prefix, opened):
     assert np.array_equal(np.concatenate([at(1), at(2)]), at(1, batch_size=16))
     data = opened()
     found = data.batch(3)
-    assert np.array_equal(found.tokens_BS, batch(corpus, step=3, batch_size=8, sequence_length=LENGTH, seed=7))
+    assert np.array_equal(
+        found.tokens_BS, batch(corpus, step=3, batch_size=8, sequence_length=LENGTH, seed=7)
+    )
     assert found.counted_BS.all()
-    assert found.documents_BS is None
     assert data.sha256["train"] == sha256_of(Path(f"{train_prefix}.bin"))
 
 
-def test_held_out_sequences_are_the_first_or_those_asked_for(opened, held_out_prefix):
+def test_held_out_sequences_are_the_first(opened, held_out_prefix):
     everything = open_corpus(held_out_prefix).tokens_T
-    for settings, first in (({}, 0), ({"held_out_range": (3, 9)}, 3)):
-        held_out = opened(**settings).held_out()
-        expected = [everything[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(first, first + 5)]
-        assert np.array_equal(held_out.tokens_BS, expected)
-        assert held_out.counted_BS.all()
+    held_out = opened().held_out()
+    expected = [everything[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(5)]
+    assert np.array_equal(held_out.tokens_BS, expected)
+    assert held_out.counted_BS.all()
 
 
-def test_sequential_order_and_range(opened, train_prefix):
+def test_sequential_order(opened, train_prefix):
     tokens = open_corpus(train_prefix).tokens_T
-    data = opened(order="sequential", train_range=(10, 22))
-    for row, number in zip(rows_of(data, range(1, 4)), [*range(10, 22), *range(10, 22)], strict=True):
+    data = opened(order="sequential")
+    for number, row in enumerate(rows_of(data, range(1, 4))):
         assert np.array_equal(row, tokens[number * LENGTH : (number + 1) * LENGTH + 1])
-    shuffled = rows_of(opened(train_range=(10, 22)), range(1, 4))[:12]
-    assert np.array_equal(sorted_rows(shuffled), sorted_rows(rows_of(data, range(1, 4))[:12]))
 
 
 def test_ai2s_batches_from_ai2s_files(opened, mix):
-    """The third batch of the second epoch, put together by hand; a sequence has one label fewer than tokens."""
+    """The third batch of the second epoch, by hand; a sequence has one label fewer than tokens."""
     data = opened(train=str(mix), order="olmo")
     files = [np.fromfile(mix.parent / name, "<u2") for name in ("a.npy", "b.npy")]
-    instances = np.concatenate([file[: len(file) // LENGTH * LENGTH].reshape(-1, LENGTH) for file in files])
+    instances = np.concatenate(
+        [file[: len(file) // LENGTH * LENGTH].reshape(-1, LENGTH) for file in files]
+    )
     assert len(instances) == 300
     shuffled = np.arange(300, dtype=np.uint32)
     np.random.Generator(np.random.PCG64(7 + 1)).shuffle(shuffled)
@@ -123,7 +134,10 @@ def test_ai2s_batches_from_ai2s_files(opened, mix):
 
 
 def test_a_blend_draws_each_source_in_its_own_order(opened, train_prefix, mix):
-    parts = (WeightedSource(source=str(train_prefix), weight=3), WeightedSource(source=str(mix), weight=1))
+    parts = (
+        WeightedSource(source=str(train_prefix), weight=3),
+        WeightedSource(source=str(mix), weight=1),
+    )
     blend = opened(train=parts)
     alone = [rows_of(opened(train=part.source), range(1, 41)) for part in parts]
     taken, from_mix = [0, 0], 0
@@ -135,29 +149,15 @@ def test_a_blend_draws_each_source_in_its_own_order(opened, train_prefix, mix):
             taken[source] += 1
             from_mix += source
     assert 50 < from_mix < 110  # 80 of 320, 4 standard deviations
-    assert blend.sha256["train"] not in {opened(train=part.source).sha256["train"] for part in parts}
+    assert blend.sha256["train"] not in {
+        opened(train=part.source).sha256["train"] for part in parts
+    }
 
 
-def test_documents_end_with_their_end_of_text_token(opened, train_prefix, mix):
-    for prefix in (train_prefix, mix):
-        data, several = opened(train=str(prefix), document_masking=True), 0
-        for step in range(1, 11):
-            found = data.batch(step)
-            assert found.documents_BS is not None
-            for row, documents in zip(found.tokens_BS[:, :-1].tolist(), found.documents_BS.tolist(), strict=True):
-                number, expected = 0, []
-                for token in row:
-                    expected.append(number)
-                    number += token == 0
-                assert documents == expected
-                several += documents[-1] > 0
-        assert several > 0
-
-
-def test_repetitive_sequences_lose_their_labels(opened, tmp_path, tokenizer_dir):
-    """Of four planted sequences two repeat often enough; the tokens stay, and held-out ones are never filtered."""
+def test_repetitive_sequences_lose_their_labels(opened, tmp_path, tokenizer_dir, mix):
+    """Of four planted sequences two repeat often enough; held-out ones are never filtered."""
     generator = np.random.default_rng(2)
-    instances = generator.integers(1, 320, (16, LENGTH)).astype("<u2")
+    instances = generator.integers(1, 320, (10, LENGTH)).astype("<u2")
     instances[3] = 5  # 32 copies of one token
     instances[5] = np.resize([7, 8], LENGTH)  # 16 copies of two
     instances[7, :15] = 9  # 15 copies: one too few
@@ -167,13 +167,16 @@ def test_repetitive_sequences_lose_their_labels(opened, tmp_path, tokenizer_dir)
     data = opened(
         train=str(tmp_path / "few"),
         order="sequential",
-        train_range=(0, 10),
-        held_out=str(tmp_path / "few"),
-        held_out_range=(10, 16),
+        held_out=str(mix),
         repetition_filter=RepetitionFilter(max_count=16),
     )
     counted = np.concatenate([data.batch(1).counted_BS, data.batch(2).counted_BS])
-    assert np.flatnonzero(~counted.any(axis=1)).tolist() == [3, 5, 13, 15]  # 10 to 15 are the second epoch
+    assert np.flatnonzero(~counted.any(axis=1)).tolist() == [
+        3,
+        5,
+        13,
+        15,
+    ]  # 10 to 15 are the second epoch
     assert np.array_equal(rows_of(data, range(1, 2))[:, :-1], instances[:8])
     assert data.held_out().counted_BS[:, :-1].all()
 
@@ -189,43 +192,41 @@ def test_tokens_outside_the_vocabulary_stop_the_batch(opened, tmp_path, tokenize
         data.batch(2)
 
 
-def test_what_is_held_out_must_not_be_trained_on(opened, tmp_path, train_prefix, held_out_prefix, tokenizer_dir, mix):
+def test_what_is_held_out_must_not_be_trained_on(
+    opened, tmp_path, train_prefix, held_out_prefix, tokenizer_dir, mix
+):
     same = {"train": str(train_prefix), "held_out": str(train_prefix)}
-    opened(**same, train_range=(0, 50), held_out_range=(50, 60))
     copied = tmp_path / "copy"
     for suffix in ("bin", "idx", "json"):
         shutil.copy(f"{train_prefix}.{suffix}", f"{copied}.{suffix}")
     both = [source.with_suffix(".jsonl") for source in (train_prefix, held_out_prefix)]
     prepare(both, tokenizer_dir, tmp_path / "both")
     _index([mix.parent / "b.npy"], tmp_path / "b", tokenizer_dir)
-    one_file = {"train": str(mix), "held_out": str(tmp_path / "b")}
-    opened(**one_file, train_range=(0, 250), held_out_range=(50, 60))
     for settings, complaint in (
-        (same, "set data.train_range and data.held_out_range apart"),
-        (same | {"train_range": (0, 50), "held_out_range": (49, 60)}, "set data.train_range"),
-        (same | {"held_out": str(copied)}, "set data.train_range"),
+        (same, "hold out another file"),
+        (same | {"held_out": str(copied)}, "hold out another file"),
         ({"train": str(tmp_path / "both")}, "prepare the held-out text from other sources"),
-        (one_file, "set data.train_range"),
-        (one_file | {"train_range": (0, 251), "held_out_range": (50, 60)}, "sequences 50 to 55 lie in"),
+        ({"train": str(mix), "held_out": str(tmp_path / "b")}, r"b\.npy is a file of .*mix too"),
     ):
         with pytest.raises(UserError, match=complaint):
             opened(**settings)
 
 
-def test_settings_that_do_not_fit_the_files_are_refused(opened, tmp_path, mix, train_prefix):
+def test_settings_that_do_not_fit_the_files_are_refused(opened, tmp_path, mix, tokenizer_dir):
     content = json.loads(Path(f"{mix}.json").read_text())
     other = tmp_path / "other.json"
-    content["files"] = [file | {"path": str(mix.parent / file["path"])} for file in content["files"]]
+    content["files"] = [
+        file | {"path": str(mix.parent / file["path"])} for file in content["files"]
+    ]
     other.write_text(json.dumps(content | {"tokenizer_sha256": "0"}))
-    size = open_source(train_prefix).num_sequences(LENGTH)
+    few = tmp_path / "few"
+    np.ones(7 * LENGTH, "<u2").tofile(f"{few}.npy")
+    _index([few.with_suffix(".npy")], few, tokenizer_dir)
     for settings, complaint in (
-        ({"train_range": (0, size + 1)}, "data.train_range ends at"),
-        ({"held_out_range": (0, 10**6)}, "data.held_out_range ends at"),
-        ({"held_out_range": (3, 7)}, "holds 4 sequences, data.held_out_sequences asks for 5"),
         ({"held_out_sequences": 10**6}, "data.held_out_sequences asks for 1000000"),
         ({"train": str(other.with_suffix(""))}, "prepare it again with that tokenizer"),
         ({"tokenizer": str(tmp_path)}, "let data.tokenizer name the directory"),
-        ({"order": "olmo", "train_range": (0, 7)}, "fill no batch of 8"),
+        ({"train": str(few), "order": "olmo"}, "fill no batch of 8"),
         ({"sequence_length": 10**6}, "shorten the sequence"),
     ):
         with pytest.raises(UserError, match=complaint):

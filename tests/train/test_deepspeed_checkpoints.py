@@ -1,8 +1,7 @@
-"""Checkpoints of the DeepSpeed engine: resumed, written late, at another world size and stage, and refused."""
+"""Checkpoints of the DeepSpeed engine: resumed, written late, at another world size or stage."""
 
 import json
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -11,11 +10,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from base.files import sha256_of
+from tests.interpreter import interpreter
 from tests.runs import environment, python, ranks
 from tests.train.deepspeed_attempts import named
 from tests.train.test_deepspeed import plain_model
 from tests.waiting import HANG_SECONDS
-from train.run_directory import sha256_of
 
 MODULE = "tests.train.deepspeed_attempts"
 
@@ -27,9 +27,12 @@ def regathered(directory: Path) -> dict[str, torch.Tensor]:
         with safe_open(path, "pt") as file:
             starts = json.loads(file.metadata()["state"])["starts"]
             for key in file.keys():  # noqa: SIM118  it is no dictionary
-                ranges.setdefault(key, []).append((starts[key.partition("/")[2]], file.get_tensor(key)))
+                ranges.setdefault(key, []).append(
+                    (starts[key.partition("/")[2]], file.get_tensor(key))
+                )
     return {
-        key: torch.cat([part for _, part in sorted(parts, key=lambda each: each[0])]) for key, parts in ranges.items()
+        key: torch.cat([part for _, part in sorted(parts, key=lambda each: each[0])])
+        for key, parts in ranges.items()
     }
 
 
@@ -59,9 +62,9 @@ def saved(tmp_path_factory) -> tuple[Path, dict]:
     return root, report
 
 
-@pytest.mark.parametrize("name", ["s0", "s1", "s2", "s3", "b1", "b2"])
+@pytest.mark.parametrize("name", ["s1", "s2", "b1", "b2"])
 def test_resuming_and_rejected_steps_leave_every_bit(saved, name):
-    """The uninterrupted attempt also rejected two steps, the resumed one held other weights before it loaded."""
+    """The uninterrupted attempt rejected two steps; the resumed one had other weights at first."""
     root, report = saved
     rows = report["go_through_two_processes"][name]
     assert rows["rows"] == rows["resumed"]
@@ -69,7 +72,7 @@ def test_resuming_and_rejected_steps_leave_every_bit(saved, name):
     assert hashes(root / "two" / name / "end") != hashes(root / "two" / name / "sync")
 
 
-@pytest.mark.parametrize("name", ["s0", "s1", "s2", "s3", "b1", "b2"])
+@pytest.mark.parametrize("name", ["s1", "s2", "b1", "b2"])
 def test_a_snapshot_written_after_further_steps_holds_its_own_step(saved, name):
     directory = saved[0] / "two" / name
     assert hashes(directory / "late") == hashes(directory / "sync")
@@ -79,18 +82,21 @@ def test_a_snapshot_written_after_further_steps_holds_its_own_step(saved, name):
     assert [path.name for path in (directory / "weights").iterdir()] == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["s0", "s1", "s2", "b1", "b2"])
+@pytest.mark.parametrize("name", ["s1", "s2", "b1", "b2"])
 def test_two_processes_go_on_as_one(saved, name):
-    """Weights, moments and slots by parameter are the same bits; bf16 then differs by its rounding."""
+    """Weights, moments and slots are the same bits; bf16 then differs by its rounding."""
     root, report = saved
-    before, after = regathered(root / "two" / name / "sync"), regathered(root / "back" / name / "resaved")
+    before, after = (
+        regathered(root / "two" / name / "sync"),
+        regathered(root / "back" / name / "resaved"),
+    )
     assert same(before, after)
     rows = report["go_through_two_processes"][name]["rows"]
     for row, expected in zip(report["load_in_one_process"][name], rows, strict=True):
         assert row[0] == pytest.approx(expected[0], abs=1e-5 if name[0] == "s" else 1e-3)
 
 
-@pytest.mark.parametrize(("name", "source"), [("s1", "s1"), ("s2", "s2"), ("s2", "s1"), ("s0", "s1")])
+@pytest.mark.parametrize(("name", "source"), [("s1", "s1"), ("s2", "s2"), ("s2", "s1")])
 def test_one_process_goes_on_as_two_and_at_another_stage(saved, name, source):
     root, report = saved
     after = regathered(root / "two" / f"from-{source}" / name / "resaved")
@@ -100,12 +106,12 @@ def test_one_process_goes_on_as_two_and_at_another_stage(saved, name, source):
         assert row[0] == pytest.approx(expected[0], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["s0", "s1", "s2", "b1"])
+@pytest.mark.parametrize("name", ["s1", "s2", "b1"])
 def test_slots_and_weights_are_those_of_the_engine(saved, name):
     """Every parameter lies once on the ranks, its slots beside it, and the model is its cast."""
-    from train.averaging import slot_names
+    from train.averages import slot_names
 
-    root, report = saved
+    root, _ = saved
     state = regathered(root / "two" / name / "sync")
     model = load_file(root / "two" / name / "sync" / "model.safetensors")
     whole = dict(plain_model(named(name)).named_parameters())
@@ -118,24 +124,33 @@ def test_slots_and_weights_are_those_of_the_engine(saved, name):
         assert torch.equal(weight.flatten(), state[f"weights/{key}"].to(weight.dtype))
         for index, slot in enumerate(slots):
             assert torch.equal(state[f"slot.{slot}/{key}"], state[f"weights/{key}"] * (index + 2))
-    numel = {key: weight.numel() for key, weight in whole.items()}
-    embedding = numel.pop("model.embed_tokens.weight")
-    assert report["go_through_two_processes"][name]["counted"] == [sum(numel.values()), embedding]
 
 
-@pytest.mark.parametrize("name", ["s0", "s1", "s2", "s3", "b1", "b2"])
+@pytest.mark.parametrize("name", ["s1", "s2", "b1", "b2"])
 def test_published_weights_are_what_the_model_computes_with(saved, name):
     """Halving is exact in every precision."""
     directory = saved[0] / "two" / name
-    halved, model = (load_file(directory / place / "model.safetensors") for place in ("halved", "resumed"))
+    halved, model = (
+        load_file(directory / place / "model.safetensors") for place in ("halved", "resumed")
+    )
     assert all(torch.equal(halved[key], model[key] * 0.5) for key in model)
 
 
 def test_deepspeeds_own_conversion_finds_the_same_state(saved, tmp_path):
     """Its checkpoint of the same moment through its ds_to_universal, parameter by parameter."""
     root, _ = saved
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
-    paths = ["--input_folder", str(root / "two" / "own" / "step"), "--output_folder", str(tmp_path / "universal")]
+    command = [
+        interpreter(),
+        "-m",
+        "deepspeed.checkpoint.ds_to_universal",
+        "--inject_missing_state",
+    ]
+    paths = [
+        "--input_folder",
+        str(root / "two" / "own" / "step"),
+        "--output_folder",
+        str(tmp_path / "universal"),
+    ]
     done = subprocess.run(
         [*command, *paths, "--num_extract_workers", "1", "--num_merge_workers", "1"],
         env=environment(),
@@ -147,17 +162,23 @@ def test_deepspeeds_own_conversion_finds_the_same_state(saved, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     state = regathered(root / "two" / "s1" / "sync")
     names = {key.partition("/")[2] for key in state}
-    assert {path.name for path in (tmp_path / "universal" / "zero").iterdir() if path.is_dir()} == names
+    assert {
+        path.name for path in (tmp_path / "universal" / "zero").iterdir() if path.is_dir()
+    } == names
     for name in names:
-        for ours, theirs in (("weights", "fp32"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+        for ours, theirs in (
+            ("weights", "fp32"),
+            ("exp_avg", "exp_avg"),
+            ("exp_avg_sq", "exp_avg_sq"),
+        ):
             path = tmp_path / "universal" / "zero" / name / f"{theirs}.pt"
-            whole = torch.load(path, weights_only=False)["param"]  # pickled by ds_to_universal just above
+            whole = torch.load(path, weights_only=False)[
+                "param"
+            ]  # pickled by ds_to_universal just above
             assert torch.equal(whole.flatten(), state[f"{ours}/{name}"]), (ours, name)
 
 
 def test_what_cannot_be_loaded_is_refused(saved):
-    two, one = (saved[1][worker] for worker in ("go_through_two_processes", "load_in_one_process"))
-    assert "set zero.stage to 3 and start 2 processes" in two["stage 2 from 3"]
-    assert "set zero.stage to 3 and start 2 processes" in one["stage 3 in one process"]
+    two = saved[1]["go_through_two_processes"]
     assert "holds no optimizer state" in two["no checkpoint"]
     assert "holds 1 files of optimizer state, not 2" in two["one of two files"]

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from train.families import hf_settings, parameter_shapes
-from train.settings import ModelConfig
+from train.model.config import ModelConfig
+from train.model.families import hf_settings, parameter_shapes
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -36,7 +36,9 @@ PYTHIA: dict[str, Any] = {
 
 
 def model_of(model: ModelConfig):
-    config = AutoConfig.for_model(model.family, **hf_settings(model, sequence_length=16, eos_token_id=0))
+    config = AutoConfig.for_model(
+        model.family, **hf_settings(model, sequence_length=16, eos_token_id=0)
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
@@ -45,7 +47,9 @@ def test_names_and_shapes_are_those_of_a_saved_model(tmp_path, name):
     """In files: in memory transformers calls gpt_neox's output matrix otherwise."""
     model_of(FAMILIES[name]).save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    assert parameter_shapes(FAMILIES[name]) == {name: tuple(weight.shape) for name, weight in saved.items()}
+    assert parameter_shapes(FAMILIES[name]) == {
+        name: tuple(weight.shape) for name, weight in saved.items()
+    }
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -65,7 +69,7 @@ def test_a_model_is_finite_and_causal(name):
 
 
 def test_a_quarter_of_a_gpt_neox_head_rotates():
-    """Positions enter through the rotation alone: of 8 dimensions of a head, the first two turn by the position."""
+    """Positions enter through the rotation alone: of 8 dimensions of a head the first two turn."""
     model = model_of(FAMILIES["gpt_neox"]).eval()
     positions = torch.arange(16)[None]
     cosine, sine = model.gpt_neox.rotary_emb(torch.zeros(1, 16, 32), positions)
@@ -74,7 +78,9 @@ def test_a_quarter_of_a_gpt_neox_head_rotates():
     torch.testing.assert_close(sine[0, :, 0], torch.tensor([math.sin(t) for t in range(16)]))
 
 
-def sizes(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int | None = None) -> dict[str, int]:
+def sizes(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int | None = None
+) -> dict[str, int]:
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -97,4 +103,7 @@ def sizes(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int
     ids=["Pythia-70M", "Pythia-160M", "OLMo2-1B", "OLMo2-7B", "OLMo2-13B", "OLMo2-32B"],
 )
 def test_released_models_have_their_published_sizes(settings, parameters):
-    assert sum(math.prod(shape) for shape in parameter_shapes(ModelConfig(**settings)).values()) == parameters
+    assert (
+        sum(math.prod(shape) for shape in parameter_shapes(ModelConfig(**settings)).values())
+        == parameters
+    )

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 
 from tests.conftest import make_hf_directory
 from tests.runs import make_run, ranks
-from train import layout
-from train.config import load_run
+from train.model import megatron_names
+from train.run.config import load_run
 
 
 def load_weights(engine, hf_dir: str) -> dict[str, Any]:
-    """Puts HF weights into an engine of fp32 and one chunk; its parameters by their global names."""
+    """Put HF weights into an engine of fp32; return its parameters by their global names."""
     from megatron.core import parallel_state
     from safetensors.torch import load_file
 
@@ -26,17 +26,16 @@ def load_weights(engine, hf_dir: str) -> dict[str, Any]:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
     )
-    (chunk,) = engine._pipeline.chunks
-    parameters = global_parameters(chunk.module)
+    parameters = global_parameters(engine._pipeline.model.module)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            whole = layout.from_hf(name, weights.__getitem__, engine.run.model)
-            parameter.copy_(layout.shard(name, whole, rank, size))
+            whole = megatron_names.from_hf(name, weights.__getitem__, engine.run.model)
+            parameter.copy_(megatron_names.shard(name, whole, rank, size))
     return parameters
 
 
 def sequences() -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [8, 33] and which of their labels [8, 32] count: all of four sequences, some of three, none of one."""
+    """Return tokens [8, 33] and which labels [8, 32] count: all, some or none of a sequence."""
     generator = torch.Generator().manual_seed(3)
     tokens_BS = torch.randint(0, 320, (8, 33), generator=generator)
     counted_BS = torch.ones(8, 32, dtype=torch.bool)
@@ -46,11 +45,11 @@ def sequences() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gradients_of_engine(run_dir: str, hf_dir: str, out: str) -> None:
-    """Worker, on every rank: loads the HF weights into the engine, differentiates one batch, rank-locally saves."""
+    """Worker, on every rank: load the HF weights, differentiate one batch, save the gradients."""
     import torch.distributed as dist
 
+    from train.data.batches import Batch
     from train.distributed import start
-    from train.engine import Batch
     from train.megatron.engine import MegatronEngine
 
     engine = MegatronEngine(load_run(Path(run_dir) / "run.json"), start())
@@ -64,7 +63,7 @@ def gradients_of_engine(run_dir: str, hf_dir: str, out: str) -> None:
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_gradients_under_tensor_parallelism_equal_hf(tmp_path, inputs, kv_heads):
-    """Every parameter, q- and k-norm weights included: a plain all-reduce in the norm would be 6% off.
+    """Every parameter, q- and k-norms included: a plain all-reduce in them would be 6% off.
 
     Labels that do not count weaken the gradient and leave the reported means to the others.
     """
@@ -79,26 +78,32 @@ def test_gradients_under_tensor_parallelism_equal_hf(tmp_path, inputs, kv_heads)
     model = Olmo2ForCausalLM.from_pretrained(hf_dir, attn_implementation="eager")
     tokens_BS, counted_BS = sequences()
     logits = model(tokens_BS[:, :-1]).logits
-    cross_entropy = F.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten(), reduction="none").view(8, 32)
+    cross_entropy = F.cross_entropy(
+        logits.flatten(0, 1), tokens_BS[:, 1:].flatten(), reduction="none"
+    ).view(8, 32)
     z_loss = 1e-5 * logits.logsumexp(-1).square()
     ((cross_entropy + z_loss)[counted_BS].sum() / counted_BS.numel()).backward()
-    expected = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    expected = {
+        name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+    }
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
 
     compared = set()
-    for name in layout.megatron_names(4):
-        whole = layout.from_hf(name, expected.__getitem__, run.model)
+    for name in megatron_names.megatron_names(4):
+        whole = megatron_names.from_hf(name, expected.__getitem__, run.model)
         for rank in range(2):
-            part = layout.shard(name, whole, rank, 2)
+            part = megatron_names.shard(name, whole, rank, 2)
             error = (saved[rank][0][name] - part).norm() / part.norm()
             assert error < 1e-5, (name, rank, error.item())
-        compared.update(layout.hf_names(name))
+        compared.update(megatron_names.hf_names(name))
     assert compared == {name for name, _ in model.named_parameters()}
     for _, (loss, z, grad_norm), held_out in saved:
         assert loss == pytest.approx(cross_entropy[counted_BS].mean().item(), abs=1e-5)
         assert z == pytest.approx(z_loss[counted_BS].mean().item(), rel=1e-5)
         assert grad_norm == pytest.approx(norm, rel=1e-5)
-        assert held_out == pytest.approx(cross_entropy[4:7][counted_BS[4:7]].mean().item(), abs=1e-5)
+        assert held_out == pytest.approx(
+            cross_entropy[4:7][counted_BS[4:7]].mean().item(), abs=1e-5
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The verbs of the megatron engine, one after another on real ranks: rejected steps, decay, snapshots, slots."""
+"""The verbs of the megatron engine on real ranks: rejected steps, decay, snapshots, slots."""
 
 import sys
 import threading
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from base.files import sha256_of
 from tests.ckpt_tools.checkpoints import read_shards
 from tests.runs import make_run, python, ranks
-from train.config import load_run
-from train.run_directory import sha256_of
-from train.settings import Lawa, OptimizerConfig
+from train.run.config import load_run
+from train.run.optimization import Lawa, OptimizerConfig
 
 DRAWN = torch.Generator().manual_seed(5)
 BATCHES = [torch.randint(0, 320, (8, 33), generator=DRAWN) for _ in range(6)]
@@ -26,7 +26,10 @@ class Rank:
         from train.distributed import start
         from train.megatron.engine import MegatronEngine
 
-        self.engine, self.out = MegatronEngine(load_run(Path(run_dir) / "run.json"), start()), Path(out)
+        self.engine, self.out = (
+            MegatronEngine(load_run(Path(run_dir) / "run.json"), start()),
+            Path(out),
+        )
 
     def snapshot(self, name: str, *, weights_only: bool = False):
         import torch.distributed as dist
@@ -55,28 +58,22 @@ class Rank:
         self.finish(name, self.snapshot(name, **settings))
 
     def steps(self, *indices: int, accept=lambda _: True):
-        from train.engine import Batch
+        from train.data.batches import Batch
 
         return [self.engine.train_step(Batch.of(BATCHES[index]), RATE, accept) for index in indices]
 
     def slots(self):
-        """Every slot with the number that it is a multiple of the weights by, and the shards of both."""
+        """Every slot with its factor of the weights, and the shards of both."""
         for factor, name in enumerate(("lawa2x1.0", "lawa2x1.1"), start=2):
-            for shard, tensor in zip(self.engine.weights(), self.engine.slot(name), strict=True):
-                yield factor, shard.weights, tensor
-
-    def count(self, chosen) -> int:
-        from train.distributed import gathered
-
-        shards = [shard for shard in self.engine.weights() if shard.counted and chosen(shard)]
-        return sum(gathered(sum(shard.weights.numel() for shard in shards)))
+            for weights, tensor in zip(self.engine.weights(), self.engine.slot(name), strict=True):
+                yield factor, weights, tensor
 
 
 def use_engine(run_dir: str, out: str) -> None:
     """Worker, on every rank: writes a snapshot at every point that the test compares."""
-    import torch.distributed as dist
 
-    from train.engine import Batch, StepResult
+    from train.data.batches import Batch
+    from train.engine import StepResult
 
     rank = Rank(run_dir, out)
     engine = rank.engine
@@ -97,14 +94,14 @@ def use_engine(run_dir: str, out: str) -> None:
     engine.load(Path(out) / "fork")
     (rejected,) = rank.steps(4, accept=lambda _: False)
     assert rejected.grad_norm > 0
-    before = [shard.weights.clone() for shard in engine.weights()]
-    for shard in engine.weights():
-        shard.weights.mul_(1e20)  # products of these overflow
+    before = [weights.clone() for weights in engine.weights()]
+    for weights in engine.weights():
+        weights.mul_(1e20)  # products of these overflow
     engine.publish_weights()
     (overflowed,) = rank.steps(5, accept=StepResult.is_finite)
     assert not overflowed.is_finite()
-    for shard, weights in zip(engine.weights(), before, strict=True):
-        shard.weights.copy_(weights)
+    for weights, kept_weights in zip(engine.weights(), before, strict=True):
+        weights.copy_(kept_weights)
     engine.publish_weights()
     rank.save("rejected")
     rank.steps(1, 2, 3)
@@ -113,14 +110,11 @@ def use_engine(run_dir: str, out: str) -> None:
     for factor, weights, tensor in rank.slots():
         tensor.copy_(weights * factor)
     rank.save("slots")
-    counts = (rank.count(lambda _: True), rank.count(lambda shard: shard.decayed))
-    if dist.get_rank() == 0:
-        torch.save(counts, Path(out) / "counts.pt")
     engine.close()
 
 
 def reload_slots(run_dir: str, checkpoint: str) -> None:
-    """Worker, on every rank of another layout: the slots are still twice and three times the weights."""
+    """Worker, on every rank of another layout: slots are still twice and thrice the weights."""
     rank = Rank(run_dir, checkpoint)
     rank.engine.load(Path(checkpoint))
     for factor, weights, tensor in rank.slots():
@@ -131,13 +125,16 @@ def reload_slots(run_dir: str, checkpoint: str) -> None:
 
 def refusals(run_dir: str) -> None:
     """Worker, one process: the line each of these runs is refused with, where there is no GPU."""
-    from train.command import UserError
-    from train.config import with_settings
+    from base.errors import UserError
     from train.distributed import start
     from train.megatron.engine import MegatronEngine
+    from train.run.config import with_settings
 
     run, device = load_run(Path(run_dir) / "run.json"), start()
-    for settings in (["parallel.context=2"], ['kernels="transformer_engine"'], ['optimizer.undecayed=["q_proj"]']):
+    for settings in (
+        ['kernels="transformer_engine"'],
+        ['optimizer.undecayed=["q_proj"]'],
+    ):
         try:
             MegatronEngine(with_settings(run, settings), device)
         except UserError as error:
@@ -149,7 +146,9 @@ def hashes(directory: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"tensor": 2, "precision": "bf16"}], ids=["data parallel, fp32", "tensor parallel, bf16"]
+    "settings",
+    [{}, {"tensor": 2, "precision": "bf16"}],
+    ids=["data parallel, fp32", "tensor parallel, bf16"],
 )
 def test_verbs(tmp_path, inputs, settings):
     optimizer = OptimizerConfig(peak_lr=RATE, weight_decay=DECAY, undecayed=("norm", "lm_head"))
@@ -164,18 +163,21 @@ def test_verbs(tmp_path, inputs, settings):
     # What is written three steps later is what was there when the snapshot was made.
     assert hashes(tmp_path / "kept") == hashes(tmp_path / "fork")
 
-    # Where no label counts there is no gradient: an update of AdamW multiplies by 1 - rate x decay what is decayed.
+    # Where no label counts there is no gradient: an update of AdamW multiplies by 1 - rate x decay
+    # what is decayed.
     before, after = (read_shards(tmp_path / name, run.model) for name in ("start", "only decayed"))
     rounding = 1e-6 if run.precision == "fp32" else 8e-3
     for name, weight in before.items():
         spared = "norm" in name or "lm_head" in name
         expected = weight.float() * (1 if spared else 1 - RATE * DECAY)
-        assert torch.allclose(after[name].float(), expected, rtol=0 if spared else rounding, atol=0), name
-    num_spared = sum(weight.numel() for name, weight in before.items() if "norm" in name or "lm_head" in name)
-    total = sum(weight.numel() for weight in before.values())
-    assert torch.load(tmp_path / "counts.pt") == (total, total - num_spared)
-
-    make_run(tmp_path / "elsewhere", **inputs, **settings | {"tensor": 1, "pipeline": 2, "virtual_pipeline": 2})
+        assert torch.allclose(
+            after[name].float(), expected, rtol=0 if spared else rounding, atol=0
+        ), name
+    make_run(
+        tmp_path / "elsewhere",
+        **inputs,
+        **settings | {"tensor": 1, "pipeline": 2},
+    )
     arguments = ["reload", str(tmp_path / "elsewhere"), str(tmp_path / "slots")]
     done = ranks(2, "tests.train.test_megatron_engine", *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -185,9 +187,7 @@ def test_what_the_engine_cannot_do_is_refused(tmp_path, inputs):
     make_run(tmp_path / "run", **inputs)
     done = python("tests.train.test_megatron_engine", "refusals", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr[-3000:]
-    context, kernels, undecayed = done.stdout.splitlines()
-    assert "parallel.context 2 needs a GPU" in context
-    assert "set it to 1" in context
+    kernels, undecayed = done.stdout.splitlines()
     assert "need a GPU" in kernels
     assert "set kernels to 'torch'" in kernels
     assert "spares some of model.layers.0.self_attn.q_proj.weight" in undecayed
@@ -195,5 +195,9 @@ def test_what_the_engine_cannot_do_is_refused(tmp_path, inputs):
 
 
 if __name__ == "__main__":
-    workers: dict[str, Callable[..., None]] = {"use": use_engine, "reload": reload_slots, "refusals": refusals}
+    workers: dict[str, Callable[..., None]] = {
+        "use": use_engine,
+        "reload": reload_slots,
+        "refusals": refusals,
+    }
     workers[sys.argv[1]](*sys.argv[2:])

@@ -1,4 +1,4 @@
-"""Memory and disk of the plan against built engines, tensor by tensor, and against the files they write."""
+"""Memory and disk of the plan against built engines, tensor by tensor, and their files."""
 
 import gc
 import json
@@ -14,16 +14,25 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.runs import make_run, ranks
-from train.averaging import slot_names
-from train.config import RunConfig, load_run
-from train.engine import Batch, Engine, build_engine
-from train.families import hf_settings
-from train.memory import checkpoint_bytes, layer_activation_bytes, rank_memory
-from train.models import OLMO2_7B
-from train.run_directory import PROBE
-from train.settings import DataConfig, Ema, Lawa, ModelConfig, ParallelConfig, ZeroConfig
+from train.averages import slot_names
+from train.data.batches import Batch
+from train.data.config import DataConfig
+from train.engine import Engine
+from train.engines import build_engine
+from train.model.config import ModelConfig
+from train.model.families import hf_settings
+from train.model.presets import OLMO2_7B
+from train.planning.memory import checkpoint_bytes, layer_activation_bytes, rank_memory
+from train.run.config import RunConfig, load_run
+from train.run.directory import PROBE
+from train.run.optimization import Ema, Lawa
+from train.run.parallel import ParallelConfig, ZeroConfig
 
-PATHS: dict[str, Any] = {"train_prefix": Path("t"), "held_out_prefix": Path("h"), "tokenizer_dir": Path("k")}
+PATHS: dict[str, Any] = {
+    "train_prefix": Path("t"),
+    "held_out_prefix": Path("h"),
+    "tokenizer_dir": Path("k"),
+}
 AVERAGES = (Lawa(interval_steps=1, window=2), Ema(decay=0.9))
 TENSOR_FILE_BYTES = 2500  # torch's archive takes just below 2 kB around every stored tensor
 LENGTH = 64
@@ -45,7 +54,9 @@ def small_model(layers: int, family: str = "olmo2", kv_heads: int = 2) -> ModelC
 
 def small_run(directory: Path, layers: int = 4, replicas: int = 2, **changes) -> RunConfig:
     """Every replica sees one microbatch of two sequences a step."""
-    data = DataConfig(train="t", held_out="h", tokenizer="k", sequence_length=LENGTH, held_out_sequences=1)
+    data = DataConfig(
+        train="t", held_out="h", tokenizer="k", sequence_length=LENGTH, held_out_sequences=1
+    )
     settings: dict[str, Any] = {
         "model": small_model(layers),
         "data": data,
@@ -64,7 +75,7 @@ def size_of(tensors: Iterable[Tensor]) -> int:
 
 
 def kept_for_backward(forward: Callable[[], object], parameters: list[Tensor]) -> int:
-    """Bytes of all storages that autograd keeps during a forward pass, but those of the parameters."""
+    """Bytes of all storages that autograd keeps in a forward pass, but the parameters'."""
     known, kept = storages(parameters), {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -81,21 +92,31 @@ def living(kind: type) -> list[Any]:
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
-def held(engine: Engine, run: RunConfig, parameters: list[Tensor], optimizers: list[Any]) -> dict[str, int]:
+def held(
+    engine: Engine, run: RunConfig, parameters: list[Tensor], optimizers: list[Any]
+) -> dict[str, int]:
     """Bytes of what an engine holds after a step, in the plan's terms."""
     states = {id(state): state for optimizer in optimizers for state in optimizer.state.values()}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     updated = {id(tensor): tensor for group in groups for tensor in group["params"]}
     found = {
         "weights": parameters,
-        "gradients, fp32": [vars(parameter)["main_grad"] for parameter in parameters]
-        if run.engine == "megatron"
-        else [],
-        "main weights, fp32": [tensor for tensor in updated.values() if not storages([tensor]) & storages(parameters)],
-        "Adam's moments, fp32": [state[name] for state in states.values() for name in ("exp_avg", "exp_avg_sq")],
+        "gradients, fp32": (
+            [vars(parameter)["main_grad"] for parameter in parameters]
+            if run.engine == "megatron"
+            else []
+        ),
+        "main weights, fp32": [
+            tensor for tensor in updated.values() if not storages([tensor]) & storages(parameters)
+        ],
+        "Adam's moments, fp32": [
+            state[name] for state in states.values() for name in ("exp_avg", "exp_avg_sq")
+        ],
         "averages, fp32": [part for name in slot_names(run) for part in engine.slot(name)],
     }
-    return {name: size_of(tensors) for name, tensors in found.items() if tensors and size_of(tensors)}
+    return {
+        name: size_of(tensors) for name, tensors in found.items() if tensors and size_of(tensors)
+    }
 
 
 def write_checkpoint(engine: Engine, directory: Path, *, weights_only: bool) -> None:
@@ -108,20 +129,29 @@ def write_checkpoint(engine: Engine, directory: Path, *, weights_only: bool) -> 
 
 
 def build_and_measure(*run_dirs: str) -> None:
-    """Worker, on every rank: builds an engine for each run, one after another, steps once and measures."""
+    """Worker, on every rank: build an engine for each run in turn, step once and measure."""
     from train.distributed import start
 
     device = start()
     for run_dir in map(Path, run_dirs):
-        older = living(torch.nn.Module) + living(torch.optim.Optimizer)  # kept alive: their ids stay taken
+        older = living(torch.nn.Module) + living(
+            torch.optim.Optimizer
+        )  # kept alive: their ids stay taken
         known = set(map(id, older))
         run = load_run(run_dir / "run.json")
         engine = build_engine(run, device)
         modules = [module for module in living(torch.nn.Module) if id(module) not in known]
-        optimizers = [optimizer for optimizer in living(torch.optim.Optimizer) if id(optimizer) not in known]
-        weights = {id(weight): weight for module in modules for weight in module.parameters(recurse=False)}
+        optimizers = [
+            optimizer for optimizer in living(torch.optim.Optimizer) if id(optimizer) not in known
+        ]
+        weights = {
+            id(weight): weight for module in modules for weight in module.parameters(recurse=False)
+        }
         batch = Batch.of(torch.randint(320, (run.batch_size, LENGTH + 1)))
-        kept = kept_for_backward(lambda: engine.train_step(batch, 1e-3, lambda _: True), list(weights.values()))  # noqa: B023
+        kept = kept_for_backward(
+            lambda: engine.train_step(batch, 1e-3, lambda _: True),  # noqa: B023
+            list(weights.values()),
+        )
         found = {"kept": kept, "held": held(engine, run, list(weights.values()), optimizers)}
         (run_dir / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
         if run.averages:
@@ -136,14 +166,16 @@ def build_and_measure(*run_dirs: str) -> None:
 
 @pytest.fixture
 def measured(tmp_path):
-    """`measured(*runs)`: builds engines for runs below tmp_path on two ranks; what each rank found, by run."""
+    """`measured(*runs)`: builds engines for runs on two ranks; what each rank measured, by run."""
 
     def measure(*runs: RunConfig) -> dict[str, list[dict]]:
         directories = [tmp_path / run.name for run in runs]
         done = ranks(2, "tests.train.test_memory", *map(str, directories))
         assert done.returncode == 0, done.stderr[-3000:]
         return {
-            directory.name: [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
+            directory.name: [
+                json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)
+            ]
             for directory in directories
         }
 
@@ -159,7 +191,7 @@ def bytes_below(directory: Path) -> int:
 
 
 def test_megatron_engine(tmp_path, measured):
-    """What every rank holds is what the plan says, to the byte; what it keeps for backward within 4%.
+    """A rank holds what the plan says, to the byte, and keeps for backward so much within 4%.
 
     At width 128 row statistics and rotary angles, which the plan does not count, weigh as much.
     """
@@ -167,7 +199,9 @@ def test_megatron_engine(tmp_path, measured):
     runs = [
         small_run(tmp_path / "dp2", precision="bf16", averages=AVERAGES),
         *(
-            small_run(tmp_path / f"{name}-{layers}", layers, 1, parallel=parallel, precision=precision)
+            small_run(
+                tmp_path / f"{name}-{layers}", layers, 1, parallel=parallel, precision=precision
+            )
             for layers in (2, 4)
             for name, parallel, precision in (
                 ("tp2", ParallelConfig(tensor=2), "fp32"),
@@ -180,7 +214,9 @@ def test_megatron_engine(tmp_path, measured):
     for run in runs:
         ranks = [rank["held"] for rank in found[run.name]]
         expected = exact_part(run)
-        if run.parallel == two_stages:  # the plan shows the fuller stage: the last one, with a norm more
+        if (
+            run.parallel == two_stages
+        ):  # the plan shows the fuller stage: the last one, with a norm more
             assert ranks[1] == expected
             assert sum(ranks[0].values()) == sum(expected.values()) - 128 * 16
         else:
@@ -200,7 +236,6 @@ def test_deepspeed_engine(tmp_path, measured):
     runs = [
         small_run(tmp_path / "zero1", engine="deepspeed", precision="bf16", averages=AVERAGES),
         small_run(tmp_path / "zero2", engine="deepspeed", zero=ZeroConfig(stage=2)),
-        small_run(tmp_path / "zero0", engine="deepspeed", zero=ZeroConfig(stage=0)),
     ]
     found = measured(*runs)
     for run in runs:
@@ -213,15 +248,23 @@ def test_deepspeed_engine(tmp_path, measured):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("family", "kv_heads"), [("olmo2", 2), ("llama", 2), ("gpt_neox", 4)])
 def test_what_transformers_keeps_for_backward(tmp_path, family, kv_heads, precision):
-    """What a layer more keeps, in transformers' own models, within 2%: row statistics are not counted."""
+    """A layer more keeps so much within 2% in transformers: row statistics are not counted."""
     kept = []
     for layers in (1, 2):
         model = small_model(layers, family, kv_heads)
         config = AutoConfig.for_model(family, **hf_settings(model, LENGTH, 0))
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         built = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        inputs = {"input_ids": torch.randint(320, (2, LENGTH)), "position_ids": torch.arange(LENGTH).expand(2, -1)}
-        kept.append(kept_for_backward(lambda: built(**inputs, use_cache=False), list(built.parameters())))  # noqa: B023
+        inputs = {
+            "input_ids": torch.randint(320, (2, LENGTH)),
+            "position_ids": torch.arange(LENGTH).expand(2, -1),
+        }
+        kept.append(
+            kept_for_backward(
+                lambda: built(**inputs, use_cache=False),  # noqa: B023
+                list(built.parameters()),
+            )
+        )
     run = small_run(tmp_path / "run", engine="deepspeed", model=model, precision=precision)
     whole, split = layer_activation_bytes(run)
     assert split == 0
@@ -229,16 +272,22 @@ def test_what_transformers_keeps_for_backward(tmp_path, family, kv_heads, precis
 
 
 def test_fused_kernels_keep_about_what_the_paper_counts(tmp_path):
-    """Korthikanti et al. count 34 s b h bytes in a GPT's layer; OLMo2's QK-norm and third MLP matrix add some."""
+    """Korthikanti et al. count 34 s b h bytes in a GPT's layer; OLMo2's layer has some more."""
     whole, split = layer_activation_bytes(
-        make_run(tmp_path / "run", **PATHS, model=OLMO2_7B, precision="bf16", kernels="transformer_engine")
+        make_run(
+            tmp_path / "run",
+            **PATHS,
+            model=OLMO2_7B,
+            precision="bf16",
+            kernels="transformer_engine",
+        )
     )
     assert whole + split == pytest.approx(34 * 4096, rel=0.2)
 
 
 @pytest.mark.parametrize("layout", ["dp1", "dp2", "bf16-dp2"])
 def test_checkpoints_of_real_runs(trained, layout):
-    """At this width the files around the tensors are a quarter of it; they are counted: 47 parameters of 4 kinds."""
+    """The files around the tensors are a quarter here, and counted: 47 parameters of 4 kinds."""
     run = load_run(trained(layout) / "run.json")
     for checkpoint in (trained(layout) / "checkpoints").glob("step*"):
         probe = (checkpoint / PROBE).stat().st_size

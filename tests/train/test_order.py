@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from train.command import UserError
-from train.order import BLOCK, Blend, Order, permute
-from train.repetition import repetitive
-from train.settings import RepetitionFilter
+from base.errors import UserError
+from train.data.config import RepetitionFilter
+from train.data.order import BLOCK, Blend, Order, permute
+from train.data.repetition import repetitive
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000, 4097])
@@ -18,7 +18,9 @@ def test_permutation_is_a_bijection(size):
 def test_permutation_looks_random():
     """Neither the identity nor the same for another seed or epoch; neighbours land far apart."""
     size = 100_000
-    one, two, three = (permute(np.arange(size), size, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0)))
+    one, two, three = (
+        permute(np.arange(size), size, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))
+    )
     for first, second in ((one, two), (one, three), (two, three), (one, np.arange(size))):
         assert np.mean(first == second) < 1e-3
         assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
@@ -35,18 +37,23 @@ def test_permutation_needs_no_table():
 
 
 def test_every_epoch_visits_everything_once():
-    for order, alike in ((Order("permutation", 103, 7, 10), False), (Order("sequential", 103, 7, 10), True)):
+    for order, alike in (
+        (Order("permutation", 103, 7, 10), False),
+        (Order("sequential", 103, 7, 10), True),
+    ):
         first, second = order(np.arange(206)).reshape(2, 103)
         assert sorted(first) == sorted(second) == list(range(103))
         assert np.array_equal(first, second) == alike
     assert np.array_equal(first, np.arange(103))
 
 
-def batches_as_ranks_draw_them(size: int, batch_size: int, ranks: int, seed: int, epochs: int) -> list[list[list[int]]]:
+def batches_as_ranks_draw_them(
+    size: int, batch_size: int, ranks: int, seed: int, epochs: int
+) -> list[list[list[int]]]:
     """OLMo's batches put together from its ranks: for each update what each rank draws, in turn.
 
-    One epoch: shuffle, drop the tail that does not divide over the ranks, deal the rest out one by one, and let each
-    rank cut its own into batches, of which it drops an incomplete last one.
+    One epoch: shuffle, drop the tail that does not divide over the ranks, deal the rest out one by
+    one, and let each rank cut its own into batches, of which it drops an incomplete last one.
     """
     updates = []
     for epoch in range(epochs):
@@ -80,7 +87,9 @@ def test_olmo_order_refuses_what_it_cannot_do():
         Order("olmo", 2**32, 0, 8)
 
 
-@pytest.mark.parametrize("weights", [[1.0, 1.0], [0.7, 0.2, 0.1], [3, 0.001, 5, 1 / 3], [1 / 7] * 7])
+@pytest.mark.parametrize(
+    "weights", [[1.0, 1.0], [0.7, 0.2, 0.1], [3, 0.001, 5, 1 / 3], [1 / 7] * 7]
+)
 def test_a_blend_is_exact_in_every_block_and_keeps_each_order(weights):
     blend = Blend([str(weight) for weight in weights], weights, seed=3)
     sources, ranks = blend(np.arange(3 * BLOCK))
@@ -91,8 +100,13 @@ def test_a_blend_is_exact_in_every_block_and_keeps_each_order(weights):
         assert (np.abs(counts - shares) < 1).all()
     for source in range(len(weights)):
         taken = ranks[sources == source]
-        assert np.array_equal(taken, np.arange(len(taken)))  # one after the other, none left out, across blocks
-    windows = [np.bincount(sources[at : at + 4096], minlength=len(weights)) / 4096 for at in range(0, BLOCK, 4096)]
+        assert np.array_equal(
+            taken, np.arange(len(taken))
+        )  # one after the other, none left out, across blocks
+    windows = [
+        np.bincount(sources[at : at + 4096], minlength=len(weights)) / 4096
+        for at in range(0, BLOCK, 4096)
+    ]
     assert np.abs(np.array(windows) - shares / BLOCK).max() < 0.05  # mixed throughout the block
     assert not np.array_equal(sources[:BLOCK], sources[BLOCK : 2 * BLOCK])
     at = np.array([2 * BLOCK + 5, 3, BLOCK])
@@ -117,7 +131,7 @@ def most_repeats(tokens: list[int], period: int) -> int:
 
 
 def test_repetition_at_the_borders():
-    """31, 32 and 33 copies of n-grams of 1, 13 and 14 tokens, wherever they begin, or one token short."""
+    """31, 32 and 33 copies of n-grams of 1, 13 and 14 tokens, anywhere, or one token short."""
     generator = np.random.default_rng(0)
     rows, expected = [], []
     for period in (1, 2, 13, 14):
@@ -146,11 +160,19 @@ def test_repetition_equals_counting_by_hand(low, high, count):
         row = generator.integers(0, generator.integers(2, 9), 120)
         for _ in range(generator.integers(0, 3)):
             period, start = int(generator.integers(1, high + 3)), int(generator.integers(0, 110))
-            stretch = row[start : start + int(period * (count + generator.integers(-2, 2)) + generator.integers(-1, 2))]
+            stretch = row[
+                start : start
+                + int(period * (count + generator.integers(-2, 2)) + generator.integers(-1, 2))
+            ]
             stretch[:] = np.resize(generator.integers(0, 9, period), len(stretch))
         rows.append(row)
-    found = repetitive(np.array(rows), RepetitionFilter(min_period=low, max_period=high, max_count=count))
+    found = repetitive(
+        np.array(rows), RepetitionFilter(min_period=low, max_period=high, max_count=count)
+    )
     least = max(count, 3)  # the original cannot see two copies
-    expected = [any(most_repeats(row.tolist(), period) >= least for period in range(low, high + 1)) for row in rows]
+    expected = [
+        any(most_repeats(row.tolist(), period) >= least for period in range(low, high + 1))
+        for row in rows
+    ]
     assert np.array_equal(found, expected)
     assert count > 9 or 0 < sum(expected) < len(expected)

@@ -1,4 +1,4 @@
-"""Text to token files: every source gives its texts, and neither workers, shards nor a kill change a byte."""
+"""Text to token files: every source has its texts, workers and kills change no byte."""
 
 import gzip
 import io
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -16,14 +17,14 @@ import pytest
 import zstandard
 from tokenizers import Tokenizer
 
+from base.errors import UserError
+from base.files import sha256_of
 from tests.runs import environment, error_line, execute, python
 from tests.train.stalled import stalling
 from tests.waiting import wait_until
-from train.command import UserError
-from train.corpus import open_corpus
-from train.documents import dataset_parts
-from train.prepare import prepare
-from train.run_directory import sha256_of
+from train.data.corpus import open_corpus
+from train.data.documents import Source, TextFile, parse_source
+from train.data.prepare import prepare
 
 TEXTS = [
     "one\r\ntwo",
@@ -56,9 +57,12 @@ FORMATS = {
     "a.jsonl.gz": gzip.compress(json_lines(TEXTS)),
     "a.jsonl.zst": zst(json_lines(TEXTS)),
     "a.parquet": parquet(TEXTS),
-    "a.parquet.gz": gzip.compress(parquet(TEXTS)),
-    "a.parquet.zst": zst(parquet(TEXTS)),
 }
+
+
+def bodies(*paths: Path) -> list[Source]:
+    """Files whose texts are under the key 'body'."""
+    return [TextFile(path=path, key="body") for path in paths]
 
 
 def test_every_format_holds_the_same_documents(tmp_path, tokenizer_dir):
@@ -66,7 +70,7 @@ def test_every_format_holds_the_same_documents(tmp_path, tokenizer_dir):
     made = set()
     for name, content in FORMATS.items():
         (tmp_path / name).write_bytes(content)
-        manifest = prepare([tmp_path / name], tokenizer_dir, tmp_path / "out", key="body")
+        manifest = prepare(bodies(tmp_path / name), tokenizer_dir, tmp_path / "out")
         made.add(manifest.sha256)
         assert manifest.sources[str(tmp_path / name)].sha256 == sha256_of(tmp_path / name)
     assert len(made) == 1
@@ -78,75 +82,62 @@ def test_every_format_holds_the_same_documents(tmp_path, tokenizer_dir):
 def test_a_text_file_is_one_document_with_its_line_ends(tmp_path, tokenizer_dir):
     tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
     text = "one\r\ntwo\rthree\n\x85"
-    for name, content in (("a.txt", text.encode()), ("b.txt.zst", zst(text.encode())), ("c", text.encode())):
+    for name, content in (
+        ("a.txt", text.encode()),
+        ("b.txt.zst", zst(text.encode())),
+        ("c", text.encode()),
+    ):
         (tmp_path / name).write_bytes(content)
-    prepare([tmp_path / "a.txt", tmp_path / "b.txt.zst", tmp_path / "c"], tokenizer_dir, tmp_path / "out")
+    prepare(
+        [tmp_path / "a.txt", tmp_path / "b.txt.zst", tmp_path / "c"],
+        tokenizer_dir,
+        tmp_path / "out",
+    )
     corpus = open_corpus(tmp_path / "out")
     assert [tokenizer.decode(corpus.document(i)[:-1].tolist()) for i in range(3)] == [text] * 3
 
 
 def test_a_dataset_is_the_files_it_consists_of(tmp_path, tokenizer_dir):
-    """A directory that `datasets` reads as a stream: two parquet files of split train, one of another split."""
+    """A directory that `datasets` streams: two parquet files of split train, one of another."""
     (tmp_path / "set").mkdir()
     for name, texts in (("train-0", TEXTS[:120]), ("train-1", TEXTS[120:]), ("test-0", TEXTS[:3])):
         (tmp_path / "set" / f"{name}.parquet").write_bytes(parquet(texts))
     (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
-    expected = prepare([tmp_path / "a.jsonl"], tokenizer_dir, tmp_path / "expected", key="body")
-    command = [
-        "train",
-        "prepare",
-        "--dataset",
-        str(tmp_path / "set"),
-        "--key",
-        "body",
-        "--tokenizer",
-        str(tokenizer_dir),
-    ]
-    done = python(*command, "--out", str(tmp_path / "out"))
+    expected = prepare(bodies(tmp_path / "a.jsonl"), tokenizer_dir, tmp_path / "expected")
+    options = ["--key", "body", "--tokenizer", str(tokenizer_dir)]
+    name = f"dataset:{tmp_path / 'set'}"
+    done = python("train", "prepare", name, *options, "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     manifest = open_corpus(tmp_path / "out").manifest
     assert (manifest.sha256, manifest.idx) == (expected.sha256, expected.idx)
-    assert list(manifest.sources) == [f"dataset:{tmp_path / 'set'}::train:{i}/2" for i in (1, 2)]
-    assert len(dataset_parts(str(tmp_path / "set"), None, "test", "body")) == 1
-    assert "correct --dataset" in error_line(python(*command, "--split", "none", "--out", str(tmp_path / "none")))
-    wrong_key = dataset_parts(str(tmp_path / "set"), None, "test", "text")
+    assert list(manifest.sources) == [f"{name}::train:{i}/2" for i in (1, 2)]
+    assert len(parse_source(f"{name}::test")) == 1
+    none = python("train", "prepare", f"{name}::none", *options, "--out", str(tmp_path / "none"))
+    assert "correct the name, configuration or split" in error_line(none)
     with pytest.raises(UserError, match="row 1: 'text' is no string"):
-        prepare(wrong_key, tokenizer_dir, tmp_path / "none")
+        prepare(parse_source(f"{name}::test"), tokenizer_dir, tmp_path / "none")
 
 
-def test_workers_and_shards_do_not_change_a_byte(tmp_path, tokenizer_dir):
-    """Five sources, one of them empty: prepared at once, by two workers, and in three shards that are merged."""
+def test_workers_do_not_change_a_byte(tmp_path, tokenizer_dir):
+    """Five sources, one of them empty: prepared at once, and by two workers."""
     sources = []
     for number, texts in enumerate((TEXTS[:50], TEXTS[50:51], [], TEXTS[51:130], TEXTS[130:])):
         sources.append(tmp_path / f"{number}.jsonl")
         sources[-1].write_bytes(json_lines(texts))
-    prepare(sources, tokenizer_dir, tmp_path / "whole", key="body")
+    prepare(bodies(*sources), tokenizer_dir, tmp_path / "whole")
     options = ["--key", "body", "--tokenizer", str(tokenizer_dir), "--workers", "2"]
     done = python("train", "prepare", *map(str, sources), *options, "--out", str(tmp_path / "two"))
-    assert done.returncode == 0, done.stderr
-    for number in (1, 2, 3):
-        if number == 3:
-            refused = python("train", "merge", str(tmp_path / "three"))
-            assert "lacks shard 3 of 3; prepare it with --shard 3/3" in error_line(refused)
-        prepare(sources, tokenizer_dir, tmp_path / "three", key="body", shard=(number, 3))
-    done = python("train", "merge", str(tmp_path / "three"))
     assert done.returncode == 0, done.stderr
     for suffix in SUFFIXES:
         whole = (tmp_path / f"whole.{suffix}").read_bytes()
         assert (tmp_path / f"two.{suffix}").read_bytes() == whole
-        assert (tmp_path / f"three.{suffix}").read_bytes() == whole
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    with pytest.raises(UserError, match="do not divide into 6 shards"):
-        prepare(sources, tokenizer_dir, tmp_path / "six", key="body", shard=(1, 6))
     with pytest.raises(UserError, match=r"0\.jsonl is given 2 times"):
-        prepare([sources[0], *sources], tokenizer_dir, tmp_path / "twice", key="body")
-    shard = tmp_path / "three.shard-2-of-3.bin"
-    shard.write_bytes(shard.read_bytes()[:-2] + b"\x07\x00")
-    assert "shard-2-of-3.bin was changed" in error_line(python("train", "merge", str(tmp_path / "three")))
+        prepare([sources[0], *sources], tokenizer_dir, tmp_path / "twice")
 
 
-def test_a_killed_prepare_goes_on(tmp_path, tokenizer_dir):
-    """Killed with its workers in the third source: the first two are not read again, and what was kept is checked."""
+def test_a_killed_prepare_resumes(tmp_path, tokenizer_dir):
+    """Killed in the third source: two are not read again, what was kept is checked."""
     generator = random.Random(0)
     large = ["".join(generator.choices("abcdefgh \n", k=2_000)) for _ in range(60)]
     sources = []
@@ -154,12 +145,22 @@ def test_a_killed_prepare_goes_on(tmp_path, tokenizer_dir):
         sources.append(tmp_path / f"{number}.jsonl")
         sources[-1].write_bytes(json_lines(texts))
     out = tmp_path / "out"
-    arguments = [*map(str, sources), "--key", "body", "--tokenizer", str(tokenizer_dir), "--out", str(out)]
+    arguments = [
+        *map(str, sources),
+        "--key",
+        "body",
+        "--tokenizer",
+        str(tokenizer_dir),
+        "--out",
+        str(out),
+    ]
     command = [sys.executable, "-m", "train", "prepare", *arguments, "--workers", "2"]
     stalled = environment() | stalling(tmp_path / "never", source=sources[2])
     child = subprocess.Popen([*command[:2], "tests.train.stalled", *command[2:]], env=stalled)
     kept = tmp_path / ".out.parts"
-    wait_until(lambda: (kept / "000000").exists() and (kept / "000001").exists(), "two sources kept", child)
+    wait_until(
+        lambda: (kept / "000000").exists() and (kept / "000001").exists(), "two sources kept", child
+    )
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     assert not (kept / "000002").exists()
@@ -174,35 +175,56 @@ def test_a_killed_prepare_goes_on(tmp_path, tokenizer_dir):
     first.write_bytes(tokens)
     times = [(kept / f"00000{number}").stat().st_ctime_ns for number in range(3)]
     sources[1].write_bytes(json_lines(TEXTS[60:]))  # this one has to be read again
-    refused = python("train", "prepare", *map(str, sources), str(tmp_path / "none.jsonl"), *arguments[3:])
+    refused = python(
+        "train", "prepare", *map(str, sources), str(tmp_path / "none.jsonl"), *arguments[3:]
+    )
     assert "none.jsonl does not exist" in error_line(refused)
     again = [(kept / f"00000{number}").stat().st_ctime_ns for number in range(3)]
-    assert [before == after for before, after in zip(times, again, strict=True)] == [True, False, True]
-    made = prepare(sources, tokenizer_dir, out, key="body")
-    assert made == prepare(sources, tokenizer_dir, tmp_path / "fresh", key="body")
+    assert [before == after for before, after in zip(times, again, strict=True)] == [
+        True,
+        False,
+        True,
+    ]
+    made = prepare(bodies(*sources), tokenizer_dir, out)
+    assert made == prepare(bodies(*sources), tokenizer_dir, tmp_path / "fresh")
     assert not kept.exists()
 
 
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("bad.jsonl", b'{"text": "one"}\n{"txt": "two"}\n', "bad.jsonl:2 is no JSON object with a 'text'"),
+        (
+            "bad.jsonl",
+            b'{"text": "one"}\n{"txt": "two"}\n',
+            "bad.jsonl:2 is no JSON object with a 'text'",
+        ),
         ("latin.txt", b"caf\xe9 au lait", "latin.txt is not UTF-8"),
-        ("surrogate.jsonl", b'{"text": "\\ud800"}\n', "surrogate.jsonl:1: 'text' is no string of valid Unicode"),
+        (
+            "surrogate.jsonl",
+            b'{"text": "\\ud800"}\n',
+            "surrogate.jsonl:1: 'text' is no string of valid Unicode",
+        ),
         ("empty.jsonl", b"", "no document in 1 source"),
         ("none.txt", None, "none.txt does not exist"),
         ("cut.txt.gz", gzip.compress(b"abc" * 10_000)[:-20], "cut.txt.gz is damaged"),
         ("cut.txt.zst", zst(b"abc" * 10_000)[:-20], "cut.txt.zst is damaged"),
         ("plain.jsonl.zst", FORMATS["a.jsonl"], "plain.jsonl.zst is damaged"),
+        ("a.parquet.gz", gzip.compress(FORMATS["a.parquet"]), "is compressed twice"),
         ("cut.parquet", FORMATS["a.parquet"][:-20], "cut.parquet is damaged"),
         (
             "other.parquet",
             FORMATS["a.parquet"],
             "other.parquet has no column 'text' but n, body; choose one with --key",
         ),
-        ("null.parquet", parquet(["a", None]).replace(b"body", b"text"), "null.parquet, row 2: 'text' is no string"),
+        (
+            "null.parquet",
+            parquet(["a", None]).replace(b"body", b"text"),
+            "null.parquet, row 2: 'text' is no string",
+        ),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",  # compressed bytes differ from process to process
+    ids=lambda value: (
+        value if isinstance(value, str) else ""
+    ),  # compressed bytes differ from process to process
 )
 def test_prepare_refuses_and_leaves_nothing(tmp_path, tokenizer_dir, name, content, expected):
     source, out = tmp_path / name, tmp_path / "out" / "tokens"
@@ -218,9 +240,7 @@ def test_the_command_refuses_in_one_line(tmp_path, tokenizer_dir):
     out = ["--tokenizer", str(tokenizer_dir), "--out", str(tmp_path / "out" / "tokens")]
     for arguments, expected in (
         ([str(tmp_path)], "is a directory; give its files, or read it as a dataset"),
-        ([], "give either files or --dataset"),
-        (["x.txt", "--split", "test"], "belong to --dataset"),
-        (["x.txt", "--shard", "3/2"], "--shard 3/2 is no part I/N"),
+        (["x.txt", "--share", "3-2"], "--share 3-2 is no share FIRST-STOP"),
     ):
         assert expected in error_line(python("train", "prepare", *arguments, *out))
     assert not list(tmp_path.glob("out/*"))

@@ -1,4 +1,4 @@
-"""What an engine says its modules put out, against transformers' model with the exported weights."""
+"""The outputs of an engine's modules against transformers' model with the exported weights."""
 
 import sys
 from pathlib import Path
@@ -12,36 +12,67 @@ from transformers import AutoModelForCausalLM
 from ckpt_tools.export import export
 from tests.probes import largest_error, plain_probe
 from tests.runs import ranks
-from train.config import load_run
+from train.run.config import load_run
 
 LAYER = (
-    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm"),
-    *("self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    *(
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.q_norm",
+        "self_attn.k_norm",
+    ),
+    *(
+        "self_attn.o_proj",
+        "post_attention_layernorm",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    ),
     "post_feedforward_layernorm",
 )
 LAYOUTS = (
-    *("dp1", "dp2", "tp2", "pp2", "tp2pp2", "tp2dp2", "sp2", "interleaved", "recompute", "gqa-dp1", "gqa-tp2"),
-    *("ds-zero1", "bf16-dp1", "bf16-sp2", "bf16-interleaved", "bf16-tp2pp2"),
+    *(
+        "dp1",
+        "dp2",
+        "tp2",
+        "pp2",
+        "tp2pp2",
+        "tp2dp2",
+        "sp2",
+        "recompute",
+        "gqa-dp1",
+        "gqa-tp2",
+    ),
+    *("ds-zero1", "bf16-dp1", "bf16-sp2", "bf16-tp2pp2"),
 )
 
 
 def exported_model(checkpoint: Path, out: Path) -> Any:
     """Transformers' model of a checkpoint, computing in fp32."""
     export(checkpoint, out)
-    return AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager", dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(
+        out, attn_implementation="eager", dtype=torch.float32
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_module_puts_out_what_it_does_in_transformers(trained, tmp_path, layout):
-    """fp32: sums in another order. bf16: four layers round every activation to 8 bits of mantissa."""
+    """fp32: sums in another order. bf16: four layers round activations to 8 bits of mantissa."""
     checkpoint = trained(layout) / "checkpoints" / "step00000020"
     probe = load_file(checkpoint / "probe.safetensors")
     input_ids = probe.pop("input_ids")
     outside = {"logits", "outputs/model.embed_tokens", "outputs/model.norm"}
-    inside = {f"outputs/model.layers.{layer}{name}" for layer in range(4) for name in ("", *(f".{n}" for n in LAYER))}
+    inside = {
+        f"outputs/model.layers.{layer}{name}"
+        for layer in range(4)
+        for name in ("", *(f".{n}" for n in LAYER))
+    }
     assert probe.keys() == outside | inside
     model = exported_model(checkpoint, tmp_path / "hf")
-    assert largest_error(probe, plain_probe(model, input_ids)) < (3e-2 if "bf16" in layout else 3e-6)
+    assert largest_error(probe, plain_probe(model, input_ids)) < (
+        3e-2 if "bf16" in layout else 3e-6
+    )
 
 
 def probe_shorter(run_dir: str, out: str) -> None:
@@ -52,7 +83,7 @@ def probe_shorter(run_dir: str, out: str) -> None:
     from train.megatron.engine import MegatronEngine
 
     engine = MegatronEngine(load_run(Path(run_dir) / "run.json"), start())
-    modules = [module for chunk in engine._pipeline.chunks for module in chunk.modules()]
+    modules = list(engine._pipeline.model.modules())
     for length in (7, 20):
         probe = engine.probe(torch.arange(2 * length).view(2, length))
         if dist.get_rank() == 0:

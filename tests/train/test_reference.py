@@ -7,12 +7,12 @@ import torch
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from tests.ckpt_tools.checkpoints import read_shards
-from train.config import load_run
-from train.corpus import open_corpus
-from train.data import batch
-from train.initialization import initial_parameter
-from train.run_directory import RunDirectory
-from train.tracking import read_metrics
+from train.data.batches import batch
+from train.data.corpus import open_corpus
+from train.model.initialization import initial_parameter
+from train.run.config import load_run
+from train.run.directory import RunDirectory
+from train.run.metrics import read_metrics
 
 
 def plain_model(run) -> Olmo2ForCausalLM:
@@ -40,7 +40,7 @@ def plain_model(run) -> Olmo2ForCausalLM:
 
 
 def rate_by_hand(step: int) -> float:
-    """Warm-up over 4 steps to 1e-2, cosine to a tenth at step 100, from step 15 straight to zero at 20."""
+    """Warm-up over 4 steps to 1e-2, cosine to a tenth at 100, from 15 straight to zero at 20."""
 
     def cosine(at):
         return 1e-3 + 9e-3 * (1 + math.cos(math.pi * (at - 4) / 96)) / 2
@@ -64,9 +64,13 @@ def test_twenty_steps_equal_plain_torch(trained):
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
     rows = {row["step"]: row for row in read_metrics(directory.metrics)}
     for step in range(1, 21):
-        tokens = torch.from_numpy(batch(corpus, step=step, batch_size=8, sequence_length=32, seed=7))
+        tokens = torch.from_numpy(
+            batch(corpus, step=step, batch_size=8, sequence_length=32, seed=7)
+        )
         logits = model(tokens[:, :-1]).logits
-        cross_entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        cross_entropy = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), tokens[:, 1:].flatten()
+        )
         z_loss = 1e-5 * logits.logsumexp(-1).square().mean()
         optimizer.zero_grad()
         (cross_entropy + z_loss).backward()
@@ -81,6 +85,7 @@ def test_twenty_steps_equal_plain_torch(trained):
     final = read_shards(directory.checkpoint(20), run.model)
     assert final.keys() == dict(model.named_parameters()).keys()
     for name, weight in model.named_parameters():
-        # AdamW moves weights by their gradient's sign at first: rounding noise in a gradient near zero is amplified
+        # AdamW moves weights by their gradient's sign at first: rounding noise in a gradient near
+        # zero is amplified
         moved = (weight - initial_parameter(name, run.model, run.seed)).norm()
         assert (final[name] - weight).norm() < 2e-3 * moved, name

@@ -4,33 +4,28 @@ import contextlib
 import json
 import resource
 import shutil
-import sys
-from typing import ClassVar, cast
 
 import numpy as np
 import psutil
 import pytest
-import torch
-import torch.distributed as dist
 
+from base.files import write_json
 from tests.ckpt_tools.checkpoints import seal
-from tests.runs import error_line, execute, make_run, python, torchrun
+from tests.interpreter import interpreter
+from tests.runs import error_line, execute, make_run, python, start_ranks, torchrun
 from tests.train.stalled import stalling
 from tests.train.trajectories import flip_a_byte, last_step, numbers, shard_hashes, started
 from tests.waiting import HANG_SECONDS, wait_until
-from train.attempt import Attempt
-from train.command import UserError
-from train.engine import Engine
-from train.run_directory import CHECKPOINT_JSON, RunDirectory, write_json
-from train.saving import Saver
-from train.settings import SavingConfig, SpikeConfig
-from train.tracking import attempts, record_attempt
+from train.run.config import SavingConfig
+from train.run.directory import CHECKPOINT_JSON, RunDirectory
+from train.run.environment import attempts, record_attempt
+from train.run.optimization import SpikeConfig
 
 FILE_LIMIT = 100_000  # bytes: metrics fit, shards do not
 
 
 def test_damaged_checkpoints_are_set_aside_and_the_one_before_is_used(trained, tmp_path):
-    """Step 20 was written wrong, hashes and all; step 10 was changed on the disk. Step 0 is whole."""
+    """Step 20 was written wrong, hashes and all; step 10 was changed on the disk."""
     directory = RunDirectory(tmp_path / "run")
     shutil.copytree(trained("dp1"), directory.path)
     shard = directory.checkpoint(20) / "__0_0.distcp"
@@ -49,7 +44,9 @@ def test_damaged_checkpoints_are_set_aside_and_the_one_before_is_used(trained, t
     assert [row["step"] for row in rows if "quarantined" in row] == [20, 10]
     assert numbers(directory.path) == numbers(trained("dp1"))
     for step in (10, 20):
-        assert shard_hashes(directory.checkpoint(step)) == shard_hashes(trained("dp1") / f"checkpoints/step{step:08d}")
+        assert shard_hashes(directory.checkpoint(step)) == shard_hashes(
+            trained("dp1") / f"checkpoints/step{step:08d}"
+        )
 
 
 def test_a_run_without_a_whole_checkpoint_does_not_begin_again(trained, tmp_path):
@@ -62,7 +59,9 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_again(trained, tmp_path
         assert "no checkpoint of" in error_line(python("train", "run", str(directory.path)))
         assert directory.complete_steps() == []
         assert json.loads(directory.status_json.read_text())["status"] == "failed"
-    assert (directory.quarantine / "step00000020.attempt2" / CHECKPOINT_JSON).read_bytes() == b"\xff\xfe{"
+    assert (
+        directory.quarantine / "step00000020.attempt2" / CHECKPOINT_JSON
+    ).read_bytes() == b"\xff\xfe{"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -76,12 +75,14 @@ def test_a_disk_that_stays_full_ends_the_run_at_the_next_save(tmp_path, inputs, 
 
     command = ("train", "run", str(directory.path))
     if processes > 1:
-        done = execute(torchrun(processes, *command), preexec_fn=limit_file_size)
+        done = execute(
+            torchrun(processes, *command, python=interpreter()), preexec_fn=limit_file_size
+        )
         lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1, done.stderr[:6000]
         line = lines[0]
     else:
-        done = execute([sys.executable, "-m", *command], preexec_fn=limit_file_size)
+        done = execute([interpreter(), "-m", *command], preexec_fn=limit_file_size)
         line = error_line(done)
     assert "could not save" in line
     assert "step00000000" in line
@@ -96,38 +97,42 @@ def test_a_disk_that_stays_full_ends_the_run_at_the_next_save(tmp_path, inputs, 
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_a_save_that_failed_is_repeated_with_the_weights_of_its_step(trained, tmp_path, inputs, asynchronous):
+def test_a_save_that_failed_is_repeated_with_the_weights_of_its_step(
+    trained, tmp_path, inputs, asynchronous
+):
     """The disk is full until some steps after the save of step 0; step 0 is saved all the same."""
     directory = RunDirectory(tmp_path / "dp1")
     make_run(directory.path, **inputs, saving=SavingConfig(asynchronous=asynchronous))
     command = ["tests.train.stalled", "train", "run", str(directory.path)]
     space = tmp_path / "space"
 
-    def limit_file_size():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
-
     def failed() -> bool:
         return directory.metrics.exists() and '"save_failed"' in directory.metrics.read_text()
 
-    with started(torchrun(1, *command), stalling(space, step=8), preexec_fn=limit_file_size) as process:
-        wait_until(failed, "a save that fails", process)
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        space.touch()
-        _, errors = process.communicate(timeout=HANG_SECONDS)
+    process = start_ranks(1, *command, variables=stalling(space, step=8))
+    rank = psutil.Process(process.pid(0))
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    rank.rlimit(psutil.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))  # it imports still
+    wait_until(failed, "a save that fails", process)
+    for member in (rank, *rank.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.rlimit(psutil.RLIMIT_FSIZE, unlimited)
+    space.touch()
+    _, errors = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0, errors[-3000:]
     assert "warning: step 0 could not be saved" in errors
     assert numbers(directory.path) == numbers(trained("dp1"))
     for step in (0, 10, 20):
-        assert shard_hashes(directory.checkpoint(step)) == shard_hashes(trained("dp1") / f"checkpoints/step{step:08d}")
+        assert shard_hashes(directory.checkpoint(step)) == shard_hashes(
+            trained("dp1") / f"checkpoints/step{step:08d}"
+        )
     status = json.loads(directory.status_json.read_text())
     assert status["status"] == "done"
     assert "File too large" in status["reason"]
 
 
 def test_an_orphan_leaves_when_a_later_attempt_has_begun(tmp_path, inputs):
-    """The later attempt is on another node: it did not see the lock, and says in environment.json that it began."""
+    """The later attempt, on another node, did not see the lock; it is in environment.json."""
     directory = RunDirectory(tmp_path / "orphan")
     saving = SavingConfig(restart_every_steps=1)
     make_run(directory.path, **inputs, total_steps=2000, save_steps=(0, 2000), saving=saving)
@@ -152,7 +157,9 @@ def test_a_requeued_job_goes_on_beside_its_orphan(trained, tmp_path, monkeypatch
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         monkeypatch.setenv("SLURM_JOB_ID", "4712")
-        assert "another process is training" in error_line(python("train", "run", str(directory.path)))
+        assert "another process is training" in error_line(
+            python("train", "run", str(directory.path))
+        )
         monkeypatch.setenv("SLURM_JOB_ID", "4711")
         done = python("train", "run", str(directory.path))
         assert done.returncode == 0, done.stderr[-3000:]
@@ -160,10 +167,10 @@ def test_a_requeued_job_goes_on_beside_its_orphan(trained, tmp_path, monkeypatch
 
 
 def test_spikes_are_those_of_numpy_and_survive_a_resume(tmp_path, inputs):
-    """At so low a bar many steps are skipped. The second half is trained again from the checkpoint in the middle."""
+    """Many steps are skipped at this limit. The second half is trained again from the middle."""
     spikes = SpikeConfig(window_steps=4, sigmas=0.1, action="skip")
     whole, again = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "again")
-    make_run(whole.path, **inputs, spikes=spikes, norms_every_steps=1)
+    make_run(whole.path, **inputs, spikes=spikes)
     assert python("train", "run", str(whole.path)).returncode == 0
     window: list[np.ndarray] = []
     skipped = 0
@@ -173,8 +180,6 @@ def test_spikes_are_those_of_numpy_and_survive_a_resume(tmp_path, inputs):
         last = np.array(window[-4:])
         spike = len(last) == 4 and bool((figures > last.mean(0) + 0.1 * last.std(0, ddof=1)).any())
         assert spike == ("skipped" in rows[step]), step
-        assert spike or step == 20 or rows[step]["update_norm/decayed"] > 0  # the last learning rate is 0
-        assert not spike or rows[step]["update_norm/decayed"] == 0
         skipped += spike
         if not spike:
             window.append(figures)
@@ -186,71 +191,6 @@ def test_spikes_are_those_of_numpy_and_survive_a_resume(tmp_path, inputs):
     assert shard_hashes(again.checkpoint(20)) == shard_hashes(whole.checkpoint(20))
 
 
-def test_a_spike_and_a_loss_that_is_not_finite_stop_or_are_skipped(tmp_path, inputs):
-    run_dir = tmp_path / "stop"
-    make_run(run_dir, **inputs, spikes=SpikeConfig(window_steps=4, sigmas=0.1))
-    assert "a spike: " in error_line(python("train", "run", str(run_dir)))
-    run_dir = tmp_path / "hot"
-    make_run(run_dir, **inputs, peak_lr=1e38, save_steps=(20,), not_finite="skip", evaluate_every_steps=1000)
-    assert "held-out loss nan" in error_line(python("train", "run", str(run_dir)))
-    rows = {row["step"]: row for row in numbers(run_dir)}
-    assert ["skipped" in rows[step] for step in range(1, 21)] == [False] + [True] * 19
-    assert all(np.isfinite(list(row.values())).all() for row in rows.values())
-
-
-class StaleEngine:
-    """Writes the weights of its first snapshot at every later one, as NeMo-RL once did (issue 3312)."""
-
-    layout: ClassVar = {"data": 1}
-
-    def __init__(self):
-        self.weights_N = torch.zeros(4)
-        self._first = None
-
-    def probe(self, inputs_BS):
-        return {"logits": torch.zeros(*inputs_BS.shape, 8)}
-
-    def snapshot(self, directory, *, weights_only):
-        self._first = self.weights_N.clone() if self._first is None else self._first
-        return StaleSnapshot(directory, self._first)
-
-
-class StaleSnapshot:
-    def __init__(self, directory, weights_N):
-        self._directory, self._weights_N = directory, weights_N
-
-    def write(self):
-        from safetensors.torch import save_file
-
-        save_file({"weights": self._weights_N}, self._directory / "model.safetensors")
-        return ["model.safetensors"]
-
-    def seal(self):
-        return []
-
-
-def test_a_checkpoint_identical_to_the_one_before_is_an_error(tmp_path, inputs, monkeypatch):
-    from train.distributed import start
-
-    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
-        monkeypatch.setenv(key, value)
-    run = make_run(tmp_path / "stale", **inputs)
-    directory, engine = RunDirectory(tmp_path / "stale"), StaleEngine()
-    fields = {
-        **{"run": run.name, "fingerprint": "0", "tokens": 0, "learning_rate": 0.1, "train_loss": 1.0},
-        **{"held_out_loss": 1.0, "engine": "megatron", "precision": "fp32", "world_size": 1, "layout": {}},
-        **{"attempt": 1, "data_sha256": {}, "model": {}},
-    }
-    start()
-    try:
-        saver = Saver(run, cast(Engine, engine), directory, Attempt(directory, {}), lambda step, **values: None)
-        for step, learned, identical in ((1, True, False), (2, False, False), (3, True, True)):
-            engine.weights_N += learned
-            saver.learned = learned
-            part = saver.copy(directory.checkpoint(step), probe_BS=torch.zeros(1, 2), fields=fields | {"step": step})
-            refused = pytest.raises(UserError, match="step 3 is identical to step 2: nothing was learned")
-            with refused if identical else contextlib.nullcontext():
-                saver.save(step, [part], copying_seconds=0.0)
-    finally:
-        dist.destroy_process_group()
-    assert directory.complete_steps() == [1, 2]
+def test_a_spike_stops_a_run_that_does_not_skip_it(tmp_path, inputs):
+    make_run(tmp_path / "stop", **inputs, spikes=SpikeConfig(window_steps=4, sigmas=0.1))
+    assert "a spike: " in error_line(python("train", "run", str(tmp_path / "stop")))

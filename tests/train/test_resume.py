@@ -5,23 +5,25 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.runs import error_line, make_run, python, ranks, torchrun
+from tests.runs import error_line, make_run, python, ranks, start_ranks
 from tests.train.stalled import stalling
-from tests.train.trajectories import kill, numbers, shard_hashes, started
+from tests.train.trajectories import numbers, shard_hashes
 from tests.waiting import wait_until
-from train.run_directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record
-from train.tracking import read_metrics
+from train.run.directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record
+from train.run.metrics import read_metrics
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
 def test_resumed_run_is_bit_identical(trained, tmp_path, layout):
-    """The last checkpoint is removed, as if the run had died after step 10; then the run goes on from there."""
+    """The last checkpoint is removed, as if the run had died after step 10; then it resumes."""
     whole = RunDirectory(trained(layout))
     again = RunDirectory(tmp_path / layout)
     shutil.copytree(whole.path, again.path)
     shutil.rmtree(again.checkpoint(20))
     rows = again.metrics.read_text().splitlines()
-    again.metrics.write_text("\n".join(rows[:-3]) + "\n" + rows[-3][:20])  # the last lines lost, one of them torn
+    again.metrics.write_text(
+        "\n".join(rows[:-3]) + "\n" + rows[-3][:20]
+    )  # the last lines lost, one of them torn
     done = ranks(2, "train", "run", str(again.path))
     assert done.returncode == 0, done.stderr[-3000:]
     assert numbers(again.path) == numbers(whole.path)
@@ -34,18 +36,21 @@ def test_killed_run_keeps_its_checkpoints_and_ends_the_same(trained, tmp_path, i
     directory = RunDirectory(tmp_path / "dp1")
     make_run(directory.path, **inputs)
     command = ["train", "run", str(directory.path)]
-    with started(torchrun(1, "tests.train.stalled", *command), stalling(tmp_path / "never", step=13)) as killed:
-        wait_until((directory.checkpoint(10) / CHECKPOINT_JSON).exists, "step 10 saved", killed)
-        kill(killed)
+    never = stalling(tmp_path / "never", step=13)
+    killed = start_ranks(1, "tests.train.stalled", *command, variables=never)
+    wait_until((directory.checkpoint(10) / CHECKPOINT_JSON).exists, "step 10 saved", killed)
+    killed.kill()
     done = python(*command)
     assert done.returncode == 0, done.stderr[-3000:]
     assert numbers(directory.path) == numbers(trained("dp1"))
-    assert shard_hashes(directory.checkpoint(20)) == shard_hashes(trained("dp1") / "checkpoints" / "step00000020")
+    assert shard_hashes(directory.checkpoint(20)) == shard_hashes(
+        trained("dp1") / "checkpoints" / "step00000020"
+    )
     assert not list(directory.checkpoints.glob(".*"))
 
 
 def test_resume_at_another_layout_goes_on_with_the_same_losses(trained, tmp_path):
-    """Weights and optimizer state saved by TP2 x PP2 on four processes, loaded by two data-parallel ones."""
+    """Weights and optimizer state of TP2 x PP2 on four processes, loaded by two of DP2."""
     directory = RunDirectory(tmp_path / "dp2")
     source = RunDirectory(trained("dp2"))
     directory.path.mkdir()
@@ -54,7 +59,8 @@ def test_resume_at_another_layout_goes_on_with_the_same_losses(trained, tmp_path
     done = ranks(2, "train", "run", str(directory.path))
     assert done.returncode == 0, done.stderr[-3000:]
     losses, expected = (
-        {row["step"]: row["loss"] for row in numbers(run.path) if "loss" in row} for run in (directory, source)
+        {row["step"]: row["loss"] for row in numbers(run.path) if "loss" in row}
+        for run in (directory, source)
     )
     assert sorted(losses) == list(range(11, 21))
     assert losses == pytest.approx({step: expected[step] for step in losses}, abs=1e-4)
@@ -88,7 +94,7 @@ def test_a_run_goes_on_from_its_first_checkpoint(trained, tmp_path, incomplete):
     ids=["training", "held-out"],
 )
 def test_a_loss_that_is_not_finite_stops_at_its_step(tmp_path, inputs, save_steps, expected, kept):
-    """The first update overflows: the next loss shows it, or the held-out loss before a broken model is saved."""
+    """The first update overflows: the next loss shows it, or the held-out loss before a save."""
     directory = RunDirectory(tmp_path / "hot")
     make_run(directory.path, **inputs, peak_lr=1e38, save_steps=save_steps)
     line = error_line(python("train", "run", str(directory.path)))
@@ -105,5 +111,7 @@ def test_two_attempts_cannot_train_one_run(tmp_path, inputs):
     make_run(directory.path, **inputs)
     with (directory.path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "another process is training" in error_line(python("train", "run", str(directory.path)))
+        assert "another process is training" in error_line(
+            python("train", "run", str(directory.path))
+        )
     assert not directory.checkpoints.exists()

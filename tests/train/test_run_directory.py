@@ -4,9 +4,11 @@ import json
 
 import pytest
 
-from train.command import UserError
-from train.run_directory import RunDirectory, committed_directory, record_files, verify_files, write_json
-from train.tracking import MetricsWriter, environment, read_metrics
+from base.environment import environment
+from base.errors import UserError
+from base.files import committed_directory, record_files, verify_files, write_json
+from train.run.directory import RunDirectory
+from train.run.metrics import MetricsWriter, read_metrics
 
 
 def test_json_is_replaced_whole_or_not_at_all(tmp_path):
@@ -45,7 +47,10 @@ def test_leftovers_of_a_killed_writer_go_and_a_living_one_is_respected(tmp_path)
     (partial / "half").write_text("written by a process that was killed")
     with committed_directory(tmp_path / "out") as aside:
         assert list(aside.iterdir()) == []
-        with pytest.raises(UserError, match="another process is writing"), committed_directory(tmp_path / "out"):
+        with (
+            pytest.raises(UserError, match="another process is writing"),
+            committed_directory(tmp_path / "out"),
+        ):
             pytest.fail("two writers")
         (aside / "file").write_text("one")
     assert (tmp_path / "out" / "file").read_text() == "one"
@@ -99,7 +104,10 @@ def test_metrics_survive_a_torn_line_and_overlapping_attempts(tmp_path):
     second.append(2, 20, held_out_loss=4.0)
     second.close()
     rows = read_metrics(path)
-    assert [(row["step"], row["attempt"], row["loss"]) for row in rows] == [(1, 1, 3.0), (2, 2, 2.5)]
+    assert [(row["step"], row["attempt"], row["loss"]) for row in rows] == [
+        (1, 1, 3.0),
+        (2, 2, 2.5),
+    ]
     assert rows[1]["held_out_loss"] == 4.0
     orphan = MetricsWriter(path, attempt=1)  # of a node that was given up and trains on
     orphan.append(2, 20, loss=2.0, learning_rate=1.0, skipped=1)
@@ -108,7 +116,11 @@ def test_metrics_survive_a_torn_line_and_overlapping_attempts(tmp_path):
     third.append(2, 20, loss=2.25, learning_rate=1.0)
     orphan.append(2, 20, loss=2.0, learning_rate=1.0)
     rows = read_metrics(path)
-    assert [(row["step"], row["attempt"], row["loss"]) for row in rows] == [(1, 1, 3.0), (2, 3, 2.25), (3, 1, 1.0)]
+    assert [(row["step"], row["attempt"], row["loss"]) for row in rows] == [
+        (1, 1, 3.0),
+        (2, 3, 2.25),
+        (3, 1, 1.0),
+    ]
     assert rows[1].keys() == {"step", "tokens", "attempt", "time", "loss", "learning_rate"}
     with pytest.raises(ValueError, match="not JSON compliant"):
         MetricsWriter(path, attempt=3).append(3, 30, loss=float("nan"))

@@ -1,4 +1,4 @@
-"""Shares of a text: they part its documents, equal ones together, whatever the order and the source."""
+"""Shares of a text part its documents, equal ones together, whatever order and source."""
 
 import json
 import random
@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from base.errors import UserError
 from tests.runs import make_run
-from train.command import UserError
-from train.corpus import open_corpus
-from train.data import open_data
-from train.part import Chosen
-from train.prepare import prepare
-from train.run_directory import RunDirectory
-from train.settings import DataConfig
-from train.share import PLACES, Share, parse_share, place_of
+from train.data.batches import open_data
+from train.data.config import DataConfig
+from train.data.corpus import open_corpus
+from train.data.part import Chosen
+from train.data.prepare import prepare
+from train.data.share import PLACES, Share, parse_share, place_of
+from train.run.directory import RunDirectory
 
 CUTS = (0, 100_000, 250_000, PLACES)
 SHARES = [Share(first=first, stop=stop) for first, stop in pairwise(CUTS)]
@@ -40,7 +40,9 @@ def source(tmp_path_factory, texts) -> Path:
 
 def documents(prefix: Path, tokenizer: Tokenizer) -> list[str]:
     corpus = open_corpus(prefix, verify_hashes=True)
-    return [tokenizer.decode(corpus.document(i)[:-1].tolist()) for i in range(corpus.manifest.documents)]
+    return [
+        tokenizer.decode(corpus.document(i)[:-1].tolist()) for i in range(corpus.manifest.documents)
+    ]
 
 
 def split(source: Path, tokenizer_dir: Path, out: Path) -> list[list[str]]:
@@ -58,7 +60,9 @@ def test_shares_part_a_text_and_its_token_file(tmp_path, texts, source, tokenize
     for found in (parts, again):
         assert sum(map(Counter, found), Counter()) == Counter(texts)
         assert not any(set(one) & set(other) for i, one in enumerate(found) for other in found[:i])
-        assert [len(part) / len(texts) for part in found] == pytest.approx([0.1, 0.15, 0.75], abs=0.05)
+        assert [len(part) / len(texts) for part in found] == pytest.approx(
+            [0.1, 0.15, 0.75], abs=0.05
+        )
     assert parts[0] == [text for text in texts if place_of(text.encode()) < 100_000]  # in order
 
 
@@ -66,7 +70,10 @@ def test_documents_are_cut_to_their_beginning(tmp_path, texts, source, tokenizer
     prepare([source], tokenizer_dir, tmp_path / "whole")
     for place in (source, tmp_path / "whole"):
         prepare([place], tokenizer_dir, tmp_path / "cut", chosen=Chosen(document_tokens=20))
-        whole, cut = open_corpus(tmp_path / "whole"), open_corpus(tmp_path / "cut", verify_hashes=True)
+        whole, cut = (
+            open_corpus(tmp_path / "whole"),
+            open_corpus(tmp_path / "cut", verify_hashes=True),
+        )
         for index in (0, 7, len(texts) - 1):
             assert [*whole.document(index)[:19].tolist(), 0] == cut.document(index).tolist()
 
@@ -87,10 +94,24 @@ def test_a_token_file_of_another_tokenizer_is_refused(tmp_path, source, tokenize
         prepare([tmp_path / "whole"], other, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("held_out", "apart"), [(Share(first=0, stop=300_000), True), (None, False)])
-def test_held_out_shares_of_the_text_may_be_measured_on(tmp_path, source, tokenizer_dir, held_out, apart):
-    prepare([source], tokenizer_dir, tmp_path / "train", chosen=Chosen(Share(first=300_000, stop=PLACES)))
-    prepare([source], tokenizer_dir, tmp_path / "held_out", chosen=Chosen(held_out) if held_out else Chosen())
+@pytest.mark.parametrize(
+    ("held_out", "apart"), [(Share(first=0, stop=300_000), True), (None, False)]
+)
+def test_held_out_shares_of_the_text_may_be_measured_on(
+    tmp_path, source, tokenizer_dir, held_out, apart
+):
+    prepare(
+        [source],
+        tokenizer_dir,
+        tmp_path / "train",
+        chosen=Chosen(Share(first=300_000, stop=PLACES)),
+    )
+    prepare(
+        [source],
+        tokenizer_dir,
+        tmp_path / "held_out",
+        chosen=Chosen(held_out) if held_out else Chosen(),
+    )
     data = DataConfig(
         train=str(tmp_path / "train"),
         held_out=str(tmp_path / "held_out"),

@@ -1,4 +1,4 @@
-"""Runs that start from an imported model: both engines, several layouts, against transformers in a plain loop."""
+"""Runs from an imported model, by both engines, against transformers in a plain loop."""
 
 import json
 import shutil
@@ -10,42 +10,47 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from base.files import sha256_of
 from ckpt_tools.checkpoint import open_weights
 from ckpt_tools.importing import import_checkpoint
 from tests.ckpt_tools.checkpoints import all_of, read_weights, seal
 from tests.conftest import make_hf_directory
 from tests.runs import error_line, make_run, python, ranks
-from train.config import load_run
-from train.corpus import open_corpus
-from train.data import batch
-from train.prepare import prepare
-from train.run_directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record, sha256_of
-from train.settings import Anneal, ConstantPhase, ParallelConfig, ScheduleConfig, StartFrom, ZeroConfig
-from train.tracking import read_metrics
+from train.data.batches import batch
+from train.data.corpus import open_corpus
+from train.data.prepare import prepare
+from train.run.config import StartFrom, load_run
+from train.run.directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record
+from train.run.metrics import read_metrics
+from train.run.optimization import Anneal, ConstantPhase, ScheduleConfig
+from train.run.parallel import ParallelConfig
 
 STEPS, RATE = 6, 1e-3
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory, tokenizer_dir) -> Path:
-    """A random OLMo2 of the sizes of `make_run`, as an HF directory with the tokenizer of the tests."""
+    """A random OLMo2 of `make_run`'s sizes, as an HF directory with the tests' tokenizer."""
     directory = make_hf_directory(tmp_path_factory.mktemp("source") / "model", num_hidden_layers=4)
     for path in tokenizer_dir.iterdir():
         shutil.copy(path, directory / path.name)
     return directory
 
 
-def import_as(tmp_path: Path, source: Path, **settings) -> Path:
-    arguments: dict[str, Any] = {"engine": "either", "optimizer_state": False, "step": 0, "tokens": 0, "processes": 1}
-    import_checkpoint(str(source), tmp_path / "imported", **(arguments | settings))
+def import_as(tmp_path: Path, source: Path) -> Path:
+    import_checkpoint(str(source), tmp_path / "imported", processes=1)
     return tmp_path / "imported"
 
 
 def start_run(directory: Path, checkpoint: Path, inputs: dict[str, Path], **changes):
     """A short anneal of an imported model: the rate falls straight from its first step."""
     settings: dict[str, Any] = {
-        "start_from": StartFrom(checkpoint=str(checkpoint), sha256=sha256_of(checkpoint / CHECKPOINT_JSON)),
-        "schedule": ScheduleConfig(warmup_tokens=0, phase=ConstantPhase(), anneal=Anneal(start_step=0)),
+        "start_from": StartFrom(
+            checkpoint=str(checkpoint), sha256=sha256_of(checkpoint / CHECKPOINT_JSON)
+        ),
+        "schedule": ScheduleConfig(
+            warmup_tokens=0, phase=ConstantPhase(), anneal=Anneal(start_step=0)
+        ),
         "peak_lr": RATE,
         "total_steps": STEPS,
         "save_steps": (0, STEPS),
@@ -55,7 +60,7 @@ def start_run(directory: Path, checkpoint: Path, inputs: dict[str, Path], **chan
 
 
 def losses_by_hand(source: Path, run_dir: Path) -> list[float]:
-    """Cross-entropy before every update of transformers' model, trained by torch's AdamW from the same weights."""
+    """Cross-entropy before every update of transformers' model, trained by torch's AdamW."""
     run = load_run(run_dir / "run.json")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     decayed = [weight for name, weight in model.named_parameters() if "embed_tokens" not in name]
@@ -66,7 +71,9 @@ def losses_by_hand(source: Path, run_dir: Path) -> list[float]:
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
     corpus, losses = open_corpus(run.data.train_sources[0].source), []
     for step in range(1, STEPS + 1):
-        tokens = torch.from_numpy(batch(corpus, step=step, batch_size=8, sequence_length=32, seed=7))
+        tokens = torch.from_numpy(
+            batch(corpus, step=step, batch_size=8, sequence_length=32, seed=7)
+        )
         logits = model(tokens[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
@@ -79,20 +86,20 @@ def losses_by_hand(source: Path, run_dir: Path) -> list[float]:
     return losses
 
 
-LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "megatron": (1, "either", {}),
-    "megatron tp2dp2": (4, "either", {"parallel": ParallelConfig(tensor=2)}),
-    "megatron interleaved": (2, "megatron", {"parallel": ParallelConfig(pipeline=2, virtual_pipeline=2)}),
-    "megatron with state": (2, "megatron", {"parallel": ParallelConfig(tensor=2)}),
-    "zero 1": (2, "either", {"engine": "deepspeed"}),
-    "zero 3": (2, "deepspeed", {"engine": "deepspeed", "zero": ZeroConfig(stage=3, allow_stage_3=True)}),
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "megatron": (1, {}),
+    "megatron tp2dp2": (4, {"parallel": ParallelConfig(tensor=2)}),
+    "megatron pp2": (2, {"parallel": ParallelConfig(pipeline=2)}),
+    "zero 1": (2, {"engine": "deepspeed"}),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_starts_from_the_imported_weights_with_a_fresh_optimizer(tmp_path, source, inputs, layout):
-    processes, engine, settings = LAYOUTS[layout]
-    checkpoint = import_as(tmp_path, source, engine=engine, optimizer_state=layout.endswith("state"))
+def test_training_starts_from_the_imported_weights_with_a_fresh_optimizer(
+    tmp_path, source, inputs, layout
+):
+    processes, settings = LAYOUTS[layout]
+    checkpoint = import_as(tmp_path, source)
     start_run(tmp_path / "run", checkpoint, inputs, **settings)
     done = ranks(processes, "train", "run", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -102,12 +109,14 @@ def test_training_starts_from_the_imported_weights_with_a_fresh_optimizer(tmp_pa
     assert all(torch.equal(first[name], imported[name]) for name in first)
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
     expected = losses_by_hand(source, tmp_path / "run")
-    assert [row["loss"] for row in rows] == pytest.approx(expected, abs=1e-3 if layout == "zero 3" else 1e-4)
+    assert [row["loss"] for row in rows] == pytest.approx(expected, abs=1e-4)
 
 
 def test_main_weights_keep_fp32_where_the_model_computes_in_bf16(tmp_path, source, inputs):
     checkpoint = import_as(tmp_path, source)
-    start_run(tmp_path / "run", checkpoint, inputs, precision="bf16", total_steps=1, save_steps=(0, 1))
+    start_run(
+        tmp_path / "run", checkpoint, inputs, precision="bf16", total_steps=1, save_steps=(0, 1)
+    )
     done = ranks(2, "train", "run", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr[-3000:]
     first = RunDirectory(tmp_path / "run").checkpoint(0)
@@ -129,7 +138,9 @@ def test_what_does_not_fit_is_refused(tmp_path, source, inputs):
     def refused(name: str, **changes: Any) -> str:
         start_run(tmp_path / name, checkpoint, inputs, **changes)
         line = error_line(python("train", "run", str(tmp_path / name)))
-        assert not (tmp_path / name / "checkpoints").exists() or not list((tmp_path / name / "checkpoints").iterdir())
+        assert not (tmp_path / name / "checkpoints").exists() or not list(
+            (tmp_path / name / "checkpoints").iterdir()
+        )
         return line
 
     assert "model.num_key_value_heads is 2 in run.json, 4 in" in refused("grouped", kv_heads=2)
@@ -147,7 +158,7 @@ def test_what_does_not_fit_is_refused(tmp_path, source, inputs):
 
 
 def test_an_engine_that_computes_otherwise_is_refused(tmp_path, source, inputs):
-    """The imported probe is what transformers computed: another one stands for a conversion that went wrong."""
+    """The imported probe is transformers': another one stands for a wrong conversion."""
     checkpoint = import_as(tmp_path, source)
     probe = load_file(checkpoint / "probe.safetensors")
     save_file({**probe, "logits": probe["logits"] * 1.001}, checkpoint / "probe.safetensors")
@@ -165,6 +176,10 @@ def test_another_tokenizer_is_refused(tmp_path, source, inputs, tokenizer_dir):
     for split, letters in (("train", range(97, 123)), ("held_out", range(122, 96, -1))):
         (tmp_path / f"{split}.txt").write_text("".join(map(chr, letters)) * 200)
         prepare([tmp_path / f"{split}.txt"], other, tmp_path / split)
-    prefixes = {"train_prefix": tmp_path / "train", "held_out_prefix": tmp_path / "held_out", "tokenizer_dir": other}
+    prefixes = {
+        "train_prefix": tmp_path / "train",
+        "held_out_prefix": tmp_path / "held_out",
+        "tokenizer_dir": other,
+    }
     start_run(tmp_path / "run", checkpoint, prefixes)
     assert "is not the tokenizer of" in error_line(python("train", "run", str(tmp_path / "run")))

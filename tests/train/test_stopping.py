@@ -3,15 +3,15 @@
 import json
 import os
 import signal
-import sys
 
+from tests.interpreter import interpreter
 from tests.runs import ended, execute, make_run, ranks, start_ranks, torchrun
 from tests.train.stalled import stalling
 from tests.train.trajectories import last_step, numbers, shard_hashes, started
 from tests.waiting import HANG_SECONDS, wait_until
-from train.run_directory import RunDirectory
-from train.settings import SavingConfig
-from train.tracking import attempts
+from train.run.config import SavingConfig
+from train.run.directory import RunDirectory
+from train.run.environment import attempts
 
 
 def status(directory):
@@ -19,17 +19,23 @@ def status(directory):
 
 
 def test_a_run_that_is_stopped_again_and_again_ends_the_same(trained, tmp_path, inputs):
-    """By a file that is there from the start, by SIGUSR1 to the rank that writes nothing, by SIGTERM to torchrun."""
+    """By a file from the start, by SIGUSR1 to a silent rank, by SIGTERM to torchrun."""
     directory = RunDirectory(tmp_path / "dp2")
-    make_run(directory.path, **inputs, saving=SavingConfig(asynchronous=True, restart_every_steps=2))
+    make_run(
+        directory.path, **inputs, saving=SavingConfig(asynchronous=True, restart_every_steps=2)
+    )
     command = ("train", "run", str(directory.path))
     directory.stop_file.touch()
     done = ranks(2, *command)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "stopped at step 1 of 20; the same command goes on\n"
+    assert done.stdout == "stopped at step 1 of 20; the same command resumes\n"
     assert not directory.stop_file.exists()
     assert directory.complete_restarts() == [1]
-    assert (status(directory)["status"], status(directory)["step"], status(directory)["attempt"]) == ("preempted", 1, 1)
+    assert (
+        status(directory)["status"],
+        status(directory)["step"],
+        status(directory)["attempt"],
+    ) == ("preempted", 1, 1)
     assert "STOP" in status(directory)["reason"]
 
     stalled, never = ("tests.train.stalled", *command), tmp_path / "never"
@@ -44,16 +50,21 @@ def test_a_run_that_is_stopped_again_and_again_ends_the_same(trained, tmp_path, 
     newest = max(directory.complete_restarts() + directory.complete_steps())
     assert newest == first["step"]
 
-    with started(torchrun(2, *stalled), stalling(never, step=first["step"] + 4)) as process:
+    agent = torchrun(2, *stalled, python=interpreter())
+    with started(agent, stalling(never, step=first["step"] + 4)) as process:
         wait_until(lambda: last_step(directory.path) > first["step"], "a further step", process)
         process.send_signal(signal.SIGTERM)
         process.wait(HANG_SECONDS)  # torchrun's own code
     second = status(directory)
     assert second["attempt"] == 3
     assert second["step"] > first["step"]
-    assert [attempt["resumed_from_step"] for attempt in attempts(directory.environment_json)] == [None, 1, newest]
+    assert [attempt["resumed_from_step"] for attempt in attempts(directory.environment_json)] == [
+        None,
+        1,
+        newest,
+    ]
 
-    directory.stop_file.touch()  # too late: it must not stop the next attempt for ever, nor outlive the end
+    directory.stop_file.touch()  # too late: it must not outlive the end
     for _ in range(2):
         done = ranks(2, *command)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -62,15 +73,20 @@ def test_a_run_that_is_stopped_again_and_again_ends_the_same(trained, tmp_path, 
     assert len(directory.complete_restarts()) == 2
     assert numbers(directory.path) == numbers(trained("dp2"))
     for step in (0, 10, 20):
-        assert shard_hashes(directory.checkpoint(step)) == shard_hashes(trained("dp2") / f"checkpoints/step{step:08d}")
+        assert shard_hashes(directory.checkpoint(step)) == shard_hashes(
+            trained("dp2") / f"checkpoints/step{step:08d}"
+        )
     rows = [json.loads(line) for line in directory.ranks.read_text().splitlines()]
     assert {(row["rank"], row["attempt"]) for row in rows} >= {(0, 1), (1, 1)}
-    assert all(0 < row["step_seconds_p50"] <= row["step_seconds_p95"] <= row["step_seconds_max"] for row in rows)
+    assert all(
+        0 < row["step_seconds_p50"] <= row["step_seconds_p95"] <= row["step_seconds_max"]
+        for row in rows
+    )
 
 
 SIGNALLED_WHILE_STARTING = """
 import os, signal, sys
-from train import stopping
+from base import stopping
 stopping.listen()
 os.kill(os.getpid(), signal.SIGUSR1)
 from pathlib import Path
@@ -81,6 +97,6 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_signal_is_remembered_from_the_start_and_ignored_after_the_end(tmp_path):
-    done = execute([sys.executable, "-c", SIGNALLED_WHILE_STARTING, str(tmp_path)])
+    done = execute([interpreter(), "-c", SIGNALLED_WHILE_STARTING, str(tmp_path)])
     assert (done.returncode, done.stdout) == (0, "SIGUSR1\n")
     assert list(tmp_path.iterdir()) == []

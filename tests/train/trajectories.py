@@ -1,4 +1,4 @@
-"""What must be the same in two trainings of one run: figures at every step, and every tensor of a checkpoint."""
+"""The equal parts of two trainings of a run: figures of steps, tensors of checkpoints."""
 
 import contextlib
 import signal
@@ -9,9 +9,10 @@ from typing import Any
 
 import psutil
 
+from base.files import sha256_of
 from tests.runs import environment
-from train.run_directory import PROBE, RunDirectory, sha256_of
-from train.tracking import read_metrics
+from train.run.directory import PROBE, RunDirectory
+from train.run.metrics import read_metrics
 
 OF_THIS_MACHINE = {
     *("time", "attempt", "tokens_per_second", "model_flops_per_second", "memory_bytes"),
@@ -21,7 +22,9 @@ OF_THIS_MACHINE = {
 
 def shard_hashes(checkpoint: Path) -> dict[str, str]:
     """SHA-256 of the files that hold tensors."""
-    paths = [path for path in sorted(checkpoint.iterdir()) if path.suffix in (".distcp", ".safetensors")]
+    paths = [
+        path for path in sorted(checkpoint.iterdir()) if path.suffix in (".distcp", ".safetensors")
+    ]
     assert paths, checkpoint
     return {path.name: sha256_of(path) for path in paths if path.name != PROBE}
 
@@ -29,7 +32,9 @@ def shard_hashes(checkpoint: Path) -> dict[str, str]:
 def numbers(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, without what depends on the machine."""
     rows = read_metrics(RunDirectory(run_dir).metrics)
-    return [{key: value for key, value in row.items() if key not in OF_THIS_MACHINE} for row in rows]
+    return [
+        {key: value for key, value in row.items() if key not in OF_THIS_MACHINE} for row in rows
+    ]
 
 
 def tree(directory: Path) -> dict[str, str]:
@@ -46,7 +51,7 @@ def flip_a_byte(path: Path) -> None:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """kill -9 of a command and of every process it started, which torchrun puts into sessions of their own."""
+    """Kill -9 a command and every process it started, which torchrun puts into sessions."""
     family = [process]
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(signal.SIGSTOP)  # or torchrun might start another meanwhile
@@ -58,7 +63,9 @@ def kill(process: subprocess.Popen) -> None:
 
 
 @contextlib.contextmanager
-def started(command: list[str], variables: dict[str, str] | None = None, **kwargs: Any) -> Iterator[subprocess.Popen]:
+def started(
+    command: list[str], variables: dict[str, str] | None = None, **kwargs: Any
+) -> Iterator[subprocess.Popen]:
     """A running command, killed with all its processes at the end of the block."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=environment() | (variables or {}), **pipes, **kwargs)

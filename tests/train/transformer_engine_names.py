@@ -1,8 +1,9 @@
-"""What megatron-core takes from transformer_engine, and what the sources of transformer-engine's releases define.
+"""The names that megatron-core takes from transformer_engine, and those its releases define.
 
-Both are read, neither is imported: transformer-engine is of use with a GPU alone, and takes CUDA's toolkit to build.
-`python -m tests.train.transformer_engine_names` downloads its wheels (0.7 MB each, Python alone) and writes the record
-beside this file. A name is dotted, from the package to a module, a class or a function.
+Both are read, neither is imported: transformer-engine is of use with a GPU alone, and takes CUDA's
+toolkit to build. `python -m tests.train.transformer_engine_names` downloads its wheels (0.7 MB
+each, Python alone) and writes the record beside this file. A name is dotted, from the package to a
+module, a class or a function.
 """
 
 import ast
@@ -20,7 +21,7 @@ RECORD = Path(__file__).with_suffix(".json")
 
 
 def taken_names() -> set[str]:
-    """Names that the installed megatron-core imports, and those it reaches as attributes of a module it imported."""
+    """Names that the installed megatron-core imports or reaches as attributes of a module."""
     spec = importlib.util.find_spec("megatron.core")
     assert spec is not None
     assert spec.origin is not None
@@ -53,17 +54,24 @@ class Release:
 
     def __init__(self, wheel: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
-            self.sources = {name: archive.read(name).decode() for name in archive.namelist() if name.endswith(".py")}
+            self.sources = {
+                name: archive.read(name).decode()
+                for name in archive.namelist()
+                if name.endswith(".py")
+            }
 
     def path(self, module: str) -> str | None:
         """The file of a module."""
         stem = module.replace(".", "/")
-        return next((path for path in (f"{stem}/__init__.py", f"{stem}.py") if path in self.sources), None)
+        return next(
+            (path for path in (f"{stem}/__init__.py", f"{stem}.py") if path in self.sources), None
+        )
 
     def has(self, name: str) -> bool:
         """Whether a name of `taken_names` is defined.
 
-        Attributes of classes and functions are not looked for, nor what it imports by name from other packages.
+        Attributes of classes and functions are not looked for, nor what it imports by name from
+        other packages.
         """
         module, *rest = name.split(".")
         while rest and self.path(f"{module}.{rest[0]}"):
@@ -74,7 +82,11 @@ class Release:
         if rest[0] not in defined:
             return False
         source = defined[rest[0]]
-        return source is None or source.split(".")[0] != PACKAGE or self.has(".".join([source, *rest[1:]]))
+        return (
+            source is None
+            or source.split(".")[0] != PACKAGE
+            or self.has(".".join([source, *rest[1:]]))
+        )
 
     def defined(self, module: str) -> dict[str, str | None]:
         """What a module defines: None, or for what it imports the dotted name of that."""
@@ -87,9 +99,15 @@ class Release:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found[node.name] = None
             elif isinstance(node, ast.Assign):
-                found |= {target.id: None for target in node.targets if isinstance(target, ast.Name)}
+                found |= {
+                    target.id: None for target in node.targets if isinstance(target, ast.Name)
+                }
             elif isinstance(node, ast.ImportFrom):
-                parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+                parents = (
+                    package.split(".")[: len(package.split(".")) + 1 - node.level]
+                    if node.level
+                    else []
+                )
                 source = ".".join([*parents, *([node.module] if node.module else [])])
                 for alias in node.names:
                     found |= (
@@ -110,8 +128,20 @@ def derive() -> dict[str, dict[str, bool]]:
     table: dict[str, dict[str, bool]] = {name: {} for name in names}
     for version in VERSIONS:
         with tempfile.TemporaryDirectory() as place:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", place]
-            done = subprocess.run([*command, f"{PACKAGE}=={version}"], capture_output=True, text=True, check=False)
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--no-deps",
+                "--only-binary",
+                ":all:",
+                "--dest",
+                place,
+            ]
+            done = subprocess.run(
+                [*command, f"{PACKAGE}=={version}"], capture_output=True, text=True, check=False
+            )
             if done.returncode:
                 raise RuntimeError(f"this needs PyPI: {done.stderr.strip().splitlines()[-1]}")
             release = Release(next(Path(place).glob("*.whl")))

@@ -1,4 +1,4 @@
-"""What the modules of a transformers model put out in one forward pass, by their names there.
+"""The outputs of the modules of a transformers model in one forward pass, by their names there.
 
 Shapes: B sequences, S tokens, H hidden size, W width of a module's output.
 """
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from train.run_directory import PROBE_OUTPUTS
+from train.run.directory import PROBE_OUTPUTS
 
 
 @contextmanager
 def recorded(model: Any) -> Iterator[dict[str, Tensor]]:
-    """What `Engine.probe` wants besides logits, filled in by forward passes within the block. For any family."""
+    """Record the module outputs of `Engine.probe` in forward passes within the block."""
     outputs: dict[str, Tensor] = {}
     embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
     layers = set(model.base_model.layers)
@@ -30,7 +30,8 @@ def recorded(model: Any) -> Iterator[dict[str, Tensor]]:
     handles = [
         module.register_forward_hook(keep(name, every_token=module is embedding))
         for name, module in model.named_modules()
-        if module in layers or (module is not lm_head and next(module.parameters(recurse=False), None) is not None)
+        if module in layers
+        or (module is not lm_head and next(module.parameters(recurse=False), None) is not None)
     ]
     try:
         yield outputs

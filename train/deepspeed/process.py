@@ -1,4 +1,4 @@
-"""What has to be settled before DeepSpeed is used, so that it compiles, prints and looks for nothing."""
+"""The settings of the process without which DeepSpeed compiles, prints and searches at import."""
 
 import logging
 import os
@@ -13,14 +13,18 @@ warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprec
 
 
 def join(device: torch.device) -> None:
-    """Lets DeepSpeed use torch's process group, which must exist, and this rank's device."""
+    """Let DeepSpeed use torch's process group, which must exist, and this rank's device."""
     import deepspeed
     import deepspeed.ops
     from deepspeed.runtime import bf16_optimizer
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its import sets another
-    # DeepSpeed takes the device with this number; train.distributed may have chosen another one than torchrun.
-    os.environ["LOCAL_RANK"] = str(device.index or 0) if device.type == "cuda" else os.environ.get("LOCAL_RANK", "0")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
-    bf16_optimizer.see_memory_usage = lambda *_arguments, **_settings: None  # printed, whatever the level of the log
+    # DeepSpeed takes the device with this number; train.distributed may have chosen another one
+    # than torchrun.
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if device.type == "cuda":
+        os.environ["LOCAL_RANK"] = str(device.index or 0)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling takes minutes
+    # It prints, whatever the level of the log.
+    bf16_optimizer.see_memory_usage = lambda *_arguments, **_settings: None
     deepspeed.init_distributed(dist_init_required=False)

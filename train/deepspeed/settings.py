@@ -6,17 +6,18 @@ import deepspeed
 from deepspeed.runtime import constants, precision_config
 from deepspeed.runtime.zero import config as zero_config
 
-from train.command import UserError
-from train.config import RunConfig
+from base.errors import UserError
+from train.run.config import RunConfig
 
 NEVER = 2**40  # steps
+BUCKET_ELEMENTS = 500_000_000  # reduced at once
 
 
 def deepspeed_config(run: RunConfig, data_parallel: int) -> dict[str, Any]:
-    """DeepSpeed's configuration of a run at this number of ranks.
+    """Return DeepSpeed's configuration of a run at this number of ranks.
 
-    Gradients are accumulated and reduced in fp32 at every precision. Stage 0, and stage 1 in bf16, reduce after the
-    backward pass: neither buckets nor overlapping are theirs.
+    Gradients are accumulated and reduced in fp32 at every precision. Stage 1 in bf16 reduces after
+    the backward pass, without the buckets.
 
     Raises:
         UserError: the installed DeepSpeed does not know a key, which it would ignore.
@@ -33,9 +34,9 @@ def deepspeed_config(run: RunConfig, data_parallel: int) -> dict[str, Any]:
         "steps_per_print": NEVER,
         "zero_optimization": {
             "stage": run.zero.stage,
-            "overlap_comm": run.zero.overlap_communication,
-            "reduce_bucket_size": run.zero.bucket_elements,
-            "allgather_bucket_size": run.zero.bucket_elements,
+            "overlap_comm": True,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "round_robin_gradients": False,
@@ -46,7 +47,7 @@ def deepspeed_config(run: RunConfig, data_parallel: int) -> dict[str, Any]:
 
 
 def _check_keys(config: dict[str, Any]) -> None:
-    """DeepSpeed refuses unknown keys within its sections but ignores them beside and within `data_types`."""
+    """Raise UserError for keys at the top and in `data_types` that DeepSpeed would ignore."""
     known = {
         value
         for module in (constants, precision_config, zero_config)
@@ -56,6 +57,6 @@ def _check_keys(config: dict[str, Any]) -> None:
     unknown = (config.keys() | config["data_types"].keys()) - known
     if unknown:
         raise UserError(
-            f"deepspeed {deepspeed.__version__} does not know the settings {', '.join(sorted(unknown))}; install the "
-            f"version that pyproject.toml names"
+            f"deepspeed {deepspeed.__version__} does not know the settings"
+            f" {', '.join(sorted(unknown))}; install the version that pyproject.toml names"
         )

@@ -1,7 +1,7 @@
-"""What megatron-core 0.16 asks of CUDA, answered for a CPU process. Does nothing where CUDA is available.
+"""Stand-ins for CUDA, for megatron-core 0.16 in a process without it.
 
-megatron-core runs on CPU but for some dozen places that name the current CUDA device, its streams or CUDA type strings.
-All stand-ins are here, and are set once, before the first import of megatron.
+megatron-core runs on CPU but for some dozen places that name the current CUDA device, its streams
+or CUDA type strings. All stand-ins are here, and are set once, before the first import of megatron.
 """
 
 import functools
@@ -21,12 +21,15 @@ class _NullStream:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         return None
 
     def wait_stream(self, stream: object) -> None:
-        """Nothing runs asynchronously, so there is nothing to wait for."""
+        """Wait for nothing: nothing runs asynchronously."""
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,7 +43,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_cuda_type_names(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The distributed optimizer accepts a parameter only if its type string is that of a CUDA tensor."""
+    """Return a type string as of a CUDA tensor, which the distributed optimizer asks for."""
 
     @functools.wraps(original)
     def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +67,7 @@ def _stand_in_for_cuda() -> None:
 
 
 def _import_without_compiler() -> None:
-    """megatron-core passes its fused functions to torch.compile, 1.5 s of imports per rank; on CPU none is called."""
+    """Import megatron-core without torch.compile: 1.5 s, for functions that no CPU calls."""
     module: Any = torch
     module.compile, compiler = lambda function: function, module.compile
     import megatron.core  # noqa: F401
@@ -72,7 +75,8 @@ def _import_without_compiler() -> None:
     module.compile = compiler
 
 
-# megatron-core announces at import that Apex and Transformer Engine are missing; on CPU neither could be used.
+# megatron-core announces at import that Apex and Transformer Engine are missing; on CPU neither
+# could be used.
 warnings.filterwarnings("ignore", module=r"megatron\.core.*")
 warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
 warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated")

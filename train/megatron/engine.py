@@ -16,10 +16,10 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
 
-from train.averaging import slot_names
-from train.command import UserError
-from train.config import RunConfig
-from train.engine import Batch, Snapshot, StepResult, WeightShard
+from base.errors import UserError
+from train.averages import slot_names
+from train.data.batches import Batch
+from train.engine import Snapshot, StepResult
 from train.megatron.model import (
     check_kernels,
     global_parameters,
@@ -28,43 +28,43 @@ from train.megatron.model import (
     weight_shard,
 )
 from train.megatron.optimizer import build_optimizer, clip_and_update, gradient_norm
-from train.megatron.optimizer_state import STATE, OptimizerState, slots_in
+from train.megatron.optimizer_state import OptimizerState, slots_in
 from train.megatron.pipeline import Pipeline
 from train.megatron.probing import probe
 from train.megatron.shards import ShardedSnapshot
+from train.run.config import RunConfig
 
 
 class MegatronEngine:
-    """One rank of a run. Every rank calls every method; results are global and the same on all ranks."""
+    """One rank of a run, as `train.engine.Engine` says."""
 
     def __init__(self, run: RunConfig, device: torch.device) -> None:
         check_kernels(run)
         self.run = run
         self.data_parallel = run.data_parallel_size(dist.get_world_size())
         initialize_groups(run)
-        initialize_rng_tracker(inference_rng_tracker=True)  # mcore's that does nothing: no dropout anywhere
+        initialize_rng_tracker(inference_rng_tracker=True)  # the idle one: no dropout anywhere
         config = transformer_config(run)
         self._pipeline = Pipeline(run, config, device)
-        self._optimizer = build_optimizer(run, self._pipeline.chunks)
+        self._optimizer = build_optimizer(run, self._pipeline.model)
         self._state = OptimizerState(self._optimizer, slot_names(run))
         config.finalize_model_grads_func = finalize_model_grads
 
     @property
     def layout(self) -> dict[str, int]:
-        """Parallel sizes by name."""
+        """Return parallel sizes by name."""
         parallel = self.run.parallel
         return {
             "tensor": parallel.tensor,
             "pipeline": parallel.pipeline,
-            "virtual_pipeline": parallel.virtual_pipeline,
-            "context": parallel.context,
             "data": self.data_parallel,
         }
 
-    def train_step(self, batch: Batch, learning_rate: float, accept: Callable[[StepResult], bool]) -> StepResult:
-        """Forward, backward, then, if accepted, clip and update on one global batch."""
-        for chunk in self._pipeline.chunks:
-            chunk.zero_grad_buffer()
+    def train_step(
+        self, batch: Batch, learning_rate: float, accept: Callable[[StepResult], bool]
+    ) -> StepResult:
+        """Run forward and backward on a global batch; if accepted, clip and update."""
+        self._pipeline.model.zero_grad_buffer()
         self._optimizer.zero_grad()
         cross_entropy, z_loss = self._pipeline.losses(batch, forward_only=False)
         result = StepResult(cross_entropy, z_loss, gradient_norm(self._optimizer))
@@ -74,38 +74,36 @@ class MegatronEngine:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
-        """Mean cross-entropy over the counted labels, nats per token."""
+        """Return the mean cross-entropy over the counted labels, nats per token."""
         return self._pipeline.losses(batch, forward_only=True)[0]
 
     def probe(self, inputs_BS: Tensor) -> dict[str, Tensor]:
-        """Logits and the outputs of all modules, whole, on rank 0. One microbatch."""
+        """Return logits and the outputs of all modules, whole, on rank 0."""
         return probe(self._pipeline, inputs_BS)
 
-    def weights(self) -> list[WeightShard]:
-        """Part of the fp32 main weights that this rank holds."""
+    def weights(self) -> list[Tensor]:
+        """Return the fp32 main weights of this rank."""
         return self._state.weights()
 
     def slot(self, name: str) -> list[Tensor]:
-        """A named fp32 copy of the shape of `weights()`; KeyError for a name that is none of `slot_names(run)`."""
+        """Return a named fp32 copy of the shape of `weights()`."""
         return self._state.slot(name)
 
     @torch.no_grad()
     def publish_weights(self) -> None:
-        """Makes the model compute with what `weights()` now hold, in its precision and on all data-parallel ranks."""
+        """Make the model compute with the current `weights()`, on all data-parallel ranks."""
         for part in self._optimizer.chained_optimizers:
             part._copy_main_params_to_model_params()
-        for chunk in self._pipeline.chunks:
-            chunk.start_param_sync()
+        self._pipeline.model.start_param_sync()
 
     def _model_state(self) -> dict[str, Any]:
-        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        return {
-            f"model{index}": chunk.module.sharded_state_dict(metadata=metadata)
-            for index, chunk in enumerate(self._pipeline.chunks)
+        metadata = {
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)
         }
+        return {"model": self._pipeline.model.module.sharded_state_dict(metadata=metadata)}
 
     def snapshot(self, directory: Path, *, weights_only: bool) -> Snapshot:
-        """Copies the model's weights and, unless `weights_only`, optimizer state and slots, to be written below."""
+        """Copy the weights and, unless `weights_only`, optimizer state and slots."""
         state = self._model_state()
         optimizer = self._state.to_save(state)  # also says which rank writes which weight
         if not weights_only:
@@ -113,9 +111,7 @@ class MegatronEngine:
         return ShardedSnapshot(state, directory)
 
     def load(self, directory: Path) -> None:
-        """Loads what a snapshot wrote at any layout. Hash-check it first: it holds pickles.
-
-        From weights without optimizer state the main weights are taken, and the state stays fresh.
+        """Load what a snapshot wrote at any layout. Hash-check it first: it holds pickles.
 
         Raises:
             UserError: the shards lack a key of this model or hold one more.
@@ -123,37 +119,27 @@ class MegatronEngine:
         state = self._model_state()
         try:
             keys = dist_checkpointing.load_tensors_metadata(str(directory))
-            if not any(key.startswith(STATE) for key in keys):
-                weights = self._state.weights_to_load(state)
-                # The empty states of Transformer Engine are the only keys that are not asked for.
-                loaded = dist_checkpointing.load(weights, str(directory), strict=StrictHandling.RAISE_UNEXPECTED)
-                self._state.load_weights(loaded)
-                self.publish_weights()
-                return
             state |= {"optimizer": self._state.to_load(state, slots_in(keys))}
             loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_ALL)
         except CheckpointingException as error:
             raise UserError(
-                f"{directory} does not fit the model of run.json ({str(error).splitlines()[0][:300]}); delete it to go "
-                f"on from the checkpoint before it"
+                f"{directory} does not fit the model of run.json"
+                f" ({str(error).splitlines()[0][:300]}); restore the run.json that it was saved"
+                " with"
             ) from error
-        for index, chunk in enumerate(self._pipeline.chunks):
-            chunk.module.load_state_dict(loaded[f"model{index}"])
+        self._pipeline.model.module.load_state_dict(loaded["model"])
         self._state.load(loaded["optimizer"])
         self._state.steps = loaded["steps"]
 
     def start_from(self, read: Callable[[str], Tensor]) -> None:
-        """Takes over the weights that `read` gives by HF name, whole, exactly in fp32."""
-        names = {
-            parameter: name
-            for chunk in self._pipeline.chunks
-            for name, parameter in global_parameters(chunk.module).items()
-        }
+        """Set the weights to those that `read` gives by HF name, whole, in fp32."""
+        parameters = global_parameters(self._pipeline.model.module)
+        names = {parameter: name for name, parameter in parameters.items()}
         self._state.assign(lambda parameter: weight_shard(names[parameter], read, self.run.model))
         self.publish_weights()
 
     def close(self) -> None:
-        """Leaves the process groups."""
+        """Destroy the process groups."""
         dist.barrier()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

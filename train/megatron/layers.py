@@ -1,4 +1,4 @@
-"""The parts of OLMo2 that megatron-core lacks: reordered norms, a QK-norm over all heads, attention without dropout.
+"""OLMo2's layers that megatron-core lacks: reordered norms, a QK-norm over all heads, attention.
 
 Shapes: S tokens, B sequences, H hidden size, N heads of this rank, D head size.
 """
@@ -29,36 +29,41 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Under sequence parallelism a rank sees some of the tokens: mcore sums the gradients of weights so marked.
+        # Under sequence parallelism a rank sees some tokens: mcore sums gradients so marked.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises in fp32 and returns the dtype of `x`."""
+        """Normalise in fp32; return the dtype of `x`."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class PostNormRowParallelLinear(RowParallelLinear):
-    """Row-parallel linear followed by a norm of its reduced output: OLMo2 normalises what a sublayer returns."""
+    """Row-parallel linear, then a norm of its reduced output, as OLMo2 has it after a sublayer."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
+    ) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.post_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Linear, reduction, norm."""
+        """Apply linear, reduction, norm."""
         y, bias = super().forward(x)
         return self.post_norm(y), bias
 
 
 class FullWidthNorm(nn.Module):
-    """RMSNorm over all heads of all tensor-parallel ranks at once; each rank holds the weights of its own heads.
+    """RMSNorm over all heads of all tensor-parallel ranks; a rank holds the weights of its heads.
 
-    The sum of squares is all-reduced in forward and its gradient in backward: with a plain all-reduce the forward pass
-    is right and the gradient is not. mcore builds this as `q_layernorm` and `k_layernorm` with `qk_layernorm=False`;
-    with it True, mcore would sum the gradients of these weights over ranks as if every rank held the same ones.
+    The sum of squares is all-reduced in forward and its gradient in backward: a plain all-reduce
+    gets the forward pass right and the gradient wrong. mcore builds this as `q_layernorm` and
+    `k_layernorm` with `qk_layernorm=False`; with True, it would sum the gradients of these weights
+    over ranks as if all held the same ones.
     """
 
-    def __init__(self, config: TransformerConfig, num_heads: int, head_dim: int, eps: float) -> None:
+    def __init__(
+        self, config: TransformerConfig, num_heads: int, head_dim: int, eps: float
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.full_width = num_heads * head_dim
@@ -66,18 +71,20 @@ class FullWidthNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(self.full_width // ranks, dtype=config.params_dtype))
 
     def forward(self, x_SBND: Tensor) -> Tensor:
-        """Normalises in fp32 and returns the dtype of the input."""
+        """Normalise in fp32; return the dtype of the input."""
         x_SBH = x_SBND.flatten(2).float()
         squares_SB1 = x_SBH.square().sum(-1, keepdim=True)
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
-            squares_SB1 = reduce_from_tensor_model_parallel_region(copy_to_tensor_model_parallel_region(squares_SB1))
+            squares_SB1 = reduce_from_tensor_model_parallel_region(
+                copy_to_tensor_model_parallel_region(squares_SB1)
+            )
         normed_SBH = x_SBH * torch.rsqrt(squares_SB1 / self.full_width + self.eps)
         return (self.weight * normed_SBH).to(x_SBND.dtype).view(x_SBND.shape)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The weight is split over tensor-parallel ranks; without this it could not be loaded at another layout."""
+        """Return the weight as split over tensor-parallel ranks, to be loaded at any layout."""
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -113,22 +120,25 @@ class CausalAttention(nn.Module):
         super().__init__()
 
     def forward(
-        self, query_SBND: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+        self,
+        query_SBND: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **_: Any,
     ) -> Tensor:
-        """Returns [S, B, N x D].
-
-        The mask is bool [B, 1, S, S], True where a query must not see a key, as everywhere in mcore; None: causal.
-        """
+        """Return [S, B, N x D]; the mask is None, for attention is causal everywhere."""
+        assert attention_mask is None
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key, value))
-        seen = None if attention_mask is None else ~attention_mask
+        grouped = query.shape[1] != key.shape[1]
         out_BNSD = F.scaled_dot_product_attention(
-            query, key, value, seen, is_causal=seen is None, enable_gqa=query.shape[1] != key.shape[1]
+            query, key, value, is_causal=True, enable_gqa=grouped
         )
         return out_BNSD.permute(2, 0, 1, 3).flatten(2)
 
 
 class _SwiGlu(torch.autograd.Function):
-    """silu(gate) * up of [gate, up] side by side; keeps its input only, and writes its gradient in one piece."""
+    """silu(gate) * up of [gate, up]; keeps its input only, writes its gradient in one piece."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -149,10 +159,12 @@ class _SwiGlu(torch.autograd.Function):
 
 
 class SwiGluMLP(MLP):
-    """mcore's MLP with the activation in one step: mcore's own splits, adds zero and joins the halves again."""
+    """mcore's MLP with the activation in one step; mcore splits and joins the halves again."""
 
-    def forward(self, hidden_states: Tensor, per_token_scale: None = None, **_: Any) -> tuple[Tensor, None]:
-        """Linear, SwiGLU, linear."""
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: None = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Apply linear, SwiGLU, linear."""
         assert per_token_scale is None
         gate_up, _ = self.linear_fc1(hidden_states)
         output, _ = self.linear_fc2(_SwiGlu.apply(gate_up))
@@ -162,19 +174,14 @@ class SwiGluMLP(MLP):
 class RecomputedLayer(TransformerLayer):
     """A layer that keeps its input only and runs forward once more in backward.
 
-    mcore's own recomputation saves and restores CUDA's random state; nothing here draws random numbers.
+    mcore's own recomputation saves and restores CUDA's random state; nothing here draws random
+    numbers.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As TransformerLayer's."""
+        """Run TransformerLayer's forward."""
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def document_mask(documents_BS: Tensor) -> Tensor:
-    """Bool [B, 1, S, S], True where a query must not see a key: a later one, or one of another document."""
-    length = documents_BS.shape[1]
-    later_SS = torch.ones(length, length, dtype=torch.bool, device=documents_BS.device).triu(1)
-    other_BSS = documents_BS.unsqueeze(2) != documents_BS.unsqueeze(1)
-    return (other_BSS | later_SS).unsqueeze(1)
+        return checkpoint(
+            super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+        )

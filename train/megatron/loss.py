@@ -10,11 +10,13 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch import Tensor
 
 
-def cross_entropy_and_log_normalizer(logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Per token, in nats: -log softmax(logits)[label] and log Z = logsumexp(logits), both [B, S] fp32.
+def cross_entropy_and_log_normalizer(
+    logits_BSV: Tensor, labels_BS: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return -log softmax(logits)[label] and log Z = logsumexp(logits), [B, S] fp32, in nats.
 
-    Only per-token numbers travel between ranks. First-order gradients are exact; second ones are not (no part of
-    megatron-core differentiates twice through a reduction).
+    Only per-token numbers travel between ranks. First-order gradients are exact; second ones are
+    not (no part of megatron-core differentiates twice through a reduction).
     """
     logits_BSV = logits_BSV.float()
     num_rows = logits_BSV.shape[-1]
@@ -27,7 +29,7 @@ def cross_entropy_and_log_normalizer(logits_BSV: Tensor, labels_BS: Tensor) -> t
         group = parallel_state.get_tensor_model_parallel_group()
         max_BS = log_z_BS.detach().clone()
         dist.all_reduce(max_BS, dist.ReduceOp.MAX, group)
-        # mcore reduces in place, behind autograd's back: exp() keeps its output for backward, so it gets a copy.
+        # mcore reduces in place, unseen by autograd, and exp() keeps its output for backward: copy.
         share_BS = (log_z_BS - max_BS).exp().clone()
         log_z_BS = max_BS + reduce_from_tensor_model_parallel_region(share_BS).log()
         label_logit_BS = reduce_from_tensor_model_parallel_region(label_logit_BS)

@@ -1,4 +1,4 @@
-"""OLMo2 as a megatron-core GPTModel: reordered norms and a QK-norm over all heads (arXiv 2501.00656, section 3.3).
+"""OLMo2 as a megatron-core GPTModel (arXiv 2501.00656, section 3.3).
 
 h = x + norm_attn(attention(x));   out = h + norm_mlp(mlp(h));   final norm, then lm_head
 """
@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -26,10 +29,6 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from train import layout
-from train.command import UserError
-from train.config import RunConfig
-from train.initialization import initial_parameter
 from train.megatron import transformer_engine
 from train.megatron.layers import (
     CausalAttention,
@@ -40,25 +39,22 @@ from train.megatron.layers import (
     RMSNorm,
     SwiGluMLP,
 )
-from train.settings import ModelConfig
+from train.model import megatron_names
+from train.model.config import ModelConfig
+from train.model.initialization import initial_parameter
+from train.run.config import RunConfig
 
 PARAMETER_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 def check_kernels(run: RunConfig) -> None:
-    """UserError where the run asks for kernels that are not here, or the kernels cannot do what it asks for."""
+    """Raise UserError where the run asks for kernels that are not here."""
     if run.kernels == "transformer_engine":
         transformer_engine.check_installed()
-    elif run.parallel.context > 1:
-        raise UserError(
-            f"parallel.context {run.parallel.context} needs a GPU and kernels 'transformer_engine'; set it to 1"
-        )
-    if run.parallel.context > 1 and run.data.document_masking:
-        raise UserError("data.document_masking cannot be combined with parallel.context; set parallel.context to 1")
 
 
 def transformer_config(run: RunConfig) -> TransformerConfig:
-    """megatron-core's configuration of this run. Fusions that need Apex are off."""
+    """Return megatron-core's configuration of this run. Fusions that need Apex are off."""
     model, parallel, dtype = run.model, run.parallel, PARAMETER_DTYPE[run.precision]
     fields: dict[str, Any] = {}
     if run.kernels == "transformer_engine":
@@ -81,11 +77,6 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         perform_initialization=False,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=_virtual_size(run),
-        context_parallel_size=parallel.context,
-        # In one batch an interleaved stage would send twice to, and receive twice from, its only neighbour of two.
-        overlap_p2p_comm=parallel.virtual_pipeline > 1,
-        batch_p2p_comm=parallel.virtual_pipeline == 1,
         sequence_parallel=parallel.sequence,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -101,23 +92,16 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
     )
 
 
-def _virtual_size(run: RunConfig) -> int | None:
-    """How mcore says that a pipeline is not interleaved: None, not 1."""
-    return run.parallel.virtual_pipeline if run.parallel.virtual_pipeline > 1 else None
-
-
 def initialize_groups(run: RunConfig) -> None:
-    """The process groups of this layout. The data-parallel size follows from the world size."""
+    """Make the process groups of this layout; the remaining ranks are data-parallel."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=run.parallel.tensor,
         pipeline_model_parallel_size=run.parallel.pipeline,
-        virtual_pipeline_model_parallel_size=_virtual_size(run),
-        context_parallel_size=run.parallel.context,
     )
 
 
 def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
-    """The modules of one model chunk of `num_layers` layers."""
+    """Return the modules of one pipeline stage of `num_layers` layers."""
     kernels: dict[str, Any] = {
         "column": ColumnParallelLinear,
         "row": PostNormRowParallelLinear,
@@ -126,8 +110,7 @@ def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
     }
     recomputed = run.recompute == "layers"
     if run.kernels == "transformer_engine":
-        kernels, recomputed = transformer_engine.kernels(), False  # mcore recomputes these by itself
-    mask = AttnMaskType.arbitrary if run.data.document_masking else AttnMaskType.causal
+        kernels, recomputed = transformer_engine.kernels(), False  # mcore recomputes these itself
     attention = SelfAttentionSubmodules(
         linear_qkv=kernels["column"],
         core_attention=kernels["attention"],
@@ -137,69 +120,68 @@ def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
     )
     layer = TransformerLayerSubmodules(
         input_layernorm=IdentityOp,
-        self_attention=ModuleSpec(SelfAttention, params={"attn_mask_type": mask}, submodules=attention),
+        self_attention=ModuleSpec(
+            SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+        ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=IdentityOp,
-        mlp=ModuleSpec(SwiGluMLP, submodules=MLPSubmodules(linear_fc1=kernels["column"], linear_fc2=kernels["row"])),
+        mlp=ModuleSpec(
+            SwiGluMLP,
+            submodules=MLPSubmodules(linear_fc1=kernels["column"], linear_fc2=kernels["row"]),
+        ),
         mlp_bda=get_bias_dropout_add,
     )
-    layers = [ModuleSpec(RecomputedLayer if recomputed else TransformerLayer, submodules=layer)] * num_layers
+    layers = [
+        ModuleSpec(RecomputedLayer if recomputed else TransformerLayer, submodules=layer)
+    ] * num_layers
     return TransformerBlockSubmodules(layers, kernels["norm"])
 
 
-def build_chunks(run: RunConfig, config: TransformerConfig, device: torch.device) -> list[GPTModel]:
-    """The parts of the model on one rank, one unless the pipeline is interleaved.
+def build_model(run: RunConfig, config: TransformerConfig, device: torch.device) -> GPTModel:
+    """Return the layers of this rank's pipeline stage, initialised parameter by parameter."""
+    model = GPTModel(
+        config,
+        _block_spec(run, config.num_layers // run.parallel.pipeline),
+        vocab_size=run.model.vocab_size,
+        max_sequence_length=run.data.sequence_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        rotary_base=run.model.rope_theta,
+        parallel_output=True,
+    )
 
-    They are initialised as `train.initialization` says, each parameter by its name.
-    """
-    parallel = run.parallel
-    num_layers = config.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
-    chunks = []
-    for index in range(parallel.virtual_pipeline):
-        stage = index if parallel.virtual_pipeline > 1 else None
-        chunk = GPTModel(
-            config,
-            _block_spec(run, num_layers),
-            vocab_size=run.model.vocab_size,
-            max_sequence_length=run.data.sequence_length,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            share_embeddings_and_output_weights=False,
-            position_embedding_type="rope",
-            rotary_base=run.model.rope_theta,
-            parallel_output=True,
-            vp_stage=stage,
-        )
-        _initialize(chunk, run)
-        chunks.append(chunk.to(device))
-    return chunks
+    def initial(hf_name: str) -> Tensor:
+        return initial_parameter(hf_name, run.model, run.seed)
 
-
-def _initialize(chunk: GPTModel, run: RunConfig) -> None:
     with torch.no_grad():
-        for name, parameter in global_parameters(chunk).items():
-            parameter.copy_(
-                weight_shard(name, lambda hf_name: initial_parameter(hf_name, run.model, run.seed), run.model)
-            )
-            axis = layout.shard_axis(name)
-            # What the gradient norm goes by to count every weight once; Transformer Engine has set it already.
+        for name, parameter in global_parameters(model).items():
+            parameter.copy_(weight_shard(name, initial, run.model))
+            axis = megatron_names.shard_axis(name)
+            # By this the gradient norm counts every weight once; Transformer Engine sets it itself.
             if axis is not None and not getattr(parameter, "tensor_model_parallel", False):
-                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis, stride=1)
+                set_tensor_model_parallel_attributes(
+                    parameter, is_parallel=True, dim=axis, stride=1
+                )
+    return model.to(device)
 
 
-def global_parameters(chunk: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """The parameters of a chunk by their names in the whole model: a chunk counts layers from its own first one."""
-    offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
+def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
+    """Return a stage's parameters by their names in the whole model: a stage counts from 0."""
+    offset = get_transformer_layer_offset(model.config)
     parameters = {}
-    for local_name, parameter in chunk.named_parameters():
-        layer, suffix = layout.split_layer(local_name)
-        name = local_name if layer is None else f"{layout.LAYERS}{layer + offset}.{suffix}"
+    for local_name, parameter in model.named_parameters():
+        layer, suffix = megatron_names.split_layer(local_name)
+        name = local_name if layer is None else f"{megatron_names.LAYERS}{layer + offset}.{suffix}"
         parameters[name] = parameter
     return parameters
 
 
 def weight_shard(name: str, read: Callable[[str], Tensor], model: ModelConfig) -> Tensor:
-    """What this rank holds of the parameter `name`, from whole tensors by HF name."""
-    whole = layout.from_hf(name, read, model)
+    """Return this rank's shard of the parameter `name`, from whole tensors by HF name."""
+    whole = megatron_names.from_hf(name, read, model)
     rank = parallel_state.get_tensor_model_parallel_rank()
-    return layout.shard(name, whole, rank, parallel_state.get_tensor_model_parallel_world_size())
+    return megatron_names.shard(
+        name, whole, rank, parallel_state.get_tensor_model_parallel_world_size()
+    )

@@ -12,17 +12,18 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from torch.optim.adamw import adamw
 
-from train import layout
-from train.command import UserError
-from train.config import RunConfig
+from base.errors import UserError
 from train.megatron.model import PARAMETER_DTYPE, global_parameters
-from train.settings import OptimizerConfig as Settings
+from train.model import megatron_names
+from train.run.config import RunConfig
+from train.run.optimization import OptimizerConfig as Settings
 
 
 class GroupStepAdamW(torch.optim.AdamW):
-    """torch's AdamW with the step count in the parameter group, as Apex and Transformer Engine keep it.
+    """torch's AdamW with the step count in the parameter group, as in Apex and Transformer Engine.
 
-    A checkpoint that loads at every layout holds what has the shape of a parameter, and one count for all of them.
+    A checkpoint that loads at every layout holds what has the shape of a parameter, and one count
+    for all of them.
     """
 
     def __init__(self, params: Any, **settings: Any) -> None:
@@ -32,7 +33,7 @@ class GroupStepAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -43,7 +44,10 @@ class GroupStepAdamW(torch.optim.AdamW):
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [],
-                [torch.tensor(float(group["step"]), device=parameter.device) for parameter in parameters],
+                [
+                    torch.tensor(float(group["step"]), device=parameter.device)
+                    for parameter in parameters
+                ],
                 fused=True,
                 amsgrad=False,
                 beta1=group["betas"][0],
@@ -56,30 +60,32 @@ class GroupStepAdamW(torch.optim.AdamW):
             group["step"] += 1
 
 
-def _undecayed(run: RunConfig, chunks: list[DistributedDataParallel]) -> set[torch.nn.Parameter]:
-    """The parameters that weight decay spares; UserError where that would be a part of a fused matrix.
+def _undecayed(run: RunConfig, model: DistributedDataParallel) -> set[torch.nn.Parameter]:
+    """Return the parameters that weight decay spares; UserError for a part of a fused matrix.
 
     All ranks decide on all names, so that they refuse together.
     """
     spared = set()
-    for name in layout.megatron_names(run.model.num_hidden_layers):
-        hf_names = layout.hf_names(name)
+    for name in megatron_names.megatron_names(run.model.num_hidden_layers):
+        hf_names = megatron_names.hf_names(name)
         decayed = {run.optimizer.decays(hf_name) for hf_name in hf_names}
         if len(decayed) > 1:
             raise UserError(
-                f"optimizer.undecayed {list(run.optimizer.undecayed)} spares some of {', '.join(hf_names)}, which "
-                f"megatron-core keeps as one matrix; spare all of them or none, or set engine to deepspeed"
+                f"optimizer.undecayed {list(run.optimizer.undecayed)} spares some of"
+                f" {', '.join(hf_names)}, which megatron-core keeps as one matrix; spare all of"
+                " them or none, or set engine to deepspeed"
             )
         if decayed == {False}:
             spared.add(name)
-    named = {name: parameter for chunk in chunks for name, parameter in global_parameters(chunk.module).items()}
+    named = global_parameters(model.module)
     return {named[name] for name in spared & named.keys()}
 
 
-def build_optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """The distributed optimizer: fp32 main parameters and moments, sharded over data-parallel ranks.
+def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> MegatronOptimizer:
+    """Return the distributed optimizer: fp32 weights and moments, sharded over data ranks.
 
-    Which parameters are decayed is the run's to say (`optimizer.undecayed`); megatron-core would spare norms.
+    Which parameters are decayed is the run's to say (`optimizer.undecayed`); megatron-core would
+    spare norms.
     """
     settings = run.optimizer
     config = OptimizerConfig(
@@ -94,32 +100,36 @@ def build_optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> Me
         params_dtype=PARAMETER_DTYPE[run.precision],
         use_distributed_optimizer=True,
     )
-    spared = _undecayed(run, chunks)
+    spared = _undecayed(run, model)
     matches = ParamWithNamePredicate("undecayed", lambda parameter, _: parameter in spared)
     no_decay = {ParamKey(with_name_predicate=matches): {"wd_mult": 0.0}}
     if mcore_optimizer.USING_PYTORCH_OPTIMIZER:  # neither Transformer Engine nor Apex is installed
         torch_adamw = torch.optim.AdamW
-        torch.optim.AdamW = GroupStepAdamW  # type: ignore[misc, assignment]  # get_megatron_optimizer takes the class from there
+        # get_megatron_optimizer takes the class from there.
+        torch.optim.AdamW = GroupStepAdamW  # type: ignore[misc, assignment]
         try:
-            optimizer = get_megatron_optimizer(config, chunks, config_overrides=no_decay)
+            optimizer = get_megatron_optimizer(config, [model], config_overrides=no_decay)
         finally:
             torch.optim.AdamW = torch_adamw  # type: ignore[misc]
     else:
-        optimizer = get_megatron_optimizer(config, chunks, config_overrides=no_decay)
-    for part in optimizer.chained_optimizers:  # zero moments, so that a checkpoint can hold them before the first step
+        optimizer = get_megatron_optimizer(config, [model], config_overrides=no_decay)
+    for part in optimizer.chained_optimizers:
+        # Zero moments, so that a checkpoint can hold them before the first step.
         part.init_state_fn(part.optimizer, part.config)
     return optimizer
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """L2 norm of the whole gradient, over all ranks; hands the reduced gradients to the optimizer."""
+    """Return the L2 norm of the whole gradient; hand the reduced gradients to the optimizer."""
     overflowed = optimizer.prepare_grads()
     assert not overflowed  # only a loss scaler looks for it, and there is none
     return float(optimizer.get_grad_norm())
 
 
-def clip_and_update(optimizer: MegatronOptimizer, grad_norm: float, rate: float, settings: Settings) -> None:
-    """Clips by the norm that `gradient_norm` returned and updates weights and moments at learning rate `rate`.
+def clip_and_update(
+    optimizer: MegatronOptimizer, grad_norm: float, rate: float, settings: Settings
+) -> None:
+    """Clip by the norm that `gradient_norm` returned, and update weights and moments.
 
     megatron-core leaves the rate, and the multiplier of the decay, to a scheduler.
     """

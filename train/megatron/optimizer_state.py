@@ -1,9 +1,14 @@
-"""The flat shards of the distributed optimizer: main weights, moments, slots, and how a checkpoint holds them.
+"""The flat shards of the distributed optimizer (weights, moments, slots) and their checkpoint form.
 
-A data-parallel rank holds a contiguous stretch of all parameters laid end to end, so the first and the last parameter
-of its stretch may belong to its neighbours as well. A checkpoint holds every parameter's state in the parameter's own
-shape: the rank where a parameter begins, its owner, takes the rest of it from the ranks after it, and writes it. So
-every rank writes about as much as it holds, hardly anything is sent, and nothing is gathered.
+A data-parallel rank holds one stretch of all parameters laid end to end:
+
+    parameters  |---- A ----|-- B --|------ C ------|
+    ranks       |----- 0 -----|----- 1 -----|-- 2 --|
+
+A checkpoint holds every parameter's state in the parameter's own shape. The rank where a parameter
+begins, its owner, receives the rest of it from the ranks after it, and writes it: here rank 0
+writes A and B, of which rank 1 sends the end. So every rank writes about as much as it holds, and
+nothing is gathered. This file reads private members of megatron-core 0.16's optimizer.
 """
 
 import itertools
@@ -14,13 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
-
-from train.engine import WeightShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE = "optimizer.state."  # begins the checkpoint key of a part of a parameter's state
@@ -30,7 +36,7 @@ EMBEDDING = "embedding.word_embeddings.weight"  # a parameter that every model h
 
 @dataclass(frozen=True)
 class _Piece:
-    """What this rank holds of one parameter."""
+    """The part of one parameter on this rank."""
 
     parameter: torch.nn.Parameter
     start: int  # of the piece in the flat parameter
@@ -39,7 +45,6 @@ class _Piece:
     last: int  # data-parallel rank on which it ends
     ranks: tuple[tuple[int, int], ...]  # (start, stop) on each rank from the owner to the last
     inner: Tensor  # fp32, flat: what the inner optimizer updates, and its key for the moments
-    decayed: bool
 
 
 class OptimizerState:
@@ -51,9 +56,14 @@ class OptimizerState:
         self._part: Any = part
         self._group = self._part.data_parallel_group_gloo  # pieces travel between CPUs
         self._rank = dist.get_rank(self._group)
-        self._pieces = [piece for buffer in range(len(self._part.buffers)) for piece in self._pieces_of(buffer)]
+        self._pieces = [
+            piece for buffer in range(len(self._part.buffers)) for piece in self._pieces_of(buffer)
+        ]
         self._slots = {
-            name: {piece.parameter: torch.zeros_like(piece.inner, requires_grad=False) for piece in self._pieces}
+            name: {
+                piece.parameter: torch.zeros_like(piece.inner, requires_grad=False)
+                for piece in self._pieces
+            }
             for name in slot_names
         }
 
@@ -69,7 +79,6 @@ class OptimizerState:
                 owner, last = begin // stretch, (end - 1) // stretch
                 bounds = [begin, *(stretch * rank for rank in range(owner + 1, last + 1)), end]
                 group_index, order = part.model_param_group_index_map[parameter]
-                group = part.optimizer.param_groups[group_index]
                 yield _Piece(
                     parameter,
                     held["param"].start,
@@ -77,29 +86,22 @@ class OptimizerState:
                     owner,
                     last,
                     tuple((a - begin, b - begin) for a, b in itertools.pairwise(bounds)),
-                    group["params"][order],
-                    group["wd_mult"] != 0,
+                    part.optimizer.param_groups[group_index]["params"][order],
                 )
 
-    def weights(self) -> list[WeightShard]:
-        """The fp32 main weights of this rank."""
-        return [
-            WeightShard(
-                piece.decayed,
-                piece.inner.detach(),
-                bool(param_is_not_tensor_parallel_duplicate(piece.parameter)),
-            )
-            for piece in self._pieces
-        ]
+    def weights(self) -> list[Tensor]:
+        """Return the fp32 main weights of this rank."""
+        return [piece.inner.detach() for piece in self._pieces]
 
     def slot(self, name: str) -> list[Tensor]:
-        """A slot in the order of `weights`. KeyError for a name it was not made with."""
+        """Return a slot in the order of `weights`."""
         return [self._slots[name][piece.parameter] for piece in self._pieces]
 
     @property
     def steps(self) -> int:
-        """Updates so far, on which Adam's bias correction depends; the same in every group."""
-        # Apex and Transformer Engine count from their first update on, and never in a group without parameters here.
+        """Return the updates so far, for Adam's bias correction; the same in every group."""
+        # Apex and Transformer Engine count from their first update on, and never in a group without
+        # parameters here.
         return max(int(group.get("step", 0)) for group in self._part.param_groups)
 
     @steps.setter
@@ -108,17 +110,17 @@ class OptimizerState:
             group["step"] = value
 
     def _tensors(self, piece: _Piece) -> dict[str, Tensor]:
-        """Everything kept of a piece by its part of the checkpoint key, flat."""
+        """Return all state of a piece by its part of the checkpoint key, flat."""
         moments = self._part.optimizer.state[piece.inner]
         slots = {SLOT + name: tensors[piece.parameter] for name, tensors in self._slots.items()}
         return {"param": piece.inner.detach(), **{key: moments[key] for key in MOMENTS}, **slots}
 
     def to_save(self, model: Any) -> dict[str, Any]:
-        """What a checkpoint holds of the optimizer, for mcore to save.
+        """Return the optimizer's part of a checkpoint, for mcore to save.
 
         Args:
-            model: sharded state dict of the model, made with `keep_vars`; it says how every parameter is split. Its own
-                entries are handed to the parameters' owners too.
+            model: sharded state dict of the model, made with `keep_vars`; it says how every
+                parameter is split. Its own entries are handed to the parameters' owners too.
         """
         entries = _entries(model)
         state = {}
@@ -131,33 +133,25 @@ class OptimizerState:
         return state
 
     def to_load(self, model: Any, slots: list[str]) -> dict[str, Any]:
-        """Empty tensors for mcore to load into: weights, moments, and the slots that the checkpoint holds.
+        """Return empty tensors for mcore to load into: weights, moments, and `slots`.
 
-        Those need not be this run's: a branch may average what its parent did not, or the other way round.
+        Those need not be this run's: a branch may average what its parent did not, or the other way
+        round.
         """
         entries, keys = _entries(model), ("param", *MOMENTS, *(SLOT + name for name in slots))
         return {
             str(index): self._split_as(
-                entries, piece, {key: torch.empty(piece.parameter.shape, device="cpu") for key in keys}
+                entries,
+                piece,
+                {key: torch.empty(piece.parameter.shape, device="cpu") for key in keys},
             )
             for index, piece in enumerate(self._pieces)
         }
 
-    def weights_to_load(self, model: Any) -> dict[str, Any]:
-        """Empty fp32 tensors for mcore to load the model's own weights into, where there is no optimizer state."""
-        entries = _entries(model)
-        return {
-            str(index): _for_owner(
-                entries[id(piece.parameter)],
-                "",
-                torch.empty(piece.parameter.shape, device="cpu"),
-                self._rank - piece.owner,
-            )
-            for index, piece in enumerate(self._pieces)
-        }
-
-    def _split_as(self, entries: dict[int, Any], piece: _Piece, wholes: dict[str, Tensor | None]) -> dict[str, Any]:
-        """Entries of a parameter's state, split over ranks as the parameter is."""
+    def _split_as(
+        self, entries: dict[int, Any], piece: _Piece, wholes: dict[str, Tensor | None]
+    ) -> dict[str, Any]:
+        """Return the entries of a parameter's state, split over ranks as the parameter is."""
         entry = entries[id(piece.parameter)]
         return {
             key: _for_owner(entry, f"{STATE}{key}.", data, self._rank - piece.owner)
@@ -166,7 +160,7 @@ class OptimizerState:
         }
 
     def _whole(self, piece: _Piece, flat: Tensor) -> Tensor | None:
-        """The state of a whole parameter on its owner, live where all of it lies there; None on other ranks."""
+        """Return a whole parameter's state on its owner, live if all of it is there; else None."""
         if piece.owner == piece.last:
             return flat.view(piece.parameter.shape)
         peers = dist.get_process_group_ranks(self._group)
@@ -179,18 +173,15 @@ class OptimizerState:
             dist.recv(whole[start:stop], peers[rank], self._group)
         return whole.view(piece.parameter.shape)
 
-    def load_weights(self, state: dict[str, Any]) -> None:
-        """Takes over what mcore loaded into `weights_to_load(...)`; moments and slots stay as they are."""
-        for index, piece in enumerate(self._pieces):
-            piece.inner.detach().copy_(state[str(index)].flatten()[piece.start : piece.stop])
-
     def assign(self, weight_of: Callable[[torch.nn.Parameter], Tensor]) -> None:
-        """Sets the main weights to what `weight_of` gives for a parameter of this rank, in the parameter's shape."""
+        """Set the main weights to what `weight_of` returns, in the shape of the parameter."""
         for piece in self._pieces:
-            piece.inner.detach().copy_(weight_of(piece.parameter).flatten()[piece.start : piece.stop])
+            piece.inner.detach().copy_(
+                weight_of(piece.parameter).flatten()[piece.start : piece.stop]
+            )
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes over what mcore loaded into `to_load(...)`; a slot that was not loaded stays as it is."""
+        """Set the state to what mcore loaded into `to_load(...)`; other slots stay as they are."""
         for index, piece in enumerate(self._pieces):
             loaded = state[str(index)]
             for key, flat in self._tensors(piece).items():
@@ -199,13 +190,17 @@ class OptimizerState:
 
 
 def slots_in(keys: Iterable[str]) -> list[str]:
-    """The names of the slots of a checkpoint with these keys."""
+    """Return the names of the slots of a checkpoint with these keys."""
     prefix, suffix = f"{STATE}{SLOT}", f".{EMBEDDING}"
-    return sorted(key[len(prefix) : -len(suffix)] for key in keys if key.startswith(prefix) and key.endswith(suffix))
+    return sorted(
+        key[len(prefix) : -len(suffix)]
+        for key in keys
+        if key.startswith(prefix) and key.endswith(suffix)
+    )
 
 
 def _entries(model: Any) -> dict[int, Any]:
-    """The entries of a sharded state dict by the identity of their parameter."""
+    """Return the entries of a sharded state dict by the identity of their parameter."""
     return {id(entry.data): entry for entry in nested_values(model) if _holds_tensor(entry)}
 
 
@@ -214,7 +209,7 @@ def _holds_tensor(entry: Any) -> bool:
 
 
 def _for_owner(entry: ShardedBase, prefix: str, data: Tensor, behind_owner: int) -> ShardedBase:
-    """The entry of a parameter's state, split as the parameter is and written by the parameter's owner."""
+    """Return the entry of a parameter's state: split as the parameter, written by its owner."""
     changes: dict[str, Any] = {
         "key": prefix + entry.key,
         "data": data,

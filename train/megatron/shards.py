@@ -1,7 +1,8 @@
-"""Sharded checkpoints in three parts: plan and copy (collective), write (this rank alone), seal (collective).
+"""Sharded checkpoints in three parts: plan and copy (collective), write (alone), seal (collective).
 
-megatron-core 0.16 writes every save through forked processes and a manager process, and waits for ever when one of them
-is killed. Here the rank writes its own file, in the thread that asks it to.
+megatron-core 0.16 writes every save through forked processes and a manager process, and waits
+forever when one of them is killed. Here the rank writes its own file, in the thread that calls it.
+This file uses private members of megatron-core: look here first when its version changes.
 """
 
 import queue
@@ -18,7 +19,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_finalize
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
+    save_state_dict_async_finalize,
+)
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -35,7 +38,9 @@ class _Plan(TorchDistSaveShardedStrategy):
         filesystem_async._results_queue = queue.Queue()  # or mcore starts a manager process for it
         self.async_save(state, directory)
 
-    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, planned: Any) -> AsyncRequest:
+    def _get_save_and_finalize_callbacks(
+        self, writer: FileSystemWriterAsync, planned: Any
+    ) -> AsyncRequest:
         self.writer, self.planned = writer, planned
         return AsyncRequest(None, (), [])
 
@@ -55,7 +60,7 @@ class ShardedSnapshot:
         self._config = CheckpointingConfig(plan.backend, plan.version)
 
     def write(self) -> list[str]:
-        """Writes and syncs this rank's file. A failure is raised here, and on every rank by `seal`."""
+        """Write and sync this rank's file; a failure is raised here, and everywhere by `seal`."""
         self._writer.results_queue = queue.Queue()  # a write that failed may be repeated
         written: dict[int, Any] = {}
         for index, bucket in enumerate(self._writer.write_buckets):
@@ -63,7 +68,9 @@ class ShardedSnapshot:
             pending: queue.Queue = queue.Queue()
             pending.put(index)
             transforms = [self._writer.transforms]
-            FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcomes, pending, use_fsync=True)
+            FileSystemWriterAsync.write_preloaded_data(
+                transforms, index, bucket, outcomes, pending, use_fsync=True
+            )
             _, outcome = outcomes.get()
             if isinstance(outcome, Exception):
                 self._writer.results_queue.put(outcome)
@@ -73,7 +80,7 @@ class ShardedSnapshot:
         return [name for _, name, _ in self._writer.write_buckets]
 
     def seal(self) -> list[str]:
-        """Writes what all ranks share, once all have written; raises on every rank if one of them failed."""
+        """Write the shared files, once all have written; raise on all ranks if one has failed."""
         save_state_dict_async_finalize(*self._planned)
         failure = None
         if dist.get_rank() == 0:
@@ -84,5 +91,6 @@ class ShardedSnapshot:
                 failure = str(error)
         failure = from_rank_zero(failure)
         if failure:
-            raise CheckpointException("write", {0: (RuntimeError(failure), None)})  # type: ignore[dict-item]
+            failures: Any = {0: (RuntimeError(failure), None)}
+            raise CheckpointException("write", failures)
         return [METADATA, COMMON_STATE_FNAME, CONFIG_FNAME] if dist.get_rank() == 0 else []

@@ -1,6 +1,7 @@
 """Transformer Engine's kernels for the same OLMo2, and fp8. Not run on a GPU yet.
 
-The parameters have the names and shapes of `train.megatron.layers`, so checkpoints fit either kind of kernels.
+The parameters have the names and shapes of `train.megatron.layers`, so checkpoints fit either kind
+of kernels.
 """
 
 import importlib.util
@@ -9,33 +10,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.command import UserError
-from train.config import RunConfig
+from base.errors import UserError
+from train.run.config import RunConfig
 
 
 def check_installed() -> None:
-    """UserError where Transformer Engine cannot run."""
+    """Raise UserError where Transformer Engine cannot run."""
     if not torch.cuda.is_available():
-        raise UserError("kernels 'transformer_engine' need a GPU, there is none here; set kernels to 'torch'")
+        raise UserError(
+            "kernels 'transformer_engine' need a GPU, there is none here; set kernels to 'torch'"
+        )
     if importlib.util.find_spec("transformer_engine") is None:
         raise UserError(
-            "kernels 'transformer_engine' need the package transformer-engine, which is not installed; run make "
-            "transformer-engine (it compiles, with CUDA's toolkit) or set kernels to 'torch'"
+            "kernels 'transformer_engine' need the package transformer-engine, which is not"
+            " installed; run make transformer-engine (it compiles, with CUDA's toolkit) or set"
+            " kernels to 'torch'"
         )
 
 
 def config_fields(run: RunConfig) -> dict[str, Any]:
-    """Fields of mcore's TransformerConfig that only these kernels obey.
+    """Return the fields of mcore's TransformerConfig that only these kernels obey.
 
-    fp8 is hybrid (e4m3 forward, e5m2 backward) and scales each tensor by its current maximum, so that no scaling
-    history has to be saved, and a rejected step leaves no trace in it.
+    fp8 is hybrid (e4m3 forward, e5m2 backward) and scales each tensor by its current maximum, so
+    that no scaling history has to be saved, and a rejected step leaves no trace in it.
 
     Raises:
         UserError: fp8 with matrices that its kernels do not take.
     """
     fields: dict[str, Any] = {}
     if run.recompute == "layers":
-        fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        fields = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     if run.precision != "fp8":
         return fields
     tensor, model = run.parallel.tensor, run.model
@@ -44,15 +52,17 @@ def config_fields(run: RunConfig) -> dict[str, Any]:
         "hidden_size / parallel.tensor": model.hidden_size // tensor,
         "intermediate_size / parallel.tensor": model.intermediate_size // tensor,
         "rows of q, k and v / parallel.tensor": key_value_rows,
-        "micro_batch_size x sequence_length": run.micro_batch_size * run.data.sequence_length // run.parallel.context,
+        "micro_batch_size x sequence_length": run.micro_batch_size * run.data.sequence_length,
     }.items():
         if size % 16:
-            raise UserError(f"fp8 needs matrices in multiples of 16, {name} is {size}; set precision to 'bf16'")
+            raise UserError(
+                f"fp8 needs matrices in multiples of 16, {name} is {size}; set precision to 'bf16'"
+            )
     return fields | {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 
 
 def kernels() -> dict[str, Any]:
-    """The classes of a layer by their role: column, row (with the norm after it), attention, norm."""
+    """Return the classes of a layer by role: column, row (with its norm), attention, norm."""
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TEDotProductAttention,
@@ -63,7 +73,9 @@ def kernels() -> dict[str, Any]:
     class PostNormTERowParallelLinear(TERowParallelLinear):
         """Row-parallel linear followed by a norm of its reduced output."""
 
-        def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        def __init__(
+            self, input_size: int, output_size: int, *, config: Any, **kwargs: Any
+        ) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
             self.post_norm = TENorm(config, output_size, config.layernorm_epsilon)
 

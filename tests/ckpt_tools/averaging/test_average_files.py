@@ -1,9 +1,8 @@
-"""Averages as files: whatever the processes, in one pass and bounded memory, and whole through a kill."""
+"""Averages as files: whatever the processes, in bounded memory, and whole through a kill."""
 
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from base.files import sha256_of
 from ckpt_tools.averaging.average import average_models
-from ckpt_tools.averaging.ingredients import HashedWeights
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
-from ckpt_tools.formats.weights import read_whole
 from tests.ckpt_tools.checkpoints import all_of
 from tests.conftest import make_hf_directory
+from tests.interpreter import interpreter
 from tests.runs import PROJECT, execute, python
-from train.run_directory import sha256_of
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +51,17 @@ def check_hashes(out: Path, inputs: list[Path]) -> None:
 
 
 def test_files_do_not_depend_on_the_number_of_processes(models, sharded, tmp_path, monkeypatch):
-    """Nor numbers on how models are divided into files; pieces of a few rows, so that threads and files interleave."""
-    monkeypatch.setattr("ckpt_tools.averaging.sums.PIECE_BYTES", 1000)
+    """Nor on how models are divided into files; pieces are of a few rows."""
+    monkeypatch.setattr("ckpt_tools.formats.hf_writer.CHUNK_BYTES", 1000)
     average_models(tmp_path / "whole", models, processes=1)
     expected = load_file(tmp_path / "whole" / "model.safetensors")
     for processes in (1, 2, 5):
         out = tmp_path / str(processes)
         average_models(out, sharded, processes=processes)
         assert lineage_of(out)["files"] == lineage_of(tmp_path / "1")["files"]
-        assert all(torch.equal(weight, expected[name]) for name, weight in all_of(HFWeights(out)).items())
+        assert all(
+            torch.equal(weight, expected[name]) for name, weight in all_of(HFWeights(out)).items()
+        )
         assert len(AutoModelForCausalLM.from_pretrained(out).state_dict()) == len(expected)
     mixed = [sharded[0], models[1], sharded[2]]
     average_models(tmp_path / "mixed", mixed, processes=2)
@@ -69,36 +69,11 @@ def test_files_do_not_depend_on_the_number_of_processes(models, sharded, tmp_pat
     assert lineage_of(tmp_path / "mixed")["files"] == lineage_of(tmp_path / "1")["files"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_files_that_are_read_in_order_are_hashed_without_a_second_pass(
-    models, sharded, tmp_path, monkeypatch, processes
-):
-    def refuse(path: Path) -> str:
-        raise AssertionError(f"{path} is read again")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("ckpt_tools.averaging.ingredients.sha256_of", refuse)
-        average_models(tmp_path / "whole", models, processes=processes)
-        average_models(tmp_path / "sharded", sharded, processes=processes)
-    check_hashes(tmp_path / "whole", models)
-    check_hashes(tmp_path / "sharded", sharded)
-
-
-def test_hashes_of_files_read_otherwise_are_not_told(models):
-    path = models[0] / "model.safetensors"
-    weights = HashedWeights(models[0])
-    names = list(weights.tensors)
-    for name in [names[1], names[0], *names[2:]]:
-        read_whole(weights, name)
-    assert weights.sha256(path) is None
-    for name in names:
-        rows = weights.tensors[name].shape[0]
-        weights.read(name, 0, rows // 2)
-        weights.read(name, rows // 2, rows)
-    assert weights.sha256(path) == sha256_of(path)
-
-
-LARGE: dict[str, Any] = {"vocab_size": 40_000, "hidden_size": 64, "num_attention_heads": 4}  # 20 MB each
+LARGE: dict[str, Any] = {
+    "vocab_size": 40_000,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+}  # 20 MB each
 MEASURED = """
 import sys
 from pathlib import Path
@@ -125,12 +100,20 @@ def large(tmp_path_factory) -> list[Path]:
 def test_memory_does_not_grow_with_the_number_of_models(large, tmp_path):
     peak_kib = []
     for count in (2, 12):
-        command = [sys.executable, "-c", MEASURED, str(tmp_path / str(count)), *map(str, large[:count])]
+        command = [
+            interpreter(),
+            "-c",
+            MEASURED,
+            str(tmp_path / str(count)),
+            *map(str, large[:count]),
+        ]
         done = execute(command, cwd=PROJECT)
         assert done.returncode == 0, done.stderr
         peak_kib.append(int(done.stdout.split()[-1]))
     model_kib = (large[0] / "model.safetensors").stat().st_size / 1024
-    assert peak_kib[1] - peak_kib[0] < 5 * model_kib  # ten more are read; the allocator alone varies by some of them
+    assert (
+        peak_kib[1] - peak_kib[0] < 5 * model_kib
+    )  # ten more are read; the allocator alone varies by some of them
 
 
 DYING = """
@@ -150,7 +133,7 @@ def test_a_kill_leaves_nothing_half_written(large, tmp_path):
     """Killed when all is written aside and only the name is missing."""
     out = tmp_path / "out"
     arguments = ["average", str(out), *map(str, large)]
-    done = execute([sys.executable, "-c", DYING, str(out), *arguments], cwd=PROJECT)
+    done = execute([interpreter(), "-c", DYING, str(out), *arguments], cwd=PROJECT)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert list(tmp_path.glob(".out.partial/*.safetensors"))
     assert not out.exists()
@@ -158,4 +141,7 @@ def test_a_kill_leaves_nothing_half_written(large, tmp_path):
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     first = load_file(large[0] / "model.safetensors")
-    assert all(torch.allclose(weight, first[name]) for name, weight in load_file(out / "model.safetensors").items())
+    assert all(
+        torch.allclose(weight, first[name])
+        for name, weight in load_file(out / "model.safetensors").items()
+    )

@@ -1,4 +1,6 @@
-"""Reading by the row and writing in shards, against safetensors, torch's own checkpoint reader and transformers."""
+"""Reading by the row and writing in shards, against safetensors, torch's own checkpoint reader
+and transformers.
+"""
 
 import json
 import shutil
@@ -13,21 +15,26 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Olmo2Config
 
+from base.errors import UserError
+from base.files import first_damage
 from ckpt_tools.checkpoint import open_weights
 from ckpt_tools.formats.hf_weights import INDEX_JSON, HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.formats.parallel import each
 from ckpt_tools.formats.weights import Described
-from ckpt_tools.forward import stream_logits
+from ckpt_tools.hf.forward import stream_logits
 from tests.ckpt_tools.checkpoints import all_of
 from tests.conftest import LAYOUTS
-from train.command import UserError
-from train.config import load_run
-from train.run_directory import RunDirectory, first_damage, read_checkpoint_record
+from train.run.config import load_run
+from train.run.directory import RunDirectory, read_checkpoint_record
 
 
-def rows_of_heads(whole: torch.Tensor, heads: int, kv_heads: int, dim: int) -> dict[str, torch.Tensor]:
-    """q, k and v of a fused megatron tensor, row by row as the paper of grouped queries draws it."""
+def rows_of_heads(
+    whole: torch.Tensor, heads: int, kv_heads: int, dim: int
+) -> dict[str, torch.Tensor]:
+    """q, k and v of a fused megatron tensor, row by row as the paper of grouped queries draws
+    it.
+    """
     parts: dict[str, list[torch.Tensor]] = {"q": [], "k": [], "v": []}
     row = 0
     for _ in range(kv_heads):
@@ -41,7 +48,9 @@ def rows_of_heads(whole: torch.Tensor, heads: int, kv_heads: int, dim: int) -> d
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "ds-zero1"])
 @pytest.mark.parametrize("main", [False, True], ids=["trained", "main"])
 def test_megatron_weights_are_what_torch_reads(trained, layout, main):
-    """The witness loads global tensors whole with torch's own reader and takes them apart by hand."""
+    """The witness loads global tensors whole with torch's own reader and takes them apart by
+    hand.
+    """
     checkpoint = trained(layout) / "checkpoints" / "step00000020"
     model = load_run(trained(layout) / "run.json").model
     found = all_of(open_weights(checkpoint, read_checkpoint_record(checkpoint), main=main))
@@ -50,19 +59,31 @@ def test_megatron_weights_are_what_torch_reads(trained, layout, main):
     state = {
         key: torch.empty(tuple(value.size), dtype=value.properties.dtype)
         for key, value in stored.items()
-        if isinstance(value, TensorStorageMetadata) and key.startswith(prefix) and key.startswith("optimizer.") == main
+        if isinstance(value, TensorStorageMetadata)
+        and key.startswith(prefix)
+        and key.startswith("optimizer.") == main
     }
     load(state, storage_reader=reader, no_dist=True)
-    state = {key.removeprefix(prefix): tensor for key, tensor in state.items() if main or "optimizer" not in key}
+    state = {
+        key.removeprefix(prefix): tensor
+        for key, tensor in state.items()
+        if main or "optimizer" not in key
+    }
     expected = {
         "model.embed_tokens.weight": state["embedding.word_embeddings.weight"],
         "model.norm.weight": state["decoder.final_layernorm.weight"],
         "lm_head.weight": state["output_layer.weight"],
     }
     for layer in range(4):
-        inside = {key.removeprefix("decoder.layers."): value[layer] for key, value in state.items() if "layers" in key}
+        inside = {
+            key.removeprefix("decoder.layers."): value[layer]
+            for key, value in state.items()
+            if "layers" in key
+        }
         here = f"model.layers.{layer}."
-        fused = rows_of_heads(inside["self_attention.linear_qkv.weight"], 4, model.num_key_value_heads, 8)
+        fused = rows_of_heads(
+            inside["self_attention.linear_qkv.weight"], 4, model.num_key_value_heads, 8
+        )
         expected |= {f"{here}self_attn.{part}_proj.weight": rows for part, rows in fused.items()}
         expected[f"{here}mlp.gate_proj.weight"] = inside["mlp.linear_fc1.weight"][:64]
         expected[f"{here}mlp.up_proj.weight"] = inside["mlp.linear_fc1.weight"][64:]
@@ -125,14 +146,20 @@ TENSORS = {
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("shard_bytes", [1, 1300, 1 << 30])
-def test_shards_are_what_safetensors_reads_whatever_the_number_of_processes(tmp_path, monkeypatch, dtype, shard_bytes):
-    monkeypatch.setattr("ckpt_tools.formats.hf_writer.CHUNK_BYTES", 256)  # several chunks of a tensor
+def test_shards_are_what_safetensors_reads_whatever_the_number_of_processes(
+    tmp_path, monkeypatch, dtype, shard_bytes
+):
+    monkeypatch.setattr(
+        "ckpt_tools.formats.hf_writer.CHUNK_BYTES", 256
+    )  # several chunks of a tensor
     weights = Random(TENSORS)
     records = {}
     for processes in (1, 2):
         out = tmp_path / str(processes)
         out.mkdir()
-        records[processes] = write_weights(out, weights, dtype=dtype, processes=processes, shard_bytes=shard_bytes)
+        records[processes] = write_weights(
+            out, weights, dtype=dtype, processes=processes, shard_bytes=shard_bytes
+        )
         assert first_damage(out, records[processes]) is None
         assert {path.name for path in out.iterdir()} == records[processes].keys()
     assert records[1] == records[2]
@@ -186,7 +213,16 @@ def truncate(directory: Path) -> None:
         (lambda out: (out / INDEX_JSON).write_text('{"weight_map": {}}'), "maps no tensor"),
         (lambda out: (out / INDEX_JSON).unlink(), "holds no safetensors weights"),
     ],
-    ids=["climbs", "misplaced", "twice", "truncated", "missing", "index", "empty index", "no index"],
+    ids=[
+        "climbs",
+        "misplaced",
+        "twice",
+        "truncated",
+        "missing",
+        "index",
+        "empty index",
+        "no index",
+    ],
 )
 def test_damaged_directories_are_refused(tmp_path, damage, expected):
     write_weights(tmp_path, Random(TENSORS), shard_bytes=1300)
@@ -229,15 +265,21 @@ SHAPE: dict[str, Any] = {
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_streamed_logits_are_those_of_transformers(tmp_path, monkeypatch, config, dtype):
-    monkeypatch.setattr("ckpt_tools.forward.CHUNK_BYTES", 1000)  # a few rows of a matrix at a time
+    monkeypatch.setattr(
+        "ckpt_tools.hf.forward.CHUNK_BYTES", 1000
+    )  # a few rows of a matrix at a time
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.to(dtype).save_pretrained(tmp_path)
     input_ids = torch.randint(320, (2, 21))
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32
+    )
     with torch.no_grad():
         expected = reference(input_ids).logits
     logits = stream_logits(tmp_path, input_ids)

@@ -1,4 +1,6 @@
-"""A hub on the loopback: as much of huggingface.co's interface as listing and downloading a model need."""
+"""A hub on the loopback: as much of huggingface.co's interface as listing and downloading a
+model need.
+"""
 
 import hashlib
 import json
@@ -14,13 +16,20 @@ REPO = "allenai/OLMo-2-0425-1B"
 
 
 def model_files(seed: int) -> dict[str, bytes]:
-    """A repository's files at one revision: weights in two shards, and much that is not to be fetched."""
+    """A repository's files at one revision: weights in two shards, and much that is not to be
+    fetched.
+    """
     generator = np.random.default_rng(seed)
     shards = {
-        f"model-0000{number}-of-00002.safetensors": save({f"w{number}": generator.standard_normal(20_000)})
+        f"model-0000{number}-of-00002.safetensors": save(
+            {f"w{number}": generator.standard_normal(20_000)}
+        )
         for number in (1, 2)
     }
-    index = {"metadata": {}, "weight_map": {f"w{number}": name for number, name in enumerate(shards, 1)}}
+    index = {
+        "metadata": {},
+        "weight_map": {f"w{number}": name for number, name in enumerate(shards, 1)},
+    }
     return {
         **shards,
         "model.safetensors.index.json": json.dumps(index).encode(),
@@ -84,7 +93,10 @@ class _Handler(BaseHTTPRequestHandler):
         hub, path = self.server, urllib.parse.unquote(urllib.parse.urlparse(self.path).path)
         by_commit = {hub.commit(name): name for name in hub.revisions}
         if path == f"/api/models/{hub.repo}/refs":
-            branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": hub.commit(n)} for n in hub.revisions]
+            branches = [
+                {"name": n, "ref": f"refs/heads/{n}", "targetCommit": hub.commit(n)}
+                for n in hub.revisions
+            ]
             self._json({"branches": branches, "converts": [], "tags": []})
         elif path.startswith(f"/api/models/{hub.repo}/revision/"):
             revision = path.rpartition("/")[2]
@@ -92,6 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._error("RevisionNotFound")
             files = [_sibling(name, content) for name, content in hub.revisions[revision].items()]
             self._json({"id": hub.repo, "sha": hub.commit(revision), "siblings": files})
+        elif path.startswith(f"/api/models/{hub.repo}/tree/"):
+            revision = by_commit[path.rpartition("/")[2]]
+            self._json([_entry(name, data) for name, data in hub.revisions[revision].items()])
         elif path.startswith(f"/{hub.repo}/resolve/"):
             commit, _, name = path.removeprefix(f"/{hub.repo}/resolve/").partition("/")
             self._file(by_commit[commit], name)
@@ -140,8 +155,24 @@ def _etag(name: str, content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
+def _entry(name: str, content: bytes) -> dict[str, object]:
+    told: dict[str, object] = {
+        "type": "file",
+        "path": name,
+        "size": len(content),
+        "oid": _etag(name, content),
+    }
+    if name.endswith(".safetensors"):
+        told["lfs"] = {"oid": _etag(name, content), "size": len(content), "pointerSize": 134}
+    return told
+
+
 def _sibling(name: str, content: bytes) -> dict[str, object]:
-    told: dict[str, object] = {"rfilename": name, "size": len(content), "blobId": _etag(name, content)}
+    told: dict[str, object] = {
+        "rfilename": name,
+        "size": len(content),
+        "blobId": _etag(name, content),
+    }
     if name.endswith(".safetensors"):
         told["lfs"] = {"size": len(content), "sha256": _etag(name, content), "pointerSize": 134}
     return told

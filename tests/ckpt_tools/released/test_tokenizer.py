@@ -7,10 +7,10 @@ from huggingface_hub import constants
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from base.errors import UserError
 from ckpt_tools.released.tokenizer import fetch_tokenizer
 from tests.ckpt_tools.released.fake_hub import REPO, FakeHub, model_files
-from train.command import UserError
-from train.tokenizer import load_tokenizer
+from train.data.tokenizer import load_tokenizer
 
 TOKENIZER = Tokenizer(WordLevel({"a": 0, "<eos>": 1}, unk_token="a")).to_str().encode()
 CONFIG = json.dumps({"eos_token": "<eos>"}).encode()
@@ -18,10 +18,14 @@ CONFIG = json.dumps({"eos_token": "<eos>"}).encode()
 
 @pytest.fixture
 def hub(monkeypatch):
-    server = FakeHub({"main": model_files(0) | {"tokenizer.json": TOKENIZER, "tokenizer_config.json": CONFIG}})
+    server = FakeHub(
+        {"main": model_files(0) | {"tokenizer.json": TOKENIZER, "tokenizer_config.json": CONFIG}}
+    )
     monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.endpoint + template[template.index("/{") :])
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.endpoint + template[template.index("/{") :]
+    )
     yield server
     server.shutdown()
     server.server_close()
@@ -31,15 +35,26 @@ def test_only_the_tokenizer_comes_and_only_once(hub, tmp_path):
     out = tmp_path / "tokenizer"
     for _ in range(2):
         fetch_tokenizer(REPO, out)
-    assert {path.name for path in out.iterdir()} == {"tokenizer.json", "tokenizer_config.json", "merges.txt"}
+    assert {path.name for path in out.iterdir()} == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "merges.txt",
+    }
     assert (out / "tokenizer.json").read_bytes() == TOKENIZER
     assert load_tokenizer(out)[1] == 1
-    assert sorted(name for _, name in hub.got) == ["merges.txt", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(name for _, name in hub.got) == [
+        "merges.txt",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
 
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
-    [({"tokenizer.json": b"{}"}, "damaged"), ({"tokenizer_config.json": b"{}"}, "names no eos_token")],
+    [
+        ({"tokenizer.json": b"{}"}, "damaged"),
+        ({"tokenizer_config.json": b"{}"}, "names no eos_token"),
+    ],
 )
 def test_what_is_no_tokenizer_is_refused_and_leaves_nothing(hub, tmp_path, changed, reason):
     hub.revisions["main"] |= changed
@@ -71,5 +86,6 @@ def test_a_directory_is_copied_and_followed(tmp_path, tokenizer_dir):
         (source / "tokenizer.json").write_text((source / "tokenizer.json").read_text() + appended)
         fetch_tokenizer(str(source), out)
         assert {path.name: path.read_bytes() for path in out.iterdir()} == {
-            name: (source / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")
+            name: (source / name).read_bytes()
+            for name in ("tokenizer.json", "tokenizer_config.json")
         }

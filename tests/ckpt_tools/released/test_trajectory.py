@@ -1,24 +1,29 @@
-"""Trajectories of the hub and of local directories: order, choice, table; what is unknown is said to be."""
+"""Trajectories of the hub and of local directories: order, choice, table; what is unknown is
+said to be.
+"""
 
-import csv
 import json
 from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
+from base.errors import UserError
+from base.files import first_damage
 from ckpt_tools.export import export
-from ckpt_tools.hf_directory import read_lineage
+from ckpt_tools.hf.directory import read_lineage
 from ckpt_tools.released.download import download
 from ckpt_tools.released.registry import parse_revision
 from ckpt_tools.released.trajectory import choose, revisions_of, show
 from tests.ckpt_tools.released.fake_hub import REPO, FakeHub
-from train.command import UserError
-from train.run_directory import first_damage
 
 SMOLLM3 = "HuggingFaceTB/SmolLM3-3B-checkpoints"
 IN_ORDER = [
-    *("stage1-step40000-tokens84B", "stage1-step120000-tokens252B", "stage1-step1050000-tokens2203B"),
+    *(
+        "stage1-step40000-tokens84B",
+        "stage1-step120000-tokens252B",
+        "stage1-step1050000-tokens2203B",
+    ),
     *("stage2-ingredient1-step7000-tokens15B", "stage2-ingredient1-step23852-tokens51B"),
     *("stage2-ingredient3-step7000-tokens15B", "main"),
 ]
@@ -40,27 +45,23 @@ def directories(root, names):
     return root
 
 
-def test_of_the_hub(hub, tmp_path, capsys):
+@pytest.mark.usefixtures("hub")
+def test_of_the_hub(capsys):
     """Steps and stages sort as numbers; names that are none are told, not lost."""
-    show(REPO, every=None, stage=None, family=None, out=tmp_path / "tables" / "1b.csv")
+    rows = revisions_of(REPO)
+    show(rows)
     printed = capsys.readouterr()
-    with (tmp_path / "tables" / "1b.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["repo", "revision", "stage", "ingredient", "step", "tokens", "learning_rate", "schedule"]
-    assert [row["revision"] for row in rows] == IN_ORDER
-    assert [row["ingredient"] for row in rows] == ["", "", "", "1", "1", "3", "3"]
-    assert (rows[0]["step"], rows[0]["tokens"]) == ("40000", "83886080000")
-    assert float(rows[0]["learning_rate"]) == pytest.approx(3.997968e-4, rel=1e-6)
-    assert float(rows[4]["learning_rate"]) == 0
+    assert [row.revision for row in rows] == IN_ORDER
+    assert [row.ingredient for row in rows] == [None, None, None, 1, 1, 3, 3]
+    assert (rows[0].step, rows[0].tokens) == (40_000, 83_886_080_000)
+    assert rows[0].learning_rate == pytest.approx(3.997968e-4, rel=1e-6)
+    assert rows[4].learning_rate == 0
+    assert printed.out.splitlines()[1].split()[:5] == [
+        *(IN_ORDER[0], "stage1", "40,000", "83,886,080,000", "3.998e-04")
+    ]
     assert all(name in printed.err for name in ODD)
     assert all(name in printed.out for name in IN_ORDER)
     assert "OLMo2-1B-stage1.yaml" in printed.out
-
-
-def test_the_table_takes_the_name_of_the_repository(hub, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    show(REPO, every=2, stage="stage1", family=None, out=None)
-    assert len((tmp_path / "trajectory-allenai--OLMo-2-0425-1B.csv").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,11 @@ def test_the_table_takes_the_name_of_the_repository(hub, tmp_path, monkeypatch):
     [
         (None, None, [0, 1, 2, 3, 4, 5, 6]),
         (1, None, [0, 1, 2, 3, 4, 5, 6]),
-        (2, None, [0, 2, 3, 4, 5, 6]),  # the first, the third which is the last; of an ingredient the first, the last
+        (
+            2,
+            None,
+            [0, 2, 3, 4, 5, 6],
+        ),  # the first, the third which is the last; of an ingredient the first, the last
         (10, None, [0, 2, 3, 4, 5, 6]),
         (10, "stage1", [0, 2]),
         (None, "stage2", [3, 4, 5]),
@@ -77,7 +82,9 @@ def test_the_table_takes_the_name_of_the_repository(hub, tmp_path, monkeypatch):
 )
 def test_choice(every, stage, kept):
     revisions = [parse_revision(REPO, name) for name in IN_ORDER]
-    assert [IN_ORDER.index(one.revision) for one in choose(revisions, every=every, stage=stage)] == kept
+    assert [
+        IN_ORDER.index(one.revision) for one in choose(revisions, every=every, stage=stage)
+    ] == kept
 
 
 def test_the_last_is_kept_once():
@@ -87,7 +94,12 @@ def test_the_last_is_kept_once():
 
 
 def test_order_of_a_trajectory_of_many_stages(tmp_path):
-    names = ["stage1-step-3440000", "stage2-step-3480000", "stage3-step-4240000", "lc-4k-to-32k-step-4000"]
+    names = [
+        "stage1-step-3440000",
+        "stage2-step-3480000",
+        "stage3-step-4240000",
+        "lc-4k-to-32k-step-4000",
+    ]
     names += ["lc-32k-to-64k-step-4000", "it-mid-training", "it-SFT", "it-soup-APO", "it-LC-expert"]
     found = revisions_of(str(directories(tmp_path / "x", names)), family=SMOLLM3)
     assert [one.revision for one in found] == names
@@ -95,7 +107,10 @@ def test_order_of_a_trajectory_of_many_stages(tmp_path):
 
 @pytest.mark.parametrize("told_by", ["option", "directory", "download"])
 def test_of_a_directory(tmp_path, told_by, capsys):
-    root = directories(tmp_path / ("Amber" if told_by == "directory" else "models"), ["ckpt_100", "ckpt_020", ".cache"])
+    root = directories(
+        tmp_path / ("Amber" if told_by == "directory" else "models"),
+        ["ckpt_100", "ckpt_020", ".cache"],
+    )
     (root / "notes.txt").touch()
     if told_by == "download":
         for path in root.glob("ckpt_*"):
@@ -108,15 +123,27 @@ def test_of_a_directory(tmp_path, told_by, capsys):
 
 
 def test_of_a_run(trained, tmp_path, capsys):
-    """Real exports: step, tokens and learning rate are those of the run; 8 sequences of 32 tokens a step."""
+    """Real exports: step, tokens and learning rate are those of the run; 8 sequences of 32
+    tokens a step.
+    """
     for step in (20, 10):
-        export(trained("dp1") / "checkpoints" / f"step{step:08d}", tmp_path / "hf" / f"step{step:08d}")
+        export(
+            trained("dp1") / "checkpoints" / f"step{step:08d}", tmp_path / "hf" / f"step{step:08d}"
+        )
     average = tmp_path / "hf" / "lawa5x2-step00000020"
     average.mkdir()
-    lineage: dict[str, Any] = {"kind": "average", "run": "dp1", "steps": [18, 20], "tokens": None, "files": {}}
+    lineage: dict[str, Any] = {
+        "kind": "average",
+        "run": "dp1",
+        "steps": [18, 20],
+        "tokens": None,
+        "files": {},
+    }
     (average / "lineage.json").write_text(json.dumps(lineage))
     found = revisions_of(str(tmp_path / "hf"))
-    logged = [json.loads(line) for line in (trained("dp1") / "metrics.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line) for line in (trained("dp1") / "metrics.jsonl").read_text().splitlines()
+    ]
     rates = {line["step"]: line["learning_rate"] for line in logged if "learning_rate" in line}
     assert [(one.stage, one.step, one.tokens) for one in found] == [
         ("training", 10, 10 * 8 * 32),
@@ -129,9 +156,8 @@ def test_of_a_run(trained, tmp_path, capsys):
     copied = read_lineage(tmp_path / "copies" / "step00000020")
     assert copied is not None
     assert first_damage(tmp_path / "copies" / "step00000020", copied[1]) is None
-    show(str(tmp_path / "hf"), every=None, stage="lawa5x2", family=None, out=tmp_path / "t.csv")
+    show(choose(found, stage="lawa5x2"))
     assert "unknown" in capsys.readouterr().out
-    assert (tmp_path / "t.csv").read_text().splitlines()[1].startswith("dp1,lawa5x2-step00000020,lawa5x2,,20,,,")
 
 
 @pytest.mark.parametrize(

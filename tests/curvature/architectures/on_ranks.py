@@ -1,26 +1,32 @@
-"""`-m tests.curvature.architectures.on_ranks OUT NAME...` on several ranks: sharded products of variants."""
+"""`-m tests.curvature.architectures.on_ranks OUT NAME...` on several ranks: sharded products of
+variants.
+"""
 
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.ranks import Ranks, start
-from curvature.exact import DualHessian
-from curvature.model import CurvedModel, Sharding
-from curvature.parameters import Probe
+from base.ranks import Ranks, start
+from curvature.products.exact import DualHessian
+from curvature.products.model import CurvedModel, Sharding
+from curvature.products.parameters import Probe
 from tests.curvature.architectures.variants import VARIANTS
-from tests.curvature.conftest import random_tokens, tiny_model
+from tests.curvature.conftest import dots_of, random_tokens, tiny_model
 
 
 def products(names: list[str], ranks: Ranks, sharding: Sharding) -> dict[str, Any]:
-    """Loss, slope and v_t'(Hv)_t of every tensor, streamed and from the whole product, by variant."""
+    """Loss, slope and v_t'(Hv)_t of every tensor, streamed and from the whole product, by
+    variant.
+    """
     found: dict[str, Any] = {}
     for name in names:
-        hessian = DualHessian(CurvedModel(tiny_model(**VARIANTS[name]), ranks=ranks, sharding=sharding))
+        hessian = DualHessian(
+            CurvedModel(tiny_model(**VARIANTS[name]), ranks=ranks, sharding=sharding)
+        )
         tokens_BS1, v_p = random_tokens(batch=3), hessian.parameters.probe(Probe(0, 0))
         quadratic, product = hessian.quadratic(tokens_BS1, v_p), hessian.product(tokens_BS1, v_p)
-        dots = {"streamed": quadratic.dots, "whole": hessian.parameters.dots(v_p, product.hv_p)}
+        dots = {"streamed": quadratic.dots, "whole": dots_of(hessian.parameters, v_p, product.hv_p)}
         found[name] = {"loss": quadratic.loss, "slope": quadratic.slope, "dots": dots}
     return found
 

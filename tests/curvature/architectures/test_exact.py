@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from curvature.architectures import ARCHITECTURES
-from curvature.finite_difference import DifferenceHessian
-from curvature.model import CurvedModel
-from curvature.parameters import Probe
+from curvature.products.finite_difference import DifferenceHessian
+from curvature.products.model import CurvedModel
+from curvature.products.parameters import Probe
+from curvature.products.sketch import CountSketch
 from tests.curvature.architectures.variants import VARIANTS
 from tests.curvature.conftest import (
     ALONE,
@@ -28,7 +29,12 @@ from tests.curvature.conftest import (
 )
 
 # Initial weights of std 0.05 and width 64: the rounding of fp32 is what it is in use.
-ORDINARY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "std": 0.05}
+ORDINARY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "std": 0.05,
+}
 
 
 class Variant(NamedTuple):
@@ -46,7 +52,9 @@ def variant(request) -> Variant:
 
 
 def ordinary(config: dict[str, Any], dtype: torch.dtype):
-    clip = {"clip_qkv": 1.0} if "clip_qkv" in config else {}  # 2.5 standard deviations of queries there too
+    clip = (
+        {"clip_qkv": 1.0} if "clip_qkv" in config else {}
+    )  # 2.5 standard deviations of queries there too
     return tiny_model(dtype, **(config | ORDINARY | clip))
 
 
@@ -62,7 +70,9 @@ def test_random_vector_in_float64(variant):
 
 
 def test_columns_of_every_tensor(variant):
-    """Unit vectors at both ends of every tensor reach it alone: a small one cannot hide behind a large one's norm."""
+    """Unit vectors at both ends of every tensor reach it alone: a small one cannot hide behind a
+    large one's norm.
+    """
     hessian, hessian_PP = dual_hessian(tiny_model(**variant.config)), variant.dense.hessian_PP
     sizes = torch.tensor([shape.numel() for shape in hessian.parameters.shapes.values()])
     ends = sizes.cumsum(0)
@@ -89,17 +99,25 @@ def test_streamed_form_is_that_of_the_dense_hessian(variant):
     size = float(v_P.norm() * hv_P.norm())
     for name, v in parameters.split(v_P).items():
         streamed = quadratic.dots[name]
-        assert streamed == pytest.approx(float((v * parameters.split(hv_P)[name]).sum()), abs=1e-14 * size)
+        assert streamed == pytest.approx(
+            float((v * parameters.split(hv_P)[name]).sum()), abs=1e-14 * size
+        )
         expected_P = variant.dense.hessian_PP @ v_P
-        assert streamed == pytest.approx(float((v * parameters.split(expected_P)[name]).sum()), abs=1e-12 * size)
+        assert streamed == pytest.approx(
+            float((v * parameters.split(expected_P)[name]).sum()), abs=1e-12 * size
+        )
 
 
 def test_lower_precision_in_a_model_of_ordinary_scale(variant):
-    """fp32 was measured at 1.0e-6 or less, products of matrices in bf16 at 3.1e-2 or less, of all architectures."""
+    """fp32 was measured at 1.0e-6 or less, products of matrices in bf16 at 3.1e-2 or less, of
+    all architectures.
+    """
     exact = dual_hessian(ordinary(variant.config, torch.float64))
     v_P = exact.parameters.probe(Probe(0, 0))
     loss, slope, hv_P = exact.product(variant.tokens_BS1, v_P)
-    gradient_P = differentiable_gradient(ordinary(variant.config, torch.float64), variant.tokens_BS1)[1].detach()
+    gradient_P = differentiable_gradient(
+        ordinary(variant.config, torch.float64), variant.tokens_BS1
+    )[1].detach()
     for dtype, error, loss_error in ((torch.float32, 3e-6, 1e-6), (torch.bfloat16, 5e-2, 2e-3)):
         hessian = dual_hessian(ordinary(variant.config, torch.float32), dtype=dtype)
         product = hessian.product(variant.tokens_BS1, v_P.float())
@@ -110,17 +128,16 @@ def test_lower_precision_in_a_model_of_ordinary_scale(variant):
 
 
 def test_differences_of_gradients_agree(variant):
-    """For a random vector and for one near the eigenvector of the largest curvature, orders of magnitude above."""
+    """In pictures that keep every entry of so small a tensor, times a sign."""
     model, hessian_PP = tiny_model(torch.float32, **variant.config), variant.dense.hessian_PP
-    hessian = DifferenceHessian(CurvedModel(model, ranks=ALONE, dual=False))
-    random_P = hessian.parameters.probe(Probe(0, 0)).double()
-    sharp_P = random_P
-    for _ in range(20):
-        sharp_P = hessian_PP @ sharp_P / sharp_P.norm()
-    for v_P in (random_P, sharp_P):
-        product = hessian.product(variant.tokens_BS1, v_P.float())
-        assert relative(product.hv_p, hessian_PP @ v_P) < 1e-3
-        assert product.loss == pytest.approx(variant.dense.loss, rel=1e-6)
+    curved = CurvedModel(model, ranks=ALONE)
+    sketch = CountSketch(curved.parameters, Probe(0, 0))
+    product = DifferenceHessian(curved).sketched(variant.tokens_BS1, sketch)
+    exact_P = hessian_PP @ curved.parameters.probe(Probe(0, 0)).double()
+    exact = curved.parameters.split(exact_P.float())
+    exact_s = sketch.whole(lambda name: sketch.part(name, exact[name]))
+    assert relative(product.picture_s, exact_s) < 1e-3
+    assert product.loss == pytest.approx(variant.dense.loss, rel=1e-6)
 
 
 def test_every_architecture_has_a_variant_and_its_name():
@@ -132,15 +149,23 @@ def test_every_architecture_has_a_variant_and_its_name():
 
 
 def test_variants_do_what_their_names_say():
-    """Some queries are clipped and some are not, and the rotary tables are scaled, partial, or left out."""
+    """Some queries are clipped and some are not, and the rotary tables are scaled, partial, or
+    left out.
+    """
     clipped, yarn, partial, partly_rotary = (
-        tiny_model(**VARIANTS[name]) for name in ("olmo-clipped", "llama-biases-yarn", "gpt_neox", "smollm3-tied")
+        tiny_model(**VARIANTS[name])
+        for name in ("olmo-clipped", "llama-biases-yarn", "gpt_neox", "smollm3-tied")
     )
     beyond: list[float] = []
     queries = clipped.model.layers[1].self_attn.q_proj
-    queries.register_forward_hook(lambda _module, _read, x: beyond.append(float((x.abs() > 2.5).double().mean())))
+    queries.register_forward_hook(
+        lambda _module, _read, x: beyond.append(float((x.abs() > 2.5).double().mean()))
+    )
     clipped(random_tokens()[:, :-1])
     assert 0 < beyond[0] < 0.5
     assert yarn.model.rotary_emb.attention_scaling != 1
-    assert 2 * len(partial.gpt_neox.rotary_emb.inv_freq) < partial.gpt_neox.layers[0].attention.head_size
+    assert (
+        2 * len(partial.gpt_neox.rotary_emb.inv_freq)
+        < partial.gpt_neox.layers[0].attention.head_size
+    )
     assert [bool(layer.self_attn.use_rope) for layer in partly_rotary.model.layers] == [True, False]

@@ -1,4 +1,6 @@
-"""Every architecture in shards of two ranks: tied tables with two uses, biases, and xIELU's tensors of one entry."""
+"""Every architecture in shards of two ranks: tied tables with two uses, biases, and xIELU's
+tensors of one entry.
+"""
 
 import json
 
@@ -12,7 +14,9 @@ from tests.runs import ranks
 SOME = ["llama-tied", "qwen2-tied", "apertus", "gpt_neox"]
 
 
-@pytest.mark.parametrize("names", [SOME, pytest.param(list(VARIANTS), marks=pytest.mark.stress)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "names", [SOME, pytest.param(list(VARIANTS), marks=pytest.mark.stress)], ids=["some", "all"]
+)
 def test_sharded_products_are_those_of_one_process(tmp_path, names):
     done = ranks(2, "tests.curvature.architectures.on_ranks", str(tmp_path), *names)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -25,4 +29,6 @@ def test_sharded_products_are_those_of_one_process(tmp_path, names):
         assert first[name]["slope"] == pytest.approx(expected["slope"], abs=1e-12)
         size = max(map(abs, expected["dots"]["whole"].values()))
         for way in ("streamed", "whole"):
-            assert first[name]["dots"][way] == pytest.approx(expected["dots"]["whole"], abs=1e-12 * size)
+            assert first[name]["dots"][way] == pytest.approx(
+                expected["dots"]["whole"], abs=1e-12 * size
+            )

@@ -1,9 +1,16 @@
-"""Every architecture that the dual layers spell out, with each setting that changes what they compute."""
+"""Every architecture that the dual layers spell out, with each setting that changes what they
+compute.
+"""
 
 from typing import Any
 
 PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
-YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 4}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 100.0,
@@ -18,8 +25,15 @@ TIED = {"tie_word_embeddings": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "olmo2": {"model_type": "olmo2"} | GROUPED,
     "olmo2-biases-tied": {"model_type": "olmo2", "attention_bias": True} | TIED,
-    "llama-biases-yarn": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "rope_parameters": YARN},
-    "llama-tied": {"model_type": "llama", "head_dim": 6, "rope_parameters": LLAMA3} | TIED | GROUPED,
+    "llama-biases-yarn": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": YARN,
+    },
+    "llama-tied": (
+        {"model_type": "llama", "head_dim": 6, "rope_parameters": LLAMA3} | TIED | GROUPED
+    ),
     "mistral": {"model_type": "mistral", "sliding_window": None} | GROUPED,
     "qwen2-tied": {"model_type": "qwen2"} | TIED | GROUPED,
     "qwen3": {"model_type": "qwen3", "head_dim": 6} | GROUPED,
@@ -28,11 +42,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olmo-clipped": {"model_type": "olmo", "clip_qkv": 2.5},
     "apertus": {"model_type": "apertus"} | GROUPED,
     "gpt_neox": {"model_type": "gpt_neox", "rope_parameters": PARTIAL},
-    "gpt_neox-sequential-tied": {
-        "model_type": "gpt_neox",
-        "rope_parameters": PARTIAL,
-        "use_parallel_residual": False,
-        "attention_bias": False,
-    }
-    | TIED,
+    "gpt_neox-sequential-tied": (
+        {
+            "model_type": "gpt_neox",
+            "rope_parameters": PARTIAL,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+        }
+        | TIED
+    ),
 }

@@ -1,4 +1,5 @@
-"""A tiny model in true float64 with its dense Hessian, and a family of checkpoints: base, previous and quantized.
+"""A tiny model in true float64 with its dense Hessian, and a family of checkpoints: base,
+previous and quantized.
 
 Shapes: P parameters.
 """
@@ -12,11 +13,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.olmo2 import modeling_olmo2
 
+from base.cli import run_command
 from curvature.slices.losses import SequenceLosses
 from quant_eval.__main__ import app
 from tests.conftest import make_hf_directory
-from tests.curvature.conftest import Dense, _DoubleForFloat, dense_hessian, random_tokens, tiny_model
-from train.command import run_command
+from tests.curvature.conftest import (
+    Dense,
+    _DoubleForFloat,
+    dense_hessian,
+    random_tokens,
+    tiny_model,
+)
 
 
 class Curved(NamedTuple):
@@ -29,7 +36,12 @@ class Curved(NamedTuple):
     def flat(self, direction: dict[str, Tensor]) -> Tensor:
         """A direction in the order of the dense Hessian, absent tensors as zeros."""
         weights = self.losses.weights
-        return torch.cat([direction.get(name, torch.zeros_like(w)).detach().flatten() for name, w in weights.items()])
+        return torch.cat(
+            [
+                direction.get(name, torch.zeros_like(w)).detach().flatten()
+                for name, w in weights.items()
+            ]
+        )
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +51,9 @@ def dense() -> Dense:
 
 @pytest.fixture
 def curved(monkeypatch, dense) -> Curved:
-    """In float64 throughout: HF's float32 inside norms and softmax would hide what second differences show."""
+    """In float64 throughout: HF's float32 inside norms and softmax would hide what second
+    differences show.
+    """
     monkeypatch.setattr(modeling_olmo2, "torch", _DoubleForFloat())
     tokens = random_tokens(4)
     return Curved(SequenceLosses(tiny_model(), tokens, batch_size=3), dense, tokens)
@@ -62,8 +76,24 @@ def make_family(base: Path, train_prefix: Path, held_out_prefix: Path) -> Family
             weight.add_(torch.randn_like(weight), alpha=0.02)
     previous, quantized = base.parent / f"before-{base.name}", base / "quant" / "rtn-b3-g16"
     model.save_pretrained(previous)
-    arguments = ["quant_eval", "run", base, "--spec", "rtn-b3-g16", "--dense", "--eval-tokens", "500"]
-    arguments += ["--calibration", train_prefix, "--eval", held_out_prefix, "--calibration-sequences", "8"]
+    arguments = [
+        "quant_eval",
+        "run",
+        base,
+        "--spec",
+        "rtn-b3-g16",
+        "--dense",
+        "--eval-tokens",
+        "500",
+    ]
+    arguments += [
+        "--calibration",
+        train_prefix,
+        "--eval",
+        held_out_prefix,
+        "--calibration-sequences",
+        "8",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", list(map(str, arguments)))
         with pytest.raises(SystemExit) as ended:

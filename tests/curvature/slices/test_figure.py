@@ -1,4 +1,6 @@
-"""The picture: levels, interpolation, where the points are, and that what is written does not overlap."""
+"""The picture: levels, interpolation, where the points are, and that what is written does not
+overlap.
+"""
 
 import itertools
 
@@ -15,7 +17,10 @@ def made_up(previous, quantized, loss_of=None, count=9, extent=0.35) -> dict:
     loss_of = loss_of or (lambda x, y: 3 + 0.02 * (x - 0.1) ** 2 + 0.001 * (y + 1) ** 2)
     places = {"base": (0.0, 0.0), "previous": previous, "quantized": quantized}
     margin = extent * max(np.hypot(*previous), np.hypot(*quantized))
-    x, y = (grid_coordinates([place[axis] for place in places.values()], margin, count) for axis in range(2))
+    x, y = (
+        grid_coordinates([place[axis] for place in places.values()], margin, count)
+        for axis in range(2)
+    )
     points = [
         {"name": name, "x": place[0], "y": place[1], "loss": loss_of(*place), "standard_error": 0.2}
         | {"increase": loss_of(*place) - loss_of(0.0, 0.0), "increase_standard_error": 0.003}
@@ -34,7 +39,9 @@ def made_up(previous, quantized, loss_of=None, count=9, extent=0.35) -> dict:
     }
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 0.31), (-0.004, 0.31), (-2.0, 0.5), (0.0, 5.0), (-1e-5, 11.0)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 0.31), (-0.004, 0.31), (-2.0, 0.5), (0.0, 5.0), (-1e-5, 11.0)]
+)
 def test_levels_hold_zero_and_reach_beyond_everything(low, high):
     levels = levels_of(np.array([[low, 0.0], [high / 3, high]]))
     assert levels == sorted(set(levels))
@@ -92,7 +99,11 @@ def test_the_points_are_where_they_are_and_their_names_do_not_overlap(previous, 
     assert "lr3e-3 step00000640, gptq-b3-g32" in figure.legends[0].get_title().get_text()
     assert "3.00 \N{PLUS-MINUS SIGN} 0.20 nats per token over 16 sequences" in written[0]
     assert "lr3e-3 step00000592: +" in written[1]
-    for written_at in (figure.legends[0].get_window_extent(), axes.xaxis.label.get_window_extent(), bar_label(axes)):
+    for written_at in (
+        figure.legends[0].get_window_extent(),
+        axes.xaxis.label.get_window_extent(),
+        bar_label(axes),
+    ):
         assert figure.bbox.x0 <= written_at.x0 < written_at.x1 <= figure.bbox.x1
 
 
@@ -100,6 +111,8 @@ def test_the_bar_says_what_the_colours_mean():
     figure = draw_slice(made_up((2.0, 0.0), (0.5, 3.0)))
     (bar,) = figure.axes[0].child_axes
     assert "nats per token" in bar.get_ylabel()
-    ticks = [float(text.get_text().replace("\N{MINUS SIGN}", "-")) for text in bar.get_yticklabels()]
+    ticks = [
+        float(text.get_text().replace("\N{MINUS SIGN}", "-")) for text in bar.get_yticklabels()
+    ]
     assert ticks == sorted(ticks)
     assert ticks[0] < 0.0 < ticks[-1]

@@ -7,14 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from base.errors import UserError
 from curvature.spectrum.lanczos import Krylov, RitzPair, Spectrum, lanczos
 from tests.curvature.spectrum.operators import Known, designed, inner, signs
-from train.command import UserError
 
 
-def ends(product, start: Tensor, *, largest=1, smallest=0, tolerance=1e-4, max_iterations=100) -> Spectrum:
+def ends(
+    product, start: Tensor, *, largest=1, smallest=0, tolerance=1e-4, max_iterations=100
+) -> Spectrum:
     counts = {"largest": largest, "smallest": smallest}
-    return lanczos(product, start, inner, **counts, tolerance=tolerance, max_iterations=max_iterations)
+    return lanczos(
+        product, start, inner, **counts, tolerance=tolerance, max_iterations=max_iterations
+    )
 
 
 def residual(pair: RitzPair) -> float:
@@ -48,7 +52,9 @@ def test_ends_of_a_trained_model(trained, dtype):
 
 def test_residual_is_that_of_the_vector_and_bounds_the_error(trained):
     """After few steps nothing has converged: the error is large, and so is what is reported."""
-    found = ends(trained.product, signs(len(trained.values_P)), smallest=1, tolerance=1e-12, max_iterations=4)
+    found = ends(
+        trained.product, signs(len(trained.values_P)), smallest=1, tolerance=1e-12, max_iterations=4
+    )
     assert found.iterations == 4
     pair, x_P = found.largest[0], found.top_vector_p
     distance = float((trained.matrix_PP @ x_P - pair.value * x_P).norm())
@@ -66,7 +72,9 @@ def test_errors_that_decide_when_to_stop_are_those_of_the_vectors(trained):
     ritz = krylov.ritz()
     for index, (value, error) in enumerate(zip(ritz.values_k, ritz.errors_k, strict=True)):
         x_P = krylov.vector(ritz.vectors_kk[:, index])
-        assert float((trained.matrix_PP @ x_P - value * x_P).norm()) == pytest.approx(float(error), rel=1e-6, abs=1e-12)
+        assert float((trained.matrix_PP @ x_P - value * x_P).norm()) == pytest.approx(
+            float(error), rel=1e-6, abs=1e-12
+        )
 
 
 def test_a_loose_tolerance_still_gives_all_pairs():
@@ -76,10 +84,23 @@ def test_a_loose_tolerance_still_gives_all_pairs():
 
 
 SPECTRA = {
-    "clusters": [*[5 + i * 1e-3 for i in range(6)], *[i / 60 for i in range(60)], *[-2 - i * 1e-3 for i in range(4)]],
+    "clusters": [
+        *[5 + i * 1e-3 for i in range(6)],
+        *[i / 60 for i in range(60)],
+        *[-2 - i * 1e-3 for i in range(4)],
+    ],
     "all negative": [*[-1 - i / 100 for i in range(100)], -0.5, -0.7],
     "largest magnitude negative": [-50.0, *[i / 100 for i in range(1, 100)], 3.0],
-    "outliers and bulk": [58.0, 5.7, 3.0, 2.5, 1.2, *[((i - 200) / 200) ** 5 / 10 for i in range(300)], -0.2, -0.15],
+    "outliers and bulk": [
+        58.0,
+        5.7,
+        3.0,
+        2.5,
+        1.2,
+        *[((i - 200) / 200) ** 5 / 10 for i in range(300)],
+        -0.2,
+        -0.15,
+    ],
 }
 
 
@@ -95,10 +116,13 @@ def test_designed_spectra(name, dtype):
 
 
 def test_what_fp32_cannot_resolve_is_not_called_converged():
-    """Products with an eigenvalue of 1e4 have errors of 1e-7 * 1e4 = 1e-3: little against 100, too much beside 0.2."""
+    """Products with an eigenvalue of 1e4 have errors of 1e-7 * 1e4 = 1e-3: little against 100,
+    too much beside 0.2.
+    """
     known = designed([1e4, 100.0, 1.0, 0.5, *[i / 1000 for i in range(100)], -0.3, -0.2])
     single, double = (
-        ends(known.product, signs(106, dtype=dtype), largest=2, smallest=2) for dtype in (torch.float32, torch.float64)
+        ends(known.product, signs(106, dtype=dtype), largest=2, smallest=2)
+        for dtype in (torch.float32, torch.float64)
     )
     assert [pair.converged for pair in double.largest + double.smallest] == [True] * 4
     assert [pair.converged for pair in single.largest] == [True, True]
@@ -108,8 +132,14 @@ def test_what_fp32_cannot_resolve_is_not_called_converged():
 
 
 def ghosts_of_the_three_term_recurrence(eigenvalues: Tensor, steps: int) -> int:
-    """Copies of the smallest eigenvalue when nothing is reorthogonalised: T of the textbook recurrence in fp32."""
-    q, last, beta = torch.ones(len(eigenvalues)) / len(eigenvalues) ** 0.5, torch.zeros(len(eigenvalues)), 0.0
+    """Copies of the smallest eigenvalue when nothing is reorthogonalised: T of the textbook
+    recurrence in fp32.
+    """
+    q, last, beta = (
+        torch.ones(len(eigenvalues)) / len(eigenvalues) ** 0.5,
+        torch.zeros(len(eigenvalues)),
+        0.0,
+    )
     tridiagonal = torch.zeros(steps, steps, dtype=torch.float64)
     for k in range(steps):
         w = eigenvalues.float() * q - beta * last
@@ -148,7 +178,14 @@ def test_no_ghosts_in_fp32():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_more_steps_than_dimensions_invent_nothing(dtype):
     known = designed([9.0, 4.0, 1.0, 0.5, 0.25, -1.0, -2.5])
-    found = ends(known.product, signs(7, dtype=dtype), largest=20, smallest=10, tolerance=1e-3, max_iterations=40)
+    found = ends(
+        known.product,
+        signs(7, dtype=dtype),
+        largest=20,
+        smallest=10,
+        tolerance=1e-3,
+        max_iterations=40,
+    )
     assert found.iterations == 7
     assert values(found.largest) == pytest.approx(known.values_P.flip(0).tolist(), rel=1e-5)
     assert values(found.smallest) == pytest.approx(known.values_P.tolist(), rel=1e-5)
@@ -168,8 +205,25 @@ def test_a_multiple_eigenvalue_is_found_once():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_multiple_eigenvalues_in_a_random_basis(dtype):
-    """None is left out, and none comes more often than it is there: rounding in fp32 brings 7 a second time."""
-    whole = [7.0, 7.0, 7.0, 6.0, 5.0, 4.0, 4.0, 3.0, *[i / 50 for i in range(50)], -1.0, -2.0, -2.0, -3.0, -3.0]
+    """None is left out, and none comes more often than it is there: rounding in fp32 brings 7 a
+    second time.
+    """
+    whole = [
+        7.0,
+        7.0,
+        7.0,
+        6.0,
+        5.0,
+        4.0,
+        4.0,
+        3.0,
+        *[i / 50 for i in range(50)],
+        -1.0,
+        -2.0,
+        -2.0,
+        -3.0,
+        -3.0,
+    ]
     found = ends(designed(whole).product, signs(len(whole), dtype=dtype), largest=5, smallest=2)
     for pairs, descending in ((found.largest, True), (found.smallest, False)):
         assert all(pair.converged for pair in pairs)
@@ -190,7 +244,9 @@ def test_an_eigenvalue_of_zero():
     nothing = ends(torch.zeros_like, signs(5), smallest=1)
     assert nothing.largest == nothing.smallest == [RitzPair(0.0, 0.0, converged=True)]
     swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
-    early = ends(lambda v: swap @ v, torch.tensor([1.0, 0.0], dtype=torch.float64), max_iterations=1)
+    early = ends(
+        lambda v: swap @ v, torch.tensor([1.0, 0.0], dtype=torch.float64), max_iterations=1
+    )
     assert early.largest == [RitzPair(0.0, None, converged=False)]
 
 
@@ -219,7 +275,9 @@ def test_a_zero_start_is_refused():
 
 
 def test_a_top_eigenvalue_takes_few_products_and_as_many_vectors(trained):
-    """The value of a dense solver; vectors, counted in every product, come as they are needed, whatever the most is."""
+    """The value of a dense solver; vectors, counted in every product, come as they are needed,
+    whatever the most is.
+    """
     size = len(trained.values_P)
     alive = []
 
@@ -238,4 +296,6 @@ def test_a_top_eigenvalue_takes_few_products_and_as_many_vectors(trained):
     assert few.largest == many.largest
     assert few.products == many.products <= 16
     assert few.largest[0].value == pytest.approx(float(trained.values_P[-1]), rel=1e-4)
-    assert max(alive) <= few.iterations + 4  # the start, a spare one, one that is judged, and the first call's result
+    assert (
+        max(alive) <= few.iterations + 4
+    )  # the start, a spare one, one that is judged, and the first call's result

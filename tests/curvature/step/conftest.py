@@ -1,4 +1,5 @@
-"""A small OLMo2 trained in this process, and the loss and its derivatives along a line by HF's own code.
+"""A small OLMo2 trained in this process, and the loss and its derivatives along a line by HF's
+own code.
 
 Shapes: B sequences, S positions of a sequence.
 """
@@ -11,24 +12,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.olmo2 import modeling_olmo2
 
-from curvature.trace.hutchinson import Quadratic
+from curvature.products.interface import Quadratic
 from tests.curvature.conftest import TINY, _DoubleForFloat, tiny_model
 
 LENGTH = 24
 
 
 def structured_tokens(batch: int, seed: int, length: int = LENGTH) -> Tensor:
-    """Sequences whose every token leaves its successor four choices: something to learn; int64 [batch, length + 1]."""
+    """Sequences whose every token leaves its successor four choices: something to learn; int64
+    [batch, length + 1].
+    """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = int(TINY["vocab_size"])
     columns = [torch.randint(0, vocabulary, (batch,), generator=generator)]
     for _ in range(length):
-        columns.append((columns[-1] * 5 + torch.randint(0, 4, (batch,), generator=generator).square()) % vocabulary)
+        columns.append(
+            (columns[-1] * 5 + torch.randint(0, 4, (batch,), generator=generator).square())
+            % vocabulary
+        )
     return torch.stack(columns, dim=1)
 
 
 class Line:
-    """Loss at theta + v, and first and second derivative along v by double backward; microbatch `index` is a seed."""
+    """Loss at theta + v, and first and second derivative along v by double backward; microbatch
+    `index` is a seed.
+    """
 
     def __init__(self, model: Any, batch: int, length: int = LENGTH) -> None:
         self.model, self.batch, self.length = model, batch, length
@@ -46,7 +54,9 @@ class Line:
         weights = [self.weights[name] for name in v]
         loss = self._loss(index)
         gradient = torch.autograd.grad(loss, weights, create_graph=True)
-        slope = torch.stack([(g * d).sum() for g, d in zip(gradient, v.values(), strict=True)]).sum()
+        slope = torch.stack(
+            [(g * d).sum() for g, d in zip(gradient, v.values(), strict=True)]
+        ).sum()
         products = torch.autograd.grad(slope, weights)
         dots = {name: float((v[name] * hv).sum()) for name, hv in zip(v, products, strict=True)}
         return Quadratic(float(loss.detach()), float(slope.detach()), dots)
@@ -63,7 +73,9 @@ class Line:
 
 
 def rounded_steps(model: Any, bits: int, group: int = 16) -> dict[str, Tensor]:
-    """Rounded minus given weights of the decoder's linears, in groups on symmetric grids to the largest value."""
+    """Rounded minus given weights of the decoder's linears, in groups on symmetric grids to the
+    largest value.
+    """
     steps = {}
     for name, weight_OI in model.named_parameters():
         if name.endswith("proj.weight"):
@@ -74,7 +86,9 @@ def rounded_steps(model: Any, bits: int, group: int = 16) -> dict[str, Tensor]:
 
 
 class Trained(NamedTuple):
-    """In float64, with everything that HF hard-codes as float32 in float64 too while a test runs."""
+    """In float64, with everything that HF hard-codes as float32 in float64 too while a test
+    runs.
+    """
 
     line: Line
     loss_before: float

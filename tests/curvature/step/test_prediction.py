@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from curvature.parameters import block_of
-from curvature.probes import rademacher
+from base.errors import UserError
+from curvature.products.interface import Quadratic
+from curvature.products.parameters import block_of
+from curvature.products.probes import rademacher
 from curvature.step.prediction import UNITS, predict
-from curvature.trace.hutchinson import Quadratic
 from tests.curvature.conftest import dense_hessian, random_tokens, tiny_model
-from train.command import UserError
 
 BATCHES = 3
 
 
 class Quadratics:
-    """Quadratic losses of every microbatch, given by gradients and Hessians, over named slices of one flat vector."""
+    """Quadratic losses of every microbatch, given by gradients and Hessians, over named slices
+    of one flat vector.
+    """
 
     def __init__(self, gradients_MP, hessians_MPP, slices, shapes, cubic=0.0):
         self.gradients_MP, self.hessians_MPP, self.cubic = gradients_MP, hessians_MPP, cubic
@@ -43,7 +45,12 @@ class Quadratics:
 
     def moved(self, index, v):
         found, v_P = self.evaluate(index, v), self.flat(v)
-        return 7.0 + found.slope + math.fsum(found.dots.values()) / 2 + self.cubic * (index + 1) * float((v_P**3).sum())
+        return (
+            7.0
+            + found.slope
+            + math.fsum(found.dots.values()) / 2
+            + self.cubic * (index + 1) * float((v_P**3).sum())
+        )
 
     def probe(self, index, seed=0):
         return {
@@ -53,7 +60,9 @@ class Quadratics:
 
 
 class Problem:
-    """A tiny OLMo2 with its dense Hessians over three linears of both blocks, and a step in them."""
+    """A tiny OLMo2 with its dense Hessians over three linears of both blocks, and a step in
+    them.
+    """
 
     def __init__(self):
         model = tiny_model()
@@ -68,15 +77,22 @@ class Problem:
                 shapes[name] = weight.shape
             position += weight.numel()
         places = np.concatenate(kept)
-        self.hessians_MPP = np.stack([one.hessian_PP.numpy()[np.ix_(places, places)] for one in dense])
+        self.hessians_MPP = np.stack(
+            [one.hessian_PP.numpy()[np.ix_(places, places)] for one in dense]
+        )
         self.gradients_MP = np.stack([one.gradient_P.numpy()[places] for one in dense])
-        self.quadratics = Quadratics(self.gradients_MP, self.hessians_MPP, slices, shapes, cubic=0.01)
+        self.quadratics = Quadratics(
+            self.gradients_MP, self.hessians_MPP, slices, shapes, cubic=0.01
+        )
         generator = torch.Generator().manual_seed(3)
         self.delta = {
-            name: 0.01 * torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()
+            name: 0.01 * torch.randn(shape, generator=generator, dtype=torch.float64)
+            for name, shape in shapes.items()
         }
         self.places = {
-            part: np.concatenate([np.arange(slices[n].start, slices[n].stop) for n in self.delta if layer in n])
+            part: np.concatenate(
+                [np.arange(slices[n].start, slices[n].stop) for n in self.delta if layer in n]
+            )
             for part, layer in {"whole": ".", "layer0": "layers.0.", "layer1": "layers.1."}.items()
         }
 
@@ -101,7 +117,9 @@ def parts(result):
 
 def exact(values_M):
     """Mean and standard error as numpy has them."""
-    return pytest.approx((np.mean(values_M), np.std(values_M, ddof=1) / math.sqrt(len(values_M))), rel=1e-9)
+    return pytest.approx(
+        (np.mean(values_M), np.std(values_M, ddof=1) / math.sqrt(len(values_M))), rel=1e-9
+    )
 
 
 def found(estimate):
@@ -115,27 +133,42 @@ def test_increases_are_those_of_dense_algebra(problem):
         place = problem.places[part]
         step = delta_P[place]
         first = problem.gradients_MP[:, place] @ step
-        second = np.array([step @ hessian[np.ix_(place, place)] @ step / 2 for hessian in problem.hessians_MPP])
+        second = np.array(
+            [step @ hessian[np.ix_(place, place)] @ step / 2 for hessian in problem.hessians_MPP]
+        )
         cubic = 0.01 * np.arange(1, BATCHES + 1) * (step**3).sum()
         assert found(figures["first_order"]) == exact(first)
         assert found(figures["second_order"]) == exact(second)
         assert found(figures["predicted"]) == exact(first + second)
         assert found(figures["measured"]) == exact(first + second + cubic)
         # a difference of losses near 7: rounding
-        assert found(figures["remainder"]) == pytest.approx(exact(cubic).expected, rel=1e-6, abs=1e-14)
+        assert found(figures["remainder"]) == pytest.approx(
+            exact(cubic).expected, rel=1e-6, abs=1e-14
+        )
         assert found(figures["curvature"]["along_step"]) == exact(2 * second / (step @ step))
-        assert (figures["norm"], figures["parameters"]) == (pytest.approx(np.linalg.norm(step)), len(place))
+        assert (figures["norm"], figures["parameters"]) == (
+            pytest.approx(np.linalg.norm(step)),
+            len(place),
+        )
         expected = (first + second).mean() / (first + second + cubic).mean() - 1
         assert figures["relative_difference"]["mean"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_interaction_is_the_off_diagonal_of_the_hessian(problem):
-    delta_P, (first, second) = problem.quadratics.flat(problem.delta), [problem.places[f"layer{i}"] for i in (0, 1)]
-    between = [delta_P[first] @ hessian[np.ix_(first, second)] @ delta_P[second] for hessian in problem.hessians_MPP]
+    delta_P, (first, second) = (
+        problem.quadratics.flat(problem.delta),
+        [problem.places[f"layer{i}"] for i in (0, 1)],
+    )
+    between = [
+        delta_P[first] @ hessian[np.ix_(first, second)] @ delta_P[second]
+        for hessian in problem.hessians_MPP
+    ]
     result = problem.predict()
     assert found(result["interaction"]["second_order"]) == exact(between)
     # the cubic term does not couple blocks
-    assert found(result["interaction"]["measured"]) == pytest.approx(exact(between).expected, rel=1e-6)
+    assert found(result["interaction"]["measured"]) == pytest.approx(
+        exact(between).expected, rel=1e-6
+    )
     whole = result["whole"]["second_order"]["mean"]
     assert result["interaction"]["share"]["mean"] == pytest.approx(np.mean(between) / whole)
 
@@ -163,7 +196,9 @@ def test_random_signs_average_to_trace_and_weighted_diagonal(problem):
 
 
 def test_an_aligned_step_is_told_from_one_along_sharp_weights():
-    """H all ones: the errors add up. H with one large entry where the step is large: the sharp weight moves most."""
+    """H all ones: the errors add up. H with one large entry where the step is large: the sharp
+    weight moves most.
+    """
     size = 8
     ones, sharp = np.ones((size, size)), np.eye(size)
     sharp[0, 0] = 100.0
@@ -175,9 +210,16 @@ def test_an_aligned_step_is_told_from_one_along_sharp_weights():
         (ones, torch.ones(size, dtype=torch.float64), 1.0, float(size)),
         (sharp, along_one, 100 / (107 / size), 1.0),
     ):
-        quadratics = Quadratics(np.zeros((1, size)), hessian[None], slices, {name: torch.Size([size])})
+        quadratics = Quadratics(
+            np.zeros((1, size)), hessian[None], slices, {name: torch.Size([size])}
+        )
         result = predict(
-            quadratics.evaluate, quadratics.moved, {name: delta}, quadratics.probe, microbatches=400, block_of=block_of
+            quadratics.evaluate,
+            quadratics.moved,
+            {name: delta},
+            quadratics.probe,
+            microbatches=400,
+            block_of=block_of,
         )
         ratios = result["whole"]["ratios"]
         assert ratios["signed_to_mean"]["mean"] == pytest.approx(signed, rel=0.15)
@@ -186,13 +228,17 @@ def test_an_aligned_step_is_told_from_one_along_sharp_weights():
 
 
 def test_intervals_of_ratios_cover():
-    """Microbatches drawn anew 400 times: 95% intervals of predicted / measured - 1 and of the curvature ratio."""
+    """Microbatches drawn anew 400 times: 95% intervals of predicted / measured - 1 and of the
+    curvature ratio.
+    """
     name, generator = "model.layers.0.mlp.up_proj.weight", np.random.default_rng(0)
     delta = {name: torch.ones(2, dtype=torch.float64)}
     covered = np.zeros(2)
     for _ in range(400):
         common_M = generator.gamma(8.0, size=(24, 1))
-        slopes_M, curvatures_M, traces_M = (common_M * generator.gamma(20.0, 1 / 20, size=(24, 3))).T
+        slopes_M, curvatures_M, traces_M = (
+            common_M * generator.gamma(20.0, 1 / 20, size=(24, 3))
+        ).T
 
         def evaluate(index, v, s=slopes_M, c=curvatures_M, t=traces_M, seen=[0, 0]):  # noqa: B006
             seen[:] = [index, seen[1] + 1 if seen[0] == index else 1]
@@ -202,7 +248,9 @@ def test_intervals_of_ratios_cover():
         def moved(index, v, s=slopes_M, c=curvatures_M):
             return float(1.25 * (s + c)[index]) if v else 0.0
 
-        result = predict(evaluate, moved, delta, lambda _: delta, microbatches=24, block_of=block_of)["whole"]
+        result = predict(
+            evaluate, moved, delta, lambda _: delta, microbatches=24, block_of=block_of
+        )["whole"]
         for number, (estimate, truth) in enumerate(
             ((result["relative_difference"], -0.2), (result["ratios"]["step_to_mean"], 2.0))
         ):
@@ -222,7 +270,9 @@ def test_every_figure_has_a_unit(problem):
 
 
 def test_what_is_not_finite_or_does_not_move_is_refused(problem):
-    with pytest.raises(UserError, match="microbatch 0: measured of the step in all blocks is not finite"):
+    with pytest.raises(
+        UserError, match="microbatch 0: measured of the step in all blocks is not finite"
+    ):
         problem.predict(loss_moved=lambda _, v: math.nan if v else 1.0)
     with pytest.raises(ValueError, match="no interval"):
         problem.predict(1)

@@ -1,4 +1,6 @@
-"""The step read from files: what `quant_eval run --dense` wrote, and everything that must not pass for it."""
+"""The step read from files: what `quant_eval run --dense` wrote, and everything that must not
+pass for it.
+"""
 
 import json
 import shutil
@@ -7,45 +9,41 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt_tools.ranks import Ranks
+from base.errors import UserError
+from base.files import sha256_of
+from base.ranks import Ranks
 from curvature.step.quantized import read_step
-from quant_eval.measurement import measure
-from quant_eval.settings import CalibrationSettings, ComputeSettings, EvaluationSettings
+from quant_eval.measuring.measurement import Request, measure
 from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
-from train.command import UserError
-from train.run_directory import sha256_of
+from tests.quant_eval.models import run_settings
 
 SPEC = parse_spec("rtn-b3-g32")
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, train_prefix, held_out_prefix):
-    """Bases in fp32 and bf16, and a result with its weights in every dtype that either was measured in."""
+    """Bases in fp32 and bf16, and a result with its weights in every dtype that either was
+    measured in.
+    """
     root = tmp_path_factory.mktemp("step")
     for held, dtypes in {"fp32": ("fp32", "bf16"), "bf16": ("fp32", "bf16")}.items():
-        base = make_hf_directory(root / held, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[held])
+        base = make_hf_directory(
+            root / held, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[held]
+        )
         for dtype in dtypes:
             out = root / f"{held}-{dtype}"
-            (result,) = measure(
-                base,
-                [SPEC],
-                [out],
-                CalibrationSettings(prefix=train_prefix, sequences=8, sequence_length=None, seed=0),
-                EvaluationSettings(
-                    prefix=held_out_prefix,
-                    max_tokens=600,
-                    sequence_length=None,
-                    documents="separate",
-                    bootstrap_samples=200,
-                    level=0.95,
-                    seed=0,
-                ),
-                ComputeSettings.model_validate({"dtype": dtype, "batch_size": 8, "device": "cpu", "scratch": None}),
-                Ranks(0, 1, torch.device("cpu")),
-                by_block=held == dtype == "fp32",
+            settings = run_settings(
+                train_prefix,
+                held_out_prefix,
+                calibration_sequences=8,
+                eval_tokens=600,
+                dtype=dtype,
+                per_block=held == dtype == "fp32",
                 dense=True,
             )
+            request = Request(base, (SPEC,), (out,), settings)
+            (result,) = measure(request, Ranks(0, 1, torch.device("cpu")))
             (out / "result.json").write_text(json.dumps(result))
     return root
 
@@ -63,7 +61,9 @@ def test_the_step_leads_from_the_base_to_the_kept_weights(measured, case):
     base = load_file(measured / case.split("-")[0] / "model.safetensors")
     step = read_step(measured / case.split("-")[0], measured / case)
     kept = {
-        k: v for path in sorted((measured / case / "dense").glob("*.safetensors")) for k, v in load_file(path).items()
+        k: v
+        for path in sorted((measured / case / "dense").glob("*.safetensors"))
+        for k, v in load_file(path).items()
     }
     assert step.names == tuple(kept)
     assert len(step.names) == 2 * 7
@@ -74,7 +74,9 @@ def test_the_step_leads_from_the_base_to_the_kept_weights(measured, case):
             continue
         assert delta is not None
         assert delta.dtype == torch.float32
-        assert torch.equal(delta, torch.from_numpy(kept[name].float().numpy() - tensor.float().numpy()))
+        assert torch.equal(
+            delta, torch.from_numpy(kept[name].float().numpy() - tensor.float().numpy())
+        )
 
 
 def test_what_was_measured_comes_along(measured):
@@ -84,7 +86,9 @@ def test_what_was_measured_comes_along(measured):
     for figure in ("cross_entropy", "cross_entropy_quantized", "absolute_error"):
         assert step.measured[figure] == written[figure]
     assert step.measured["interval"] == written["intervals"]["absolute_error"]
-    for block, (read, told) in enumerate(zip(step.measured["blocks"], written["blocks"], strict=True)):
+    for block, (read, told) in enumerate(
+        zip(step.measured["blocks"], written["blocks"], strict=True)
+    ):
         assert read == {
             "block": block,
             "absolute_error": told["alone"]["absolute_error"],
@@ -101,7 +105,9 @@ def test_bf16_weights_of_an_fp32_base_are_refused(measured):
 
 def test_another_base_is_refused(measured, tmp_path):
     other = make_hf_directory(tmp_path / "other", seed=1)
-    with pytest.raises(UserError, match=r"is of another model than .*other; give the one that was quantized"):
+    with pytest.raises(
+        UserError, match=r"is of another model than .*other; give the one that was quantized"
+    ):
         read_step(other, measured / "fp32-fp32")
 
 
@@ -137,7 +143,11 @@ BLOCK, DENSE = "dense/block00001.safetensors", "dense/dense.json"
         ("dense", shutil.rmtree, "holds no dequantized weights"),
         ("result.json", cut, "result.json"),
         ("result.json", lambda path: path.unlink(), "result.json does not exist"),
-        ("result.json", lambda path: path.write_bytes(b"\xff\xfe\x00"), "result.json is not text"),
+        (
+            "result.json",
+            lambda path: path.write_bytes(b"\xff\xfe\x00"),
+            "result.json is no valid JSON",
+        ),
     ],
 )
 def test_damage_is_refused_by_the_files_name(place, name, damage, message):
@@ -151,7 +161,9 @@ def test_a_result_without_dense_weights_names_the_command(place):
     path = place / "result" / "result.json"
     result = json.loads(path.read_text())
     del result["measured"]["dense"]
-    path.write_text(json.dumps(result))  # such as of a later run without --dense, which leaves the old ones
+    path.write_text(
+        json.dumps(result)
+    )  # such as of a later run without --dense, which leaves the old ones
     with pytest.raises(UserError, match=r"python -m quant_eval run .*base --dense"):
         read_step(place / "base", place / "result")
 
@@ -169,9 +181,12 @@ def rewrite(place, change):
 
 def test_files_elsewhere_are_refused(place):
     rewrite(
-        place, lambda content: content["files"].update({"../../base/model.safetensors": content["files"][BLOCK[6:]]})
+        place,
+        lambda content: content["files"].update(
+            {"../../base/model.safetensors": content["files"][BLOCK[6:]]}
+        ),
     )
-    with pytest.raises(UserError, match="lies elsewhere"):
+    with pytest.raises(UserError, match="is outside its directory"):
         read_step(place / "base", place / "result")
 
 

@@ -1,4 +1,6 @@
-"""A trained model: what second order predicts of rounding to 3, 4 and 8 bits, and of which order the rest is."""
+"""A trained model: what second order predicts of rounding to 3, 4 and 8 bits, and of which order
+the rest is.
+"""
 
 import itertools
 import json
@@ -7,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from curvature.parameters import block_of
-from curvature.probes import rademacher
+from curvature.products.parameters import block_of
+from curvature.products.probes import rademacher
 from curvature.step.prediction import predict
 from tests.curvature.step.conftest import rounded_steps
 
@@ -48,12 +50,17 @@ def test_the_model_has_learnt(trained):
 def test_second_order_predicts_four_and_eight_bits(predictions, bits):
     whole = predictions[bits]["whole"]
     assert abs(whole["relative_difference"]["mean"]) < 0.15
-    for one in (whole, *predictions[bits]["blocks"].values()):  # of a block, increases cancel: told by their size
+    for one in (
+        whole,
+        *predictions[bits]["blocks"].values(),
+    ):  # of a block, increases cancel: told by their size
         assert abs(one["remainder"]["mean"]) < 0.15 * one["second_order"]["mean"]
 
 
 def test_the_remainder_shrinks_faster_than_the_second_order(predictions):
-    """Of third order beside second: as the size of the rounding, but for the sign it takes on a microbatch."""
+    """Of third order beside second: as the size of the rounding, but for the sign it takes on a
+    microbatch.
+    """
     relative = {}
     for bits, prediction in predictions.items():
         values = prediction["whole"]["per_microbatch"]
@@ -65,16 +72,20 @@ def test_the_remainder_shrinks_faster_than_the_second_order(predictions):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_remainder_is_of_third_order(trained, bits):
-    """Halving the step divides it by 8, but for its part of fourth order, which halves beside it each time.
+    """Halving the step divides it by 8, but for its part of fourth order, which halves beside it
+    each time.
 
-    Not at 3 bits: there the third derivative along the step is near 0 on this text, and fourth order is what remains.
+    Not at 3 bits: there the third derivative along the step is near 0 on this text, and fourth
+    order is what remains.
     """
     line, delta, remainders = trained.line, rounded_steps(trained.line.model, bits), []
     whole = line.evaluate(0, delta)
     before = line.moved(0, {})
     for scale in (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16):
         increase = line.moved(0, {name: scale * step for name, step in delta.items()}) - before
-        remainders.append(increase - scale * whole.slope - scale**2 * math.fsum(whole.dots.values()) / 2)
+        remainders.append(
+            increase - scale * whole.slope - scale**2 * math.fsum(whole.dots.values()) / 2
+        )
     orders = [math.log2(abs(one / other)) for one, other in itertools.pairwise(remainders)]
     assert orders[-1] == pytest.approx(3, abs=0.15)
     assert abs(orders[-1] - 3) < abs(orders[0] - 3)

@@ -11,9 +11,14 @@ from tests.quant_eval.gptq_format.examples import SPECS, Example, make_gpt_neox,
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory, tokenizer_dir) -> Path:
-    """An OLMo2 whose linears have several groups of 32 inputs and 64, 96 or 32 outputs, with a tokenizer."""
+    """An OLMo2 whose linears have several groups of 32 inputs and 64, 96 or 32 outputs, with a
+    tokenizer.
+    """
     directory = make_hf_directory(
-        tmp_path_factory.mktemp("gptq") / "olmo2", hidden_size=64, intermediate_size=96, num_key_value_heads=2
+        tmp_path_factory.mktemp("gptq") / "olmo2",
+        hidden_size=64,
+        intermediate_size=96,
+        num_key_value_heads=2,
     )
     return Path(shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True))
 

@@ -1,10 +1,13 @@
-"""Small quantized models: codes and grids from `fit_grid`, groups in any order, zeros at both ends of the codes.
+"""Small quantized models: codes and grids from `fit_grid`, groups in any order, zeros at both
+ends of the codes.
 
-Shapes: O output features, I input features, G groups of a row, K inputs of a group, N blocks, L tokens.
+Shapes: O output features, I input features, G groups of a row, K inputs of a group, N blocks, L
+    tokens.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +18,8 @@ from quant_eval.grid import Rounded, fit_grid
 from quant_eval.specs import QuantSpec, parse_spec
 from tests.conftest import VOCAB_SIZE
 
-# All widths, symmetries, kinds of groups and orders; every width with a zero that a 'gptq' checkpoint could not hold.
+# All widths, symmetries, kinds of groups and orders; every width with a zero that a 'gptq'
+# checkpoint could not hold.
 SPECS = (
     "gptq-b2-g16-actorder-s16",
     "rtn-b2-perchannel-asym-s16",
@@ -46,28 +50,40 @@ def input_order(num_inputs: int, spec: QuantSpec, generator: torch.Generator) ->
         return torch.randperm(num_inputs, generator=generator)
     if spec.order == "groupaware":
         groups = num_inputs // (spec.group_size or num_inputs)
-        return torch.arange(num_inputs).view(groups, -1)[torch.randperm(groups, generator=generator)].flatten()
+        return (
+            torch.arange(num_inputs)
+            .view(groups, -1)[torch.randperm(groups, generator=generator)]
+            .flatten()
+        )
     return torch.arange(num_inputs)
 
 
 def round_linear(weight_OI: Tensor, spec: QuantSpec, generator: torch.Generator) -> Rounded:
-    """Nearest points of a grid with fp16 scales; the first row has no negative weight, the second no positive one."""
+    """Nearest points of a grid with fp16 scales; the first row has no negative weight, the
+    second no positive one.
+    """
     num_outputs, num_inputs = weight_OI.shape
     order_I = input_order(num_inputs, spec, generator)
     ordered_OI = weight_OI.double()[:, order_I]
     ordered_OI[0], ordered_OI[1] = ordered_OI[0].abs(), -ordered_OI[1].abs()
-    weight_KOG = ordered_OI.float().view(num_outputs, -1, spec.group_size or num_inputs).permute(2, 0, 1)
+    weight_KOG = (
+        ordered_OI.float().view(num_outputs, -1, spec.group_size or num_inputs).permute(2, 0, 1)
+    )
     grid = fit_grid(weight_KOG, spec)
     codes_OI = (grid.steps(weight_KOG) - grid.lowest).permute(1, 2, 0).flatten(1).to(torch.uint8)
     groups = weight_KOG.shape[2]
     groups_I = torch.empty(num_inputs, dtype=torch.int32)
-    groups_I[order_I] = torch.arange(groups, dtype=torch.int32).repeat_interleave(num_inputs // groups)
+    groups_I[order_I] = torch.arange(groups, dtype=torch.int32).repeat_interleave(
+        num_inputs // groups
+    )
     natural_OI = torch.empty_like(codes_OI)
     natural_OI[:, order_I] = codes_OI
     return Rounded(natural_OI, grid.scale, (-grid.lowest).to(torch.uint8), groups_I)
 
 
-def save_example(hf_dir: Path, out: Path, name: str, dtype: str | None = None) -> Example:
+def save_example(
+    hf_dir: Path, out: Path, name: str, dtype: Literal["fp32", "bf16"] = "fp32"
+) -> Example:
     """Rounds all linears of the decoder blocks and saves them."""
     spec, generator = parse_spec(name), torch.Generator().manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
@@ -76,8 +92,10 @@ def save_example(hf_dir: Path, out: Path, name: str, dtype: str | None = None) -
         for path, part in model.named_modules()
         if isinstance(part, torch.nn.Linear) and ".layers." in path
     }
-    rounded = {path: round_linear(weight.detach(), spec, generator) for path, weight in linears.items()}
-    with CheckpointWriter(hf_dir, out, spec, dtype=dtype) as writer:
+    rounded = {
+        path: round_linear(weight.detach(), spec, generator) for path, weight in linears.items()
+    }
+    with CheckpointWriter(hf_dir, out, spec, dtype) as writer:
         for path in reversed(rounded):  # any order
             writer.add(path, rounded[path])
         writer.finish({"model": {"path": str(hf_dir)}})

@@ -11,13 +11,19 @@ from quant_eval.grid import Rounded
 WIDTHS = (2, 3, 4, 8)
 
 
-def random_rounded(bits: int, num_outputs: int, num_inputs: int, groups: int, *, first_zero: int = 0) -> Rounded:
+def random_rounded(
+    bits: int, num_outputs: int, num_inputs: int, groups: int, *, first_zero: int = 0
+) -> Rounded:
     """Codes and zeros of all values, inputs in random groups."""
     generator = torch.Generator().manual_seed(bits)
     return Rounded(
-        codes_OI=torch.randint(2**bits, (num_outputs, num_inputs), generator=generator).to(torch.uint8),
+        codes_OI=torch.randint(2**bits, (num_outputs, num_inputs), generator=generator).to(
+            torch.uint8
+        ),
         scales_OG=torch.rand(num_outputs, groups, generator=generator).half().float(),
-        zeros_OG=torch.randint(first_zero, 2**bits, (num_outputs, groups), generator=generator).to(torch.uint8),
+        zeros_OG=torch.randint(first_zero, 2**bits, (num_outputs, groups), generator=generator).to(
+            torch.uint8
+        ),
         groups_I=(torch.randperm(num_inputs, generator=generator) % groups).int(),
     )
 
@@ -25,7 +31,9 @@ def random_rounded(bits: int, num_outputs: int, num_inputs: int, groups: int, *,
 def words_of(values: list[int], bits: int) -> list[int]:
     """Values as one long integer, the first in its lowest bits, cut into signed words."""
     long = sum(value << (bits * index) for index, value in enumerate(values))
-    words = [long >> (WORD_BITS * index) & 0xFFFFFFFF for index in range(len(values) * bits // WORD_BITS)]
+    words = [
+        long >> (WORD_BITS * index) & 0xFFFFFFFF for index in range(len(values) * bits // WORD_BITS)
+    ]
     return [word - (1 << 32) if word >> 31 else word for word in words]
 
 
@@ -36,16 +44,23 @@ def test_words_are_one_string_of_bits(bits):
     codes = [words_of(row, bits) for row in rounded.codes_OI.tolist()]
     assert packed["gptq"]["qweight"].T.tolist() == packed["gptq_v2"]["qweight"].T.tolist() == codes
     for form, less in (("gptq", 1), ("gptq_v2", 0)):
-        zeros = [words_of([zero - less for zero in column], bits) for column in rounded.zeros_OG.T.tolist()]
+        zeros = [
+            words_of([zero - less for zero in column], bits)
+            for column in rounded.zeros_OG.T.tolist()
+        ]
         assert packed[form]["qzeros"].tolist() == zeros
 
 
 def test_three_bits_by_hand():
-    """Value 10 begins in the last two bits of a word, value 21 in the last one: bits 30 and 63 of the string."""
+    """Value 10 begins in the last two bits of a word, value 21 in the last one: bits 30 and 63
+    of the string.
+    """
     codes_OI = torch.zeros(32, 32, dtype=torch.uint8)
     codes_OI[0, 10], codes_OI[1, 21], codes_OI[2, 31] = 0b101, 0b110, 0b100
     scales_OG, zeros_OG = torch.ones(32, 1), torch.full((32, 1), 4, dtype=torch.uint8)
-    packed = pack(Rounded(codes_OI, scales_OG, zeros_OG, torch.zeros(32, dtype=torch.int32)), 3, "gptq")
+    packed = pack(
+        Rounded(codes_OI, scales_OG, zeros_OG, torch.zeros(32, dtype=torch.int32)), 3, "gptq"
+    )
     assert packed["qweight"][:, 0].tolist() == [1 << 30, 1, 0]
     assert packed["qweight"][:, 1].tolist() == [0, 0, 0b11]
     assert packed["qweight"][:, 2].tolist() == [0, 0, -(1 << 31)]
@@ -53,11 +68,15 @@ def test_three_bits_by_hand():
 
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize(("form", "first_zero"), [("gptq", 1), ("gptq_v2", 0)])
-@pytest.mark.parametrize("outputs_per_word", [1, 3])  # zeros that fill one word or run of words, and several
+@pytest.mark.parametrize(
+    "outputs_per_word", [1, 3]
+)  # zeros that fill one word or run of words, and several
 def test_unpacking_gives_back_everything(bits, form, first_zero, outputs_per_word):
     num_outputs = outputs_per_word * {2: 16, 3: 32, 4: 8, 8: 4}[bits]
     for groups in (1, 4):
-        rounded = random_rounded(bits, num_outputs, num_inputs=128, groups=groups, first_zero=first_zero)
+        rounded = random_rounded(
+            bits, num_outputs, num_inputs=128, groups=groups, first_zero=first_zero
+        )
         again = unpack(pack(rounded, bits, form), bits, form)
         for field in dataclasses.fields(Rounded):
             was, now = getattr(rounded, field.name), getattr(again, field.name)

@@ -2,13 +2,13 @@
 
 import copy
 import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from quant_eval.libraries.job import process_environment
+from tests.interpreter import interpreter
 from tests.quant_eval.gptq_format.examples import logits_of
 
 NAMES = ("gptq-b3-g32-asym-actorder-s16", "gptq-b4-g32-asym-s16", "gptq-b4-g32-groupaware-s16")
@@ -24,13 +24,17 @@ def found(tmp_path_factory, examples):
         (root / "checkpoints" / name).symlink_to(examples[name].out)
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "tests.quant_eval.gptq_format.transformers_witness"),
+            *(interpreter(), "-m", "tests.quant_eval.gptq_format.transformers_witness"),
             *(str(root / "checkpoints"), str(root / "logits")),
         ],
         capture_output=True,
         text=True,
         check=False,
-        env=process_environment(threads=1) | {"GPTQMODEL_CPU_WORKERS": "2", "TORCHDYNAMO_DISABLE": "1"},
+        env=process_environment(threads=1)
+        | {
+            "GPTQMODEL_CPU_WORKERS": "2",
+            "TORCHDYNAMO_DISABLE": "1",
+        },
         cwd=root,  # where gptqmodel leaves a log
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -39,7 +43,8 @@ def found(tmp_path_factory, examples):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_transformers_computes_with_the_weights_that_were_measured(name, found, examples):
-    """In bf16, where the dense weights move the logits too: by as much, give or take a factor of two.
+    """In bf16, where the dense weights move the logits too: by as much, give or take a factor of
+    two.
 
     A zero that is off by one, or groups in another order, move them by as much as they are.
     """

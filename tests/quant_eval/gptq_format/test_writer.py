@@ -1,31 +1,35 @@
 """What is written around the packed linears, and what is refused before anything is."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from ckpt_tools.formats.hf_weights import HFWeights
+from base.errors import UserError
+from base.files import first_damage
 from ckpt_tools.formats.weights import read_whole
-from ckpt_tools.hf_directory import read_lineage
+from ckpt_tools.hf.directory import read_lineage
 from quant_eval.gptq_format import writer
 from quant_eval.gptq_format.reader import SavedWeights
 from quant_eval.gptq_format.writer import CheckpointWriter
 from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
 from tests.quant_eval.gptq_format.examples import SPECS, save_example
-from train.command import UserError
-from train.run_directory import first_damage
 
 PACK_FACTOR = {2: (16, 1), 3: (32, 3), 4: (8, 1), 8: (4, 1)}  # values in as many words
-SYMMETRIC_ZERO = {2: 0x55555555, 4: 0x77777777, 8: 0x7F7F7F7F}  # 2^(bits - 1) - 1 everywhere: version 1
+SYMMETRIC_ZERO = {
+    2: 0x55555555,
+    4: 0x77777777,
+    8: 0x7F7F7F7F,
+}  # 2^(bits - 1) - 1 everywhere: version 1
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_files_are_what_vllm_creates_its_parameters_for(name, examples, source):
-    """Keys, types and shapes by hand from vllm's gptq and auto_gptq `create_weights` and `from_config`."""
+    """Keys, types and shapes by hand from vllm's gptq and auto_gptq `create_weights` and
+    `from_config`.
+    """
     example = examples[name]
     spec, tensors = example.spec, load_file(example.out / "model.safetensors")
     config = json.loads((example.out / "config.json").read_text())["quantization_config"]
@@ -46,7 +50,9 @@ def test_files_are_what_vllm_creates_its_parameters_for(name, examples, source):
             assert (tensors[f"{prefix}qzeros"] == SYMMETRIC_ZERO[spec.bits]).all()
     assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()} == wanted
     assert config["quant_method"] == "gptq"
-    assert config["checkpoint_format"] == config["format"] == ("gptq" if spec.symmetric else "gptq_v2")
+    assert (
+        config["checkpoint_format"] == config["format"] == ("gptq" if spec.symmetric else "gptq_v2")
+    )
     assert (config["bits"], config["sym"], config["lm_head"]) == (spec.bits, spec.symmetric, False)
     assert config["group_size"] == (spec.group_size or -1)
     has_order = any((rounded.groups_I.diff() < 0).any() for rounded in example.rounded.values())
@@ -66,7 +72,9 @@ def test_lineage_vouches_for_every_file(examples, source):
 
 
 def test_shards_and_dtype(tmp_path, source, monkeypatch):
-    """In files of 20 kB and in bf16, the same weights: packed ones to the bit, the others rounded."""
+    """In files of 20 kB and in bf16, the same weights: packed ones to the bit, the others
+    rounded.
+    """
     monkeypatch.setattr(writer, "SHARD_BYTES", 20_000)
     example = save_example(source, tmp_path / "out", "gptq-b4-g32-asym-s16", dtype="bf16")
     assert len(list(example.out.glob("model-*.safetensors"))) > 3
@@ -79,24 +87,18 @@ def test_shards_and_dtype(tmp_path, source, monkeypatch):
         assert torch.equal(read_whole(exact, name), rounded.dense()), name
 
 
-def test_the_type_is_the_sources_unless_asked(tmp_path):
-    source = make_hf_directory(tmp_path / "bf16", dtype=torch.bfloat16)
-    example = save_example(source, tmp_path / "out", "rtn-b4-g16-s16")
-    assert {tensor.dtype for tensor in SavedWeights(example.out).tensors.values()} == {torch.bfloat16}
-
-
 def test_what_ends_early_leaves_nothing(tmp_path, source, examples):
     out, spec = tmp_path / "out", parse_spec("gptq-b3-g32-s16")
     name, rounded = next(iter(examples["gptq-b3-g32-s16"].rounded.items()))
 
     def interrupted():
-        with CheckpointWriter(source, out, spec) as checkpoint:
+        with CheckpointWriter(source, out, spec, "fp32") as checkpoint:
             checkpoint.add(name, rounded)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    with CheckpointWriter(source, out, spec) as checkpoint:
+    with CheckpointWriter(source, out, spec, "fp32") as checkpoint:
         checkpoint.add(name, rounded)
         with pytest.raises(AssertionError, match="added before"):
             checkpoint.add(name, rounded)
@@ -126,29 +128,31 @@ def test_only_a_quantized_checkpoint_is_replaced(tmp_path, source):
 )
 def test_specs_that_no_loader_takes(tmp_path, source, name, reason):
     with pytest.raises(UserError, match=reason):
-        CheckpointWriter(source, tmp_path / "out", parse_spec(name))
+        CheckpointWriter(source, tmp_path / "out", parse_spec(name), "fp32")
 
 
 @pytest.mark.parametrize(
     ("shape", "name", "reason"),
     [
-        ({"intermediate_size": 72}, "gptq-b3-perchannel-s16", "gate_proj has 72 outputs; .* multiple of 32 .* 3 bits"),
-        ({"intermediate_size": 72}, "gptq-b4-perchannel-s16", "down_proj has 72 inputs; .* multiple of 32 .* codes"),
-        ({"intermediate_size": 36}, "gptq-b4-perchannel-s16", "gate_proj has 36 outputs; .* multiple of 8 .* 4 bits"),
+        (
+            {"intermediate_size": 72},
+            "gptq-b3-perchannel-s16",
+            "gate_proj has 72 outputs; .* multiple of 32 .* 3 bits",
+        ),
+        (
+            {"intermediate_size": 72},
+            "gptq-b4-perchannel-s16",
+            "down_proj has 72 inputs; .* multiple of 32 .* codes",
+        ),
+        (
+            {"intermediate_size": 36},
+            "gptq-b4-perchannel-s16",
+            "gate_proj has 36 outputs; .* multiple of 8 .* 4 bits",
+        ),
     ],
 )
 def test_linears_that_fill_no_words(tmp_path, shape, name, reason):
     with pytest.raises(UserError, match=reason):
-        CheckpointWriter(make_hf_directory(tmp_path / "hf", **shape), tmp_path / "out", parse_spec(name))
-
-
-def test_a_source_of_mixed_types_needs_a_type(tmp_path):
-    source = make_hf_directory(tmp_path / "hf")
-    tensors = load_file(source / "model.safetensors")
-    key = "model.layers.1.mlp.up_proj.weight"
-    save_file(tensors | {key: tensors[key].bfloat16()}, source / "model.safetensors", {"format": "pt"})
-    assert HFWeights(source).tensors[key].dtype == torch.bfloat16
-    with pytest.raises(UserError, match="not of one type; give the type to save"):
-        CheckpointWriter(source, tmp_path / "out", parse_spec("rtn-b4-g32-s16"))
-    assert CheckpointWriter(source, tmp_path / "out", parse_spec("rtn-b4-g32-s16"), dtype="fp16").dtype == "fp16"
-    assert not Path(tmp_path / "out").exists()
+        CheckpointWriter(
+            make_hf_directory(tmp_path / "hf", **shape), tmp_path / "out", parse_spec(name), "fp32"
+        )

@@ -1,6 +1,8 @@
-"""AWQ by llmcompressor, in the process that `run_job` starts, against float64 arithmetic on the original model.
+"""AWQ by llmcompressor, in the process that `run_job` starts, against float64 arithmetic on the
+original model.
 
-Shapes: O output features, I input features, T calibration tokens, G groups of a row, K weights of a group.
+Shapes: O output features, I input features, T calibration tokens, G groups of a row, K weights of a
+    group.
 """
 
 from typing import Any
@@ -13,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from quant_eval.libraries.job import WEIGHTS, Job, run_job
 from quant_eval.specs import parse_spec
-from train.command import UserError
 
 SEQUENCES, LENGTH, BATCH = 10, 32, 4  # the last batch is not full
 BLOCK_LINEARS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
@@ -27,7 +28,11 @@ def calibration_tokens():
 def make_job(hf_dir, out, spec, dtype):
     out.mkdir(parents=True)
     save_file({"input_ids": calibration_tokens()}, out / "calibration.safetensors")
-    values = {"hf_dir": hf_dir, "spec": parse_spec(spec), "calibration": out / "calibration.safetensors"}
+    values = {
+        "hf_dir": hf_dir,
+        "spec": parse_spec(spec),
+        "calibration": out / "calibration.safetensors",
+    }
     return Job(**values, dtype=dtype, batch_size=BATCH, threads=1, out=out)
 
 
@@ -45,11 +50,20 @@ def olmo2(hf_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llama_dir(tmp_path_factory):
-    """A Llama in bf16 with biases, norms that are no identities, and as many value as query heads."""
-    shape: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    """A Llama in bf16 with biases, norms that are no identities, and as many value as query
+    heads.
+    """
+    shape: dict[str, Any] = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**shape, attention_bias=True, mlp_bias=True, tie_word_embeddings=False))
+    model = LlamaForCausalLM(
+        LlamaConfig(**shape, attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
@@ -61,7 +75,9 @@ def llama_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llama(llama_dir, tmp_path_factory):
     """4 bits, symmetric rows, bf16: report, weights, scales."""
-    job = make_job(llama_dir, tmp_path_factory.mktemp("awq") / "llama", "awq-b4-perchannel-sym", "bf16")
+    job = make_job(
+        llama_dir, tmp_path_factory.mktemp("awq") / "llama", "awq-b4-perchannel-sym", "bf16"
+    )
     return run_job(job), load_file(job.out / WEIGHTS), load_file(job.out / "scales.safetensors")
 
 
@@ -87,8 +103,16 @@ def fold_norms(model, scales):
         for index, layer in enumerate(model.model.layers):
             attention, mlp = layer.self_attn, layer.mlp
             for norm, readers, name in (
-                (layer.input_layernorm, [attention.q_proj, attention.k_proj, attention.v_proj], "input_layernorm"),
-                (layer.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj], "post_attention_layernorm"),
+                (
+                    layer.input_layernorm,
+                    [attention.q_proj, attention.k_proj, attention.v_proj],
+                    "input_layernorm",
+                ),
+                (
+                    layer.post_attention_layernorm,
+                    [mlp.gate_proj, mlp.up_proj],
+                    "post_attention_layernorm",
+                ),
             ):
                 scales_I = scales[f"model.layers.{index}.{name}"].double()
                 norm.weight /= scales_I
@@ -125,7 +149,9 @@ def test_folding_alone_leaves_the_logits(hf_dir, olmo2):
     expected = logits_of(model)
     fold_values_and_gates(model, olmo2[2])
     assert any((scales_I / scales_I.mean() - 1).abs().max() > 0.1 for scales_I in olmo2[2].values())
-    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        logits_of(model), expected, rtol=0, atol=1e-5 * float(expected.abs().max())
+    )
 
 
 def test_folding_alone_leaves_the_logits_of_llama(llama_dir, llama):
@@ -134,7 +160,9 @@ def test_folding_alone_leaves_the_logits_of_llama(llama_dir, llama):
     fold_norms(model, llama[2])
     fold_values_and_gates(model, llama[2])
     assert any((scales_I / scales_I.mean() - 1).abs().max() > 0.1 for scales_I in llama[2].values())
-    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        logits_of(model), expected, rtol=0, atol=1e-5 * float(expected.abs().max())
+    )
 
 
 def test_weights_are_the_scaled_ones_on_their_grid(hf_dir, olmo2):
@@ -145,7 +173,8 @@ def test_weights_are_the_scaled_ones_on_their_grid(hf_dir, olmo2):
     for name in names:
         weight_OI = model.get_parameter(name).detach()
         expected_OI = rounded(weight_OI, 3, 16, symmetric=False)
-        # fp32 against float64: a weight, or a zero point, next to a rounding boundary may go the other way
+        # fp32 against float64: a weight, or a zero point, next to a rounding boundary may go the
+        # other way
         close_OI = (olmo2[1][name] - expected_OI).abs() <= 1e-5 * weight_OI.abs().max()
         assert close_OI.double().mean() >= 0.99, name
         for group_OK in olmo2[1][name].reshape(-1, 16)[:8]:
@@ -158,22 +187,31 @@ def test_bf16_weights_norms_and_biases_are_the_scaled_ones(llama_dir, llama):
     fold_norms(model, llama[2])
     fold_values_and_gates(model, llama[2])
     linears = {f"model.layers.{i}.{name}.weight" for i in range(2) for name in BLOCK_LINEARS}
-    scaled = {name for name, value in model.state_dict().items() if not torch.equal(value, original[name])}
+    scaled = {
+        name for name, value in model.state_dict().items() if not torch.equal(value, original[name])
+    }
     assert set(llama[1]) == linears | scaled
-    assert {name.rsplit(".", 2)[1] for name in scaled - linears} >= {"post_attention_layernorm", "v_proj", "up_proj"}
+    assert {name.rsplit(".", 2)[1] for name in scaled - linears} >= {
+        "post_attention_layernorm",
+        "v_proj",
+        "up_proj",
+    }
     for name, held in llama[1].items():
         assert held.dtype == torch.bfloat16
         exact = model.state_dict()[name]
         if name in linears:
             steps, _ = grid_steps(exact, 4, exact.shape[1], symmetric=True)
-            # half a step, and bf16's roundings of weight, step and product, 2^-9 of up to 8 steps each
+            # half a step, and bf16's roundings of weight, step and product, 2^-9 of up to 8 steps
+            # each
             assert ((held - exact).abs() <= (0.5 + 5 * 8 * 2**-9) * steps[:, 0]).all(), name
         else:
             torch.testing.assert_close(held.double(), exact, rtol=2**-8, atol=0)
 
 
 def test_scales_are_the_best_of_the_grid_on_every_calibration_token(hf_dir, olmo2):
-    """s = mean|x|^r / mean(|w| / max of its group)^(1 - r), and s = 1: the least error of down_proj's output."""
+    """s = mean|x|^r / mean(|w| / max of its group)^(1 - r), and s = 1: the least error of
+    down_proj's output.
+    """
     model = load_original(hf_dir)
     seen: list[torch.Tensor] = []
     linear: nn.Linear = model.model.layers[1].mlp.down_proj
@@ -183,7 +221,9 @@ def test_scales_are_the_best_of_the_grid_on_every_calibration_token(hf_dir, olmo
     inputs_TI = seen[0].reshape(SEQUENCES * LENGTH, -1)
     weight_OI = linear.weight.detach()
     groups_OGK = weight_OI.abs().reshape(len(weight_OI), -1, 16)
-    size_I = (groups_OGK / (groups_OGK.amax(-1, keepdim=True) + 1e-6)).reshape(weight_OI.shape).mean(0)
+    size_I = (
+        (groups_OGK / (groups_OGK.amax(-1, keepdim=True) + 1e-6)).reshape(weight_OI.shape).mean(0)
+    )
     mean_I = inputs_TI.abs().mean(0)
     candidates = [torch.ones_like(mean_I)]
     candidates += [mean_I ** (k / 18) / (size_I ** (1 - k / 18) + 1e-4) for k in range(19)]
@@ -194,22 +234,27 @@ def test_scales_are_the_best_of_the_grid_on_every_calibration_token(hf_dir, olmo
     best = errors.index(min(errors))
     name = "model.layers.1.mlp.down_proj"
     # fp32 flips single weights to the neighbouring point
-    assert {one.name: one.objective for one in olmo2[0].layers}[name] == pytest.approx(errors[best], rel=0.01)
+    assert {one.name: one.objective for one in olmo2[0].layers}[name] == pytest.approx(
+        errors[best], rel=0.01
+    )
     found_I = olmo2[2]["model.layers.1.mlp.up_proj"].double()
     ratio_I = found_I / candidates[best]  # the library normalises by a common factor
-    torch.testing.assert_close(ratio_I / ratio_I.mean(), torch.ones_like(ratio_I), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        ratio_I / ratio_I.mean(), torch.ones_like(ratio_I), rtol=1e-3, atol=0
+    )
     assert min(errors) < 0.99 * errors[0]
 
 
 def test_the_report_says_what_was_scaled(olmo2):
     report = olmo2[0]
-    assert report.settings["folds"] == ["self_attn.v_proj -> self_attn.o_proj", "mlp.up_proj -> mlp.down_proj"]
-    assert set(report.settings["unscaled"]) == set(BLOCK_LINEARS) - {"self_attn.o_proj", "mlp.down_proj"}
+    assert report.settings["folds"] == [
+        "self_attn.v_proj -> self_attn.o_proj",
+        "mlp.up_proj -> mlp.down_proj",
+    ]
+    assert set(report.settings["unscaled"]) == set(BLOCK_LINEARS) - {
+        "self_attn.o_proj",
+        "mlp.down_proj",
+    }
     scaled = {layer.name.split(".", 3)[3] for layer in report.layers if layer.objective is not None}
     assert scaled == {"self_attn.o_proj", "mlp.down_proj"}
     assert {layer.damping for layer in report.layers} == {None}
-
-
-def test_a_group_size_that_does_not_divide_is_refused(hf_dir, tmp_path):
-    with pytest.raises(UserError, match=r"^spec awq-b4-g24: group size 24 does not divide the 32 input features of"):
-        run_job(make_job(hf_dir, tmp_path / "out", "awq-b4-g24", "fp32"))

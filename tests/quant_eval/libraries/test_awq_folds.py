@@ -1,4 +1,6 @@
-"""Every fold of every architecture leaves the unquantized model as it was; folds known to be wrong are refused."""
+"""Every fold of every architecture leaves the unquantized model as it was; folds known to be
+wrong are refused.
+"""
 
 import copy
 from typing import Any
@@ -17,6 +19,7 @@ from transformers import (
     SmolLM3Config,
 )
 
+from base.errors import UserError
 from quant_eval.libraries.awq_mappings import (
     Fold,
     Mappings,
@@ -27,7 +30,6 @@ from quant_eval.libraries.awq_mappings import (
     mappings_for,
     witness,
 )
-from train.command import UserError
 
 GROUPED = {"num_key_value_heads": 2}  # two query heads share each value head
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -49,7 +51,9 @@ NUM_LAYERS = 3
 
 
 def make_model(name):
-    """A random model in fp32 whose norms and biases are no identities, so that a fold through them shows."""
+    """A random model in fp32 whose norms and biases are no identities, so that a fold through
+    them shows.
+    """
     kind, changes = MODELS[name]
     shape: dict[str, Any] = {
         "vocab_size": 320,
@@ -57,12 +61,19 @@ def make_model(name):
         "intermediate_size": 48,
         "num_hidden_layers": NUM_LAYERS,
     }
-    shape |= {"num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None}
+    shape |= {
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "pad_token_id": None,
+        "bos_token_id": None,
+    }
     shape |= {"eos_token_id": 0, "tie_word_embeddings": False}
     if kind is ApertusConfig:  # its default is for longer contexts
         shape["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(kind(**(shape | changes)), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        kind(**(shape | changes)), attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -92,22 +103,35 @@ def test_all_folds_together_change_weights_and_not_logits(name):
         for fold in mappings.folds:
             columns = block.get_submodule(fold.balance[0]).weight.shape[1]
             apply_fold(block, fold, torch.linspace(0.1, 9, columns, dtype=torch.float64))
-    changed = {key for key, value in folded.state_dict().items() if not torch.equal(value, model.state_dict()[key])}
+    changed = {
+        key
+        for key, value in folded.state_dict().items()
+        if not torch.equal(value, model.state_dict()[key])
+    }
     balanced = {
-        f"{mappings.blocks}.{i}.{name}.weight" for i in range(3) for fold in mappings.folds for name in fold.balance
+        f"{mappings.blocks}.{i}.{name}.weight"
+        for i in range(3)
+        for fold in mappings.folds
+        for name in fold.balance
     }
     assert balanced <= changed
     with torch.no_grad():
         expected_BLV, logits_BLV = (one(input_ids=tokens_BL).logits for one in (model, folded))
     # RMSNorm and softmax compute in fp32 inside the float64 model
-    torch.testing.assert_close(logits_BLV, expected_BLV, rtol=0, atol=1e-5 * float(expected_BLV.abs().max()))
+    torch.testing.assert_close(
+        logits_BLV, expected_BLV, rtol=0, atol=1e-5 * float(expected_BLV.abs().max())
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_table_accounts_for_every_linear_of_the_blocks(name):
     model = make_model(name)
     mappings = mappings_for(model.config)
-    linears = [key for key, part in model.named_modules() if isinstance(part, nn.Linear) and key != "lm_head"]
+    linears = [
+        key
+        for key, part in model.named_modules()
+        if isinstance(part, nn.Linear) and key != "lm_head"
+    ]
     assert sorted(mapped_linears(model, mappings)) == sorted(linears)
     unsaid = Mappings(mappings.blocks, mappings.folds[1:], mappings.unscaled)
     with pytest.raises(UserError, match=mappings.folds[0].balance[0]):
@@ -115,11 +139,23 @@ def test_the_table_accounts_for_every_linear_of_the_blocks(name):
 
 
 WRONG = {
-    "norm after the attention, olmo2": ("olmo2", "post_attention_layernorm", ["mlp.gate_proj", "mlp.up_proj"]),
-    "norm after the mlp, olmo2": ("olmo2", "post_feedforward_layernorm", ["mlp.gate_proj", "mlp.up_proj"]),
+    "norm after the attention, olmo2": (
+        "olmo2",
+        "post_attention_layernorm",
+        ["mlp.gate_proj", "mlp.up_proj"],
+    ),
+    "norm after the mlp, olmo2": (
+        "olmo2",
+        "post_feedforward_layernorm",
+        ["mlp.gate_proj", "mlp.up_proj"],
+    ),
     "keys instead of values": ("olmo2", "self_attn.k_proj", ["self_attn.o_proj"]),
     "gate instead of up": ("llama", "mlp.gate_proj", ["mlp.down_proj"]),
-    "one reader of a norm left out": ("llama", "input_layernorm", ["self_attn.q_proj", "self_attn.k_proj"]),
+    "one reader of a norm left out": (
+        "llama",
+        "input_layernorm",
+        ["self_attn.q_proj", "self_attn.k_proj"],
+    ),
     "grouped values": ("llama-grouped", "self_attn.v_proj", ["self_attn.o_proj"]),
     "norm without parameters": (
         "olmo",
@@ -140,7 +176,9 @@ def test_wrong_folds_are_refused(case):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     wrong = Mappings(mappings_for(model.config).blocks, (Fold(smooth, tuple(balance)),), {})
     for one in (model, witness(model)):
-        with pytest.raises(UserError, match=rf"^AWQ mapping {smooth} -> .*; remove (it|the mapping)"):
+        with pytest.raises(
+            UserError, match=rf"^AWQ mapping {smooth} -> .*; remove (it|the mapping)"
+        ):
             check_folds(one, wrong, seed=1)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
@@ -155,7 +193,9 @@ def test_a_weight_that_is_not_the_original_times_its_scales_is_refused(name, dty
     for index, block in enumerate(scaled.get_submodule(mappings.blocks).children()):
         for fold in mappings.folds:
             columns = block.get_submodule(fold.balance[0]).weight.shape[1]
-            scales[f"{mappings.blocks}.{index}.{fold.smooth}"] = torch.rand(columns, generator=generator) * 4 + 0.1
+            scales[f"{mappings.blocks}.{index}.{fold.smooth}"] = (
+                torch.rand(columns, generator=generator) * 4 + 0.1
+            )
             apply_fold(block, fold, scales[f"{mappings.blocks}.{index}.{fold.smooth}"])
     check_scaled(scaled, original, mappings, scales)
     folded = f"{mappings.blocks}.1.{mappings.folds[0].smooth}.weight"
@@ -166,12 +206,16 @@ def test_a_weight_that_is_not_the_original_times_its_scales_is_refused(name, dty
             wrong.get_parameter(key).view(-1)[-1] *= factor
         with pytest.raises(UserError, match=f"^{key} is not the original times its AWQ scales"):
             check_scaled(wrong, original, mappings, scales)
-    wrong_scales = scales | {folded.removesuffix(".weight"): scales[folded.removesuffix(".weight")] * 1.03}
+    wrong_scales = scales | {
+        folded.removesuffix(".weight"): scales[folded.removesuffix(".weight")] * 1.03
+    }
     with pytest.raises(UserError, match="is not the original times its AWQ scales"):
         check_scaled(scaled, original, mappings, wrong_scales)
 
 
-@pytest.mark.parametrize("name", ["olmo2-grouped", "llama-grouped", "smollm3-grouped", "apertus-grouped"])
+@pytest.mark.parametrize(
+    "name", ["olmo2-grouped", "llama-grouped", "smollm3-grouped", "apertus-grouped"]
+)
 def test_grouped_values_are_left_out_with_a_reason(name):
     mappings = mappings_for(make_model(name).config)
     assert "self_attn.v_proj" not in [fold.smooth for fold in mappings.folds]
@@ -187,5 +231,7 @@ def test_a_model_that_is_not_finite_is_refused():
 
 
 def test_an_architecture_without_a_table_is_refused():
-    with pytest.raises(UserError, match="mistral, only for apertus, gpt_neox, llama, olmo, olmo2, smollm3;"):
+    with pytest.raises(
+        UserError, match="mistral, only for apertus, gpt_neox, llama, olmo, olmo2, smollm3;"
+    ):
         mappings_for(MistralConfig())

@@ -1,4 +1,6 @@
-"""LLM.int8() and NF4 against the papers' formulas in float64, and against transformers' own way to bitsandbytes."""
+"""LLM.int8() and NF4 against the papers' formulas in float64, and against transformers' own way
+to bitsandbytes.
+"""
 
 import copy
 
@@ -9,9 +11,9 @@ from scipy.stats import norm
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from base.errors import UserError
 from quant_eval.libraries.bitsandbytes import dense_weight, nf4_dense, replace_linears
 from quant_eval.specs import parse_spec
-from train.command import UserError
 
 
 def int8_spec(threshold):
@@ -27,21 +29,29 @@ def absmax_codes(values):
 def llm_int8(x_TI, weight_OI, bias_O, threshold):
     """Vector-wise quantization with outlier features apart, float64: the paper's figure 2.
 
-    Two things are bitsandbytes' and not the paper's: a token's largest magnitude is taken over all of its values below
-    the threshold, also those in outlier features, and outlier features meet the decoded instead of the fp16 weights.
+    Two things are bitsandbytes' and not the paper's: a token's largest magnitude is taken over all
+    of its values below the threshold, also those in outlier features, and outlier features meet the
+    decoded instead of the fp16 weights.
     """
     outlier_TI = x_TI.abs() >= threshold if threshold else torch.zeros_like(x_TI, dtype=torch.bool)
     outlier_I = outlier_TI.any(0)
     codes_TI, steps_T = absmax_codes(x_TI.half().double().masked_fill(outlier_TI, 0))
     codes_OI, steps_O = absmax_codes(weight_OI.half().double())
     regular_TO = (codes_TI * ~outlier_I) @ codes_OI.T * steps_T * steps_O.T
-    return regular_TO + x_TI[:, outlier_I] @ (codes_OI * steps_O)[:, outlier_I].T + bias_O, codes_OI * steps_O
+    return (
+        regular_TO + x_TI[:, outlier_I] @ (codes_OI * steps_O)[:, outlier_I].T + bias_O,
+        codes_OI * steps_O,
+    )
 
 
 @pytest.fixture
 def activations():
     x_TI = torch.randn(18, 64, generator=torch.Generator().manual_seed(1))
-    x_TI[3, 5], x_TI[9, 7], x_TI[4, 5] = 11.0, -9.0, 5.5  # two outlier features; below 6 the largest of its token
+    x_TI[3, 5], x_TI[9, 7], x_TI[4, 5] = (
+        11.0,
+        -9.0,
+        5.5,
+    )  # two outlier features; below 6 the largest of its token
     x_TI[12] = 0
     return x_TI
 
@@ -61,8 +71,11 @@ def test_int8_follows_the_formula(block, activations, threshold):
     held_OI = dense_weight(block["inner"][0])
     with torch.no_grad():
         output_TO = block["inner"][0](activations.reshape(2, 9, 64)).reshape(18, 48)
-    # bitsandbytes' constant on a CPU is 1.8e-5 off 1 / 127^2; quantization itself moves outputs by 1e-2
-    torch.testing.assert_close(output_TO.double(), expected_TO, rtol=0, atol=3e-5 * float(expected_TO.abs().max()))
+    # bitsandbytes' constant on a CPU is 1.8e-5 off 1 / 127^2; quantization itself moves outputs by
+    # 1e-2
+    torch.testing.assert_close(
+        output_TO.double(), expected_TO, rtol=0, atol=3e-5 * float(expected_TO.abs().max())
+    )
     torch.testing.assert_close(held_OI.double(), decoded_OI, rtol=1e-6, atol=0)
     assert torch.equal(dense_weight(block["inner"][0]), held_OI)  # a call moves the codes
     plain_TO = activations.double() @ weight_OI.T + bias_O
@@ -77,11 +90,16 @@ def test_int8_in_bf16_is_int8_in_fp32_rounded(block, activations):
         full_TO = copy.deepcopy(linear)(activations.bfloat16().float())
     assert output_TO.dtype == torch.bfloat16
     # output and outlier products are each rounded to 8 bits
-    torch.testing.assert_close(output_TO.float(), full_TO, rtol=2**-7, atol=2**-8 * float(full_TO.abs().max()))
+    torch.testing.assert_close(
+        output_TO.float(), full_TO, rtol=2**-7, atol=2**-8 * float(full_TO.abs().max())
+    )
 
 
 def test_only_named_linears_are_replaced(block):
-    kept, rounded = copy.deepcopy(block["inner"][0].weight), block["inner"][1].weight.detach().clone()
+    kept, rounded = (
+        copy.deepcopy(block["inner"][0].weight),
+        block["inner"][1].weight.detach().clone(),
+    )
     replace_linears(block, ["inner.1"], int8_spec(6.0))
     assert type(block["inner"][0]) is nn.Linear
     assert torch.equal(block["inner"][0].weight, kept)
@@ -102,7 +120,9 @@ def test_a_weight_beyond_fp16_is_refused(block):
 def test_int8_is_what_transformers_makes_of_it(hf_dir, threshold, dtype):
     tokens_BL = torch.arange(48).reshape(2, 24) * 5
     told = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
-    theirs = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=dtype, quantization_config=told, device_map="cpu")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        hf_dir, dtype=dtype, quantization_config=told, device_map="cpu"
+    )
     ours = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=dtype)
     with torch.no_grad():
         full_BLV = ours(input_ids=tokens_BL).logits
@@ -115,7 +135,8 @@ def test_int8_is_what_transformers_makes_of_it(hf_dir, threshold, dtype):
 
 
 def nf4_values():
-    """NF4's 16 values (Dettmers et al. 2023, section 3 and appendix E): normal quantiles, 7 below zero, 8 above.
+    """NF4's 16 values (Dettmers et al. 2023, section 3 and appendix E): normal quantiles, 7
+    below zero, 8 above.
 
     The outermost quantile is the mean of 1 - 1/(2 x 15) and 1 - 1/(2 x 16).
     """
@@ -146,7 +167,10 @@ def test_nf4_is_the_nearest_published_value(group_size, dtype):
 
 @pytest.mark.parametrize(
     ("group_size", "reason"),
-    [(48, "nf4 does not take groups of 48; choose one of 32, 64"), (64, "64 does not divide 96 input features")],
+    [
+        (48, "nf4 does not take groups of 48; choose one of 32, 64"),
+        (64, "64 does not divide 96 input features"),
+    ],
 )
 def test_nf4_sizes_are_refused(group_size, reason):
     with pytest.raises(UserError, match=reason):

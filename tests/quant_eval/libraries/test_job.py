@@ -1,4 +1,6 @@
-"""run_job against a stand-in for the library's process: what it is told, what it leaves, how it fails."""
+"""run_job against a stand-in for the library's process: what it is told, what it leaves, how it
+fails.
+"""
 
 import json
 import sys
@@ -6,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from base.errors import UserError
 from quant_eval.libraries.job import REPORT, WEIGHTS, Job, run_job
 from quant_eval.specs import parse_spec
-from train.command import UserError
 
 
 @pytest.fixture
 def process(tmp_path, monkeypatch):
-    """`process(script)` makes that shell script what run_job starts; its arguments are -m MODULE JOB.json."""
+    """`process(script)` makes that shell script what run_job starts; its arguments are -m MODULE
+    JOB.json.
+    """
 
     def becomes(script: str) -> None:
         path = tmp_path / "process.sh"
@@ -49,7 +53,10 @@ def test_the_process_gets_the_job_and_its_report_comes_back(tmp_path, monkeypatc
     told = Job.model_validate_json((tmp_path / "out" / "job.json").read_text())
     assert told.spec == parse_spec("gptqmodel-b4-g128")
     # relative paths are the caller's, and the process works elsewhere
-    assert (told.hf_dir, told.calibration) == (tmp_path / "model", tmp_path / "calibration.safetensors")
+    assert (told.hf_dir, told.calibration) == (
+        tmp_path / "model",
+        tmp_path / "calibration.safetensors",
+    )
     place = Path((tmp_path / "cwd").read_text().strip())
     assert place != tmp_path
     assert not place.exists()
@@ -59,8 +66,14 @@ def test_the_process_gets_the_job_and_its_report_comes_back(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("script", "line"),
     [
-        ("echo warning >&2; echo 'error: use a larger damp' >&2; exit 2", "spec gptqmodel-b4-g128: use a larger damp"),
-        ("echo Traceback >&2; echo 'ValueError: x' >&2; exit 1", "ended with exit code 1: ValueError: x"),
+        (
+            "echo warning >&2; echo 'error: use a larger damp' >&2; exit 2",
+            "spec gptqmodel-b4-g128: use a larger damp",
+        ),
+        (
+            "echo Traceback >&2; echo 'ValueError: x' >&2; exit 1",
+            "ended with exit code 1: ValueError: x",
+        ),
         ("exit 1", "ended with exit code 1: no message"),
         ("kill -9 $$", "was killed, most likely for memory"),
     ],

@@ -1,4 +1,6 @@
-"""Our `pcre` against PCRE2 itself, which PyPcre wraps, for every pattern that gptqmodel and defuser compile."""
+"""Our `pcre` against PCRE2 itself, which PyPcre wraps, for every pattern that gptqmodel and
+defuser compile.
+"""
 
 import ast
 import ctypes
@@ -33,7 +35,10 @@ SUBJECTS = (
     "layers.3",
     "model.layers.12.mlp.down_proj",
     "model.layers.٣.mlp",
-    *(f"model.layers.7.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+    *(
+        f"model.layers.7.self_attn.{name}"
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    ),
     *(f"model.layers.7.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
     "model.layers.0.input_layernorm\n",
     "model.layers.0.post_attention_layernorm",
@@ -63,7 +68,11 @@ def sources(package: str) -> list[ast.Module]:
     assert spec is not None
     assert spec.origin is not None
     texts = [path.read_text() for path in Path(spec.origin).parent.rglob("*.py")]
-    return [ast.parse(text) for text in texts if re.search(r"^\s*(import|from) pcre\b", text, re.MULTILINE)]
+    return [
+        ast.parse(text)
+        for text in texts
+        if re.search(r"^\s*(import|from) pcre\b", text, re.MULTILINE)
+    ]
 
 
 NODES = [node for package in USERS for module in sources(package) for node in ast.walk(module)]
@@ -94,7 +103,10 @@ def library() -> ctypes.CDLL:
     signatures = {
         "compile": (pointer, [ctypes.c_char_p, size, ctypes.c_uint32, pointer, pointer, pointer]),
         "match_data_create_from_pattern": (pointer, [pointer, pointer]),
-        "match": (ctypes.c_int, [pointer, ctypes.c_char_p, size, size, ctypes.c_uint32, pointer, pointer]),
+        "match": (
+            ctypes.c_int,
+            [pointer, ctypes.c_char_p, size, size, ctypes.c_uint32, pointer, pointer],
+        ),
         "get_ovector_pointer": (ctypes.POINTER(size), [pointer]),
     }
     for function, (returned, arguments) in signatures.items():
@@ -104,7 +116,9 @@ def library() -> ctypes.CDLL:
 
 
 class Pcre2:
-    """A pattern as PCRE2 compiles it; matches are tuples of the groups' texts, the whole match first."""
+    """A pattern as PCRE2 compiles it; matches are tuples of the groups' texts, the whole match
+    first.
+    """
 
     def __init__(self, pattern: re.Pattern, options: int = 0) -> None:
         self.pcre2 = library()
@@ -146,10 +160,18 @@ def test_only_these_packages_ask_for_pypcre():
 def test_all_that_is_asked_of_pcre_is_there():
     used = {ast.unparse(node) for node in NODES if isinstance(node, ast.Attribute)}
     used = {name for name in used if re.fullmatch(r"pcre\.[\w.]+", name)}
-    assert {"pcre.compile", "pcre.escape", "pcre.split", "pcre.Pattern", "pcre.Flag.CASELESS"} <= used
+    assert {
+        "pcre.compile",
+        "pcre.escape",
+        "pcre.split",
+        "pcre.Pattern",
+        "pcre.Flag.CASELESS",
+    } <= used
     for name in used:
         eval(name, {"pcre": pcre})
-    assert not [node for node in NODES if isinstance(node, ast.ImportFrom) and node.module == "pcre"]
+    assert not [
+        node for node in NODES if isinstance(node, ast.ImportFrom) and node.module == "pcre"
+    ]
 
 
 @pytest.mark.parametrize("pattern", compiled(), ids=lambda pattern: pattern.pattern)
@@ -171,8 +193,16 @@ def test_the_patterns_of_the_sources_are_found():
 
 
 def test_whoever_imports_gptqmodel_stands_in_first():
-    texts = {path: path.read_text() for folder in ("quant_eval", "tests") for path in PROJECT.glob(f"{folder}/**/*.py")}
-    importing = {path for path, text in texts.items() if re.search(r"^\s+(from|import) gptqmodel", text, re.MULTILINE)}
+    texts = {
+        path: path.read_text()
+        for folder in ("quant_eval", "tests")
+        for path in PROJECT.glob(f"{folder}/**/*.py")
+    }
+    importing = {
+        path
+        for path, text in texts.items()
+        if re.search(r"^\s+(from|import) gptqmodel", text, re.MULTILINE)
+    }
     assert len(importing) >= 4
     assert [path for path in importing if "pcre.stand_in()" not in texts[path]] == []
 

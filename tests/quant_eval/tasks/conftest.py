@@ -4,9 +4,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from quant_eval.settings import ComputeSettings
+from quant_eval.tasks.loading import load_tasks
+from quant_eval.tasks.paired import compare
+from quant_eval.tasks.scoring import evaluate_tasks
 from quant_eval.tasks.settings import TaskSettings
 from tests.conftest import make_hf_directory
 from tests.quant_eval.tasks.task_files import write_task_files
@@ -21,7 +28,9 @@ class Pair(NamedTuple):
 @pytest.fixture(scope="session")
 def long_hf_dir(tmp_path_factory, tokenizer_dir) -> Path:
     """A random OLMo2 whose context holds five examples, with its tokenizer."""
-    directory = make_hf_directory(tmp_path_factory.mktemp("hf") / "long", max_position_embeddings=1024)
+    directory = make_hf_directory(
+        tmp_path_factory.mktemp("hf") / "long", max_position_embeddings=1024
+    )
     for path in tokenizer_dir.iterdir():
         (directory / path.name).write_bytes(path.read_bytes())
     return directory
@@ -30,8 +39,12 @@ def long_hf_dir(tmp_path_factory, tokenizer_dir) -> Path:
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory, long_hf_dir) -> Pair:
     """The second model has nothing to do with the first: their answers differ on many items."""
-    other = make_hf_directory(tmp_path_factory.mktemp("hf") / "other", seed=1, max_position_embeddings=1024)
-    full, quantized = (AutoModelForCausalLM.from_pretrained(directory).eval() for directory in (long_hf_dir, other))
+    other = make_hf_directory(
+        tmp_path_factory.mktemp("hf") / "other", seed=1, max_position_embeddings=1024
+    )
+    full, quantized = (
+        AutoModelForCausalLM.from_pretrained(directory).eval() for directory in (long_hf_dir, other)
+    )
     return Pair(full, quantized, AutoTokenizer.from_pretrained(long_hf_dir))
 
 
@@ -45,9 +58,20 @@ def settings_of(task_files):
     """`settings_of(tasks, **changes)`: small settings on the local documents."""
 
     def settings(*tasks, **changes):
-        compute = ComputeSettings(dtype="fp32", batch_size=16, device="cpu", scratch=None)
-        given = {"tasks": tasks, "num_fewshot": 5, "limit": None, "task_files": task_files, "seed": 3}
-        given |= {"bootstrap_samples": 400, "level": 0.9, "compute": compute}
-        return TaskSettings.model_validate(given | changes)
+        given = {"shots": 5, "task_files": task_files, "seed": 3, "batch_size": 16} | changes
+        return TaskSettings(calibration=Path("unused"), tasks=",".join(tasks), **given)
 
     return settings
+
+
+@pytest.fixture(scope="session")
+def measure_tasks():
+    """The `measured` part of a result for two models at hand."""
+
+    def measured(full, quantized, tokenizer, settings):
+        tasks = load_tasks(settings)
+        ours = evaluate_tasks(full, tokenizer, tasks, settings, "tasks, full")
+        theirs = evaluate_tasks(quantized, tokenizer, tasks, settings, "tasks, quantized")
+        return compare(ours, theirs, tasks, settings.seed)
+
+    return measured

@@ -1,4 +1,6 @@
-"""Small documents for all twelve tasks, and lm-eval's own definitions pointed at them by its own means."""
+"""Small documents for all twelve tasks, and lm-eval's own definitions pointed at them by its own
+means.
+"""
 
 import json
 from collections.abc import Callable
@@ -10,7 +12,20 @@ import numpy as np
 from lm_eval.tasks import TaskManager
 
 DEFINITIONS = Path(lm_eval.tasks.__file__).parent
-WORDS = ("stone", "river", "light", "paper", "green", "seven", "music", "north", "bread", "cloud", "iron", "glass")
+WORDS = (
+    "stone",
+    "river",
+    "light",
+    "paper",
+    "green",
+    "seven",
+    "music",
+    "north",
+    "bread",
+    "cloud",
+    "iron",
+    "glass",
+)
 SUBJECTS = {"anatomy": 6, "astronomy": 9, "world_religions": 7}
 ITEMS = {"arc_challenge": 14, "pubmedqa": 9}
 # task -> lm-eval's definition, split that is scored, split of the examples
@@ -48,11 +63,20 @@ class Draw:
 def _arc(draw: Draw) -> dict[str, Any]:
     """Three to five choices, named by letters or by digits."""
     labels = ("ABCDE", "12345")[draw.which % 2]
-    return {"id": draw.text(1), "question": draw.text(5) + "?", **draw.lettered(3 + draw.which, labels)}
+    return {
+        "id": draw.text(1),
+        "question": draw.text(5) + "?",
+        **draw.lettered(3 + draw.which, labels),
+    }
 
 
 def _piqa(draw: Draw) -> dict[str, Any]:
-    return {"goal": draw.text(4), "sol1": draw.text(3), "sol2": draw.text(3), "label": draw.which % 2}
+    return {
+        "goal": draw.text(4),
+        "sol1": draw.text(3),
+        "sol2": draw.text(3),
+        "label": draw.which % 2,
+    }
 
 
 def _hellaswag(draw: Draw) -> dict[str, Any]:
@@ -73,7 +97,10 @@ def _mathqa(draw: Draw) -> dict[str, Any]:
 
 
 def _pubmedqa(draw: Draw) -> dict[str, Any]:
-    context = {"contexts": [draw.text(6) for _ in range(1 + draw.which)], "labels": ["A"] * (1 + draw.which)}
+    context = {
+        "contexts": [draw.text(6) for _ in range(1 + draw.which)],
+        "labels": ["A"] * (1 + draw.which),
+    }
     decision = ("yes", "no", "maybe")[draw.which]
     return {"pubid": 1, "question": draw.text(4), "context": context, "final_decision": decision}
 
@@ -81,17 +108,32 @@ def _pubmedqa(draw: Draw) -> dict[str, Any]:
 def _sciq(draw: Draw) -> dict[str, Any]:
     distractors = {f"distractor{number}": draw.text(1) for number in (1, 2, 3)}
     support = " " + draw.text(6)
-    return {"support": support, "question": draw.text(4), "correct_answer": draw.text(1), **distractors}
+    return {
+        "support": support,
+        "question": draw.text(4),
+        "correct_answer": draw.text(1),
+        **distractors,
+    }
 
 
 def _social_iqa(draw: Draw) -> dict[str, Any]:
     answers = {f"answer{letter}": draw.text(3) for letter in "ABC"}
-    return {"context": draw.text(4), "question": draw.text(3), **answers, "label": str(1 + draw.which)}
+    return {
+        "context": draw.text(4),
+        "question": draw.text(3),
+        **answers,
+        "label": str(1 + draw.which),
+    }
 
 
 def _mmlu(draw: Draw) -> dict[str, Any]:
     choices = [draw.text(2) for _ in range(4)]
-    return {"question": draw.text(5), "subject": draw.text(1), "choices": choices, "answer": draw.which}
+    return {
+        "question": draw.text(5),
+        "subject": draw.text(1),
+        "choices": choices,
+        "answer": draw.which,
+    }
 
 
 DOCUMENTS: dict[str, Callable[[Draw], dict[str, Any]]] = {
@@ -111,7 +153,9 @@ DOCUMENTS: dict[str, Callable[[Draw], dict[str, Any]]] = {
 
 
 def documents(task: str, count: int, generator: np.random.Generator) -> list[dict[str, Any]]:
-    """Documents of a task with the fields of its dataset; some of what they hold is odd on purpose."""
+    """Documents of a task with the fields of its dataset; some of what they hold is odd on
+    purpose.
+    """
     return [DOCUMENTS[task](Draw(generator)) for _ in range(count)]
 
 
@@ -136,7 +180,8 @@ def write_task_files(directory: Path) -> Path:
 def own_task_manager(files: Path, work: Path) -> TaskManager:
     """lm-eval's definitions, included by others that name our files as a dataset of kind json.
 
-    pubmedqa keeps lm-eval's own prompt, so its documents are brought to the fields of the dataset that has it.
+    pubmedqa keeps lm-eval's own prompt, so its documents are brought to the fields of the dataset
+    that has it.
     """
     for path in (files / "pubmedqa.jsonl", files / "pubmedqa.fewshot.jsonl"):
         ours = [json.loads(line) for line in path.read_text().splitlines()]
@@ -151,10 +196,20 @@ def own_task_manager(files: Path, work: Path) -> TaskManager:
         data = {scored: where / f"{task}.jsonl", examples: where / f"{task}.fewshot.jsonl"}
         _define(work, f"own_{task}", DEFINITIONS / definition, data)
     for subject in SUBJECTS:
-        data = {"test": files / f"mmlu/{subject}.jsonl", "dev": files / f"mmlu/{subject}.fewshot.jsonl"}
-        _define(work, f"own_mmlu_{subject}", DEFINITIONS / f"mmlu/default/mmlu_{subject}.yaml", data)
-    group = "group: own_mmlu\naggregate_metric_list:\n  - metric: acc\n    weight_by_size: True\ntask:\n"
-    (work / "group.yaml").write_text(group + "".join(f"  - own_mmlu_{subject}\n" for subject in SUBJECTS))
+        data = {
+            "test": files / f"mmlu/{subject}.jsonl",
+            "dev": files / f"mmlu/{subject}.fewshot.jsonl",
+        }
+        _define(
+            work, f"own_mmlu_{subject}", DEFINITIONS / f"mmlu/default/mmlu_{subject}.yaml", data
+        )
+    group = (
+        "group: own_mmlu\naggregate_metric_list:\n  - metric: acc\n    weight_by_size:"
+        " True\ntask:\n"
+    )
+    (work / "group.yaml").write_text(
+        group + "".join(f"  - own_mmlu_{subject}\n" for subject in SUBJECTS)
+    )
     return TaskManager(include_defaults=False, include_path=str(work))
 
 

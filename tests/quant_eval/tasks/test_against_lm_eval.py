@@ -1,4 +1,6 @@
-"""Our figures are lm-eval's own: each model is evaluated by it once more, with definitions of its own on the files."""
+"""Our figures are lm-eval's own: each model is evaluated by it once more, with definitions of
+its own on the files.
+"""
 
 import hashlib
 import json
@@ -10,7 +12,6 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from scipy.stats import binomtest
 
-from quant_eval.tasks.measurement import measure_tasks
 from quant_eval.tasks.table import PAPER_TASKS, choose_tasks
 from tests.quant_eval.tasks.task_files import DEFINITIONS, LM_EVAL, SUBJECTS, own_task_manager
 
@@ -18,8 +19,10 @@ LEAVES = {task: [task] for task in LM_EVAL} | {"mmlu": [f"mmlu_{subject}" for su
 
 
 @pytest.fixture(scope="module")
-def measured(pair, settings_of):
-    return measure_tasks(pair.full, pair.quantized, pair.tokenizer, settings_of(*choose_tasks("paper")))
+def measured(pair, settings_of, measure_tasks):
+    return measure_tasks(
+        pair.full, pair.quantized, pair.tokenizer, settings_of(*choose_tasks("paper"))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,9 @@ def own(pair, task_files, tmp_path_factory):
 def items_of(result, task):
     """lm-eval's samples of a task in file order, subjects one after the other."""
     return [
-        item for leaf in LEAVES[task] for item in sorted(result["samples"][f"own_{leaf}"], key=lambda x: x["doc_id"])
+        item
+        for leaf in LEAVES[task]
+        for item in sorted(result["samples"][f"own_{leaf}"], key=lambda x: x["doc_id"])
     ]
 
 
@@ -50,23 +55,34 @@ def items_of(result, task):
 def test_every_item_and_their_mean_are_lm_evals(task, measured, own):
     full, quantized = (items_of(result, task) for result in own)
     assert measured["per_item"][task]["correct"] == "".join(str(int(item["acc"])) for item in full)
-    assert measured["per_item"][task]["correct_quantized"] == "".join(str(int(item["acc"])) for item in quantized)
+    assert measured["per_item"][task]["correct_quantized"] == "".join(
+        str(int(item["acc"])) for item in quantized
+    )
     figures = measured["tasks"][task]
     assert figures["items"] == len(full)
     assert figures["truncated_items"] == figures["unanswerable_items"] == 0
     for name, result in zip(("", "_quantized"), own, strict=True):
         reported = result["results"][f"own_{task}"]
-        assert figures[f"accuracy{name}"] == pytest.approx(reported["acc,none"], abs=1e-12)  # mmlu: lm-eval's group
+        assert figures[f"accuracy{name}"] == pytest.approx(
+            reported["acc,none"], abs=1e-12
+        )  # mmlu: lm-eval's group
         if task != "mmlu":  # lm-eval pools variances within subjects there
-            assert figures[f"standard_error{name}"] == pytest.approx(reported["acc_stderr,none"], rel=1e-9)
+            assert figures[f"standard_error{name}"] == pytest.approx(
+                reported["acc_stderr,none"], rel=1e-9
+            )
 
 
 @pytest.mark.parametrize("task", PAPER_TASKS)
 def test_the_models_are_asked_what_lm_eval_asks(task, measured, own):
     requests = [[list(request) for request in item["arguments"]] for item in items_of(own[0], task)]
-    assert all("\n\n" in context for item in requests for context, _ in item)  # examples are in there
+    assert all(
+        "\n\n" in context for item in requests for context, _ in item
+    )  # examples are in there
     hashes = [hashlib.sha256(json.dumps(item).encode()).hexdigest() for item in requests]
-    assert measured["tasks"][task]["prompts_sha256"] == hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+    assert (
+        measured["tasks"][task]["prompts_sha256"]
+        == hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+    )
 
 
 @pytest.mark.parametrize("task", PAPER_TASKS)
@@ -85,24 +101,30 @@ def test_paired_figures(task, measured, own):
 
 def test_the_two_models_do_differ(measured):
     """Otherwise the pairing above would not have been seen."""
-    discordant = {(row["only_full_correct"], row["only_quantized_correct"]) for row in measured["tasks"].values()}
+    discordant = {
+        (row["only_full_correct"], row["only_quantized_correct"])
+        for row in measured["tasks"].values()
+    }
     assert len(discordant) > 5
 
 
 def test_the_mean_counts_every_task_once(measured, own):
     accuracy, accuracy_quantized = (
-        sum(result["results"][f"own_{task}"]["acc,none"] for task in PAPER_TASKS) / 12 for result in own
+        sum(result["results"][f"own_{task}"]["acc,none"] for task in PAPER_TASKS) / 12
+        for result in own
     )
     mean = measured["mean"]
     assert mean["tasks"] == 12
     assert mean["items"] == sum(len(items_of(own[0], task)) for task in PAPER_TASKS)
     assert mean["accuracy"] == pytest.approx(accuracy, abs=1e-12)
-    assert mean["degradation"] == pytest.approx((accuracy - accuracy_quantized) / (1 - accuracy), abs=1e-12)
+    assert mean["degradation"] == pytest.approx(
+        (accuracy - accuracy_quantized) / (1 - accuracy), abs=1e-12
+    )
     low, high = mean["intervals"]["difference"]
     assert low < mean["difference"] < high
 
 
-def test_the_same_measurement_twice_is_the_same(measured, pair, settings_of):
+def test_the_same_measurement_twice_is_the_same(measured, pair, settings_of, measure_tasks):
     """Alone a task gives what it gives among all twelve, intervals included."""
     alone = measure_tasks(pair.full, pair.quantized, pair.tokenizer, settings_of("winogrande"))
     assert alone["tasks"]["winogrande"] == measured["tasks"]["winogrande"]
@@ -110,9 +132,12 @@ def test_the_same_measurement_twice_is_the_same(measured, pair, settings_of):
 
 
 def test_the_table_is_lm_evals_but_for_pubmedqa():
-    """Datasets and splits of the installed lm-eval; a later version that moves a dataset is noticed here."""
+    """Datasets and splits of the installed lm-eval; a later version that moves a dataset is
+    noticed here.
+    """
     manager = TaskManager(
-        include_defaults=False, include_path=[DEFINITIONS / row.folder for row in PAPER_TASKS.values()]
+        include_defaults=False,
+        include_path=[DEFINITIONS / row.folder for row in PAPER_TASKS.values()],
     )
     for name, row in PAPER_TASKS.items():
         leaf = "mmlu_anatomy" if name == "mmlu" else name

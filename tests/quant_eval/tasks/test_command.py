@@ -2,36 +2,40 @@
 
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-import typer
 from transformers import AutoModelForCausalLM
 
-from quant_eval.tasks.command import tasks
-from quant_eval.tasks.measurement import measure_tasks
+from base.cli import run_command
+from base.files import sha256_of
+from quant_eval.__main__ import app
 from quant_eval.tasks.paired import UNITS
 from tests.conftest import make_hf_directory
-from train.command import run_command
-from train.run_directory import sha256_of
 
 
 @pytest.fixture
 def command(monkeypatch, capsys, long_hf_dir, train_prefix, task_files):
-    """Runs the command in this process with a stand-in for the quantizer; its exit code and lines of stderr."""
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(tasks)
+    """Runs the command in this process with a stand-in for the quantizer; exit code, both
+    outputs.
+    """
 
     def run(*arguments, model=long_hf_dir, quantizer=None, **options):
-        defaults = {"spec": "rtn-b3-g16", "calibration": train_prefix, "task-files": task_files, "tasks": "piqa"}
-        given = defaults | {"bootstrap-samples": 100} | {key.replace("_", "-"): text for key, text in options.items()}
+        defaults = {
+            "spec": "rtn-b3-g16",
+            "calibration": train_prefix,
+            "task-files": task_files,
+            "tasks": "piqa",
+        }
+        given = defaults | {key.replace("_", "-"): text for key, text in options.items()}
         pairs = [str(part) for key, text in given.items() for part in (f"--{key}", text)]
-        monkeypatch.setitem(sys.modules, "quant_eval.quantized", SimpleNamespace(quantized_model=quantizer))
-        monkeypatch.setattr(sys, "argv", ["quant_eval", str(model), *map(str, arguments), *pairs])
+        monkeypatch.setattr("quant_eval.tasks.measurement.quantized_model", quantizer)
+        words = ["quant_eval", "tasks", str(model), *map(str, arguments), *pairs]
+        monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as stop:
             run_command(app, "quant_eval")
-        return stop.value.code, capsys.readouterr().err.splitlines()
+        printed = capsys.readouterr()
+        return stop.value.code, printed.out.splitlines(), printed.err.splitlines()
 
     return run
 
@@ -47,35 +51,55 @@ def copied_model(tmp_path, long_hf_dir):
     return directory
 
 
-def test_results_of_two_specs(command, copied_model, pair, settings_of, task_files, train_prefix):
-    """The full-precision model is the same in both, the quantized one is what the quantizer made of the spec."""
+def test_results_of_two_specs(
+    command, copied_model, pair, settings_of, task_files, train_prefix, measure_tasks
+):
+    """The full-precision model is the same in both, the quantized one is what the quantizer made
+    of the spec.
+    """
     asked = []
 
-    def quantizer(hf_dir, spec, calibration, compute):
-        asked.append((hf_dir, spec.name, calibration.prefix, calibration.sequences, compute.dtype))
+    def quantizer(hf_dir, spec, settings):
+        asked.append((hf_dir, spec.name, settings.calibration, settings.calibration_sequences))
         return pair.quantized if spec.bits == 3 else pair.full
 
-    options = {"tasks": "winogrande,mmlu", "num_fewshot": 2, "seed": 3, "level": 0.9, "bootstrap_samples": 400}
-    code, lines = command("--spec", "rtn-b4-g16", model=copied_model, quantizer=quantizer, **options)
+    given = {"model": copied_model, "quantizer": quantizer, "shots": 2, "tasks": "winogrande,mmlu"}
+    code, printed, lines = command("--spec", "rtn-b4-g16", **given)
     assert code == 0, lines
-    first, second = (
-        json.loads((copied_model / f"quant/rtn-b{bits}-g16/tasks/result.json").read_text()) for bits in (3, 4)
-    )
-    assert asked == [(copied_model, f"rtn-b{bits}-g16", train_prefix, 128, "fp32") for bits in (4, 3)]
+    paths = [copied_model / f"tasks/rtn-b{bits}-g16/result.json" for bits in (3, 4)]
+    first, second = (json.loads(path.read_text()) for path in paths)
+    assert asked == [(copied_model, f"rtn-b{bits}-g16", train_prefix, 128) for bits in (4, 3)]
+    for path in paths:
+        assert any("measured" in line and str(path) in line for line in printed)
+    again = command("--spec", "rtn-b4-g16", **given)[1]  # both are kept, and printed as before
+    assert [line.replace("kept, measured before", "measured") for line in again] == printed
+    assert len(asked) == 2
+    assert [json.loads(path.read_text()) for path in paths] == [first, second]
     expected = measure_tasks(
-        pair.full, pair.quantized, pair.tokenizer, settings_of("winogrande", "mmlu", num_fewshot=2)
+        pair.full,
+        pair.quantized,
+        pair.tokenizer,
+        settings_of("winogrande", "mmlu", shots=2, seed=0),
     )
     assert first["measured"] == expected
     assert first.keys() == {"model", "spec", "measured", "environment"}
-    assert first["model"]["weights_sha256"] == {"model.safetensors": sha256_of(copied_model / "model.safetensors")}
+    assert first["model"]["weights_sha256"] == {
+        "model.safetensors": sha256_of(copied_model / "model.safetensors")
+    }
     assert first["spec"]["num_fewshot"] == 2
     files = first["spec"]["tasks"]["mmlu"]["files"]
-    assert files[str(task_files / "mmlu/anatomy.jsonl")] == sha256_of(task_files / "mmlu/anatomy.jsonl")
+    assert files[str(task_files / "mmlu/anatomy.jsonl")] == sha256_of(
+        task_files / "mmlu/anatomy.jsonl"
+    )
     for row in (*second["measured"]["tasks"].values(), second["measured"]["mean"]):
         assert row["accuracy"] == row["accuracy_quantized"]
         assert row["difference"] == row["degradation"] == 0
         assert set(row["intervals"]["difference"]) == {0.0}
-    assert UNITS.keys() >= first["measured"]["tasks"]["mmlu"].keys() - {"intervals", "undefined", "leaves"} - {
+    assert UNITS.keys() >= first["measured"]["tasks"]["mmlu"].keys() - {
+        "intervals",
+        "undefined",
+        "leaves",
+    } - {
         "documents_sha256",
         "prompts_sha256",
     }
@@ -83,21 +107,41 @@ def test_results_of_two_specs(command, copied_model, pair, settings_of, task_fil
 
 
 def test_without_examples_and_with_a_limit(command, copied_model, pair):
-    code, lines = command(model=copied_model, quantizer=lambda *_: pair.full, num_fewshot=0, limit=4, tasks="sciq,mmlu")
+    code, _, lines = command(
+        model=copied_model,
+        quantizer=lambda *_: pair.full,
+        shots=0,
+        limit=4,
+        tasks="sciq,mmlu",
+    )
     assert code == 0, lines
-    result = json.loads((copied_model / "quant/rtn-b3-g16/tasks/result.json").read_text())
+    result = json.loads((copied_model / "tasks/rtn-b3-g16/result.json").read_text())
     measured = result["measured"]["tasks"]
     assert measured["sciq"]["items"] == 4
-    assert measured["mmlu"]["leaves"] == {"mmlu_anatomy": 4, "mmlu_astronomy": 4, "mmlu_world_religions": 4}
+    assert measured["mmlu"]["leaves"] == {
+        "mmlu_anatomy": 4,
+        "mmlu_astronomy": 4,
+        "mmlu_world_religions": 4,
+    }
     assert "fewshot" not in result["spec"]["tasks"]["sciq"]
 
 
-def test_items_that_do_not_fit_the_context_are_counted(tmp_path, pair, settings_of, task_files):
-    """A context of C tokens takes prompt and choice of C + 1 tokens, the last of which is only predicted."""
-    documents = [json.loads(line) for line in (task_files / "social_iqa.jsonl").read_text().splitlines()]
+def test_items_that_do_not_fit_the_context_are_counted(
+    tmp_path, pair, settings_of, task_files, measure_tasks
+):
+    """A context of C tokens takes prompt and choice of C + 1 tokens, the last of which is only
+    predicted.
+    """
+    documents = [
+        json.loads(line) for line in (task_files / "social_iqa.jsonl").read_text().splitlines()
+    ]
     lengths = [
         max(
-            len(pair.tokenizer(f"Q: {one['context']} {one['question']}\nA: {one[answer]}")["input_ids"])
+            len(
+                pair.tokenizer(f"Q: {one['context']} {one['question']}\nA: {one[answer]}")[
+                    "input_ids"
+                ]
+            )
             for answer in ("answerA", "answerB", "answerC")
         )
         for one in documents
@@ -105,22 +149,30 @@ def test_items_that_do_not_fit_the_context_are_counted(tmp_path, pair, settings_
     longest_that_fits = sorted(lengths)[len(lengths) // 2]
     make_hf_directory(tmp_path, max_position_embeddings=longest_that_fits - 1)
     short = AutoModelForCausalLM.from_pretrained(tmp_path)
-    measured = measure_tasks(short, pair.full, pair.tokenizer, settings_of("social_iqa", num_fewshot=0))
+    measured = measure_tasks(short, pair.full, pair.tokenizer, settings_of("social_iqa", shots=0))
     expected = [length > longest_that_fits for length in lengths]
     assert 0 < sum(expected) < len(lengths)
-    assert measured["per_item"]["social_iqa"]["truncated"] == "".join(str(int(is_cut)) for is_cut in expected)
-    assert measured["tasks"]["social_iqa"]["truncated_items"] == measured["mean"]["truncated_items"] == sum(expected)
+    assert measured["per_item"]["social_iqa"]["truncated"] == "".join(
+        str(int(is_cut)) for is_cut in expected
+    )
+    assert (
+        measured["tasks"]["social_iqa"]["truncated_items"]
+        == measured["mean"]["truncated_items"]
+        == sum(expected)
+    )
 
 
-def test_a_choice_longer_than_the_context_is_refused(tmp_path, pair, settings_of):
+def test_a_choice_longer_than_the_context_is_refused(tmp_path, pair, settings_of, measure_tasks):
     make_hf_directory(tmp_path, max_position_embeddings=8)
     short = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="does not fit the model's context of 8"):
-        measure_tasks(short, short, pair.tokenizer, settings_of("hellaswag", num_fewshot=0))
+        measure_tasks(short, short, pair.tokenizer, settings_of("hellaswag", shots=0))
 
 
-def test_a_model_that_overflows_is_refused(tmp_path, pair, settings_of):
-    broken = AutoModelForCausalLM.from_pretrained(make_hf_directory(tmp_path, max_position_embeddings=1024))
+def test_a_model_that_overflows_is_refused(tmp_path, pair, settings_of, measure_tasks):
+    broken = AutoModelForCausalLM.from_pretrained(
+        make_hf_directory(tmp_path, max_position_embeddings=1024)
+    )
     with torch.no_grad():
         broken.lm_head.weight[7] = torch.inf
     with pytest.raises(ValueError, match="a log-likelihood is not finite"):
@@ -130,17 +182,19 @@ def test_a_model_that_overflows_is_refused(tmp_path, pair, settings_of):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tasks": "piqa,boolq"}, "unknown task 'boolq'; give paper for all, or some of arc_challenge"),
+        (
+            {"tasks": "piqa,boolq"},
+            "unknown task 'boolq'; give paper for all, or some of arc_challenge",
+        ),
         ({"spec": "gptq"}, "needs its bits"),
-        ({"num_fewshot": -1}, "num_fewshot"),
+        ({"shots": -1}, "shots"),
         ({"limit": 0}, "limit"),
-        ({"dtype": "fp16"}, "dtype"),
         ({"calibration": "nowhere/text"}, "nowhere/text"),
         ({"task_files": "nowhere"}, "nowhere/piqa.jsonl does not exist"),
     ],
 )
 def test_bad_input_is_refused_with_one_line(options, message, command):
-    code, lines = command(**options)
+    code, _, lines = command(**options)
     assert code == 2
     assert len(lines) == 1
     assert message in lines[0]
@@ -148,11 +202,11 @@ def test_bad_input_is_refused_with_one_line(options, message, command):
 
 def test_a_model_without_its_tokenizer_is_refused(command, tmp_path, tokenizer_dir):
     make_hf_directory(tmp_path, vocab_size=300)
-    code, lines = command(model=tmp_path)
+    code, _, lines = command(model=tmp_path)
     assert (code, len(lines)) == (2, 1)
     assert "holds no tokenizer.json" in lines[0]
     for path in tokenizer_dir.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    code, lines = command(model=tmp_path)
+    code, _, lines = command(model=tmp_path)
     assert (code, len(lines)) == (2, 1)
     assert "its tokenizer has 320 tokens, the model 300" in lines[0]

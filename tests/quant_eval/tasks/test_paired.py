@@ -7,15 +7,19 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
+from base.errors import UserError
 from quant_eval.tasks.paired import compare, mcnemar_p_value, resampled_accuracies
 from quant_eval.tasks.scoring import Answers
-from train.command import UserError
 
 
 def answers(correct, truncated=None, leaves=None):
     correct_N = np.array(correct, dtype=bool)
     names = [str(index) for index in range(len(correct_N))]
-    truncated_N = np.zeros(len(correct_N), dtype=bool) if truncated is None else np.array(truncated, dtype=bool)
+    truncated_N = (
+        np.zeros(len(correct_N), dtype=bool)
+        if truncated is None
+        else np.array(truncated, dtype=bool)
+    )
     return Answers(correct_N, truncated_N, names, names, leaves or {"piqa": len(correct_N)})
 
 
@@ -31,10 +35,14 @@ def test_mcnemar_is_the_exact_binomial_test(first, second):
 
 
 def test_the_bootstrap_is_that_of_items_drawn_one_by_one():
-    """20000 samples: quantiles of the two ways agree within 0.02, four standard errors of a 5% quantile here."""
+    """20000 samples: quantiles of the two ways agree within 0.02, four standard errors of a 5%
+    quantile here.
+    """
     generator = np.random.default_rng(0)
     full_N, quantized_N = generator.random(50) < 0.6, generator.random(50) < 0.4
-    accuracy_S, quantized_S = resampled_accuracies(full_N, quantized_N, 20_000, np.random.default_rng(1))
+    accuracy_S, quantized_S = resampled_accuracies(
+        full_N, quantized_N, 20_000, np.random.default_rng(1)
+    )
     drawn_SN = generator.integers(50, size=(20_000, 50))
     slow_S, slow_quantized_S = full_N[drawn_SN].mean(1), quantized_N[drawn_SN].mean(1)
     for quick, slow in (
@@ -45,51 +53,55 @@ def test_the_bootstrap_is_that_of_items_drawn_one_by_one():
     ):
         tails = [0.05, 0.25, 0.5, 0.75, 0.95]
         spread = np.quantile(slow, 0.95) - np.quantile(slow, 0.05)
-        assert np.quantile(quick, tails) == pytest.approx(np.quantile(slow, tails), abs=0.06 * spread + 1e-12)
+        assert np.quantile(quick, tails) == pytest.approx(
+            np.quantile(slow, tails), abs=0.06 * spread + 1e-12
+        )
         assert quick.std() == pytest.approx(slow.std(), rel=0.03)
 
 
-def test_resampling_keeps_tasks_apart(settings_of):
-    """Two tasks answered in full by one model, not at all by the other: no sample can differ, so no interval opens."""
+def test_resampling_keeps_tasks_apart():
+    """Two tasks answered in full by one model, not at all by the other: no sample can differ, so
+    no interval opens.
+    """
     full = {"piqa": answers([1] * 6), "sciq": answers([0] * 4)}
     quantized = {"piqa": answers([0] * 6), "sciq": answers([0] * 4)}
-    measured = compare(full, quantized, [task("piqa"), task("sciq")], settings_of("piqa", "sciq"))
+    measured = compare(full, quantized, [task("piqa"), task("sciq")], 3)
     mean = measured["mean"]
     assert mean["accuracy"] == 0.5  # of items it would be 0.6
     assert mean["intervals"]["accuracy"] == mean["intervals"]["difference"] == [0.5, 0.5]
     assert mean["degradation"] == 1.0
 
 
-def test_degradation_is_null_where_nothing_can_be_lost_relative_to(settings_of):
+def test_degradation_is_null_where_nothing_can_be_lost_relative_to():
     full, quantized = {"piqa": answers([1, 1, 1, 1])}, {"piqa": answers([1, 0, 1, 1])}
-    figures = compare(full, quantized, [task("piqa")], settings_of("piqa"))["tasks"]["piqa"]
+    figures = compare(full, quantized, [task("piqa")], 3)["tasks"]["piqa"]
     assert figures["degradation"] is figures["intervals"]["degradation"] is None
     assert figures["undefined"].keys() == {"degradation", "intervals.degradation"}
     assert figures["difference"] == 0.25
 
 
-def test_a_degradation_may_be_defined_and_its_interval_not(settings_of):
+def test_a_degradation_may_be_defined_and_its_interval_not():
     """Of three items with one wrong, 8 of 27 samples hold none that is wrong."""
     full, quantized = {"piqa": answers([1, 1, 0])}, {"piqa": answers([1, 0, 0])}
-    figures = compare(full, quantized, [task("piqa")], settings_of("piqa"))["tasks"]["piqa"]
+    figures = compare(full, quantized, [task("piqa")], 3)["tasks"]["piqa"]
     assert figures["degradation"] == pytest.approx(1.0)
     assert figures["intervals"]["degradation"] is None
     assert figures["undefined"].keys() == {"intervals.degradation"}
 
 
-def test_one_item_has_no_standard_error(settings_of):
+def test_one_item_has_no_standard_error():
     full, quantized = {"piqa": answers([0])}, {"piqa": answers([0])}
-    measured = compare(full, quantized, [task("piqa")], settings_of("piqa"))
+    measured = compare(full, quantized, [task("piqa")], 3)
     assert measured["tasks"]["piqa"]["standard_error"] is measured["mean"]["standard_error"] is None
     assert measured["tasks"]["piqa"]["p_value"] == 1.0
 
 
 @pytest.mark.parametrize("what", ["prompts", "documents"])
-def test_models_that_were_asked_differently_are_not_compared(what, settings_of):
+def test_models_that_were_asked_differently_are_not_compared(what):
     full = answers([1, 0, 1])
     other = dataclasses.replace(answers([1, 1, 1]), **{what: ["0", "changed", "2"]})
     with pytest.raises(UserError, match="piqa: item 1 was put differently"):
-        compare({"piqa": full}, {"piqa": other}, [task("piqa")], settings_of("piqa"))
+        compare({"piqa": full}, {"piqa": other}, [task("piqa")], 3)
     shorter = answers([1, 0])
     with pytest.raises(UserError, match="piqa: item 2 was put differently"):
-        compare({"piqa": full}, {"piqa": shorter}, [task("piqa")], settings_of("piqa"))
+        compare({"piqa": full}, {"piqa": shorter}, [task("piqa")], 3)

@@ -39,7 +39,7 @@ cd /project/p123/src || exit 1
 exec 9<> <(:)
 {
     trap : USR1 TERM
-    /usr/bin/python3.11 -m slurm job /project/p123/quantdyn/olmo2-7b-lr train "$SLURM_ARRAY_TASK_ID" --stop-file "$stop" 9>&-
+    /usr/bin/python3.11 -m slurm job /project/p123/quantdyn/olmo2-7b-lr train "$SLURM_ARRAY_TASK_ID" "$stop" 9>&-
     echo "$?" >&9
 } &
 child=$!

@@ -35,7 +35,7 @@ cd /lab/quantdyn || exit 1
 exec 9<> <(:)
 {
     trap : USR1 TERM
-    /lab/venv/bin/python -m slurm job /lab/studies/olmo2-7b-lr quantize-gptq-b3-g128.1 "$SLURM_ARRAY_TASK_ID" --stop-file "$stop" 9>&-
+    /lab/venv/bin/python -m slurm job /lab/studies/olmo2-7b-lr quantize-gptq-b3-g128.1 "$SLURM_ARRAY_TASK_ID" "$stop" 9>&-
     echo "$?" >&9
 } &
 child=$!

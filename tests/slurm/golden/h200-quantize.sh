@@ -45,7 +45,7 @@ cd /shared/src/quantdyn || exit 1
 exec 9<> <(:)
 {
     trap : USR1 TERM
-    /shared/quantdyn/.venv/bin/python -m slurm job /shared/quantdyn/olmo2-7b-lr quantize-gptq-b3-g128.1 "$SLURM_ARRAY_TASK_ID" --stop-file "$stop" 9>&-
+    /shared/quantdyn/.venv/bin/python -m slurm job /shared/quantdyn/olmo2-7b-lr quantize-gptq-b3-g128.1 "$SLURM_ARRAY_TASK_ID" "$stop" 9>&-
     echo "$?" >&9
 } &
 child=$!

@@ -2,9 +2,9 @@
 
 import pytest
 
+from study.definition import load_study, save_study
 from study.recipes import learning_rate_name, resolve, tiny
-from study.settings import load_study, save_study
-from train.schedules import learning_rate
+from train.run.schedules import learning_rate
 
 PROFILES = ["full", "smoke"]
 
@@ -20,8 +20,8 @@ def test_the_anneal_has_checkpoints_at_both_ends(profile):
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_rate_is_near_constant_as_in_the_7b_ablation(profile):
-    # There the anneal starts at 0.99234 of the peak. The warm-up here is a larger part of the run, and the cosine
-    # runs from its end, so the share may be slightly higher.
+    # There the anneal starts at 0.99234 of the peak. The warm-up here is a larger part of the run,
+    # and the cosine runs from its end, so the share may be slightly higher.
     for run in resolve("tiny", profile).trained:
         assert run.schedule.anneal is not None
         share = learning_rate(run, run.schedule.anneal.start_step) / run.optimizer.peak_lr
@@ -40,7 +40,9 @@ def test_averages_are_measured_over_one_phase_each(profile):
             back = (average.window - 1) * average.interval_steps
             for step in study.averaged_steps:
                 assert step % average.interval_steps == 0
-                assert (start if step > start else run.warmup_steps) < step - back, "a window reaches into two phases"
+                assert (start if step > start else run.warmup_steps) < step - back, (
+                    "a window reaches into two phases"
+                )
 
 
 def test_settings_name_the_study_and_change_every_run(tmp_path):
@@ -59,7 +61,10 @@ def test_tiny_is_the_ablation_in_small():
     study = tiny()
     assert [run.name for run in study.trained] == ["lr1e-3", "lr3e-3", "lr1e-2", "lr3e-2"]
     assert [run.optimizer.peak_lr for run in study.trained] == [1e-3, 3e-3, 1e-2, 3e-2]
-    shared = {run.model_copy(update={"name": "", "optimizer": None}).model_dump_json() for run in study.trained}
+    shared = {
+        run.model_copy(update={"name": "", "optimizer": None}).model_dump_json()
+        for run in study.trained
+    }
     assert len(shared) == 1  # nothing but the peak differs
     model = study.trained[0].model
     width, inner = model.hidden_size, model.intermediate_size
@@ -70,14 +75,17 @@ def test_tiny_is_the_ablation_in_small():
     run = study.trained[0]
     assert run.schedule.anneal is not None
     start = run.schedule.anneal.start_step
-    gaps = [later - earlier for earlier, later in zip(run.save_steps, run.save_steps[1:], strict=False)]
+    gaps = [
+        later - earlier for earlier, later in zip(run.save_steps, run.save_steps[1:], strict=False)
+    ]
     before = [gap for gap, step in zip(gaps, run.save_steps[1:], strict=True) if step <= start]
     after = [gap for gap, step in zip(gaps, run.save_steps[1:], strict=True) if step > start]
     assert max(after) < min(before)
 
 
 @pytest.mark.parametrize(
-    ("peak_lr", "name"), [(1e-3, "lr1e-3"), (3e-2, "lr3e-2"), (0.01, "lr1e-2"), (2.5e-4, "lr2.5e-4"), (3.0, "lr3e0")]
+    ("peak_lr", "name"),
+    [(1e-3, "lr1e-3"), (3e-2, "lr3e-2"), (0.01, "lr1e-2"), (2.5e-4, "lr2.5e-4"), (3.0, "lr3e0")],
 )
 def test_runs_are_named_by_value(peak_lr, name):
     assert learning_rate_name(peak_lr) == name

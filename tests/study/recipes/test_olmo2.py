@@ -1,23 +1,28 @@
 """The OLMo2 ablation against figures of its papers and scripts, and against sums worked by hand."""
 
-import re
 from pathlib import Path
 
 import pytest
 
-from study.estimate import estimate_lines
-from study.hardware import planned
-from study.needs import Needs
+from study.machine.estimate import estimate_lines
+from study.machine.hardware import planned
+from study.machine.needs import Needs
 from study.recipes import resolve
 from study.recipes.cost import gpu_hours, trained_tokens
-from train.config import RunConfig
-from train.memory import rank_memory
-from train.schedules import learning_rate
+from train.planning.memory import rank_memory
+from train.run.config import RunConfig
+from train.run.schedules import learning_rate
 
 STEP = 4_194_304  # tokens of a step of the 7B: 1024 x 4096
 NAMES = ["lr3e-4", "lr6e-4", "lr9e-4", "lr1.2e-3"]
 ANNEALS = [
-    *("lr3e-4-anneal50b", "lr6e-4-anneal50b", "lr6e-4-anneal100b", "lr9e-4-anneal50b", "lr9e-4-anneal100b"),
+    *(
+        "lr3e-4-anneal50b",
+        "lr6e-4-anneal50b",
+        "lr6e-4-anneal100b",
+        "lr9e-4-anneal50b",
+        "lr9e-4-anneal100b",
+    ),
     *("lr1.2e-3-anneal50b", "lr1.2e-3-anneal100b"),
 ]
 
@@ -33,7 +38,8 @@ def test_four_parents_and_seven_anneals():
 
 
 @pytest.mark.parametrize(
-    ("name", "rate"), [("lr3e-4", 2.9770e-4), ("lr6e-4", 5.9540e-4), ("lr9e-4", 8.9311e-4), ("lr1.2e-3", 1.19081e-3)]
+    ("name", "rate"),
+    [("lr3e-4", 2.9770e-4), ("lr6e-4", 5.9540e-4), ("lr9e-4", 8.9311e-4), ("lr1.2e-3", 1.19081e-3)],
 )
 def test_rates_where_the_anneals_start(name, rate):
     """What Ai2's scripts read from the parents' logs at step 72,000; five or six digits of it."""
@@ -54,7 +60,9 @@ def test_steps_and_tokens():
         assert run.tokens_per_step == STEP
         end = 83_921 if name.endswith("50b") else 95_842 if name.endswith("100b") else 72_000
         assert run.total_steps == end
-        assert learning_rate(run, 1) == pytest.approx(run.optimizer.peak_lr / 2000)  # OLMo: update n uses LR(n)
+        assert learning_rate(run, 1) == pytest.approx(
+            run.optimizer.peak_lr / 2000
+        )  # OLMo: update n uses LR(n)
         assert learning_rate(run, 2000) == pytest.approx(run.optimizer.peak_lr)
     short = runs["lr9e-4-anneal50b"]
     assert short.total_steps * short.tokens_per_step == pytest.approx(351.99e9, rel=1e-5)
@@ -62,13 +70,18 @@ def test_steps_and_tokens():
     total = (4 * 72_000 + 4 * 11_921 + 3 * 23_842) * STEP
     assert trained_tokens(resolve("olmo2-7b-lr", "full")) == total
     # 47.768 GFLOP a token, as 'train plan' has it, at 40% of 989 TFLOP/s
-    assert gpu_hours(resolve("olmo2-7b-lr", "full")) == pytest.approx(total * 47.768e9 / 395.6e12 / 3600, rel=1e-5)
+    assert gpu_hours(resolve("olmo2-7b-lr", "full")) == pytest.approx(
+        total * 47.768e9 / 395.6e12 / 3600, rel=1e-5
+    )
 
 
 def test_checkpoints_are_dense_where_the_error_surges():
     for run in runs_of("olmo2-7b-lr").values():
         start = run.branch_from.step if run.branch_from else 0
-        gaps = {later - earlier for earlier, later in zip((start, *run.save_steps), run.save_steps, strict=False)}
+        gaps = {
+            later - earlier
+            for earlier, later in zip((start, *run.save_steps), run.save_steps, strict=False)
+        }
         assert gaps <= ({4000} if start == 0 else {1490, 1491, 2980, 2981})
         assert len(run.save_steps) == (8 if start else 18)
 
@@ -125,21 +138,28 @@ def test_runs_fit_gpus_of_80_gb(recipe, nodes, gigabytes):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["olmo2-7b-lr", "olmo2-1b-lr", "olmo2-190m-lr", "olmo2-30m-lr", "olmo2-7b-lr-cosine300b"]
+    "recipe",
+    ["olmo2-7b-lr", "olmo2-1b-lr", "olmo2-190m-lr", "olmo2-30m-lr", "olmo2-7b-lr-cosine300b"],
 )
 @pytest.mark.parametrize("profile", ["full", "smoke"])
 def test_averages_lie_within_one_run(recipe, profile):
-    """A window ends where it is measured or less than an interval before, and begins behind warm-up and branch."""
+    """A window ends where it is measured or less than an interval before, and begins behind
+    warm-up and branch.
+    """
     study = resolve(recipe, profile)
     for run in study.trained:
-        measured = [model.step for model in study.models_of(run) if (model.average or "").startswith("lawa")]
+        measured = [
+            model.step for model in study.models_of(run) if (model.average or "").startswith("lawa")
+        ]
         assert run.total_steps in measured
         (average,) = run.averages
         first = run.branch_from.step if run.branch_from else run.warmup_steps
         for step in measured:
             last_member = step // average.interval_steps * average.interval_steps
             assert last_member - 4 * average.interval_steps > first - average.interval_steps
-    soups = {run.name for run in study.trained if any(model.soup_of for model in study.models_of(run))}
+    soups = {
+        run.name for run in study.trained if any(model.soup_of for model in study.models_of(run))
+    }
     assert soups == {run.name for run in study.trained if not run.branch_from}
 
 
@@ -150,7 +170,7 @@ def test_what_was_varied_has_a_line_per_length_of_anneal():
     for name, group in varied.groups.items():
         lines.setdefault(group, []).append(varied.values[name])
     assert lines == {
-        "no anneal": [3e-4, 6e-4, 9e-4, 1.2e-3],
+        "cosine": [3e-4, 6e-4, 9e-4, 1.2e-3],
         "50B anneal": [3e-4, 6e-4, 9e-4, 1.2e-3],
         "100B anneal": [6e-4, 9e-4, 1.2e-3],
     }
@@ -171,9 +191,7 @@ def test_the_30m_is_an_hour_of_one_gpu():
     assert gpu_hours(study) == pytest.approx(seconds / 3600, rel=1e-9)
     assert 0.4 < gpu_hours(study) < 0.5
     shown = list(estimate_lines(Needs(study, planned(1, "h100", 1), Path("runs") / study.name)))
-    hours = re.search(r"time: ([\d.]+) hours", "\n".join(shown))
-    assert hours
-    assert 0.8 < float(hours[1]) < 1.2  # measuring included
+    assert "    training: 0.451 hours if no GPU idles, 0.451 GPU-hours" in shown
     for gpus in (1, 2, 4, 8):
         assert all(rank_memory(run, gpus).bytes < 80e9 for run in study.trained)
 

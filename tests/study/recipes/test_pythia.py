@@ -3,9 +3,9 @@
 import pytest
 
 from study.recipes import resolve
-from train.config import RunConfig
-from train.memory import rank_memory
-from train.schedules import learning_rate
+from train.planning.memory import rank_memory
+from train.run.config import RunConfig
+from train.run.schedules import learning_rate
 
 STEP = 524_288  # 256 x 2048 tokens
 ENDS = (20_000, 54_000, 88_000, 122_000, 156_000, 190_000)  # landscape.py
@@ -36,7 +36,7 @@ def test_the_learning_rates_under_wsd():
         assert learning_rate(run, 190_000) == 0
         assert run.save_steps[-2:] == (188_000, 190_000)  # the plane of the paper's landscape
         assert sum(step > 171_000 for step in run.save_steps) == 10
-    (_first, *others) = (content(run, "name") | {"optimizer": 0} for run in runs.values())
+    _first, *others = (content(run, "name") | {"optimizer": 0} for run in runs.values())
     assert others == [_first] * 3
 
 
@@ -60,7 +60,9 @@ def test_schedules_share_all_but_the_way_down():
         assert content(cosine, "name", "schedule") == content(wsd, "name", "schedule")
         assert learning_rate(cosine, 190_000) == pytest.approx(cosine.optimizer.peak_lr / 10)
         # a quarter of the way from the warm-up to the end: 0.1 + 0.9 (1 + cos(pi/4)) / 2 = 0.868198
-        assert learning_rate(cosine, 1_900 + 188_100 // 4) == pytest.approx(0.868198 * cosine.optimizer.peak_lr)
+        assert learning_rate(cosine, 1_900 + 188_100 // 4) == pytest.approx(
+            0.868198 * cosine.optimizer.peak_lr
+        )
 
 
 @pytest.mark.parametrize("recipe", ["pythia-160m-budgets", "pythia-160m-lawa"])
@@ -68,7 +70,14 @@ def test_cooldowns_end_at_the_budgets(recipe):
     runs = runs_of(recipe)
     cooled = {name: run for name, run in runs.items() if run.branch_from}
     assert tuple(run.total_steps for run in cooled.values()) == ENDS
-    assert list(cooled) == ["wsd-10.5b", "wsd-28.3b", "wsd-46.1b", "wsd-64b", "wsd-81.8b", "wsd-99.6b"]
+    assert list(cooled) == [
+        "wsd-10.5b",
+        "wsd-28.3b",
+        "wsd-46.1b",
+        "wsd-64b",
+        "wsd-81.8b",
+        "wsd-99.6b",
+    ]
     for run in cooled.values():
         assert run.branch_from is not None
         assert run.branch_from.step == run.total_steps * 9 // 10
@@ -78,7 +87,9 @@ def test_cooldowns_end_at_the_budgets(recipe):
 
 
 def test_a_branch_is_the_single_run_cut_in_two():
-    """The last cooldown of the budgets and the run of the sweep with that peak: the same rate at every step."""
+    """The last cooldown of the budgets and the run of the sweep with that peak: the same rate at
+    every step.
+    """
     single = runs_of("pythia-160m-lr")["lr3e-3"]
     runs = runs_of("pythia-160m-budgets")
     for step in range(1, 190_001, 97):
@@ -103,7 +114,7 @@ def test_the_replication_has_a_run_per_budget_and_schedule():
     for name, group in study.varied.groups.items():
         lines.setdefault(group, []).append(study.varied.values[name])
     doubled = [steps * STEP for steps in (23_750, 47_500, 95_000, 190_000)]
-    assert lines == {"cosine": doubled, "WSD": doubled}
+    assert lines == {"cosine": doubled, "constant rate": [171_000 * STEP], "WSD": doubled}
     for name, run in runs.items():
         if name.startswith("cosine"):
             assert run.branch_from is None
@@ -124,8 +135,15 @@ def test_training_is_plainlms(recipe):
             decayed = [
                 run.optimizer.decays(name)
                 for name in (
-                    *("gpt_neox.embed_in.weight", "embed_out.weight", "gpt_neox.layers.0.mlp.dense_4h_to_h.weight"),
-                    *("gpt_neox.layers.0.mlp.dense_4h_to_h.bias", "gpt_neox.layers.0.input_layernorm.weight"),
+                    *(
+                        "gpt_neox.embed_in.weight",
+                        "embed_out.weight",
+                        "gpt_neox.layers.0.mlp.dense_4h_to_h.weight",
+                    ),
+                    *(
+                        "gpt_neox.layers.0.mlp.dense_4h_to_h.bias",
+                        "gpt_neox.layers.0.input_layernorm.weight",
+                    ),
                     "gpt_neox.final_layer_norm.weight",
                 )
             ]
@@ -134,7 +152,8 @@ def test_training_is_plainlms(recipe):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "gigabytes"), [("pythia-160m-lr", 40), ("pythia-160m-lawa", 40), ("pythia-70m-kumar", 31)]
+    ("recipe", "gigabytes"),
+    [("pythia-160m-lr", 40), ("pythia-160m-lawa", 40), ("pythia-70m-kumar", 31)],
 )
 def test_runs_fit_gpus_of_80_gb(recipe, gigabytes):
     for run in resolve(recipe, "full").trained:

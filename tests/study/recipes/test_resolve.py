@@ -5,27 +5,39 @@ from pathlib import Path
 
 import pytest
 
+from base.errors import UserError
+from base.frozen import fingerprint
+from study.definition import load_study, save_study
 from study.recipes import RECIPES, recipe_names, resolve
 from study.recipes.shown import listed, summary
-from study.settings import load_study, save_study
-from study.text import PreparedText
-from train.branching import MUST_AGREE
-from train.command import UserError
-from train.frozen import fingerprint
-from train.schedules import learning_rate
+from study.text.kinds import PreparedText
+from train.run.branching import MUST_AGREE
+from train.run.schedules import learning_rate
 
-PROFILES = [(recipe, profile) for recipe, profiles in RECIPES.items() for profile in profiles]
+PROFILES = [(recipe, profile) for recipe in RECIPES for profile in ("full", "smoke")]
 ISSUE = (
-    *("tiny", "olmo2-7b-lr", "olmo2-7b-lr-cosine300b", "olmo2-190m-lr", "olmo2-1b-lr", "pythia-160m-budgets"),
+    *(
+        "tiny",
+        "olmo2-7b-lr",
+        "olmo2-7b-lr-cosine300b",
+        "olmo2-190m-lr",
+        "olmo2-1b-lr",
+        "pythia-160m-budgets",
+    ),
     "olmo2-30m-lr",
-    *("pythia-160m-lr", "pythia-160m-lawa", "pythia-160m-schedules", "pythia-160m-weight-decay", "pythia-70m-kumar"),
+    *(
+        "pythia-160m-lr",
+        "pythia-160m-lawa",
+        "pythia-160m-schedules",
+        "pythia-160m-weight-decay",
+        "pythia-70m-kumar",
+    ),
     "trajectory",
 )
 
 
 def test_every_recipe_that_was_asked_for_is_there():
     assert sorted(recipe_names()) == sorted(ISSUE)
-    assert all(list(profiles) == ["full", "smoke"] for profiles in RECIPES.values())
 
 
 @pytest.mark.parametrize(("recipe", "profile"), PROFILES)
@@ -43,7 +55,9 @@ def test_a_branch_goes_on_as_its_parent(recipe, profile):
     for run in study.trained:
         if run.branch_from:
             parent = study.parent_of(run)
-            assert [getattr(run, key) for key in MUST_AGREE] == [getattr(parent, key) for key in MUST_AGREE]
+            assert [getattr(run, key) for key in MUST_AGREE] == [
+                getattr(parent, key) for key in MUST_AGREE
+            ]
             step = run.branch_from.step
             assert learning_rate(run, step) == learning_rate(parent, step) > 0
             assert run.save_steps[0] > step
@@ -55,9 +69,12 @@ def test_every_run_has_a_label_of_its_own(recipe, profile):
     labels = [study.label_of(run) for run in study.runs]
     assert len(set(labels)) == len(labels)
     if study.varied:
-        assert len({(study.varied.values[run], study.varied.groups.get(run)) for run in study.varied.values}) == len(
-            study.varied.values
-        )
+        assert len(
+            {
+                (study.varied.values[run], study.varied.groups.get(run))
+                for run in study.varied.values
+            }
+        ) == len(study.varied.values)
 
 
 @pytest.mark.parametrize(("recipe", "profile"), PROFILES)
@@ -75,12 +92,16 @@ def test_runs_read_the_texts_of_the_study(recipe, profile):
             texts = [f"ROOT/texts/{file.name}" for file in (study.text.train, study.text.held_out)]
             assert found == [*texts, f"ROOT/texts/{owner}--{name}"]
         else:
-            assert found == [f"ROOT/STUDY/data/{part}" for part in ("train", "held_out", "corpus/tokenizer")]
+            assert found == [
+                f"ROOT/STUDY/data/{part}" for part in ("train", "held_out", "corpus/tokenizer")
+            ]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_small_profile_has_the_structure_of_the_full_one(recipe):
-    """The same kinds of runs, at most two peaks or budgets of each, on a model of the same family and engine."""
+    """The same kinds of runs, at most two peaks or budgets of each, on a model of the same
+    family and engine.
+    """
     full, small = (resolve(recipe, profile) for profile in ("full", "smoke"))
     assert small.ranks <= 2
     assert len(small.trained) <= 5
@@ -90,7 +111,12 @@ def test_the_small_profile_has_the_structure_of_the_full_one(recipe):
 
     def kinds(study):
         return {
-            (run.schedule.phase.kind, run.schedule.anneal is None, run.branch_from is None, bool(run.averages))
+            (
+                run.schedule.phase.kind,
+                run.schedule.anneal is None,
+                run.branch_from is None,
+                bool(run.averages),
+            )
             for run in study.trained
         }
 
@@ -107,11 +133,17 @@ def test_settings_reach_parents_and_branches():
     for run, before in zip(study.trained, plain.trained, strict=True):
         assert (run.optimizer.weight_decay, run.parallel.tensor) == (0, 4)
         if run.branch_from and before.branch_from:
-            assert run.branch_from.fingerprint == fingerprint(study.parent_of(run)) != before.branch_from.fingerprint
+            assert (
+                run.branch_from.fingerprint
+                == fingerprint(study.parent_of(run))
+                != before.branch_from.fingerprint
+            )
 
 
 def test_layout_alone_leaves_the_parents_what_they_are():
-    study, plain = (resolve("olmo2-7b-lr", "full", chosen) for chosen in (("parallel.tensor=4",), ()))
+    study, plain = (
+        resolve("olmo2-7b-lr", "full", chosen) for chosen in (("parallel.tensor=4",), ())
+    )
     assert [run.branch_from for run in study.trained] == [run.branch_from for run in plain.trained]
 
 
@@ -122,8 +154,8 @@ def test_layout_alone_leaves_the_parents_what_they_are():
         (("tiny", "large"), "recipe tiny has no profile 'large'; take one of: full, smoke"),
         (("pythia-70m-kumar", "full", ("engine=megatron",)), "the megatron engine trains olmo2"),
         (("olmo2-7b-lr", "full", ("total_steps=10",)), "save_steps must lie in 0..10"),
-        (("trajectory", "full"), "trajectory needs a released model; give --source"),
-        (("trajectory", "full", ("seed=1",)), "--set changes runs that are trained"),
+        (("trajectory", "full"), "trajectory needs a released model; give --set source="),
+        (("trajectory", "full", ("source=a/b", "seed=1")), "--set: unknown key 'seed'"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, words):
@@ -138,11 +170,16 @@ def test_the_list_says_what_training_takes():
     big = next(line for line in lines if line.startswith("olmo2-7b-lr ("))
     assert big.endswith("[1.71T tokens, 57,287 H100-hours of training at 40% of the peak]")
     small = next(line for line in lines if line.startswith("olmo2-30m-lr ("))
-    assert small.endswith("[804M tokens, 0.5 H100-hours of training at 10% of the peak, 0.7 of measuring]")
+    assert small.endswith("[804M tokens, 0.5 H100-hours of training at 10% of the peak]")
 
 
 def test_a_study_is_told_with_its_sources_and_branches():
     lines = list(summary(resolve("olmo2-7b-lr", "full")))
     anneal = next(line for line in lines if line.startswith("  lr3e-4-anneal50b:"))
-    assert "from step 72000 of lr3e-4 to step 83921 of 4194304 tokens, linear anneal from step 72000" in anneal
-    assert any("arXiv 2501.00656, section 4.1" in line for line in lines if line.startswith("  source: "))
+    assert (
+        "from step 72000 of lr3e-4 to step 83921 of 4194304 tokens, linear anneal from step 72000"
+        in anneal
+    )
+    assert any(
+        "arXiv 2501.00656, section 4.1" in line for line in lines if line.startswith("  source: ")
+    )

@@ -3,10 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
+from base.errors import UserError
+from study.definition import Study, spec_title
+from study.machine.run_configurations import write_run_configurations
 from study.recipes import resolve, tiny
-from study.run_configurations import write_run_configurations
-from study.settings import Study, spec_title
-from train.command import UserError
 
 
 def test_a_spec_must_be_canonical_and_runs_must_differ():
@@ -28,7 +28,9 @@ def test_a_spec_must_be_canonical_and_runs_must_differ():
             Study.model_validate(content | {"quantization": content["quantization"] | changed})
 
 
-@pytest.mark.parametrize("setting", ["norm_pairs", "companion_pairs", "step_microbatches", "slice_sequences"])
+@pytest.mark.parametrize(
+    "setting", ["norm_pairs", "companion_pairs", "step_microbatches", "slice_sequences"]
+)
 def test_no_error_is_told_from_one_value(setting):
     content = tiny().model_dump(mode="json")
     content["curvature"][setting] = 1
@@ -39,7 +41,9 @@ def test_no_error_is_told_from_one_value(setting):
 def test_a_slice_needs_two_checkpoints():
     content = tiny().model_dump(mode="json") | {"averaged_steps": [], "soups": []}
     content["runs"][1]["save_steps"] = [640]
-    with pytest.raises(ValidationError, match="run lr3e-3 saves one checkpoint, a slice goes through the last two"):
+    with pytest.raises(
+        ValidationError, match="run lr3e-3 saves one checkpoint, a slice goes through the last two"
+    ):
         Study.model_validate(content)
 
 
@@ -53,8 +57,14 @@ def test_a_slice_needs_two_checkpoints():
         ({"soups": [{"name": "soup", "steps": [640]}]}, "at least 2 items"),
         ({"soups": [{"name": "soup", "steps": [576, 576]}]}, "do not rise"),
         ({"soups": [{"name": "soup", "steps": [640, 576]}]}, "do not rise"),
-        ({"soups": [{"name": "soup", "steps": [576, 640]}] * 2}, "share a name among soup, soup, lawa5x16"),
-        ({"soups": [{"name": "lawa5x16", "steps": [576, 640]}]}, "share a name among lawa5x16, lawa5x16"),
+        (
+            {"soups": [{"name": "soup", "steps": [576, 640]}] * 2},
+            "share a name among soup, soup, lawa5x16",
+        ),
+        (
+            {"soups": [{"name": "lawa5x16", "steps": [576, 640]}]},
+            "share a name among lawa5x16, lawa5x16",
+        ),
         ({"soups": [{"name": "a/soup", "steps": [576, 640]}]}, "should match pattern"),
     ],
 )

@@ -1,4 +1,6 @@
-"""The recipe of released models: of the hub, of a directory of revisions, and of a run's exports."""
+"""The recipe of released models: of the hub, of a directory of revisions, and of a run's
+exports.
+"""
 
 import json
 import random
@@ -9,21 +11,31 @@ import pytest
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
+from base.errors import UserError
 from study.__main__ import app
-from study.own_text import Asked, given_of
-from study.recipes import Released, resolve, tiny
+from study.definition import Study, load_study, save_study
+from study.recipes import resolve, tiny
 from study.released import ReleasedRun
-from study.settings import Study, load_study, save_study
-from study.text import PreparedText, TokenFiles
+from study.text.kinds import PreparedText, TokenFiles
+from study.text.own import Asked, given_of
 from tests.ckpt_tools.released.fake_hub import FakeHub
-from train.command import UserError
-from train.prepare import prepare
+from train.data.prepare import prepare
 
 REPO = "allenai/OLMo-2-1124-7B"
 REVISIONS = [
-    *("stage1-step1000-tokens5B", "step2000-tokens9B", "stage1-step2000-tokens9B", "stage1-step477000-tokens2001B"),
+    *(
+        "stage1-step1000-tokens5B",
+        "step2000-tokens9B",
+        "stage1-step2000-tokens9B",
+        "stage1-step477000-tokens2001B",
+    ),
     *("stage1-step928646-tokens3896B", "stage2-ingredient1-step1000-tokens5B"),
-    *("stage2-ingredient1-step11931-tokens50B", "stage2-ingredient3-step1000-tokens5B", "main", "nonsense"),
+    *(
+        "stage2-ingredient1-step11931-tokens50B",
+        "stage2-ingredient3-step1000-tokens5B",
+        "main",
+        "nonsense",
+    ),
 ]
 
 
@@ -49,6 +61,11 @@ def text_dir(tmp_path, tokenizer_dir) -> Path:
     return directory
 
 
+def trajectory(profile: str, asked: Asked | None = None, **released: object) -> Study:
+    settings = tuple(f"{key}={value}" for key, value in released.items())
+    return resolve("trajectory", profile, settings, asked)
+
+
 def lines(study: Study) -> list[ReleasedRun]:
     return [run for run in study.runs if isinstance(run, ReleasedRun)]
 
@@ -60,7 +77,7 @@ def names(study: Study) -> dict[str, list[str]]:
 
 @pytest.mark.usefixtures("hub")
 def test_of_the_hub_a_line_per_stage_and_ingredient(capsys):
-    study = resolve("trajectory", "full", released=Released(REPO))
+    study = trajectory("full", source=REPO)
     assert study.name == "trajectory-OLMo-2-1124-7B"
     assert [(run, len(found)) for run, found in names(study).items()] == [
         ("stage1", 4), ("stage2-ingredient1", 2), ("stage2-ingredient3", 1),
@@ -79,7 +96,7 @@ def test_of_the_hub_a_line_per_stage_and_ingredient(capsys):
 
 @pytest.mark.usefixtures("hub")
 def test_the_web_is_tokenized_as_the_model_reads_it():
-    text = resolve("trajectory", "full", released=Released(REPO, every=20, stage="stage1")).text
+    text = trajectory("full", source=REPO, every=20, stage="stage1").text
     assert isinstance(text, PreparedText)
     assert text.tokenizer == REPO
     assert {use: (file.dataset, file.files) for use, file in text.files.items()} == {
@@ -93,20 +110,20 @@ def test_the_web_is_tokenized_as_the_model_reads_it():
 
 @pytest.mark.usefixtures("hub")
 def test_a_stage_and_every_so_manieth():
-    study = resolve("trajectory", "full", released=Released(REPO, every=10, stage="stage1"))
+    study = trajectory("full", source=REPO, every=10, stage="stage1")
     assert names(study) == {"stage1": ["stage1-step1000-tokens5B", "stage1-step928646-tokens3896B"]}
     with pytest.raises(UserError, match="no stage 'stage9'; give one of stage1"):
-        resolve("trajectory", "full", released=Released(REPO, stage="stage9"))
+        trajectory("full", source=REPO, stage="stage9")
     with pytest.raises(UserError, match="has no revision that states a step"):  # a soup
-        resolve("trajectory", "full", released=Released(REPO, stage="main"))
+        trajectory("full", source=REPO, stage="main")
 
 
 def test_of_a_directory_of_revisions(tmp_path, text_dir):
     for name in ("step1000", "step2000", "step143000"):
         (tmp_path / "models" / name).mkdir(parents=True)
-    released = Released(str(tmp_path / "models"), family="EleutherAI/pythia-160m")
+    released = {"source": tmp_path / "models", "family": "EleutherAI/pythia-160m"}
     asked = Asked((text_dir,))
-    study = resolve("trajectory", "smoke", released=released, asked=asked)
+    study = trajectory("smoke", **released, asked=asked)
     given = given_of(asked)
     assert study.name == f"trajectory-models-smoke-text=tiny.{given.sha256[:8]}"
     (run,) = lines(study)
@@ -120,12 +137,14 @@ def test_of_a_directory_of_revisions(tmp_path, text_dir):
         sha256=given.sha256,
     )
     with pytest.raises(UserError, match="name with --text what is measured on"):
-        resolve("trajectory", "smoke", released=released)
+        trajectory("smoke", **released)
     with pytest.raises(UserError, match="has its tokenizer; leave --tokenizer out"):
-        resolve("trajectory", "smoke", released=released, asked=Asked((text_dir,), text_dir))
+        trajectory("smoke", **released, asked=Asked((text_dir,), text_dir))
     Path(f"{text_dir}/data/held_out.json").unlink()
-    with pytest.raises(UserError, match=r"held_out\.json does not exist; run 'python -m study run tiny --root"):
-        resolve("trajectory", "smoke", released=released, asked=asked)
+    with pytest.raises(
+        UserError, match=r"held_out\.json does not exist; run 'python -m study run tiny --root"
+    ):
+        trajectory("smoke", **released, asked=asked)
 
 
 def export(path: Path, **lineage) -> None:
@@ -138,7 +157,7 @@ def test_of_exports_with_their_averages_as_lines_of_their_own(tmp_path, text_dir
     for step in (64, 128):
         export(hf / f"step{step:08}", step=step, tokens=step * 2048, learning_rate=0.003)
         export(hf / f"lawa5x16-step{step:08}", step=step, average="lawa5x16", tokens=step * 2048)
-    study = resolve("trajectory", "smoke", released=Released(str(hf)), asked=Asked((text_dir,)))
+    study = trajectory("smoke", source=hf, asked=Asked((text_dir,)))
     assert study.name.startswith("trajectory-lr3e-3-smoke-text=tiny.")
     assert names(study) == {
         "training": ["step00000064", "step00000128"],
@@ -155,24 +174,29 @@ def command(*arguments: str) -> str:
     return str(refused.value)
 
 
-def test_options_of_a_source_need_one(tmp_path):
+def test_a_trajectory_needs_a_source(tmp_path):
     assert "trajectory needs a released model" in command("show", "trajectory")
-    assert "give its --source" in command("show", "trajectory", "--every", "2")
-    assert "belong to trajectory, not to tiny" in command("show", "tiny", "--source", REPO)
-    assert "names no study" in command("status", "trajectory", "--root", str(tmp_path))
+    assert "give --set source=" in command("show", "trajectory", "--set", "every=2")
+    source = ("--set", f"source={REPO}")
+    assert "'every': Input should be" in command("show", "trajectory", *source, "--set", "every=0")
+    assert "unknown key 'seed'" in command("show", "trajectory", *source, "--set", "seed=1")
+    assert "no such key" in command("show", "tiny", *source)
+    assert "does not exist" in command("status", "trajectory", "--root", str(tmp_path))
     assert "no recipe 'none'" in command("show", "none", "--root", str(tmp_path))
-    assert "no profile 'large'" in command("show", "trajectory", "--source", REPO, "--profile", "large")
+    assert "no profile 'large'" in command("show", "trajectory", *source, "--profile", "large")
 
 
 def test_a_study_that_is_there_goes_on_as_it_was_listed(tmp_path, text_dir):
     """Without its source: from study.json alone, by its name below the root."""
     source = tmp_path / "models"
     (source / "step1000").mkdir(parents=True)
-    released = Released(str(source), family="EleutherAI/pythia-160m")
-    study = resolve("trajectory", "smoke", released=released, asked=Asked((text_dir,)))
+    released = {"source": source, "family": "EleutherAI/pythia-160m"}
+    study = trajectory("smoke", **released, asked=Asked((text_dir,)))
     save_study(text_dir.parent / study.name, study)
     (source / "step2000").mkdir()  # appeared later
-    shown = CliRunner().invoke(app, ["show", study.name, "--root", str(text_dir.parent)], catch_exceptions=False)
+    shown = CliRunner().invoke(
+        app, ["show", study.name, "--root", str(text_dir.parent)], catch_exceptions=False
+    )
     assert shown.exit_code == 0
     assert f"1 revisions of {source}, step1000 to step1000" in shown.stdout
     assert "quant_eval run" in shown.stdout

@@ -1,4 +1,6 @@
-"""Real stores: SQLite, PostgreSQL in a cluster of its own, and an MLflow server; read back without MLflow, by SQL."""
+"""Real stores: SQLite, PostgreSQL in a cluster of its own, and an MLflow server; read back
+without MLflow, by SQL.
+"""
 
 import multiprocessing
 import os
@@ -17,7 +19,11 @@ from tests.study.tracking.stores import Database
 from tests.waiting import HANG_SECONDS, wait_until
 
 POSTGRES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-ENDING_WITH_US = ["setpriv", "--pdeathsig", "INT"]  # a test session that is killed leaves no servers
+ENDING_WITH_US = [
+    "setpriv",
+    "--pdeathsig",
+    "INT",
+]  # a test session that is killed leaves no servers
 
 
 def free_port() -> int:
@@ -38,17 +44,39 @@ def postgres():
         if os.environ.get("QUANTDYN_REQUIRE_SLURM") == "1":
             pytest.fail("PostgreSQL is not installed: apt-get install postgresql")
         pytest.skip("PostgreSQL is not installed")
-    place = Path(tempfile.mkdtemp(prefix="quantdyn-postgres-"))  # a short path, for its socket, and another user's
+    place = Path(
+        tempfile.mkdtemp(prefix="quantdyn-postgres-")
+    )  # a short path, for its socket, and another user's
     as_other = []
     if os.geteuid() == 0:  # PostgreSQL refuses to be root
         shutil.chown(place, "postgres")
         as_other = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
     port, programs = free_port(), POSTGRES[-1]
-    initdb = [str(programs / "initdb"), "-D", str(place / "data"), "-A", "trust", "-N", "-U", "quantdyn"]
-    subprocess.run([*as_other, *initdb], check=True, capture_output=True, timeout=HANG_SECONDS, cwd="/")
+    initdb = [
+        str(programs / "initdb"),
+        "-D",
+        str(place / "data"),
+        "-A",
+        "trust",
+        "-N",
+        "-U",
+        "quantdyn",
+    ]
+    subprocess.run(
+        [*as_other, *initdb], check=True, capture_output=True, timeout=HANG_SECONDS, cwd="/"
+    )
     settings = [f"-p{port}", f"-k{place}", "-clisten_addresses=127.0.0.1", "-cfsync=off"]
-    command = [*ENDING_WITH_US, *as_other[1:], str(programs / "postgres"), "-D", str(place / "data"), *settings]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/")
+    command = [
+        *ENDING_WITH_US,
+        *as_other[1:],
+        str(programs / "postgres"),
+        "-D",
+        str(place / "data"),
+        *settings,
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/"
+    )
     wait_until(lambda: answers(port), "the server", process)
     yield port
     process.send_signal(signal.SIGINT)  # SIGTERM would wait for MLflow's pools to disconnect
@@ -69,10 +97,22 @@ def server(tmp_path_factory):
         "--backend-store-uri",
         f"sqlite:///{place}/mlflow.db",
     ]
-    command += ["--artifacts-destination", str(place / "artifacts"), "--host", "127.0.0.1", "--port", str(port)]
-    environment = os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    command += [
+        "--artifacts-destination",
+        str(place / "artifacts"),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    environment = os.environ | {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
     with (place / "log").open("w") as log:
-        process = subprocess.Popen([*command, "--workers", "1"], env=environment, stdout=log, stderr=log, cwd=place)
+        process = subprocess.Popen(
+            [*command, "--workers", "1"], env=environment, stdout=log, stderr=log, cwd=place
+        )
     wait_until(lambda: answers(port), "the server", process)
     yield port, place / "mlflow.db"
     process.terminate()
@@ -81,7 +121,9 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def database(request, tmp_path):
-    """`database(kind)`: a store of that kind for this test alone; an MLflow server is shared by all."""
+    """`database(kind)`: a store of that kind for this test alone; an MLflow server is shared by
+    all.
+    """
 
     def made(kind: str) -> Database:
         if kind == "server":
@@ -91,7 +133,9 @@ def database(request, tmp_path):
             uri = f"sqlite:///{tmp_path}/mlflow.db"
             return Database(uri, uri)
         port, name = request.getfixturevalue("postgres"), f"test{time.monotonic_ns()}"
-        Database("", f"postgresql+psycopg2://quantdyn@127.0.0.1:{port}/postgres").execute(f"CREATE DATABASE {name}")
+        Database("", f"postgresql+psycopg2://quantdyn@127.0.0.1:{port}/postgres").execute(
+            f"CREATE DATABASE {name}"
+        )
         uri = f"postgresql+psycopg2://quantdyn@127.0.0.1:{port}/{name}"
         return Database(uri, uri)
 
@@ -100,7 +144,9 @@ def database(request, tmp_path):
 
 @pytest.fixture(scope="session")
 def forked():
-    """`forked(function, *arguments)`: a child that runs it, started; it has MLflow imported already."""
+    """`forked(function, *arguments)`: a child that runs it, started; it has MLflow imported
+    already.
+    """
     from study.tracking.store import _prepare_mlflow
 
     _prepare_mlflow()

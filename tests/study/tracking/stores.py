@@ -1,4 +1,6 @@
-"""What a store holds, by SQL: no code of MLflow's or ours is in between. And files of runs to be imported."""
+"""What a store holds, by SQL: no code of MLflow's or ours is in between. And files of runs to be
+imported.
+"""
 
 import json
 from collections import defaultdict
@@ -7,10 +9,10 @@ from typing import Any, NamedTuple
 
 import sqlalchemy
 
+from study.definition import Study, save_study
+from study.machine.run_configurations import write_run_configurations
 from study.recipes import tiny
-from study.run_configurations import write_run_configurations
-from study.settings import Study, save_study
-from train.run_directory import RunDirectory
+from train.run.directory import RunDirectory
 
 TOKENS_PER_STEP = 2048
 FIGURES = ("loss", "z_loss", "grad_norm", "learning_rate", "tokens_per_second", "memory_bytes")
@@ -22,7 +24,9 @@ WHERE runs.lifecycle_stage = 'active' AND experiments.name = :study"""
 RUNS = """SELECT runs.name AS run, runs.run_uuid AS id, runs.status AS status FROM runs
 JOIN experiments ON experiments.experiment_id = runs.experiment_id
 WHERE runs.lifecycle_stage = 'active' AND experiments.name = :study"""
-Held = dict[tuple[str, int], list[float]]  # (metric, tokens) -> every value that the store has of it
+Held = dict[
+    tuple[str, int], list[float]
+]  # (metric, tokens) -> every value that the store has of it
 
 
 class Database(NamedTuple):
@@ -33,7 +37,9 @@ class Database(NamedTuple):
 
     def execute(self, statement: str, **values: Any) -> list[Any]:
         """Rows of one statement."""
-        engine = sqlalchemy.create_engine(self.sql, isolation_level="AUTOCOMMIT", poolclass=sqlalchemy.NullPool)
+        engine = sqlalchemy.create_engine(
+            self.sql, isolation_level="AUTOCOMMIT", poolclass=sqlalchemy.NullPool
+        )
         with engine.connect() as connection:
             result = connection.execute(sqlalchemy.text(statement), values)
             return list(result) if result.returns_rows else []
@@ -58,7 +64,12 @@ def write_small_study(root: Path, name: str, runs: int) -> tuple[Path, Study]:
     kept = tiny().trained[:1]
     peaks = [0.001 * (1 + number) for number in range(runs)]
     changed = tuple(
-        run.model_copy(update={"name": f"lr{peak:g}", "optimizer": run.optimizer.model_copy(update={"peak_lr": peak})})
+        run.model_copy(
+            update={
+                "name": f"lr{peak:g}",
+                "optimizer": run.optimizer.model_copy(update={"peak_lr": peak}),
+            }
+        )
         for peak in peaks
         for run in kept
     )
@@ -69,11 +80,20 @@ def write_small_study(root: Path, name: str, runs: int) -> tuple[Path, Study]:
 
 
 def append_steps(directory: Path, steps: range, attempt: int) -> None:
-    """Rows of metrics.jsonl as an attempt at training writes them; every value tells its step and attempt."""
+    """Rows of metrics.jsonl as an attempt at training writes them; every value tells its step
+    and attempt.
+    """
     lines = []
     for step in steps:
-        row = {"step": step, "tokens": step * TOKENS_PER_STEP, "attempt": attempt, "time": 1.7e9 + attempt + step / 7}
-        lines.append(json.dumps(row | {name: value_of(name, step, attempt) for name in FIGURES}) + "\n")
+        row = {
+            "step": step,
+            "tokens": step * TOKENS_PER_STEP,
+            "attempt": attempt,
+            "time": 1.7e9 + attempt + step / 7,
+        }
+        lines.append(
+            json.dumps(row | {name: value_of(name, step, attempt) for name in FIGURES}) + "\n"
+        )
     with RunDirectory(directory).metrics.open("a") as file:
         file.writelines(lines)
 

@@ -5,11 +5,16 @@ import socket
 
 import pytest
 
-from study.tracking.importer import mirror_run
-from study.tracking.store import create_store, masked, open_store, server_command, store_uri, tracking_uri
+from base.errors import UserError
+from study.tracking.store import (
+    masked,
+    open_store,
+    server_command,
+    store_uri,
+    tracking_uri,
+)
 from tests.runs import error_line, python
-from tests.study.tracking.stores import Database, append_steps, write_small_study
-from train.command import UserError
+from tests.study.tracking.stores import write_small_study
 
 
 def test_the_server_listens_here_alone_and_says_nothing_elsewhere(tmp_path):
@@ -19,15 +24,15 @@ def test_the_server_listens_here_alone_and_says_nothing_elsewhere(tmp_path):
     assert command.startswith("MLFLOW_DISABLE_TELEMETRY=true ")
 
 
-def test_the_uri_is_the_given_one_else_the_environments_else_the_roots(tmp_path, monkeypatch):
+def test_the_uri_is_the_environments_else_the_roots(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert tracking_uri(tmp_path) == store_uri(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://login:5000")
     assert tracking_uri(tmp_path) == "http://login:5000"
-    assert tracking_uri(tmp_path, "sqlite:///x.db") == "sqlite:///x.db"
     for other in ("./mlruns", "postgresql://me:secret@db/x", "databricks"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", other)
         with pytest.raises(UserError, match="begins with none of") as refused:
-            tracking_uri(tmp_path, other)
+            tracking_uri(tmp_path)
         assert "secret" not in str(refused.value)
 
 
@@ -35,34 +40,6 @@ def test_the_uri_is_the_given_one_else_the_environments_else_the_roots(tmp_path,
 def test_a_password_is_masked(password):
     uri = f"postgresql+psycopg2://me:{password}@db:5432/mlflow"
     assert masked(uri) == "postgresql+psycopg2://me:***@db:5432/mlflow"
-
-
-def test_a_store_whose_creation_was_killed_is_made_anew(tmp_path):
-    (tmp_path / ".mlflow.db.partial").write_bytes(b"half a schema")
-    (tmp_path / ".mlflow.db.partial-journal").write_bytes(b"its journal")
-    assert create_store(store_uri(tmp_path)) == "created"
-    assert create_store(store_uri(tmp_path)) == "up to date already"
-    assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", ".mlflow.lock"}
-
-
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
-def test_a_store_of_another_mlflow_is_refused(database, tmp_path, kind):
-    there: Database = database(kind)
-    directory, study = write_small_study(tmp_path, "other", 1)
-    name = study.runs[0].name
-    append_steps(directory / name, range(1, 11), 1)
-    if kind == "postgres":
-        with pytest.raises(UserError, match=r"has no MLflow schema; run 'python -m study create-store'"):
-            mirror_run(directory, study, name, there.uri)
-    create_store(there.uri)
-    assert mirror_run(directory, study, name, there.uri) == 60
-    there.execute("UPDATE alembic_version SET version_num = 'fffffffffff'")
-    for use in (create_store, lambda uri: mirror_run(directory, study, name, uri)):
-        with pytest.raises(UserError, match="made by an MLflow newer than"):
-            use(there.uri)
-    there.execute("UPDATE alembic_version SET version_num = '451aebb31d03'")
-    with pytest.raises(UserError, match=r"schema of an older MLflow; run 'python -m study create-store'"):
-        mirror_run(directory, study, name, there.uri)
 
 
 def connections(listener: socket.socket) -> int:
@@ -77,7 +54,8 @@ def connections(listener: socket.socket) -> int:
 
 
 def test_a_store_that_does_not_answer_is_told_of_in_one_line_and_soon(tmp_path, monkeypatch):
-    """Nothing listens; and something listens and never answers. The password is in no output and no file.
+    """Nothing listens; and something listens and never answers. The password is in no output and
+    no file.
 
     By itself MLflow asks a server eight times and a database ten times, for minutes.
     """
@@ -94,8 +72,15 @@ def test_a_store_that_does_not_answer_is_told_of_in_one_line_and_soon(tmp_path, 
         for kind in tries:
             for port in ports:
                 uri = f"{kind}://me:s3cr%24t@127.0.0.1:{port}/x"
+                monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
                 done = python(
-                    "study", "mirror", "down", "--root", str(tmp_path), "--run", "lr0.001", "--tracking-uri", uri
+                    "study",
+                    "mirror",
+                    "down",
+                    "--root",
+                    str(tmp_path),
+                    "--run",
+                    "lr0.001",
                 )
                 assert f"{kind}://me:***@127.0.0.1:{port}" in error_line(done)
                 assert "s3cr" not in done.stdout + done.stderr
@@ -104,5 +89,8 @@ def test_a_store_that_does_not_answer_is_told_of_in_one_line_and_soon(tmp_path, 
 
 
 def test_open_store_explains_what_fails_inside(tmp_path):
-    with pytest.raises(UserError, match=r"failed: .*No Experiment"), open_store(tmp_path, store_uri(tmp_path)) as store:
+    with (
+        pytest.raises(UserError, match=r"failed: .*No Experiment"),
+        open_store(tmp_path, store_uri(tmp_path)) as store,
+    ):
         store.client.get_experiment("77")

@@ -1,0 +1,1 @@
+"""The ground floor, needed by every folder: errors, files, progress, ranks and statistics."""

@@ -1,0 +1,124 @@
+"""The end of a refused command: one line on stderr and exit code 2."""
+
+import functools
+import inspect
+import operator
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from base import stopping
+from base.environment import is_rank_zero
+from base.errors import UserError, explain_validation
+
+# torchrun ends the other ranks within a second of rank 0, later on a busy machine.
+SILENCE_OF_OTHER_RANKS_SECONDS = 5.0
+
+
+def one_process_only(name: str) -> None:
+    """Raise UserError under torchrun with several processes: each would write everything."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"{name} measures in one process; start it without torchrun")
+
+
+def options_of(settings: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one option for each described field of settings, and call it with them.
+
+    The command's parameter `settings` takes the object; its other parameters stay. Name, type and
+    default of an option are those of the field, its help is the field's description. A field
+    without description is no option: a kind, or a constant that results record. Options that equal
+    their default are not passed on, so `settings.model_fields_set` names what was chosen.
+
+    Example:
+        @app.command()
+        @options_of(TraceSettings)
+        def trace(hf_dir: Path, settings: TraceSettings) -> None: ...
+
+    Args:
+        settings: fields are numbers, words, paths, booleans or choices (Literal), or None.
+    """
+    fields = {name: field for name, field in settings.model_fields.items() if field.description}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def from_options(**values: Any) -> None:
+            given = {name: values.pop(name) for name in fields}
+            chosen = {name: at for name, at in given.items() if at != fields[name].default}
+            try:
+                values["settings"] = settings(**chosen)
+            except ValidationError as error:
+                raise explain_validation(command.__name__.replace("_", "-"), error) from None
+            command(**values)
+
+        signature = inspect.signature(command)
+        parameters = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in signature.parameters.values()
+            if parameter.name != "settings"
+        ]
+        parameters += [_option(name, field) for name, field in fields.items()]
+        from_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        from_options.__annotations__ = {each.name: each.annotation for each in parameters}
+        return from_options
+
+    return decorate
+
+
+def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+    """Return the parameter that typer makes the option of a field from."""
+    words, flag = str(field.description), name.replace("_", "-")
+    declared = f"--{flag}/--no-{flag}" if field.default is True else f"--{flag}"
+    option = typer.Option(declared, help=f"{words[:1].upper()}{words[1:]}.")
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if field.is_required() else field.default,
+        annotation=Annotated[_plain(field.annotation), option],
+    )
+
+
+def _plain(kind: Any) -> Any:
+    """Return a type, or a union of types, without the limits that pydantic checks."""
+    if get_origin(kind) in (Union, UnionType):
+        return functools.reduce(operator.or_, map(_plain, get_args(kind)))
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def run_command(app: typer.Typer, name: str) -> None:
+    """Run a command line; a UserError or OSError ends it with one line and exit code 2."""
+    try:
+        app(prog_name=f"python -m {name}")
+    except UserError as error:
+        _refuse(str(error))
+    except OSError as error:  # a path of the wrong kind, without permission, or on a full disk
+        place = f"{error.filename}: " if error.filename else ""
+        _refuse(
+            f"{place}{error.strerror or error}; correct the path or its permissions, or free space,"
+            " and run again"
+        )
+
+
+def _refuse(line: str) -> None:
+    """End this process; rank 0 speaks, and later any rank that is still alive."""
+    if not is_rank_zero():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends the silent ranks with it
+        if stopping.terminated():  # it was faster
+            os._exit(2)
+        time.sleep(SILENCE_OF_OTHER_RANKS_SECONDS)
+        line = f"rank {os.environ['RANK']}: {line}"
+    print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_initialized():
+        # A gloo thread that frees its tensors while the interpreter goes down aborts the process
+        # with SIGABRT.
+        sys.stdout.flush()
+        os._exit(2)
+    sys.exit(2)

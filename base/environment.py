@@ -1,0 +1,61 @@
+"""The environment of a process: commit, versions, host, rank."""
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def is_rank_zero() -> bool:
+    """Return whether this process speaks for the job: rank 0, or a process on its own."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+TRACKED_PACKAGES = (
+    *("torch", "megatron-core", "deepspeed", "transformer-engine", "transformers", "tokenizers"),
+    *("safetensors", "numpy", "mlflow", "gptqmodel", "llmcompressor", "bitsandbytes", "lm-eval"),
+)
+
+
+def environment() -> dict[str, Any]:
+    """Return commit, versions, command line and host, needed to make a number again."""
+    project = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str | None:
+        if shutil.which("git") is None:  # a machine that got the files otherwise
+            return None
+        command = ["git", "-C", str(project), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    versions = {}
+    for package in TRACKED_PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    status = git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted_changes": None if status is None else bool(status),
+        "argv": sys.argv,
+        "python": platform.python_version(),
+        "packages": versions,
+        "host": socket.gethostname(),
+        "slurm_job": _slurm_job(),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _slurm_job() -> str | None:
+    """Return the job as squeue names it, of an array JOB_TASK; None outside SLURM."""
+    array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")

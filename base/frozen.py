@@ -1,0 +1,25 @@
+"""Values that cannot change, know no keys but their own, and have a fingerprint."""
+
+import hashlib
+import json
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+# Names of runs and studies: fit for a directory and a shell.
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$"
+
+
+class Frozen(BaseModel):
+    """A value that cannot change and knows no other keys than its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    # Fields that leave the fingerprint as it is.
+    NOT_IDENTITY: ClassVar[frozenset[str]] = frozenset()
+
+
+def fingerprint(value: Frozen) -> str:
+    """Return 16 hex digits of the SHA-256 of the value's canonical JSON without NOT_IDENTITY."""
+    content = value.model_dump(mode="json", exclude=set(value.NOT_IDENTITY))
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -1,0 +1,159 @@
+"""The GPUs of this machine, and why torch cannot use them.
+
+They are read through NVML, which needs the driver alone: nobody has to import torch to find out
+that it cannot run.
+"""
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import pynvml
+
+from base.errors import UserError
+
+FREE_SHARE = 0.9  # of a GPU's memory; what is missing belongs to somebody else
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as NVML shows it, with nvidia-smi's number and its UUID."""
+
+    number: int
+    uuid: str
+    model: str
+    total_bytes: int
+    free_bytes: int
+
+    @property
+    def busy(self) -> bool:
+        """Return whether somebody else uses it."""
+        return self.free_bytes < FREE_SHARE * self.total_bytes
+
+    def __str__(self) -> str:
+        """Return the GPU in words."""
+        used = self.total_bytes - self.free_bytes
+        return (
+            f"GPU {self.number} ({self.model}, {used / 1e9:.1f} of {self.total_bytes / 1e9:.1f} GB"
+            " in use)"
+        )
+
+
+def gpus_here() -> list[Gpu]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; UserError for none."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and chosen.strip() in ("", "-1"):
+        raise UserError(
+            f"CUDA_VISIBLE_DEVICES={chosen} hides every GPU; unset it, or give --device cpu"
+        )
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise UserError(
+            f"this machine has no usable NVIDIA GPU (NVML: {error}); look at what 'nvidia-smi'"
+            " says, or give --device cpu"
+        ) from None
+    try:
+        gpus = [_gpu(number) for number in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+    if not gpus:
+        raise UserError("this machine has no NVIDIA GPU; give --device cpu")
+    return gpus if chosen is None else [_named(name.strip(), gpus) for name in chosen.split(",")]
+
+
+def _gpu(number: int) -> Gpu:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+    # Version 2 has what the driver reserves apart.
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    return Gpu(
+        number,
+        _text(pynvml.nvmlDeviceGetUUID(handle)),
+        _text(pynvml.nvmlDeviceGetName(handle)),
+        memory.total - memory.reserved,
+        memory.free,
+    )
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _named(name: str, gpus: list[Gpu]) -> Gpu:
+    """Return the GPU that a word of CUDA_VISIBLE_DEVICES means: a number, or a UUID's beginning."""
+    found = [
+        gpu
+        for gpu in gpus
+        if str(gpu.number) == name or (len(name) > 4 and gpu.uuid.startswith(name))
+    ]
+    if len(found) == 1:
+        return found[0]
+    raise UserError(
+        f"CUDA_VISIBLE_DEVICES names {name}, and the GPUs here are 0 to {len(gpus) - 1} (slices of"
+        " MIG are not supported); correct it, or unset it"
+    )
+
+
+def check_torch() -> None:
+    """Raise UserError where the installed torch has no CUDA, or a newer one than the driver."""
+    torch = _torch_version()
+    if torch.cuda is None:
+        raise UserError(
+            f"torch {torch.__version__} is a build without CUDA; build .venv anew with CUDA's "
+            "('make -B venv'), or give --device cpu"
+        )
+    pynvml.nvmlInit()
+    try:
+        newest = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+    # Within a major version CUDA is compatible.
+    if newest // 1000 < int(torch.cuda.partition(".")[0]):
+        raise UserError(
+            f"driver {driver} runs CUDA up to {newest // 1000}.{newest % 1000 // 10} and torch"
+            f" {torch.__version__} needs {torch.cuda}; update the driver, or give --device cpu"
+        )
+
+
+def _torch_version() -> Any:
+    """Return torch's module `version` without importing torch, which takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise UserError("torch is not installed; run 'make venv'")
+    version = importlib.util.spec_from_file_location(
+        "torch_version", Path(spec.origin).with_name("version.py")
+    )
+    assert version is not None
+    assert version.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(version)
+    version.loader.exec_module(module)
+    return module
+
+
+def choose(device: str) -> None:
+    """Make torch, not imported yet, compute on `device`: cpu hides GPUs, auto takes what there is.
+
+    Raises:
+        UserError: cuda, and torch sees no GPU.
+    """
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            refuse_cuda()
+
+
+def refuse_cuda() -> NoReturn:
+    """Raise the UserError that says why torch sees no GPU."""
+    gpus = gpus_here()
+    check_torch()
+    raise UserError(
+        f"torch sees none of the {len(gpus)} GPUs here; look at what 'nvidia-smi' says, or give"
+        " --device cpu"
+    )

@@ -1,0 +1,59 @@
+"""The memory that this process may use, within the limits of its container or SLURM job."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+# Files of cgroup v2 and of v1's memory controller: the limit, what is used, and its key for a cache
+# that can go.
+V2 = ("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def total_memory() -> int:
+    """Return the bytes that this process and those beside it may use at most."""
+    return min([_meminfo("MemTotal"), *(limit for limit, _ in _limits())])
+
+
+def free_memory() -> int:
+    """Return the free bytes for this process and those beside it; caches count as free."""
+    return max(0, min([_meminfo("MemAvailable"), *(limit - used for limit, used in _limits())]))
+
+
+def _meminfo(name: str) -> int:
+    for line in (PROC / "meminfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return 1024 * int(value.split()[0])
+    raise LookupError(f"{PROC}/meminfo has no {name}")
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Yield limit and use of every control group of this process that has a limit."""
+    for line in (PROC / "self/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            root, names = CGROUPS, V2
+        elif "memory" in controllers.split(","):
+            root, names = CGROUPS / "memory", V1
+        else:
+            continue
+        own = root / path.lstrip("/")
+        for directory in (own, *own.parents):
+            yield from _limit(directory, *names)
+            # Inside a container the path may be the host's, and only the root is there.
+            if directory == root:
+                break
+
+
+def _limit(directory: Path, limit: str, used: str, cached: str) -> Iterator[tuple[int, int]]:
+    try:
+        most, now = (directory / limit).read_text().strip(), int((directory / used).read_text())
+        statistics = dict(
+            line.split() for line in (directory / "memory.stat").read_text().splitlines()
+        )
+    except FileNotFoundError:
+        return
+    if most != "max":
+        yield int(most), now - int(statistics.get(cached, 0))

@@ -1,0 +1,66 @@
+"""The processes that measure one model together: started by torchrun, or one alone."""
+
+import os
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from base.errors import UserError
+from base.gpus import refuse_cuda
+
+WAIT = timedelta(hours=12)  # for rank 0, while it runs another project's library
+ENTRIES_PER_SUM = 1 << 26  # a tensor on the host takes at most 256 MB of the GPU
+
+
+class Ranks(NamedTuple):
+    """One process's rank, the number of ranks, and the device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def share(self, count: int) -> range:
+        """Return the rank's consecutive items of `count`; shares differ by one at most."""
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum a contiguous tensor over the ranks, in place; every rank has to call it."""
+        if self.size > 1:
+            for part in tensor.view(-1).split(ENTRIES_PER_SUM):
+                moved = part.to(self.device)  # NCCL takes what is on the GPU only
+                dist.all_reduce(moved)
+                if moved is not part:
+                    part.copy_(moved)
+        return tensor
+
+    def wait(self) -> None:
+        """Wait until every rank is here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def start(device: str) -> Ranks:
+    """Join the other ranks that torchrun started, over gloo on CPUs and NCCL on GPUs.
+
+    Raises:
+        UserError: there is no GPU for the rank.
+    """
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    place = torch.device(device)
+    if device == "cuda":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        found = torch.cuda.device_count()
+        if not found:
+            refuse_cuda()
+        if place.index >= found:
+            raise UserError(
+                f"--device cuda: this machine has {found} GPUs for rank {place.index}; start fewer,"
+                " or use cpu"
+            )
+        torch.cuda.set_device(place)
+    if size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=WAIT)
+    return Ranks(rank, size, place)

@@ -1,0 +1,29 @@
+"""Several comparisons at once: the pairs of results, and Holm's correction for their number."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+Pairing = Literal["baseline", "successive", "all"]
+
+
+def pairs_of(count: int, pairing: Pairing) -> list[tuple[int, int]]:
+    """Return the compared pairs of `count` results: with the first, with the one before, or all."""
+    if pairing == "all":
+        return list(itertools.combinations(range(count), 2))
+    return [(0 if pairing == "baseline" else second - 1, second) for second in range(1, count)]
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return Holm's adjusted p-values: at alpha, any false finding has at most that chance.
+
+    With p_(1) <= ... <= p_(m): max over j <= i of min(1, (m - j + 1) p_(j)). Holm 1979, "A simple
+    sequentially rejective multiple test procedure"; it holds whatever the dependence, and pairs
+    that share a result depend.
+    """
+    adjusted = [0.0] * len(p_values)
+    largest = 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted

@@ -1,0 +1,1 @@
+"""HF directories: their files, their lineage, and their logits."""

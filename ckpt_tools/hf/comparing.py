@@ -1,0 +1,83 @@
+"""Options, table and JSON that the compare commands of quant_eval and curvature share."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from base.files import write_json
+from base.statistics import Pairing
+from ckpt_tools.hf.results import Result, labels
+
+LEVEL = 0.95  # of the intervals; 1 - LEVEL of the tests
+Results = Annotated[
+    list[Path], typer.Argument(metavar="RESULT", help="result.json or its directory, two or more.")
+]
+Pairs = Annotated[
+    Pairing,
+    typer.Option(help="Each with the first (baseline), the one before (successive) or all."),
+]
+Out = Annotated[Path | None, typer.Option(help="JSON file that takes the comparisons.")]
+
+
+def report(
+    results: Sequence[Result[Any]],
+    comparisons: Sequence[Any],
+    settings: Mapping[str, Any],
+    note: str,
+    out: Path | None,
+    **errors: Sequence[float],
+) -> None:
+    """Print a row per pair, and write settings and pairs as JSON to `out`.
+
+    Args:
+        results: what was compared.
+        comparisons: named tuples with the places of both results, their values, the difference,
+            the adjusted p-value and the verdict.
+        settings: figure and unit of the values, and how they were compared.
+        note: what the errors cover.
+        out: the JSON file, if one is wanted.
+        errors: further columns, a value for each pair.
+    """
+    named = [
+        f"{label} {result.spec.name}"
+        for label, result in zip(labels(results), results, strict=True)
+    ]
+    columns = ("result", "compared with", "figure", "of the other", "difference", *errors)
+    rows = [(*columns, f"{LEVEL:.0%} interval", "p", "p (Holm)", "verdict")]
+    for each, *own in zip(comparisons, *errors.values(), strict=True):
+        difference = each.difference
+        rows.append(
+            (
+                *(named[each.second], named[each.first]),
+                *(f"{each.second_value:.5g}", f"{each.first_value:.5g}"),
+                *(f"{difference.value:+.3g}", *(f"{error:.2g}" for error in own)),
+                f"[{difference.low:+.3g}, {difference.high:+.3g}]",
+                *(f"{difference.p_value:.2g}", f"{each.p_adjusted:.2g}", each.verdict),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    typer.echo(f"{settings['figure']}, {settings['unit']}")
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())
+    typer.echo(
+        f"{note} Intervals are not corrected for the number of pairs; verdicts are, at"
+        f" {1 - LEVEL:.2g} (Holm)."
+    )
+    if out:
+        write_json(out, {"settings": settings, "pairs": _pairs(results, comparisons)})
+
+
+def _pairs(results: Sequence[Result[Any]], comparisons: Sequence[Any]) -> list[dict[str, Any]]:
+    named = [
+        {"result": str(result.path), "model": result.model.path, "spec": result.spec.name}
+        for result in results
+    ]
+    return [
+        each._asdict()
+        | {"first": named[each.first], "second": named[each.second]}
+        | {"difference": each.difference._asdict()}
+        for each in comparisons
+    ]

@@ -1,0 +1,91 @@
+"""Files of an HF directory besides the model: its lineage, and <measurement>/<spec>/result.json.
+
+Names are made here and nowhere else. Needs neither torch nor transformers.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from base.errors import UserError
+from base.files import FileRecord, check_inside, write_json
+
+LINEAGE_JSON = "lineage.json"
+RESULT_JSON = "result.json"
+DENSE_JSON = "dense/dense.json"  # below a result's directory, beside the dequantized weights
+VERIFICATION_PROBE = "verification/probe.safetensors"  # computed by the training engine
+TOKENIZER_FILES = (  # of a tokenizer alone, or of a whole HF model
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja"),
+)
+Place = Literal["quant", "curvature", "tasks"]  # below an HF directory
+
+
+def result_directories(
+    hf_dirs: list[Path], measurement: Place, specs: list[str], out: list[Path] | None
+) -> list[list[Path]]:
+    """Return the directory of each spec's result, for each HF directory; `out` names those of one.
+
+    Raises:
+        UserError: `out` does not fit, two results would share a directory, or a file is in the way.
+    """
+    if out is None:
+        directories = [[hf_dir / measurement / spec for spec in specs] for hf_dir in hf_dirs]
+    elif len(hf_dirs) > 1:
+        raise UserError(
+            "--out names the place of one HF directory's results; leave it out for several"
+        )
+    elif len(specs) != len(out):
+        raise UserError(
+            f"{len(specs)} --spec but {len(out)} --out; give one --out for each --spec, or none"
+        )
+    else:
+        directories = [out]
+    together = [directory for group in directories for directory in group]
+    if len(set(together)) != len(together):
+        raise UserError(
+            "two results would go to the same directory; give each spec and HF directory once"
+        )
+    for directory in together:
+        there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise UserError(f"{there} is a file; give a directory for {RESULT_JSON}")
+        if not os.access(there, os.W_OK):
+            raise UserError(f"{there} is not writable; give another --out for {RESULT_JSON}")
+    return directories
+
+
+def compared_results(results: list[Path]) -> list[Path]:
+    """Return the result.json of each result or directory; UserError unless two or more differ."""
+    paths = [path / RESULT_JSON if path.is_dir() else path for path in results]
+    if len(paths) < 2:
+        raise UserError("there is nothing to compare with; give two results or more")
+    for index, path in enumerate(paths):
+        if path.resolve() in [other.resolve() for other in paths[:index]]:
+            raise UserError(f"{path} is given twice; give every result once")
+    return paths
+
+
+def write_result(directory: Path, result: dict[str, Any]) -> None:
+    """Write result.json, whole or not at all."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / RESULT_JSON, result)
+
+
+def read_lineage(hf_dir: Path) -> tuple[dict[str, Any], dict[str, FileRecord]] | None:
+    """Return the lineage of a directory and the files it vouches for; None without lineage.json."""
+    path = hf_dir / LINEAGE_JSON
+    if not path.exists():
+        return None
+    try:
+        lineage = json.loads(path.read_text())
+        files = {
+            name: FileRecord.model_validate(record) for name, record in lineage.pop("files").items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):  # also of JSON and of a record
+        raise UserError(
+            f"{path} is damaged; remove {hf_dir} and export the checkpoint again"
+        ) from None
+    check_inside(path, files)
+    return lineage, files

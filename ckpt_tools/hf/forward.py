@@ -1,0 +1,165 @@
+"""Logits of an HF directory by transformers' modules, with a few rows of a weight in memory.
+
+So a model of any size is checked on a machine that could not hold it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.activations import XIELUActivation
+
+from base.errors import UserError
+from ckpt_tools.formats.hf_weights import HFWeights
+from ckpt_tools.formats.weights import Weights, read_whole
+from ckpt_tools.hf.model import quiet_transformers
+
+CHUNK_BYTES = 1 << 20  # of fp32 weights in memory; larger ones leave holes between outputs
+# Names of a module in transformers' memory, and in its files, where they stay as released.
+NAMES_IN_FILES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
+
+Observe = Callable[[str, Tensor], None]
+
+
+def read_config(hf_dir: Path) -> PretrainedConfig:
+    """Return config.json as transformers understands it; no code of the directory is run."""
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            hf_dir, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{hf_dir}/config.json: {' '.join(str(error).split())[:200]}; give an HF directory"
+        ) from None
+    return config
+
+
+def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return the causal language model in eval mode, without memory for its parameters."""
+    quiet_transformers()
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
+    for parent in list(model.modules()):
+        for name, module in parent.named_children():
+            if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+                # xIELU has constants; all others with buffers are rotary embeddings.
+                xielu = isinstance(module, XIELUActivation)
+                real = type(module)(dtype=dtype) if xielu else type(module)(config)
+                setattr(parent, name, real)
+    model.eval()
+    return model
+
+
+def names_in_files(model: PreTrainedModel) -> dict[str, str]:
+    """Return the key in the files of every parameter and saved constant; tied ones share one."""
+    renamed = NAMES_IN_FILES.get(model.config.model_type, {})
+    tied: Any = (
+        getattr(model, "_tied_weights_keys", None) if model.config.tie_word_embeddings else None
+    )
+    names = {name: renamed.get(name, name) for name in model.state_dict()}
+    return {name: names[(tied or {}).get(name, name)] for name in names}
+
+
+def check_shapes(model: PreTrainedModel, weights: Weights, source: Path) -> None:
+    """Raise UserError naming the first keys of the files that are missing, unknown or misshapen."""
+    held = model.state_dict()
+    wanted = {file: tuple(held[name].shape) or (1,) for name, file in names_in_files(model).items()}
+    stored = weights.tensors
+    keys = {"missing": wanted.keys() - stored.keys(), "unknown": stored.keys() - wanted.keys()}
+    problems = [f"{what} {sorted(names)[:3]}" for what, names in keys.items() if names]
+    if problems:
+        raise UserError(
+            f"{source}: {' and '.join(problems)}: its weights are not those of config.json; restore"
+            " both"
+        )
+    for name, shape in wanted.items():
+        if weights.tensors[name].shape != shape:
+            raise UserError(
+                f"{source}: '{name}' is {weights.tensors[name].shape}, config.json needs {shape};"
+                " restore both"
+            )
+
+
+def spread_ids(vocab_size: int, sequences: int, tokens: int) -> Tensor:
+    """Return token ids [sequences, tokens] all over the vocabulary, the same at every call."""
+    thousandth_prime = 7919
+    ids = torch.arange(sequences * tokens) * thousandth_prime % vocab_size
+    return ids.view(sequences, tokens)
+
+
+@torch.no_grad()
+def stream_logits(hf_dir: Path, input_ids_BS: Tensor, observe: Observe | None = None) -> Tensor:
+    """Return logits [B, S, V] in fp32 on the CPU.
+
+    Args:
+        hf_dir: its weights may be of any floating type.
+        input_ids_BS: token ids [B, S].
+        observe: called with the name and the output [B, S, width] of every module that has
+            parameters of its own or below it and returns a tensor, as soon as it is computed.
+
+    Raises:
+        UserError: keys or shapes of the weights are not those of config.json.
+    """
+    weights, model = HFWeights(hf_dir), empty_model(read_config(hf_dir))
+    check_shapes(model, weights, hf_dir)
+    files = names_in_files(model)
+    for name, module in model.named_modules():
+        if name and any(True for _ in module.parameters()):
+            own = [key for key, _ in module.named_parameters(recurse=False)]
+            _stream(module, weights, {key: files[f"{name}.{key}"] for key in own})
+            if observe:
+                module.register_forward_hook(_reporting(name, observe))
+    logits_BSV: Tensor = model(input_ids=input_ids_BS, use_cache=False).logits
+    return logits_BSV
+
+
+def _reporting(name: str, observe: Observe) -> Any:
+    def report(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor):
+            observe(name, first)
+
+    return report
+
+
+def _stream(module: Any, weights: Weights, files: dict[str, str]) -> None:
+    """Make a module read its own parameters, given by key in the files, when it computes."""
+    if not files:
+        return
+    if isinstance(module, nn.Embedding):
+
+        def embed(ids: Tensor) -> Tensor:
+            used, places = ids.unique(return_inverse=True)
+            rows = [weights.read(files["weight"], index, index + 1) for index in used.tolist()]
+            return torch.cat(rows).float()[places]
+
+        module.__dict__["forward"] = embed
+    elif isinstance(module, nn.Linear):
+
+        def project(inputs: Tensor) -> Tensor:
+            name = files["weight"]
+            rows, columns = weights.tensors[name].shape
+            bias = read_whole(weights, files["bias"]).float() if "bias" in files else None
+            step = max(1, CHUNK_BYTES // (4 * columns))
+            outputs = []
+            for start in range(0, rows, step):
+                weight = weights.read(name, start, min(start + step, rows)).float()
+                part = None if bias is None else bias[start : start + step]
+                outputs.append(F.linear(inputs, weight, part))
+            return torch.cat(outputs, dim=-1)
+
+        module.__dict__["forward"] = project
+    else:  # norms
+
+        def load(*_: Any) -> None:
+            for key, name in files.items():
+                weight = read_whole(weights, name).float()
+                setattr(module, key, nn.Parameter(weight, requires_grad=False))
+
+        module.register_forward_pre_hook(load)

@@ -1,0 +1,219 @@
+"""The figures of every kind of measurement, as result.json holds them below `measured`.
+
+A column that was not measured, or that an older version did not know, is None or empty; a key that
+this version does not know is ignored. So results of any version can be read.
+"""
+
+from pydantic import BaseModel, ConfigDict
+
+Interval = tuple[float, float]
+
+
+class Read(BaseModel):
+    """A part of a result.json."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Estimate(Read):
+    """A mean, its standard error and its interval."""
+
+    mean: float
+    standard_error: float | None = None
+    interval: Interval | None = None
+
+
+# quantization: python -m quant_eval run
+
+
+class IntervalMethod(Read):
+    """The method of the intervals of a result."""
+
+    level: float | None = None
+    method: str | None = None
+    samples: int | None = None
+
+
+class Increase(Read):
+    """The cost of quantizing some blocks, in nats per token."""
+
+    absolute_error: float | None = None
+    kl_divergence: float | None = None
+    intervals: dict[str, Interval] = {}
+
+
+class Block(Read):
+    """A decoder block quantized alone, and all blocks but it."""
+
+    block: int
+    alone: Increase
+    all_but_it: Increase | None = None
+
+
+class Linear(Read):
+    """The errors of a linear; None where the method moved scales between linears."""
+
+    name: str
+    relative_output_error: float | None = None
+    relative_weight_error: float | None = None
+    folded: bool = False
+
+
+class PerDocument(Read):
+    """Sums over the targets of each document."""
+
+    document: list[int] = []
+    tokens: list[float] = []
+    nll: list[float] = []
+    nll_quantized: list[float] = []
+    kl: list[float] = []
+    agreements: list[float] = []
+
+
+class DrawnFigure(Read):
+    """A figure, for each draw of the calibration text."""
+
+    values: list[float]
+    standard_deviation: float | None = None
+    standard_error: float | None = None
+
+
+class CalibrationDraws(Read):
+    """All figures by name, for each draw of the calibration text."""
+
+    seeds: int | None = None
+    figures: dict[str, DrawnFigure] = {}
+
+
+class Quantization(Read):
+    """The cost of quantization, in nats per token where a figure has a unit."""
+
+    cross_entropy: float | None = None
+    cross_entropy_quantized: float | None = None
+    absolute_error: float | None = None
+    relative_error: float | None = None
+    kl_divergence: float | None = None
+    top1_agreement: float | None = None
+    intervals: dict[str, Interval] = {}
+    interval: IntervalMethod | None = None
+    tokens: int | None = None
+    documents: int | None = None
+    calibration: CalibrationDraws | None = None
+    per_document: PerDocument = PerDocument()
+    layers: list[Linear] = []
+    blocks: list[Block] = []
+    dense: str | None = None
+
+
+# downstream tasks: python -m quant_eval tasks
+
+
+class Accuracy(Read):
+    """Both models' accuracy on one task, or the mean over tasks."""
+
+    accuracy: float | None = None
+    accuracy_quantized: float | None = None
+    difference: float | None = None
+    degradation: float | None = None
+    standard_error: float | None = None
+    standard_error_quantized: float | None = None
+    p_value: float | None = None
+    items: int | None = None
+    intervals: dict[str, Interval | None] = {}
+
+
+class Tasks(Read):
+    """The accuracy of the full and the quantized model on downstream tasks."""
+
+    tasks: dict[str, Accuracy] = {}
+    mean: Accuracy | None = None
+    interval: IntervalMethod | None = None
+
+
+# curvature: python -m curvature
+
+
+class Trace(Read):
+    """A trace, in nats per token per squared parameter unit."""
+
+    mean: float
+    standard_error: float | None = None
+    interval: Interval | None = None
+    probes: int | None = None
+    per_microbatch: list[float] | None = None
+
+
+class Eigenvalue(Read):
+    """An eigenvalue of the Hessian, and how far the iteration came."""
+
+    value: float
+    residual: float | None = None
+    converged: bool | None = None
+    iterations: int | None = None
+    top_vector_sha256: str | None = None
+
+
+class Curvature(Read):
+    """Traces and the largest eigenvalue of the Hessian of the loss, which is in nats per token."""
+
+    loss: float | None = None
+    trace: Trace | None = None
+    gauss_newton_trace: Trace | None = None
+    fisher_trace: Trace | None = None
+    block_traces: dict[str, Trace] = {}
+    lambda_max: Eigenvalue | None = None
+
+
+class StepPart(Read):
+    """The whole quantization step, or that of one block, in nats per token."""
+
+    first_order: Estimate | None = None
+    second_order: Estimate | None = None
+    predicted: Estimate | None = None
+    measured: Estimate | None = None
+    remainder: Estimate | None = None
+    relative_difference: Estimate | None = None
+    ratios: dict[str, Estimate | None] = {}
+
+
+class Step(Read):
+    """The loss increase along a quantization step, predicted and measured."""
+
+    loss: Estimate | None = None
+    whole: StepPart | None = None
+    blocks: dict[str, StepPart] = {}
+
+
+class SlicePoint(Read):
+    """A model on the plane, and its loss there."""
+
+    name: str
+    x: float
+    y: float
+    loss: float
+    standard_error: float | None = None
+    increase: float | None = None
+    increase_standard_error: float | None = None
+
+
+class SliceDirections(Read):
+    """The vectors from the base to the other two points."""
+
+    lengths: list[float] = []
+    cosine: float | None = None
+
+
+class SliceGrid(Read):
+    """The losses on the plane, row by row of y."""
+
+    x: list[float]
+    y: list[float]
+    loss: list[list[float]]
+
+
+class Slice(Read):
+    """The loss on a plane through models, or a random one."""
+
+    points: list[SlicePoint] = []
+    directions: SliceDirections | None = None
+    grid: SliceGrid | None = None

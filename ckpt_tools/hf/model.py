@@ -1,0 +1,117 @@
+"""Opening an HF directory: checked against its lineage, of a known architecture, and named.
+
+torch and transformers take seconds to import, so only what loads a model imports them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from base.errors import UserError
+from base.files import sha256_of, verify_files
+from ckpt_tools.hf.directory import read_lineage
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+EXPORTED_ARCHITECTURES = ("Olmo2ForCausalLM", "LlamaForCausalLM", "GPTNeoXForCausalLM")
+
+
+def quiet_transformers() -> None:
+    """Turn off transformers' bars and reports: stderr is for our progress and one-line errors."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """Return config.json of an HF directory; UserError if it is none or of other architectures."""
+    path = hf_dir / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} does not exist; give an HF directory made by 'python -m ckpt_tools export'"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} is not valid JSON ({error}); export the checkpoint again"
+        ) from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no JSON object; export the checkpoint again")
+    held = config.get("architectures") or ["none"]
+    if architectures is not None and held[0] not in architectures:
+        raise UserError(f"{hf_dir} holds a {held[0]}; give one of {', '.join(architectures)}")
+    return dict(config)
+
+
+def identify(hf_dir: Path, architectures: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """Return what a result says of its model: path, SHA-256 of the weight files, and lineage.
+
+    Raises:
+        UserError: a file that the lineage names is missing or was changed, the architecture is
+            another, or the directory is an export that was not proven to compute what its training
+            engine did.
+    """
+    read_hf_config(hf_dir, architectures)
+    weights = sorted(hf_dir.glob("*.safetensors"))
+    if not weights:
+        raise UserError(f"{hf_dir} holds no .safetensors weights; give a complete HF directory")
+    lineage, files = read_lineage(hf_dir) or (None, {})
+    if lineage and lineage.get("kind") == "export" and not lineage.get("parity"):
+        raise UserError(
+            f"{hf_dir} was not proven to compute what its training engine did (lineage.json has no"
+            " parity); remove it and export the checkpoint again"
+        )
+    verify_files(hf_dir, files, "export the checkpoint again")
+    weights_sha256 = {
+        path.name: files[path.name].sha256 if path.name in files else sha256_of(path)
+        for path in weights
+    }
+    identity: dict[str, Any] = {"path": str(hf_dir), "weights_sha256": weights_sha256}
+    if lineage:
+        identity["lineage"] = {key: value for key, value in lineage.items() if key != "environment"}
+    return identity
+
+
+def load_hf_model(
+    hf_dir: Path,
+    dtype: torch.dtype,
+    attention: str = "eager",
+    architectures: tuple[str, ...] | None = None,
+) -> PreTrainedModel:
+    """Return the causal language model of an HF directory in eval mode, every weight from it."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    read_hf_config(hf_dir, architectures)
+    quiet_transformers()
+    model: PreTrainedModel
+    info: dict[str, Any]
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            hf_dir,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # not ignored: reported below, as one line
+            output_loading_info=True,
+        )  # type: ignore[misc]
+    except SafetensorError as error:
+        raise UserError(
+            f"{hf_dir}: a weight file is damaged ({error}); export the checkpoint again"
+        ) from None
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[problem]:
+            raise UserError(
+                f"{hf_dir}: {problem} {sorted(map(str, info[problem]))[:3]}; export the checkpoint"
+                " again"
+            )
+    model.eval()
+    return model

@@ -1,0 +1,162 @@
+"""The one reader of result.json, whichever measurement wrote it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
+
+from pydantic import Field, ValidationError
+
+from base.errors import UserError
+from ckpt_tools.hf.directory import RESULT_JSON
+from ckpt_tools.hf.measured import Curvature, Quantization, Read, Slice, Step, Tasks
+
+
+class Model(Read):
+    """The model that was measured."""
+
+    path: str = ""
+    weights_sha256: dict[str, str] = Field(default={})
+
+
+class Evaluation(Read):
+    """The text of losses, and how it was cut."""
+
+    sha256: str | None = None
+    sequence_length: int | None = None
+    documents: str | None = None
+
+
+class Sequences(Read):
+    """The text of a measurement of curvature."""
+
+    bin_sha256: str | None = None
+
+
+class Spec(Read):
+    """The settings that results of one or another kind are compared by."""
+
+    name: str = ""
+    method: str | None = None
+    dtype: str | None = None
+    evaluation: Evaluation | None = None
+    data: Sequences | None = None
+
+
+Kind = TypeVar("Kind", bound=Read)
+
+
+class Result(Read, Generic[Kind]):
+    """A result.json; `measured` is of the class of its kind.
+
+    Attributes:
+        path: of the file.
+        settings: the whole spec, as the file has it.
+    """
+
+    path: Path
+    model: Model = Model()
+    spec: Spec = Spec()
+    settings: dict[str, Any] = Field(default={})
+    measured: Kind
+    environment: dict[str, Any] = Field(default={})
+
+
+NAMES: dict[type[Read], str] = {
+    Quantization: "quantization ('python -m quant_eval run')",
+    Tasks: "downstream tasks ('python -m quant_eval tasks')",
+    Curvature: "traces or eigenvalues ('python -m curvature')",
+    Step: "a quantization step ('python -m curvature step')",
+    Slice: "a slice ('python -m curvature slice')",
+}
+# A setting that the specs of one kind have; the first that is there decides.
+TOLD_BY: dict[str, type[Read]] = {
+    "tasks": Tasks,
+    "evaluation": Quantization,
+    "plane": Slice,
+    "quantized": Step,
+    "data": Curvature,
+}
+
+
+@overload
+def read_result(path: Path) -> Result[Any]: ...
+
+
+@overload
+def read_result(path: Path, kind: type[Kind]) -> Result[Kind]: ...
+
+
+def read_result(path: Path, kind: type[Any] | None = None) -> Result[Any]:
+    """Return the result of a result.json or its directory.
+
+    Args:
+        path: the file, or the directory that holds it.
+        kind: the class of `measured` that is asked for; None: whichever the file holds.
+
+    Raises:
+        UserError: there is none, it is damaged, or of another kind.
+    """
+    path = path / RESULT_JSON if path.is_dir() else path
+    content = _content(path)
+    settings = content.get("spec", {})
+    held = next((held for key, held in TOLD_BY.items() if key in settings), kind)
+    if held is None:
+        raise UserError(f"{path} is of no known kind of measurement; measure again")
+    if kind not in (None, held):
+        raise UserError(f"{path} is a result of {NAMES[held]}; give one of {NAMES[kind]}")
+    try:
+        result: Result[Any] = Result[held].model_validate(  # type: ignore[valid-type]
+            content | {"path": path, "settings": settings}
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        raise UserError(
+            f"{path} is damaged ('{key}': {problem['msg']}); remove it and measure again"
+        ) from None
+    return result
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """The objects of the file by name; UserError where it is no result."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} does not exist; measure it, or run the study again, which does"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise UserError(f"{path} is no valid JSON; remove it and measure again") from None
+    if (
+        not isinstance(content, dict)
+        or "measured" not in content
+        or not all(isinstance(part, dict) for part in content.values())
+    ):
+        raise UserError(f"{path} is no result of a measurement; remove it and measure again")
+    return content
+
+
+SHOWN_PARTS = 3  # of a model's path: run, hf, checkpoint
+
+
+def labels(results: Sequence[Result[Any]]) -> list[str]:
+    """Return the end of each model's path, as short as tells the models of the results apart.
+
+    Results of one model and one spec are told apart by their own paths.
+    """
+    named = _tails([Path(result.model.path) for result in results])
+    keys = [(name, result.spec.name) for name, result in zip(named, results, strict=True)]
+    if len(set(keys)) == len(keys):
+        return named
+    return _tails([result.path.absolute().parent for result in results])
+
+
+def _tails(paths: Sequence[Path]) -> list[str]:
+    """Return the last three parts of each path, or as many as are needed to make them differ."""
+    longest = max(len(path.parts) for path in paths)
+    for count in range(SHOWN_PARTS, longest + 1):
+        tails = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(tails)) == len(set(paths)):
+            return tails
+    return [str(path) for path in paths]

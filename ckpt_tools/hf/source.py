@@ -1,0 +1,140 @@
+"""Source of an import, a local HF directory or the hub, and its model in the terms of a run."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+from transformers import AutoConfig, PretrainedConfig
+
+from base.errors import UserError, explain_validation
+from base.files import FileRecord
+from ckpt_tools.formats.hf_weights import INDEX_JSON
+from ckpt_tools.hf.directory import TOKENIZER_FILES, read_lineage
+from ckpt_tools.hf.forward import read_config
+from ckpt_tools.hf.model import quiet_transformers
+from ckpt_tools.released.download_record import read_download
+from ckpt_tools.released.hub import hub
+from ckpt_tools.released.registry import parse_revision, repo_of_directory
+from train.model.config import ModelConfig
+from train.model.families import hf_settings
+
+ARCHITECTURES = {
+    "olmo2": "Olmo2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+}
+CONFIGURATION_FILES = ("config.json", "generation_config.json")
+HUB_SOURCE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)@(?P<revision>\w[\w./-]*)", re.ASCII)
+# Fields of a configuration that change no logit: how it was written, special tokens, training,
+# heads that are not used.
+WITHOUT_EFFECT = {
+    *("architectures", "dtype", "transformers_version", "_name_or_path"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
+    *("initializer_range", "classifier_dropout", "max_position_embeddings"),
+}
+
+
+class Source(NamedTuple):
+    """An HF directory on this machine, and its origin as far as it is known."""
+
+    path: Path
+    repository: str | None  # of the hub
+    revision: str | None
+    files: dict[str, FileRecord]  # what lineage.json or download.json vouches for
+    step: int | None
+    tokens: int | None
+
+
+def find_source(source: str) -> Source:
+    """Find the HF directory `source`, or fetch OWNER/NAME@REVISION into huggingface_hub's cache.
+
+    Step and tokens are those of lineage.json, or what the revision's name says.
+
+    Raises:
+        UserError: it is neither, or the hub is not reached or has no such revision.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return _local(path)
+    found = HUB_SOURCE.fullmatch(source)
+    if not found:
+        raise UserError(
+            f"{source} is no directory; give an HF directory, or a model of the hub as"
+            " OWNER/NAME@REVISION"
+        )
+    repository, revision = found["repository"], found["revision"]
+    wanted = ["*.safetensors", INDEX_JSON, *CONFIGURATION_FILES, *TOKENIZER_FILES]
+    with hub(repository) as api:
+        path = Path(api.snapshot_download(repository, revision=revision, allow_patterns=wanted))
+    return Source(path, repository, revision, {}, *_position(repository, revision))
+
+
+def _local(path: Path) -> Source:
+    lineage, files = read_lineage(path) or ({}, {})
+    if lineage:
+        return Source(path, None, None, files, lineage.get("step"), lineage.get("tokens"))
+    record = read_download(path)
+    if record:
+        position = _position(record.repo, record.revision)
+        return Source(path, record.repo, record.revision, record.files, *position)
+    place = path.resolve()
+    return Source(
+        path, None, None, {}, *_position(repo_of_directory(place.parent.name), place.name)
+    )
+
+
+def _position(repository: str | None, revision: str) -> tuple[int | None, int | None]:
+    """Return step and tokens of a revision of a known trajectory; None for what is not known."""
+    try:
+        parsed = parse_revision(repository or "", revision)
+    except UserError:  # another model, or a name of its own
+        return None, None
+    return parsed.step, parsed.tokens
+
+
+def read_model(directory: Path) -> tuple[ModelConfig, PretrainedConfig]:
+    """Return the architecture that config.json describes, and it as transformers understands it.
+
+    Fields that decide the computation must equal what transformers makes of a run's configuration:
+    so anything that runs do not know is refused by its name, now and in later versions of
+    transformers.
+
+    Raises:
+        UserError: another architecture, or a field that runs do not know or know with another
+            value.
+    """
+    quiet_transformers()
+    config, path = read_config(directory), directory / "config.json"
+    if config.architectures != [ARCHITECTURES.get(config.model_type)]:
+        held = ", ".join(config.architectures or ["no architecture"])
+        raise UserError(f"{path} is of {held}; give one of {', '.join(ARCHITECTURES.values())}")
+    found = config.to_dict()
+    rope = found.get("rope_parameters") or {}
+    sizes = {key: found[key] for key in ModelConfig.model_fields.keys() & found.keys()}
+    settings = {
+        "family": config.model_type,
+        "num_key_value_heads": config.num_attention_heads,  # if the family has no other
+        "rope_theta": rope.get("rope_theta"),
+        "rotary_fraction": rope.get("partial_rotary_factor", 1.0),
+        "norm_eps": found.get("rms_norm_eps", found.get("layer_norm_eps")),
+        "initializer": "truncated_normal" if config.model_type == "olmo2" else "normal",
+    }
+    try:
+        model = ModelConfig.model_validate(settings | sizes)
+    except ValidationError as error:
+        raise explain_validation(str(path), error) from None
+    known = AutoConfig.for_model(
+        model.family, **hf_settings(model, config.max_position_embeddings, 0)
+    ).to_dict()
+    head_dim = {
+        "head_dim": model.head_dim
+    }  # not every family's configuration has it, but attention goes by it
+    found, known = head_dim | found, head_dim | known
+    for key in sorted((found.keys() | known.keys()) - WITHOUT_EFFECT):
+        if found.get(key) != known.get(key):
+            raise UserError(
+                f"{path}: {key} is {found.get(key)!r}, runs of this family are trained with"
+                f" {known.get(key)!r}; such models cannot be imported"
+            )
+    return model, config

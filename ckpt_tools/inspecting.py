@@ -1,0 +1,114 @@
+"""Description of checkpoints and HF directories from their records; opens no pickle."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from base.errors import UserError
+from ckpt_tools.checkpoint import model_of, verified_record
+from ckpt_tools.formats.hf_weights import HFWeights
+from ckpt_tools.formats.parallel import default_processes, first_damage_in_parallel
+from ckpt_tools.hf.directory import read_lineage
+from ckpt_tools.released.download_record import read_download
+from ckpt_tools.verify import verify
+from train.model.families import parameter_shapes
+from train.run.directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record
+
+FACTS = (  # of a checkpoint's record, a lineage or a download
+    *("run", "step", "tokens", "learning_rate", "train_loss", "held_out_loss"),
+    *("engine", "precision", "layout", "dtype", "average", "imported"),
+    *("repo", "revision", "commit"),
+)
+
+
+def inspect(paths: list[Path], *, check: bool = False) -> None:
+    """Print what each directory is, and with `check` whether it is what it was when written.
+
+    Args:
+        paths: checkpoints, HF directories, or runs, which stand for all of theirs.
+        check: hash files, and compare every module of an export with the engine's outputs.
+
+    Raises:
+        UserError: a path is nothing of that kind, or damaged; the first of them, after all others
+            were looked at.
+    """
+    paths = [part for path in paths for part in _parts(path)]
+    failures = []
+    for path in paths:
+        try:
+            description = describe(path)
+            if check:
+                description["verdict"] = _verdict(path)
+        except UserError as error:
+            failures.append(str(error))
+            continue
+        _print(description)
+    if failures:
+        several = f"{len(failures)} of {len(paths)} failed: " if len(paths) > 1 else ""
+        raise UserError(several + failures[0])
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return the checkpoints and exports of a run; any other path alone."""
+    directory = RunDirectory(path)
+    if not directory.run_json.exists():
+        return [path]
+    parents = (directory.checkpoints, directory.hf)
+    return [part for parent in parents for part in sorted(parent.glob("[!.]*")) if part.is_dir()]
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Return path, kind, facts, number of parameters, bytes, and files with their sizes.
+
+    Raises:
+        UserError: it is no checkpoint or HF directory, or a JSON of it cannot be read.
+    """
+    if (path / CHECKPOINT_JSON).exists():
+        record = read_checkpoint_record(path)
+        kind, told = "checkpoint", record.model_dump(mode="json")
+        shapes = list(parameter_shapes(model_of(path, record)).values())
+    elif (path / "config.json").exists():
+        lineage, _ = read_lineage(path) or ({}, {})
+        download = read_download(path)
+        told = lineage | (download.model_dump() if download else {})
+        origin = lineage.get("kind", "download" if download else "without lineage")
+        kind = f"HF directory, {origin}"
+        shapes = [tensor.shape for tensor in HFWeights(path).tensors.values()]
+    else:
+        state = "is no checkpoint, HF directory or run" if path.exists() else "does not exist"
+        raise UserError(f"{path} {state}; give one of RUN, RUN/checkpoints/NAME, RUN/hf/NAME")
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    sizes = {str(file.relative_to(path)): file.stat().st_size for file in files}
+    return {
+        "path": str(path),
+        "kind": kind,
+        **{key: told[key] for key in FACTS if told.get(key) is not None},
+        "parameters": sum(map(math.prod, shapes)),
+        "bytes": sum(sizes.values()),
+        "files": sizes,
+    }
+
+
+def _verdict(path: Path) -> str:
+    """Return what a full check says; UserError naming the first file or parameter that is wrong."""
+    if (path / CHECKPOINT_JSON).exists():
+        record = verified_record(path, default_processes())
+        return f"all {len(record.files)} files are as they were written"
+    download = read_download(path)
+    damage = download and first_damage_in_parallel(path, download.files, default_processes())
+    if damage:
+        raise UserError(f"{damage}; download it again")
+    return str(verify(path)["verdict"])
+
+
+def _print(description: dict[str, Any]) -> None:
+    """Print a description: a line per fact, then a line per file."""
+    print(description["path"])
+    for key, value in description.items():
+        if key not in ("path", "files"):
+            number = isinstance(value, int) and not isinstance(value, bool)
+            shown = value if isinstance(value, str) else json.dumps(value)
+            print(f"  {key.replace('_', ' '):<15} {f'{value:,}' if number else shown}")
+    for name, size in description["files"].items():
+        print(f"    {size:>18,}  {name}")

@@ -1,1 +1,0 @@
-"""What a checkpoint or HF directory is: keys, shapes, hashes, and what made it."""

@@ -1,0 +1,239 @@
+"""A run's exports laid out for the hub: a directory per revision, its results, and a model card."""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from base.errors import UserError
+from base.files import FileRecord, committed_directory, fsync_path
+from base.frozen import NAME_PATTERN, fingerprint
+from base.progress import Progress
+from ckpt_tools.formats.parallel import default_processes, first_damage_in_parallel
+from ckpt_tools.hf.directory import LINEAGE_JSON, RESULT_JSON, read_lineage
+from ckpt_tools.hf.results import Result, read_result
+from ckpt_tools.model_card import README, model_card
+from train.run.config import RunConfig, load_run
+from train.run.directory import RunDirectory
+
+UNITS = {"B": 10**9, "M": 10**6, "K": 10**3}
+LEAST_UNITS = 100  # that a run of M or K ends with, so that rounding up adds at most 1% there
+STEP_SUFFIX = re.compile(r"-step\d{8,}$")
+REWRITTEN = {  # configurations in which transformers notes places
+    *("config.json", "generation_config.json"),
+    *("tokenizer_config.json", "special_tokens_map.json"),
+}
+PUBLISHED_OF_ENVIRONMENT = {
+    *("commit", "uncommitted_changes", "python", "packages", "world_size", "threads", "started_at"),
+}
+PLACE_KEYS = ("_file", "_path")  # end keys under which transformers notes a place
+
+
+def tokens_unit(total_tokens: int) -> str:
+    """Return the unit in which all names of a run count its tokens.
+
+    B (10^9) for a run that ends with at least 1B tokens, as OLMo's do. Counted so, every checkpoint
+    of a smaller run would be `tokens1B`: it has the larger of M and K in which it ends with at
+    least 100, or else K.
+    """
+    if total_tokens >= UNITS["B"]:
+        return "B"
+    return "M" if total_tokens >= LEAST_UNITS * UNITS["M"] else "K"
+
+
+def published_name(step: int, tokens: int, *, unit: str, average: str | None = None) -> str:
+    """Return the name of a published checkpoint, such as stage1-step1000-tokens5B-lawa5x16.
+
+    As Ai2 names the revisions of allenai/OLMo-2-1124-7B: tokens are rounded up to whole units of
+    `tokens_unit`.
+    """
+    name = f"stage1-step{step}-tokens{-(-tokens // UNITS[unit])}{unit}"
+    return f"{name}-{average}" if average else name
+
+
+@dataclass(frozen=True)
+class _Export:
+    """An HF directory of a run, its published name, and what was measured of it."""
+
+    directory: Path
+    revision: str
+    lineage: dict[str, Any]
+    files: dict[str, FileRecord]
+    results: list[Result[Any]]
+
+
+def publish(run_dir: Path, out: Path, *, license: str = "other") -> list[Path]:
+    """Write OUT/stage1-step1000-tokens5B and so on from RUN/hf/*.
+
+    Files are hashed before anything is written, and linked. Lineage, configurations and results are
+    rewritten: no path or host of this machine is published.
+
+    Args:
+        run_dir: a run with exports.
+        out: a new directory, or one that this run was published in before.
+        license: identifier on the hub, for the cards.
+
+    Returns:
+        The directories, in the order of the trajectory.
+
+    Raises:
+        UserError: there are no exports, one of them is damaged, not of this run or without its
+            parity figures, or `out` holds something else.
+    """
+    run = load_run(RunDirectory(run_dir).run_json)
+    exports = _read_exports(run_dir, run)
+    _check_out(out, RunDirectory(run_dir).hf, exports, fingerprint(run))
+    revisions = {one.directory.resolve(): one.revision for one in exports}
+    with Progress("publish", total=len(exports)) as progress:
+        for one in exports:
+            written = _rewritten(one, run, run_dir.resolve(), revisions, license)
+            with committed_directory(out / one.revision) as aside:
+                _link(one, aside, written)
+            progress.advance()
+    print(f"{len(exports)} revisions in {out}")
+    return [out / one.revision for one in exports]
+
+
+def _read_exports(run_dir: Path, run: RunConfig) -> list[_Export]:
+    """Return the exports of a run by step, averages after the weights they are made from."""
+    hf = RunDirectory(run_dir).hf
+    exports: dict[str, _Export] = {}
+    for path in sorted(path for path in hf.glob("[!.]*") if path.is_dir()):
+        one = _read(path, run)
+        other = exports.setdefault(one.revision, one)
+        if other is not one:
+            raise UserError(
+                f"{other.directory} and {path} are both {one.revision}; move one out of hf/"
+            )
+    if not exports:
+        raise UserError(f"{hf} holds no exports; make them with 'python -m ckpt_tools export'")
+    return sorted(exports.values(), key=lambda one: (one.lineage["step"], one.revision))
+
+
+def _read(hf_dir: Path, run: RunConfig) -> _Export:
+    lineage, files = read_lineage(hf_dir) or ({}, {})
+    if lineage.get("kind") not in ("export", "average"):
+        raise UserError(f"{hf_dir} is neither an export nor an average; move it out of hf/")
+    if lineage.get("fingerprint") != fingerprint(run) or not isinstance(lineage.get("step"), int):
+        raise UserError(f"{hf_dir} was not made from run {run.name} alone; move it out of hf/")
+    if lineage["kind"] == "export" and not lineage.get("parity"):
+        raise UserError(
+            f"{hf_dir} lacks the figures of its check against the training engine; export it again"
+        )
+    damage = first_damage_in_parallel(hf_dir, files, default_processes())
+    if damage:
+        raise UserError(f"{damage}; export it again, nothing was published")
+    average = None
+    if lineage["kind"] == "average" or lineage.get("average"):
+        average = STEP_SUFFIX.sub("", hf_dir.name)
+        if not re.match(NAME_PATTERN, average):
+            raise UserError(
+                f"{hf_dir}: '{average}' is no name for an average; rename the directory"
+            )
+    step, unit = lineage["step"], tokens_unit(run.total_steps * run.tokens_per_step)
+    revision = published_name(step, step * run.tokens_per_step, unit=unit, average=average)
+    return _Export(hf_dir, revision, lineage, files, _results(hf_dir, files))
+
+
+def _results(hf_dir: Path, files: dict[str, FileRecord]) -> list[Result[Any]]:
+    """Return every result of an HF directory, of any kind; UserError for one of other weights."""
+    results = [read_result(path) for path in sorted(hf_dir.glob(f"*/*/{RESULT_JSON}"))]
+    for result in results:
+        for name, digest in result.model.weights_sha256.items():
+            if name not in files or files[name].sha256 != digest:
+                raise UserError(
+                    f"{result.path} was measured of other weights than those of {hf_dir}; remove"
+                    " it, or measure again"
+                )
+    return results
+
+
+def _check_out(out: Path, hf: Path, exports: list[_Export], run_fingerprint: str) -> None:
+    """Raise UserError unless `out` is new, or holds only what this run was published as."""
+    if out.resolve().is_relative_to(hf.resolve()):
+        raise UserError(f"{out} lies within the exports in {hf}; publish elsewhere")
+    revisions = {one.revision for one in exports}
+    for path in sorted(out.glob("[!.]*")):
+        lineage, _ = (read_lineage(path) if path.name in revisions else None) or ({}, {})
+        if lineage.get("published", {}).get("fingerprint") != run_fingerprint:
+            raise UserError(
+                f"{path} was not published from this run; give a new directory or remove it"
+            )
+
+
+def _link(one: _Export, aside: Path, written: dict[str, bytes]) -> None:
+    """Link what is published unchanged, copied where no link is possible, and write the rest."""
+    for name in one.files.keys() | written.keys():
+        target = aside / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if name in written:
+            target.write_bytes(written[name])
+            fsync_path(target)
+            continue
+        source = (one.directory / name).resolve()  # a link to a symlink would be one itself
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copyfile(source, target)
+            fsync_path(target)
+
+
+def _rewritten(
+    one: _Export, run: RunConfig, run_dir: Path, revisions: dict[Path, str], license: str
+) -> dict[str, bytes]:
+    """Return the files that are not published unchanged: without places, and the card."""
+    written = {}
+    for name in sorted(REWRITTEN & one.files.keys()):
+        content = json.loads((one.directory / name).read_text())
+        places = {key for key in content if key.endswith(PLACE_KEYS) and _is_place(content[key])}
+        written[name] = _json({key: content[key] for key in content if key not in places})
+    for result in one.results:
+        content = json.loads(result.path.read_text())
+        name = str(result.path.relative_to(one.directory))
+        written[name] = _json(_without_places(content, run_dir))
+    lineage = dict(one.lineage)
+    if "ingredients" in lineage:
+        parent = one.directory.resolve().parent
+        for held in lineage["ingredients"]:
+            place = (parent / held["path"]).resolve()
+            held["path"] = revisions.get(place, str(place))
+    lineage["published"] = {"fingerprint": fingerprint(run), "revision": one.revision}
+    hashes = {name: record.model_dump() for name, record in one.files.items()}
+    hashes |= {
+        name: {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+        for name, content in written.items()
+    }
+    lineage = _without_places(lineage, run_dir) | {"files": dict(sorted(hashes.items()))}
+    settings = _without_places(run.model_dump(mode="json"), run_dir)
+    card = model_card(one.revision, settings, lineage, one.results, license).encode()
+    return written | {LINEAGE_JSON: _json(lineage), README: card}
+
+
+def _is_place(value: Any) -> bool:
+    """Return whether a value is a path on this machine, not one within a run or on the hub."""
+    return isinstance(value, str) and (value.startswith(("/", "~", "../")) or value == "..")
+
+
+def _without_places(value: Any, run_dir: Path) -> Any:
+    """Return nested values with paths cut down to their part within the run, or their last part."""
+    if isinstance(value, dict):
+        kept = value
+        if "environment" in value:
+            environment = value["environment"] or {}
+            told = {k: environment[k] for k in environment if k in PUBLISHED_OF_ENVIRONMENT}
+            kept = value | {"environment": told}
+        return {key: _without_places(inner, run_dir) for key, inner in kept.items()}
+    if isinstance(value, list):
+        return [_without_places(inner, run_dir) for inner in value]
+    if _is_place(value):
+        path = Path(value)
+        return str(path.relative_to(run_dir)) if path.is_relative_to(run_dir) else path.name
+    return value
+
+
+def _json(content: Any) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

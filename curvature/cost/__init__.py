@@ -1,0 +1,1 @@
+"""Cost and memory of a measurement before it starts."""

@@ -1,0 +1,195 @@
+"""Operations and memory of one pass through a model, by running it on tensors without content.
+
+The real code runs in torch's FakeTensorMode with one and with two decoder blocks; each adds the
+same, so the model's own depth follows. Nothing of the model is in memory and no weight is read: a
+config.json is enough.
+"""
+
+import copy
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+    shape_wrapper,
+)
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from base.ranks import Ranks
+from ckpt_tools.formats.weights import DTYPES
+from ckpt_tools.hf.model import quiet_transformers
+from curvature.products.model import CurvedModel, cross_entropy
+from curvature.products.parameters import Parameters, Probe, dot
+from curvature.settings import ProductSettings
+
+DEPTHS = (1, 2)
+aten = torch.ops.aten
+# Operations to a function of their arguments that counts FLOPs; torch lacks two of ours.
+COUNTED = flop_registry | {
+    aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(
+        lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(
+        lambda gradient, query, key, value, *_, **__: sdpa_backward_flop_count(
+            gradient, query, key, value
+        )
+    ),
+}
+NO_KERNEL = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._unsafe_view}
+OVERWRITING = {aten.copy_, aten.zero_, aten.fill_}  # in place, and nothing is read there
+SAMPLE = 1 << 20  # weights on which is counted what a probe and its products move
+
+
+class Pass(NamedTuple):
+    """A forward and a backward pass over one microbatch.
+
+    Attributes:
+        forward_flops: floating-point operations of matrix products of the forward pass.
+        flops: of both, recomputation included.
+        bf16_flops: those of them in bf16; the others are in fp32.
+        moved: bytes that all other operations read and write.
+        bytes: most that activations and gradients take at once; weights and tangents come on top.
+    """
+
+    forward_flops: float
+    flops: float
+    bf16_flops: float
+    moved: float
+    bytes: float
+
+
+class Count(TorchDispatchMode):
+    """A count of what operations compute and move, and of the bytes of the storages they make.
+
+    torch's own FlopCounterMode would keep tensors of a checkpointed forward pass alive.
+
+    Attributes:
+        flops: operations of matrix products.
+        bf16_flops: those of them in bf16.
+        moved: bytes that other operations read and write.
+        peak: bytes of most storages alive at once.
+    """
+
+    def __init__(self, known: set[int]) -> None:
+        """Take the ids of storages that were there before."""
+        super().__init__()
+        self._known, self._sizes = known, dict[int, int]()
+        self._now = self.peak = self.flops = self.bf16_flops = self.moved = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation and take note of what is new."""
+        named = kwargs or {}
+        result = func(*args, **named)
+        self._count(func, args, named, result)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                key = id(storage)
+                if key not in self._sizes and key not in self._known:
+                    self._sizes[key] = storage.nbytes()
+                    self._now += storage.nbytes()
+                    self.peak = max(self.peak, self._now)
+                    weakref.finalize(storage, self._gone, key)
+        return result
+
+    def _count(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+        packet = func._overloadpacket
+        if func.namespace != "aten" or func.is_view or packet in NO_KERNEL:
+            return
+        read = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+        if packet in COUNTED:
+            flops = COUNTED[packet](*args, **named, out_val=result)
+            self.flops += flops
+            self.bf16_flops += flops if read[0].dtype == torch.bfloat16 else 0
+            return
+        written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        read = read[1:] if packet in OVERWRITING else read
+        self.moved += sum(
+            min(one.nbytes, one.untyped_storage().nbytes()) for one in (*read, *written)
+        )
+
+    def _gone(self, key: int) -> None:
+        self._now -= self._sizes.pop(key)
+
+
+def simulate(
+    config: PretrainedConfig, settings: ProductSettings, sequence_length: int, *, dual: bool
+) -> Pass:
+    """Return a pass of the dual layers, or of transformers' code, over a microbatch."""
+    shallow, deep = (_at_depth(config, depth, settings, sequence_length, dual) for depth in DEPTHS)
+    further = (config.num_hidden_layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+    return Pass(*(a + further * (b - a) for a, b in zip(shallow, deep, strict=True)))
+
+
+def _at_depth(
+    config: PretrainedConfig, depth: int, settings: ProductSettings, length: int, dual: bool
+) -> Pass:
+    shortened = copy.deepcopy(config)
+    shortened.num_hidden_layers = depth
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(shortened, name, value[:depth])
+    quiet_transformers()
+    with _without_content():
+        loaded = AutoModelForCausalLM.from_config(
+            shortened, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+        )
+        model = CurvedModel(
+            loaded.eval(),
+            ranks=Ranks(0, 1, torch.device("cpu")),
+            dtype=DTYPES[settings.dtype],
+            checkpointing=settings.checkpointing,
+        )
+        tokens_BS1 = torch.zeros(settings.microbatch_sequences, length + 1, dtype=torch.int64)
+        for weight in model.parameters.weights.values():
+            weight.register_post_accumulate_grad_hook(_drop)
+        storages = [
+            tensor.untyped_storage() for tensor in (*loaded.parameters(), *loaded.buffers())
+        ]
+        with Count({id(storage) for storage in storages}) as count:
+            loss = model.entry(tokens_BS1, None if dual else cross_entropy, range(len(tokens_BS1)))
+            forward = count.flops
+            (loss.tangent if dual else loss).backward()
+        return Pass(*map(float, (forward, count.flops, count.bf16_flops, count.moved, count.peak)))
+
+
+@contextmanager
+def _without_content() -> Iterator[None]:
+    """Make all tensors fake; a GPU's generator, whose state is no fake, is left alone."""
+    with FakeTensorMode(), torch.random.fork_rng(devices=[]):
+        yield
+
+
+def _drop(weight: Tensor) -> None:
+    weight.grad = None
+
+
+def moved_around(dtype: torch.dtype, *, dual: bool) -> float:
+    """Return the bytes per weight that a trace moves around a pass.
+
+    Around a product it draws a probe, in `dtype`, and multiplies it with every gradient; around a
+    gradient it squares.
+    """
+    with _without_content():
+        parameters = Parameters(torch.nn.Linear(SAMPLE, 1, bias=False))
+        gradient, tangent = torch.zeros(SAMPLE), torch.zeros(SAMPLE, dtype=dtype)
+        with Count(set()) as count:
+            if dual:
+                tangent.copy_(parameters.signs("weight", Probe(0, 0))[0])
+            dot(tangent if dual else gradient, gradient)
+    return float(count.moved / SAMPLE)

@@ -1,0 +1,243 @@
+"""Dual numbers over tensors: operations on values and their derivatives along one direction.
+
+A dual number is x + eps x_dot with eps^2 = 0 (Clifford 1873); carried through a loss with the
+parameters' x_dot = v it yields the loss L and its directional derivative g.v. The derivative of g.v
+by the parameters is the Hessian-vector product Hv (Pearlmutter 1994, 'Fast exact multiplication by
+the Hessian'). All rules are ordinary differentiable torch code, so that second step is first-order
+reverse mode.
+
+Why not torch.func.jvp(grad(loss)), or the gradient of g.v through the graph of g:
+- Both differentiate transformers' code twice, and the fast attention kernels have no second
+  derivative. The eager ones keep the S x S weights of every block; here queries go through in
+  chunks.
+- Through the graph of g the backward pass is itself recorded. Of 7 billion parameters at 4,096
+  tokens that is about 310 GB by an estimate, against 63 GB here with checkpointing.
+- jvp(grad) hands over all of Hv at the end. Reverse mode over dual numbers meets one weight after
+  the other, so that v_t'(Hv)_t is taken and (Hv)_t dropped: a trace needs no vector at all.
+- FSDP2's hooks and activation checkpointing are made for one forward and one backward pass, which
+  is what this is; transforms of torch.func do not pass through them.
+The price is a second spelling of every architecture (curvature/architectures/), which the guard
+holds against transformers' own before anything is measured.
+
+Products of matrices are computed in the precision of the weights; norms, activations, softmax and
+losses in that precision too, but not below fp32. So float64 weights give float64 results, and bf16
+ones what mixed precision means.
+
+Shapes: B sequences, S positions of a sequence, K key/value heads, G query heads per key/value head,
+    E features of a head, I and O input and output features, N tokens (B x S), V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+class Dual(NamedTuple):
+    """A value and its derivative along the direction of the product, of one shape.
+
+    Example: the square of x = 3 along x_dot = 1.
+        >>> x = Dual(torch.tensor(3.0), torch.tensor(1.0))
+        >>> x * x
+        Dual(value=tensor(9.), tangent=tensor(6.))
+    """
+
+    value: Tensor
+    tangent: Tensor
+
+    def map(self, linear_map: Callable[[Tensor], Tensor]) -> "Dual":
+        """Apply a linear map, which acts on the value and on the tangent alike."""
+        return Dual(linear_map(self.value), linear_map(self.tangent))
+
+    def __add__(self, other: Self) -> "Dual":  # type: ignore[override]
+        """Add; tuples would be joined."""
+        return Dual(self.value + other.value, self.tangent + other.tangent)
+
+    def __mul__(self, other: Self) -> "Dual":  # type: ignore[override]
+        """Multiply entry by entry; a tuple would be repeated."""
+        return Dual(
+            self.value * other.value, self.tangent * other.value + self.value * other.tangent
+        )
+
+
+def rematerialised(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call `function`; keep only its arguments for the backward pass, which calls it again."""
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **named)
+
+
+def widened(x: Dual) -> Dual:
+    """Return x in fp32, or in the precision it has if that is higher."""
+    return x.map(lambda t: t.to(torch.promote_types(t.dtype, torch.float32)))
+
+
+def linear(x: Dual, weight_OI: Dual) -> Dual:
+    """Return y = x W' with y_dot = x_dot W' + x W_dot'."""
+    x = x.map(lambda t: t.to(weight_OI.value.dtype))
+    tangent = F.linear(x.tangent, weight_OI.value) + F.linear(x.value, weight_OI.tangent)
+    return Dual(F.linear(x.value, weight_OI.value), tangent)
+
+
+def normalised(x: Dual, epsilon: float) -> Dual:
+    """Return x over the root mean square of its last axis: n = x r, r = (mean x^2 + eps)^(-1/2).
+
+    n_dot = r (x_dot - n mean(n x_dot)).
+    """
+    x = widened(x)
+    scale = torch.rsqrt(x.value.square().mean(-1, keepdim=True) + epsilon)
+    normed = x.value * scale
+    return Dual(normed, scale * (x.tangent - normed * (normed * x.tangent).mean(-1, keepdim=True)))
+
+
+def standardised(x: Dual, epsilon: float) -> Dual:
+    """Return x less its mean, normalised: a LayerNorm (Ba et al. 2016) without parameters."""
+    return normalised(widened(x).map(lambda t: t - t.mean(-1, keepdim=True)), epsilon)
+
+
+def rms_norm(x: Dual, weight: Dual, epsilon: float) -> Dual:
+    """Return the RMSNorm w n of x (Zhang and Sennrich 2019)."""
+    return weight * normalised(x, epsilon)
+
+
+def layer_norm(x: Dual, weight: Dual, bias: Dual, epsilon: float) -> Dual:
+    """Return the LayerNorm of x (Ba et al. 2016)."""
+    return weight * standardised(x, epsilon) + bias
+
+
+def silu(x: Dual) -> Dual:
+    """Return the SiLU x s with s = sigmoid(x), of slope s + x s (1 - s) (Elfwing et al. 2018)."""
+    x = widened(x)
+    sigmoid = torch.sigmoid(x.value)
+    value = x.value * sigmoid
+    return Dual(value, (sigmoid + value * (1 - sigmoid)) * x.tangent)
+
+
+def swiglu(gate: Dual, up: Dual) -> Dual:
+    """Return silu(a) u (Shazeer 2020)."""
+    return silu(gate) * widened(up)
+
+
+def gelu(x: Dual) -> Dual:
+    """Return the exact GELU x Phi(x), of slope Phi(x) + x phi(x) (Hendrycks and Gimpel 2016)."""
+    x = widened(x)
+    below = torch.special.ndtr(x.value)
+    density = torch.exp(-0.5 * x.value.square()) / math.sqrt(2 * math.pi)
+    return Dual(x.value * below, (below + x.value * density) * x.tangent)
+
+
+def softplus(x: Dual) -> Dual:
+    """Return log(1 + e^x), of slope sigmoid(x)."""
+    return Dual(F.softplus(x.value), torch.sigmoid(x.value) * x.tangent)
+
+
+def xielu(x: Dual, alpha_p: Dual, alpha_n: Dual, beta: Tensor, epsilon: Tensor) -> Dual:
+    """Return the xIELU of x (Huang and Schlag 2024, arXiv 2411.13010).
+
+    It is a_p x^2 + beta x where x > 0, and a_n (e^x - 1 - x) + beta x elsewhere, with a_p =
+    softplus(alpha_p), a_n = beta + softplus(alpha_n). As in transformers' code, x above epsilon < 0
+    is epsilon in e^x. The second derivative jumps at 0; a point there has the
+    derivatives of the branch that gives its value.
+    """
+    x, alpha_p, alpha_n = widened(x), widened(alpha_p), widened(alpha_n)
+    held = x.value.clamp(max=epsilon)
+    bend = Dual(
+        torch.expm1(held) - x.value, (torch.exp(held) * (x.value < epsilon) - 1) * x.tangent
+    )
+    above = softplus(alpha_p) * x * x
+    scale = softplus(alpha_n)
+    below = Dual(scale.value + beta, scale.tangent) * bend
+    right = x.value > 0
+    bent = Dual(
+        torch.where(right, above.value, below.value),
+        torch.where(right, above.tangent, below.tangent),
+    )
+    return bent + x.map(lambda t: beta * t)
+
+
+def clipped(x: Dual, limit: float) -> Dual:
+    """Return x with its entries clipped to +- limit; one on the limit has slope 1.
+
+    The slope's jump at the limit is no part of the Hessian, but of a difference of gradients whose
+    step crosses it.
+    """
+    return Dual(x.value.clamp(-limit, limit), x.tangent * (x.value.abs() <= limit))
+
+
+def _attend(query: Dual, key: Dual, value: Dual, first_query: int, scale: float) -> Dual:
+    """Return the causal attention of queries from position `first_query` on to keys 0, 1, ..."""
+    keys = key.map(lambda t: t.transpose(-1, -2))
+    scores = (query.value * scale) @ keys.value
+    scores_tangent = (query.tangent * scale) @ keys.value + (query.value * scale) @ keys.tangent
+    dtype = scores.dtype
+    scores, scores_tangent = widened(Dual(scores, scores_tangent))
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(
+        first_query + 1
+    )
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    # A hidden key has weight 0, so what its tangent is does not matter.
+    centre = (weights * scores_tangent).sum(-1, keepdim=True)
+    weights_tangent = (weights * (scores_tangent - centre)).to(dtype)
+    weights = weights.to(dtype)
+    return Dual(weights @ value.value, weights_tangent @ value.value + weights @ value.tangent)
+
+
+def causal_attention(
+    query_BKGSE: Dual, key_BKSE: Dual, value_BKSE: Dual, *, scale: float, queries_per_chunk: int
+) -> Dual:
+    """Return causal attention softmax(scale Q K') V (Vaswani et al. 2017), [B, K, G, S, E].
+
+    With weights p and scores s: p_dot = p (s_dot - sum p s_dot). Queries go through in chunks; more
+    than one chunk are rematerialised in the backward pass, so the S x S weights are never in memory
+    all at once.
+    """
+    num_positions = query_BKGSE.value.shape[-2]
+    keys, values = key_BKSE.map(lambda t: t.unsqueeze(2)), value_BKSE.map(lambda t: t.unsqueeze(2))
+    if num_positions <= queries_per_chunk:
+        return _attend(query_BKGSE, keys, values, 0, scale)
+    chunks = []
+    for start in range(0, num_positions, queries_per_chunk):
+        stop = min(start + queries_per_chunk, num_positions)
+        query = Dual(query_BKGSE.value[..., start:stop, :], query_BKGSE.tangent[..., start:stop, :])
+        past_key, past_value = (
+            Dual(t.value[..., :stop, :], t.tangent[..., :stop, :]) for t in (keys, values)
+        )
+        chunks.append(rematerialised(_attend, query, past_key, past_value, start, scale))
+    return Dual(
+        torch.cat([c.value for c in chunks], -2), torch.cat([c.tangent for c in chunks], -2)
+    )
+
+
+def _summed_cross_entropy(hidden_NI: Dual, weight_VI: Dual, labels_N: Tensor) -> Dual:
+    logits_NV = widened(linear(hidden_NI, weight_VI))
+    weights_NV = logits_NV.value.softmax(-1)
+    # Only the tangent is differentiated; logsumexp z = z_j - log p_j for every j, here the largest.
+    with torch.no_grad():
+        largest_N, index_N = logits_NV.value.max(-1, keepdim=True)
+        log_total_N = largest_N - weights_NV.gather(-1, index_N).log()
+        loss = (log_total_N - logits_NV.value.gather(-1, labels_N[:, None])).sum()
+    expected = (weights_NV * logits_NV.tangent).sum()
+    return Dual(loss, expected - logits_NV.tangent.gather(-1, labels_N[:, None]).sum())
+
+
+def summed_cross_entropy(
+    hidden_NI: Dual, weight_VI: Dual, labels_N: Tensor, *, tokens_per_chunk: int
+) -> Dual:
+    """Return the sum over tokens of -log softmax(W h)[label], nats.
+
+    With logits z and p = softmax(z) its derivative is sum(sum_V p z_dot - z_dot[label]). Tokens go
+    through in chunks; more than one chunk are rematerialised, so the N x V logits are
+    never in memory whole. The value carries no gradient, the tangent does.
+    """
+    num_tokens = len(labels_N)
+    if num_tokens <= tokens_per_chunk:
+        return _summed_cross_entropy(hidden_NI, weight_VI, labels_N)
+    sums = []
+    for start in range(0, num_tokens, tokens_per_chunk):
+        rows = slice(start, start + tokens_per_chunk)
+        hidden = Dual(hidden_NI.value[rows], hidden_NI.tangent[rows])
+        sums.append(rematerialised(_summed_cross_entropy, hidden, weight_VI, labels_N[rows]))
+    values, tangents = zip(*sums, strict=True)
+    return Dual(torch.stack(values).sum(), torch.stack(tangents).sum())

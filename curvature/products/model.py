@@ -1,0 +1,232 @@
+"""An HF causal language model with a tangent beside every parameter, whole or in shards (FSDP2).
+
+Both ways through it, transformers' own forward pass and the dual layers, begin at one module and
+call the same decoder blocks, so FSDP2's hooks gather the parameters of a block, and the tangents
+with them, for either.
+
+Shapes: B sequences of a batch, S positions of a sequence, D hidden, N tokens, V vocabulary, p
+    parameters of this rank.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
+
+from base.errors import UserError
+from base.ranks import Ranks
+from curvature.architectures import architecture_of
+from curvature.architectures.parts import Architecture, Context, parameter
+from curvature.products.dual import Dual, rematerialised, summed_cross_entropy, widened
+from curvature.products.parameters import TANGENT, Parameters, local
+
+Sharding = Literal["none", "fsdp"]
+Criterion = Callable[
+    [Tensor, Tensor, range], Tensor
+]  # logits_BSV, tokens_BS1, its rows in the batch -> summed loss
+
+
+class Objective(NamedTuple):
+    """A number of a whole batch, and this rank's share of it for the backward pass."""
+
+    value: float
+    share: Tensor
+
+
+class CurvedModel:
+    """A model on one or several ranks, whose loss and derivatives are those of a whole batch.
+
+    With sharding "none" every rank holds all parameters and works on batches of its own; with
+    "fsdp" the ranks hold a part of each parameter, and share the sequences of one batch: all have
+    to make the same calls.
+
+    Attributes:
+        parameters: this rank's.
+        entry: the module that every pass calls.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        ranks: Ranks,
+        sharding: Sharding = "none",
+        dtype: torch.dtype | None = None,
+        checkpointing: bool = False,
+        queries_per_chunk: int = 512,
+        tokens_per_chunk: int = 1024,
+        vectors: torch.device | None = None,
+    ) -> None:
+        """Take over `model`.
+
+        Args:
+            model: in eval mode and on the rank's device.
+            ranks: the processes.
+            sharding: of the parameters.
+            dtype: of the dual layers' products of matrices; by default the parameters' own.
+            checkpointing: keep only the blocks' inputs for the backward pass.
+            queries_per_chunk: rows of attention weights in memory at once.
+            tokens_per_chunk: rows of logits in memory at once.
+            vectors: the device of whole vectors; by default the model's.
+        """
+        # HF drops the gradient of the padding token's embedding, training does not: to the loss it
+        # is like others.
+        model.get_input_embeddings().padding_idx = None  # type: ignore[assignment]
+        self._sharded = sharding == "fsdp" and ranks.size > 1  # the only rank's part is the whole
+        self._ranks = ranks
+        self._dtype = dtype or next(model.parameters()).dtype
+        dual_pass = _DualPass(model, self._dtype, queries_per_chunk, tokens_per_chunk)
+        for layer in model.get_decoder().layers:
+            layer.forward = _extended(layer, dual_pass, checkpointing)
+        _add_tangents(model, self._dtype)
+        self.entry = _Entry(model, dual_pass)
+        if self._sharded:
+            self._shard(model)
+        self.parameters = Parameters(
+            model, ranks.sum if self._sharded else lambda summed: summed, vectors
+        )
+
+    def _shard(self, model: Any) -> None:
+        mesh = init_device_mesh(self._ranks.device.type, (self._ranks.size,))
+        for layer in model.get_decoder().layers:
+            fully_shard(layer, mesh=mesh)
+        # FSDP2 keeps the root gathered until a backward pass; after a loss alone, a move would not
+        # reach the next one.
+        fully_shard(self.entry, mesh=mesh, reshard_after_forward=True)
+
+    @torch.no_grad()
+    def set_tangents(self, direction: Callable[[str], Tensor]) -> None:
+        """Set v by this rank's part of every tensor, rounded to the dual layers' precision."""
+        for name in self.parameters.weights:
+            self.tangent(name).copy_(direction(name))
+
+    def tangent(self, name: str) -> Tensor:
+        """Return this rank's part of the direction v in one tensor."""
+        owner, _, leaf = name.rpartition(".")
+        return local(getattr(self.entry.model.get_submodule(owner), leaf + TANGENT))
+
+    def dual_loss(self, tokens_BS1: Tensor) -> tuple[float, Objective]:
+        """Return the mean loss per token, and its derivative along v, whose gradient is Hv."""
+        own_BS1, rows, scale = self._share(tokens_BS1)
+        loss: Dual = self.entry(own_BS1, None, rows)
+        return self._total(loss.value * scale), self._objective(loss.tangent * scale)
+
+    def loss(self, tokens_BS1: Tensor, criterion: Criterion | None = None) -> Objective:
+        """Return the mean per token of a criterion, cross-entropy by default, by transformers."""
+        own_BS1, rows, scale = self._share(tokens_BS1)
+        summed: Tensor = self.entry(own_BS1, criterion or cross_entropy, rows)
+        return self._objective(summed * scale)
+
+    def _objective(self, share: Tensor) -> Objective:
+        # FSDP2 averages gradients, the objective is the sum.
+        summands = self._ranks.size if self._sharded else 1
+        return Objective(self._total(share.detach()), share * summands)
+
+    def _share(self, tokens_BS1: Tensor) -> tuple[Tensor, range, float]:
+        """Return the rank's sequences, their places in the batch, and their summed loss's scale.
+
+        A rank without a sequence computes another's with scale 0: the others' collectives need it.
+        """
+        count, positions = len(tokens_BS1), tokens_BS1.shape[1] - 1
+        rows = self._ranks.share(count) if self._sharded else range(count)
+        scale = 1 / (count * positions) if rows else 0.0
+        rows = rows or range(1)
+        return tokens_BS1[rows.start : rows.stop].to(self._ranks.device), rows, scale
+
+    def _total(self, share: Tensor) -> float:
+        """Return the sum over the ranks that share a batch; UserError where it is not finite."""
+        total = float(share)
+        if self._sharded:
+            total = float(self._ranks.sum(torch.tensor(total, dtype=torch.float64)))
+        if not math.isfinite(total):
+            raise UserError(
+                f"the loss or its derivative is {total}; check the checkpoint's weights for"
+                " overflow"
+            )
+        return total
+
+
+class _Entry(nn.Module):
+    """The module that every pass begins at, and FSDP2's root."""
+
+    def __init__(self, model: Any, dual_pass: "_DualPass") -> None:
+        super().__init__()
+        self.model = model
+        self._dual_pass = dual_pass
+
+    def forward(
+        self, tokens_BS1: Tensor, criterion: Criterion | None, rows: range
+    ) -> Dual | Tensor:
+        """Return the summed loss, by the dual layers unless there is a criterion."""
+        if criterion is None:
+            return self._dual_pass(tokens_BS1)
+        logits_BSV = self.model(input_ids=tokens_BS1[:, :-1], use_cache=False).logits
+        return criterion(logits_BSV, tokens_BS1, rows)
+
+
+class _DualPass:
+    """The forward pass in dual numbers."""
+
+    def __init__(
+        self, model: Any, dtype: torch.dtype, queries_per_chunk: int, tokens_per_chunk: int
+    ) -> None:
+        self.architecture: Architecture = architecture_of(model.config)
+        self._model, self._dtype = model, dtype
+        self._queries_per_chunk, self._tokens_per_chunk = queries_per_chunk, tokens_per_chunk
+
+    def __call__(self, tokens_BS1: Tensor) -> Dual:
+        architecture, dtype = self.architecture, self._dtype
+        decoder = getattr(self._model, architecture.decoder)
+        inputs_BS, labels_N = tokens_BS1[:, :-1], tokens_BS1[:, 1:].flatten()
+        table = parameter(getattr(decoder, architecture.embedding), dtype)
+        hidden_BSD = widened(table.map(lambda t: F.embedding(inputs_BS, t)))
+        positions = torch.arange(inputs_BS.shape[1], device=inputs_BS.device)[None]
+        cos_SE, sin_SE = (table[0] for table in decoder.rotary_emb(hidden_BSD.value, positions))
+        context = Context(cos_SE, sin_SE, dtype, self._queries_per_chunk)
+        for layer in decoder.layers:
+            hidden_BSD = layer(hidden_BSD, context)
+        normed_BSD = architecture.final_norm(getattr(decoder, architecture.norm), hidden_BSD, dtype)
+        return summed_cross_entropy(
+            normed_BSD.map(lambda t: t.flatten(0, 1)),
+            parameter(getattr(self._model, architecture.head), dtype),
+            labels_N,
+            tokens_per_chunk=self._tokens_per_chunk,
+        )
+
+
+def _extended(layer: Any, dual_pass: _DualPass, checkpointing: bool) -> Callable[..., Any]:
+    """Return a block's forward for tensors and dual numbers, which may keep its inputs alone."""
+    of_tensors = layer.forward
+
+    def forward(hidden: Any, *arguments: Any, **named: Any) -> Any:
+        compute = of_tensors
+        if isinstance(hidden, Dual):
+            compute = functools.partial(dual_pass.architecture.block, layer)
+        if checkpointing:
+            return rematerialised(compute, hidden, *arguments, **named)
+        return compute(hidden, *arguments, **named)
+
+    return forward
+
+
+def _add_tangents(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put `weight_tangent` beside every `weight`; a tied parameter has one tangent too."""
+    tangents: dict[int, nn.Parameter] = {}
+    for module in list(model.modules()):
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if id(weight) not in tangents:
+                zeros = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
+                tangents[id(weight)] = nn.Parameter(zeros, requires_grad=False)
+            module.register_parameter(name + TANGENT, tangents[id(weight)])
+
+
+def cross_entropy(logits_BSV: Tensor, tokens_BS1: Tensor, _rows: range) -> Tensor:
+    """Return the sum over tokens of -log softmax(logits)[label], nats."""
+    return F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS1[:, 1:].flatten(), reduction="sum")

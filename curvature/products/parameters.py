@@ -1,0 +1,218 @@
+"""All parameters of a model as one flat vector, of which each rank may hold a part.
+
+Shapes: P parameters of the whole model, p those of this rank (all of them unless the model is
+    sharded), K vectors.
+"""
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from curvature.products.probes import rademacher
+
+LAYER_NAME = re.compile(r".*\.layers\.(\d+)\.")
+EMBEDDING_NAME = re.compile(r".*\.embed(_tokens|_in)\.")
+TANGENT = "_tangent"  # ends the name of the tangent beside a parameter
+# Entries turned into float64 at once: few for a CPU's cache, many as a GPU waits for every launch.
+ENTRIES_PER_SUM = {"cpu": 1 << 20, "cuda": 1 << 24}
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+def block_of(name: str) -> str:
+    """Return the block: embedding, layer<i>, or head (final norm and unembedding)."""
+    if EMBEDDING_NAME.match(name):
+        return "embedding"
+    if layer := LAYER_NAME.match(name):
+        return f"layer{layer[1]}"
+    return "head"
+
+
+def is_norm(name: str) -> bool:
+    """Return whether a parameter is a norm's, with far larger Hessian entries than a matrix's."""
+    return "norm" in name.split(".")[-2]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A Rademacher vector over all parameters, named by what decides its signs.
+
+    Attributes:
+        seed: of a measurement.
+        index: which of its probes.
+        only: names of the tensors it is restricted to, 0 elsewhere; None is all.
+    """
+
+    seed: int
+    index: int
+    only: Collection[str] | None = None
+
+
+class Parameters:
+    """The parameters of a model in `named_parameters()` order, which is that of every vector v_p.
+
+    A sharded parameter is split by rows (FSDP2's Shard(0)); a rank's part of a vector joins its
+    rows of every one.
+
+    Attributes:
+        weights: the model's own tensors by name; nothing is copied.
+        shapes: their whole shapes by name.
+        size: P.
+        device: of vectors; host memory may take those that do not fit beside the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reduce: Reduce = lambda summed: summed,
+        device: torch.device | None = None,
+    ) -> None:
+        """Take `reduce`, a sum over the ranks with the other parts, and the vectors' device."""
+        named = model.named_parameters()
+        self.weights: dict[str, nn.Parameter] = {
+            name: w for name, w in named if not name.endswith(TANGENT)
+        }
+        self.shapes = {name: weight.shape for name, weight in self.weights.items()}
+        self.size = sum(shape.numel() for shape in self.shapes.values())
+        self._reduce = reduce
+        self._starts = {name: _first_entry(weight) for name, weight in self.weights.items()}
+        self._sizes = [local(weight).numel() for weight in self.weights.values()]
+        first = local(next(iter(self.weights.values())))
+        self.dtype, self.device = first.dtype, device or first.device
+
+    def split(self, v_p: Tensor) -> dict[str, Tensor]:
+        """Return views of a flat vector in the shapes of this rank's parameters, by name."""
+        pieces = zip(v_p.split(self._sizes), self.weights.items(), strict=True)
+        return {name: piece.view_as(local(weight)) for piece, (name, weight) in pieces}
+
+    def zeros(self) -> Tensor:
+        """Return the vector 0."""
+        return torch.zeros(sum(self._sizes), dtype=self.dtype, device=self.device)
+
+    def point(self) -> Tensor:
+        """Return a copy of the parameters themselves, theta_p."""
+        theta_p = self.zeros()
+        for name, part in self.split(theta_p).items():
+            part.copy_(local(self.weights[name]).detach())
+        return theta_p
+
+    @torch.no_grad()
+    def move(
+        self, theta_p: Tensor, direction: Callable[[str], Tensor] | None = None, step: float = 0.0
+    ) -> None:
+        """Set the parameters to theta, or to theta + step v where v is given tensor by tensor."""
+        for name, values in self.split(theta_p).items():
+            weight = local(self.weights[name]).copy_(values)
+            if direction:
+                weight.add_(direction(name).to(weight.device), alpha=step)
+
+    def take(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return this rank's part of the vector made of whole tensors by name; 0 for the others."""
+        v_p = self.zeros()
+        parts = self.split(v_p)
+        for name, whole in tensors.items():
+            start, count = self._starts[name], parts[name].numel()
+            parts[name].copy_(whole.flatten()[start : start + count].view_as(parts[name]))
+        return v_p
+
+    def whole(self, v_p: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensors of a vector by name, on the CPU; every rank takes them all."""
+        for name, part in self.split(v_p).items():
+            whole = torch.zeros(self.shapes[name].numel(), dtype=part.dtype)
+            start = self._starts[name]
+            whole[start : start + part.numel()] = part.flatten()
+            yield name, self._reduce(whole).view(self.shapes[name])
+
+    def signs(self, name: str, probe: Probe) -> Tensor:
+        """Return this rank's part of a probe in one tensor, on the tensor's device."""
+        weight = local(self.weights[name])
+        if probe.only is not None and name not in probe.only:
+            return torch.zeros_like(weight)
+        start = self._starts[name]
+        drawn = rademacher(
+            name,
+            start,
+            start + weight.numel(),
+            seed=probe.seed,
+            probe=probe.index,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        return drawn.view_as(weight)
+
+    def whole_signs(self, probe: Probe, names: Collection[str]) -> dict[str, Tensor]:
+        """Return a probe in whole tensors by name, as `take` reads them."""
+        drawn = {}
+        for name in names:
+            size = self.shapes[name].numel()
+            signs = rademacher(name, 0, size, seed=probe.seed, probe=probe.index, dtype=self.dtype)
+            drawn[name] = signs.view(self.shapes[name])
+        return drawn
+
+    def probe(self, probe: Probe) -> Tensor:
+        """Return a probe as a vector v_p."""
+        v_p = self.zeros()
+        for name, part in self.split(v_p).items():
+            part.copy_(self.signs(name, probe))
+        return v_p
+
+    def inner(self, vectors_Kp: Sequence[Tensor] | Tensor, b_p: Tensor) -> Tensor:
+        """Return a_k . b of K vectors a_k over all ranks, float64 [K] on the CPU."""
+        sums_K = torch.zeros(len(vectors_Kp), dtype=torch.float64, device=b_p.device)
+        entries = ENTRIES_PER_SUM[b_p.device.type]
+        for start in range(0, len(b_p), entries):
+            part = slice(start, start + entries)
+            wide = b_p[part].double()  # all vectors meet a part while it is in the cache
+            for k, a_p in enumerate(vectors_Kp):
+                sums_K[k] += a_p[part].double() @ wide
+        return self._reduce(sums_K.cpu())
+
+    def probe_norm(self, probe: Probe) -> float:
+        """Return |v| of a probe, whose entries are signs or 0."""
+        names = self.shapes if probe.only is None else probe.only
+        return math.sqrt(sum(self.shapes[name].numel() for name in names))
+
+    def norm(self, v_p: Tensor) -> float:
+        """Return |v| over all ranks."""
+        return math.sqrt(float(self.inner(v_p[None], v_p)))
+
+    def total(self, sums: list[Tensor]) -> dict[str, float]:
+        """Return one number of every tensor, in their order, summed over the ranks, by name."""
+        totals = self._reduce(torch.stack(sums).cpu()).tolist()
+        return dict(zip(self.weights, totals, strict=True))
+
+    def block_sizes(self) -> dict[str, int]:
+        """Return the number of parameters of each block, in the order of the model."""
+        sizes: dict[str, int] = {}
+        for name, shape in self.shapes.items():
+            sizes[block_of(name)] = sizes.get(block_of(name), 0) + shape.numel()
+        return sizes
+
+
+def local(weight: Tensor) -> Tensor:
+    """Return this rank's part of a parameter."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sum of a b over two tensors on this rank, a float64 scalar."""
+    a_n, b_n = a.detach().flatten(), b.detach().flatten()
+    entries = ENTRIES_PER_SUM[a.device.type]
+    parts = zip(a_n.split(entries), b_n.split(entries), strict=True)
+    sums = [x.double() @ y.double() for x, y in parts]
+    return torch.stack(sums).sum()
+
+
+def _first_entry(weight: Tensor) -> int:
+    """Return the place in the flattened whole of this rank's first entry of a parameter."""
+    if not isinstance(weight, DTensor):
+        return 0
+    rows, mesh = weight.shape[0], weight.device_mesh
+    # FSDP2 deals rows out as torch.chunk does.
+    first = min(rows, mesh.get_local_rank() * -(-rows // mesh.size()))
+    return first * (weight.numel() // rows)

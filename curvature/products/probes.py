@@ -1,0 +1,85 @@
+"""Random signs from a counter-based hash: every sign is a pure function of where it stands.
+
+Neither the order of generation nor the sharding nor the model's values enter, so all checkpoints of
+a study meet the same probes and differences between them keep only their own noise.
+"""
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BITS_PER_WORD = 64
+# 2 million signs: what is made at once does not grow with the parameter. A GPU waits for every
+# launch.
+WORDS_PER_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 18}
+MASK = (1 << BITS_PER_WORD) - 1
+
+
+def _signed(value: int) -> int:
+    """Return the int64 of the same 64 bits, which torch multiplies modulo 2^64."""
+    value &= MASK
+    return value - (1 << BITS_PER_WORD) if value >> (BITS_PER_WORD - 1) else value
+
+
+GOLDEN = _signed(0x9E3779B97F4A7C15)
+MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+
+
+def _xor_shift(words: Tensor, bits: int) -> Tensor:
+    """Return the words xor their logical right shift; torch's >> would carry the sign bit."""
+    return words ^ ((words >> bits) & (MASK >> bits))
+
+
+def words(key: str, start: int, stop: int, *, device: torch.device | str = "cpu") -> Tensor:
+    """Return words start..stop-1 of the stream a text names, int64 with 64 random bits each.
+
+    Word i is output i + 1 of SplitMix64 (Steele, Lea, Flood 2014) in state BLAKE2b-64(text), little
+    endian.
+    """
+    state = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+    counters = torch.arange(start + 1, stop + 1, device=device)
+    mixed = counters * GOLDEN + _signed(state)
+    mixed = _xor_shift(mixed, 30) * MULTIPLIERS[0]
+    mixed = _xor_shift(mixed, 27) * MULTIPLIERS[1]
+    return _xor_shift(mixed, 31)
+
+
+def rademacher(
+    name: str,
+    start: int,
+    stop: int,
+    *,
+    seed: int,
+    probe: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:
+    """Return entries start..stop-1 of the probe of one parameter, each +1 or -1.
+
+    Entry i, counted over the whole flattened parameter, is bit i mod 64 of word i // 64 of the
+    stream 'seed/probe/name': 1 gives +1, 0 gives -1.
+
+    Example:
+        >>> rademacher("weight", 0, 8, seed=0, probe=0)[2:5].equal(
+        ...     rademacher("weight", 2, 5, seed=0, probe=0)
+        ... )
+        True
+    """
+    signs = torch.empty(stop - start, dtype=dtype, device=device)
+    of_bytes = (
+        (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
+    ) * 2 - 1
+    of_bytes = of_bytes.to(dtype)
+    first, last = start // BITS_PER_WORD, -(-stop // BITS_PER_WORD)
+    per_chunk = WORDS_PER_CHUNK[signs.device.type]
+    for word in range(first, last, per_chunk):
+        chunk = words(f"{seed}/{probe}/{name}", word, min(word + per_chunk, last), device=device)
+        drawn = F.embedding(
+            chunk.view(torch.uint8).int(), of_bytes
+        ).flatten()  # little endian: the low byte first
+        offset = word * BITS_PER_WORD
+        low, high = max(start, offset), min(stop, offset + len(drawn))
+        signs[low - start : high - start] = drawn[low - offset : high - offset]
+    return signs

@@ -1,0 +1,217 @@
+"""Differences between results of the same documents, with intervals, tests and Holm's correction.
+
+Shapes: D documents, K calibration draws.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from base.errors import UserError
+from base.statistics import holm
+from ckpt_tools.hf.measured import PerDocument, Quantization
+from ckpt_tools.hf.results import Result, labels
+from quant_eval.measuring.bootstrap import CalibrationDraws, Floats, Resampled, Statistic, resample
+from quant_eval.measuring.statistics import fractions
+from quant_eval.methods import METHODS
+
+FIGURES = tuple(fractions(*np.ones(5)))
+SUMS = ("tokens", "nll", "nll_quantized", "kl", "agreements")
+METHOD = (
+    "difference of two figures of the same documents: interval and two-sided p-value by symmetric"
+    " bootstrap-t; p-values adjusted over all pairs by Holm (1979), intervals not adjusted"
+)
+
+
+class Difference(NamedTuple):
+    """Second minus first, in the unit of the figure."""
+
+    value: float
+    low: float
+    high: float
+    p_value: float  # of no difference; two-sided
+
+
+class Comparison(NamedTuple):
+    """One pair of a call.
+
+    Attributes:
+        first, second: places of the results in the call.
+        sources: of error that the interval covers.
+        p_adjusted: by Holm's correction over the pairs of the call.
+        verdict: on the second, by the adjusted p-value.
+    """
+
+    first: int
+    second: int
+    first_value: float
+    second_value: float
+    difference: Difference
+    sources: Literal["documents", "documents and calibration draws"]
+    p_adjusted: float
+    verdict: Literal["higher", "lower", "not told apart"]
+
+
+def compare(
+    results: Sequence[Result[Quantization]],
+    pairs: Sequence[tuple[int, int]],
+    figure: str,
+    *,
+    samples: int,
+    level: float,
+    seed: int,
+) -> list[Comparison]:
+    """Compare every pair; p-values are adjusted over all of them.
+
+    Interval and test are one bootstrap-t of the difference (`bootstrap.Statistic`): both results
+    are formed from the same drawn documents, and a p-value is at most 1 - level exactly where the
+    interval leaves out 0. What calibration draws add to the error is the standard error of their
+    mean. It counts the part that documents show of it too, which is on the wide side: a result does
+    not say how the draws moved each document.
+
+    Args:
+        results: of the same documents.
+        pairs: places of the first and the second of each pair.
+        figure: one of `FIGURES`.
+        samples: resamples of the documents.
+        level: coverage of the intervals.
+        seed: of the bootstrap.
+
+    Raises:
+        UserError: two results are not comparable, or `samples` cannot show any of so many pairs to
+            differ.
+    """
+    least = math.ceil(len(pairs) / (1 - level) - 1e-9) - 1
+    if samples < least:
+        raise UserError(
+            f"{samples} bootstrap samples cannot show any of {len(pairs)} pairs to differ at level"
+            f" {level:g} after Holm's correction; compare fewer results at once"
+        )
+    named, statistics, draws = labels(results), [], []
+    for first, second in pairs:
+        try:
+            statistics.append(_paired(results[first], results[second], figure))
+            draws.append(_draws(results[first], results[second], figure))
+        except UserError as error:
+            raise UserError(f"{named[first]} and {named[second]}: {error}") from None
+    resampled = resample(statistics, [_spread(one) for one in draws], samples=samples, seed=seed)
+    differences = [_difference(one, level) for one in resampled]
+    adjusted = holm([difference.p_value for difference in differences])
+    comparisons = []
+    for (first, second), statistic, difference, draw, p in zip(
+        pairs, statistics, differences, draws, adjusted, strict=True
+    ):
+        (a_D, b_D), (c_D, d_D) = statistic.ratios
+        comparisons.append(
+            Comparison(
+                first,
+                second,
+                first_value=float(c_D.sum() / d_D.sum()),
+                second_value=float(a_D.sum() / b_D.sum()),
+                difference=difference,
+                sources="documents and calibration draws" if draw else "documents",
+                p_adjusted=p,
+                verdict=_verdict(difference.value, is_significant=p <= 1 - level),
+            )
+        )
+    return comparisons
+
+
+def _verdict(value: float, *, is_significant: bool) -> Literal["higher", "lower", "not told apart"]:
+    if not is_significant:
+        return "not told apart"
+    return "higher" if value > 0 else "lower"
+
+
+def _difference(resampled: Resampled, level: float) -> Difference:
+    low, high = resampled.interval(level)
+    return Difference(resampled.value, low, high, resampled.p_value())
+
+
+def _paired(first: Result[Quantization], second: Result[Quantization], figure: str) -> Statistic:
+    """Return the figure of `second` minus that of `first`; UserError for other settings."""
+    held = [one.spec.evaluation for one in (first, second)]
+    settings = [
+        (evaluation.model_dump() if evaluation else {}) | {"dtype": result.spec.dtype}
+        for evaluation, result in zip(held, (first, second), strict=True)
+    ]
+    for key, value in settings[0].items():
+        if value != settings[1].get(key):
+            raise UserError(
+                f"they were measured with different settings: {key} of the evaluation is"
+                f" {value!r:.20} and {settings[1].get(key)!r:.20}; measure one of them again"
+            )
+    return _statistic(first.measured.per_document, second.measured.per_document, figure)
+
+
+def _statistic(first: PerDocument, second: PerDocument, figure: str) -> Statistic:
+    if first.document != second.document:
+        raise UserError(
+            "they hold other documents; measure both with the same --eval and --eval-tokens"
+        )
+    if first.tokens != second.tokens:
+        raise UserError(
+            "their documents have other numbers of tokens; measure both on the same --eval"
+        )
+    if len(first.document) < 2:
+        raise UserError("a paired comparison needs at least 2 documents; measure both on more text")
+    return Statistic(figure, fraction(second, figure), fraction(first, figure))
+
+
+def fraction(per_document: PerDocument, figure: str) -> tuple[Floats, Floats]:
+    """Return numerator and denominator of the figure, each [D]."""
+    sums = [np.asarray(getattr(per_document, key), dtype=np.float64) for key in SUMS]
+    for key, values_D in zip(SUMS, sums, strict=True):
+        if len(values_D) != len(per_document.document):
+            raise UserError(f"'{key}' does not have a value for every document; measure again")
+        if not np.isfinite(values_D).all():
+            raise UserError(f"'{key}' of a document is not finite; measure again")
+    numerator_D, denominator_D = fractions(*sums)[figure]
+    if denominator_D.sum() <= 0:
+        raise UserError("there is nothing to divide by, the loss is 0; measure on other text")
+    return numerator_D, denominator_D
+
+
+def _draws(first: Result[Quantization], second: Result[Quantization], figure: str) -> list[float]:
+    """Return differences of the figure per calibration draw; none for results of a single draw.
+
+    Draw k of both is paired: right where it was the same text for both, and not wrong where it was
+    not.
+    """
+    given = [_values(result, figure) for result in (first, second)]
+    counts = {len(values) for values in given if values}
+    if not counts:
+        return []
+    if len(counts) > 1 or any(
+        not values and METHODS[result.spec.method].needs_calibration  # type: ignore[index]
+        for result, values in zip((first, second), given, strict=True)
+    ):
+        raise UserError(
+            f"they have {len(given[0]) or 1} and {len(given[1]) or 1} calibration draws; measure"
+            " both with the same --calibration-seeds"
+        )
+    of_first, of_second = (np.array(values or [0.0]) for values in given)  # 0: no draw moves it
+    return list((of_second - of_first).tolist())
+
+
+def _values(result: Result[Quantization], figure: str) -> list[float]:
+    """Return the figure of every calibration draw; nothing for a single one."""
+    calibration = result.measured.calibration
+    if calibration is None:
+        return []
+    drawn = calibration.figures.get(figure)
+    if drawn is None or not np.isfinite(drawn.values).all():
+        raise UserError(f"one has no {figure} for every calibration draw; measure it again")
+    return drawn.values
+
+
+def _spread(draws: Sequence[float]) -> CalibrationDraws | None:
+    if not draws:
+        return None
+    if len(draws) == 1:
+        raise UserError(
+            "one calibration draw says nothing of how draws vary; give two or more, or none"
+        )
+    return CalibrationDraws(float(np.std(draws, ddof=1)) / math.sqrt(len(draws)), len(draws))

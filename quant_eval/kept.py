@@ -1,0 +1,101 @@
+"""Results that are there already: the same model, spec and settings are not measured twice.
+
+Imports neither torch nor transformers, so that this costs no time.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from base.errors import UserError
+from base.files import sha256_of
+from ckpt_tools.hf.directory import DENSE_JSON, LINEAGE_JSON
+from ckpt_tools.hf.measured import Quantization, Tasks
+from ckpt_tools.hf.model import identify
+from ckpt_tools.hf.results import Kind, Result, read_result
+from quant_eval.settings import CHECKPOINT, RunSettings
+from quant_eval.specs import QuantSpec
+from quant_eval.tasks.settings import TaskSettings
+from train.data.corpus import Corpus
+
+PLACES = ("prefix", "path")  # of texts, which may have moved
+
+
+def kept_run(
+    directory: Path,
+    hf_dir: Path,
+    context: int,
+    spec: QuantSpec,
+    settings: RunSettings,
+    texts: tuple[Corpus, Corpus],
+) -> Result[Quantization] | None:
+    """Return the result in a directory if `run` would measure the same; None otherwise.
+
+    Args:
+        directory: of the result.
+        hf_dir: the model.
+        context: tokens the model sees at most.
+        spec: how it is quantized.
+        settings: of the call.
+        texts: for calibration and evaluation.
+    """
+    hashes = [text.manifest.sha256 for text in texts]
+    wanted = settings.texts(settings.block_length(context), *hashes)
+    result = _same(directory, hf_dir, spec, wanted | {"dtype": settings.dtype}, Quantization)
+    if result is None or (settings.per_block and not result.measured.blocks):
+        return None
+    if settings.save and not (directory / CHECKPOINT / LINEAGE_JSON).exists():
+        return None
+    dense = directory / DENSE_JSON
+    if settings.dense and not (dense.exists() and sha256_of(dense) == result.measured.dense):
+        return None
+    return result
+
+
+def kept_tasks(
+    directory: Path, hf_dir: Path, spec: QuantSpec, settings: TaskSettings, calibration: Corpus
+) -> Result[Tasks] | None:
+    """Return the result in a directory if `tasks` would measure the same; None otherwise."""
+    sha256 = calibration.manifest.sha256
+    wanted = settings.described(sha256) | {"dtype": settings.dtype}
+    result = _same(directory, hf_dir, spec, wanted, Tasks)
+    if result is None:
+        return None
+    sources = result.settings["tasks"]
+    if set(sources) != set(settings.names):
+        return None
+    files = {
+        path: sha for source in sources.values() for path, sha in source.get("files", {}).items()
+    }
+    if settings.task_files is None:
+        return None if files else result
+    same = all(
+        Path(path).is_relative_to(settings.task_files)
+        and Path(path).is_file()
+        and sha256_of(Path(path)) == sha
+        for path, sha in files.items()
+    )
+    return result if files and same else None
+
+
+def _same(
+    directory: Path, hf_dir: Path, spec: QuantSpec, wanted: dict[str, Any], kind: type[Kind]
+) -> Result[Kind] | None:
+    """Return the result of a directory if it is of that model and has those settings."""
+    try:
+        result = read_result(directory, kind)
+    except UserError:  # none, or none that can be read
+        return None
+    if not _holds(result.settings, spec.model_dump(mode="json") | wanted):
+        return None
+    # last, for it may read all weights
+    same = identify(hf_dir)["weights_sha256"] == result.model.weights_sha256
+    return result if same else None
+
+
+def _holds(held: Any, wanted: Any) -> bool:
+    """Return whether all settings wanted are held, places aside."""
+    if isinstance(wanted, dict):
+        return isinstance(held, dict) and all(
+            key in PLACES or _holds(held.get(key), value) for key, value in wanted.items()
+        )
+    return bool(held == wanted)

@@ -1,0 +1,1 @@
+"""One measurement: quantized, evaluated, with intervals."""

@@ -1,0 +1,208 @@
+"""Symmetric bootstrap-t over documents for ratios of sums and their differences.
+
+Shapes: D documents, S bootstrap samples, R samples drawn at once, P columns, Z columns that make up
+    a contribution.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from base.errors import UserError
+
+COUNTS_AT_ONCE = 1 << 21  # of how often each document was drawn; 16 MiB
+Floats = NDArray[np.float64]
+
+
+class Statistic:
+    """A ratio of sums over documents, or the first such ratio minus the second.
+
+    The standard error is that of the linearised ratio with every document's residual divided by 1 -
+    its share of sum(b), which is what leaving that document out would show (the jackknife;
+    MacKinnon and White 1985, HC3): variance = sum_i [(a_i - R b_i) / (1 - b_i / sum(b))]^2 /
+    sum(b)^2. Without the division a long document hides its own error. In a resample the shares are
+    kept, so that all its sums are products with the counts.
+
+    Attributes:
+        value: the statistic of all documents.
+        standard_error: on the scale of the interval.
+        columns_DP: what has to be summed over a resample for `studentize`.
+    """
+
+    def __init__(
+        self, name: str, *ratios: tuple[Floats, Floats], logarithmic: bool = False
+    ) -> None:
+        self.name = name
+        self.ratios = ratios
+        self.value = 0.0
+        sums_P, parts_Z, weights_Z = [], [], []
+        for sign, (a_D, b_D) in zip((1, -1), ratios, strict=False):
+            total = b_D.sum()
+            share_D = b_D / total
+            if share_D.max() >= 1:
+                raise UserError(
+                    f"{name}: one document holds all of what it is relative to; evaluate more"
+                    " documents"
+                )
+            ratio = a_D.sum() / total
+            residual_D = a_D - ratio * b_D
+            sums_P += [b_D, residual_D]
+            parts_Z += [residual_D / (1 - share_D), b_D / (1 - share_D)]
+            weights_Z += [sign / total, 0.0]
+            self.value += sign * float(ratio)
+        self._pairs = list(itertools.combinations_with_replacement(range(len(parts_Z)), 2))
+        self.columns_DP = np.stack(
+            sums_P + [parts_Z[i] * parts_Z[j] for i, j in self._pairs], axis=1
+        )
+        variance = float((np.tensordot(weights_Z, parts_Z, 1) ** 2).sum())
+        self.logarithmic = logarithmic and variance > 0
+        if self.logarithmic and self.value <= 0:
+            raise UserError(
+                f"{name} is {self.value:.3g}, lost in rounding; evaluate with --dtype fp32 or more"
+                " text"
+            )
+        self.standard_error = math.sqrt(variance) / (self.value if self.logarithmic else 1)
+
+    def studentize(self, sums_SP: Floats, num_documents: int) -> Floats:
+        """Return (statistic of a resample - statistic) / standard error of the resample.
+
+        One part in D + 1 of the resample's variance is the sample's: in a resample of few different
+        documents, or of documents that agree, its own comes close to 0.
+        """
+        deviation_S: Floats = np.zeros(len(sums_SP))
+        if self.standard_error == 0:
+            return deviation_S
+        weights = []
+        for index, sign in zip(range(len(self.ratios)), (1, -1), strict=False):
+            total_S, residual_S = sums_SP[:, 2 * index], sums_SP[:, 2 * index + 1]
+            change_S = residual_S / total_S
+            deviation_S += sign * change_S
+            weights += [sign / total_S, -sign * change_S / total_S]
+        variance_S = np.zeros(len(sums_SP))
+        for column, (i, j) in enumerate(self._pairs, start=2 * len(self.ratios)):
+            variance_S += (1 if i == j else 2) * weights[i] * weights[j] * sums_SP[:, column]
+        np.maximum(variance_S, 0, out=variance_S)  # rounding
+        if self.logarithmic:
+            relative_S = np.maximum(1 + deviation_S / self.value, 0)
+            is_positive_S = relative_S > 0
+            safe_S = np.where(is_positive_S, relative_S, 1)
+            deviation_S = np.where(is_positive_S, np.log(safe_S), -np.inf)
+            variance_S /= (safe_S * self.value) ** 2
+        mixed_S = (num_documents * variance_S + self.standard_error**2) / (num_documents + 1)
+        studentized_S: Floats = deviation_S / np.sqrt(mixed_S)
+        return studentized_S
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """A statistic with the distribution of its error.
+
+    The error of the documents is the standard error times a studentised deviation of a resample.
+    The error of the calibration draw, where there were K of them, is its standard error times a
+    Student t of K - 1 degrees of freedom. Their sum is drawn as often as documents were resampled:
+    the Behrens-Fisher solution (Fisher 1935) for an error with two sources, one of which was seen
+    only K times.
+
+    Attributes:
+        value: the statistic.
+        error_S: its error on the scale of the interval, without sign.
+        logarithmic: whether that scale is the logarithm.
+    """
+
+    name: str
+    value: float
+    error_S: Floats
+    logarithmic: bool
+
+    def interval(self, level: float) -> list[float]:
+        """[low, high] around the value, by the quantile of the error without sign.
+
+        Symmetric intervals (Hall 1988, "On symmetric bootstrap confidence intervals") miss their
+        level by a term of order 1 / D^2; equal-tailed bootstrap-t, BCa and percentile intervals by
+        one of order 1 / D.
+        """
+        samples = len(self.error_S)
+        rank = math.ceil(level * (samples + 1) - 1e-9)
+        if rank > samples:
+            raise UserError(
+                f"{samples} bootstrap samples are too few for an interval of level {level:g}; take "
+                f"{math.ceil(level / (1 - level))} or more"
+            )
+        half_width = float(np.partition(self.error_S, rank - 1)[rank - 1])
+        with np.errstate(over="ignore"):
+            factor = float(np.exp(half_width)) if self.logarithmic else 1.0
+        if not math.isfinite(half_width * factor):
+            raise UserError(
+                f"{self.name} has no interval on these documents; evaluate more of them"
+            )
+        if self.logarithmic:
+            return [self.value / factor, self.value * factor]
+        return [self.value - half_width, self.value + half_width]
+
+    def p_value(self) -> float:
+        """Return the two-sided p-value of the value 0; never below 1 / (S + 1).
+
+        It is at most 1 - level exactly where the interval of that level leaves out 0.
+        """
+        return float((1 + (self.error_S >= abs(self.value)).sum()) / (len(self.error_S) + 1))
+
+
+@dataclass(frozen=True)
+class CalibrationDraws:
+    """The part of calibration draws: standard error of a statistic's mean over K of them."""
+
+    standard_error: float
+    seeds: int
+
+
+def resample(
+    statistics: Sequence[Statistic],
+    draws: Sequence[CalibrationDraws | None],
+    *,
+    samples: int,
+    seed: int,
+) -> list[Resampled]:
+    """Draws documents with replacement, the same ones for every statistic, and studentises each.
+
+    Bootstrap-t: Efron and Tibshirani 1993, section 12.5; every sample draws as many documents as
+    there are.
+
+    Args:
+        statistics: of the same documents.
+        draws: for each, the calibration draws its value is the mean of; None: documents are all
+            that varies.
+        samples: resamples.
+        seed: of the resamples.
+    """
+    columns_DP = np.concatenate([statistic.columns_DP for statistic in statistics], axis=1)
+    ends = np.cumsum([statistic.columns_DP.shape[1] for statistic in statistics])
+    num_documents = len(columns_DP)
+    generator = np.random.default_rng(seed)
+    t_of = [np.empty(samples) for _ in statistics]
+    rows = max(1, COUNTS_AT_ONCE // num_documents)
+    for start in range(0, samples, rows):
+        size = min(rows, samples - start)
+        drawn_RD = generator.integers(num_documents, size=(size, num_documents))
+        drawn_RD += np.arange(size)[:, None] * num_documents
+        counts_RD = np.bincount(drawn_RD.ravel(), minlength=drawn_RD.size).reshape(drawn_RD.shape)
+        sums_RP = counts_RD.astype(np.float64) @ columns_DP
+        for statistic, t_S, end in zip(statistics, t_of, ends, strict=True):
+            own_RP = sums_RP[:, end - statistic.columns_DP.shape[1] : end]
+            t_S[start : start + size] = statistic.studentize(own_RP, num_documents)
+    resampled = []
+    for statistic, draw, t_S in zip(statistics, draws, t_of, strict=True):
+        error_S = statistic.standard_error * t_S
+        if draw:
+            scale = statistic.value if statistic.logarithmic else 1.0
+            student_S = np.random.default_rng((seed, draw.seeds)).standard_t(
+                draw.seeds - 1, size=samples
+            )
+            error_S = error_S + draw.standard_error / scale * student_S
+        resampled.append(
+            Resampled(statistic.name, statistic.value, np.abs(error_S), statistic.logarithmic)
+        )
+    return resampled

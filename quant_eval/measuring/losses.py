@@ -1,0 +1,177 @@
+"""Losses of a model and of quantized ones on the same documents, each document on its own.
+
+Shapes: B blocks of a batch, L tokens of the longest, D hidden features, T targets, V vocabulary, N
+    blocks, U units.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from base.errors import UserError
+from base.progress import Progress
+from base.ranks import Ranks
+from quant_eval.model.activations import Activations
+from train.data.corpus import Corpus
+
+LOGITS_BYTES = 64 << 20  # of fp32 in memory at once, per model
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Documents cut into blocks.
+
+    Attributes:
+        blocks: tokens of each block; all but the first are its targets.
+        owner: for each block, the unit it belongs to as an index into `documents`.
+        documents: the units that intervals resample: indices into the corpus of the documents that
+            have a target, in file order, or, of concatenated documents, the numbers of the blocks.
+        without_target: number of documents passed over because they are shorter than 2 tokens.
+    """
+
+    blocks: list[NDArray[np.int64]]
+    owner: list[int]
+    documents: list[int]
+    without_target: int
+
+    def batches(self, batch_size: int) -> list[list[int]]:
+        """Return blocks that are computed together: of similar length, so little is padded."""
+        by_length = sorted(range(len(self.blocks)), key=lambda index: -len(self.blocks[index]))
+        return [
+            by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)
+        ]
+
+    def padded(self, batch: Sequence[int]) -> Tensor:
+        """Tokens, int64 [B, L + 1]. Attention is causal: padding on the right is unseen."""
+        blocks = [torch.from_numpy(self.blocks[index]) for index in batch]
+        return torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True)
+
+
+@dataclass(frozen=True)
+class PairedLosses:
+    """Sums over each unit's targets, float64 [U]: nats, but counts in `tokens` and `agreements`."""
+
+    tokens: NDArray[np.float64]
+    nll: NDArray[np.float64]
+    nll_quantized: NDArray[np.float64]
+    kl: NDArray[np.float64]
+    agreements: NDArray[np.float64]
+
+
+def evaluation_set(
+    corpus: Corpus,
+    sequence_length: int,
+    max_tokens: int | None,
+    mode: Literal["separate", "concatenated"],
+) -> EvaluationSet:
+    """Cut documents, in file order, until their targets number at least `max_tokens`.
+
+    Separate: block i holds tokens i x L .. i x L + L of its document, so every token but a
+        document's first is a target
+    once. Concatenated, as in arXiv:2510.06213: end-of-text tokens are dropped, the model reads
+    blocks of L tokens of the joined documents, and all but a block's first are targets; what does
+    not fill a block is dropped.
+    """
+    chosen, without_target, tokens = [], 0, 0
+    for index in range(len(corpus.bounds_D) - 1):
+        if max_tokens is not None and tokens >= max_tokens:
+            break
+        document_T = corpus.document(index)
+        if len(document_T) < 2:
+            without_target += 1
+            continue
+        chosen.append(index)
+        tokens += len(document_T) - 1
+    if mode == "concatenated":
+        joined_T = np.concatenate(
+            [corpus.document(index) for index in chosen] or [np.empty(0, np.int64)]
+        )
+        joined_T = joined_T[joined_T != corpus.manifest.eos_token_id]
+        count = len(joined_T) // sequence_length
+        blocks = list(joined_T[: count * sequence_length].reshape(count, sequence_length))
+        owner = chosen = list(range(count))
+    else:
+        blocks, owner = [], []
+        for unit, index in enumerate(chosen):
+            document_T = corpus.document(index)
+            starts = range(0, len(document_T) - 1, sequence_length)
+            blocks += [document_T[start : start + sequence_length + 1] for start in starts]
+            owner += [unit] * len(starts)
+    if len(chosen) < 2:
+        raise UserError(
+            f"{corpus.prefix}: {len(chosen)} evaluated document(s) or block(s); a paired interval"
+            " needs at least 2, prepare more text or raise --eval-tokens"
+        )
+    return EvaluationSet(blocks, owner, chosen, without_target)
+
+
+@torch.no_grad()
+def paired_losses(
+    head: nn.Module,
+    full: Activations,
+    quantized: Sequence[Activations],
+    data: EvaluationSet,
+    batches: Sequence[Sequence[int]],
+    ranks: Ranks,
+) -> list[PairedLosses]:
+    """Return the losses of each quantized model beside those of the full-precision model.
+
+    Per target with full distribution p and quantized distribution q: -log p(target), -log
+    q(target), KL(p || q) = sum_v p_v (log p_v - log q_v), and whether p's most likely token is most
+    likely under q too.
+
+    `head` makes logits of a residual stream; `full` and `quantized` hold those after the last
+    block, for this rank's `batches`, which are indices of blocks of `data`.
+    """
+    count, device = len(data.blocks), ranks.device
+    nll_N = torch.zeros(count, dtype=torch.float64)
+    sums_SN3 = torch.zeros(len(quantized), count, 3, dtype=torch.float64)
+    rows = None
+    with Progress("losses", total=len(batches)) as progress:
+        for index, batch in enumerate(batches):
+            tokens_BL = data.padded(batch)
+            lengths_B = torch.tensor([len(data.blocks[block]) - 1 for block in batch])
+            is_real_BL = torch.arange(tokens_BL.shape[1] - 1)[None] < lengths_B[:, None]
+            targets_T1 = tokens_BL[:, 1:][is_real_BL][:, None].to(device)
+            owner_T = torch.tensor(batch).repeat_interleave(lengths_B)
+            streams = [
+                stream.read(index, device)[is_real_BL.to(device)] for stream in (full, *quantized)
+            ]
+            rows = rows or max(1, LOGITS_BYTES // (4 * head(streams[0][:1]).shape[-1]))
+            for start in range(0, len(owner_T), rows):
+                some = slice(start, start + rows)
+                target_T1, owner = targets_T1[some], owner_T[some]
+                log_p_TV = torch.log_softmax(head(streams[0][some]).float(), dim=-1)
+                p_TV, top_T1 = log_p_TV.exp(), log_p_TV.argmax(-1, keepdim=True)
+                nll_N.index_add_(0, owner, -log_p_TV.gather(1, target_T1).squeeze(1).double().cpu())
+                for stream, sums_N3 in zip(streams[1:], sums_SN3, strict=True):
+                    log_q_TV = torch.log_softmax(head(stream[some]).float(), dim=-1)
+                    nll_T = -log_q_TV.gather(1, target_T1).squeeze(1)
+                    agrees_T = log_q_TV.gather(1, top_T1).squeeze(1) == log_q_TV.amax(-1)
+                    kl_T = (log_p_TV - log_q_TV).mul_(p_TV).sum(-1)
+                    sums_N3.index_add_(
+                        0, owner, torch.stack([nll_T, kl_T, agrees_T.float()], dim=1).double().cpu()
+                    )
+            progress.advance()
+    ranks.sum(nll_N)  # each block was one rank's alone, so nothing depends on how many there are
+    ranks.sum(sums_SN3)
+    owner_N = torch.tensor(data.owner)
+
+    def by_unit(values_N: Tensor) -> NDArray[np.float64]:
+        return (
+            torch.zeros(len(data.documents), dtype=torch.float64)
+            .index_add_(0, owner_N, values_N)
+            .numpy()
+        )
+
+    tokens = by_unit(torch.tensor([len(block) - 1 for block in data.blocks], dtype=torch.float64))
+    nll = by_unit(nll_N)
+    return [
+        PairedLosses(tokens, nll, *(by_unit(column_N) for column_N in sums_N3.unbind(1)))
+        for sums_N3 in sums_SN3
+    ]

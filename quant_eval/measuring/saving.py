@@ -1,0 +1,57 @@
+"""The proof that a saved checkpoint holds the weights that were measured."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from base.errors import UserError
+from base.ranks import Ranks
+from ckpt_tools.formats.weights import DTYPES
+from quant_eval.gptq_format.reader import SavedWeights
+from quant_eval.measuring.losses import EvaluationSet, PairedLosses, paired_losses
+from quant_eval.measuring.walk import evaluated_stream
+from quant_eval.model.streamed import StreamedModel
+from quant_eval.settings import ComputeSettings
+
+TOLERANCE = 1e-6  # the same weights by the same code
+
+
+def prove_saved(
+    checkpoint: Path,
+    measured: PairedLosses,
+    data: EvaluationSet,
+    compute: ComputeSettings,
+    ranks: Ranks,
+) -> dict[str, Any]:
+    """Read the checkpoint back from its files and compare losses.
+
+    Returns:
+        The reloaded cross-entropy, nats per token, and its relative difference to the measured one.
+
+    Raises:
+        UserError: the loss is not reproduced; the checkpoint is removed.
+    """
+    dtype = DTYPES[compute.dtype]
+    model = StreamedModel(checkpoint, SavedWeights(checkpoint, dtype), dtype, ranks.device)
+    share = data.batches(compute.batch_size)[ranks.rank :: ranks.size]
+    stream = evaluated_stream(model, data, share, compute.dtype, ranks)
+    for index in range(model.num_blocks):
+        stream.advance(model.block(index))
+    held = stream.activations
+    (own,) = paired_losses(model.head(), held, [held], data, share, ranks)
+    reloaded, expected = float(own.nll.sum()), float(measured.nll_quantized.sum())
+    difference = abs(reloaded / expected - 1)
+    report = {
+        "cross_entropy": reloaded / float(own.tokens.sum()),
+        "relative_difference": difference,
+        "tolerance": TOLERANCE,
+    }
+    ranks.wait()
+    if not difference <= TOLERANCE:  # nor NaN
+        if ranks.rank == 0:
+            shutil.rmtree(checkpoint)
+        raise UserError(
+            f"{checkpoint} does not reproduce the measured loss ({report}) and was removed; report"
+            " this as a defect"
+        )
+    return report

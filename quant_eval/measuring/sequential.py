@@ -1,0 +1,263 @@
+"""Quantizing a decoder block, each linear on the inputs that the quantized ones before it produce.
+
+Shapes: B sequences, L tokens of a sequence, D hidden features, O output features, I input features.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from base.errors import UserError
+from base.ranks import Ranks
+from quant_eval.gptq import gptq, prepare, row_output_errors
+from quant_eval.grid import Rounded, round_to_nearest
+from quant_eval.hessian import InputHessian
+from quant_eval.model.activations import Activations
+from quant_eval.model.streamed import Block, StreamedModel
+from quant_eval.specs import QuantSpec
+
+Keep = Callable[[str, Rounded], None]
+Linears = dict[str, nn.Linear]  # those that read one input, by their names in the model
+# Methods that move scales between linears: what one linear computes means nothing by itself.
+FOLDING = ("awq",)
+
+
+@dataclass(frozen=True)
+class LinearError:
+    """A quantized linear.
+
+    Attributes:
+        name: in the model.
+        relative_output_error: GPTQ's objective tr(dW H dW^T) / tr(W H W^T) with the H of the inputs
+            it was quantized on.
+        relative_weight_error: ||dW||_F^2 / ||W||_F^2.
+        folded: whether scales were moved into other linears, which leaves both errors without
+            meaning, and null.
+    """
+
+    name: str
+    relative_output_error: float | None
+    relative_weight_error: float | None
+    folded: bool = False
+
+
+def check_groups(model: StreamedModel, spec: QuantSpec) -> None:
+    """Refuse a group size that does not divide the input features of every linear."""
+    for name, linear in model.empty_linears().items():
+        if spec.group_size is not None and linear.in_features % spec.group_size:
+            raise UserError(
+                f"spec {spec.name}: group size {spec.group_size} does not divide the"
+                f" {linear.in_features} input features of {name}; choose a divisor, or perchannel"
+            )
+
+
+class BlockQuantizer:
+    """Quantizes one block after another for one spec.
+
+    Args of the constructor:
+        calibration: this rank's sequences as the first block reads them; advanced in place.
+        contexts: per batch, what the blocks need besides.
+        keep: called with every linear's codes, for methods that have them, on every rank.
+    """
+
+    def __init__(
+        self,
+        spec: QuantSpec,
+        calibration: Activations,
+        contexts: list[dict[str, Any]],
+        ranks: Ranks,
+        keep: Keep | None = None,
+    ) -> None:
+        self.spec, self._x, self._contexts = spec, calibration, contexts
+        self._ranks, self._keep = ranks, keep
+        self._attended: Activations | None = None  # what the attention's last linear reads
+
+    @torch.no_grad()
+    def __call__(self, block: Block, given: Block | None, is_last: bool) -> list[LinearError]:
+        """Quantize a block in place; its calibration inputs become its outputs.
+
+        Args:
+            block: full precision.
+            given: the same block with the weights that another project's library made; None for own
+                methods.
+            is_last: no block reads the outputs, so they are not computed.
+
+        Raises:
+            UserError: a Hessian cannot be used at the stated damping, or the method does not take a
+                weight's shape.
+        """
+        if self.spec.method in FOLDING:
+            assert given is not None
+            block.module.load_state_dict(given.module.state_dict(), assign=True)
+            names = [name for group in block.linears() for name in group]
+            return [LinearError(name, None, None, folded=True) for name in names]
+        reads = (self._qkv_reads, self._output_reads, self._up_reads, self._down_reads)
+        groups, errors = block.linears(), list[LinearError]()
+        of_library = given.linears() if given else [None] * len(groups)
+        for linears, inputs, made in zip(groups, reads, of_library, strict=True):
+            # the inputs are computed as they are read, when all groups before this are quantized
+            hessian_II = self._hessian(linears, inputs(block))
+            errors += self._quantize_group(block, linears, hessian_II, made)
+        if not is_last:
+            self._advance(block)
+        return errors
+
+    def _read(self, index: int) -> Tensor:
+        return self._x.read(index, self._ranks.device)
+
+    def _qkv_reads(self, block: Block) -> Iterator[Tensor]:
+        for index in range(len(self._x)):
+            yield block.attention_input(self._read(index))
+
+    def _output_reads(self, block: Block) -> Iterator[Tensor]:
+        width = next(iter(block.linears()[1].values())).in_features
+        self._attended = self._attended or self._x.like(width)
+        for index in range(len(self._x)):
+            attended = block.attended(self._read(index), self._contexts[index])
+            self._attended.write(index, attended)
+            yield attended
+
+    def _residual(self, block: Block) -> Activations:
+        """Return what the MLP's output is added to; in parallel blocks the MLP still reads x."""
+        assert self._attended is not None
+        return self._attended if block.is_parallel else self._x
+
+    def _up_reads(self, block: Block) -> Iterator[Tensor]:
+        assert self._attended is not None
+        for index in range(len(self._x)):
+            attended = self._attended.read(index, self._ranks.device)
+            stream, added = block.after_attention(self._read(index), attended)
+            self._residual(block).write(index, added)
+            yield block.mlp_input(stream)
+
+    def _down_reads(self, block: Block) -> Iterator[Tensor]:
+        # Computed again in `_advance` rather than kept: these are the widest of all, and would
+        # double what is in memory.
+        for index in range(len(self._x)):
+            yield block.gated(self._read(index))
+
+    def _advance(self, block: Block) -> None:
+        residual = self._residual(block)
+        for index in range(len(self._x)):
+            gated = block.gated(self._read(index))
+            added = residual.read(index, self._ranks.device)
+            self._x.write(index, block.after_mlp(added, gated))
+
+    def _hessian(self, linears: Linears, inputs: Iterator[Tensor]) -> Tensor:
+        """Return the mean of x x^T over the tokens of all ranks."""
+        name, first = next(iter(linears.items()))
+        hessian = InputHessian(first.in_features, self._ranks.device)
+        for batch in inputs:
+            hessian.add(batch)
+        self._ranks.sum(hessian.sum_II)
+        hessian.tokens = int(self._ranks.sum(torch.tensor(hessian.tokens)))
+        return hessian.mean(name)
+
+    def _quantize_group(
+        self, block: Block, linears: Linears, hessian_II: Tensor, given: Linears | None
+    ) -> list[LinearError]:
+        """Quantize linears of one input. One Hessian serves all: rows do not interact."""
+        stacked_OI = torch.cat([linear.weight for linear in linears.values()])
+        if self.spec.method == "int8":
+            return self._errors(linears, stacked_OI, self._int8(block, linears), hessian_II)
+        dense_OI = self._dense(linears, stacked_OI, hessian_II, given).to(stacked_OI.dtype)
+        errors = self._errors(linears, stacked_OI, dense_OI, hessian_II)
+        sizes = [linear.out_features for linear in linears.values()]
+        for linear, quantized_OI in zip(linears.values(), dense_OI.split(sizes), strict=True):
+            linear.weight = nn.Parameter(quantized_OI.clone(), requires_grad=False)
+        return errors
+
+    def _int8(self, block: Block, linears: Linears) -> Tensor:
+        """Replace the linears by LLM.int8()'s own modules; what their weights decode to."""
+        from quant_eval.libraries.bitsandbytes import dense_weight, replace_linears
+
+        relative = [name.removeprefix(f"{block.prefix}.") for name in linears]
+        replace_linears(block.module, relative, self.spec)
+        block.mixes_sequences = True
+        return torch.cat([dense_weight(block.module.get_submodule(name)) for name in relative])
+
+    def _dense(
+        self, linears: Linears, stacked_OI: Tensor, hessian_II: Tensor, given: Linears | None
+    ) -> Tensor:
+        """Return the stacked weights after quantization and dequantization."""
+        if given is not None:
+            return torch.cat([linear.weight for linear in given.values()])
+        if self.spec.method == "nf4":
+            from quant_eval.libraries.bitsandbytes import nf4_dense
+
+            assert self.spec.group_size is not None
+            return nf4_dense(stacked_OI, self.spec.group_size)
+        rounded = self._round(stacked_OI, hessian_II, next(iter(linears)))
+        if self._keep:
+            _hand_on(rounded, linears, self._keep)
+        return rounded.dense()
+
+    def _round(self, weight_OI: Tensor, hessian_II: Tensor, name: str) -> Rounded:
+        """Round this rank's share of the rows; return those of all."""
+        ranks, rows = self._ranks, len(weight_OI)
+        share = ranks.share(rows)
+        own_OI = weight_OI[share.start : share.stop]
+        # a Hessian that is refused is refused on every rank
+        prepared = prepare(hessian_II, self.spec, name) if self.spec.method == "gptq" else None
+        try:
+            own = (
+                gptq(own_OI, prepared, self.spec)
+                if prepared
+                else round_to_nearest(own_OI, self.spec)
+            )
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+        if ranks.size == 1:
+            return own
+
+        def gathered(part: Tensor) -> Tensor:
+            whole = part.new_zeros(rows, part.shape[1])
+            whole[share.start : share.stop] = part
+            return ranks.sum(whole)
+
+        return Rounded(
+            gathered(own.codes_OI), gathered(own.scales_OG), gathered(own.zeros_OG), own.groups_I
+        )
+
+    def _errors(
+        self, linears: Linears, weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor
+    ) -> list[LinearError]:
+        """Return the errors of stacked linears; each rank works out its share of the rows."""
+        share = self._ranks.share(len(weight_OI))
+        own = slice(share.start, share.stop)
+        sums_O4 = torch.zeros(len(weight_OI), 4, dtype=torch.float64, device=weight_OI.device)
+        output_errors = row_output_errors(weight_OI[own], quantized_OI[own], hessian_II)
+        difference_OI = weight_OI[own].double() - quantized_OI[own].double()
+        squares = (difference_OI.square().sum(1), weight_OI[own].double().square().sum(1))
+        sums_O4[own] = torch.stack([*output_errors, *squares], dim=1)
+        sizes = [linear.out_features for linear in linears.values()]
+        errors = []
+        for name, rows_O4 in zip(linears, self._ranks.sum(sums_O4).split(sizes), strict=True):
+            output, whole, weight, norm = rows_O4.sum(0).tolist()
+            errors.append(
+                LinearError(name, _relative(output, whole, name), _relative(weight, norm, name))
+            )
+        return errors
+
+
+def _hand_on(rounded: Rounded, linears: Linears, keep: Keep) -> None:
+    """Call `keep` with the codes of each of the stacked linears."""
+    sizes = [linear.out_features for linear in linears.values()]
+    parts = [
+        part.cpu().split(sizes) for part in (rounded.codes_OI, rounded.scales_OG, rounded.zeros_OG)
+    ]
+    for key, codes_OI, scales_OG, zeros_OG in zip(linears, *parts, strict=True):
+        keep(f"{key}.weight", Rounded(codes_OI, scales_OG, zeros_OG, rounded.groups_I.cpu()))
+
+
+def _relative(error: float, whole: float, name: str) -> float:
+    """Return their ratio; 0 for a linear of zeros, which is rounded to zeros."""
+    if error and not whole:
+        raise UserError(
+            f"{name}: its output is 0 on all of the calibration text; check the checkpoint's"
+            " weights"
+        )
+    return error / whole if whole else 0.0

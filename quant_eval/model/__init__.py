@@ -1,0 +1,1 @@
+"""HF models, one decoder block in memory at a time."""

@@ -1,0 +1,188 @@
+"""A model of which one decoder block is in memory at a time, computed by transformers' own modules.
+
+Shapes: B sequences of a batch, L tokens of a sequence, D hidden features, T tokens, V vocabulary, G
+    linear inputs.
+"""
+
+import copy
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from base.errors import UserError
+from ckpt_tools.formats.weights import Weights, read_whole
+from ckpt_tools.hf.forward import check_shapes, empty_model, names_in_files, read_config
+from quant_eval.model.families import Family, family_of
+
+LAYERS = "layers"
+
+
+class Block:
+    """A decoder block, whole or taken apart where its linears read.
+
+    Attributes:
+        module: transformers' own.
+        prefix: of its parameters' names in the model.
+        mixes_sequences: whether what it makes of a sequence depends on what else is in the batch,
+            padding included: it is then given one sequence at a time. LLM.int8() calls a feature an
+            outlier for all tokens of a batch.
+    """
+
+    def __init__(self, module: Any, prefix: str, family: Family, is_parallel: bool) -> None:
+        self.module, self.prefix, self.family, self.is_parallel = (
+            module,
+            prefix,
+            family,
+            is_parallel,
+        )
+        self.mixes_sequences = False
+        self.attention, self.mlp = getattr(module, family.attention), getattr(module, family.mlp)
+        self._norms = getattr(module, family.attention_norm), getattr(module, family.mlp_norm)
+
+    def copy(self) -> "Block":
+        """One with weights of its own."""
+        return Block(copy.deepcopy(self.module), self.prefix, self.family, self.is_parallel)
+
+    def linears(self) -> list[dict[str, nn.Linear]]:
+        """Linears by name in groups of one input, in the order in which they compute."""
+        family = self.family
+        groups = []
+        for part, reading, writing in (
+            (family.attention, family.reading, family.writing),
+            (family.mlp, family.mlp_reading, family.mlp_writing),
+        ):
+            owner = getattr(self.module, part)
+            for names in (reading, (writing,)):
+                groups.append(
+                    {f"{self.prefix}.{part}.{name}": getattr(owner, name) for name in names}
+                )
+        return groups
+
+    def __call__(self, x_BLD: Tensor, context: dict[str, Any]) -> Tensor:
+        """The block's output."""
+        output: Tensor = self.module(x_BLD, **context)
+        return output
+
+    def attention_input(self, x_BLD: Tensor) -> Tensor:
+        """Return the input of q, k and v."""
+        normed_BLD: Tensor = self._norms[0](x_BLD) if self.family.norms == "before" else x_BLD
+        return normed_BLD
+
+    def attended(self, x_BLD: Tensor, context: dict[str, Any]) -> Tensor:
+        """Return the input of the attention's last linear, [B, L, G]."""
+        with _skipped(self.attention, self.family.writing):
+            read_BLG: Tensor = self.attention(hidden_states=self.attention_input(x_BLD), **context)[
+                0
+            ]
+        return read_BLG
+
+    def after_attention(self, x_BLD: Tensor, attended_BLG: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream that the MLP reads, and what it is added to in the end."""
+        written = getattr(self.attention, self.family.writing)(attended_BLG)
+        if self.is_parallel:
+            return x_BLD, x_BLD + written
+        added = x_BLD + (written if self.family.norms == "before" else self._norms[0](written))
+        return added, added
+
+    def mlp_input(self, x_BLD: Tensor) -> Tensor:
+        """Return the input of the MLP's first linears."""
+        normed_BLD: Tensor = self._norms[1](x_BLD) if self.family.norms == "before" else x_BLD
+        return normed_BLD
+
+    def gated(self, x_BLD: Tensor) -> Tensor:
+        """Return the input of the MLP's last linear, [B, L, G]."""
+        with _skipped(self.mlp, self.family.mlp_writing):
+            read_BLG: Tensor = self.mlp(self.mlp_input(x_BLD))
+        return read_BLG
+
+    def after_mlp(self, x_BLD: Tensor, gated_BLG: Tensor) -> Tensor:
+        """The block's output, from the residual stream the MLP is added to."""
+        written: Tensor = getattr(self.mlp, self.family.mlp_writing)(gated_BLG)
+        return x_BLD + (written if self.family.norms == "before" else self._norms[1](written))
+
+
+@contextmanager
+def _skipped(owner: nn.Module, linear: str) -> Any:
+    """While it lasts, the linear hands on what it reads."""
+    kept = getattr(owner, linear)
+    setattr(owner, linear, nn.Identity())
+    try:
+        yield
+    finally:
+        setattr(owner, linear, kept)
+
+
+class StreamedModel:
+    """The causal language model of an HF directory, read block by block.
+
+    Attributes:
+        config: transformers' configuration.
+        num_blocks: decoder blocks.
+    """
+
+    def __init__(
+        self, hf_dir: Path, weights: Weights, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Read no weight yet. UserError if keys or shapes are not those of config.json."""
+        self.config = read_config(hf_dir)
+        self.family = family_of(self.config)
+        self._empty = empty_model(self.config, dtype)
+        check_shapes(self._empty, weights, hf_dir)
+        self._source, self._weights, self._dtype, self._device = hf_dir, weights, dtype, device
+        self._files = names_in_files(self._empty)
+        self.num_blocks: int = self.config.num_hidden_layers
+        self._is_parallel = bool(getattr(self.config, "use_parallel_residual", False))
+
+    def empty_linears(self) -> dict[str, nn.Linear]:
+        """All linears of the decoder blocks by name, without weights: what is quantized."""
+        name = f"{self.family.decoder}.{LAYERS}."
+        named = self._empty.named_modules()
+        return {
+            key: part for key, part in named if isinstance(part, nn.Linear) and key.startswith(name)
+        }
+
+    def block_name(self, index: int) -> str:
+        """Prefix of a block's parameters in memory."""
+        return f"{self.family.decoder}.{LAYERS}.{index}"
+
+    def block(self, index: int) -> Block:
+        """A decoder block with its weights; UserError naming one that is not finite."""
+        name = self.block_name(index)
+        return Block(self._load(name), name, self.family, self._is_parallel)
+
+    def context(self, length: int) -> dict[str, Any]:
+        """Return what every block needs besides the stream of sequences of that length."""
+        rotary = getattr(self._empty, self.family.decoder).rotary_emb.to(self._device)
+        example = torch.empty(0, dtype=self._dtype, device=self._device)
+        positions = torch.arange(length, device=self._device)[None]
+        return {
+            "position_embeddings": rotary(example, position_ids=positions),
+            "attention_mask": None,
+        }
+
+    def embedding(self) -> nn.Module:
+        """Token ids [B, L] to the residual stream [B, L, D]."""
+        module: nn.Module = self._load(f"{self.family.decoder}.{self.family.embedding}")
+        return module
+
+    def head(self) -> nn.Sequential:
+        """Return the map of the last block's output, any shape [..., D], to logits [..., V]."""
+        norm = f"{self.family.decoder}.{self.family.final_norm}"
+        return nn.Sequential(self._load(norm), self._load(self.family.head))
+
+    def _load(self, name: str) -> Any:
+        module = copy.deepcopy(self._empty.get_submodule(name))
+        tensors = {}
+        for key, empty in module.state_dict().items():
+            held = read_whole(self._weights, self._files[f"{name}.{key}"])
+            if not bool(held.isfinite().all()):
+                raise UserError(
+                    f"{self._source}: '{name}.{key}' holds values that are not finite; give an"
+                    " earlier checkpoint"
+                )
+            tensors[key] = held.to(self._dtype).view(empty.shape)
+        module.load_state_dict(tensors, assign=True)
+        return module.requires_grad_(False).to(self._device)

@@ -1,0 +1,1 @@
+"""One element of a job array at work."""

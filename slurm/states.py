@@ -1,0 +1,86 @@
+"""The states of elements, as squeue and sacct print them.
+
+An element is one job of an array, "123_4", or a job that is no array, "123".
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# "|" ends a field, which else is cut off at 20 characters.
+SQUEUE_FIELDS = "JobArrayID:|,State:|,Reason:|,NodeList:|,RestartCnt:|,exit_code:|"
+SQUEUE = ("squeue", "--noheader", "--states=all", "--array", "-O", SQUEUE_FIELDS)
+SACCT_FIELDS = "JobID,State,Reason,NodeList,Submit,ExitCode"
+SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", "-o", SACCT_FIELDS)
+ENDED = re.compile(
+    "COMPLETED|FAILED|TIMEOUT|NODE_FAIL|PREEMPTED|CANCELLED|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE"
+)
+
+
+@dataclass(frozen=True)
+class JobState:
+    """The state of one element in SLURM.
+
+    Attributes:
+        state: as squeue and sacct spell it: PENDING, RUNNING, COMPLETED, NODE_FAIL, ...
+        reason: why it waits or how it ended, such as JobHeldUser or NonZeroExitCode; "None" is
+            SLURM's own word.
+        nodes: a node list such as `node[1-2]`, empty while it waits.
+        restarts: how often it was requeued.
+        exit_code: "code:signal" as sacct writes it, of an element that ended.
+    """
+
+    state: str
+    reason: str
+    nodes: str
+    restarts: int
+    exit_code: str | None
+
+
+def parse_squeue(text: str) -> dict[str, JobState]:
+    """Return the elements in lines of SQUEUE_FIELDS."""
+    known = {}
+    for line in text.splitlines():
+        name, state, reason, nodes, restarts, status = line.split("|")[:6]
+        ended_with = f"{int(status) >> 8}:{int(status) & 127}"  # as waitpid() returned it
+        exit_code = ended_with if ENDED.fullmatch(state) else None
+        for element in _elements(name):
+            known[element] = JobState(state, reason, nodes, int(restarts), exit_code)
+    return known
+
+
+def parse_sacct(text: str) -> dict[str, JobState]:
+    """Return the elements in lines of SACCT_FIELDS, in which every requeue left its own line.
+
+    The line submitted last is the present one. The state of a cancelled element goes on with who
+    did it: cut off.
+    """
+    lines: dict[str, list[list[str]]] = {}
+    for line in text.splitlines():
+        name, *values = line.split("|")
+        for element in _elements(name):
+            lines.setdefault(element, []).append(values)
+    known = {}
+    for element, attempts in lines.items():
+        stated, reason, nodes, _, exit_code = max(attempts, key=lambda values: int(values[3]))
+        state = stated.split()[0]
+        ended_with = exit_code if ENDED.fullmatch(state) else None
+        known[element] = JobState(
+            state, reason, nodes.replace("None assigned", ""), len(attempts) - 1, ended_with
+        )
+    return known
+
+
+def _elements(name: str) -> Iterator[str]:
+    """Yield the elements of a name: "123_4", or "123_[4,6-12:2%3]" for pending ones."""
+    array, bracket, indices = name.partition("_[")
+    if not bracket:
+        yield name
+        return
+    for part in indices.rstrip("]").partition("%")[0].split(","):
+        span, _, step = part.partition(":")
+        first, _, last = span.partition("-")
+        yield from (
+            f"{array}_{index}"
+            for index in range(int(first), int(last or first) + 1, int(step or 1))
+        )

@@ -1,0 +1,1 @@
+"""A study as job arrays, and their submission."""

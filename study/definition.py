@@ -1,0 +1,280 @@
+"""The definition of a study: its text, its runs and its measurements; see `study.recipes`."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+
+from base.errors import UserError, explain_validation
+from base.files import write_json
+from base.frozen import NAME_PATTERN, Frozen, fingerprint
+from study.axes import AnyRun, Axis, axes_of, text_of, varied_of
+from study.axes import Varied as Varied
+from study.measurements.blocks import BLOCKS
+from study.measurements.curvature import CURVATURE
+from study.measurements.curvature import CurvatureSettings as CurvatureSettings
+from study.measurements.kind import Kind
+from study.measurements.quantization import METHODS_AT_THE_END, QUANTIZE
+from study.measurements.quantization import QuantizationSettings as QuantizationSettings
+from study.measurements.slice import SLICE
+from study.measurements.step import STEP, Along
+from study.measurements.tasks import TASKS, Accuracies, TasksSettings
+from study.measurements.titles import spec_title as spec_title
+from study.paths import MeasuredModel as MeasuredModel
+from study.paths import last_model
+from study.released import ReleasedRun
+from study.text.kinds import OwnText, PreparedText, StandardLibrary, TokenFiles
+from train.run.config import RunConfig
+
+
+class SoupSettings(Frozen):
+    """A model soup (arXiv 2203.05482): the uniform mean of exported checkpoints of each run."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    steps: tuple[int, ...] = Field(
+        min_length=2, description="permanent checkpoints that are averaged, rising"
+    )
+
+    @model_validator(mode="after")
+    def _rising(self) -> Self:
+        if any(later <= earlier for earlier, later in pairwise(self.steps)):
+            raise ValueError(
+                f"the steps of {self.name} do not rise; list each once, the first one first"
+            )
+        return self
+
+
+def _whose(run: Any) -> str:
+    known = run if isinstance(run, dict) else dict(run)
+    return "released" if "revisions" in known else "trained"
+
+
+Run = Annotated[
+    Annotated[RunConfig, Tag("trained")] | Annotated[ReleasedRun, Tag("released")],
+    Discriminator(_whose),
+]  # so that what is wrong with a run is said of that kind of run alone
+
+
+class Study(Frozen):
+    """One study, resolved: what is trained and measured; the content of study.json.
+
+    A run is trained here, from scratch or from a checkpoint of another run of the study
+    (`branch_from`), or it is a stage of a released model.
+    """
+
+    name: str = Field(pattern=NAME_PATTERN)
+    description: str
+    sources: tuple[str, ...] = Field(default=(), description="where the recipe's figures come from")
+    ranks: int = Field(gt=0, description="processes of one training run on the CPU of one machine")
+    sized_for: Literal["cpu", "cuda", "any"] = Field(
+        default="cuda",
+        description="what the study runs on unless it is told; any: GPUs where there are",
+    )
+    text: Annotated[
+        StandardLibrary | PreparedText | OwnText | TokenFiles, Field(discriminator="kind")
+    ]
+    settings: tuple[str, ...] = Field(
+        default=(), description="key.path=value, applied to every run of the recipe"
+    )
+    runs: tuple[Run, ...] = Field(min_length=1)
+    labels: dict[str, str] = Field(
+        default={}, description="of runs, by name, in place of their values on the axes"
+    )
+    quantization: QuantizationSettings
+    curvature: CurvatureSettings | None = Field(default=None, description="None: not measured")
+    tasks: TasksSettings | None = Field(default=None, description="None: not measured")
+    averaged_steps: tuple[int, ...] = Field(
+        default=(),
+        description=(
+            "steps at which the averages kept in training are quantized; curvature is not measured"
+        ),
+    )
+    soups: tuple[SoupSettings, ...] = Field(
+        default=(), description="made of each run that saves their steps"
+    )
+
+    @property
+    def trained(self) -> tuple[RunConfig, ...]:
+        """The runs that the study trains itself."""
+        return tuple(run for run in self.runs if isinstance(run, RunConfig))
+
+    @model_validator(mode="after")
+    def _unique(self) -> Self:
+        names = [run.name for run in self.runs]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two runs share a name among {', '.join(names)}")
+        unknown = sorted(set(self.labels) - set(names))
+        if unknown:
+            raise ValueError(f"{unknown[0]} is labelled, but no run has that name")
+        labels = [self.label_of(run) for run in self.runs]
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"two runs share a label among {', '.join(labels)}; correct labels")
+        saved = {step for run in self.trained for step in run.save_steps}
+        if not set(self.averaged_steps) <= saved:
+            unsaved = min(set(self.averaged_steps) - saved)
+            raise ValueError(
+                f"averages are to be measured at step {unsaved}, no run saves one there"
+            )
+        if self.quantization.by_block and not self.curvature:
+            raise ValueError(
+                "by_block measures curvature along the steps; give curvature, or leave by_block out"
+            )
+        if self.trained and getattr(self.text, "train", self) is None:
+            raise ValueError(
+                f"run {self.trained[0].name} is trained, but the text names no training file;"
+                " give one"
+            )
+        for soup in self.soups:
+            if not any(self.has_soup(run, soup) for run in self.trained):
+                raise ValueError(
+                    f"{soup.name} takes in steps {list(soup.steps)}, which no run saves all;"
+                    " correct them"
+                )
+        for run in self.trained:
+            self._check_run(run)
+        return self
+
+    def _check_run(self, run: RunConfig) -> None:
+        averages = [
+            *(soup.name for soup in self.soups if self.has_soup(run, soup)),
+            *(average.name for average in run.averages),
+        ]
+        if len(set(averages)) != len(averages):
+            raise ValueError(
+                f"two averages of run {run.name} share a name among {', '.join(averages)}"
+            )
+        if self.quantization.by_block and len(run.save_steps) < 2:
+            raise ValueError(
+                f"run {run.name} saves one checkpoint, a slice goes through the last two; save more"
+            )
+        if run.branch_from:
+            parent = self.parent_of(run)
+            if parent.branch_from:
+                raise ValueError(
+                    f"{run.name} branches from {parent.name}, a branch itself; branch from its"
+                    " parent"
+                )
+            if run.branch_from.step not in parent.save_steps:
+                raise ValueError(
+                    f"{run.name} branches at step {run.branch_from.step}, {parent.name} saves none"
+                    " there"
+                )
+            if run.branch_from.fingerprint != fingerprint(parent):
+                raise ValueError(
+                    f"{run.name} names another fingerprint than that of its parent {parent.name}"
+                )
+
+    def has_soup(self, run: RunConfig, soup: SoupSettings) -> bool:
+        """Return whether the soup is made of this run: it saves all its steps."""
+        return set(soup.steps) <= set(run.save_steps)
+
+    def parent_of(self, run: RunConfig) -> RunConfig:
+        """Return the run of this study that `run` branches from; ValueError without one."""
+        assert run.branch_from
+        for parent in self.trained:
+            if run.branch_from.run == f"../{parent.name}":
+                return parent
+        raise ValueError(
+            f"{run.name} branches from {run.branch_from.run}, which is no run of the study"
+        )
+
+    def models_of(self, run: AnyRun) -> list[MeasuredModel]:
+        """Return the measured models of the run by rising step, averages after weights."""
+        if isinstance(run, ReleasedRun):
+            return [
+                MeasuredModel(revision.step, revision=revision.name) for revision in run.revisions
+            ]
+        models = []
+        for step in run.save_steps:
+            models.append(MeasuredModel(step))
+            if step in self.averaged_steps:
+                models += [MeasuredModel(step, average.name) for average in run.averages]
+            models += [
+                MeasuredModel(step, soup.name, soup.steps)
+                for soup in self.soups
+                if soup.steps[-1] == step and self.has_soup(run, soup)
+            ]
+        return models
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The quantities in which the runs differ, in the order in which labels have them."""
+        return axes_of(self.runs)
+
+    @property
+    def varied(self) -> Varied | None:
+        """The axis that figures of final errors are drawn against; None where none has numbers."""
+        return varied_of(self.axes)
+
+    @property
+    def heading(self) -> str:
+        """The names of the axes, for legends: 'peak learning rate and weight decay'."""
+        *first, last = (axis.name for axis in self.axes)
+        return f"{', '.join(first)} and {last}" if first else last
+
+    def label_of(self, run: AnyRun) -> str:
+        """Return the run's values on the axes, for legends; its name where another has the same."""
+        if run.name in self.labels:
+            return self.labels[run.name]
+        axes = self.axes
+        texts = {other.name: text_of(axes, other.name) for other in self.runs}
+        text = texts[run.name]
+        return text if list(texts.values()).count(text) == 1 else run.name
+
+    def specs_of(self, run: AnyRun, model: MeasuredModel) -> tuple[str, ...]:
+        """Return what a model of the run is quantized with: the last weights with every method."""
+        settings = self.quantization
+        return settings.at_the_end if model == last_model(run) else settings.specs
+
+    @property
+    def measurements(self) -> tuple["Measurement", ...]:
+        """The kinds of measurement that the study makes, with their settings."""
+        chosen = ((kind, settings_of(self)) for kind, settings_of in KINDS)
+        return tuple(Measurement(kind, settings) for kind, settings in chosen if settings)
+
+
+class Measurement(NamedTuple):
+    """A kind of measurement with the settings that a study has for it."""
+
+    kind: Kind[Any]
+    settings: Any
+
+
+def _along(study: Study) -> Along | None:
+    specs, curvature = study.quantization.by_block, study.curvature
+    return Along(specs, curvature) if specs and curvature else None
+
+
+# Every kind of measurement, with its settings in a study that makes it. The order is that in which
+# the steps of a run start, long ones first, so that the last run leaves no core idle.
+KINDS: tuple[tuple[Kind[Any], Callable[[Study], Any]], ...] = (
+    (QUANTIZE, lambda study: study.quantization),
+    (BLOCKS, lambda study: study.quantization if _along(study) else None),
+    (METHODS_AT_THE_END, lambda study: study.quantization),
+    (CURVATURE, lambda study: study.curvature),
+    (STEP, _along),
+    (SLICE, _along),
+    (TASKS, lambda study: study.tasks and Accuracies(study.tasks, study.quantization)),
+)
+
+
+def save_study(directory: Path, study: Study) -> None:
+    """Write study.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / "study.json", study.model_dump(mode="json"))
+
+
+def load_study(directory: Path) -> Study:
+    """Return the study of a directory; UserError without one, or for one of another version."""
+    path = directory / "study.json"
+    try:
+        return Study.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} does not exist; start the study with 'python -m study run NAME --root ROOT'"
+        ) from None
+    except ValidationError as error:
+        problem = str(explain_validation(str(path), error)).partition(";")[0]
+        raise UserError(f"{problem}; run the recipe again, which writes it anew") from None

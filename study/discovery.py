@@ -1,0 +1,22 @@
+"""Discovery of the figures and claims that the modules of a folder define."""
+
+import importlib
+import pkgutil
+from types import ModuleType
+from typing import Protocol, TypeVar
+
+
+class _Placed(Protocol):
+    @property
+    def place(self) -> int: ...
+
+
+Kind = TypeVar("Kind", bound=_Placed)
+
+
+def discovered(folder: ModuleType, kind: type[Kind]) -> list[Kind]:
+    """Return every instance of `kind` that a module of the folder defines, by its place."""
+    names = [module.name for module in pkgutil.iter_modules(folder.__path__)]
+    modules = [importlib.import_module(f"{folder.__name__}.{name}") for name in names]
+    found = {id(value): value for module in modules for value in vars(module).values()}.values()
+    return sorted((one for one in found if isinstance(one, kind)), key=lambda one: one.place)

@@ -1,0 +1,216 @@
+"""The results of a study, and panels of them along its training."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.hf.results import Kind, read_result
+from study.axes import AnyRun
+from study.definition import Study
+from study.figures.charts import GREY, LINE, SHADE, Chart, Quantity, Rows, Span, data, marks, panel
+from study.figures.looks import Runs, runs_of
+from study.results.table import Row
+from train.run.config import RunConfig
+from train.run.schedules import first_step, learning_rate
+
+MOST_RATES = 150  # points of a curve of learning rates, its corners aside
+RATE = "learning rate / its peak"
+Bounds = Callable[[Row], Span]  # lower and upper end of the bar of a row
+
+
+def facts_of(row: Row) -> dict[str, Any]:
+    """Return what is known of a row besides what is drawn."""
+    facts = {"step": row["step"], "tokens": row["tokens"]}
+    return facts | {"learning rate": row["learning_rate"], "phase": row["phase"]}
+
+
+def interval_of(column: str) -> Bounds:
+    """Return the bounds that a row holds beside the column."""
+    return lambda row: (row[f"{column}_low"], row[f"{column}_high"])
+
+
+def residual_of(column: str) -> Bounds:
+    """Return bounds on the distance to the nearest eigenvalue."""
+
+    def bounds(row: Row) -> Span:
+        reach = row[f"{column}_residual"] * abs(row[column])
+        return row[column] - reach, row[column] + reach
+
+    return bounds
+
+
+class Canvas:
+    """The results of a study, and panels of them against the tokens of training."""
+
+    def __init__(
+        self, study: Study, table: Sequence[Row], directory: Path, runs: Runs | None = None
+    ) -> None:
+        self.study, self.table, self.directory = study, table, directory
+        self.runs = runs or runs_of(study)
+        planned = [run.total_steps * run.tokens_per_step for run in study.trained]
+        known = [row["tokens"] for row in table if row["tokens"] is not None]
+        self.most_tokens = max([*planned, *known], default=1)
+        billions = self.most_tokens >= 1e9
+        self.unit = 1e9 if billions else 1e6
+        end = 1.02 * self.most_tokens / self.unit
+        unit = "billion" if billions else "million"
+        self.tokens = Quantity("training tokens", unit, domain=(0.0, end))
+        self.rates = self._rates()
+
+    def rows_of(self, run: str, column: str, average: str | None = None) -> list[Row]:
+        """Return the rows of a run's weights, or of an average, that hold column and tokens."""
+        own = (row for row in self.table if row["run"] == run and row["average"] == average)
+        return [row for row in own if row[column] is not None and row["tokens"] is not None]
+
+    def last_rows(self) -> dict[str, Row]:
+        """Return run -> the row of its last weights, where there is one."""
+        last = {run.name: run.total_steps for run in self.study.runs}
+        weights = (row for row in self.table if row["average"] is None)
+        return {row["run"]: row for row in weights if row["step"] == last[row["run"]]}
+
+    def results(self, path_of: Callable[[AnyRun], str], kind: type[Kind]) -> dict[str, Kind]:
+        """Return what is measured, by the label of its run, in the order of the runs."""
+        runs = {run.name: run for run in self.study.runs}
+        paths = {
+            look.label: self.directory / path_of(runs[name])
+            for name, look in self.runs.looks.items()
+        }
+        existing = {label: path for label, path in paths.items() if path.exists()}
+        return {label: read_result(path, kind).measured for label, path in existing.items()}
+
+    def along(
+        self,
+        quantity: Quantity,
+        column: str,
+        bounds: Bounds | None,
+        title: str,
+        average: str | None = None,
+        series: str = "weights",
+    ) -> Rows:
+        """Return a column against tokens: of every run's weights, or of an average of them."""
+        rows = []
+        for run, look in self.runs.looks.items():
+            for row in self.rows_of(run, column, average):
+                values = self.tokens.values(row["tokens"] / self.unit)
+                values |= quantity.values(row[column], bounds(row) if bounds else None)
+                head = {"panel": title, "run": look.label, "series": series}
+                rows.append(head | facts_of(row) | values)
+        return rows
+
+    def curves(
+        self, rows: Rows, quantity: Quantity, column: str, columns: int, **more: Any
+    ) -> Chart:
+        """Return the panel of rows of `along`, named as they are; `more` is of the marks."""
+        layers = [
+            self._links(quantity, column),
+            marks(rows, self.runs, self.tokens, quantity, **more),
+        ]
+        return self.panel([layer for layer in layers if layer], rows[0]["panel"], columns)
+
+    def panel(self, layers: Sequence[Chart], title: str, columns: int) -> Chart:
+        """Return layers against tokens, over the anneal and beside the learning rates."""
+        values: Chart = {"layer": [*self._shade(), *layers]}
+        chart = panel([values, *self._rate_lines()], title, columns)
+        return chart | {"resolve": {"scale": {"y": "independent"}}}
+
+    def _links(self, quantity: Quantity, column: str) -> Chart | None:
+        """Lines from the checkpoints that branches start from to their own first ones."""
+        rows = []
+        for run in self.study.trained:
+            own = self.rows_of(run.name, column) if run.branch_from else []
+            if not own or run.branch_from is None:
+                continue
+            parent = self.rows_of(self.study.parent_of(run).name, column)
+            origin = [row for row in parent if row["step"] == run.branch_from.step]
+            for row in (*origin, own[0]) if origin else ():
+                label: dict[str, Any] = {"run": self.runs.looks[run.name].label}
+                values = self.tokens.values(row["tokens"] / self.unit)
+                rows.append(label | values | quantity.values(row[column]))
+        if not rows:
+            return None
+        axes = {"x": self.tokens.encoding(), "y": quantity.encoding()}
+        return data(rows, mark=LINE, encoding=axes | {"color": self.runs.colour})
+
+    def _shade(self) -> list[Chart]:
+        """The anneal where all runs share it."""
+        spans = set()
+        for run in self.study.runs:
+            anneal = run.schedule.anneal if isinstance(run, RunConfig) else None
+            if anneal is None or not isinstance(run, RunConfig):
+                return []
+            per_step = run.tokens_per_step / self.unit
+            spans.add((anneal.start_step * per_step, run.total_steps * per_step))
+        if len(spans) != 1:
+            return []
+        ((start, end),) = spans
+        shade: Chart = {"mark": {"type": "rect", "color": SHADE, "tooltip": None}}
+        shade["encoding"] = {"x": {"datum": start}, "x2": {"datum": end}}
+        mark = {"type": "text", "text": "anneal", "color": "#8a8468", "baseline": "top"}
+        place = {"x": {"datum": (start + end) / 2}, "y": {"value": 3}}
+        text: Chart = {"mark": mark, "encoding": place}
+        return [{"data": {"values": [{}]}} | layer for layer in (shade, text)]
+
+    def _rate_lines(self) -> list[Chart]:
+        """Learning rates as shares of their peaks, dotted, on an axis of their own."""
+        if not self.rates:
+            return []
+        colours = dict.fromkeys(("titleColor", "labelColor", "domainColor", "tickColor"), GREY)
+        y = {
+            "field": RATE,
+            "type": "quantitative",
+            "title": f"{RATE} (dotted)",
+            "scale": {"domain": [0, 1.06], "nice": False},
+            "axis": {"orient": "right", "grid": False} | colours,
+        }
+        is_own = any(row["run"] for row in self.rates)
+        colour = self.runs.colour if is_own else {"value": GREY}
+        mark = {"type": "line", "strokeDash": [1, 2], "strokeWidth": 1.2}
+        detail = {"field": "run", "type": "nominal"}
+        axes = {"x": self.tokens.encoding(), "y": y, "color": colour, "detail": detail}
+        return [data(self.rates, mark=mark, encoding=axes)]
+
+    def _rates(self) -> Rows:
+        """Learning rates; schedules that coincide are one curve, which belongs to no run."""
+        curves: dict[tuple[Span, ...], list[str]] = {}
+        for run in self.study.runs:
+            curve = _schedule(run) if isinstance(run, RunConfig) else self._released(run.name)
+            if curve:
+                curves.setdefault(curve, []).append(run.name)
+        rows = []
+        for curve, names in curves.items():
+            is_own = len(names) == 1 and len(curves) > 1
+            label = self.runs.looks[names[0]].label if is_own else ""
+            head = {"panel": "", "run": label, "series": "learning rate"}
+            rows += [
+                head | self.tokens.values(tokens / self.unit) | {RATE: share}
+                for tokens, share in curve
+            ]
+        return rows
+
+    def _released(self, name: str) -> tuple[Span, ...]:
+        """The known learning rates at the checkpoints of a released model."""
+        rows = self.rows_of(name, "learning_rate")
+        peak = max((row["learning_rate"] for row in rows), default=0.0)
+        shares = [(row["tokens"], row["learning_rate"]) for row in rows]
+        return tuple((tokens, rate / peak) for tokens, rate in shares) if peak > 0 else ()
+
+
+def _schedule(run: RunConfig) -> tuple[Span, ...]:
+    """Tokens and learning rate / peak: some MOST_RATES points, the corners among them."""
+    peak, start = run.optimizer.peak_lr, first_step(run)
+    if peak <= 0:
+        return ()
+    corners = {start, run.warmup_steps, run.total_steps}
+    if run.schedule.anneal:
+        corners.add(run.schedule.anneal.start_step)
+    spaced = range(start, run.total_steps, -(-run.total_steps // MOST_RATES))
+    return tuple(
+        (float(step * run.tokens_per_step), round(learning_rate(run, step) / peak, 9))
+        for step in sorted({*corners, *spaced})
+        if step >= start
+    )
+
+
+def late(rows: Rows, x: Quantity, y: Quantity, since: float) -> list[float]:
+    """Return the values of y from `since` on: the first steps, far above, would flatten them."""
+    return y.reach([row for row in rows if row[x.label] >= since])

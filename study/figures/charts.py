@@ -1,0 +1,226 @@
+"""Parts of a chart that the figures share: quantities on axes, runs in their colours, panels.
+
+A chart is Vega-Lite's JSON (https://vega.github.io/vega-lite/docs): the same draws the picture, the
+PDF and the page. A row is what is known of one value: its keys are the columns of the CSV file, the
+fields of the chart and the lines of the tooltip.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from study.figures.looks import Runs
+
+Chart = dict[str, Any]
+Rows = list[dict[str, Any]]
+Span = tuple[float, float]
+HIDDEN = "hidden"  # signal of the page: labels of the runs that the reader has switched off
+SHOWN = {"filter": f"indexof({HIDDEN}, datum.run) < 0"}
+NATS = "nats per token"
+WIDTHS = {1: 560, 2: 355, 3: 215, 4: 160}  # pixels of a panel, by panels side by side
+HEIGHT = 250
+MOST_COLUMNS = 4
+GREY, INK, SHADE = "#777777", "#1c1c1c", "#f3f1e7"
+LINE: Chart = {"type": "line", "clip": True, "strokeWidth": 1.6}
+POINT: Chart = {"type": "point", "clip": True, "filled": True, "opacity": 1, "size": 40}
+OPEN: Chart = {"filled": False, "fill": "#ffffff", "strokeWidth": 1.4}
+DASHED: Chart = {"color": "#555555", "strokeDash": [5, 3], "strokeWidth": 1}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """The quantity of an axis.
+
+    Attributes:
+        title: with the unit, also the name of the column.
+        written: stands beside the axis instead.
+        holds_zero: the axis reaches down to 0 at least.
+        domain: ends of the axis; None: as the values have it.
+        ticks: the only values with a label; empty: as Vega has it.
+    """
+
+    title: str
+    unit: str = ""
+    written: str = ""
+    is_percent: bool = False
+    is_log: bool = False
+    holds_zero: bool = False
+    domain: Span | None = None
+    ticks: tuple[float, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Title and unit."""
+        if not self.unit:
+            return self.title
+        is_closed = self.title.endswith(")")
+        return f"{self.title}, {self.unit}" if is_closed else f"{self.title} ({self.unit})"
+
+    def values(self, value: float, interval: Span | None = None) -> dict[str, float]:
+        """Return the columns of one value, with the ends of its interval."""
+        ends = zip(("low", "high"), interval or (), strict=False)
+        return {self.label: value} | {f"{self.label}, {end}": at for end, at in ends}
+
+    def encoding(self, field: str = "") -> Chart:
+        """Return the quantity as the x or y of a chart."""
+        scale: Chart = {"type": "log"} if self.is_log else {"zero": self.holds_zero}
+        scale |= {"domain": list(self.domain), "nice": False} if self.domain else {}
+        scale |= {"padding": 12, "nice": False} if self.is_log and not self.domain else {}
+        axis: Chart = {"format": ".4~%" if self.is_percent else ".6~g"}
+        axis |= {"values": list(self.ticks)} if self.ticks else {"tickCount": 6}
+        encoding = {"field": field or self.label, "type": "quantitative"}
+        return encoding | {"title": self.written or self.label, "scale": scale, "axis": axis}
+
+    def logarithmic_for(self, rows: Rows) -> "Quantity":
+        """Return the quantity on a logarithmic axis if all values of the rows have a place there.
+
+        Bars that reach zero have none.
+        """
+        values = self.reach(rows)
+        if not values or min(values) <= 0:
+            return self
+        return replace(self, is_log=True, domain=(min(values) / 1.2, max(values) * 1.2))
+
+    def reach(self, rows: Rows) -> list[float]:
+        """Return the values of the rows with the ends of their intervals."""
+        names = (self.label, f"{self.label}, low", f"{self.label}, high")
+        return [row[name] for row in rows for name in names if row.get(name) is not None]
+
+
+def around(values: Sequence[float], share: float) -> Span:
+    """Return limits with a margin of this share of the values' range on both sides."""
+    margin = share * (max(values) - min(values)) or 0.1
+    return min(values) - margin, max(values) + margin
+
+
+def data(rows: Rows, **chart: Any) -> Chart:
+    """Return a chart of rows, less those of the runs that the reader has switched off."""
+    shown = {"transform": [SHOWN]} if any("run" in row for row in rows) else {}
+    return {"data": {"values": rows}} | shown | chart
+
+
+def marks(
+    rows: Rows,
+    runs: Runs,
+    x: Quantity | Chart,
+    y: Quantity | Chart,
+    *,
+    has_line: bool = True,
+    point: Chart | None = None,
+    bar_opacity: float = 0.6,
+    open_where: str = "false",
+    **channels: Any,
+) -> Chart:
+    """Return lines, bars of the intervals and points of rows in the colours of their runs.
+
+    An axis is a quantity, or the encoding of a category.
+
+    Args:
+        rows: all of one panel.
+        runs: their looks.
+        x: the horizontal axis.
+        y: the vertical axis.
+        has_line: whether the points of a run are joined.
+        point: changes of the points' style.
+        bar_opacity: of the intervals.
+        open_where: Vega's expression of the rows whose points are open.
+        channels: further encodings, or others than the runs' own; those of points alone begin with
+            `point_`, those of lines alone with `line_`.
+    """
+    own = {name.removeprefix("point_"): one for name, one in channels.items() if "point_" in name}
+    lines = {name.removeprefix("line_"): one for name, one in channels.items() if "line_" in name}
+    both = {name: one for name, one in channels.items() if "_" not in name}
+    axes = {"x": x, "y": y}
+    quantities = {name: one for name, one in axes.items() if isinstance(one, Quantity)}
+    places = axes | {name: one.encoding() for name, one in quantities.items()}
+    common = places | {"color": runs.colour} | both
+    layers: list[Chart] = []
+    if has_line:
+        layers.append({"mark": LINE, "encoding": runs.dash | lines})
+    for name, quantity in quantities.items():
+        low, high = (f"{quantity.label}, {end}" for end in ("low", "high"))
+        if any(low in row for row in rows):
+            bar = {name: quantity.encoding(low), f"{name}2": {"field": high}}
+            known = {"transform": [{"filter": f"isValid(datum['{low}'])"}]}
+            mark = {"type": "rule", "clip": True, "opacity": bar_opacity}
+            layers.append(known | {"mark": mark, "encoding": bar})
+    shape = {"shape": runs.shape, "tooltip": tooltip(rows)}
+    for where, style in ((f"!({open_where})", {}), (open_where, OPEN)):
+        if where != "false":
+            some = {"transform": [{"filter": where}]} if open_where != "false" else {}
+            mark = POINT | style | (point or {})
+            layers.append(some | {"mark": mark, "encoding": shape | own})
+    return data(rows, encoding=common, layer=layers)
+
+
+def tooltip(rows: Rows) -> list[Chart]:
+    """Return everything known of a row, a line each."""
+    lines = []
+    for name in dict.fromkeys(name for row in rows for name in row):
+        known = next((row[name] for row in rows if row.get(name) is not None), "")
+        is_number = isinstance(known, int | float)
+        line: Chart = {"field": name, "type": "quantitative" if is_number else "nominal"}
+        line |= {"format": "," if isinstance(known, int) else ".4~g"} if is_number else {}
+        lines.append(line | {"title": name})
+    return lines
+
+
+def level(at: float, channel: str = "y", **style: Any) -> Chart:
+    """Return a straight line across a panel."""
+    mark = {"type": "rule", "color": "#999999", "strokeWidth": 0.8, "tooltip": None} | style
+    return {"data": {"values": [{}]}, "mark": mark, "encoding": {channel: {"datum": at}}}
+
+
+def panel(layers: Sequence[Chart], title: str, columns: int, height: int = HEIGHT) -> Chart:
+    """Return layers over each other, as wide as their place among `columns` side by side."""
+    size = {"width": WIDTHS[min(columns, MOST_COLUMNS)], "height": height}
+    return {"title": title.split("\n"), "layer": list(layers)} | size
+
+
+def columns_of(count: int) -> int:
+    """Return how many of `count` panels stand side by side, so that they stay readable."""
+    return -(-count // max(-(-count // MOST_COLUMNS), 1))
+
+
+def grid(panels: Sequence[Chart], columns: int) -> Chart:
+    """Return panels row by row below one legend, with the signal of the runs to hide."""
+    shared = {"color": "shared", "shape": "shared", "strokeDash": "shared"}
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "params": [{"name": HIDDEN, "value": []}],
+        "concat": list(panels),
+        "columns": columns,
+        "spacing": 26,
+        "resolve": {"scale": shared},
+        "config": CONFIG,
+    }
+
+
+CONFIG: Chart = {
+    "font": "DejaVu Sans, system-ui, sans-serif",
+    "background": "#ffffff",
+    "view": {"stroke": None},
+    "axis": {
+        "gridColor": "#e6e6e6",
+        "gridWidth": 0.6,
+        "domainColor": INK,
+        "tickColor": INK,
+        "labelColor": INK,
+        "titleColor": INK,
+        "labelFontSize": 11,
+        "titleFontSize": 11,
+        "titleFontWeight": "normal",
+    },
+    "title": {"fontSize": 12, "fontWeight": "normal", "color": INK},
+    "legend": {
+        "orient": "top",
+        "titleOrient": "left",
+        "titleFontWeight": "normal",
+        "labelFontSize": 11,
+        "titleFontSize": 11,
+        "columns": 8,
+        "labelLimit": 400,
+        "symbolOpacity": 1,
+        "symbolSize": 60,
+    },
+}

@@ -1,0 +1,106 @@
+"""Drawing of every figure with data: PNG and PDF, with the rows behind it as CSV."""
+
+import csv
+import json
+import re
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import vl_convert
+from matplotlib.figure import Figure as Picture
+from PIL import Image
+
+from base.files import replaced_file
+from study.definition import Study
+from study.discovery import discovered
+from study.figures import drawn
+from study.figures.canvas import Canvas
+from study.figures.charts import Chart, Rows
+from study.figures.figure import Drawn, Figure
+
+DIRECTORY = "figures"
+KINDS = ("png", "pdf")
+PNG_SCALE, COLOURS = 2.0, 128
+METADATA: dict[str, Any] = {  # without versions and dates: the same numbers make the same file
+    "png": {"Software": None},
+    "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
+}
+
+
+RESOURCES = re.compile(rb"(?: +/\w+ \d+ 0 R\n)+")  # of a page; their order is by chance
+
+
+class Shown(NamedTuple):
+    """A figure of a page; the chart is None for a picture that stays one."""
+
+    name: str
+    caption: str
+    png: bytes
+    chart: Chart | None
+
+
+def figures_of(study: Study) -> list[Figure]:
+    """Return the figures that the study can have, in the order of the report."""
+    return [one for one in discovered(drawn, Figure) if one.applies(study)]
+
+
+def draw_all(canvas: Canvas) -> tuple[list[Shown], list[str]]:
+    """Write STUDY/figures/NAME.png, .pdf and .csv of what holds data; the rest is removed.
+
+    Returns:
+        What is drawn, and the names of the figures of which nothing is measured.
+    """
+    shown, empty = [], []
+    folder = canvas.directory / DIRECTORY
+    folder.mkdir(exist_ok=True)
+    for one in figures_of(canvas.study):
+        drawn_figure = one.draw(canvas)
+        if drawn_figure is None:
+            empty.append(one.name)
+            for kind in (*KINDS, "csv"):
+                (folder / f"{one.name}.{kind}").unlink(missing_ok=True)
+            continue
+        shown.append(shown_of(one, drawn_figure))
+        write_rows(drawn_figure.rows, folder / f"{one.name}.csv")
+        for kind in KINDS:
+            content = shown[-1].png if kind == "png" else picture_of(drawn_figure.chart, kind)
+            with replaced_file(folder / f"{one.name}.{kind}") as aside:
+                aside.write_bytes(content)
+    return shown, empty
+
+
+def shown_of(one: Figure, of: Drawn) -> Shown:
+    """Return a figure with data as a page shows it."""
+    chart = None if isinstance(of.chart, Picture) else of.chart
+    return Shown(one.name, one.caption, picture_of(of.chart, "png"), chart)
+
+
+def _in_order(lines: re.Match[bytes]) -> bytes:
+    return b"".join(sorted(lines[0].splitlines(keepends=True)))
+
+
+def write_rows(rows: Rows, path: Path) -> None:
+    """Write rows as CSV, a column per quantity with its unit in the head."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    with replaced_file(path) as aside, aside.open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+
+
+def picture_of(chart: Chart | Picture, kind: str) -> bytes:
+    """Return a chart as PNG or PDF."""
+    out = BytesIO()
+    if isinstance(chart, Picture):
+        chart.savefig(out, format=kind, metadata=METADATA[kind])
+        return out.getvalue()
+    # matplotlib's own fonts: on every machine the same picture
+    vl_convert.register_font_directory(str(Path(matplotlib.get_data_path()) / "fonts/ttf"))
+    text = json.dumps(chart, allow_nan=False)
+    if kind == "pdf":
+        return RESOURCES.sub(_in_order, vl_convert.vegalite_to_pdf(text))
+    image = Image.open(BytesIO(vl_convert.vegalite_to_png(text, scale=PNG_SCALE)))
+    image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(out, "png")
+    return out.getvalue()

@@ -1,0 +1,78 @@
+"""Averages of weights beside the weights themselves (arXiv 2510.06213, figure 4)."""
+
+from dataclasses import replace
+from typing import Any
+
+from study.definition import Study, spec_title
+from study.figures.canvas import Canvas, interval_of, late
+from study.figures.charts import NATS, Chart, Quantity, Rows, around, grid
+from study.figures.drawn.quantization import DIVERGENCE
+from study.figures.figure import Drawn, figure
+from study.results.averages import average_label, kept_averages, lowest_spec
+
+NEAR = 0.06
+WEIGHTS, SOUP = "weights", "soup"
+DASHES = ([5, 3], [7, 2, 2, 2], [2, 2])  # of averages kept in training; weights are solid
+
+
+def _applies(study: Study) -> bool:
+    return bool(study.soups) or any(run.averages for run in study.trained)
+
+
+@figure(
+    "averages",
+    50,
+    "Averages of weights beside the weights themselves: loss in full precision, quantized loss and"
+    " KL divergence at the fewest bits. Dashed: an average kept in training. Stars: soups, at the"
+    " last checkpoint that they take in. Bars are intervals; those of the losses are left out:"
+    " over documents, which all models share, they are as wide as the panel.",
+    _applies,
+)
+def averages(canvas: Canvas) -> Drawn | None:
+    """Draw weights, averages kept in training and soups."""
+    spec = lowest_spec(canvas.study)
+    title, column = spec_title(spec), f"quant/{spec}"
+    shown = (
+        (Quantity("loss", NATS), f"{column}/cross_entropy", "Full precision"),
+        (Quantity("quantized loss", NATS), f"{column}/cross_entropy_quantized", title),
+        (DIVERGENCE, f"{column}/kl_divergence", title),
+    )
+    rows: Rows = []
+    panels: list[Chart] = []
+    for quantity, name, panel in shown:
+        own = _rows(canvas, quantity, name, panel)
+        if own:
+            panels.append(_panel(canvas, own, quantity, name))
+        rows += own
+    return Drawn([*rows, *canvas.rates], grid(panels, 3)) if rows else None
+
+
+def _rows(canvas: Canvas, quantity: Quantity, column: str, panel: str) -> Rows:
+    measured = {row["average"] for row in canvas.table}
+    kept = [one for one in kept_averages(canvas.study) if one.name in measured]
+    models: list[tuple[str | None, str]] = [(None, WEIGHTS)]
+    models += [(one.name, average_label(one, kept)) for one in kept]
+    models += [(one.name, SOUP) for one in canvas.study.soups if one.name in measured]
+    bounds = interval_of(column) if quantity is DIVERGENCE else None
+    parts = (canvas.along(quantity, column, bounds, panel, *model) for model in models)
+    return [row for part in parts for row in part]
+
+
+def _panel(canvas: Canvas, rows: Rows, quantity: Quantity, column: str) -> Chart:
+    averaged = [row for row in rows if row["series"] != WEIGHTS]
+    if quantity is not DIVERGENCE and averaged:
+        since = min(row[canvas.tokens.label] for row in averaged)
+        values = late(rows, canvas.tokens, quantity, since)
+        quantity = replace(quantity, domain=around(values, NEAR))
+    series = list(dict.fromkeys(row["series"] for row in rows))
+    shapes = ["circle", *["square", "diamond", "triangle-up"] * len(series)][: len(series)]
+    dashes = [[1, 0], *DASHES * len(series)][: len(series)]
+    if SOUP in series:
+        shapes[-1], dashes[-1] = STAR, [0, 1]  # soups have no line
+    model: dict[str, Any] = {"field": "series", "type": "nominal", "title": "model"}
+    shape = model | {"scale": {"domain": series, "range": shapes}}
+    dash = model | {"scale": {"domain": series, "range": dashes}}
+    return canvas.curves(rows, quantity, column, 3, point_shape=shape, line_strokeDash=dash)
+
+
+STAR = "M0,-2L.46,-.62L1.9,-.62L.72,.24L1.18,1.62L0,.76L-1.18,1.62L-.72,.24L-1.9,-.62L-.46,-.62Z"

@@ -1,0 +1,46 @@
+"""Quantization against tokens (arXiv 2510.06213, figures 1 and 8)."""
+
+from study.definition import spec_title
+from study.figures.canvas import Canvas, interval_of
+from study.figures.charts import NATS, Quantity, columns_of, grid
+from study.figures.figure import Drawn, figure
+
+ERROR = Quantity("relative error of the loss", is_percent=True, holds_zero=True)
+DIVERGENCE = Quantity("KL(full || quantized)", NATS, holds_zero=True)
+MEASURES = {"kl_divergence": DIVERGENCE, "relative_error": ERROR}
+
+
+def _along(canvas: Canvas, name: str) -> Drawn | None:
+    """Draw a panel per spec."""
+    specs, quantity = canvas.study.quantization.specs, MEASURES[name]
+    columns, rows, panels = columns_of(len(specs)), [], []
+    for spec in specs:
+        column = f"quant/{spec}/{name}"
+        own = canvas.along(quantity, column, interval_of(column), spec_title(spec))
+        if own:
+            panels.append(canvas.curves(own, quantity, column, columns))
+        rows += own
+    return Drawn([*rows, *canvas.rates], grid(panels, columns)) if rows else None
+
+
+@figure(
+    "kl_divergence",
+    10,
+    "KL divergence of the quantized from the full-precision model against training tokens. Bars"
+    " are intervals. It cannot change sign, and varies less between documents than a difference"
+    " of losses. Dotted, on the second axis: the learning rate as a share of its peak.",
+)
+def kl_divergence(canvas: Canvas) -> Drawn | None:
+    """Draw the divergence of every checkpoint."""
+    return _along(canvas, "kl_divergence")
+
+
+@figure(
+    "quantization_error",
+    20,
+    "Relative error of the loss against training tokens: quantized loss / full-precision loss - 1"
+    " on held-out text. Bars are intervals.",
+)
+def quantization_error(canvas: Canvas) -> Drawn | None:
+    """Draw the paper's measure of every checkpoint."""
+    return _along(canvas, "relative_error")

@@ -1,0 +1,123 @@
+"""The loss on the plane through the last two checkpoints of a run and its quantized weights.
+
+Contours, which Vega-Lite has none of: the picture is matplotlib's, on the page too.
+"""
+
+from functools import partial
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure as Picture
+from matplotlib.lines import Line2D
+
+from ckpt_tools.hf.measured import Slice
+from curvature.slices.figure import (
+    ALONG_X,
+    ALONG_Y,
+    BAR_INCHES,
+    INK,
+    LOOK,
+    MARKERS,
+    SYMBOLS,
+    add_colour_bar,
+    draw_plane,
+    increase_over,
+    levels_of,
+    with_error,
+)
+from study.definition import spec_title
+from study.figures.canvas import Canvas
+from study.figures.charts import NATS, Rows
+from study.figures.figure import Drawn, figure
+from study.paths import slice_result
+
+HEIGHT = 4.4  # inches of the planes
+BESIDE, ABOVE = 0.62, 1.7  # inches of the labels beside a plane, and of labels and legend above it
+NAMES = {"base": "weights at the end of training", "previous": "one checkpoint before"}
+ALONG = ("distance along the last step", "distance towards the quantized weights")
+INCREASE = f"loss over that of the last ({NATS})"
+
+
+@figure(
+    "slices",
+    120,
+    "The loss on the plane through the last two checkpoints and the quantized last one, over that"
+    " of the last checkpoint on the same sequences. One scale of colours for all panels; distances"
+    " are Euclidean, and each panel has its own scale of them. Above each: the increases at the"
+    " points, with their standard errors over sequences.",
+    lambda study: bool(study.quantization.by_block),
+)
+def slices(canvas: Canvas) -> Drawn | None:
+    """Draw a plane per run, in the order of the runs."""
+    spec = canvas.study.quantization.by_block[0]
+    measured = canvas.results(partial(slice_result, spec=spec), Slice)
+    # the figure of one slice draws what is as in result.json
+    results = {label: {"measured": one.model_dump()} for label, one in measured.items()}
+    if not results:
+        return None
+    with matplotlib.rc_context(LOOK):
+        picture = _picture(results, canvas.runs.heading, spec)
+    return Drawn(_rows(results), picture)
+
+
+def _picture(results: dict[str, dict[str, Any]], heading: str, spec: str) -> Picture:
+    rises = np.concatenate([increase_over(result).ravel() for result in results.values()])
+    levels = levels_of(rises)
+    shapes = [_width_over_height(result) for result in results.values()]
+    width = HEIGHT * sum(shapes) + BESIDE * len(shapes) + 1.1
+    picture = Picture(figsize=(width, HEIGHT + ABOVE), dpi=170, layout="constrained")
+    axes = list(picture.subplots(1, len(shapes), squeeze=False, width_ratios=shapes)[0])
+    for axis, (label, result) in zip(axes, results.items(), strict=True):
+        filled = draw_plane(axis, result, levels)
+        axis.set_xlabel(ALONG_X)
+        axis.annotate(
+            _costs(result), (0, 1), (0, 5), "axes fraction", "offset points", fontsize=8,
+            linespacing=1.4,
+        )  # fmt: skip
+        axis.set_title(f"{heading} {label}", loc="left", pad=36)
+    axes[0].set_ylabel(ALONG_Y)
+    bar = axes[-1].inset_axes((1.06, 0.0, BAR_INCHES / (HEIGHT * shapes[-1]), 1.0))
+    add_colour_bar(picture, filled, bar)
+
+    names = NAMES | {"quantized": f"quantized: {spec_title(spec)}"}
+    look: Any = {"linestyle": "none", "color": "white", "markeredgecolor": INK, "markersize": 6.5}
+    handles = [
+        Line2D([], [], marker=MARKERS[name], label=f"{SYMBOLS[name]}  {words}", **look)
+        for name, words in names.items()
+    ]
+    columns = len(handles) if width > 9 else 1  # a narrow figure has them below each other
+    picture.legend(handles=handles, loc="outside upper left", ncols=columns)
+    return picture
+
+
+def _rows(results: dict[str, dict[str, Any]]) -> Rows:
+    """The grids and the points on them."""
+    rows = []
+    for label, result in results.items():
+        measured = result["measured"]
+        grid, head = measured["grid"], {"run": label}
+        for y, losses in zip(grid["y"], increase_over(result).tolist(), strict=True):
+            for x, loss in zip(grid["x"], losses, strict=True):
+                rows.append(head | {"series": "grid", ALONG[0]: x, ALONG[1]: y, INCREASE: loss})
+        for point in measured["points"]:
+            place = {ALONG[0]: point["x"], ALONG[1]: point["y"], INCREASE: point["increase"]}
+            error = {f"standard error ({NATS})": point["increase_standard_error"]}
+            rows.append(head | {"series": point["name"]} | place | error)
+    return rows
+
+
+def _costs(result: dict[str, Any]) -> str:
+    """The increases at the points other than the origin, with standard errors over sequences."""
+    points = result["measured"]["points"][1:]
+    return "\n".join(
+        f"{SYMBOLS[point['name']]}  "
+        + with_error(point["increase"], point["increase_standard_error"], "+")
+        for point in points
+    )
+
+
+def _width_over_height(result: dict[str, Any]) -> float:
+    grid = result["measured"]["grid"]
+    width, height = (grid[axis][-1] - grid[axis][0] for axis in "xy")
+    return float(width / height)

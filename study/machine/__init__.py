@@ -1,0 +1,1 @@
+"""The hardware of a study: its needs, and the machine that is there."""

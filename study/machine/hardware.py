@@ -1,0 +1,117 @@
+"""The cores and GPUs that a study runs on, and why a GPU of this machine cannot be used.
+
+`study.machine.needs` says what each step takes of them, `study.pipeline.runner` hands them out.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from base.errors import UserError
+from base.files import write_json
+from base.gpus import Gpu, check_torch, gpus_here
+from train.planning.flops import GPUS, kind_of
+
+UNKNOWN_BYTES = sys.maxsize  # memory of GPUs that a site file does not state
+HARDWARE_JSON = "hardware.json"  # in a study's directory
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The hardware of a study; without GPUs everything runs on the CPU.
+
+    GPUs are numbers in the order of the PCI bus: DeepSpeed reads no UUIDs.
+    """
+
+    cores: int  # processes that compute on the CPU at once
+    gpus: tuple[str, ...] = ()
+    kind: str = ""  # a key of `train.planning.flops.GPUS`, or the driver's name for another
+    gpu_bytes: int = 0  # memory of the smallest of them
+
+    @property
+    def device(self) -> str:
+        """The value of --device for the steps that compute."""
+        return "cuda" if self.gpus else "cpu"
+
+    @classmethod
+    def recorded(cls, directory: Path) -> "Hardware":
+        """Return what a study last ran on by `study run`; a core where nothing says so."""
+        try:
+            content = json.loads((directory / HARDWARE_JSON).read_text())
+            return cls(**content | {"gpus": tuple(content["gpus"])})
+        except (OSError, ValueError, KeyError, TypeError):  # never there for jobs of a cluster
+            return cls(1)
+
+    def record(self, directory: Path) -> None:
+        """Write the file that `recorded` reads."""
+        write_json(directory / HARDWARE_JSON, asdict(self))
+
+    def __str__(self) -> str:
+        """Return the hardware in words: '8 x h100 of 80 GB'."""
+        if not self.gpus:
+            return f"{self.cores} cores"
+        return f"{len(self.gpus)} x {self.kind} of {self.gpu_bytes / 1e9:.0f} GB"
+
+
+def planned(gpus: int, kind: str, cores: int) -> Hardware:
+    """Return GPUs of a kind that need not be here; UserError for an unknown kind."""
+    if kind not in GPUS:
+        raise UserError(f"--gpu {kind} is unknown; give one of {', '.join(GPUS)}")
+    return Hardware(cores, tuple(map(str, range(gpus))), kind, GPUS[kind].memory_bytes)
+
+
+def this_machine(device: str, gpus: int | None, cores: int, *, sized_for: str) -> Hardware:
+    """Return the part of this machine that a study may use.
+
+    `auto` is what the study is sized for, the CPU where it trains nothing and there is no GPU.
+    Without `gpus` it is all that CUDA_VISIBLE_DEVICES leaves. UserError where one is missing, busy
+    or no match for this torch.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {device} is unknown; give auto, cpu or cuda")
+    if device == "cpu" or (device == "auto" and sized_for == "cpu"):
+        if gpus is not None:
+            raise UserError(
+                f"--gpus {gpus} asks for GPUs and the study would run on the CPU; add --device cuda"
+            )
+        return Hardware(cores)
+    try:
+        visible = gpus_here()
+    except UserError as error:
+        if device == "auto" and sized_for == "any" and gpus is None:
+            return Hardware(cores)
+        sized = "" if device == "cuda" else "the study is sized for GPUs, and "
+        raise UserError(f"{sized}{error}") from None
+    check_torch()
+    chosen = _chosen(visible, gpus)
+    models = dict.fromkeys(gpu.model for gpu in chosen)
+    if len(models) > 1:
+        raise UserError(
+            f"the GPUs differ ({', '.join(models)}), and a study compares what ran on equal ones;"
+            " choose equal ones with CUDA_VISIBLE_DEVICES"
+        )
+    model = chosen[0].model
+    return Hardware(
+        cores,
+        tuple(str(gpu.number) for gpu in chosen),
+        kind_of(model) or model,
+        min(gpu.total_bytes for gpu in chosen),
+    )
+
+
+def _chosen(visible: list[Gpu], gpus: int | None) -> list[Gpu]:
+    """Return `gpus` idle ones, or all; UserError naming those that are in use."""
+    if gpus is not None and gpus > len(visible):
+        raise UserError(
+            f"--gpus {gpus} asks for more GPUs than the {len(visible)} there are; give fewer"
+        )
+    idle, busy = [gpu for gpu in visible if not gpu.busy], [gpu for gpu in visible if gpu.busy]
+    wanted = len(visible) if gpus is None else gpus
+    if wanted > len(idle):
+        fewer = f"give --gpus {len(idle)}" if idle else "end what runs there"
+        raise UserError(
+            f"{busy[0]} is busy; wait until it is free, {fewer}, or choose others with"
+            " CUDA_VISIBLE_DEVICES"
+        )
+    return idle[:wanted]

@@ -1,0 +1,196 @@
+"""The needs of every step of a study: GPUs, processes, and how they share a model.
+
+The one definition for the local runner (`study.pipeline.runner`), for the jobs of a cluster
+(`slurm.job.element`) and for what `python -m study show` says before anything starts. Nothing here
+decides a number of the study beyond rounding: a layout says who computes what.
+"""
+
+import json
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from base.errors import UserError
+from study.definition import KINDS, CurvatureSettings, Study
+from study.machine.hardware import UNKNOWN_BYTES, Hardware
+from study.paths import hf_directory
+from study.pipeline.step import Machine, Step, torchrun
+from train.model.families import hf_settings
+from train.planning.flops import GPUS
+from train.planning.plan import fit, memory_if_it_fits
+from train.run.config import RunConfig
+
+ON_GPU = frozenset({"train", *(kind.name for kind, _ in KINDS)})
+HESSIAN = frozenset(kind.name for kind, _ in KINDS if kind.shares_model)
+SHARED = frozenset(kind.name for kind, _ in KINDS if kind.shares_work)
+GPUS_PER_NODE = 8  # of machines larger than one node
+MACHINES = (1, 2, 4, 8, 16, 32, 64, 128)  # GPUs that are tried for the smallest machine
+# Bytes of a weight in fp32 of the step, of a random one, and of the moved weights.
+STEP_BYTES = 3 * 4
+
+Sharding = Literal["none", "fsdp"]
+
+
+class TrainingLayout(NamedTuple):
+    """A run with the layout of its model and its micro batch that fit, and its processes."""
+
+    run: RunConfig
+    ranks: int
+
+
+class Needs:
+    """The needs of one study's steps on some hardware.
+
+    The size of a released model is known once it is in the study's directory.
+    """
+
+    def __init__(self, study: Study, hardware: Hardware, directory: Path) -> None:
+        self.study, self.hardware, self.directory = study, hardware, directory
+        self._configs: dict[str, str] = {}  # by run, once known: asked for every open step
+
+    @cached_property
+    def trainings(self) -> dict[str, TrainingLayout]:
+        """By name every run that is trained; UserError where one fits no layout."""
+        if not self.hardware.gpus:
+            return {run.name: TrainingLayout(run, self.study.ranks) for run in self.study.trained}
+        return {run.name: self._training(run) for run in self.study.trained}
+
+    def _training(self, run: RunConfig) -> TrainingLayout:
+        """Return the run on its share of the GPUs, in its own layout if that fits.
+
+        It takes as few GPUs more as it needs. The share lets all runs train at once that can: four
+        runs on two GPUs each communicate less than one after the other on eight.
+        """
+        gpus, gpu_bytes = len(self.hardware.gpus), self.hardware.gpu_bytes
+        counts = range(1, gpus + 1)
+        fitting = {count: run for count in counts if memory_if_it_fits(run, count, gpu_bytes)}
+        if not fitting:
+            changed = {
+                count: fit(run, count, gpus_per_node=gpus, gpu_bytes=gpu_bytes) for count in counts
+            }
+            fitting = {count: other for count, other in changed.items() if other}
+        if not fitting:
+            raise UserError(no_layout(run, self.study, str(self.hardware)))
+        at_once = sum(other.branch_from is None for other in self.study.trained)
+        within = [count for count in fitting if count <= max(1, gpus // at_once)]
+        ranks = max(within) if within else min(fitting)
+        return TrainingLayout(fitting[ranks], ranks)
+
+    def gpus(self, step: Step) -> int:
+        """Return the GPUs that the local runner sets aside for a step: as few as it takes."""
+        if not self.hardware.gpus or step.kind not in ON_GPU:
+            return 0
+        if step.kind == "train":
+            return self.trainings[step.run].ranks
+        return self._hessian_gpus(step) if step.kind in HESSIAN else 1
+
+    def machine(self, step: Step) -> Machine:
+        """Return the values of a command's placeholders when the local runner starts the step."""
+        gpus = self.gpus(step)
+        ranks = self.trainings[step.run].ranks if step.kind == "train" else max(gpus, 1)
+        launch = torchrun(ranks) if step.kind == "train" or ranks > 1 else ("{python}",)
+        return Machine(launch, self.hardware.device, gpus, self.sharding(step))
+
+    def ranks(self, step: Step, given: int) -> int:
+        """Return how many of the processes that a job was given the step uses."""
+        shares = step.kind == "train" or step.kind in SHARED or self.sharding(step) == "fsdp"
+        return given if shares else 1
+
+    def sharding(self, step: Step) -> Sharding:
+        """Return fsdp where the ranks of a Hessian product share a model too large for one GPU."""
+        return "fsdp" if step.kind in HESSIAN and self._hessian_gpus(step) > 1 else "none"
+
+    def _hessian_gpus(self, step: Step) -> int:
+        """Return the fewest GPUs that hold a Hessian product; 1 where that is unknown.
+
+        All of them where they are too few: `python -m curvature` itself looks before it measures,
+        and refuses with what would help.
+        """
+        gpus = len(self.hardware.gpus)
+        if gpus < 2 or self.hardware.gpu_bytes == UNKNOWN_BYTES:
+            return 1
+        for count in (*(count for count in MACHINES if count < gpus), gpus):
+            memory = self._hessian_bytes(step, count)
+            if memory is None or memory <= self.hardware.gpu_bytes:
+                return count
+        return gpus
+
+    def hessian_memory(self, step: Step) -> float | None:
+        """Return the bytes of each GPU of a step with Hessian products; None where unknown."""
+        return self._hessian_bytes(step, self._hessian_gpus(step))
+
+    def _hessian_bytes(self, step: Step, gpus: int) -> float | None:
+        config, settings = self._config(step), self.study.curvature
+        if config is None or settings is None:
+            return None
+        return hessian_bytes(config, settings, gpus, along=step.kind == "step")
+
+    def _config(self, step: Step) -> str | None:
+        """Return config.json of the model that a step measures; None where it is not there yet."""
+        if step.run not in self._configs:
+            run = next(run for run in self.study.runs if run.name == step.run)
+            if isinstance(run, RunConfig):
+                self._configs[step.run] = model_config(run)
+            else:
+                for model in self.study.models_of(run):
+                    path = self.directory / hf_directory(run.name, model) / "config.json"
+                    if path.is_file():
+                        self._configs[step.run] = path.read_text()
+                        break
+        return self._configs.get(step.run)
+
+
+def model_config(run: RunConfig) -> str:
+    """Return the config.json of a run's exports, as far as it decides the cost of a measurement."""
+    return json.dumps(
+        {"model_type": run.model.family, **hf_settings(run.model, run.data.sequence_length, 0)}
+    )
+
+
+def no_layout(run: RunConfig, study: Study, where: str) -> str:
+    """Return the refusal of a run that fits no layout there, which names what takes it."""
+    return (
+        f"run {run.name} of {study.name} fits no layout on {where}; the smallest machines that take"
+        f" it: {smallest_machines(run)}"
+    )
+
+
+def smallest_machines(run: RunConfig) -> str:
+    """Return how many GPUs of each kind train the run, in words: '4 x h200 or 8 x h100'."""
+    counts = {}
+    for kind, gpu in GPUS.items():
+        for gpus in MACHINES:
+            if fit(run, gpus, gpus_per_node=min(gpus, GPUS_PER_NODE), gpu_bytes=gpu.memory_bytes):
+                counts[kind] = gpus
+                break
+    if not counts:
+        return f"none of up to {MACHINES[-1]} GPUs"
+    *first, last = (
+        f"{gpus} x {kind}" for kind, gpus in sorted(counts.items(), key=lambda item: item[1])
+    )
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+@cache
+def hessian_bytes(config: str, settings: CurvatureSettings, gpus: int, *, along: bool) -> float:
+    """Return the memory of each GPU of a measurement with Hessian products.
+
+    It is the estimate of `python -m curvature hutchinson --dry-run`. From two GPUs on they share
+    the model. `along` a quantization step no eigenvector is needed, but copies of the weights.
+    """
+    from transformers import AutoConfig  # takes seconds, which a study on the CPU need not spend
+
+    from curvature.cost.plan import Plan, estimate
+    from curvature.settings import HutchinsonSettings
+
+    content = json.loads(config)
+    values = settings.model_dump(include=set(HutchinsonSettings.model_fields))
+    values["sharding"] = "none" if gpus == 1 else "fsdp"
+    if along or not settings.lambda_max:
+        values["lambda_max"] = False
+        for key in ("fixed_sequences", "max_iterations", "tolerance"):
+            del values[key]
+    model = AutoConfig.for_model(content.pop("model_type"), **content)
+    cost = estimate(model, HutchinsonSettings(**values), Plan(gpus))
+    copies = STEP_BYTES * cost.parameters / gpus if along else 0.0
+    return sum(cost.memory.values()) + copies

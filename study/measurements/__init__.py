@@ -1,0 +1,1 @@
+"""The kinds of measurement, a file each; `study.definition.KINDS` has an entry for each."""

@@ -1,0 +1,84 @@
+"""The places of a study's files, below its directory."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt_tools.hf.directory import LINEAGE_JSON, RESULT_JSON
+from ckpt_tools.released.download_record import DOWNLOAD_JSON
+from study.axes import AnyRun
+from study.released import ReleasedRun
+from train.run.directory import RunDirectory, step_name
+
+MLFLOW_STORE = "mlflow.db"  # beside all studies of a root
+
+
+class MeasuredModel(NamedTuple):
+    """A measured model of a run: the weights after update `step`, or an average up to it."""
+
+    step: int
+    average: str | None = None  # its name: lawa5x500 of one kept in training, or the soup's
+    soup_of: tuple[int, ...] = ()  # the steps whose exports a soup averages
+    revision: str | None = None  # of a released model
+
+
+def checkpoint_directory(run: str, model: MeasuredModel) -> Path:
+    """Return where training leaves the model; it leaves no soups."""
+    directory = RunDirectory(Path(run))
+    if model.average:
+        return directory.average_checkpoint(model.average, model.step)
+    return directory.checkpoint(model.step)
+
+
+def hf_directory(run: str, model: MeasuredModel) -> Path:
+    """Return where the model is as it is measured."""
+    directory = RunDirectory(Path(run))
+    if model.revision:
+        return directory.hf / model.revision
+    if model.average:
+        return directory.hf / directory.average_name(model.average, model.step)
+    return directory.hf / step_name(model.step)
+
+
+def model_record(run: str, model: MeasuredModel) -> str:
+    """Return the file, written last, that makes the model complete."""
+    return str(hf_directory(run, model) / (DOWNLOAD_JSON if model.revision else LINEAGE_JSON))
+
+
+def last_model(run: AnyRun) -> MeasuredModel:
+    """Return the weights at the end of the run."""
+    if isinstance(run, ReleasedRun):
+        return MeasuredModel(run.total_steps, revision=run.revisions[-1].name)
+    return MeasuredModel(run.total_steps)
+
+
+def result(run: str, model: MeasuredModel, folder: str, spec: str) -> str:
+    """Return the result of one measurement of a model: RUN/hf/MODEL/FOLDER/SPEC/result.json."""
+    return str(hf_directory(run, model) / folder / spec / RESULT_JSON)
+
+
+def quantization_result(run: str, model: MeasuredModel, spec: str) -> str:
+    """Return the result of one quantization."""
+    return result(run, model, "quant", spec)
+
+
+def curvature_result(run: str, model: MeasuredModel, spec: str = "hutchinson") -> str:
+    """Return the result of a measurement of curvature: by default traces and eigenvalue."""
+    return result(run, model, "curvature", spec)
+
+
+def blocks_result(run: AnyRun, spec: str) -> str:
+    """Return the result of the last checkpoint block by block.
+
+    Not below quant/, where the same spec has its result as at every other checkpoint.
+    """
+    return result(run.name, last_model(run), "blocks", spec)
+
+
+def step_result(run: AnyRun, spec: str) -> str:
+    """Return the result of the quantization step of the last checkpoint."""
+    return curvature_result(run.name, last_model(run), f"step-{spec}")
+
+
+def slice_result(run: AnyRun, spec: str) -> str:
+    """Return the result of the slice through the last two checkpoints and the quantized one."""
+    return curvature_result(run.name, last_model(run), f"slice-{spec}")

@@ -1,0 +1,1 @@
+"""The steps of a study and their local runner."""

@@ -1,0 +1,45 @@
+"""The locks of a study: one runner at a time, and none beside the processes of a killed one.
+
+STUDY/.runner.lock is held by the runner alone, STUDY/.steps.lock also by everything it started, so
+a new runner can tell another one at work from the last processes of one that was killed.
+"""
+
+import fcntl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from base.errors import UserError
+
+ORPHAN_SECONDS = 30.0  # supervise.py needs about 3 to end what a killed runner left
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[int]:
+    """Hold both locks of a study; yield the descriptor of the one that steps inherit."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (
+        (directory / ".runner.lock").open("a") as runner,
+        (directory / ".steps.lock").open("a") as steps,
+    ):
+        try:
+            fcntl.flock(runner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another 'study run' works on {directory}; wait until it ends, or end it and run"
+                " again"
+            ) from None
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        while True:
+            try:
+                fcntl.flock(steps, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"processes of an earlier run still work on {directory}; end them "
+                        f"('fuser {directory}/.steps.lock' lists them) and run again"
+                    ) from None
+                time.sleep(0.1)
+        yield steps.fileno()

@@ -1,0 +1,135 @@
+"""The progress of a study: a bar with ETA on a terminal, a line per step otherwise."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+
+from base.progress import PLAIN_LINE_EVERY_SECONDS
+from study.pipeline.ledger import Ledger
+from study.pipeline.step import COMMAND_PROMPT, Step
+
+
+def clock(seconds: float) -> str:
+    """'2:05' for 125 seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a step's log; 'starting' if it printed nothing yet."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4000))
+        lines = file.read().decode(errors="replace").splitlines()
+    line = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return "starting" if line.startswith(COMMAND_PROMPT) else line
+
+
+class StudyProgress:
+    """A count of steps, with an ETA from what steps of the same kind took so far."""
+
+    def __init__(
+        self, name: str, steps: list[Step], share_of: Callable[[Step], float], ledger: Ledger
+    ) -> None:
+        """Count `steps`; `share_of` says which share of the hardware one occupies."""
+        self.name, self.share_of = name, share_of
+        self.open = {step.name: step for step in steps}
+        self.total = len(steps)
+        self.running: dict[str, tuple[float, Path]] = {}  # since when, and the log of the process
+        self.took: dict[str, list[float]] = {}
+        for step in steps:
+            record = ledger.record(step)
+            if record is not None:
+                self._learn(step, record["seconds"])
+        self._bar: RichProgress | None = None
+        if sys.stderr.isatty():
+            self._bar = RichProgress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.completed}/{task.total}"),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
+            self._task = self._bar.add_task(name, total=self.total, note="")
+        self.interval_seconds = 0.5 if self._bar else PLAIN_LINE_EVERY_SECONDS
+        self._printed_at = time.monotonic()
+
+    def __enter__(self) -> "StudyProgress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def _learn(self, step: Step, seconds: float) -> None:
+        # as a ratio to the first guess: trainings of one kind differ in length
+        self.took.setdefault(step.kind, []).append(seconds / step.expected_seconds)
+
+    def eta_seconds(self) -> float:
+        """Return the work left over the whole hardware, or the longest step left if longer."""
+        now = time.monotonic()
+        work, longest = 0.0, 0.0
+        for step in self.open.values():
+            left = step.expected_seconds * mean(self.took.get(step.kind, [1.0]))
+            if step.name in self.running:
+                left = max(left - (now - self.running[step.name][0]), 0.05 * left)
+            work += left * self.share_of(step)
+            longest = max(longest, left)
+        return max(work, longest)
+
+    def _count(self) -> str:
+        return f"[{self.total - len(self.open)}/{self.total}]"
+
+    def _print(self, line: str) -> None:
+        self._printed_at = time.monotonic()
+        if self._bar:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def started(self, steps: list[Step], log: Path) -> None:
+        """Show that a process begins the work of these steps."""
+        self.running |= {step.name: (time.monotonic(), log) for step in steps}
+        self.refresh()
+
+    def skipped(self, step: Step) -> None:
+        """Count a step that was complete already."""
+        del self.open[step.name]
+        self.refresh()
+
+    def finished(self, steps: list[Step], seconds: float) -> None:
+        """Count steps that a process completed in so many seconds together."""
+        guessed = sum(step.expected_seconds for step in steps)
+        for step in steps:
+            del self.open[step.name], self.running[step.name]
+            self._learn(step, seconds * step.expected_seconds / guessed)
+        if not self._bar:
+            more = f" and {len(steps) - 1} more" if len(steps) > 1 else ""
+            self._print(
+                f"{self._count()} {steps[0].name}{more}  {seconds:.1f} s  ETA"
+                f" {clock(self.eta_seconds())}"
+            )
+
+    def failed(self, steps: list[Step], line: str) -> None:
+        """Print why steps failed; the others continue."""
+        for step in steps:
+            del self.open[step.name]
+            self.running.pop(step.name, None)  # it may not have started
+        self._print(line)
+
+    def refresh(self) -> None:
+        """Update the bar; without a terminal print the last line of each step now and then."""
+        eta = clock(self.eta_seconds())
+        if self._bar:
+            logs = dict.fromkeys(log.stem for _, log in self.running.values())
+            note = f"ETA {eta}  {', '.join(logs)}"
+            self._bar.update(self._task, completed=self.total - len(self.open), note=note)
+        elif self.running and time.monotonic() - self._printed_at >= PLAIN_LINE_EVERY_SECONDS:
+            for log in dict.fromkeys(log for _, log in self.running.values()):
+                self._print(f"{self._count()} {log.stem}: {last_line(log)}  (study ETA {eta})")

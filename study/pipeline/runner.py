@@ -1,0 +1,262 @@
+"""The local runner: the steps of a study in order, as many at once as cores and GPUs allow.
+
+A step runs below `supervise.py`, which ends it with all its descendants when this process is gone.
+"""
+
+import os
+import select
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from base.errors import UserError
+from study.machine.hardware import Hardware
+from study.pipeline import supervise
+from study.pipeline.ledger import Ledger
+from study.pipeline.progress import StudyProgress
+from study.pipeline.step import COMMAND_PROMPT, Machine, Step, batches, log_path, resolve, shared
+from study.pipeline.steps import ONLINE
+
+PROJECT = Path(__file__).resolve().parents[2]
+ERROR_PREFIX = "error: "
+MODELS_PER_PROCESS = 12  # its imports take some seconds, as much as one tiny checkpoint
+
+
+class StepError(Exception):
+    """A step ended badly without saying why in one line; the command exits with code 1."""
+
+
+@dataclass(frozen=True)
+class _Running:
+    steps: list[Step]
+    slots: int
+    gpus: tuple[str, ...]
+    process: subprocess.Popen
+    pidfd: int
+    log: Path
+    log_start: int
+    fingerprints: dict[str, str]
+    started_at: float
+
+
+def child_environment(kind: str, gpus: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return the environment of a step: its GPUs, one thread, no network unless it fetches."""
+    path = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH"))))
+    return os.environ | {
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as the numbers of the hardware are counted
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "RAYON_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **({} if kind in ONLINE else {"HF_HUB_OFFLINE": "1"}),
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+    }
+
+
+def last_error(log: Path, start: int) -> str | None:
+    """Return the last 'error: ...' line a step wrote to its log after byte `start`."""
+    with log.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.startswith(ERROR_PREFIX)), None)
+
+
+class Runner:
+    """One execution of the steps of one study."""
+
+    def __init__(
+        self,
+        directory: Path,
+        steps: list[Step],
+        hardware: Hardware,
+        lock_fd: int,
+        machine_of: Callable[[Step], Machine] = lambda _: Machine(),
+        check: Callable[[Step], None] = lambda _: None,
+    ) -> None:
+        """Prepare to run all steps of the study in a directory whose locks are held.
+
+        Steps inherit `lock_fd`. `machine_of` says what a step takes of the hardware; `check` raises
+        UserError for a step that must not start now.
+        """
+        self.directory, self.hardware, self.lock_fd = directory, hardware, lock_fd
+        self.machine_of, self.check = machine_of, check
+        self.ledger = Ledger(directory, steps)
+        self.pending = {step.name: step for step in steps}
+        self.running: list[_Running] = []
+        self.complete: set[str] = set()
+        # by step a line, and whether it is the step's own
+        self.failures: dict[str, tuple[str, bool]] = {}
+        self.progress = StudyProgress(directory.name, steps, self._share, self.ledger)
+
+    def run(self) -> None:
+        """Run until nothing more can; a failed step holds up only what depends on it.
+
+        Raises:
+            UserError: a step failed with a one-line error of its own.
+            StepError: a step failed without one.
+        """
+        try:
+            with self.progress:
+                while True:
+                    failed = len(self.failures)
+                    self._start_ready()
+                    if self.running:
+                        self._wait()
+                    elif len(self.failures) == failed:
+                        break
+        finally:
+            self._end_running()
+        if self.failures:
+            line, said_why = next(iter(self.failures.values()))
+            if len(self.failures) > 1:
+                line += f" (and {len(self.failures) - 1} more failed steps)"
+            raise (UserError if said_why else StepError)(line)
+
+    def _slots(self, step: Step) -> int:
+        """Return the cores of a step; a step on GPUs takes one for each."""
+        return min(self.machine_of(step).gpus or step.slots, self.hardware.cores)
+
+    def _share(self, step: Step) -> float:
+        """Return the share of the hardware that a step occupies."""
+        gpus = self.machine_of(step).gpus
+        of_gpus = gpus / len(self.hardware.gpus) if gpus else 0.0
+        return max(self._slots(step) / self.hardware.cores, of_gpus)
+
+    def _free_gpus(self) -> list[str]:
+        taken = {gpu for running in self.running for gpu in running.gpus}
+        return [gpu for gpu in self.hardware.gpus if gpu not in taken]
+
+    def _ready(self) -> list[Step]:
+        """Return the steps that may start now; count those that are complete already."""
+        ready = []
+        for step in list(self.pending.values()):
+            if not self.complete.issuperset(step.after):
+                continue
+            if self.ledger.is_complete(step):
+                del self.pending[step.name]
+                self.complete.add(step.name)
+                self.progress.skipped(step)
+            else:
+                ready.append(step)
+        return ready
+
+    def _start_ready(self) -> None:
+        ready = self._ready()
+        if not ready:
+            return
+        at_work = {step.name for running in self.running for step in running.steps}
+        # A process that a step could share is not started while what that step waits for is at
+        # work.
+        awaited = {
+            step.process
+            for step in self.pending.values()
+            if step.models and at_work.intersection(step.after)
+        }
+        startable = [step for step in ready if step.process not in awaited]
+        # few enough models share a process to leave work for every GPU
+        models = min(MODELS_PER_PROCESS, -(-len(startable) // max(len(self.hardware.gpus), 1)))
+        for batch in batches(startable, models, len(ready)):
+            free_slots = self.hardware.cores - sum(running.slots for running in self.running)
+            free_gpus, machine = self._free_gpus(), self.machine_of(batch[0])
+            if self._slots(batch[0]) <= free_slots and machine.gpus <= len(free_gpus):
+                for step in batch:
+                    del self.pending[step.name]
+                try:
+                    self.check(batch[0])
+                except UserError as error:
+                    self._fail(batch, f"step {batch[0].name} cannot start: {error}", said_why=True)
+                else:
+                    self._start(batch, machine, tuple(free_gpus[: machine.gpus]))
+
+    def _start(self, batch: list[Step], machine: Machine, gpus: tuple[str, ...]) -> None:
+        # of what they read now, before they run
+        fingerprints = {step.name: self.ledger.fingerprint(step) for step in batch}
+        for step in batch:
+            self.ledger.prepare(step)
+        first = batch[0]
+        log = log_path(self.directory, first)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = resolve(shared(batch), self.directory, machine)
+        with log.open("ab") as output:
+            output.write(f"{COMMAND_PROMPT}{shlex.join(command)}\n".encode())
+            output.flush()
+            start = output.tell()
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(supervise.__file__), str(self.lock_fd), *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=child_environment(first.kind, gpus),
+                cwd=PROJECT,
+                pass_fds=[self.lock_fd],
+                start_new_session=True,  # Ctrl-C reaches this process alone, which ends them
+            )
+        pidfd = os.pidfd_open(process.pid)
+        slots = self._slots(first)
+        self.running.append(
+            _Running(batch, slots, gpus, process, pidfd, log, start, fingerprints, time.monotonic())
+        )
+        self.progress.started(batch, log)
+
+    def _wait(self) -> None:
+        by_fd = {running.pidfd: running for running in self.running}
+        ready, _, _ = select.select(list(by_fd), [], [], self.progress.interval_seconds)
+        for pidfd in ready:
+            self._finished(by_fd[pidfd])
+        self.progress.refresh()
+
+    def _finished(self, running: _Running) -> None:
+        self.running.remove(running)
+        seconds = time.monotonic() - running.started_at
+        status = running.process.wait()
+        _close(running)
+        # Outputs are written whole and were removed before: one that is there is the process's own,
+        # however it ended.
+        several = len(running.steps) > 1
+        made = [step for step in running.steps if status == 0 or (several and not step.resumes)]
+        made = [step for step in made if not self.ledger.missing_outputs(step)]
+        for step in made:
+            self.ledger.finish(step, running.fingerprints[step.name], seconds / len(running.steps))
+            self.complete.add(step.name)
+        if made:
+            self.progress.finished(made, seconds)
+        failed = [step for step in running.steps if step not in made]
+        if not failed:
+            return
+        reason = last_error(running.log, running.log_start) if status else None
+        if status == 0:
+            missing = self.ledger.missing_outputs(failed[0])[0]
+            why = f"it ended well but left no {missing}; remove what it left and run again"
+        else:
+            why = reason or f"it ended with status {status}; read the log"
+        line = f"step {failed[0].name} failed, log {running.log}: {why}"
+        self._fail(failed, line, said_why=reason is not None)
+
+    def _fail(self, steps: list[Step], line: str, *, said_why: bool) -> None:
+        self.failures |= {step.name: (line, said_why) for step in steps}
+        self.progress.failed(steps, line)
+
+    def _end_running(self) -> None:
+        """Close the standard input of every supervise.py, which ends its step; then await each."""
+        for running in self.running:
+            stdin: IO[bytes] | None = running.process.stdin
+            assert stdin is not None
+            stdin.close()
+        for running in self.running:
+            running.process.wait()
+            _close(running)
+        self.running.clear()
+
+
+def _close(running: _Running) -> None:
+    os.close(running.pidfd)
+    if running.process.stdin:
+        running.process.stdin.close()

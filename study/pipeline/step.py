@@ -1,0 +1,157 @@
+"""One step of a study: a command, what it reads and what it leaves.
+
+Commands name places by {python}, {root} and {study}, and what they run on by {launch}, {device},
+{sharding} and {cores}: the same step on another machine, or after the study was moved, is the same
+text and has the same fingerprint. `study.machine.needs` says what those stand for.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+COMMAND_PROMPT = "$ "  # begins the line that a log shows before each attempt
+TORCHRUN = ("{python}", "-m", "torch.distributed.run")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command, `head + models + specs + tail`.
+
+    Outputs are relative to the study; those that begin with ../ belong to all studies of the root.
+    Each is written last by the command and holds the hashes of what it vouches for.
+    """
+
+    name: str  # unique in the study and fit for a file name
+    kind: str  # steps of one kind take about the same time
+    head: tuple[str, ...]
+    outputs: tuple[str, ...]
+    after: tuple[str, ...] = ()  # steps that make what it reads
+    reads: tuple[str, ...] = ()  # files among their outputs; empty: all of them
+    run: str = ""
+    models: tuple[str, ...] = ()  # argument that names the model; a process can take several
+    specs: tuple[str, ...] = ()  # arguments that name the spec; a process can take several
+    tail: tuple[str, ...] = ()
+    settings: str = ""  # fingerprint of what decides the outputs besides command and reads
+    slots: int = 1  # cores
+    resumes: bool = False  # from its own unfinished outputs, which are never removed
+    expected_seconds: float = 5.0  # a guess, corrected by what steps of its kind took
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The command of this step alone."""
+        return self.head + self.models + self.specs + self.tail
+
+    @property
+    def process(self) -> tuple[object, ...]:
+        """The values that steps of one process have in common."""
+        return self.kind, self.run, self.head, self.tail
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The values of a command's placeholders, besides places."""
+
+    launch: tuple[str, ...] = ("{python}",)  # starts a Python program on all ranks of the step
+    device: str = "cpu"
+    gpus: int = 0  # that the step occupies
+    sharding: str = "none"  # fsdp where the ranks of a Hessian product share the model
+    cores: int = 1  # for commands that start processes of their own
+    python: str = sys.executable
+
+
+def python(*arguments: str) -> tuple[str, ...]:
+    """Return a command that starts a module of this project in one process."""
+    return ("{python}", "-m", *arguments)
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    """Return the words that start a program on ranks of this machine, at a free port."""
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    return (*TORCHRUN, "--nproc-per-node", str(ranks), *rendezvous)
+
+
+def _values(machine: Machine) -> dict[str, str]:
+    """Return what the placeholders that are whole words stand for."""
+    return {
+        "{device}": machine.device,
+        "{sharding}": machine.sharding,
+        "{cores}": str(machine.cores),
+    }
+
+
+def resolve(command: Sequence[str], directory: Path, machine: Machine) -> list[str]:
+    """Return a command for the study at `directory`: no placeholders, absolute places."""
+    study = directory.absolute()
+    values = {"{python": machine.python, "{root": str(study.parent), "{study": str(study)}
+    words: list[str] = []
+    for argument in command:
+        place, _, rest = argument.partition("}")
+        if argument == "{launch}":
+            words += resolve(machine.launch, directory, machine)
+        elif place in values:
+            words.append(values[place] + rest)
+        else:
+            words.append(_values(machine).get(argument, argument))
+    return words
+
+
+def shared(steps: Sequence[Step]) -> tuple[str, ...]:
+    """Return the command that does the work of all these steps, which `batches` put together."""
+    first = steps[0]
+    models = dict.fromkeys(step.models for step in steps)
+    specs = dict.fromkeys(step.specs for step in steps)
+    return (
+        *first.head,
+        *(word for one in models for word in one),
+        *(word for one in specs for word in one),
+        *first.tail,
+    )
+
+
+def batches(steps: Sequence[Step], models: int, specs: int) -> list[list[Step]]:
+    """Return steps by the process that they share, with at most so many models and specs.
+
+    A process measures each of its models with each of its specs. The order is that of the first
+    step of each batch; steps without a model are alone.
+    """
+    wanted: dict[tuple[object, ...], list[Step]] = {}
+    for step in steps:
+        wanted.setdefault(step.process if step.models else (step.name,), []).append(step)
+    found: list[list[Step]] = []
+    for members in wanted.values():
+        by_model: dict[tuple[str, ...], list[Step]] = {}
+        for step in members:
+            by_model.setdefault(step.models, []).append(step)
+        by_specs: dict[tuple[tuple[str, ...], ...], list[list[Step]]] = {}
+        for own in by_model.values():
+            for start in range(0, len(own), specs):
+                part = own[start : start + specs]
+                by_specs.setdefault(tuple(step.specs for step in part), []).append(part)
+        for alike in by_specs.values():
+            for start in range(0, len(alike), models):
+                found.append([step for part in alike[start : start + models] for step in part])
+    return found
+
+
+def log_path(directory: Path, step: Step) -> Path:
+    """Return STUDY/logs/STEP.log: all that the step printed; of a batch, that of its first step."""
+    return directory / "logs" / f"{step.name}.log"
+
+
+def shown(command: Sequence[str], machine: Machine) -> str:
+    """Return a command for people and for a shell, with $STUDY for the study's directory."""
+    words = []
+    for argument in command:
+        if argument == "{launch}":
+            words.append(shown(machine.launch, machine))
+            continue
+        place, _, rest = argument.partition("}")
+        if place in ("{study", "{root"):
+            words.append(f'"$STUDY{"/.." if place == "{root" else ""}{rest}"')
+        elif argument in _values(machine):
+            words.append(_values(machine)[argument])
+        else:
+            words.append("python" if argument == "{python}" else shlex.quote(argument))
+    return " ".join(words)

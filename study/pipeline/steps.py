@@ -1,0 +1,181 @@
+"""A study as steps: commands, each with what it reads and the files it leaves behind.
+
+Measuring is cut as fine as it can be: a step is one model and, of quantization, one spec. Steps
+that differ in that alone may share a process (`study.pipeline.step.batches`), as many as suits the
+machine: what counts as done does not change. The steps of each kind of measurement are made in
+`study.measurements`.
+"""
+
+from pathlib import Path
+
+from base.frozen import fingerprint
+from study.axes import AnyRun
+from study.definition import KINDS, Study
+from study.measurements.kind import INTERVAL_LEVEL as INTERVAL_LEVEL
+from study.measurements.kind import Subject, Text
+from study.paths import (
+    MeasuredModel,
+    checkpoint_directory,
+    hf_directory,
+    last_model,
+    model_record,
+)
+from study.pipeline.step import Step, python
+from study.released import ReleasedRun
+from study.text.steps import prefix, record, text_steps, used
+from train.run.config import RunConfig
+from train.run.directory import CHECKPOINT_JSON, RunDirectory
+
+MEASURED = tuple(kind.name for kind, _ in KINDS)
+ONLINE = {"download", "prepare", *(kind.name for kind, _ in KINDS if kind.online)}
+MADE = ("download", "train", "average")  # besides the measurements read by `collect`
+LAST = (  # kind, output and expected seconds of what a study ends with
+    ("collect", "table.parquet", 3.0),
+    ("report", "report.html", 10.0),
+    ("mirror", "mlflow.json", 15.0),
+)
+
+
+def steps_of(study: Study) -> list[Step]:
+    """Return all steps of a study, each after the ones it depends on.
+
+    Training comes before measuring: it is wider.
+    """
+    steps = text_steps(study)
+    texts = _texts(study, steps)
+    roots_first = sorted(study.trained, key=lambda run: run.branch_from is not None)
+    steps += [_train_step(study, run, texts) for run in roots_first]
+    for run in study.runs:
+        steps += _run_steps(study, run, texts)
+    return [*steps, *_last_steps(study, steps)]
+
+
+def _texts(study: Study, steps: list[Step]) -> dict[str, Text]:
+    """Return the token files by use."""
+    makers = {output: step.name for step in steps for output in step.outputs}
+    return {
+        use: Text(prefix(study, use), record(study, use), makers.get(record(study, use)))
+        for use in used(study)
+    }
+
+
+def _checkpoint_json(run: RunConfig, model: MeasuredModel) -> str:
+    return str(checkpoint_directory(run.name, model) / CHECKPOINT_JSON)
+
+
+def _train_step(study: Study, run: RunConfig, texts: dict[str, Text]) -> Step:
+    read = (texts["train"], texts["held_out"])
+    after = tuple(text.made_by for text in read if text.made_by)
+    reads, first = tuple(text.record for text in read), 0
+    if run.branch_from:
+        parent, first = study.parent_of(run), run.branch_from.step
+        after = (*after, f"train-{parent.name}")
+        reads = (*reads, _checkpoint_json(parent, MeasuredModel(first)))
+    kept = [model for model in study.models_of(run) if not model.soup_of]
+    return Step(
+        f"train-{run.name}",
+        "train",
+        ("{launch}", "-m", "train", "run", f"{{study}}/{run.name}", "--device", "{device}"),
+        tuple(_checkpoint_json(run, model) for model in kept),
+        after,
+        reads,
+        run=run.name,
+        settings=fingerprint(run),
+        slots=study.ranks,
+        resumes=True,
+        expected_seconds=15 + (run.total_steps - first) * run.tokens_per_step / 25_000,
+    )
+
+
+def _run_steps(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Step]:
+    """Return the steps that make a run's models, then those that measure them, kind by kind."""
+    models = study.models_of(run)
+    making = {model: _making_step(run, model) for model in models}
+    made: dict[str, list[Step]] = {}
+    for step in sorted(making.values(), key=lambda step: MAKING.index(step.kind)):
+        made.setdefault(step.kind, []).append(step)
+    subjects: dict[MeasuredModel, Subject] = {}
+    before: Subject | None = None
+    for model in models:
+        is_average = model.average is not None
+        subject = Subject(run.name, model, making[model], texts, None if is_average else before)
+        before = before if is_average else subject
+        subjects[model] = subject
+    for kind, settings in study.measurements:
+        made[kind.name] = own = []
+        for model, subject in subjects.items():
+            if kind.measures(model, last_model(run)):
+                own += kind.steps(settings, subject, made)
+    return [step for steps in made.values() for step in steps]
+
+
+MAKING = ("download", "export", "average")
+
+
+def _making_step(run: AnyRun, model: MeasuredModel) -> Step:
+    """Return the step that makes a model's HF directory: a download, an export or an average."""
+    name = f"{run.name}-{hf_directory(run.name, model).name}"
+    outputs = (model_record(run.name, model),)
+    into = f"{{study}}/{RunDirectory(Path(run.name)).hf}"
+    if isinstance(run, ReleasedRun):
+        return Step(
+            f"download-{name}",
+            "download",
+            python("ckpt_tools", "download", run.source, into)
+            + (("--family", run.family) if run.family else ()),
+            outputs,
+            run=run.name,
+            models=("--revision", str(model.revision)),
+            resumes=True,
+        )
+    if model.soup_of:
+        members = [hf_directory(run.name, MeasuredModel(step)) for step in model.soup_of]
+        places = [hf_directory(run.name, model), *members]
+        return Step(
+            f"average-{name}",
+            "average",
+            python("ckpt_tools", "average", *(f"{{study}}/{place}" for place in places)),
+            outputs,
+            tuple(f"export-{run.name}-{member.name}" for member in members),
+            run=run.name,
+            resumes=True,
+        )
+    return Step(
+        f"export-{name}",
+        "export",
+        python("ckpt_tools", "export"),
+        outputs,
+        (f"train-{run.name}",),
+        (_checkpoint_json(run, model),),
+        run=run.name,
+        models=(f"{{study}}/{checkpoint_directory(run.name, model)}",),
+        tail=("--into", into),
+        resumes=True,
+        expected_seconds=1.5,
+    )
+
+
+def _last_steps(study: Study, steps: list[Step]) -> list[Step]:
+    """Return table, report and MLflow, which any change of the study makes anew."""
+    tabled = {kind.name for kind, settings in study.measurements if kind.columns(settings)}
+
+    def of_kinds(*kinds: str) -> tuple[str, ...]:
+        return tuple(step.name for step in steps if step.kind in kinds)
+
+    after = {
+        "collect": of_kinds(*MADE, *tabled),
+        "report": ("collect", *of_kinds(*MEASURED)),
+        "mirror": ("collect", "report"),
+    }
+    return [
+        Step(
+            kind,
+            kind,
+            python("study", kind, study.name, "--root", "{root}"),
+            (output,),
+            after[kind],
+            settings=fingerprint(study),
+            expected_seconds=seconds,
+        )
+        for kind, output, seconds in LAST
+    ]

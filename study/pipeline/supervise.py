@@ -1,0 +1,89 @@
+"""Run one command and leave no process of it: `python -I -S supervise.py LOCK_FD COMMAND...`.
+
+The runner holds the other end of this process's standard input. When that end closes - the runner
+finished, was interrupted or killed with SIGKILL - every descendant of the command is ended.
+torchrun starts its workers in sessions of their own, so killing the runner's process group would
+leave them training; as the reaper of orphans (PR_SET_CHILD_SUBREAPER) this process finds them all.
+It runs by path and imports the standard library alone, so that starting it costs milliseconds.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+GRACE_SECONDS = (
+    3.0  # between the interrupt, which lets a command remove what it wrote aside, and SIGKILL
+)
+
+
+def descendants() -> list[int]:
+    """Return the living processes below this one."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
+            continue
+        if state != "Z":
+            children.setdefault(int(parent), []).append(int(stat.parent.name))
+    found, pending = [], [os.getpid()]
+    while pending:
+        below = children.get(pending.pop(), [])
+        found += below
+        pending += below
+    return found
+
+
+def send(signal_number: int) -> bool:
+    """Signal every descendant; return whether there was one."""
+    pids = descendants()
+    for pid in pids:
+        try:
+            os.kill(pid, signal_number)
+        except ProcessLookupError:
+            continue
+    return bool(pids)
+
+
+def end_descendants() -> None:
+    """Interrupt all descendants, then kill those that are left."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    alive = send(signal.SIGINT)
+    while alive and time.monotonic() < deadline:
+        time.sleep(0.05)
+        alive = bool(descendants())
+    while send(signal.SIGKILL):
+        time.sleep(0.01)
+
+
+def main() -> int:
+    """Return the exit status of the command, 128 + number for a signal."""
+    lock_fd, command = int(sys.argv[1]), sys.argv[2:]
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        pass_fds=[lock_fd],
+        # should this process itself be killed, the command goes with it
+        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+    )
+    exited = os.pidfd_open(child.pid)
+    ready, _, _ = select.select([0, exited], [], [])
+    if exited not in ready:
+        end_descendants()
+        child.wait()
+        return 128 + signal.SIGKILL
+    status = child.wait()
+    end_descendants()
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Settings, software and commands behind the numbers of a report."""
+
+import shlex
+from itertools import product
+from pathlib import Path
+
+from study.definition import Study
+from study.machine.hardware import Hardware
+from study.machine.needs import Needs
+from study.pipeline.runner import MODELS_PER_PROCESS
+from study.pipeline.step import Step, batches, shared, shown
+from study.pipeline.steps import steps_of
+from study.recipes import PROFILES, RECIPES, resolve
+from study.released import ReleasedRun
+from study.results.averages import average_title, kept_averages
+from train.run.config import RunConfig
+from train.run.directory import RunDirectory
+from train.run.environment import attempts
+
+FAMILIES = {"olmo2": "OLMo2", "llama": "Llama", "gpt_neox": "GPT-NeoX"}
+ENGINE_PACKAGES = {"megatron": "megatron-core", "deepspeed": "deepspeed"}
+
+
+def _schedule(run: RunConfig) -> str:
+    anneal = run.schedule.anneal
+    end = f", {anneal.shape} anneal to zero from step {anneal.start_step}" if anneal else ""
+    return f"{run.warmup_steps} steps of warm-up, {run.schedule.phase.kind}{end}"
+
+
+def _of_run(run: RunConfig) -> dict[str, str]:
+    """The settings of a training in words, by name."""
+    model, optimizer = run.model, run.optimizer
+    return {
+        "model": f"{FAMILIES[model.family]}, {model.num_hidden_layers} layers, width"
+        f" {model.hidden_size}, vocabulary {model.vocab_size}",
+        "training": f"{run.total_steps} steps of {run.batch_size} x {run.data.sequence_length}"
+        f" tokens, {run.precision}",
+        "schedule": _schedule(run),
+        "optimizer": f"AdamW, betas {optimizer.beta1:g} and {optimizer.beta2:g}, weight decay"
+        f" {optimizer.weight_decay:g}, seed {run.seed}",
+    }
+
+
+def _training_rows(directory: Path, study: Study) -> dict[str, str]:
+    """Settings of the training; values that differ between runs are listed once each."""
+    each = [_of_run(run) for run in study.trained]
+    rows = {name: "; ".join(dict.fromkeys(one[name] for one in each)) for name in each[0]}
+    averages = [average_title(average) for average in kept_averages(study)]
+    if averages:
+        steps = ", ".join(map(str, study.averaged_steps))
+        rows["averages"] = f"{'; '.join(averages)}; quantized at {steps or 'no step'}"
+    if study.soups:
+        rows["soups"] = "; ".join(f"{soup.name}, {average_title(soup)}" for soup in study.soups)
+    if study.settings:
+        rows["set"] = ", ".join(study.settings)
+    run = study.trained[0]
+    zero = f", ZeRO stage {run.zero.stage}" if run.engine == "deepspeed" else ""
+    ranks = Needs(study, Hardware.recorded(directory), directory).trainings[run.name].ranks
+    rows["engine"] = f"{ENGINE_PACKAGES[run.engine]}{zero}, {ranks} ranks"
+    path = RunDirectory(directory / run.name).environment_json
+    if path.exists():
+        last = attempts(path)[-1]
+        changed = " with uncommitted changes" if last.get("uncommitted_changes") else ""
+        rows["commit"] = (last.get("commit") or "not recorded") + changed
+        others = set(ENGINE_PACKAGES.values()) - {ENGINE_PACKAGES[run.engine]}
+        versions = {"python": last.get("python", "unknown")} | last.get("packages", {})
+        used = [f"{name} {version}" for name, version in versions.items() if name not in others]
+        rows["software"] = ", ".join(used)
+    return rows
+
+
+def _measuring_rows(study: Study) -> dict[str, str]:
+    quantization, curvature = study.quantization, study.curvature
+    quantized = [
+        f"{', '.join(quantization.specs)}; {quantization.calibration_sequences} calibration"
+        f" sequences, losses over {quantization.eval_tokens} tokens in {quantization.dtype}"
+    ]
+    if quantization.methods:
+        quantized.append(f"at the end of training also {', '.join(quantization.methods)}")
+    if quantization.by_block:
+        specs = ", ".join(quantization.by_block)
+        quantized.append(f"{specs} block by block, over {quantization.block_tokens} tokens")
+    rows = {"quantization": "; ".join(quantized)}
+    if curvature:
+        batch = f"x {curvature.microbatch_sequences} sequences"
+        fixed = f"on {curvature.fixed_sequences} sequences"
+        curved = [
+            f"{curvature.pairs} pairs of a probe and {curvature.microbatch_sequences} sequences",
+            f"largest eigenvalue {fixed if curvature.lambda_max else 'not measured'}",
+        ]
+        if quantization.by_block:
+            curved.append(f"steps on {curvature.step_microbatches} {batch}")
+            curved.append(
+                f"slices of {curvature.slice_grid} x {curvature.slice_grid} points on"
+                f" {curvature.slice_sequences} sequences"
+            )
+        rows["curvature"] = "; ".join(curved)
+    return rows
+
+
+def settings_of(directory: Path, study: Study) -> dict[str, str]:
+    """Return model, schedule, measurements, software and sources of the study, by name."""
+    released = [run for run in study.runs if isinstance(run, ReleasedRun)]
+    rows = {run.name: f"{run.source}, {run.schedule or 'schedule unknown'}" for run in released}
+    if study.trained:
+        rows |= _training_rows(directory, study)
+    rows |= _measuring_rows(study)
+    return rows | ({"sources": "; ".join(study.sources)} if study.sources else {})
+
+
+def _run_again(study: Study) -> str:
+    command = f"python -m study run {study.name}"
+    for recipe, profile in product(RECIPES, PROFILES):
+        if not study.name.startswith(resolve(recipe, profile).name):
+            continue  # its settings may not fit
+        if resolve(recipe, profile, study.settings).name == study.name:
+            settings = "".join(f" --set {shlex.quote(setting)}" for setting in study.settings)
+            command = f"python -m study run {recipe} --profile {profile}{settings}"
+            break
+    return f'{command} --root "$STUDY/.."'
+
+
+def commands(directory: Path, study: Study) -> dict[str, list[str]]:
+    """Return the commands of every step by run, as the study's last hardware takes them.
+
+    Those that come first set the environment and run the study again.
+    """
+    hardware = Hardware.recorded(directory)
+    needs = Needs(study, hardware, directory)
+    groups: dict[str, list[Step]] = {}
+    for step in steps_of(study):
+        text = step.kind in ("corpus", "prepare")
+        whole = "text and tokenizer" if text else "table, report and MLflow"
+        groups.setdefault(f"run {step.run}" if step.run else whole, []).append(step)
+    settings = f"export STUDY={shlex.quote(str(directory.absolute()))} OMP_NUM_THREADS=1"
+    settings += "" if hardware.gpus else " CUDA_VISIBLE_DEVICES="
+    lines = {"the whole study again": [settings, _run_again(study)]}
+    for title, members in groups.items():
+        together = batches(members, MODELS_PER_PROCESS, len(members))
+        lines[title] = [shown(shared(batch), needs.machine(batch[0])) for batch in together]
+    return lines

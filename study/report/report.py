@@ -1,0 +1,88 @@
+"""report.html: claims with effect sizes, figures, tables, settings and commands, in one file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from quant_eval.measuring.statistics import METHOD
+from study.claims.page import NOTE, headline, judge_all, tally
+from study.definition import Study
+from study.figures.canvas import Canvas
+from study.figures.drawing import draw_all
+from study.pipeline.steps import INTERVAL_LEVEL
+from study.report import page
+from study.report.provenance import commands, settings_of
+from study.report.tables import (
+    Table,
+    average_table,
+    end_table,
+    heat_tables,
+    method_table,
+    step_table,
+)
+from study.results.paired import Paired
+from study.results.summary import summarize
+from study.results.table import Row, read_table
+from study.tracking.store import server_command
+
+REPORT = "report.html"
+
+
+def write_report(directory: Path, study: Study) -> Path:
+    """Draw the figures and write report.html."""
+    rows = read_table(directory, study)
+    canvas = Canvas(study, rows, directory)
+    shown, empty = draw_all(canvas)
+    page.write_page(
+        "report.html",
+        directory / REPORT,
+        study=study,
+        facts=_facts(study, rows),
+        judged=judge_all(study, rows, Paired(directory)),
+        tally=tally,
+        headline=headline,
+        note=NOTE,
+        empty=empty,
+        tables=_tables(study, rows),
+        intervals=_intervals(study, rows),
+        settings=settings_of(directory, study),
+        commands=commands(directory, study),
+        server=server_command(directory.parent),
+        **page.figures_of(shown, canvas.runs),
+    )
+    return directory / REPORT
+
+
+def _tables(study: Study, rows: Sequence[Row]) -> list[Table]:
+    summaries = summarize(study, rows)
+    tables = [end_table(study, summaries), *heat_tables(study, summaries)]
+    others = (
+        method_table(study, summaries),
+        average_table(study, rows),
+        step_table(study, summaries),
+    )
+    return [*tables, *(table for table in others if table)]
+
+
+def _facts(study: Study, rows: Sequence[Row]) -> str:
+    """The size of the study in a sentence, and what its intervals leave out."""
+    facts = f"{len(study.runs)} runs, {len(rows)} measured models."
+    seeds = sorted({run.seed for run in study.trained})
+    if len(seeds) == 1:
+        facts += (
+            f" Every run is one training from seed {seeds[0]}: no interval or p-value here holds"
+            " the differences between trainings."
+        )
+    return facts
+
+
+def _intervals(study: Study, rows: Sequence[Row]) -> str:
+    column = f"quant/{study.quantization.specs[0]}/documents"
+    counts = sorted({row[column] for row in rows} - {None})
+    documents = " or ".join(map(str, counts)) or "0"
+    return (
+        f"Intervals of losses, errors and divergences: {INTERVAL_LEVEL:.0%}, each model for itself"
+        f" ({METHOD}; the evaluation text has {documents} documents). The verdicts compare models"
+        " on the same documents, by a bootstrap-t of the difference paired over them, so a"
+        " difference can be significant although the intervals overlap. Traces are compared on the"
+        " same microbatches with the same probes, by Student's t of the differences."
+    )

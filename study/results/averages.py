@@ -1,0 +1,132 @@
+"""Averages of weights beside the weights themselves, and beside annealed weights.
+
+Two kinds: those kept in training (LAWA windows, EMAs), and soups of exported checkpoints.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from quant_eval.specs import parse_spec
+from study.definition import SoupSettings, Study
+from study.released import ReleasedRun
+from study.results.collect import phase_of
+from study.results.summary import AnyRun, Rows, ends_of_training, in_order, lineage, listed
+from study.results.table import Row
+from train.run.config import RunConfig
+from train.run.optimization import Ema, Lawa
+
+
+def kept_averages(study: Study) -> list[Lawa | Ema]:
+    """Return the averages that the runs keep in training, each once."""
+    return list(dict.fromkeys(average for run in study.trained for average in run.averages))
+
+
+def average_title(average: Lawa | Ema | SoupSettings) -> str:
+    """Return 'LAWA, 5 weights 16 steps apart' or 'soup of steps 592 and 640'."""
+    if isinstance(average, SoupSettings):
+        return f"soup of steps {listed([str(step) for step in average.steps])}"
+    if isinstance(average, Lawa):
+        return f"LAWA, {average.window} weights {average.interval_steps} steps apart"
+    return f"EMA, decay {average.decay:g} every {average.interval_steps} steps"
+
+
+def average_label(average: Lawa | Ema, others: Iterable[Lawa | Ema]) -> str:
+    """Return 'LAWA', or its whole name where `others` holds a second of its kind."""
+    alone = sum(other.kind == average.kind for other in others) == 1
+    return average.kind.upper() if alone else average.name
+
+
+def lowest_spec(study: Study) -> str:
+    """Return the spec of the fewest bits: there quantization costs most."""
+    return min(study.quantization.specs, key=lambda spec: parse_spec(spec).bits)
+
+
+def compared_models(study: Study, rows: Rows) -> Iterator[tuple[str, str, Row]]:
+    """Yield weights and averages at the end of each phase and of each soup, run by run.
+
+    A model is the label of its run, its own name in words, and its row.
+    """
+    averages = (*kept_averages(study), *study.soups)
+    titles = {average.name: average_title(average) for average in averages}
+    soups = {soup.name for soup in study.soups}
+    for run in in_order(study):
+        own = [row for row in rows if row["run"] == run.name]
+        averaged = [row for row in own if row["average"]]
+        last_of_phase = {row["phase"]: row["step"] for row in averaged}
+        of_soups = {row["step"] for row in averaged if row["average"] in soups}
+        steps = {*last_of_phase.values(), *of_soups}
+        for row in own:
+            if row["step"] in steps:
+                title = titles[row["average"]] if row["average"] else _weights(run, row)
+                yield study.label_of(run), title, row
+
+
+def _weights(run: AnyRun, row: Row) -> str:
+    place = row["phase"]
+    if place == "anneal":
+        place = "annealed" if row["step"] == run.total_steps else "in the anneal"
+    elif isinstance(run, RunConfig) and run.schedule.anneal:
+        place = "before the anneal"
+    return f"step {row['step']}, {place}"
+
+
+@dataclass(frozen=True)
+class Made:
+    """The last model of an average, in a phase or at a step, of the rows that led to an end."""
+
+    name: str
+    phase: str | None = None
+    step: int | None = None
+
+    def __call__(self, led: Sequence[Row]) -> Row | None:
+        """Return its row, where there is one."""
+        own = (row for row in reversed(led) if row["average"] == self.name)
+        return next((row for row in own if self._fits(row["phase"], row["step"])), None)
+
+    def planned(self, study: Study, run: AnyRun) -> bool:
+        """Return whether the study measures it, of this run or before it branches from another."""
+        if isinstance(run, ReleasedRun):
+            return False
+        led = [(run, run.total_steps)]
+        if run.branch_from:
+            led.append((study.parent_of(run), run.branch_from.step))
+        return any(
+            model.average == self.name
+            and model.step <= last
+            and self._fits(phase_of(one, model.step), model.step)
+            for one, last in led
+            for model in study.models_of(one)
+        )
+
+    def _fits(self, phase: str, step: int) -> bool:
+        return self.phase in (None, phase) and self.step in (None, step)
+
+
+def _annealed(run: AnyRun, own: Rows) -> Row | None:
+    """The last weights of a run that ends with an anneal."""
+    weights = [row for row in own if not row["average"] and row["phase"] == "anneal"]
+    return weights[-1] if weights and weights[-1]["step"] == run.total_steps else None
+
+
+def against_annealed(study: Study) -> dict[str, Made]:
+    """Return the averages to compare with the annealed weights by title: kept ones, and soups."""
+    found = {
+        f"{average_title(average)}, before the anneal": Made(average.name, phase="stable")
+        for average in kept_averages(study)
+    }
+    for soup in study.soups:
+        found[average_title(soup)] = Made(soup.name, step=soup.steps[-1])
+    return found
+
+
+def average_pairs(
+    study: Study, rows: Sequence[Row], average: Made, column: str
+) -> dict[str, tuple[Row, Row]]:
+    """Return label of a run -> annealed weights and average, where the column is of both."""
+    pairs = {}
+    for run in ends_of_training(study):
+        led = lineage(study, rows, run)
+        averaged, annealed = average(led), _annealed(run, led)
+        if averaged and annealed and None not in (averaged[column], annealed[column]):
+            pairs[study.label_of(run)] = (annealed, averaged)
+    return pairs

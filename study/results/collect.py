@@ -1,0 +1,106 @@
+"""All measurements of a study, read from their results into rows of its table.
+
+A row is the weights after a step, or an average of weights up to there (then `average` names it).
+What was not measured, or not yet, is empty: curvature of averages, losses of a soup in training,
+further methods of any but the last weights.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from study.axes import AnyRun
+from study.definition import Study
+from study.paths import MeasuredModel, checkpoint_directory, last_model, model_record
+from study.released import ReleasedRun
+from study.results.table import Row, figure_columns
+from train.run.config import RunConfig
+from train.run.directory import CHECKPOINT_JSON, read_checkpoint_record
+from train.run.schedules import learning_rate
+
+
+class Collected(NamedTuple):
+    """The table's rows and how much of the study they cover."""
+
+    rows: list[Row]
+    found: int
+    expected: int
+
+
+def collect_rows(directory: Path, study: Study) -> Collected:
+    """Return a row per run and measured model that is there, in the order of the study."""
+    rows, found, expected = [], 0, 0
+    empty = dict.fromkeys(figure_columns(study))
+    for run in study.runs:
+        for model in study.models_of(run):
+            readers = {
+                directory / path: read
+                for kind, settings in study.measurements
+                if kind.measures(model, last_model(run))
+                for path, read in kind.results(settings, run.name, model).items()
+            }
+            expected += 1 + len(readers)
+            of_model = _model_values(directory, run, model)
+            if of_model is None:
+                continue
+            values: dict[str, Any] = dict(empty)
+            for path, read in readers.items():
+                if path.exists():
+                    values |= read(path)
+                    found += 1
+            found += 1
+            of_model |= {"study": study.name, "run": run.name, "step": model.step}
+            of_model |= {"average": model.average, "phase": phase_of(run, model.step)}
+            rows.append(Row(**of_model, figures={column: values[column] for column in empty}))
+    return Collected(rows, found, expected)
+
+
+def phase_of(run: AnyRun, step: int) -> str:
+    """Return warmup, stable or anneal for update `step`; for a released model its stage."""
+    if isinstance(run, ReleasedRun):
+        return run.name
+    if step <= run.warmup_steps:
+        return "warmup"
+    return "anneal" if run.schedule.anneal and step > run.schedule.anneal.start_step else "stable"
+
+
+def _model_values(directory: Path, run: AnyRun, model: MeasuredModel) -> dict[str, Any] | None:
+    """Return the columns that training decides; None while there is no such model."""
+    if isinstance(run, ReleasedRun):
+        if not (directory / model_record(run.name, model)).exists():
+            return None
+        revision = run.at(model.step)
+        return {
+            "peak_lr": run.peak_lr,
+            "tokens": revision.tokens,
+            "learning_rate": revision.learning_rate,
+        }
+    of_training = _training_values(directory, run, model)
+    return of_training and of_training | {
+        "peak_lr": run.optimizer.peak_lr,
+        "weight_decay": run.optimizer.weight_decay,
+        "batch_size": run.batch_size,
+        "engine": run.engine,
+        "seed": run.seed,
+    }
+
+
+def _training_values(
+    directory: Path, run: RunConfig, model: MeasuredModel
+) -> dict[str, Any] | None:
+    if model.soup_of:  # made of exports: training knows nothing of it
+        if not (directory / model_record(run.name, model)).exists():
+            return None
+        return {
+            "tokens": model.step * run.tokens_per_step,
+            "learning_rate": learning_rate(run, model.step),
+        }
+    checkpoint = directory / checkpoint_directory(run.name, model)
+    if not (checkpoint / CHECKPOINT_JSON).exists():
+        return None
+    record = read_checkpoint_record(checkpoint)
+    return {
+        "tokens": record.tokens,
+        "learning_rate": record.learning_rate,
+        "train_loss": None if model.average else record.train_loss,
+        "held_out_loss": record.held_out_loss,
+    }

@@ -1,0 +1,124 @@
+"""The ends of training in a few numbers: one summary per run, and the rows that led to it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from study.definition import Study
+from study.released import ReleasedRun
+from study.results.table import Row, trained
+from train.run.config import RunConfig
+
+HIGH, DECAYED = 0.99, 0.5  # shares of the largest learning rate: at least, and at most
+Rows = Sequence[Row]
+AnyRun = RunConfig | ReleasedRun
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with the interval of its result."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run that training was meant to end with.
+
+    Attributes:
+        label: its name in legends.
+        run: its configuration, or the released model's stage.
+        anneals: the learning rate decays at its end.
+        first: row of the last checkpoint before the decay, of its parent for a branch; None where
+            there is none.
+        last: row of the last checkpoint of the run.
+    """
+
+    label: str
+    run: AnyRun
+    anneals: bool
+    first: Row | None
+    last: Row | None
+
+
+def estimate(row: Row | None, column: str) -> Estimate | None:
+    """Return a column of a row with its `_low` and `_high`."""
+    if row is None or row[column] is None:
+        return None
+    return Estimate(row[column], row[f"{column}_low"], row[f"{column}_high"])
+
+
+def in_order(study: Study) -> list[AnyRun]:
+    """Return the runs by their value on the axis of the study, those without one first."""
+
+    def rank(run: AnyRun) -> float:
+        if study.varied:
+            return study.varied.values.get(run.name, float("-inf"))
+        return run.optimizer.peak_lr if isinstance(run, RunConfig) else 0.0
+
+    return sorted(study.runs, key=rank)
+
+
+def lineage(study: Study, rows: Rows, run: AnyRun) -> Rows:
+    """Return all rows that led to the end of a run: for a branch first those of its parent."""
+    own = [row for row in rows if row["run"] == run.name]
+    if isinstance(run, ReleasedRun) or run.branch_from is None:
+        return own
+    step = run.branch_from.step
+    return [row for row in lineage(study, rows, study.parent_of(run)) if row["step"] <= step] + own
+
+
+def at_high_rate(rows: Rows) -> Rows:
+    """Return the weights of one lineage after the warm-up at nearly the largest learning rate."""
+    rates = [row["learning_rate"] or 0.0 for row in rows]
+    high = HIGH * max(rates, default=0.0)
+    kept = [row for row, rate in zip(rows, rates, strict=True) if 0 < rate >= high]
+    return [row for row in trained(kept) if row["phase"] != "warmup"]
+
+
+def ends_of_training(study: Study) -> list[AnyRun]:
+    """Return the runs in order, less those that others branch from and that do not anneal."""
+    parents = {study.parent_of(run).name for run in study.trained if run.branch_from}
+    return [run for run in in_order(study) if run.name not in parents or _anneals(run)]
+
+
+def _anneals(run: AnyRun) -> bool:
+    return isinstance(run, RunConfig) and run.schedule.anneal is not None
+
+
+def summarize(study: Study, rows: Rows) -> list[RunSummary]:
+    """Return one summary per run that is an end of training, in order."""
+    summaries = []
+    for run in ends_of_training(study):
+        led = lineage(study, rows, run)
+        last = next(
+            (
+                row
+                for row in trained(led)
+                if row["run"] == run.name and row["step"] == run.total_steps
+            ),
+            None,
+        )
+        if isinstance(run, ReleasedRun):
+            first, anneals = _before_decay(led, last)
+        else:
+            stable = [row for row in trained(led) if row["phase"] == "stable"]
+            anneals = _anneals(run)
+            first = stable[-1] if stable and anneals else None
+        summaries.append(RunSummary(study.label_of(run), run, anneals, first, last))
+    return summaries
+
+
+def _before_decay(rows: Rows, last: Row | None) -> tuple[Row | None, bool]:
+    """The row before the decay of a released run, by its learning rates where they are known."""
+    high = at_high_rate(rows)
+    if last is None or last["learning_rate"] is None or not high:
+        return None, False
+    decays = last["learning_rate"] <= DECAYED * high[-1]["learning_rate"]
+    return (high[-1] if decays else None), decays
+
+
+def listed(labels: Sequence[str]) -> str:
+    """Return 'a, b and c'."""
+    return ", ".join(labels[:-1]) + f" and {labels[-1]}" if len(labels) > 1 else "".join(labels)

@@ -1,0 +1,1 @@
+"""The text of a study, and the commands that make it."""

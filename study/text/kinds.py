@@ -1,0 +1,130 @@
+"""The text of a study, to train on, to calibrate with and to measure on; and where it is kept."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from base.frozen import NAME_PATTERN, Frozen
+from train.data.share import Share
+
+CORPUS = "data/corpus"  # below a study
+TEXTS = "texts"  # below the root: token files and tokenizers that studies share
+
+
+class StandardLibrary(Frozen):
+    """The source of the running interpreter's standard library, and a tokenizer trained on it."""
+
+    kind: Literal["standard_library"] = "standard_library"
+    vocab_size: int = Field(
+        gt=256, description="tokens of the byte-level BPE, end-of-text and 256 bytes included"
+    )
+
+
+class TokenFile(Frozen):
+    """A token file ROOT/texts/NAME.{bin,idx,json} that studies share."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    dataset: str | None = Field(
+        default=None, description="on the hub; None: it has to be made before, see `origin`"
+    )
+    config: str | None = None
+    split: str = "train"
+    files: str | None = Field(
+        default=None, description="of the dataset's files only those, such as 2 or 1-8"
+    )
+    key: str = Field(default="text", description="column that holds the text")
+    origin: str = Field(default="", description="how it is made where no dataset is named")
+
+
+class PreparedText(Frozen):
+    """Token files below ROOT/texts, which studies with the same tokenizer share."""
+
+    kind: Literal["prepared"] = "prepared"
+    tokenizer: str = Field(description="OWNER/NAME on the hub, kept as ROOT/texts/OWNER--NAME")
+    train: TokenFile | None = Field(default=None, description="None: nothing is trained")
+    held_out: TokenFile = Field(description="losses and curvature are measured on it")
+    calibration: TokenFile
+
+    @property
+    def tokenizer_directory(self) -> str:
+        """The directory of the tokenizer, relative to the root."""
+        return f"{TEXTS}/{self.tokenizer.replace('/', '--')}"
+
+    @property
+    def files(self) -> dict[str, TokenFile]:
+        """The token files by use; a file may serve twice."""
+        files = {"held_out": self.held_out, "calibration": self.calibration}
+        return files | ({"train": self.train} if self.train else {})
+
+
+class OwnText(Frozen):
+    """Text of the user's: files, or one token file, shared out by document; see `study.text.own`.
+
+    Everything that is made of it lies in the study's own directory, and no step needs a network.
+    """
+
+    kind: Literal["own"] = "own"
+    sources: tuple[str, ...] = Field(
+        min_length=1, description="absolute: files of text, or PREFIX of a token file"
+    )
+    sha256: str = Field(
+        pattern=r"^[0-9a-f]{64}$", description="of the sources' contents and the given tokenizer"
+    )
+    tokenizer: str | None = Field(
+        default=None, description="absolute: directory it is copied from; None: trained"
+    )
+    vocab_size: int = Field(gt=256, description="tokens of a trained tokenizer")
+    train: Share | None = Field(
+        default=None, description="of the documents; None: nothing is trained"
+    )
+    train_tokens: int = Field(
+        ge=0, description="that the longest run reads: the least that has to come out"
+    )
+    held_out: Share
+    held_out_tokens: int = Field(gt=0, description="the least that has to come out")
+    document_tokens: int = Field(
+        gt=1, description="kept of each held-out document, so that there are many"
+    )
+    calibration: Share
+    calibration_tokens: int = Field(gt=0, description="the least that has to come out")
+
+
+class TokenFiles(Frozen):
+    """Token files that are there already, such as those of another study, read in place."""
+
+    kind: Literal["files"] = "files"
+    train: str | None = Field(
+        default=None, pattern="^/", description="absolute PREFIX; None: nothing is trained"
+    )
+    held_out: str = Field(pattern="^/", description="absolute PREFIX")
+    calibration: str = Field(pattern="^/", description="absolute PREFIX")
+    tokenizer: str = Field(
+        pattern="^/", description="absolute: directory of the one that made them"
+    )
+    sha256: str = Field(
+        pattern=r"^[0-9a-f]{64}$", description="of their contents and the tokenizer"
+    )
+
+
+Text = StandardLibrary | PreparedText | OwnText | TokenFiles
+USES = ("train", "held_out", "calibration")
+
+
+def places_of(text: Text) -> dict[str, str]:
+    """Return PREFIX of the token file for every use, and the directory of the tokenizer.
+
+    The keys are train, held_out, calibration and tokenizer, those that there are.
+    """
+    if isinstance(text, PreparedText):
+        places = {use: f"{{root}}/{TEXTS}/{file.name}" for use, file in text.files.items()}
+        return places | {"tokenizer": f"{{root}}/{text.tokenizer_directory}"}
+    if isinstance(text, TokenFiles):
+        places = {use: getattr(text, use) for use in (*USES, "tokenizer")}
+        return {use: place for use, place in places.items() if place}
+    data = "{study}/data"
+    if isinstance(text, OwnText):
+        uses = USES if text.train else USES[1:]
+        return {use: f"{data}/{use}" for use in (*uses, "tokenizer")}
+    places = {"train": f"{data}/train", "held_out": f"{data}/held_out"}
+    tokenizer = f"{{study}}/{CORPUS}/tokenizer"
+    return places | {"calibration": places["train"], "tokenizer": tokenizer}

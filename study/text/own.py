@@ -1,0 +1,219 @@
+"""The text that --text names: its kind, its identity, and what a study takes of it.
+
+Files of text and a token file are shared out by document: a share to train on, one to measure on,
+one to calibrate with (`study.text.survey` says how large). Those of another study are read in
+place.
+"""
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from base.errors import UserError
+from base.files import sha256_of
+from study.definition import Study, load_study
+from study.text.kinds import USES, OwnText, TokenFiles, places_of
+from train.data.manifest import HASHED_AT_START_BYTES, read_manifest
+from train.data.tokenizer import TOKENIZER_JSON, load_tokenizer
+
+SAMPLED_BLOCKS, BLOCK_BYTES = 256, 1 << 20  # of files too large to be hashed at every start
+HASH_CHARACTERS = 8  # of the identity, in the study's name
+LABEL_CHARACTERS = 40
+FORMS = "FILES of text, PREFIX of a token file, or the directory of a study"
+
+Kind = Literal["files", "prefix", "study"]
+
+
+class Asked(NamedTuple):
+    """The options --text and --tokenizer."""
+
+    paths: tuple[Path, ...]
+    tokenizer: Path | None = None
+
+
+class Given(NamedTuple):
+    """The text that the options name: absolute places, and the SHA-256 of what is in them."""
+
+    kind: Kind
+    places: tuple[Path, ...]
+    tokenizer: Path | None  # None: one is trained
+    sha256: str
+    label: str
+
+    @property
+    def suffix(self) -> str:
+        """The suffix of a study's name."""
+        return f"-text={self.label}.{self.sha256[:HASH_CHARACTERS]}"
+
+
+def given_of(asked: Asked) -> Given:
+    """Return what the options name; UserError for what is missing, empty or of no known kind."""
+    places = tuple(path.absolute() for path in asked.paths)
+    for place in places:
+        if places.count(place) > 1:
+            raise UserError(f"{place} is given twice to --text; give every place once")
+    kind, *others = {_kind_of(place) for place in places}
+    if others or (kind != "files" and len(places) > 1):
+        raise UserError(
+            f"--text names places of several kinds, or more than one that is no text; give {FORMS}"
+        )
+    label = places[0].name.partition(".")[0] if kind == "files" else places[0].name
+    label = re.sub(r"[^A-Za-z0-9_=+-]+", "-", label)[:LABEL_CHARACTERS]
+    label += f"+{len(places) - 1}" if len(places) > 1 else ""
+    tokenizer = asked.tokenizer.absolute() if asked.tokenizer else None
+    if kind == "study":
+        places, tokenizer = _of_study(places[0], tokenizer)
+    if kind == "prefix" and tokenizer is None:
+        raise UserError(
+            f"{places[0]} does not say which tokenizer made it; name its directory with --tokenizer"
+        )
+    if tokenizer:
+        load_tokenizer(tokenizer)
+    return Given(kind, places, tokenizer, _identity(kind, places, tokenizer), label)
+
+
+def _kind_of(place: Path) -> Kind:
+    if (place / "study.json").is_file():
+        return "study"
+    if place.is_dir():
+        raise UserError(f"{place} is a directory without a study; --text takes {FORMS}")
+    if place.is_file() and place.stat().st_size:
+        return "files"
+    if Path(f"{place}.json").is_file():
+        return "prefix"
+    what = "is empty or no regular file" if place.exists() else "does not exist"
+    raise UserError(f"{place} {what}; --text takes {FORMS}")
+
+
+def _of_study(directory: Path, tokenizer: Path | None) -> tuple[tuple[Path, ...], Path]:
+    """Return the token files of a study that has them, and its tokenizer."""
+    if tokenizer:
+        raise UserError(f"{directory} is a study and has its tokenizer; leave --tokenizer out")
+    roots = {"{study}": directory, "{root}": directory.parent}
+    found = {}
+    for use, place in places_of(load_study(directory).text).items():
+        root, _, rest = place.partition("/")
+        found[use] = roots[root] / rest if root in roots else Path(place)
+    tokenizer = found.pop("tokenizer")
+    for path in found.values():
+        if not Path(f"{path}.json").is_file():
+            raise UserError(
+                f"{path}.json does not exist; run 'python -m study run {directory.name}"
+                f" --root {directory.parent}' first, which makes that text, or give another"
+            )
+    return tuple(found[use] for use in USES if use in found), tokenizer
+
+
+def _identity(kind: Kind, places: tuple[Path, ...], tokenizer: Path | None) -> str:
+    """Return the SHA-256 of what is in the places, in order, and of the tokenizer.
+
+    Files that are together above 256 MiB are known by their sizes and by blocks spread over them.
+    """
+    digest = hashlib.sha256(
+        sha256_of(tokenizer / TOKENIZER_JSON).encode() if tokenizer else b"trained"
+    )
+    if kind != "files":
+        from train.data.corpus import open_source
+
+        for place in places:
+            digest.update(open_source(place, verify_hashes=True).manifest.sha256.encode())
+        return digest.hexdigest()
+    sizes = [place.stat().st_size for place in places]
+    whole = sum(sizes) <= HASHED_AT_START_BYTES
+    for place, size in zip(places, sizes, strict=True):
+        digest.update(f"{size}:".encode())
+        digest.update(sha256_of(place).encode() if whole else _sampled(place, size, len(places)))
+    return digest.hexdigest()
+
+
+def _sampled(place: Path, size: int, files: int) -> bytes:
+    """Return a hash of blocks spread evenly over a file, its first and its last ones among them."""
+    digest, count = hashlib.sha256(), max(2, SAMPLED_BLOCKS // files)
+    with place.open("rb") as file:
+        for number in range(count):
+            file.seek(max(0, size - BLOCK_BYTES) * number // (count - 1))
+            digest.update(file.read(BLOCK_BYTES))
+    return digest.digest()
+
+
+def check_unchanged(text: OwnText) -> None:
+    """UserError where what a text is made of is gone or changed since the study was started."""
+    asked = Asked(tuple(map(Path, text.sources)), Path(text.tokenizer) if text.tokenizer else None)
+    if given_of(asked).sha256 != text.sha256:
+        raise UserError(
+            f"{text.sources[0]}{' or another file' if len(text.sources) > 1 else ''} was changed"
+            " since the study was started with it; restore it, or start another study with --text"
+        )
+
+
+def text_of(study: Study, given: Given) -> OwnText | TokenFiles:
+    """Return what a study takes of a text.
+
+    Raises:
+        UserError: too little text or too few documents, another tokenizer or vocabulary.
+    """
+    from study.text import survey  # numpy and pyarrow
+
+    needs = survey.needs_of(study)
+    vocab_size = min((run.model.vocab_size for run in study.trained), default=None)
+    if given.tokenizer:
+        vocab_size = _checked_vocabulary(study, given.tokenizer, vocab_size)
+    if given.kind == "study":
+        return _in_place(study, given, (needs.train, needs.held_out, needs.calibration))
+    if vocab_size is None:
+        raise UserError(
+            f"{study.name} trains nothing, its models have their tokenizer; name it with"
+            " --tokenizer"
+        )
+    if given.kind == "prefix" and given.tokenizer:
+        found = survey.survey_tokens(given.places[0], sha256_of(given.tokenizer / TOKENIZER_JSON))
+    else:
+        found = survey.survey_files(given.places, given.tokenizer, vocab_size)
+    shares = survey.shares_of(found, needs, ", ".join(path.name for path in given.places[:3]))
+    return OwnText(
+        sources=tuple(map(str, given.places)),
+        sha256=given.sha256,
+        tokenizer=str(given.tokenizer) if given.tokenizer else None,
+        vocab_size=vocab_size,
+        train=shares.get("train"),
+        train_tokens=needs.train,
+        held_out=shares["held_out"],
+        held_out_tokens=needs.held_out,
+        document_tokens=needs.document_tokens,
+        calibration=shares["calibration"],
+        calibration_tokens=needs.calibration,
+    )
+
+
+def _checked_vocabulary(study: Study, tokenizer: Path, rows: int | None) -> int:
+    """Return the rows of the models, which hold the tokenizer's tokens; its own without models."""
+    size = load_tokenizer(tokenizer)[0].get_vocab_size()
+    if rows is not None and size > rows:
+        raise UserError(
+            f"{tokenizer} has {size:,} tokens, the models of {study.name} have rows for {rows:,};"
+            f" give another --tokenizer, or --set model.vocab_size={-(-size // 128) * 128}"
+        )
+    return rows or size
+
+
+def _in_place(study: Study, given: Given, needed: tuple[int, ...]) -> TokenFiles:
+    """Return the token files of another study by use, checked for their length."""
+    *train, held_out, calibration = given.places
+    if study.trained:  # the context of released models is not known yet
+        if not train:
+            raise UserError(f"{study.name} trains on text, --text names a study without any")
+        for place, tokens in zip(given.places, needed, strict=True):
+            there = read_manifest(place).tokens
+            if there < tokens:
+                raise UserError(
+                    f"{place} holds {there:,} tokens, {study.name} reads {tokens:,} of it; give"
+                    " more text"
+                )
+    return TokenFiles(
+        train=str(train[0]) if study.trained else None,
+        held_out=str(held_out),
+        calibration=str(calibration),
+        tokenizer=str(given.tokenizer),
+        sha256=given.sha256,
+    )

@@ -1,0 +1,132 @@
+"""The steps that make a study's text, and its token files as commands name them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from base.errors import UserError
+from study.definition import Study
+from study.pipeline.step import Step, python
+from study.text.kinds import (
+    CORPUS,
+    TEXTS,
+    USES,
+    OwnText,
+    PreparedText,
+    StandardLibrary,
+    places_of,
+)
+from study.text.own import check_unchanged
+
+
+def prefix(study: Study, use: str) -> str:
+    """Return PREFIX of the token file for train, held_out or calibration, as commands name it."""
+    return places_of(study.text)[use]
+
+
+def record(study: Study, use: str) -> str:
+    """Return its manifest, relative to the study where it is below the root."""
+    place = prefix(study, use)
+    return f"{place.removeprefix('{study}/').replace('{root}', '..', 1)}.json"
+
+
+def used(study: Study) -> tuple[str, ...]:
+    """Return the uses that a study has for text; one that trains nothing has none to train on."""
+    return USES if study.trained else USES[1:]
+
+
+def check_text(study: Study, directory: Path) -> None:
+    """Raise UserError where a token file that no step of the study makes is not there.
+
+    Where the study's own steps still have to make one, the files they make it of have to be there
+    unchanged.
+    """
+    text, made = study.text, {output for step in text_steps(study) for output in step.outputs}
+    for use in used(study):
+        place = record(study, use)
+        # normalized, for the study itself may not be there yet
+        path = Path(os.path.normpath(directory.absolute() / place))
+        if path.is_file():
+            continue
+        if isinstance(text, OwnText):
+            check_unchanged(text)
+        if place in made:
+            continue
+        if not isinstance(text, PreparedText):
+            raise UserError(f"{path} does not exist; prepare that text, or give another")
+        tokenizer = directory.absolute().parent / text.tokenizer_directory
+        origin = text.files[use].origin or "python -m train prepare FILES"
+        raise UserError(
+            f"{path} does not exist; make it first: {origin} (--out {path.with_suffix('')},"
+            f" --tokenizer {tokenizer}, which 'python -m ckpt_tools tokenizer"
+            f" {text.tokenizer} DIR' fetches), or take text of your own with --text"
+        )
+
+
+def text_steps(study: Study) -> list[Step]:
+    """Return the steps that make text; none for token files that have to be there before."""
+    if isinstance(study.text, StandardLibrary):
+        return _library_steps(study.text)
+    if isinstance(study.text, OwnText):
+        return _own_steps(study.text)
+    return _prepared_steps(study.text) if isinstance(study.text, PreparedText) else []
+
+
+def _own_steps(text: OwnText) -> list[Step]:
+    """Return the steps of a tokenizer, trained or copied, and of a token file of every share."""
+    places = places_of(text)
+    tokenizer = places["tokenizer"]
+    if text.tokenizer is None:
+        make = python("study", "tokenizer", *text.sources, "--vocab-size", str(text.vocab_size))
+        make += ("--share", str(text.train), "--out", tokenizer)
+    else:
+        make = python("ckpt_tools", "download", text.tokenizer, tokenizer, "--tokenizer-only")
+    outputs = ("data/tokenizer/tokenizer.json",)
+    steps = [Step("tokenizer", "corpus", make, outputs, settings=text.sha256, expected_seconds=12)]
+    for use in USES:
+        share = getattr(text, use)
+        if share is None:
+            continue
+        command = python("train", "prepare", *text.sources, "--share", str(share))
+        command += ("--at-least", str(getattr(text, f"{use}_tokens")))
+        if use == "held_out":
+            command += ("--document-tokens", str(text.document_tokens))
+        command += ("--tokenizer", tokenizer, "--out", places[use], "--workers", "{cores}")
+        steps.append(_prepare_step(use, command, f"data/{use}.json", settings=text.sha256))
+    return steps
+
+
+def _prepare_step(name: str, command: tuple[str, ...], output: str, **more: Any) -> Step:
+    """Return a step that tokenizes text and resumes where it was interrupted."""
+    return Step(
+        f"prepare-{name}", "prepare", command, (output,), ("tokenizer",), resumes=True, **more
+    )
+
+
+def _library_steps(text: StandardLibrary) -> list[Step]:
+    make = python("study", "corpus", f"{{study}}/{CORPUS}", str(text.vocab_size))
+    steps = [Step("corpus", "corpus", make, (f"{CORPUS}/corpus.json",), expected_seconds=12)]
+    places = places_of(text)
+    for split in ("train", "held_out"):
+        source = f"{{study}}/{CORPUS}/{split}.jsonl"
+        command = python("train", "prepare", source, "--tokenizer", places["tokenizer"])
+        command += ("--out", places[split])
+        outputs = (f"data/{split}.json",)
+        steps.append(Step(f"prepare-{split}", "prepare", command, outputs, ("corpus",)))
+    return steps
+
+
+def _prepared_steps(text: PreparedText) -> list[Step]:
+    place = text.tokenizer_directory
+    tokenizer = f"{{root}}/{place}"
+    fetch = python("ckpt_tools", "download", text.tokenizer, tokenizer, "--tokenizer-only")
+    steps = [Step("tokenizer", "download", fetch, (f"../{place}/tokenizer.json",), resumes=True)]
+    for file in dict.fromkeys(text.files.values()):
+        if file.dataset:
+            parts = (file.dataset, file.config or "", file.split, file.files or "")
+            command = python("train", "prepare", ":".join(("dataset", *parts)), "--key", file.key)
+            command += ("--tokenizer", tokenizer, "--out", f"{{root}}/{TEXTS}/{file.name}")
+            command += ("--workers", "{cores}")
+            output = f"../{TEXTS}/{file.name}.json"
+            steps.append(_prepare_step(file.name, command, output, expected_seconds=600))
+    return steps

@@ -1,0 +1,36 @@
+"""The command line: errors come at once."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.runs import PROJECT, environment, error_line
+
+HEAVY = ("torch", "transformers", "huggingface_hub")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["export", "none", "out"], "none holds no checkpoint.json"),
+        (["import", "none", "out"], "none is no directory; give an HF directory, or OWNER/NAME@"),
+        (["average", "out", "none", "nowhere"], "none is no directory"),
+        (["download", "a/b", "out", "--every", "2", "--revision", "c"], "one or the other"),
+        (["inspect", "none"], "none is no directory"),
+        (["publish", "none", "out"], "give a run directory"),
+    ],
+)
+def test_errors_do_not_wait_for_heavy_imports(tmp_path, arguments, expected):
+    """The line comes where none of these modules can be imported."""
+    for name in HEAVY:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_tools", *arguments],
+        cwd=PROJECT,
+        env=environment() | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert expected in error_line(done)

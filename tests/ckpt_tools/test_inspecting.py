@@ -1,0 +1,144 @@
+"""Inspection: what a directory is, without opening a pickle; with --verify, damage is named by
+file.
+"""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from base.errors import UserError
+from base.files import record_file
+from ckpt_tools.averaging.average import average_models
+from ckpt_tools.export import export
+from ckpt_tools.inspecting import describe, inspect
+from tests.runs import error_line, python
+from train.run.directory import read_checkpoint_record
+
+
+class Trap:
+    """Pickled, it makes a file when it is opened."""
+
+    def __init__(self, sprung: Path) -> None:
+        self.sprung = sprung
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.sprung),)
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    """A run of one's own, with one export."""
+    directory = shutil.copytree(trained("dp1"), tmp_path / "dp1")
+    export(directory / "checkpoints/step00000020", directory / "hf/step00000020")
+    return directory
+
+
+def test_a_checkpoint_and_its_export_tell_the_same(run, capsys):
+    checkpoint, exported = run / "checkpoints/step00000020", run / "hf/step00000020"
+    record = read_checkpoint_record(checkpoint)
+    parameters = AutoModelForCausalLM.from_pretrained(exported).num_parameters()
+    for path, kind in ((checkpoint, "checkpoint"), (exported, "HF directory, export")):
+        found = describe(path)
+        assert (found["kind"], found["parameters"]) == (kind, parameters)
+        for key in ("run", "step", "tokens", "learning_rate", "engine", "layout"):
+            assert found[key] == getattr(record, key)
+        assert found["files"] == {
+            str(file.relative_to(path)): file.stat().st_size
+            for file in path.rglob("*")
+            if file.is_file()
+        }
+        assert found["bytes"] == sum(found["files"].values())
+        capsys.readouterr()
+        inspect([path])
+        printed = capsys.readouterr().out
+        assert all(name in printed for name in found["files"])
+        assert f"{record.tokens:,}" in printed
+
+
+def test_averages_downloads_and_others_say_so(run, hf_dir):
+    exported = run / "hf/step00000020"
+    other = run / "hf/step00000010"
+    export(run / "checkpoints/step00000010", other)
+    average_models(run / "hf/soup", [other, exported])
+    assert (describe(run / "hf/soup")["kind"], describe(run / "hf/soup")["step"]) == (
+        "HF directory, average",
+        20,
+    )
+    assert describe(hf_dir)["kind"] == "HF directory, without lineage"
+    (exported / "lineage.json").unlink()
+    record = {"repo": "owner/name", "revision": "stage1-step20-tokens1B", "commit": "c" * 40}
+    files = {"model.safetensors": record_file(exported / "model.safetensors").model_dump()}
+    (exported / "download.json").write_text(json.dumps(record | {"files": files}))
+    found = describe(exported)
+    assert (found["kind"], {key: found[key] for key in record}) == (
+        "HF directory, download",
+        record,
+    )
+
+
+def test_a_run_stands_for_its_checkpoints_and_exports(run, capsys):
+    inspect([run])
+    names = [*(f"checkpoints/step{step:08d}" for step in (0, 10, 20)), "hf/step00000020"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == [
+        str(run / name) for name in names
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoints/step00000020/__0_0.distcp",
+        "checkpoints/step00000020/.metadata",
+        "hf/step00000020/tokenizer.json",
+    ],
+)
+def test_damage_is_named(run, name, capsys):
+    path = run / name
+    inspect([run], check=True)
+    assert "as they were written" in capsys.readouterr().out
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    inspect([path.parent])
+    for place in (path.parent, run):
+        with pytest.raises(UserError, match=rf"{path.name} was changed"):
+            inspect([place], check=True)
+
+
+def test_no_pickle_is_opened(run, tmp_path):
+    metadata, sprung = run / "checkpoints/step00000020/.metadata", tmp_path / "sprung"
+    metadata.write_bytes(pickle.dumps(Trap(sprung)))
+    (run / "hf/step00000020/pytorch_model.bin").write_bytes(metadata.read_bytes())
+    for path in (metadata.parent, run / "hf/step00000020"):
+        describe(path)
+    with pytest.raises(UserError, match="metadata"):
+        inspect([metadata.parent], check=True)
+    assert not sprung.exists()
+    pickle.loads(metadata.read_bytes())
+    assert sprung.exists(), "the trap works"
+
+
+def test_the_command_checks_all_and_refuses_the_first(run, tmp_path):
+    good, bad = run / "hf/step00000020", tmp_path / "bad"
+    shutil.copytree(good, bad)
+    (bad / "config.json").write_text("{}")
+    done = python("ckpt_tools", "inspect", str(bad), str(good), "--verify")
+    assert "1 of 2 failed: " in error_line(done)
+    assert "config.json has 2 bytes instead of" in error_line(done)
+    assert done.stdout.splitlines()[0] == str(good)
+    assert "computes what the megatron engine did, at step 20" in done.stdout
+
+
+def test_what_is_nothing_of_that_kind_is_refused(run, tmp_path):
+    for path, expected in (
+        (tmp_path / "none", "does not exist"),
+        (tmp_path, "is no checkpoint, HF directory or run"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            describe(path)

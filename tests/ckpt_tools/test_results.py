@@ -1,0 +1,83 @@
+import json
+
+import pytest
+
+from base.errors import UserError
+from ckpt_tools.hf.measured import Curvature, Quantization, Slice, Step, Tasks
+from ckpt_tools.hf.results import read_result
+
+SPECS = {
+    Quantization: {"name": "gptq-b3-g128", "method": "gptq", "evaluation": {"sha256": "ab"}},
+    Tasks: {"name": "gptq-b3-g128", "method": "gptq", "tasks": {"piqa": {}}},
+    Curvature: {"name": "hutchinson", "data": {"bin_sha256": "ab"}},
+    Step: {"name": "step-gptq-b3-g128", "data": {}, "quantized": {"spec": "gptq-b3-g128"}},
+    Slice: {"name": "slice-random", "data": {}, "plane": "random"},
+}
+
+
+def written(path, spec, measured):
+    path.write_text(json.dumps({"model": {"path": "m"}, "spec": spec, "measured": measured}))
+    return path
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_the_spec_says_of_which_kind_a_result_is(tmp_path, kind):
+    path = written(tmp_path / "result.json", SPECS[kind], {})
+    for place in (path, tmp_path):
+        result = read_result(place)
+        assert (type(result.measured), result.path) == (kind, path)
+        assert result.settings == SPECS[kind]
+        assert read_result(place, kind) == result
+    other = Step if kind is not Step else Slice
+    with pytest.raises(UserError, match=r"is a result of .*; give one of"):
+        read_result(path, other)
+
+
+def test_columns_of_another_version_are_empty_or_ignored(tmp_path):
+    measured = {"cross_entropy": 2.5, "of_tomorrow": {"a": 1}, "blocks": [{"block": 0}]}
+    measured["blocks"] = [{"block": 0, "alone": {"absolute_error": 0.1}}]
+    result = read_result(written(tmp_path / "r.json", SPECS[Quantization], measured), Quantization)
+    assert result.measured.cross_entropy == 2.5
+    assert result.measured.kl_divergence is None
+    assert result.measured.per_document.nll == []
+    assert result.measured.blocks[0].alone.absolute_error == 0.1
+    assert result.measured.blocks[0].all_but_it is None
+
+
+def test_numbers_are_read_bit_for_bit(tmp_path):
+    values = [0.1, 1e-309, 1.7976931348623157e308, 5e-324, 2.220446049250313e-16, 3]
+    measured = {"per_document": {"nll": values}}
+    result = read_result(written(tmp_path / "r.json", SPECS[Quantization], measured), Quantization)
+    assert result.measured.per_document.nll == values
+
+
+def test_a_result_without_settings_is_of_the_kind_that_is_asked_for(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text('{"measured": {"loss": 2.0}}')
+    assert read_result(path, Curvature).measured.loss == 2.0
+    with pytest.raises(UserError, match="of no known kind"):
+        read_result(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no valid JSON; remove it and measure again"),
+        ("\N{SNOWMAN}\udcff", "is no valid JSON"),
+        ("[1]", "is no result of a measurement; remove it"),
+        ('{"spec": {}}', "is no result of a measurement"),
+        ('{"measured": []}', "is no result of a measurement"),
+        ('{"measured": {}, "spec": null}', "is no result of a measurement"),
+        ('{"measured": {"loss": "x"}}', r"is damaged \('measured.loss': .*; remove it and measure"),
+    ],
+)
+def test_what_is_no_result_is_refused(tmp_path, content, message):
+    path = tmp_path / "result.json"
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match=message):
+        read_result(path, Curvature)
+
+
+def test_a_missing_result_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"result.json does not exist; measure it"):
+        read_result(tmp_path / "result.json")

@@ -1,0 +1,265 @@
+"""Differences of traces against t-tests, the truth and hand-made results; the command;
+everything that it refuses.
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import binom, t, ttest_1samp, ttest_rel
+
+from base.cli import run_command
+from base.errors import UserError
+from base.statistics import holm
+from ckpt_tools.hf.measured import Curvature
+from ckpt_tools.hf.results import read_result
+from curvature.__main__ import app
+from curvature.paired_traces import compare, paired_difference
+
+
+def content(
+    trace, *, blocks=None, model="runs/lr3e-3/hf/step00000640", name="hutchinson", **settings
+):
+    """A result.json, of what a comparison reads."""
+    spec = {
+        "sequence_length": 64,
+        "microbatch_sequences": 2,
+        "seed": 0,
+        "probes_per_microbatch": 1,
+        "dtype": "fp32",
+    }
+    spec |= {"name": name, "route": "dual", "data": {"bin_sha256": "ab" * 32}} | settings
+    of_blocks = {
+        block: {"mean": 0.0, "per_microbatch": values} for block, values in (blocks or {}).items()
+    }
+    measured = {"trace": {"mean": 0.0, "per_microbatch": list(trace)}, "block_traces": of_blocks}
+    return {"model": {"path": model}, "spec": spec, "measured": measured, "environment": {}}
+
+
+def correlated(microbatches, *, difference, seed, correlation=0.9):
+    """Traces of two checkpoints on the same microbatches, the second higher by `difference` on
+    average.
+    """
+    generator = np.random.default_rng(seed)
+    common_M = generator.normal(500, 100, microbatches)
+    own_2M = generator.normal(0, 100 * math.sqrt(1 / correlation - 1), (2, microbatches))
+    return common_M + own_2M[0], common_M + own_2M[1] + difference
+
+
+def test_a_difference_is_a_paired_t_test():
+    first_M, second_M = correlated(32, difference=20, seed=0)
+    for level in (0.5, 0.95, 0.999):
+        found = paired_difference(first_M.tolist(), second_M.tolist(), level)
+        expected = ttest_rel(second_M, first_M)
+        interval = expected.confidence_interval(level)
+        assert found.value == pytest.approx(second_M.mean() - first_M.mean(), rel=1e-12)
+        assert found.standard_error == pytest.approx(found.value / expected.statistic, rel=1e-10)
+        assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-10)
+        assert found.p_value == pytest.approx(expected.pvalue, rel=1e-10)
+    exchanged = paired_difference(second_M.tolist(), first_M.tolist(), 0.999)
+    assert exchanged == pytest.approx(
+        (-found.value, found.standard_error, -found.high, -found.low, found.p_value)
+    )
+
+
+def test_differences_without_any_spread():
+    same = paired_difference([3.0, 5.0], [3.0, 5.0], 0.95)
+    assert same == (0.0, 0.0, 0.0, 0.0, 1.0)
+    shifted = paired_difference([3.0, 5.0, 8.0], [4.0, 6.0, 9.0], 0.95)
+    assert shifted == (1.0, 0.0, 1.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(("first", "second"), [([1.0], [2.0]), ([1.0, 2.0], [1.0, 2.0, 3.0])])
+def test_what_has_no_pairs_is_an_error(first, second):
+    with pytest.raises(ValueError, match="are no pairs, or too few"):
+        paired_difference(first, second, 0.95)
+
+
+def test_intervals_cover_and_tests_reject_as_stated():
+    """Of 2,000 draws: within what a binomial at the stated level gives 999 times of 1,000."""
+    repetitions, truth = 2000, 7.0
+    covered = rejected = 0
+    for seed in range(repetitions):
+        first_M, second_M = correlated(16, difference=truth, seed=seed)
+        covered += (found := paired_difference(first_M, second_M, 0.9)).low <= truth <= found.high
+        rejected += paired_difference(first_M + truth, second_M, 0.9).p_value <= 0.1
+    low, high = binom.interval(0.999, repetitions, 0.9)
+    assert low <= covered <= high
+    assert repetitions - high <= rejected <= repetitions - low
+
+
+def test_pairing_pays_what_the_correlation_says():
+    """Var(a - b) is 2 s^2 (1 - rho) paired and 2 s^2 unpaired."""
+    first_M, second_M = correlated(4000, difference=0, seed=1, correlation=0.9)
+    paired = paired_difference(first_M, second_M, 0.95).standard_error
+    generator = np.random.default_rng(2)
+    unpaired = paired_difference(
+        first_M, generator.permutation(second_M).tolist(), 0.95
+    ).standard_error
+    assert (unpaired / paired) ** 2 == pytest.approx(
+        1 / (1 - 0.9), rel=0.1
+    )  # 4,000 draws: s.d. of about 3%
+
+
+@pytest.fixture
+def check(tmp_path):
+    """Compares two contents of result.json."""
+
+    def start(first, second):
+        results = []
+        for name, one in (("first", first), ("second", second)):
+            path = tmp_path / f"{name}.json"
+            path.write_text(json.dumps(one))
+            results.append(read_result(path, Curvature))
+        return compare(results, [(0, 1)], "trace", level=0.95)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"data": {"bin_sha256": "cd" * 32}}, "--data abababababab and cdcdcdcdcdcd"),
+        ({"sequence_length": 32}, "--sequence-length 64 and 32"),
+        ({"microbatch_sequences": 4}, "--microbatch-sequences 2 and 4"),
+        ({"seed": 1}, "--seed 0 and 1"),
+        ({"probes_per_microbatch": 2}, "probes per microbatch 1 and 2"),
+        ({"dtype": "bf16"}, "--dtype fp32 and bf16"),
+    ],
+)
+def test_other_settings_are_not_comparable(check, changed, message):
+    given = content([1.0, 2.0, 4.0])
+    check(given, content([5.0, 3.0, 4.0], model="elsewhere"))
+    check(given, content([5.0, 3.0, 4.0], level=0.5, pairs=7, max_iterations=3))
+    with pytest.raises(UserError, match=message):
+        check(given, content([1.0, 2.0, 4.0], **changed))
+
+
+def test_other_numbers_and_other_results_are_not_comparable(check):
+    given = content([1.0, 2.0, 4.0])
+    with pytest.raises(UserError, match="number of microbatches 3 and 2; measure both"):
+        check(given, content([1.0, 2.0]))
+    with pytest.raises(UserError, match=r"is of 'lanczos', .*; give results of"):
+        check(given, content([1.0, 2.0, 4.0], name="lanczos"))
+    for damaged in ([1.0, math.nan, 4.0], [1.0]):
+        with pytest.raises(UserError, match="no finite trace of two microbatches or more; measure"):
+            check(given, content(damaged))
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes results; returns their directories."""
+
+    def write(*contents):
+        directories = [tmp_path / str(number) for number in range(len(contents))]
+        for directory, one in zip(directories, contents, strict=True):
+            directory.mkdir(exist_ok=True)
+            (directory / "result.json").write_text(one if isinstance(one, str) else json.dumps(one))
+        return directories
+
+    return write
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command; returns its exit code, what it printed, and the lines of its errors."""
+
+    def start(*arguments):
+        monkeypatch.setattr("sys.argv", ["curvature", "compare", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            run_command(app, "curvature")
+        streams = capsys.readouterr()
+        return int(ended.value.code or 0), streams.out, streams.err.splitlines()
+
+    return start
+
+
+@pytest.fixture
+def three(written):
+    """Three checkpoints of which the last two are alike, and the traces of a block of theirs."""
+    first_M, second_M = correlated(24, difference=60, seed=3)
+    traces = [first_M, second_M, second_M + np.random.default_rng(0).normal(0, 5, 24)]
+    contents = [
+        content(
+            trace_M.tolist(),
+            blocks={"layer3": (0.1 * trace_M[::-1]).tolist()},
+            model=f"runs/lr/hf/step{number}",
+        )
+        for number, trace_M in enumerate(traces)
+    ]
+    return written(*contents), traces
+
+
+def test_every_pair_and_its_corrected_test(run, three, tmp_path):
+    directories, traces = three
+    code, printed, errors = run(*directories, "--pairs", "all", "--out", tmp_path / "out.json")
+    assert (code, errors) == (0, [])
+    pairs = json.loads((tmp_path / "out.json").read_text())["pairs"]
+    tests = [ttest_rel(traces[b], traces[a]) for a, b in ((0, 1), (0, 2), (1, 2))]
+    assert [one["p_adjusted"] for one in pairs] == pytest.approx(
+        holm([test.pvalue for test in tests]), rel=1e-9
+    )
+    assert [one["verdict"] for one in pairs] == ["higher", "higher", "not told apart"]
+    for one, (a, b), test in zip(pairs, ((0, 1), (0, 2), (1, 2)), tests, strict=True):
+        assert one["first"]["result"] == str(directories[a] / "result.json")
+        assert one["second"]["model"] == f"runs/lr/hf/step{b}"
+        interval = test.confidence_interval(0.95)
+        assert [one["difference"][end] for end in ("low", "high")] == pytest.approx(
+            [*interval], rel=1e-9
+        )
+        squares = [ttest_1samp(traces[index], 0).confidence_interval(0.5) for index in (a, b)]
+        alone = [(each.high - each.low) / 2 / t.ppf(0.75, 23) for each in squares]
+        assert one["unpaired_standard_error"] == pytest.approx(math.hypot(*alone), rel=1e-9)
+    assert printed.count("hf/step2") == 2
+    assert "not told apart" in printed
+
+
+def test_pairings_and_blocks(run, three, tmp_path):
+    directories, traces = three
+    for option, expected in ((None, [(0, 1), (0, 2)]), ("successive", [(0, 1), (1, 2)])):
+        arguments = [
+            "--figure",
+            "layer3",
+            "--out",
+            tmp_path / "out.json",
+            *(["--pairs", option] if option else []),
+        ]
+        assert run(*directories, *arguments)[0] == 0
+        pairs = json.loads((tmp_path / "out.json").read_text())["pairs"]
+        assert [(one["first"]["model"][-1], one["second"]["model"][-1]) for one in pairs] == [
+            (str(a), str(b)) for a, b in expected
+        ]
+        found = [one["difference"]["value"] for one in pairs]
+        assert found == pytest.approx(
+            [0.1 * (traces[b] - traces[a]).mean() for a, b in expected], rel=1e-9
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--figure", "layer9"], "has no figure 'layer9'; give trace or one of layer3"),
+        (["nowhere"], "nowhere does not exist; measure it"),
+    ],
+)
+def test_bad_options_end_with_one_line_and_nothing_written(run, three, tmp_path, options, message):
+    code, printed, errors = run(*three[0], *options, "--out", tmp_path / "out.json")
+    assert (code, printed, len(errors)) == (2, "", 1)
+    assert message in errors[0]
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_bad_results_are_refused(run, written):
+    good, text, empty, other = written(content([1.0, 2.0]), "no json", "", json.dumps({"a": 3}))
+    for bad in (text, empty):
+        assert "is no valid JSON; remove it and measure again" in run(good, bad)[2][-1]
+    assert "is no result of a measurement" in run(good, other)[2][-1]
+    assert "there is nothing to compare with; give two results or more" in run(good)[2][-1]
+    assert "is given twice" in run(good, good / "result.json")[2][-1]
+
+
+def test_results_of_two_studies_have_labels_of_their_own(run, written):
+    models = ("one/lr/hf/step9", "two/lr/hf/step9")
+    _, printed, _ = run(*written(*(content([1.0, 2.0, 4.0], model=model) for model in models)))
+    assert all(model in printed for model in models)

@@ -1,0 +1,289 @@
+"""A stand-in for sys.executable: a program in a fork of a process that has the imports behind it.
+
+Commands that start commands (a study, its steps, torchrun, the ranks) spend most of a small test on
+importing torch, once for each process. `interpreter` is a program that takes the place of the
+interpreter: it asks a server for a fork with its arguments, environment, directory and open files,
+hands on the signals that it gets and ends as the fork ended. Killed, it takes the fork with it.
+Everything but `-m` and `-c` it leaves to the real interpreter, and what names another hub, which
+is read at an import.
+"""
+
+import atexit
+import ctypes
+import json
+import multiprocessing
+import os
+import resource
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from multiprocessing import forkserver, process, resource_tracker
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.preloaded"])
+
+FIRST_FREE = 500  # files of the fork are collected above this number
+NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "pid": 0x20000000}
+PROGRAM = """#!{python} -IS
+import ctypes, json, os, signal, socket, struct, sys
+if sys.argv[1] not in ("-m", "-c") or "HF_ENDPOINT" in os.environ:
+    os.execv("{python}", ["{python}", *sys.argv[1:]])
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+server = socket.socket(socket.AF_UNIX)
+files = []
+for name in os.listdir("/proc/self/fd"):
+    if int(name) != server.fileno() and os.path.exists("/proc/self/fd/" + name):
+        files.append(int(name))
+asked = [sys.argv[1:], dict(os.environ), os.getcwd(), files, sys.argv[0]]
+asked = json.dumps(asked).encode("utf-8", "surrogateescape")
+pending = []
+def hand_on(number, _):
+    try:
+        server.send(bytes([number]))
+    except OSError:
+        pending.append(number)
+for number in (1, 2, 3, 10, 12, 15):
+    if signal.getsignal(number) != signal.SIG_IGN:
+        signal.signal(number, hand_on)
+server.connect("\\0{address}")
+socket.send_fds(server, [struct.pack("i", len(asked))], files)
+server.sendall(asked)
+for number in pending:
+    server.send(bytes([number]))
+ended = server.recv(4)
+status = struct.unpack("i", ended)[0] if len(ended) == 4 else 9
+if status & 127:
+    signal.signal(status & 127, signal.SIG_DFL) if status & 127 != 9 else None
+    os.kill(os.getpid(), status & 127)
+os._exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@cache
+def interpreter() -> str:
+    """Return the path of the program; its server ends with this process."""
+    place = tempfile.mkdtemp(prefix="quantdyn-python-")
+    atexit.register(shutil.rmtree, place)
+    address = f"quantdyn-{os.getpid()}-{os.urandom(6).hex()}"
+    program = Path(place) / "python"
+    program.write_text(PROGRAM.format(python=sys.executable, address=address))
+    program.chmod(0o700)
+    ready, told = SERVER.Pipe(duplex=False)
+    SERVER.Process(target=_serve, args=(address, told), daemon=True).start()
+    told.close()  # should the server die, this ends
+    ready.recv()
+    return str(program)
+
+
+def _serve(address: str, told: Any) -> None:
+    """Fork for whoever connects, until this process is killed."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with the process that it was forked from
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0{address}")
+    listener.listen(64)
+    told.send("listening")
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ, None)
+    while True:
+        for key, _ in selector.select():
+            if key.data is None:
+                asker, _ = listener.accept()
+                with suppress(ConnectionError, struct.error):
+                    pid = _forked(asker)
+                    exited = os.pidfd_open(pid)
+                    for file in (asker, exited):
+                        selector.register(file, selectors.EVENT_READ, (pid, asker, exited))
+                continue
+            pid, asker, exited = key.data
+            if key.fileobj == asker:
+                numbers = _received(asker)
+                for number in numbers or bytes([signal.SIGKILL]):
+                    os.kill(pid, number)
+                if not numbers:
+                    selector.unregister(asker)
+                continue
+            _, status = os.waitpid(pid, 0)
+            with suppress(OSError):
+                asker.send(struct.pack("i", status))
+            selector.unregister(exited)
+            with suppress(KeyError):
+                selector.unregister(asker)
+            os.close(exited)
+            asker.close()
+
+
+def _received(asker: socket.socket) -> bytes:
+    try:
+        return asker.recv(64)
+    except ConnectionError:
+        return b""
+
+
+def _forked(asker: socket.socket) -> int:
+    """Return the process id of a fork that runs what `asker` asks for."""
+    header, files, _, _ = socket.recv_fds(asker, 4, 250)
+    (size,) = struct.unpack("i", header)
+    asked = b""
+    while len(asked) < size:
+        asked += asker.recv(size - len(asked)) or exit_with(ConnectionError("it is gone"))
+    arguments, environment, cwd, numbers, program = json.loads(asked)
+    who, _, _ = struct.unpack("3i", asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    pid = os.fork()
+    if pid == 0:
+        _run(arguments, environment, cwd, dict(zip(numbers, files, strict=True)), program, who)
+    for file in files:
+        os.close(file)
+    return pid
+
+
+def exit_with(error: Exception) -> bytes:
+    """Raise, where an expression is wanted."""
+    raise error
+
+
+def _run(
+    arguments: list[str],
+    environment: dict[str, str],
+    cwd: str,
+    files: dict[int, int],
+    program: str,
+    who: int,
+) -> None:
+    """Become, in the fork, the program of the arguments; never return."""
+    code = 1
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, resource.prlimit(who, resource.RLIMIT_FSIZE))
+        _enter_namespaces(who)
+        _take(files)
+        _forget_multiprocessing()
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(cwd)
+        paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+        sys.path[:0] = [cwd, *paths]
+        sys.argv, sys.executable = arguments[1:], program
+        unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  for as long as the process lives
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(  # type: ignore[union-attr]
+                line_buffering=stream is sys.stderr or stream.isatty(), write_through=unbuffered
+            )
+        _set_what_is_read_at_import(environment)
+        atexit._clear()
+        if arguments[0] == "-m":
+            code = _exit_code(lambda: runpy.run_module(sys.argv[0], None, "__main__", True))
+        else:
+            main = sys.modules["__main__"] = ModuleType("__main__")
+            written, sys.argv[0] = sys.argv[0], "-c"
+            code = _exit_code(lambda: exec(written, main.__dict__))
+    except BaseException:  # noqa: BLE001  whatever it is, as the interpreter does
+        traceback.print_exc()
+    finally:
+        with suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        if code == -signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(code)
+
+
+def _set_what_is_read_at_import(environment: dict[str, str]) -> None:
+    """Let variables act that libraries read when they are imported, which has been done."""
+    import huggingface_hub.constants
+    import torch._dynamo.config
+
+    torch._dynamo.config.disable = environment.get("TORCHDYNAMO_DISABLE") == "1"
+    huggingface_hub.constants.HF_HUB_OFFLINE = environment.get("HF_HUB_OFFLINE") == "1"
+
+
+def _exit_code(program: Callable[[], object]) -> int:
+    """Run a program and return what the interpreter would end with."""
+    try:
+        program()
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return (ended.code or 0) & 255
+        print(ended.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return -signal.SIGINT
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _enter_namespaces(who: int) -> None:
+    """Join the namespaces of the process that asked: a node of the SLURM lab has its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    others = [
+        name
+        for name in NAMESPACES
+        if not Path(f"/proc/{who}/ns/{name}").samefile(f"/proc/self/ns/{name}")
+    ]
+    opened = {name: os.open(f"/proc/{who}/ns/{name}", os.O_RDONLY) for name in others}
+    for name, file in opened.items():
+        if libc.setns(file, NAMESPACES[name]):
+            raise OSError(ctypes.get_errno(), f"no way into the {name} namespace of {who}")
+        os.close(file)
+    if "pid" in others:  # only children are in it
+        _wait_for(os.fork())
+
+
+def _wait_for(pid: int) -> None:
+    """Return in the child; in the parent, end as the child ended, and hand on signals before."""
+    if pid == 0:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        return
+    for number in (1, 2, 3, 10, 12, 15):
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if code != -signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _take(files: dict[int, int]) -> None:
+    """Give the received files their numbers and close all others."""
+    high = FIRST_FREE
+    moved = {}
+    for number, file in files.items():
+        os.dup2(file, high)
+        moved[number], high = high, high + 1
+    os.closerange(0, FIRST_FREE)
+    for number, file in moved.items():
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _forget_multiprocessing() -> None:
+    """Leave no trace of the fork server: this is the main process of a program."""
+    for helper in (forkserver._forkserver, resource_tracker._resource_tracker):  # type: ignore[attr-defined]
+        helper.__init__()  # type: ignore[misc]
+    current: Any = process.current_process()
+    current._identity, current._name, current._parent_pid = (), "MainProcess", None
+    current._config.pop("daemon", None)
+    process._parent_process = None  # type: ignore[attr-defined]
+    process._children.clear()  # type: ignore[attr-defined]

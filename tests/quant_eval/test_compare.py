@@ -1,0 +1,223 @@
+"""Differences of results against t-tests, sign flips, slow definitions and the truth."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import binom, ttest_rel
+
+from base.statistics import holm
+from ckpt_tools.hf.measured import Quantization
+from ckpt_tools.hf.results import Result
+from quant_eval.compare import compare
+from quant_eval.measuring.losses import PairedLosses
+from quant_eval.measuring.statistics import figures_of
+from tests.quant_eval.test_coverage import documents
+
+SETTINGS: dict[str, Any] = {"samples": 999, "level": 0.95, "seed": 0}
+
+
+def per_document(losses):
+    return {
+        "document": list(range(len(losses.tokens))),
+        "tokens": losses.tokens.tolist(),
+        "nll": losses.nll.tolist(),
+        "nll_quantized": losses.nll_quantized.tolist(),
+        "kl": losses.kl.tolist(),
+        "agreements": losses.agreements.tolist(),
+    }
+
+
+def result_of(sums, draws=()):
+    """A result with those sums over documents and, of each figure, those values of each draw."""
+    measured: dict[str, Any] = {"per_document": sums}
+    if len(draws):
+        drawn = {name: {"values": list(draws)} for name in ("absolute_error", "relative_error")}
+        measured["calibration"] = {"seeds": len(draws), "figures": drawn}
+    content = {"path": "result.json", "spec": {"method": "gptq"}, "measured": measured}
+    return Result[Quantization].model_validate(content)
+
+
+def compare_losses(first, second, figure, draws=(), **settings):
+    """The difference of one pair; `draws` is that of each calibration draw."""
+    results = [result_of(first, [0.0] * len(draws)), result_of(second, draws)]
+    (compared,) = compare(results, [(0, 1)], figure, **settings)
+    return compared.difference
+
+
+def pair(seed=0, count=60, added=0.0, setting="lognormal"):
+    """Two quantizations of one model: what they add has a part that they share; the second adds
+    more on average.
+    """
+    generator = np.random.default_rng(seed)
+    losses = documents(generator, count, setting)
+    models = []
+    for extra in (0.0, added):
+        quantized = losses.nll_quantized + losses.tokens * (
+            extra + 0.01 * generator.normal(size=count)
+        )
+        models.append(per_document(replace(losses, nll_quantized=quantized)))
+    return models
+
+
+def test_holm_by_hand():
+    # 4 x 0.005; 3 x 0.01; 2 x 0.03; then 0.04 itself would fall below the one before it.
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.5]) == [1, 1]
+    assert holm([]) == []
+
+
+def rejected(p_values, alpha):
+    """Holm's procedure as he states it: the smallest p-value first, each against alpha over
+    those that are left.
+    """
+    left, found = list(range(len(p_values))), []
+    while left:
+        index = min(left, key=lambda index: p_values[index])
+        if p_values[index] > alpha / len(left):
+            break
+        found.append(index)
+        left.remove(index)
+    return sorted(found)
+
+
+def test_holm_rejects_what_the_procedure_rejects():
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        p_values = (generator.random(generator.integers(1, 9)) ** 3).tolist()
+        for alpha in generator.random(20):
+            by_adjusted = [index for index, p in enumerate(holm(p_values)) if p <= alpha]
+            assert by_adjusted == rejected(p_values, alpha)
+
+
+def test_equal_lengths_and_normal_differences_give_the_paired_t_test():
+    generator = np.random.default_rng(1)
+    tokens, nll = np.full(80, 100.0), 300 * generator.normal(1, 0.2, 80)
+    first = nll + generator.normal(3, 2, 80)
+    second = first + generator.normal(0.5, 2, 80)
+    one, other = (
+        per_document(PairedLosses(tokens, nll, quantized, nll, tokens))
+        for quantized in (first, second)
+    )
+    difference = compare_losses(one, other, "absolute_error", samples=20_000, level=0.9, seed=0)
+    expected = ttest_rel(second, first)
+    interval = expected.confidence_interval(0.9)
+    # 20000 samples place p within 0.4% and the interval within about 1% of themselves.
+    assert difference.p_value == pytest.approx(expected.pvalue, abs=0.01)
+    half_width = (interval.high - interval.low) / 200
+    assert (difference.high - difference.low) / 2 == pytest.approx(half_width, rel=0.04)
+    assert difference.value == pytest.approx(
+        expected.statistic * np.std(second - first, ddof=1) / math.sqrt(80) / 100
+    )
+
+
+def test_sign_flips_find_about_the_same_p_value():
+    """Under no difference the linearised contributions of the documents have either sign alike."""
+    told = []
+    for seed in range(5):
+        first, second = pair(seed, count=200, added=0.001, setting="short")
+        difference = compare_losses(
+            first, second, "relative_error", samples=4000, level=0.95, seed=0
+        )
+        arrays = [
+            {name: np.array(values) for name, values in one.items()} for one in (first, second)
+        ]
+        ratios = [one["nll_quantized"].sum() / one["nll"].sum() for one in arrays]
+        of_first, of_second = (
+            (one["nll_quantized"] - ratio * one["nll"]) / one["nll"].sum()
+            for one, ratio in zip(arrays, ratios, strict=True)
+        )
+        contribution_D = of_second - of_first + (ratios[1] - ratios[0]) / 200
+        signs_SD = np.random.default_rng(0).choice([-1, 1], size=(4000, 200))
+        flipped = float((np.abs(signs_SD @ contribution_D) >= abs(ratios[1] - ratios[0])).mean())
+        # 4000 samples of each place p within 0.01 of itself.
+        assert difference.p_value == pytest.approx(flipped, abs=0.03)
+        told.append(flipped)
+    assert min(told) < 0.2 < 0.4 < max(told)
+
+
+def test_swapping_changes_the_sign_only():
+    first, second = pair(added=0.004)
+    there, back = (
+        compare_losses(*both, "relative_error", **SETTINGS)
+        for both in ((first, second), (second, first))
+    )
+    assert there.value > 0
+    assert [back.value, back.low, back.high] == pytest.approx(
+        [-there.value, -there.high, -there.low], rel=1e-9
+    )
+    assert back.p_value == there.p_value
+
+
+def test_the_interval_leaves_out_zero_exactly_where_p_is_small():
+    told = []
+    for seed in range(40):
+        first, second = pair(seed, added=0.004)
+        difference = compare_losses(first, second, "absolute_error", **SETTINGS)
+        assert (difference.low > 0 or difference.high < 0) == (difference.p_value <= 0.05)
+        told.append(difference.p_value <= 0.05)
+    assert 5 < sum(told) < 35  # both cases occurred
+
+
+def test_pairs_are_compared_on_the_documents_they_share():
+    """What both add to a document cancels: the difference is known far better than either."""
+    generator = np.random.default_rng(3)
+    losses = documents(generator, 60, "lognormal")
+    more = replace(losses, nll_quantized=losses.nll_quantized + 0.001 * losses.tokens)
+    difference = compare_losses(
+        per_document(losses), per_document(more), "absolute_error", **SETTINGS
+    )
+    assert difference[:3] == pytest.approx([0.001, 0.001, 0.001], rel=1e-6)
+    low, high = figures_of([losses], **SETTINGS)["intervals"]["absolute_error"]
+    assert high - low > 0.005
+
+
+def size(figure, count, setting, repetitions, samples):
+    """How often quantizations that do not differ in truth are found different at 5%."""
+    found = 0
+    for seed in range(repetitions):
+        first, second = null_pair(seed, count, setting)
+        difference = compare_losses(first, second, figure, samples=samples, level=0.95, seed=seed)
+        found += difference.p_value <= 0.05
+    return found / repetitions
+
+
+def null_pair(seed, count, setting):
+    """Two models whose losses, errors and divergences differ on every document, but not on
+    average.
+    """
+    generator = np.random.default_rng(seed)
+    shared = documents(generator, count, setting)
+    models = []
+    for _ in range(2):
+        nll = shared.nll * generator.gamma(400, 1 / 400, count)
+        added = 0.01 * nll + shared.tokens * 0.02 * generator.normal(size=count)
+        kl = shared.kl * generator.lognormal(-0.02, 0.2, count)
+        models.append(
+            per_document(PairedLosses(shared.tokens, nll, nll + added, kl, shared.agreements))
+        )
+    return models
+
+
+def test_equal_models_are_told_apart_in_five_percent():
+    """Accepted is what a size of 3-7% gives with 99% on either side."""
+    for figure in ("relative_error", "kl_divergence"):
+        found = size(figure, 50, "lognormal", repetitions=800, samples=199)
+        assert binom.ppf(0.01, 800, 0.03) <= 800 * found <= binom.ppf(0.99, 800, 0.07), (
+            figure,
+            found,
+        )
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("setting", ["short", "lognormal", "heavy"])
+@pytest.mark.parametrize("count", [50, 200])
+def test_the_size_is_five_percent(setting, count):
+    reached = {
+        figure: size(figure, count, setting, 2000, 499)
+        for figure in ("relative_error", "kl_divergence")
+    }
+    print(setting, count, reached)
+    assert all(0.03 <= found <= 0.07 for found in reached.values()), reached

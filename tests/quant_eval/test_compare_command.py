@@ -1,0 +1,237 @@
+"""Results compared pair by pair, the command that does so, and everything that it refuses."""
+
+import json
+import math
+import sys
+
+import pytest
+import typer
+
+from base.cli import run_command
+from base.errors import UserError
+from base.statistics import holm, pairs_of
+from ckpt_tools.hf.measured import Quantization
+from ckpt_tools.hf.results import read_result
+from quant_eval.compare import compare
+from quant_eval.compare_command import compare_command
+from tests.quant_eval.test_compare import SETTINGS, compare_losses, pair
+
+
+def content(
+    sums, *, name="gptq-b3-g32", values=None, model="runs/lr3e-3/hf/step00000640", **evaluation
+):
+    """A result.json, of what a comparison reads."""
+    method = name.split("-")[0]
+    text = {
+        "sha256": "ab",
+        "sequence_length": 64,
+        "documents": "separate",
+        "prefix": "data/held_out",
+    } | evaluation
+    calibration = None
+    if values:
+        calibration = {"seeds": len(values), "figures": {"absolute_error": {"values": values}}}
+    return {
+        "model": {"path": model, "weights_sha256": {}},
+        "spec": {
+            "name": name,
+            "method": method,
+            "dtype": text.pop("dtype", "fp32"),
+            "evaluation": text,
+        },
+        "measured": {"per_document": sums, "calibration": calibration},
+        "environment": {},
+    }
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes results; returns their directories."""
+
+    def write(*contents):
+        directories = []
+        for number, one in enumerate(contents):
+            directory = tmp_path / str(number)
+            directory.mkdir(exist_ok=True)
+            (directory / "result.json").write_text(one if isinstance(one, str) else json.dumps(one))
+            directories.append(directory)
+        return directories
+
+    return write
+
+
+DEFAULTS = SETTINGS | {"samples": 10_000}  # of the command
+
+
+def read(directories):
+    return [read_result(directory, Quantization) for directory in directories]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command; returns its exit code, what it printed, and the lines of its errors."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(lambda: None)
+    app.command("compare")(compare_command)
+
+    def start(*arguments):
+        monkeypatch.setattr(sys, "argv", ["quant_eval", "compare", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            run_command(app, "quant_eval")
+        printed = capsys.readouterr()
+        return stop.value.code, printed.out, printed.err.splitlines()
+
+    return start
+
+
+def test_draws_widen_a_comparison_and_methods_without_calibration_need_none(written):
+    first, second = pair(added=0.004)
+    one, other, rtn = read(
+        written(
+            content(first, values=[0.030, 0.034, 0.029]),
+            content(second, values=[0.031, 0.036, 0.035]),
+            content(second, name="rtn-b3-g32"),
+        )
+    )
+    for better, differences in ((other, [0.001, 0.002, 0.006]), (rtn, [-0.030, -0.034, -0.029])):
+        (compared,) = compare([one, better], [(0, 1)], "absolute_error", **SETTINGS)
+        assert compared.sources == "documents and calibration draws"
+        expected = compare_losses(first, second, "absolute_error", draws=differences, **SETTINGS)
+        assert compared.difference == pytest.approx(expected, rel=1e-9)
+        alone = compare_losses(first, second, "absolute_error", **SETTINGS)
+        assert compared.difference.low < alone.low < alone.high < compared.difference.high
+        assert compared.difference.p_value > alone.p_value
+
+
+def test_holm_is_over_the_pairs_of_the_call(written):
+    sums = [*pair(seed=0, added=0.004), pair(seed=0, added=0.02)[1]]
+    results = read(written(*map(content, sums)))
+    compared = compare(results, pairs_of(3, "all"), "absolute_error", **SETTINGS)
+    assert [(one.first, one.second) for one in compared] == [(0, 1), (0, 2), (1, 2)]
+    alone = [
+        compare_losses(sums[i], sums[j], "absolute_error", **SETTINGS)
+        for i, j in pairs_of(3, "all")
+    ]
+    assert [one.difference.p_value for one in compared] == [one.p_value for one in alone]
+    assert [one.p_adjusted for one in compared] == holm([one.p_value for one in alone])
+    assert compared[1].verdict == "higher"
+    (same,) = compare([results[0], results[0]], [(0, 1)], "absolute_error", **SETTINGS)
+    assert (same.difference, same.verdict) == ((0, 0, 0, 1), "not told apart")
+
+
+def test_the_command_prints_and_writes(written, run, tmp_path):
+    sums = [*pair(seed=0, added=0.02), pair(seed=0, added=-0.02)[1]]
+    directories = written(*map(content, sums))
+    code, printed, _ = run(
+        *directories, "--figure", "absolute_error", "--out", tmp_path / "out.json"
+    )
+    assert code == 0
+    rows = [line.split() for line in printed.splitlines() if "gptq-b3-g32" in line]
+    assert [row[-1] for row in rows] == ["higher", "lower"]
+    assert "absolute_error, nats per token" in printed
+    written_out = json.loads((tmp_path / "out.json").read_text())
+    assert written_out["settings"]["pairing"] == "baseline"
+    assert [one["first"]["result"] for one in written_out["pairs"]] == [
+        f"{directories[0]}/result.json"
+    ] * 2
+    for index, one in enumerate(written_out["pairs"], start=1):
+        expected = compare_losses(sums[0], sums[index], "absolute_error", **DEFAULTS)
+        assert one["difference"] == expected._asdict()
+        error = (sum(sums[index]["nll_quantized"]) - sum(sums[0]["nll"])) / sum(sums[0]["tokens"])
+        assert one["second_value"] == pytest.approx(error)
+    code, printed, _ = run(*directories, "--figure", "absolute_error", "--pairs", "successive")
+    assert [line.split()[-1] for line in printed.splitlines() if "gptq-b3-g32" in line] == [
+        "higher",
+        "lower",
+    ]
+    assert run(*directories, "--pairs", "all")[1].count("gptq-b3-g32") == 6
+
+
+def changed(sums, **lists):
+    return {name: lists.get(name, values) for name, values in sums.items()}
+
+
+SUMS = pair()[0]
+FEW = {name: values[:1] for name, values in SUMS.items()}
+
+
+@pytest.mark.parametrize(
+    ("contents", "options", "reason"),
+    [
+        ([content(SUMS)] * 2, ["--figure", "loss"], "no figure is called 'loss'"),
+        ([content(SUMS)], [], "give two results or more"),
+        (
+            [content(SUMS), content(SUMS, sha256="cd")],
+            [],
+            "sha256 of the evaluation is 'ab' and 'cd'",
+        ),
+        (
+            [content(SUMS), content(SUMS, sequence_length=32)],
+            [],
+            "sequence_length of the evaluation is 64 and 32",
+        ),
+        (
+            [content(SUMS), content(SUMS, documents="concatenated")],
+            [],
+            "'separate' and 'concatenated'",
+        ),
+        (
+            [content(SUMS), content(SUMS, dtype="bf16")],
+            [],
+            "dtype of the evaluation is 'fp32' and 'bf16'",
+        ),
+        ([content(SUMS), content(pair(count=59)[0])], [], "other documents; measure both"),
+        ([content(SUMS), content(pair(seed=1)[0])], [], "other numbers of tokens; measure both"),
+        ([content(FEW)] * 2, [], "at least 2 documents"),
+        (
+            [content(SUMS), content(changed(SUMS, nll=[math.nan] * 60))],
+            [],
+            "'nll' of a document is not finite",
+        ),
+        (
+            [content(SUMS), content(changed(SUMS, kl=SUMS["kl"][:5]))],
+            [],
+            "'kl' does not have a value for every",
+        ),
+        ([content(SUMS), content({"document": [0, 1]})], [], "other documents; measure both"),
+        ([content(changed(SUMS, nll=[0.0] * 60))] * 2, [], "nothing to divide by"),
+        (
+            [content(SUMS), content(SUMS, values=[0.1, 0.2])],
+            ["--figure", "absolute_error"],
+            "have 1 and 2 calibration",
+        ),
+        (
+            [content(SUMS), content(SUMS, values=[0.1, 0.2])],
+            [],
+            "has no relative_error for every calibration draw",
+        ),
+        ([content(SUMS), "{"], [], "is no valid JSON; remove it and measure again"),
+        ([content(SUMS), "{}"], [], "is no result of a measurement"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(written, run, contents, options, reason):
+    code, printed, lines = run(*written(*contents), *options)
+    assert (code, printed, len(lines)) == (2, "", 1)
+    assert reason in lines[0]
+
+
+def test_a_result_is_given_once_and_exists(written, run, tmp_path):
+    (directory,) = written(content(SUMS))
+    code, _, lines = run(directory, directory / "result.json")
+    assert code == 2
+    assert "is given twice" in lines[-1]
+    assert "does not exist; measure it" in run(directory, tmp_path / "absent")[2][-1]
+
+
+def test_results_of_several_studies_have_different_labels(written, run):
+    models = ["runs/a/lr3e-3/hf/step00000640", "runs/b/lr3e-3/hf/step00000640"]
+    printed = run(*written(*(content(SUMS, model=model) for model in models)))[1]
+    assert all(model.removeprefix("runs/") in printed for model in models)
+    printed = run(*written(content(SUMS), content(SUMS)))[1]  # of one model and one spec
+    assert "test_results_of_several" in printed
+
+
+def test_too_many_pairs_for_the_samples_are_refused(written):
+    results = read(written(*[content(SUMS)] * 3))
+    with pytest.raises(UserError, match="38 bootstrap samples cannot show any of 2 pairs"):
+        compare(results, [(0, 1), (0, 2)], "kl_divergence", **SETTINGS | {"samples": 38})

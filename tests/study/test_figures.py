@@ -1,0 +1,394 @@
+"""From data to charts: every value at its place, branches start at their parents, ends are at
+what varies.
+"""
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.contour import ContourSet
+from matplotlib.figure import Figure as Picture
+
+from base.errors import UserError
+from curvature.slices.figure import MARKERS
+from study.definition import spec_title
+from study.figures.canvas import Canvas
+from study.figures.charts import HIDDEN, Quantity, columns_of
+from study.figures.drawing import draw_all, figures_of, picture_of
+from study.figures.drawn.averages import averages
+from study.figures.drawn.curvature import curvature
+from study.figures.drawn.ends import ends
+from study.figures.drawn.full_against_quantized import full_against_quantized
+from study.figures.drawn.methods import methods, shown_methods
+from study.figures.drawn.quantization import DIVERGENCE, MEASURES, kl_divergence
+from study.figures.drawn.slices import slices
+from study.figures.figure import Drawn, Figure
+from study.figures.looks import looks_for, runs_of
+from study.paths import slice_result
+from study.released import ReleasedRevision, ReleasedRun
+from study.results.table import Row
+from tests.study.synthetic import table_of
+from tests.study.varied import budgets, weight_decay, write_varied
+
+SPEC = "gptq-b3-g32"
+
+
+@pytest.fixture(scope="module")
+def branched(tmp_path_factory, study):
+    changed = budgets(study)
+    directory = write_varied(tmp_path_factory.mktemp("drawing") / changed.name, changed)
+    return changed, distinct(table_of(directory, changed)), directory
+
+
+def distinct(rows: list) -> list:
+    """The same rows with other values in every run, as runs of one peak have one synthetic
+    error.
+    """
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    return [
+        Row.of({
+            key: value * (1 + 0.1 * runs.index(row["run"])) if key.startswith("quant/") and value else value
+            for key, value in dict(row).items()
+        })
+        for row in rows
+    ]  # fmt: skip
+
+
+def drawn(figure: Figure, canvas: Canvas) -> Drawn:
+    found = figure.draw(canvas)
+    assert found is not None
+    return found
+
+
+def chart_of(found: Drawn) -> dict[str, Any]:
+    assert isinstance(found.chart, dict)
+    return found.chart
+
+
+def data_of(chart: Any) -> list[dict]:
+    """All rows of the layers of a chart that have points."""
+    if isinstance(chart, list):
+        return [row for one in chart for row in data_of(one)]
+    layers = chart.get("layer", [])
+    has_points = any(one.get("mark", {}).get("type") == "point" for one in layers)
+    own = chart["data"]["values"] if has_points else []
+    return own + data_of(layers) + data_of(chart.get("concat", []))
+
+
+@pytest.mark.parametrize("figure", [full_against_quantized, curvature, kl_divergence])
+def test_a_chart_holds_every_value_that_its_table_lists(branched, figure):
+    study, rows, directory = branched
+    found = drawn(figure, Canvas(study, rows, directory))
+    values = [row for row in found.rows if row["series"] == "weights"]
+    shown = data_of(found.chart)
+    if figure is full_against_quantized:  # the second half of training alone
+        assert 0 < len(shown) < len(values)
+        assert all(row in values for row in shown)
+    else:
+        assert shown == values
+
+
+def test_bars_are_the_intervals_of_the_table(branched):
+    study, rows, directory = branched
+    found = drawn(kl_divergence, Canvas(study, rows, directory))
+    column = f"quant/{SPEC}/kl_divergence"
+    by_place = {(row["run"], row["step"]): row for row in rows}
+    names = {look.label: run for run, look in runs_of(study).looks.items()}
+    shown = [row for row in found.rows if row["panel"] == spec_title(SPEC)]
+    assert len(shown) == len([row for row in rows if row[column] is not None])
+    for row in shown:
+        known = by_place[names[row["run"]], row["step"]]
+        ends_ = [row[DIVERGENCE.label + end] for end in ("", ", low", ", high")]
+        assert ends_ == [known[column + end] for end in ("", "_low", "_high")]
+    panel = chart_of(found)["concat"][0]
+    bars = [one for one in layers_of(panel) if one.get("mark", {}).get("type") == "rule"]
+    assert [bar["encoding"]["y"]["field"] for bar in bars] == [f"{DIVERGENCE.label}, low"]
+    assert bars[0]["encoding"]["y2"]["field"] == f"{DIVERGENCE.label}, high"
+
+
+def layers_of(chart: dict) -> list[dict]:
+    return [chart, *(one for layer in chart.get("layer", []) for one in layers_of(layer))]
+
+
+def test_a_branch_starts_at_its_parents_checkpoint(branched):
+    study, rows, directory = branched
+    canvas = Canvas(study, rows, directory)
+    column = f"quant/{SPEC}/kl_divergence"
+    link = canvas._links(DIVERGENCE, column)
+    assert link is not None
+    assert link["mark"]["type"] == "line"
+    of = {(row["run"], row["step"]): row for row in rows}
+    pairs: dict[str, list] = {}
+    for row in link["data"]["values"]:
+        pairs.setdefault(row["run"], []).append(row)
+    for start in (320, 480, 640):
+        label = canvas.runs.looks[f"wsd{start * 5 // 4}"].label
+        parent, own = of["stable", start], of[f"wsd{start * 5 // 4}", start + start // 8]
+        values = [row[DIVERGENCE.label] for row in pairs.pop(label)]
+        assert values == [parent[column], own[column]]
+    assert not pairs
+
+
+def test_learning_rates_of_branches_begin_where_they_do(branched):
+    study, rows, directory = branched
+    canvas = Canvas(study, rows, directory)
+    per_step = study.trained[0].tokens_per_step
+    rates: dict[str, list] = {}
+    for row in canvas.rates:
+        rates.setdefault(row["run"], []).append(
+            (row[canvas.tokens.label], row["learning rate / its peak"])
+        )
+    assert rates.keys() == {look.label for look in canvas.runs.looks.values()}
+    for start in (320, 480, 640):
+        first, *_, last = rates[canvas.runs.looks[f"wsd{start * 5 // 4}"].label]
+        tokens = [first[0] * 1e6, last[0] * 1e6]
+        assert tokens == pytest.approx([start * per_step, start * 5 // 4 * per_step])
+        assert (first[1], last[1]) == (1.0, 0.0)
+
+
+def test_schedules_that_coincide_are_one_line_of_no_run(study, tmp_path):
+    rates = Canvas(study, [], tmp_path).rates
+    assert {row["run"] for row in rates} == {""}
+    assert max(row["learning rate / its peak"] for row in rates) == 1.0
+
+
+@pytest.mark.parametrize("make", [budgets, weight_decay])
+def test_the_ends_are_at_what_is_varied_with_a_line_per_group(tmp_path, study, make):
+    changed = make(study)
+    rows = distinct(table_of(write_varied(tmp_path / changed.name, changed), changed))
+    varied = changed.varied
+    assert varied is not None
+    found = drawn(ends, Canvas(changed, rows, tmp_path))
+    last = {row["run"]: row for row in rows if row["average"] is None}  # rows rise by step
+    per = 1e6 if varied.unit == "tokens" else 1
+    names = {look.label: run for run, look in runs_of(changed).looks.items()}
+    columns = [f"quant/gptq-b{bits}-g32/{name}" for name in MEASURES for bits in (3, 4)]
+    panels = chart_of(found)["concat"]
+    assert len(panels) == len(columns)
+    for panel, column in zip(panels, columns, strict=True):
+        y = MEASURES[column.rpartition("/")[2]].label
+        encodings = [one["encoding"] for one in layers_of(panel) if "encoding" in one]
+        (x,) = {one["x"]["field"] for one in encodings if "x" in one}
+        shown = {names[row["run"]]: (row[x] * per, row[y]) for row in data_of(panel)}
+        assert shown == {
+            run: (pytest.approx(value), last[run][column]) for run, value in varied.values.items()
+        }
+        colours = {one["color"]["field"] for one in encodings if "color" in one}
+        assert colours == {"group" if len(set(varied.groups.values())) > 1 else "run"}
+
+
+def test_one_value_has_one_colour_and_one_group_one_marker(branched):
+    study, _, _ = branched
+    looks = runs_of(study).looks
+    varied = study.varied
+    for one, look in looks.items():
+        for other, beside in looks.items():
+            same = varied.values.get(one) == varied.values.get(other)
+            assert (look.colour == beside.colour) == same
+            assert (look.shape == beside.shape) == (
+                varied.groups.get(one) == varied.groups.get(other)
+            )
+
+
+def test_a_released_model_has_the_learning_rates_that_are_known(branched, study, tmp_path):
+    """Of three checkpoints one has no known tokens, and one no known learning rate."""
+    _, rows, _ = branched
+    known = [(10, 1e9, 2e-4), (20, None, 3e-4), (30, 3e9, None)]
+    revisions = tuple(ReleasedRevision(name=f"r{step}", step=step) for step, _, _ in known)
+    run = ReleasedRun(name="stage1", source="somebody/model", revisions=revisions)
+    released = study.model_copy(update={"runs": (run,), "soups": (), "labels": {}})
+    own = [
+        Row.of({**row, "run": "stage1", "phase": "stage1", "step": step, "tokens": tokens, "learning_rate": rate})
+        for row, (step, tokens, rate) in zip(rows, known, strict=False)
+    ]  # fmt: skip
+    canvas = Canvas(released, own, tmp_path)
+    assert canvas.tokens.unit == "billion"
+    assert [
+        (row[canvas.tokens.label], row["learning rate / its peak"]) for row in canvas.rates
+    ] == [(1.0, 1.0)]
+    line = canvas.along(DIVERGENCE, f"quant/{SPEC}/kl_divergence", None, "")
+    assert [row[canvas.tokens.label] for row in line] == [1.0, 3.0]
+    assert list(canvas.last_rows()) == ["stage1"]
+
+
+def test_many_panels_are_wrapped():
+    assert [columns_of(count) for count in (1, 2, 3, 4, 5, 6, 9)] == [1, 2, 3, 4, 3, 3, 3]
+
+
+def test_bars_that_reach_zero_keep_an_axis_linear(branched):
+    study, rows, directory = branched
+    traces = [Row.of({**row, "curvature/trace_low": -1.0}) for row in rows]
+    for changed, kind in ((rows, "log"), (traces, "linear")):
+        panel = chart_of(drawn(curvature, Canvas(study, changed, directory)))["concat"][0]
+        scales = [
+            one["encoding"]["y"]["scale"].get("type", "linear")
+            for one in layers_of(panel)
+            if "Trace" in one.get("encoding", {}).get("y", {}).get("field", "")
+        ]
+        assert set(scales) == {kind}
+
+
+def test_a_study_at_work_is_drawn_as_far_as_it_is(branched):
+    """Before anything is measured there is nothing but the learning rates, which are no data."""
+    study, rows, directory = branched
+    nothing = [
+        Row.of(
+            {key: None if key.startswith(("quant", "curv", "held")) else row[key] for key in row}
+        )
+        for row in rows
+    ]
+    shown, empty = draw_all(Canvas(study, nothing, directory))
+    assert [one.name for one in shown] == ["validation_loss"], "whose data are those of training"
+    assert set(empty) == {one.name for one in figures_of(study)} - {"validation_loss"}
+    assert set(empty) >= {"quantization_error", "kl_divergence", "ends", "curvature"}
+    half = [row if row["run"] == "stable" else no for row, no in zip(rows, nothing, strict=True)]
+    assert kl_divergence.draw(Canvas(study, half, directory)) is not None
+
+
+def test_every_look_has_its_place_in_the_scales(branched):
+    study, _, _ = branched
+    runs = runs_of(study)
+    for encoding in (runs.colour, runs.shape):
+        assert encoding["scale"]["domain"] == [look.label for look in runs.looks.values()]
+        assert len(encoding["scale"]["range"]) == len(runs.looks)
+    assert runs.dash == {}, "all solid"
+    dashed = replace(next(iter(runs.looks.values())), dash=(5, 3))
+    with_dash = replace(runs, looks=runs.looks | {"stable": dashed})
+    assert [5, 3] in with_dash.dash["strokeDash"]["scale"]["range"]
+    assert len({look.colour for look in looks_for(map(str, range(9)))}) == 9
+
+
+def test_a_quantity_names_its_column_with_its_unit():
+    loss = Quantity("loss", "nats per token")
+    assert loss.values(1.0, (0.5, 2.0)) == {
+        "loss (nats per token)": 1.0,
+        "loss (nats per token), low": 0.5,
+        "loss (nats per token), high": 2.0,
+    }
+    assert Quantity("KL(a || b)", "nats").label == "KL(a || b), nats"
+    assert not loss.logarithmic_for([loss.values(1.0, (0.0, 2.0))]).is_log
+    assert loss.logarithmic_for([loss.values(1.0, (0.5, 2.0))]).is_log
+
+
+def test_the_figure_of_averages_holds_every_model(collected_dir, study):
+    rows = table_of(collected_dir, study)
+    found = drawn(averages, Canvas(study, rows, collected_dir))
+    names = {look.label: run for run, look in runs_of(study).looks.items()}
+    for panel, name in zip(
+        chart_of(found)["concat"],
+        ("cross_entropy", "cross_entropy_quantized", "kl_divergence"),
+        strict=True,
+    ):
+        shown = data_of(panel)
+        y = next(key for key in shown[0] if key.startswith(("loss", "quantized loss", "KL")))
+        kinds = {"weights": None, "LAWA": "lawa5x16", "soup": "soup"}
+        found_values = [
+            (names[row["run"]], kinds[row["series"]], row["step"], row[y]) for row in shown
+        ]
+        expected = [
+            (
+                row["run"],
+                row["average"] and row["average"].split("-")[0],
+                row["step"],
+                row[f"quant/{SPEC}/{name}"],
+            )
+            for row in rows
+        ]
+        assert sorted(map(str, found_values)) == sorted(map(str, expected))
+        shapes = [
+            one["encoding"]["shape"]
+            for one in layers_of(panel)
+            if "shape" in one.get("encoding", {})
+        ]
+        assert [shape["field"] for shape in shapes] == ["series"]
+        reach = next(
+            one["encoding"]["y"]["scale"].get("domain")
+            for one in layers_of(panel)
+            if one.get("encoding", {}).get("y", {}).get("field") == y
+        )
+        if reach:
+            averaged = [row[y] for row in shown if row["series"] != "weights"]
+            assert all(reach[0] < value < reach[1] for value in averaged), "outside of the frame"
+
+
+def test_the_figure_holds_every_method_of_every_run(study_dir, study):
+    (study_dir / "lr3e-2/hf/step00000640/quant/awq-b3-g32/result.json").unlink()
+    rows = table_of(study_dir, study)
+    found = drawn(methods, Canvas(study, rows, study_dir))
+    specs = {spec_title(spec): spec for spec in shown_methods(study)}
+    assert len(specs) == 6
+    left, right = chart_of(found)["concat"]
+    names = {look.label: run for run, look in runs_of(study).looks.items()}
+    last = {row["run"]: row for row in rows if row["step"] == 640 and row["average"] is None}
+    for panel, (figure, quantity) in zip((left, right), MEASURES.items(), strict=True):
+        shown = data_of(panel)
+        assert len(shown) == 6 * 4 - 1
+        for row in shown:
+            column = f"quant/{specs[row['method']]}/{figure}"
+            values = [row[quantity.label + end] for end in ("", ", low", ", high")]
+            known = last[names[row["run"]]]
+            assert values == [known[column + end] for end in ("", "_low", "_high")]
+
+
+def change(path, factor: float) -> None:
+    """All losses over the first point's, times a factor."""
+    content = json.loads(path.read_text())
+    base = content["measured"]["points"][0]["loss"]
+    grid = content["measured"]["grid"]
+    grid["loss"] = [[base + factor * (loss - base) for loss in row] for row in grid["loss"]]
+    path.write_text(json.dumps(content))
+
+
+def test_slices_share_one_scale_of_colours_and_have_their_points(study_dir, study):
+    for run, factor in zip(study.runs, (1, 0.5, 0.1, 0.02), strict=True):
+        change(study_dir / slice_result(run, SPEC), factor)
+    found = drawn(slices, Canvas(study, [], study_dir))
+    assert isinstance(found.chart, Picture)
+    panels = found.chart.axes[: len(study.runs)]
+    levels = [
+        next(tuple(one.levels) for one in axis.collections if isinstance(one, ContourSet))
+        for axis in panels
+    ]
+    assert len(set(levels)) == 1
+    # the highest is 0.08 x 4 + 0.002 x 36 - 0.0005 x 6 = 0.389
+    assert levels[0][-1] == 0.5
+    titles = [axis.get_title(loc="left") for axis in panels]
+    assert titles == [f"peak learning rate {run.optimizer.peak_lr:g}" for run in study.trained]
+    places = {"base": (0.0, 0.0), "previous": (1.0, 0.0), "quantized": (0.1, 4.0)}
+    for axis in panels:
+        marked = {
+            line.get_marker(): tuple(float(np.asarray(data)[0]) for data in line.get_data())
+            for line in axis.get_lines()
+        }
+        assert marked == {MARKERS[name]: place for name, place in places.items()}
+        text = next(one.get_text() for one in axis.texts if "\n" in one.get_text())
+        # 0.08 at the one; 0.0008 + 0.032 - 0.002 at the other
+        assert "+0.0800 \N{PLUS-MINUS SIGN} 0.0040" in text
+        assert "+0.0308 \N{PLUS-MINUS SIGN} 0.0040" in text
+
+
+def test_slices_that_are_missing_are_left_out_and_broken_ones_are_named(study_dir, study):
+    paths = [study_dir / slice_result(run, SPEC) for run in study.runs]
+    for keep in (1, 0):
+        for path in paths[keep:]:
+            path.unlink(missing_ok=True)
+        assert (slices.draw(Canvas(study, [], study_dir)) is not None) == (keep == 1)
+    for content in ("{", "[1]", '{"measured": {"grid": {}}}'):
+        paths[0].write_text(content)
+        with pytest.raises(UserError, match=r"result\.json"):
+            slices.draw(Canvas(study, [], study_dir))
+
+
+def test_a_picture_is_drawn_of_a_chart_of_which_a_run_is_hidden(branched):
+    """The page hides a run by the signal that the chart declares."""
+    study, rows, directory = branched
+    chart = chart_of(drawn(kl_divergence, Canvas(study, rows, directory)))
+    whole = picture_of(chart, "png")
+    label = runs_of(study).looks["stable"].label
+    without = picture_of(chart | {"params": [{"name": HIDDEN, "value": [label]}]}, "png")
+    assert whole != without
+    assert picture_of(chart, "pdf").startswith(b"%PDF")
+    assert math.isfinite(len(whole))

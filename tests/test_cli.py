@@ -1,0 +1,42 @@
+"""The commands and options of this project: few, each a decision, and readable at 80 columns."""
+
+import difflib
+from pathlib import Path
+
+import pytest
+
+from tests.cli_list import Entry, entries, listed
+
+LIST = Path(__file__).parent / "cli.txt"
+MOST_COMMANDS, MOST_OPTIONS = 36, 150
+ENTRIES = entries()
+
+
+def test_every_command_and_option_is_a_decision():
+    """One that is new or gone is written into the list on purpose."""
+    changed = list(
+        difflib.unified_diff(
+            LIST.read_text().splitlines(), listed().splitlines(), "tests/cli.txt", "now", n=0
+        )
+    )
+    assert not changed, "\n".join(
+        (*changed, "if that is meant: python -m tests.cli_list > tests/cli.txt")
+    )
+
+
+def test_there_are_few():
+    assert len(ENTRIES) <= MOST_COMMANDS
+    assert sum(len(entry.options) for entry in ENTRIES) <= MOST_OPTIONS
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.words)
+def test_help_shows_every_option_whole(entry: Entry, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    with pytest.raises(SystemExit, match="0"):
+        entry.command.main(["--help"], prog_name=f"python -m {entry.words}")
+    shown = capsys.readouterr().out
+    words = set(shown.replace("│", " ").replace(",", " ").split())
+    names = {name for option in entry.options for name in (*option.opts, *option.secondary_opts)}
+    assert not names - words
+    assert max(map(len, shown.splitlines())) <= 80

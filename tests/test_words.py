@@ -1,0 +1,41 @@
+"""The words and the width of the product's source: beginnings of docstrings, and long lines."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parent.parent
+FOLDERS = ("base", "train", "ckpt_tools", "quant_eval", "curvature", "study", "slurm")
+# A docstring says what its function does, or names what its class is.
+VAGUE = {"What", "Whether", "Of", "Where", "Which", "How", "From", "For"}
+MOST_COLUMNS, LONG_SHARE = 100, 0.01
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def sources() -> list[Path]:
+    return [path for folder in FOLDERS for path in sorted((PROJECT / folder).rglob("*.py"))]
+
+
+def vague(path: Path) -> Iterator[str]:
+    """Places whose docstring begins with such a word."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, DOCUMENTED):
+            words = (ast.get_docstring(node) or "").split()
+            if words and words[0].rstrip(",:;.") in VAGUE:
+                line = 1 if isinstance(node, ast.Module) else node.lineno
+                yield f"{path.relative_to(PROJECT)}:{line}: {' '.join(words[:6])}"
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    found = [place for path in sources() for place in vague(path)]
+    assert not found, "\n".join(found)
+
+
+def test_lines_are_at_most_100_characters_wide():
+    lines = [
+        (len(line), f"{path.relative_to(PROJECT)}:{number}")
+        for path in sources()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+    ]
+    long = [place for width, place in lines if width > MOST_COLUMNS]
+    assert len(long) <= LONG_SHARE * len(lines), "\n".join(long)

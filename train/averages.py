@@ -1,0 +1,115 @@
+"""Averages of the weights kept while training: LAWA windows and EMAs, in slots of the engine.
+
+An average is a function of the step: its members are the weights after every multiple of its
+interval, from the first one after the step it starts at. So a resumed run, whose slots are loaded
+with its weights, continues as if it had never stopped. Initial weights are never a member.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from train.engine import Engine
+from train.run.config import RunConfig
+from train.run.optimization import Ema, Lawa
+
+CHUNK_ELEMENTS = 1 << 24  # of a mean, which is summed in fp64
+
+
+def slot_names(run: RunConfig) -> list[str]:
+    """Return names of the slots of a run: one per member of a LAWA window, one per EMA."""
+    names = []
+    for average in run.averages:
+        names += [
+            f"{average.name}.{member}"
+            for member in range(average.window if isinstance(average, Lawa) else 1)
+        ]
+    return names
+
+
+def member_steps(average: Lawa | Ema, start: int, step: int) -> range:
+    """Return the steps whose weights an average holds as of `step`, rising.
+
+    A LAWA window that is not full yet holds the members there are; before the first there is no
+    average.
+    """
+    interval = average.interval_steps
+    first, last = (start // interval + 1) * interval, step // interval * interval
+    if isinstance(average, Lawa):
+        first = max(first, last - (average.window - 1) * interval)
+    return range(first, last + 1, interval)
+
+
+class Averages:
+    """The averages of one run on this rank. Every rank calls every method.
+
+    Attributes:
+        starts: for each average by name the step after which its first member may be.
+    """
+
+    def __init__(self, run: RunConfig, engine: Engine, starts: dict[str, int]) -> None:
+        self._run, self._engine, self.starts = run, engine, starts
+
+    def _members(self, average: Lawa | Ema, step: int) -> range:
+        return member_steps(average, self.starts[average.name], step)
+
+    def _slot(self, average: Lawa | Ema, step: int) -> list[Tensor]:
+        """Return the slot of the member of this step."""
+        member = step // average.interval_steps % average.window if isinstance(average, Lawa) else 0
+        return self._engine.slot(f"{average.name}.{member}")
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after update `step` wherever they are a member."""
+        for average in self._run.averages:
+            if step % average.interval_steps:
+                continue
+            first = len(self._members(average, step)) == 1
+            for kept, weights in zip(
+                self._slot(average, step), self._engine.weights(), strict=True
+            ):
+                if isinstance(average, Lawa) or first:
+                    kept.copy_(weights)
+                else:
+                    kept.mul_(average.decay).add_(weights, alpha=1 - average.decay)
+
+    def present(self, step: int) -> list[Lawa | Ema]:
+        """Return the averages that have a member as of `step`."""
+        return [average for average in self._run.averages if self._members(average, step)]
+
+    def describe(self, average: Lawa | Ema, step: int) -> dict[str, object]:
+        """Return an average's entry in checkpoint.json: settings and `steps`, of an EMA two."""
+        steps = self._members(average, step)
+        listed = list(steps) if isinstance(average, Lawa) else sorted({steps[0], steps[-1]})
+        return {**average.model_dump(mode="json"), "steps": listed}
+
+    @contextmanager
+    @torch.no_grad()
+    def swapped_in(self, average: Lawa | Ema, step: int) -> Iterator[None]:
+        """Compute with the average as of `step` within the block, then with the own weights."""
+        weights = self._engine.weights()
+        own = [shard.to("cpu", copy=True) for shard in weights]
+        steps = self._members(average, step)
+        members = [
+            self._slot(average, member)
+            for member in (steps if isinstance(average, Lawa) else steps[-1:])
+        ]
+        for index, shard in enumerate(weights):
+            _mean_into(shard, [member[index] for member in members])
+        self._engine.publish_weights()
+        yield
+        for shard, kept in zip(weights, own, strict=True):
+            shard.copy_(kept)
+        self._engine.publish_weights()
+
+
+def _mean_into(target: Tensor, members: list[Tensor]) -> None:
+    """Write the uniform mean, rounded to the target's precision once."""
+    for start in range(0, target.numel(), CHUNK_ELEMENTS):
+        part = slice(start, start + CHUNK_ELEMENTS)
+        total = torch.zeros_like(target[part], dtype=torch.float64)
+        for member in members:
+            total += member[part]
+        target[part] = total / len(members)

@@ -1,0 +1,107 @@
+"""One start of a run: its number, its lock on the run directory, and its status.json."""
+
+import fcntl
+import os
+import socket
+import time
+from typing import IO, Any, Literal
+
+import torch.distributed as dist
+
+from base import stopping
+from base.errors import UserError
+from base.files import write_json
+from train.distributed import from_rank_zero, gathered
+from train.run.directory import RunDirectory
+from train.run.environment import amend_attempt, attempts, record_attempt
+
+
+class SupersededError(UserError):
+    """A later attempt of the run has begun: this one must write nothing more, not even its end."""
+
+
+class Attempt:
+    """One attempt on this rank; rank 0 writes.
+
+    Two things keep attempts apart. A lock on the run refuses a second one while the first is alive.
+    A node that SLURM gave up may continue training, though, and hold the lock: the requeued job
+    resumes without it. The requeued job is in environment.json, and so the orphan finds that it is
+    no longer the newest before it publishes a checkpoint or logs anything.
+
+    Attributes:
+        number: counted from 1.
+    """
+
+    def __init__(self, directory: RunDirectory, layout: dict[str, int]) -> None:
+        self._directory = directory
+        self._seen: tuple[int, int] | None = None
+        hosts = sorted(set(gathered(socket.gethostname())))
+        self._rank_zero = dist.get_rank() == 0
+        self._lock: IO[str] | None = None
+        number = 0
+        if self._rank_zero:
+            directory.path.mkdir(exist_ok=True)
+            if self._take_lock():
+                number = record_attempt(directory.environment_json, hosts=hosts, layout=layout)
+        self.number: int = from_rank_zero(number)
+        if not self.number:
+            raise UserError(
+                f"another process is training {directory.path}; wait until it ends or end it"
+            )
+
+    def _take_lock(self) -> bool:
+        """Return whether this attempt may train: it, or an orphan of its own job, has the lock."""
+        job = os.environ.get("SLURM_JOB_ID", "")
+        self._lock = (self._directory.path / ".lock").open("a+")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            return bool(job) and self._lock.read() == job
+        self._lock.truncate(0)
+        self._lock.write(job)
+        self._lock.flush()
+        return True
+
+    def amend(self, **details: Any) -> None:
+        """Add details to the entry of this attempt in environment.json."""
+        if self._rank_zero:
+            amend_attempt(self._directory.environment_json, self.number, **details)
+
+    def successor(self) -> str | None:
+        """Return on rank 0 why this attempt has to end; None while it is the newest. Cheap."""
+        try:
+            status = self._directory.environment_json.stat()
+            if (status.st_ino, status.st_mtime_ns) == self._seen:
+                return None
+            recorded = attempts(self._directory.environment_json)
+        except FileNotFoundError:
+            return None
+        if len(recorded) > self.number:
+            return (
+                f"attempt {len(recorded)} has begun on {recorded[-1]['host']}; this one,"
+                f" {self.number}, leaves"
+            )
+        self._seen = (status.st_ino, status.st_mtime_ns)
+        return None
+
+    def check_newest(self) -> None:
+        """Raise SupersededError on rank 0 if a later attempt has begun."""
+        reason = self.successor()
+        if reason:
+            raise SupersededError(reason)
+
+    def end(self, status: Literal["done", "preempted", "failed"], step: int, reason: str) -> None:
+        """Write status.json, remove a used STOP file, and ignore signals from now on."""
+        if self._rank_zero:
+            if status != "failed":
+                self._directory.stop_file.unlink(missing_ok=True)
+            marker = {
+                "status": status,
+                "step": step,
+                "attempt": self.number,
+                "reason": reason,
+                "time": time.time(),
+            }
+            write_json(self._directory.status_json, marker)
+        stopping.ignore()

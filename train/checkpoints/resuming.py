@@ -1,0 +1,177 @@
+"""The beginning of an attempt: load the newest undamaged checkpoint, else the run's own origin.
+
+The origin is the checkpoint that it branches from, an imported one (`train.checkpoints.starting`),
+or its initial weights. `train.loop` calls `resume`.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from base.errors import UserError
+from base.files import first_damage
+from base.frozen import fingerprint
+from train.checkpoints import starting
+from train.checkpoints.writing import READ_ERRORS, damage_of
+from train.distributed import from_rank_zero, gathered
+from train.engine import Engine
+from train.run.branching import check_parent
+from train.run.config import RunConfig
+from train.run.directory import CheckpointRecord, RunDirectory, read_checkpoint_record, step_name
+
+
+class Start(NamedTuple):
+    """The state from which an attempt trains.
+
+    Attributes:
+        step: the updates already made.
+        record: of the checkpoint that was loaded; None at the initial weights.
+        quarantined: steps whose damaged checkpoint was moved away.
+    """
+
+    step: int
+    record: CheckpointRecord | None
+    quarantined: list[int]
+
+
+def resume(
+    engine: Engine,
+    run: RunConfig,
+    directory: RunDirectory,
+    *,
+    data_sha256: dict[str, str],
+    attempt: int,
+) -> Start:
+    """Load the newest checkpoint, permanent or restart, that is undamaged. All ranks call.
+
+    A damaged one is moved to RUN/quarantine, and the one before it is tried.
+
+    Raises:
+        UserError: all are damaged, or the newest is of another configuration or other data, or it
+            does not fit the layout.
+    """
+    # One rank looks: on a shared file system they might not all see the same.
+    candidates = from_rank_zero(_candidates(directory) if dist.get_rank() == 0 else None)
+    quarantined: list[int] = []
+    for step, checkpoint in candidates:
+        record, damage = _verified(checkpoint)
+        if record:
+            _check_belongs(checkpoint, record, run, data_sha256)
+            damage = _load(engine, checkpoint)
+        if record and not damage:
+            return Start(step, record, quarantined)
+        quarantined.append(step)
+        if dist.get_rank() == 0:
+            _quarantine(directory, checkpoint, attempt, str(damage))
+    if from_rank_zero(directory.quarantine.is_dir()):
+        raise UserError(
+            f"no checkpoint of {directory.path} is undamaged, the damaged ones are in"
+            f" {directory.quarantine}; restore one to {directory.checkpoints}, or remove both"
+            " directories to begin again"
+        )
+    if run.branch_from:
+        record = _load_parent(engine, run, directory, data_sha256)
+        return Start(run.branch_from.step, record, [])
+    if run.start_from:
+        _start_from(engine, run, directory)
+    return Start(0, None, [])
+
+
+def _candidates(directory: RunDirectory) -> list[tuple[int, Path]]:
+    """Return complete checkpoints, newest first, permanent before restart."""
+    permanent = [(step, 1, directory.checkpoint(step)) for step in directory.complete_steps()]
+    restarts = [(step, 0, directory.restart(step)) for step in directory.complete_restarts()]
+    return [(step, path) for step, _, path in sorted(permanent + restarts, reverse=True)]
+
+
+def _verified(checkpoint: Path) -> tuple[CheckpointRecord | None, str | None]:
+    """Return the record of an undamaged checkpoint, or the damage. Ranks share the hashing."""
+    record, damage = None, None
+    if dist.get_rank() == 0:
+        try:
+            record = read_checkpoint_record(checkpoint)
+        except UserError as error:
+            damage = str(error)
+    record, damage = from_rank_zero((record, damage))
+    if record:
+        mine = sorted(record.files)[dist.get_rank() :: dist.get_world_size()]
+        damages = gathered(first_damage(checkpoint, {name: record.files[name] for name in mine}))
+        damage = next((damage for damage in damages if damage), None)
+    return (None, damage) if damage else (record, None)
+
+
+def _check_belongs(
+    checkpoint: Path, record: CheckpointRecord, run: RunConfig, data_sha256: dict[str, str]
+) -> None:
+    if record.fingerprint != fingerprint(run):
+        raise UserError(
+            f"{checkpoint} belongs to fingerprint {record.fingerprint}, run.json has"
+            f" {fingerprint(run)}; use another run name for another configuration"
+        )
+    if record.data_sha256 != data_sha256:
+        raise UserError(
+            f"{checkpoint} was trained on other data than its run.json now points to; restore it"
+        )
+
+
+def _load(engine: Engine, checkpoint: Path) -> str | None:
+    """Load a checkpoint; return its damage, on every rank. UserError if it does not fit."""
+    damage: str | None = None
+    try:
+        engine.load(checkpoint)
+    except (UserError, *READ_ERRORS) as error:
+        damage = damage_of(error)
+        if damage is None:
+            raise
+    return next((damage for damage in gathered(damage) if damage), None)
+
+
+def _quarantine(directory: RunDirectory, checkpoint: Path, attempt: int, damage: str) -> None:
+    directory.quarantine.mkdir(exist_ok=True)
+    kind = "" if checkpoint.parent == directory.checkpoints else "-restart"
+    target = directory.quarantine / f"{checkpoint.name}{kind}.attempt{attempt}"
+    os.rename(checkpoint, target)
+    print(f"warning: {' '.join(damage.split())}: moved to {target}", file=sys.stderr, flush=True)
+
+
+def _load_parent(
+    engine: Engine, run: RunConfig, directory: RunDirectory, data_sha256: dict[str, str]
+) -> CheckpointRecord:
+    """Load the checkpoint that a run branches from; it stays as it is."""
+    assert run.branch_from
+    parent = RunDirectory(directory.resolve(run.branch_from.run))
+    failure = None
+    if dist.get_rank() == 0:
+        try:
+            check_parent(run, parent)
+        except UserError as error:
+            failure = error
+    failure = from_rank_zero(failure)
+    if failure:
+        raise failure
+    checkpoint = parent.checkpoint(run.branch_from.step)
+    record, damage = _verified(checkpoint)
+    if record and record.data_sha256 != data_sha256:
+        raise UserError(
+            f"{checkpoint} was trained on other data than the branch {directory.path}; give it the"
+            " same"
+        )
+    damage = damage or _load(engine, checkpoint)
+    if not record or damage:
+        raise UserError(
+            f"{damage}; restore {step_name(run.branch_from.step)} of {parent.path} or branch from"
+            " another"
+        )
+    return record
+
+
+def _start_from(engine: Engine, run: RunConfig, directory: RunDirectory) -> None:
+    """Load the weights of the imported checkpoint that a run starts from."""
+    checkpoint = starting.imported_checkpoint(run, directory)
+    record, damage = _verified(checkpoint)
+    if not record:
+        raise UserError(f"{damage}; import the model again")
+    starting.start(engine, run, directory, checkpoint, record)

@@ -1,0 +1,69 @@
+"""The configuration of the data of a run."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from base.frozen import Frozen
+
+
+class WeightedSource(Frozen):
+    """One part of a blend."""
+
+    source: str = Field(description="prefix of a token file, as in DataConfig.train")
+    weight: float = Field(
+        gt=0, description="share of the training sequences, relative to the other sources"
+    )
+
+
+class RepetitionFilter(Frozen):
+    """OLMo2's instance filter: a sequence with such a repetition is trained on with zero loss.
+
+    A sequence is dropped if some n-gram of `min_period` to `max_period` tokens is repeated at least
+    `max_count` times in a row (allenai/OLMo, olmo/data/util.py, `find_periodic_sequences`).
+    """
+
+    min_period: int = Field(default=1, gt=0)
+    max_period: int = Field(default=13, gt=0)
+    max_count: int = Field(default=32, gt=1)
+
+
+class DataConfig(Frozen):
+    """Token files of `python -m train prepare` or `index`; relative to the run directory."""
+
+    train: str | tuple[WeightedSource, ...]
+    held_out: str
+    tokenizer: str = Field(description="directory of the tokenizer, copied into every export")
+    sequence_length: int = Field(
+        gt=1, description="tokens the model sees at once; also its maximal context"
+    )
+    held_out_sequences: int = Field(
+        gt=0, description="first sequences of the held-out file, for each held-out loss"
+    )
+    order: Literal["permutation", "olmo", "sequential"] = Field(
+        default="permutation",
+        description=(
+            "of the training sequences: a bijection computed on the fly, OLMo's PCG64 shuffle, or"
+            " the order of the file"
+        ),
+    )
+    repetition_filter: RepetitionFilter | None = None
+
+    @model_validator(mode="after")
+    def _blend_is_one(self) -> Self:
+        if isinstance(self.train, tuple):
+            if self.order == "olmo":
+                raise ValueError("a blend takes no order 'olmo'; give one training file")
+            names = [part.source for part in self.train]
+            if not names or len(set(names)) != len(names):
+                raise ValueError("a blend needs sources, each once")
+        return self
+
+    @property
+    def train_sources(self) -> tuple[WeightedSource, ...]:
+        """Return the training files as a blend; a single one has all the weight."""
+        return (
+            self.train
+            if isinstance(self.train, tuple)
+            else (WeightedSource(source=self.train, weight=1.0),)
+        )

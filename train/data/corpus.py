@@ -1,0 +1,238 @@
+"""Token files, memory-mapped: Megatron's .bin/.idx, and OLMo's raw .npy files read in place.
+
+`train.data.batches` reads them. Shapes: T tokens of a file, D documents, B sequences of a batch,
+L tokens of a sequence.
+"""
+
+import functools
+import mmap
+import os
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from base.errors import UserError
+from train.data.manifest import (
+    Manifest,
+    NpyManifest,
+    check_files,
+    is_hashed_at_start,
+    read_manifest,
+)
+
+# The index: magic, version, dtype code, number of sequences and of document bounds, then lengths,
+# byte offsets, bounds.
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+INDEX_HEADER = struct.Struct("<9sQBQQ")
+DTYPE_CODES: dict[np.dtype[Any], int] = {np.dtype(np.uint16): 8, np.dtype(np.int32): 4}
+
+Tokens = NDArray[np.int64]
+
+
+class TokenMap:
+    """A token file in memory: pages are read when asked for, and none around them.
+
+    The kernel would read megabytes ahead for the few kilobytes of a random sequence: that is off.
+    All sequences of a batch are requested at once, for the disk to fetch them side by side.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        with path.open("rb") as file:
+            self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._pages.madvise(mmap.MADV_RANDOM)
+        self.tokens_T: np.ndarray = np.frombuffer(self._pages, dtype)
+
+    def request(self, start: int, count: int) -> None:
+        """Start to fetch tokens [start, start + count), without waiting for them."""
+        item_bytes = self.tokens_T.itemsize
+        first = start * item_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        self._pages.madvise(mmap.MADV_WILLNEED, first, (start + count) * item_bytes - first)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A token file of packed documents with an index of where each begins.
+
+    Sequence i starts at token i x L and shares its last token with the next.
+
+    Attributes:
+        tokens: all of them; every document ends with the end-of-text token.
+        lengths_D: tokens of each document.
+        offsets_D: where each document begins in the file, in bytes.
+    """
+
+    prefix: Path
+    manifest: Manifest
+    tokens: TokenMap
+    lengths_D: np.ndarray
+    offsets_D: np.ndarray
+    last_label_counts: bool = True
+
+    @property
+    def tokens_T(self) -> np.ndarray:  # noqa: N802  shape suffix
+        """Return all tokens."""
+        return self.tokens.tokens_T
+
+    @functools.cached_property
+    def bounds_D(self) -> np.ndarray:  # noqa: N802  shape suffix
+        """Return D + 1 offsets: document d is `tokens_T[bounds_D[d]:bounds_D[d + 1]]`."""
+        return np.concatenate([[0], np.cumsum(self.lengths_D, dtype=np.int64)])
+
+    def document(self, index: int) -> np.ndarray:
+        """Return the tokens of one document, int64, its end-of-text token included."""
+        start, count = (
+            int(self.offsets_D[index]) // self.tokens_T.itemsize,
+            int(self.lengths_D[index]),
+        )
+        self.tokens.request(start, count)
+        tokens: np.ndarray = self.tokens_T[start : start + count]
+        return tokens.astype(np.int64)
+
+    def num_sequences(self, sequence_length: int) -> int:
+        """Return the number of sequences of L inputs and L labels; UserError for none."""
+        count = (len(self.tokens_T) - 1) // sequence_length
+        if count < 1:
+            raise UserError(
+                f"{self.prefix} holds {len(self.tokens_T)} tokens, fewer than one sequence of"
+                f" {sequence_length} + 1; prepare more text or shorten the sequence"
+            )
+        return count
+
+    def sequences(self, indices_B: Tokens, sequence_length: int) -> Tokens:
+        """Return sequences by index, int64 [B, L + 1]: inputs are [:, :-1], labels [:, 1:]."""
+        width = sequence_length + 1
+        starts = (indices_B * sequence_length).tolist()
+        for start in starts:
+            self.tokens.request(start, width)
+        sequences_BL = np.empty((len(starts), width), np.int64)
+        for row, start in enumerate(starts):
+            sequences_BL[row] = self.tokens_T[start : start + width]
+        return sequences_BL
+
+    def files(self) -> list[tuple[str, str | None]]:
+        """Return real path and hash of the one token file."""
+        return [(os.path.realpath(f"{self.prefix}.bin"), self.manifest.sha256)]
+
+
+@dataclass(frozen=True)
+class NpyCorpus:
+    """OLMo's token files, cut as OLMo cuts them (allenai/OLMo, olmo/data/memmap_dataset.py).
+
+    A sequence is L tokens of one file; what is left at a file's end is dropped. It has L - 1
+    labels, so the last of its L columns of labels is filler, the end-of-text token, and does not
+    count.
+    """
+
+    prefix: Path
+    manifest: NpyManifest
+    last_label_counts: bool = False
+    _opened: dict[int, TokenMap] = field(default_factory=dict)
+
+    def num_sequences(self, sequence_length: int) -> int:
+        """Return the number of sequences of L tokens in all files; UserError for none."""
+        count = int(self._stops(sequence_length)[-1])
+        if count < 1:
+            raise UserError(
+                f"no file of {self.prefix} holds a sequence of {sequence_length} tokens; shorten"
+                " the sequence"
+            )
+        return count
+
+    def sequences(self, indices_B: Tokens, sequence_length: int) -> Tokens:
+        """Return sequences by index, int64 [B, L + 1]; a file is mapped when first read from."""
+        stops = self._stops(sequence_length)
+        files = np.searchsorted(stops, indices_B, side="right")
+        starts = ((indices_B - np.concatenate([[0], stops])[files]) * sequence_length).tolist()
+        maps = [self._map(file) for file in files.tolist()]
+        for tokens, start in zip(maps, starts, strict=True):
+            tokens.request(start, sequence_length)
+        sequences_BL = np.full(
+            (len(starts), sequence_length + 1), self.manifest.eos_token_id, np.int64
+        )
+        for row, (tokens, start) in enumerate(zip(maps, starts, strict=True)):
+            sequences_BL[row, :-1] = tokens.tokens_T[start : start + sequence_length]
+        return sequences_BL
+
+    def files(self) -> list[tuple[str, str | None]]:
+        """Return real path and, where it was taken, hash of every token file."""
+        directory = self.prefix.parent
+        return [
+            (os.path.realpath(directory / file.path), file.sha256) for file in self.manifest.files
+        ]
+
+    def _stops(self, sequence_length: int) -> Tokens:
+        """Return the number of sequences up to the end of each file."""
+        item_bytes = np.dtype(self.manifest.dtype).itemsize
+        sizes = np.array([file.bytes for file in self.manifest.files], np.int64)
+        stops: Tokens = np.cumsum(sizes // (item_bytes * sequence_length))
+        return stops
+
+    def _map(self, file: int) -> TokenMap:
+        if file not in self._opened:
+            path = self.prefix.parent / self.manifest.files[file].path
+            self._opened[file] = TokenMap(path, np.dtype(self.manifest.dtype))
+        return self._opened[file]
+
+
+TokenSource = Corpus | NpyCorpus
+
+
+def _map_bin(prefix: Path, manifest: Manifest) -> Corpus:
+    index = Path(f"{prefix}.idx")
+    with index.open("rb") as file:
+        header = file.read(INDEX_HEADER.size)
+    dtypes: dict[int, np.dtype[Any]] = {value: key for key, value in DTYPE_CODES.items()}
+    if len(header) < INDEX_HEADER.size:
+        raise UserError(f"{index} is truncated; make it again with 'python -m train prepare'")
+    magic, version, code, documents, _ = INDEX_HEADER.unpack(header)
+    if magic != INDEX_MAGIC or version != 1 or code not in dtypes:
+        raise UserError(
+            f"{index} is no Megatron index of 16 or 32 bit tokens; make it again with 'python -m"
+            " train prepare'"
+        )
+    lengths_D = np.memmap(index, np.int32, "r", INDEX_HEADER.size, (documents,)).view(np.ndarray)
+    offsets_at = INDEX_HEADER.size + lengths_D.nbytes
+    offsets_D = np.memmap(index, np.int64, "r", offsets_at, (documents,)).view(np.ndarray)
+    return Corpus(
+        prefix, manifest, TokenMap(Path(f"{prefix}.bin"), dtypes[code]), lengths_D, offsets_D
+    )
+
+
+def open_source(prefix: Path | str, verify_hashes: bool = False) -> TokenSource:
+    """Open a corpus of either kind; UserError for a missing, truncated or edited file.
+
+    Nothing is read that grows with the corpus: sizes are checked, hashes only of small files.
+    """
+    prefix = Path(prefix)
+    manifest = read_manifest(prefix)
+    check_files(prefix, manifest, verify_hashes and is_hashed_at_start(prefix, manifest))
+    return (
+        _map_bin(prefix, manifest)
+        if isinstance(manifest, Manifest)
+        else NpyCorpus(prefix, manifest)
+    )
+
+
+def open_corpus(prefix: Path | str, verify_hashes: bool = False) -> Corpus:
+    """Open PREFIX.bin/.idx, the kind with an index of documents; UserError as `open_source`."""
+    corpus = open_source(prefix, verify_hashes)
+    if isinstance(corpus, NpyCorpus):
+        raise UserError(
+            f"{prefix} lists OLMo's token files, which are for training; give text made by 'train"
+            " prepare'"
+        )
+    return corpus
+
+
+def check_vocabulary(corpus: TokenSource, vocab_size: int) -> None:
+    """Raise UserError if the files are known to hold a token without an embedding."""
+    largest = corpus.manifest.max_token_id
+    if largest is not None and largest >= vocab_size:
+        raise UserError(
+            f"{corpus.prefix} holds token {largest}, outside the model's vocabulary of "
+            f"{vocab_size}; prepare it with the model's tokenizer or raise model.vocab_size"
+        )

@@ -1,0 +1,155 @@
+"""Text to token files: the work of `python -m train prepare`.
+
+Every source becomes a part of its own, kept beside the result until that is complete. So a killed
+prepare resumes, and the number of workers changes no byte. Nothing is held that grows with the
+text. `train.data.part` makes a part; `train.data.corpus_writer` joins them.
+"""
+
+import multiprocessing
+import os
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import numpy as np
+
+from base.errors import UserError
+from base.files import scratch_directory
+from base.progress import Progress
+from train.data.corpus_writer import Piece, commit_corpus, join_pieces
+from train.data.documents import Source, parse_source
+from train.data.manifest import Manifest
+from train.data.part import ALL, PART_JSON, Chosen, Part, make_part, vocabulary_of
+from train.data.share import EVERYTHING
+
+
+def prepare(
+    sources: Sequence[Path | Source],
+    tokenizer_dir: Path,
+    prefix: Path,
+    *,
+    workers: int = 1,
+    chosen: Chosen = ALL,
+    at_least: int = 0,
+) -> Manifest:
+    """Tokenize sources in the given order into PREFIX.bin/.idx, then write the manifest.
+
+    Every document gets the end-of-text token at its end; nothing else is added. Finished parts are
+    in .PREFIX.parts until the whole is written, and a prepare that was killed makes only the
+    others.
+
+    Args:
+        sources: files, PREFIXes of token files, and parts of datasets.
+        tokenizer_dir: HF directory of the tokenizer.
+        prefix: path of the files without their suffix.
+        workers: processes; a source is read by one of them.
+        chosen: the documents that are kept, and how much of each.
+        at_least: tokens that have to come out.
+
+    Raises:
+        UserError: a source that is missing, damaged or holds no text, too few of them, or too few
+            tokens.
+    """
+    named = [
+        each
+        for source in sources
+        for each in (parse_source(str(source)) if isinstance(source, Path) else [source])
+    ]
+    for name, times in Counter(source.name for source in named).items():
+        if times > 1:
+            raise UserError(f"{name} is given {times} times; give every source once")
+    vocabulary_of.cache_clear()  # this process may have found another tokenizer there before
+    vocabulary = vocabulary_of(tokenizer_dir)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    kept = prefix.parent / f".{prefix.name}.parts"
+    with scratch_directory(prefix.parent / f".{prefix.name}.partial") as unfinished:
+        kept.mkdir(exist_ok=True)
+        directories = [kept / f"{index:06d}" for index in range(len(named))]
+        try:
+            _make_parts(named, tokenizer_dir, directories, workers, chosen)
+            parts = [
+                Part.model_validate_json((each / PART_JSON).read_text()) for each in directories
+            ]
+            if not any(part.documents for part in parts):
+                shutil.rmtree(kept)
+                raise UserError(f"no document in {len(named)} source(s); give files that hold text")
+            tokens = sum(part.tokens for part in parts)
+            if tokens < at_least:
+                raise UserError(
+                    f"{prefix} would hold {tokens:,} tokens, {at_least:,} are needed; give more"
+                    " text"
+                )
+            files = join_pieces(_pieces(directories, parts), unfinished, vocabulary.dtype)
+        finally:
+            if kept.exists() and not any(kept.iterdir()):
+                kept.rmdir()
+        manifest = Manifest(
+            vocab_size=vocabulary.tokenizer.get_vocab_size(),
+            eos_token_id=vocabulary.eos_token_id,
+            max_token_id=max(part.max_token_id for part in parts),
+            documents=sum(part.documents for part in parts),
+            tokens=tokens,
+            tokenizer_sha256=vocabulary.sha256,
+            share=None if chosen.share == EVERYTHING else chosen.share,
+            bin=files["bin"],
+            idx=files["idx"],
+            sources={part.source.name: part.record for part in parts},
+        )
+        commit_corpus(prefix, unfinished, manifest)
+        shutil.rmtree(kept)
+    return manifest
+
+
+def _make_parts(
+    sources: list[Source],
+    tokenizer_dir: Path,
+    directories: list[Path],
+    workers: int,
+    chosen: Chosen,
+) -> None:
+    with Progress("prepare", total=len(sources)) as progress:
+        if workers == 1:
+            for source, directory in zip(sources, directories, strict=True):
+                make_part(source, tokenizer_dir, directory, chosen)
+                progress.advance()
+            return
+        spawn = multiprocessing.get_context("spawn")  # tokenizers' threads do not survive a fork
+        with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker) as pool:
+            futures = [
+                pool.submit(make_part, source, tokenizer_dir, directory, chosen)
+                for source, directory in zip(sources, directories, strict=True)
+            ]
+            try:
+                for future in futures:
+                    future.result()
+                    progress.advance()
+            except BrokenProcessPool:
+                raise UserError(
+                    "a worker was killed, perhaps for memory; run again with fewer --workers"
+                ) from None
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Tokenize with one thread in a worker, and end the worker when its parent is killed."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _pieces(directories: list[Path], parts: list[Part]) -> Iterator[Piece]:
+    for directory, part in zip(directories, parts, strict=True):
+        if part.documents:
+            lengths_D = np.memmap(directory / "lengths", np.int32, mode="r")
+            yield Piece(directory / "bin", part.bin_sha256, lengths_D)

@@ -1,0 +1,1 @@
+"""Models: their configuration, parameters and initial weights."""

@@ -1,0 +1,108 @@
+"""The model families: transformers configuration, and parameter shapes by HF name."""
+
+from typing import Any
+
+from train.model.config import ModelConfig
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def hf_settings(model: ModelConfig, sequence_length: int, eos_token_id: int) -> dict[str, Any]:
+    """Return the keyword arguments of the family's transformers configuration.
+
+    Everything is set: transformers' defaults are not those of the released models.
+    """
+    rope = {"rope_type": "default", "rope_theta": model.rope_theta}
+    settings: dict[str, Any] = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "max_position_embeddings": sequence_length,
+        "initializer_range": model.initializer_range,
+        "attention_dropout": 0.0,
+        "attention_bias": model.family == "gpt_neox",
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": None,
+        "use_cache": True,
+    }
+    if model.family == "gpt_neox":
+        return settings | {
+            "hidden_act": "gelu",
+            "hidden_dropout": 0.0,
+            "layer_norm_eps": model.norm_eps,
+            "use_parallel_residual": True,
+            "rope_parameters": rope | {"partial_rotary_factor": model.rotary_fraction},
+        }
+    settings |= {
+        "hidden_act": "silu",
+        "num_key_value_heads": model.num_key_value_heads,
+        "rms_norm_eps": model.norm_eps,
+        "rope_parameters": rope,
+    }
+    return settings | (
+        {"mlp_bias": False, "head_dim": model.head_dim} if model.family == "llama" else {}
+    )
+
+
+def parameter_shapes(model: ModelConfig) -> Shapes:
+    """Return the shape of every parameter by its HF name, in the order of the model."""
+    if model.family == "gpt_neox":
+        return _gpt_neox_shapes(model)
+    hidden, key_value = model.hidden_size, model.num_key_value_heads * model.head_dim
+    norms = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    if model.family == "olmo2":
+        norms = {
+            "self_attn.q_norm": (hidden,),
+            "self_attn.k_norm": (key_value,),
+            "post_attention_layernorm": (hidden,),
+            "post_feedforward_layernorm": (hidden,),
+        }
+    layer: Shapes = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (key_value, hidden),
+        "self_attn.v_proj": (key_value, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (model.intermediate_size, hidden),
+        "mlp.up_proj": (model.intermediate_size, hidden),
+        "mlp.down_proj": (hidden, model.intermediate_size),
+        **norms,
+    }
+    return {
+        "model.embed_tokens.weight": (model.vocab_size, hidden),
+        **{
+            f"model.layers.{index}.{name}.weight": shape
+            for index in range(model.num_hidden_layers)
+            for name, shape in layer.items()
+        },
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (model.vocab_size, hidden),
+    }
+
+
+def _gpt_neox_shapes(model: ModelConfig) -> Shapes:
+    hidden, wide = model.hidden_size, model.intermediate_size
+    layer: Shapes = {}
+    for name, rows, columns in (
+        ("attention.query_key_value", 3 * hidden, hidden),
+        ("attention.dense", hidden, hidden),
+        ("mlp.dense_h_to_4h", wide, hidden),
+        ("mlp.dense_4h_to_h", hidden, wide),
+    ):
+        layer |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        layer |= {f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)}
+    return {
+        "gpt_neox.embed_in.weight": (model.vocab_size, hidden),
+        **{
+            f"gpt_neox.layers.{index}.{name}": shape
+            for index in range(model.num_hidden_layers)
+            for name, shape in layer.items()
+        },
+        "gpt_neox.final_layer_norm.weight": (hidden,),
+        "gpt_neox.final_layer_norm.bias": (hidden,),
+        "embed_out.weight": (model.vocab_size, hidden),
+    }

@@ -1,0 +1,131 @@
+"""The form of an OLMo2 in megatron-core: its keys, the fusion of q, k, v and gate, up, its shards.
+
+The engine initialises with it and `ckpt_tools` exports; no engine has to be installed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from train.model.config import ModelConfig
+from train.model.families import parameter_shapes
+
+LAYERS = "decoder.layers."
+HF_LAYERS = "model.layers."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One megatron key: its HF keys, their fusion, and the axis that tensor parallelism splits."""
+
+    hf_names: tuple[str, ...]
+    fusion: Literal["none", "qkv", "gate_up"] = "none"
+    shard_axis: int | None = None
+
+
+OUTSIDE_LAYERS = {
+    "embedding.word_embeddings.weight": Entry(("model.embed_tokens.weight",), shard_axis=0),
+    "decoder.final_layernorm.weight": Entry(("model.norm.weight",)),
+    "output_layer.weight": Entry(("lm_head.weight",), shard_axis=0),
+}
+INSIDE_LAYER = {
+    "self_attention.linear_qkv.weight": Entry(
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        "qkv",
+        shard_axis=0,
+    ),
+    "self_attention.q_layernorm.weight": Entry(("self_attn.q_norm.weight",), shard_axis=0),
+    "self_attention.k_layernorm.weight": Entry(("self_attn.k_norm.weight",), shard_axis=0),
+    "self_attention.linear_proj.weight": Entry(("self_attn.o_proj.weight",), shard_axis=1),
+    "self_attention.linear_proj.post_norm.weight": Entry(("post_attention_layernorm.weight",)),
+    "mlp.linear_fc1.weight": Entry(
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gate_up", shard_axis=0
+    ),
+    "mlp.linear_fc2.weight": Entry(("mlp.down_proj.weight",), shard_axis=1),
+    "mlp.linear_fc2.post_norm.weight": Entry(("post_feedforward_layernorm.weight",)),
+}
+
+
+def megatron_names(num_layers: int) -> list[str]:
+    """Return the global megatron name of every parameter of the whole model."""
+    inside = [f"{LAYERS}{layer}.{suffix}" for layer in range(num_layers) for suffix in INSIDE_LAYER]
+    return [*OUTSIDE_LAYERS, *inside]
+
+
+def split_layer(name: str) -> tuple[int | None, str]:
+    """Return layer and name within it; None and the whole name outside the layers."""
+    if not name.startswith(LAYERS):
+        return None, name
+    layer, _, suffix = name.removeprefix(LAYERS).partition(".")
+    return int(layer), suffix
+
+
+def _entry(name: str) -> tuple[Entry, str]:
+    """Return the entry of a global megatron name and the prefix of its HF names."""
+    layer, suffix = split_layer(name)
+    if layer is None:
+        return OUTSIDE_LAYERS[name], ""
+    return INSIDE_LAYER[suffix], f"{HF_LAYERS}{layer}."
+
+
+def hf_names(name: str) -> list[str]:
+    """Return the HF keys that a global megatron name holds."""
+    entry, prefix = _entry(name)
+    return [prefix + hf_name for hf_name in entry.hf_names]
+
+
+def from_hf(name: str, get_hf: Callable[[str], Tensor], model: ModelConfig) -> Tensor:
+    """Return the whole megatron tensor `name`, from HF tensors by key."""
+    entry, _ = _entry(name)
+    parts = [get_hf(hf_name) for hf_name in hf_names(name)]
+    if entry.fusion == "qkv":
+        # Interleaved per query group: that group's query heads, its key head, its value head.
+        groups = [part.unflatten(0, (model.num_key_value_heads, -1)) for part in parts]
+        return torch.cat(groups, dim=1).flatten(0, 1)
+    if entry.fusion == "gate_up":
+        return torch.cat(parts)
+    return parts[0]
+
+
+def hf_rows(name: str, model: ModelConfig) -> dict[str, list[tuple[int, int]]]:
+    """Return the rows [start, stop) of the megatron tensor `name` that make up each HF tensor."""
+    entry, _ = _entry(name)
+    names = hf_names(name)
+    rows = whole_shape(name, model)[0]
+    if entry.fusion == "qkv":
+        query_rows = model.num_attention_heads // model.num_key_value_heads * model.head_dim
+        ends = [query_rows, query_rows + model.head_dim, query_rows + 2 * model.head_dim]
+        groups = range(0, rows, ends[-1])
+        spans = zip([0, *ends], ends, strict=False)
+        return {
+            hf_name: [(group + begin, group + end) for group in groups]
+            for hf_name, (begin, end) in zip(names, spans, strict=True)
+        }
+    if entry.fusion == "gate_up":
+        return {names[0]: [(0, rows // 2)], names[1]: [(rows // 2, rows)]}
+    return {names[0]: [(0, rows)]}
+
+
+def shard(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
+    """Return the part of tensor rank `rank` of `size` in the whole megatron tensor `name`."""
+    entry, _ = _entry(name)
+    if entry.shard_axis is None:
+        return whole
+    if entry.fusion == "gate_up":  # each rank holds its gate rows, then its up rows
+        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+    return whole.chunk(size, dim=entry.shard_axis)[rank]
+
+
+def shard_axis(name: str) -> int | None:
+    """Return the axis of `name` that tensor parallelism splits; None for a whole tensor."""
+    return _entry(name)[0].shard_axis
+
+
+def whole_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
+    """Return the shape of a whole megatron tensor: its HF parts, stacked along their rows."""
+    known = parameter_shapes(model)
+    shapes = [known[hf_name] for hf_name in hf_names(name)]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])

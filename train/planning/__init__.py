@@ -1,0 +1,1 @@
+"""Memory, time and disk of runs before they start."""

@@ -1,0 +1,229 @@
+"""The memory of a GPU and the disk space that a run needs, by component.
+
+Weights, gradients and optimizer state follow from the parameters and are tested against built
+engines, byte for byte but for the padding between parameters. The rest are formulas.
+
+Shapes in names: h hidden size, k width of all key heads, f intermediate size; d bytes of an
+activation.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+from train.model import megatron_names
+from train.model.config import ModelConfig
+from train.model.families import parameter_shapes
+from train.run.config import RunConfig
+from train.run.optimization import Lawa
+from train.run.schedules import first_step
+
+# CUDA context, NCCL's buffers, cuBLAS workspaces, transients, slack of the allocator
+FRAMEWORK_BYTES = 4 * 10**9
+ZERO_BUCKET_ELEMENTS = 500_000_000  # gradients that DeepSpeed reduces at once
+MAIN, MOMENTS = 4, 8  # bytes of a parameter: its fp32 main weight, Adam's two fp32 moments
+FP32 = 4
+
+
+class Component(NamedTuple):
+    """One use of memory. `exact`: tested against built engines; otherwise estimated."""
+
+    name: str
+    bytes: int
+    exact: bool
+
+
+class RankMemory(NamedTuple):
+    """The memory of one GPU of pipeline stage `stage`."""
+
+    stage: int
+    components: list[Component]
+
+    @property
+    def bytes(self) -> int:
+        """Return the total over all components."""
+        return sum(component.bytes for component in self.components)
+
+
+class CheckpointBytes(NamedTuple):
+    """The disk space of checkpoints, without the probe and JSON beside the shards."""
+
+    each: int  # weights, fp32 main weights, Adam's moments, averages' slots
+    average_each: int  # weights only
+    permanent: int  # checkpoints with optimizer state
+    averages: int  # checkpoints of averages
+    restarts: int  # rotated ones, at most
+
+    @property
+    def trajectory(self) -> int:
+        """Return the bytes of everything the run keeps."""
+        return (self.permanent + self.restarts) * self.each + self.averages * self.average_each
+
+
+def parameter_count(config: RunConfig) -> int:
+    """Return the parameters of the whole model."""
+    return sum(math.prod(shape) for shape in parameter_shapes(config.model).values())
+
+
+def bytes_of_weight(config: RunConfig) -> int:
+    """Return the bytes of a weight or activation in the forward pass; fp8 keeps bf16 weights."""
+    return FP32 if config.precision == "fp32" else 2
+
+
+def num_slots(config: RunConfig) -> int:
+    """Return the number of fp32 copies of the main weights that averages keep."""
+    return sum(average.window if isinstance(average, Lawa) else 1 for average in config.averages)
+
+
+@cache
+def _split_parameters(model: ModelConfig, tensor: int) -> tuple[int, int, int]:
+    """Return the parameters of a tensor rank in the embedding, in a layer, and in the head."""
+
+    def local(name: str) -> int:
+        ranks = 1 if megatron_names.shard_axis(name) is None else tensor
+        return math.prod(megatron_names.whole_shape(name, model)) // ranks
+
+    embedding, *head = (local(name) for name in megatron_names.OUTSIDE_LAYERS)
+    return (
+        embedding,
+        sum(local(f"{megatron_names.LAYERS}0.{part}") for part in megatron_names.INSIDE_LAYER),
+        sum(head),
+    )
+
+
+def rank_parameters(config: RunConfig, stage: int) -> int:
+    """Return the parameters of one GPU of a pipeline stage."""
+    if config.engine == "deepspeed":
+        return parameter_count(config)
+    embedding, layer, head = _split_parameters(config.model, config.parallel.tensor)
+    stages = config.parallel.pipeline
+    count = config.model.num_hidden_layers // stages * layer
+    return count + (embedding if stage == 0 else 0) + (head if stage == stages - 1 else 0)
+
+
+def layer_activation_bytes(config: RunConfig) -> tuple[int, int]:
+    """Return bytes a layer keeps for backward per token: on every tensor rank, and over them.
+
+    Counted tensor by tensor as by Korthikanti et al. 2022 (arXiv 2205.05198, section 4), with a
+    fused attention that keeps its inputs and its output and nothing of size sequence_length^2.
+    Without fused kernels a norm keeps its input and the normalised values in fp32, and
+    transformers' gated MLP the activated gate beside gate, up and their product.
+    """
+    model, d = config.model, bytes_of_weight(config)
+    h, k, f = model.hidden_size, model.num_key_value_heads * model.head_dim, model.intermediate_size
+    norm = 2 * FP32  # input and normalised values
+    if config.kernels == "transformer_engine":
+        # Inputs of two norms, qkv and MLP; qkv, q and k normed, rotated.
+        return 4 * h * d, (4 * h + 4 * k + 3 * f) * d
+    if config.engine == "megatron":  # gate, up and their product
+        return 2 * h * d + 2 * h * norm, (h + k) * norm + (3 * h + 3 * k + 3 * f) * d
+    if model.family == "olmo2":
+        return (4 * h + 2 * k + 4 * f) * d + (3 * h + k) * norm, 0
+    if model.family == "llama":  # casts before it multiplies with the norm's weight
+        return (6 * h + 2 * k + 4 * f) * d + 2 * h * FP32, 0
+    return (10 * h + 2 * f) * d, 0
+
+
+def _layers_in_flight(config: RunConfig, stage: int, num_micro: int) -> int:
+    """Return the layers x microbatches of a stage whose activations wait for backward at once.
+
+    1F1B keeps as many microbatches as stages follow, itself included (Narayanan et al. 2021, arXiv
+    2104.04473, section 2.2).
+    """
+    stages = config.parallel.pipeline
+    return min(stages - stage, num_micro) * config.model.num_hidden_layers // stages
+
+
+def _activations(config: RunConfig, stage: int, num_micro: int) -> list[Component]:
+    parallel, model, d = config.parallel, config.model, bytes_of_weight(config)
+    tokens = config.micro_batch_size * config.data.sequence_length
+    whole, split = layer_activation_bytes(config)
+    whole_ranks = parallel.tensor if parallel.sequence else 1
+    layer = tokens * (whole // whole_ranks + split // parallel.tensor)
+    layers = _layers_in_flight(config, stage, num_micro)
+    if config.recompute == "layers":
+        kept = layers * tokens * model.hidden_size * d // whole_ranks
+        components = [
+            Component("inputs of layers", kept, False),
+            Component("one recomputed layer", layer, False),
+        ]
+    else:
+        components = [Component("activations", layers * layer, False)]
+    if stage == parallel.pipeline - 1:
+        # Logits in fp32, the softmax in the gradient of logsumexp, and the gradient, beside what
+        # the model returned.
+        logit = 3 * FP32 + (d if d != FP32 else 0)
+        logits = tokens * model.vocab_size // parallel.tensor
+        components.append(Component("logits and loss", logits * logit, False))
+    return components
+
+
+def _megatron_state(config: RunConfig, stage: int, replicas: int) -> list[Component]:
+    """Return the state of mcore's distributed optimizer, sharded over data-parallel ranks."""
+    count, d = rank_parameters(config, stage), bytes_of_weight(config)
+    share = -(-count // replicas)
+    return [
+        Component("weights", count * d, True),
+        Component("gradients, fp32", count * FP32, True),
+        # fp32 weights are their own main weights.
+        Component("main weights, fp32", 0 if d == FP32 else share * MAIN, True),
+        Component("Adam's moments, fp32", share * MOMENTS, True),
+        Component("averages, fp32", share * FP32 * num_slots(config), True),
+    ]
+
+
+def _deepspeed_state(config: RunConfig, ranks: int) -> list[Component]:
+    """Return the state under ZeRO: optimizer's sharded, gradients at stage 2 (arXiv 1910.02054)."""
+    count, d, stage = parameter_count(config), bytes_of_weight(config), config.zero.stage
+    share = -(-count // ranks)
+    gradients = share * FP32
+    if stage == 1:  # beside fp32 accumulators: gradients of the model (bf16) or a share (fp32)
+        gradients = count * FP32 + (share * FP32 if d == FP32 else count * d)
+    # Two, since DeepSpeed fills one while it reduces the other.
+    buckets = 0 if stage == 1 else 2 * min(ZERO_BUCKET_ELEMENTS, count) * FP32
+    return [
+        Component("weights", count * d, True),
+        Component("gradients, fp32", gradients, False),
+        Component("main weights, fp32", share * MAIN, True),
+        Component("Adam's moments, fp32", share * MOMENTS, True),
+        Component("averages, fp32", share * FP32 * num_slots(config), True),
+        Component("communication buckets", buckets, False),
+    ]
+
+
+def rank_memory(config: RunConfig, world_size: int) -> RankMemory:
+    """Return the memory of a GPU of the fullest stage; UserError where batch or layout fail."""
+    replicas = config.data_parallel_size(world_size)
+    num_micro = config.batch_size // (replicas * config.micro_batch_size)
+    stages = []
+    for stage in range(config.parallel.pipeline):
+        state = (
+            _megatron_state(config, stage, replicas)
+            if config.engine == "megatron"
+            else _deepspeed_state(config, replicas)
+        )
+        parts = [
+            *state,
+            *_activations(config, stage, num_micro),
+            Component("framework", FRAMEWORK_BYTES, False),
+        ]
+        stages.append(RankMemory(stage, [part for part in parts if part.bytes]))
+    return max(stages, key=lambda memory: memory.bytes)
+
+
+def checkpoint_bytes(config: RunConfig) -> CheckpointBytes:
+    """Return the disk space of a run's checkpoints: each part of the state is stored once."""
+    count, saving = parameter_count(config), config.saving
+    first = first_step(config)
+    averages = sum(  # those with a member: the weights after a multiple of the interval
+        step // average.interval_steps * average.interval_steps > first
+        for step in config.save_steps
+        for average in config.averages
+    )
+    return CheckpointBytes(
+        each=count * (bytes_of_weight(config) + MAIN + MOMENTS + FP32 * num_slots(config)),
+        average_each=count * bytes_of_weight(config),
+        permanent=len(config.save_steps),
+        averages=averages,
+        restarts=saving.restart_keep if saving.restart_every_steps else 0,
+    )

@@ -1,0 +1,1 @@
+"""A run: its configuration, its directory and what it records there."""

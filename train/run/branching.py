@@ -1,0 +1,48 @@
+"""The check of a branch, a run that starts from another one's checkpoint, such as a cooldown.
+
+Updates keep their numbers, and data and learning rate are functions of them: a branch sees what its
+parent would have. `study.recipes.parts` makes branches; `train.checkpoints.resuming` begins them.
+"""
+
+from typing import Any
+
+from base.errors import UserError
+from base.frozen import fingerprint
+from train.run.config import RunConfig, load_run
+from train.run.directory import RunDirectory
+
+# All that decides an update but the learning rate. Kernels and layout may differ, as in resuming.
+MUST_AGREE = ("seed", "engine", "precision", "model", "data", "optimizer", "batch_size")
+PATHS = ("held_out", "tokenizer")  # of the data: the tokens themselves are compared by hash
+
+
+def _compared(run: RunConfig, key: str) -> Any:
+    content = run.model_dump(mode="json")[key]
+    if key == "data":
+        weights = [part.weight for part in run.data.train_sources]
+        return {name: content[name] for name in content if name not in PATHS} | {"train": weights}
+    if key == "optimizer":
+        return {name: content[name] for name in content if name != "peak_lr"}
+    return content
+
+
+def check_parent(run: RunConfig, parent: RunDirectory) -> None:
+    """Raise UserError unless `run` may start from the checkpoint of `parent` that it names."""
+    assert run.branch_from
+    step = run.branch_from.step
+    origin = load_run(parent.run_json)
+    if fingerprint(origin) != run.branch_from.fingerprint:
+        raise UserError(
+            f"{parent.path} has fingerprint {fingerprint(origin)}, branch_from names"
+            f" {run.branch_from.fingerprint}; name the run that was meant and its fingerprint"
+        )
+    for key in MUST_AGREE:
+        own, parents = _compared(run, key), _compared(origin, key)
+        if own == parents:
+            continue
+        if isinstance(own, dict):
+            key = next(f"{key}.{name}" for name in own if own[name] != parents[name])
+        raise UserError(f"a branch has the {key} of its parent {parent.path}; set it as there")
+    if step not in parent.complete_steps():
+        steps = ", ".join(map(str, parent.complete_steps())) or "none"
+        raise UserError(f"{parent.path} has no checkpoint of step {step}; it has {steps}")

@@ -1,0 +1,257 @@
+"""The configuration of a run, one frozen value: run.json.
+
+Its parts are in `train.run.optimization`, `train.run.parallel`, `train.data.config` and
+`train.model.config`; a field that varies with time is a function of the step in
+`train.run.schedules`.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from base.errors import UserError, explain_validation
+from base.frozen import NAME_PATTERN, Frozen, fingerprint
+from train.data.config import DataConfig
+from train.model.config import ModelConfig
+from train.run.optimization import Ema, Lawa, OptimizerConfig, ScheduleConfig, SpikeConfig
+from train.run.parallel import ParallelConfig, ZeroConfig
+
+
+class SavingConfig(Frozen):
+    """Settings of saving. Permanent checkpoints stay; restart checkpoints are rotated."""
+
+    asynchronous: bool = False
+    restart_every_steps: int | None = Field(
+        default=None, gt=0, description="None: only permanent ones"
+    )
+    restart_keep: int = Field(
+        default=2, gt=1, description="restart checkpoints kept; the older ones are removed"
+    )
+
+
+class BranchFrom(Frozen):
+    """The checkpoint of another run that this one continues: weights, state, data position."""
+
+    run: str = Field(description="the other run's directory, relative to this run's")
+    step: int = Field(gt=0)
+    fingerprint: str = Field(description="of the other run")
+
+
+class StartFrom(Frozen):
+    """An imported checkpoint whose weights a run starts from, instead of drawing them.
+
+    `python -m ckpt_tools import` makes one and prints this. Steps and data begin at 0, with a fresh
+    optimizer.
+    """
+
+    checkpoint: str = Field(description="its directory, relative to the run's")
+    sha256: str = Field(
+        pattern=r"^[0-9a-f]{64}$",
+        description="of its checkpoint.json, which holds those of its files",
+    )
+
+
+class RunConfig(Frozen):
+    """One training run. Equality is the fingerprint; the name is for people and says what varies.
+
+    Where and how it is computed is no part of its identity: a run may be resumed at another layout.
+    """
+
+    NOT_IDENTITY = frozenset(
+        {"name", "parallel", "zero", "kernels", "recompute", "micro_batch_size", "saving"}
+    )
+
+    name: str = Field(pattern=NAME_PATTERN)
+    seed: int = Field(ge=0, lt=2**63)
+    engine: Literal["megatron", "deepspeed"] = "megatron"
+    precision: Literal["fp32", "bf16", "fp8"] = Field(
+        description="fp8: bf16 with matrix products in fp8"
+    )
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    averages: tuple[Annotated[Lawa | Ema, Field(discriminator="kind")], ...] = ()
+    spikes: SpikeConfig | None = None
+    branch_from: BranchFrom | None = None
+    start_from: StartFrom | None = None
+    parallel: ParallelConfig = ParallelConfig()
+    zero: ZeroConfig = Field(default=ZeroConfig(), description="DeepSpeed only")
+    kernels: Literal["torch", "transformer_engine"] = Field(
+        default="torch", description="megatron only"
+    )
+    recompute: Literal["none", "layers"] = Field(
+        default="none", description="layers: activations, layer by layer"
+    )
+    saving: SavingConfig = SavingConfig()
+    total_steps: int = Field(gt=0)
+    batch_size: int = Field(gt=0, description="sequences per optimizer step, over all ranks")
+    micro_batch_size: int = Field(gt=0, description="sequences per forward pass of one rank")
+    save_steps: tuple[int, ...] = Field(
+        description="steps with a permanent checkpoint; the last step is among them"
+    )
+    evaluate_every_steps: int = Field(
+        gt=0, description="held-out loss at its multiples and at every checkpoint"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if list(self.save_steps) != sorted(set(self.save_steps)) or not self.save_steps:
+            raise ValueError("save_steps must rise strictly and not be empty")
+        if self.save_steps[0] < 0 or self.save_steps[-1] != self.total_steps:
+            raise ValueError(
+                f"save_steps must lie in 0..{self.total_steps} and end with {self.total_steps}"
+            )
+        self._check_schedule()
+        if self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size {self.batch_size} is not a multiple of micro_batch_size"
+                f" {self.micro_batch_size}"
+            )
+        names = [average.name for average in self.averages]
+        if len(set(names)) != len(names):
+            raise ValueError(f"an average is listed twice among {', '.join(names)}")
+        self._check_engine()
+        self._check_layout()
+        return self
+
+    def _check_schedule(self) -> None:
+        anneal = self.schedule.anneal
+        if anneal and anneal.start_step >= self.total_steps:
+            raise ValueError(
+                f"the anneal starts at {anneal.start_step}, after the end {self.total_steps}"
+            )
+        if anneal and anneal.start_step * self.tokens_per_step < self.schedule.warmup_tokens:
+            raise ValueError(f"the anneal starts at step {anneal.start_step}, inside the warm-up")
+        if self.branch_from and self.start_from:
+            raise ValueError("branch_from and start_from are two beginnings; remove one")
+        if self.branch_from and self.branch_from.step >= self.total_steps:
+            raise ValueError(
+                f"the branch starts at {self.branch_from.step}, after the end {self.total_steps}"
+            )
+        if self.branch_from and self.save_steps[0] <= self.branch_from.step:
+            raise ValueError(
+                f"save_steps must be greater than {self.branch_from.step}, the step this run"
+                " branches from"
+            )
+
+    def _check_engine(self) -> None:
+        if self.engine == "megatron":
+            if self.model.family != "olmo2":
+                raise ValueError(
+                    f"the megatron engine trains olmo2, not {self.model.family}; set engine to"
+                    " deepspeed"
+                )
+            if self.zero != ZeroConfig():
+                raise ValueError(
+                    "zero belongs to the deepspeed engine; remove it or set engine to deepspeed"
+                )
+            if self.precision == "fp8" and self.kernels != "transformer_engine":
+                raise ValueError("fp8 needs kernels 'transformer_engine'")
+            return
+        if self.parallel != ParallelConfig() or self.kernels != "torch" or self.precision == "fp8":
+            raise ValueError(
+                "parallel, kernels and fp8 belong to the megatron engine; deepspeed trains"
+                " data-parallel"
+            )
+
+    def _check_layout(self) -> None:
+        self.parallel.check_fits(self.model)
+        tensor = self.parallel.tensor
+        if self.parallel.sequence and self.data.sequence_length % tensor:
+            raise ValueError(
+                f"sequence_length {self.data.sequence_length} does not divide over parallel.tensor"
+                f" {tensor}"
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the training tokens of one optimizer step."""
+        return self.batch_size * self.data.sequence_length
+
+    @property
+    def warmup_steps(self) -> int:
+        """Return the updates until the learning rate has reached its peak."""
+        return -(-self.schedule.warmup_tokens // self.tokens_per_step)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return the number of model replicas; UserError where batch or layout do not fit."""
+        parallel = self.parallel
+        model_ranks = parallel.tensor * parallel.pipeline
+        if world_size % model_ranks:
+            raise UserError(
+                f"world size {world_size} is not a multiple of tensor x pipeline ="
+                f" {model_ranks}; start torchrun with a multiple of {model_ranks} processes"
+            )
+        replicas = world_size // model_ranks
+        if self.batch_size % (replicas * self.micro_batch_size):
+            raise UserError(
+                f"batch_size {self.batch_size} is not a multiple of data-parallel size {replicas} x"
+                f" micro_batch_size {self.micro_batch_size}; change one of them or the number of"
+                " processes"
+            )
+        return replicas
+
+
+def dump_run(config: RunConfig) -> dict[str, Any]:
+    """Return the content of run.json: the configuration and its fingerprint."""
+    return config.model_dump(mode="json") | {"fingerprint": fingerprint(config)}
+
+
+def load_run(path: Path) -> RunConfig:
+    """Read run.json; UserError for what is unknown, mistyped or does not fit its fingerprint."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} does not exist; give a run directory that holds a run.json"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); correct it") from None
+    if not isinstance(content, dict):
+        raise UserError(
+            f"{path} holds no JSON object; write one with the keys of a run configuration"
+        )
+    stated = content.pop("fingerprint", None)
+    try:
+        config = RunConfig.model_validate_json(json.dumps(content), strict=True)
+    except ValidationError as error:
+        raise explain_validation(str(path), error) from None
+    if stated is not None and stated != fingerprint(config):
+        raise UserError(
+            f"{path} was edited: it states fingerprint {stated} of a configuration with"
+            f" {fingerprint(config)}; use another run name for another configuration (or remove"
+            " 'fingerprint' from a run that never started)"
+        )
+    return config
+
+
+def with_settings(config: RunConfig, settings: list[str]) -> RunConfig:
+    """Return the configuration changed by `key.path=value` settings, which its name says.
+
+    >>> with_settings(config, ["optimizer.peak_lr=6e-4"]).name
+    'lr3e-4-peak_lr=6e-4'
+    """
+    content = config.model_dump(mode="json")
+    for setting in settings:
+        path, separator, text = setting.partition("=")
+        *parents, key = path.split(".")
+        owner: Any = content
+        for parent in parents:
+            owner = owner.get(parent) if isinstance(owner, dict) else None
+        if not separator or not isinstance(owner, dict) or key not in owner or path == "name":
+            raise UserError(
+                f"--set {setting}: no such key; write key.path=value with a key of run.json"
+            )
+        try:
+            owner[key] = json.loads(text)
+        except json.JSONDecodeError:
+            owner[key] = text
+        content["name"] += re.sub(r"[^A-Za-z0-9._=+-]+", "_", f"-{key}={text}")
+    try:
+        return RunConfig.model_validate_json(json.dumps(content), strict=True)
+    except ValidationError as error:
+        raise explain_validation("--set", error) from None

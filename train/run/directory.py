@@ -1,0 +1,124 @@
+"""The files of a run: their paths, and the record of a checkpoint."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from base.errors import UserError, explain_validation
+from base.files import FileRecord, check_inside
+from base.frozen import Frozen
+
+CHECKPOINT_JSON = "checkpoint.json"
+PROBE = "probe.safetensors"
+PROBE_SEQUENCES, PROBE_TOKENS = 2, 32  # or fewer tokens where sequences are shorter
+PROBE_OUTPUTS = "outputs/"  # begins a key of the probe, before the HF name of a module
+# The weights of HF directories and DeepSpeed checkpoints, whole, by HF name.
+MODEL_WEIGHTS = "model.safetensors"
+# Directory of an imported checkpoint with configuration and tokenizer of its source.
+IMPORTED_FROM = "hf"
+
+
+class CheckpointRecord(Frozen):
+    """checkpoint.json, written last: a checkpoint without it does not exist."""
+
+    run: str
+    fingerprint: str
+    step: int
+    tokens: int
+    learning_rate: float
+    # Losses in nats per token. Of training: None at step 0 and for an average.
+    train_loss: float | None
+    held_out_loss: float | None  # None where a restart checkpoint was not evaluated
+    engine: str
+    precision: str
+    world_size: int
+    layout: dict[str, int]  # tensor, pipeline, data
+    attempt: int
+    data_sha256: dict[str, str]  # of the tokens: train, held_out
+    model: dict[str, Any]
+    # Kind, interval_steps, window or decay, and steps; None: the weights are not averaged.
+    average: dict[str, Any] | None = None
+    # Source, revision and hashes, if it was made from an HF directory.
+    imported: dict[str, Any] | None = None
+    # By average: the step after which its first member may be.
+    average_starts: dict[str, int] = Field(default={})
+    # Losses and gradient norms of the steps by which the next spike is judged.
+    accepted: tuple[tuple[float, float], ...] = ()
+    files: dict[str, FileRecord]
+
+
+def step_name(step: int) -> str:
+    """Return the directory name of a step: step00012000."""
+    return f"step{step:08d}"
+
+
+def _complete_steps(parent: Path) -> list[int]:
+    names = [path.parent.name for path in parent.glob(f"step*/{CHECKPOINT_JSON}")]
+    return sorted(int(name[4:]) for name in names if re.fullmatch(r"step\d{8,}", name))
+
+
+class RunDirectory:
+    """The paths of one run. Names are made and found here and nowhere else."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run_json = path / "run.json"
+        self.environment_json = path / "environment.json"
+        self.metrics = path / "metrics.jsonl"
+        self.ranks = path / "ranks.jsonl"
+        self.status_json = path / "status.json"
+        self.stop_file = path / "STOP"
+        self.checkpoints = path / "checkpoints"
+        self.restarts = path / "restarts"
+        self.quarantine = path / "quarantine"
+        self.hf = path / "hf"
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the directory of the checkpoint after update `step`."""
+        return self.checkpoints / step_name(step)
+
+    def complete_steps(self) -> list[int]:
+        """Return the steps with a complete permanent checkpoint, rising."""
+        return _complete_steps(self.checkpoints)
+
+    def restart(self, step: int) -> Path:
+        """Return the directory of the restart checkpoint after update `step`."""
+        return self.restarts / step_name(step)
+
+    def complete_restarts(self) -> list[int]:
+        """Return the steps with a complete restart checkpoint, rising."""
+        return _complete_steps(self.restarts)
+
+    def average_name(self, name: str, step: int) -> str:
+        """Return the directory name of an average: lawa5x500-step00012000."""
+        return f"{name}-{step_name(step)}"
+
+    def average_checkpoint(self, name: str, step: int) -> Path:
+        """Return the directory of the checkpoint of an average as of update `step`."""
+        return self.checkpoints / self.average_name(name, step)
+
+    def resolve(self, path: str) -> Path:
+        """Return a path of run.json, relative to the run directory, as an absolute one."""
+        return Path(os.path.normpath(self.path.absolute() / path))
+
+
+def read_checkpoint_record(checkpoint: Path) -> CheckpointRecord:
+    """Read checkpoint.json without touching the shards."""
+    path = checkpoint / CHECKPOINT_JSON
+    try:
+        record = CheckpointRecord.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{checkpoint} holds no {CHECKPOINT_JSON}: it is no complete checkpoint; give another"
+        ) from None
+    except (ValidationError, UnicodeDecodeError) as error:
+        if isinstance(error, ValidationError):
+            raise explain_validation(str(path), error) from None
+        raise UserError(
+            f"{path} is not text; delete {checkpoint} to resume from the one before it"
+        ) from None
+    check_inside(path, record.files)
+    return record

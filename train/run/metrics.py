@@ -1,0 +1,98 @@
+"""metrics.jsonl, the truth about a run. MLflow is a mirror of it."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from base.errors import UserError
+
+TRAINED = "learning_rate"  # every row of an update has it, of a skipped one as well
+ROW_KEYS = {"step", "tokens", "attempt", "time"}  # of every row; all other keys are figures
+
+
+class MetricsWriter:
+    """Appends rows to metrics.jsonl, one JSON object a line, flushed at once. Rank 0 owns it."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self._attempt = attempt
+        if path.exists():
+            self._cut_torn_line(path)
+        self._file = path.open("a")
+
+    @staticmethod
+    def _cut_torn_line(path: Path) -> None:
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            with path.open("r+b") as file:
+                file.truncate(content.rfind(b"\n") + 1)
+
+    def append(self, step: int, tokens: int, **values: float) -> None:
+        """Append one row: step and tokens seen, then the named values."""
+        row = {
+            "step": step,
+            "tokens": tokens,
+            "attempt": self._attempt,
+            "time": time.time(),
+            **values,
+        }
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Sync the rows to the disk, before a checkpoint that they belong to."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Sync and close the file."""
+        self.sync()
+        self._file.close()
+
+
+def surviving_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows in the order of the file, each figure of a step once, no torn last line.
+
+    Of a step that several attempts trained only the last attempt's values count, whatever the order
+    of the lines: an orphan of an earlier attempt may have written after it.
+    """
+    rows: list[dict[str, Any]] = []
+    places: dict[int, list[tuple[int, int]]] = {}  # by step: attempt and index of its rows
+    try:
+        text = path.read_text() if path.exists() else ""
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not text; restore it or train the run again") from None
+    for line in text.splitlines(keepends=True):
+        if line.endswith("\n"):
+            try:
+                row = json.loads(line)
+                places.setdefault(row["step"], []).append((row.get("attempt", 0), len(rows)))
+                rows.append(row)
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+                raise UserError(
+                    f"{path}: '{line[:60].strip()}' is no row of metrics; remove that line"
+                ) from None
+    for of_step in places.values():
+        if len(of_step) > 1:
+            _strip(rows, of_step)
+    return [row for row in rows if row.keys() - ROW_KEYS]
+
+
+def _strip(rows: list[dict[str, Any]], of_step: list[tuple[int, int]]) -> None:
+    """Remove from the rows of a step what a later attempt or line has written anew."""
+    trained = max((attempt for attempt, index in of_step if TRAINED in rows[index]), default=0)
+    said: set[str] = set()
+    for attempt, index in sorted(of_step, reverse=True):
+        kept = rows[index].keys() - said - ROW_KEYS if attempt >= trained else set()
+        said |= kept
+        rows[index] = {
+            key: value for key, value in rows[index].items() if key in ROW_KEYS or key in kept
+        }
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return one row per step, rising, made of its `surviving_rows`."""
+    merged: dict[int, dict[str, Any]] = {}
+    for row in sorted(surviving_rows(path), key=lambda row: (row["step"], row.get("attempt", 0))):
+        merged.setdefault(row["step"], {}).update(row)
+    return list(merged.values())

@@ -1,0 +1,112 @@
+"""The configuration of optimizer, schedule, averages and spikes."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from base.frozen import Frozen
+
+
+class OptimizerConfig(Frozen):
+    """AdamW; by default as Ai2 trained OLMo2: all but the token embedding is decayed."""
+
+    peak_lr: float = Field(ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    undecayed: tuple[str, ...] = Field(
+        default=("embed_tokens",),
+        description="parts of HF parameter names that are not decayed; plainLM: ['bias', 'norm']",
+    )
+    clip_grad_norm: float = Field(default=1.0, gt=0)
+    z_loss: float = Field(
+        default=1e-5, ge=0, description="times mean(logsumexp(logits)^2), added to the loss"
+    )
+
+    def decays(self, hf_name: str) -> bool:
+        """Return whether weight decay applies to a parameter, by its HF name."""
+        return not any(part in hf_name for part in self.undecayed)
+
+
+class ConstantPhase(Frozen):
+    """The peak learning rate from the end of the warm-up on."""
+
+    kind: Literal["constant"] = "constant"
+
+
+class CosinePhase(Frozen):
+    """Cosine from the peak to `floor` x peak at `horizon_tokens`, perhaps after the run's end."""
+
+    kind: Literal["cosine"] = "cosine"
+    horizon_tokens: int = Field(gt=0)
+    floor: float = Field(default=0.1, ge=0, le=1)
+
+
+class Anneal(Frozen):
+    """A fall from the rate reached at `start_step` to `floor` x that rate at the run's last step.
+
+    With progress t from 0 to 1 the rate falls as 1 - t (linear), (1 + cos(pi t)) / 2 (cosine), or 1
+    - sqrt(t) (sqrt; Haegele et al. 2024, arXiv 2405.18392).
+    """
+
+    start_step: int = Field(ge=0)
+    shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    floor: float = Field(default=0.0, ge=0, le=1)
+
+
+class ScheduleConfig(Frozen):
+    """Learning rate over tokens: linear warm-up from zero, a phase, perhaps an anneal (in steps).
+
+    A constant phase with an anneal is WSD (arXiv 2404.06395).
+    """
+
+    warmup_tokens: int = Field(ge=0)
+    phase: ConstantPhase | CosinePhase = Field(discriminator="kind")
+    anneal: Anneal | None = None
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if isinstance(self.phase, CosinePhase) and self.phase.horizon_tokens <= self.warmup_tokens:
+            raise ValueError(
+                f"the cosine horizon {self.phase.horizon_tokens} ends before the warm-up"
+                f" {self.warmup_tokens}"
+            )
+        return self
+
+
+class Lawa(Frozen):
+    """Latest weight averaging (arXiv 2209.14981): the mean of `window` weights."""
+
+    kind: Literal["lawa"] = "lawa"
+    interval_steps: int = Field(gt=0)
+    window: int = Field(gt=1)
+
+    @property
+    def name(self) -> str:
+        """Return the name of its checkpoints: lawa5x500."""
+        return f"lawa{self.window}x{self.interval_steps}"
+
+
+class Ema(Frozen):
+    """Exponential moving average of the weights, updated every `interval_steps` by 1 - `decay`."""
+
+    kind: Literal["ema"] = "ema"
+    decay: float = Field(gt=0, lt=1)
+    interval_steps: int = Field(default=1, gt=0)
+
+    @property
+    def name(self) -> str:
+        """Return the name of its checkpoints: ema0.999x10."""
+        return f"ema{self.decay:g}x{self.interval_steps}"
+
+
+class SpikeConfig(Frozen):
+    """Steps whose loss or gradient norm is `sigmas` standard deviations above the last `window`.
+
+    OLMo2-32B skips such steps (OLMo-core, SkipStepOptimizer, 6 sigmas over 128 steps).
+    """
+
+    window_steps: int = Field(default=128, gt=1)
+    sigmas: float = Field(default=6.0, gt=0)
+    action: Literal["stop", "skip"] = "stop"
