@@ -58,7 +58,7 @@ def export(
     """Export checkpoints of either engine, at any layout, to verified HF directories.
 
     Example: python -m ckpt_tools export runs/tiny/lr3e-3/checkpoints/step* --into
-        runs/tiny/lr3e-3/hf
+    runs/tiny/lr3e-3/hf
     """
     from train.run.directory import read_checkpoint_record
 
@@ -87,7 +87,7 @@ def import_(
     its run.json.
 
     Example: python -m ckpt_tools import allenai/OLMo-2-0425-1B@stage1-step1907359-tokens4001B
-        start/olmo2-1b
+    start/olmo2-1b
     """
     if "@" not in source:
         _check_directories([Path(source)], "give an HF directory, or OWNER/NAME@REVISION")
@@ -147,7 +147,7 @@ def download(
     """Fetch revisions of a released model; continues where it was stopped.
 
     Example: python -m ckpt_tools download allenai/OLMo-2-0425-1B models/olmo2-1b --every 20 --stage
-        stage1 --dry-run
+    stage1 --dry-run
     """
     if tokenizer_only:
         from ckpt_tools.released.tokenizer import fetch_tokenizer

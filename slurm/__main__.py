@@ -49,7 +49,7 @@ def submit(
     Example: python -m slurm submit olmo2-7b-lr --site my_cluster.toml --dry-run
 
     Example: python -m slurm submit tiny --site my_cluster.toml --profile smoke --set
-        engine=deepspeed
+    engine=deepspeed
     """
     from slurm.site import load_site
     from slurm.submission import submit as submission
@@ -209,7 +209,7 @@ def job(
     """Run one element; job scripts do so.
 
     Example: python -m slurm job /shared/studies/tiny train 0
-        /shared/studies/tiny/slurm/stop/17_0.0
+    /shared/studies/tiny/slurm/stop/17_0.0
     """
     from slurm.job.element import run_element
 

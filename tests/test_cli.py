@@ -1,6 +1,7 @@
 """The commands and options of this project: few, each a decision, and readable at 80 columns."""
 
 import difflib
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,17 @@ def test_every_command_and_option_is_a_decision():
     assert not changed, "\n".join(
         (*changed, "if that is meant: python -m tests.cli_list > tests/cli.txt")
     )
+
+
+def test_messages_name_commands_that_exist():
+    """Errors and help often end with the command to run next."""
+    words = {entry.words for entry in ENTRIES}
+    programs = {command.split()[0] for command in words}
+    for program in programs | {"base"}:
+        for path in (LIST.parent.parent / program).rglob("*.py"):
+            source = re.sub(r'"\s*\n\s*f?"', "", path.read_text())  # a string over several lines
+            for named in re.findall(r"-m ((?:\w+) [a-z][a-z-]+)", source):
+                assert named in words or named.split()[0] not in programs, f"{path}: {named}"
 
 
 def test_there_are_few():

@@ -25,8 +25,8 @@ def listed() -> Iterator[str]:
             cost += f", {amount} H100-hours of training at {mfu:.0%} of the peak"
         yield f"{name} ({', '.join(PROFILES)}): {study.description} [{cost}]"
     yield (
-        f"{TRAJECTORY} (full, smoke): A released model at its revisions, with --source OWNER/NAME"
-        " or a directory [nothing is trained]"
+        f"{TRAJECTORY} (full, smoke): A released model at its revisions, with --set"
+        " source=OWNER/NAME or a directory [nothing is trained]"
     )
 
 

@@ -143,8 +143,7 @@ def _runs(source: str, released: Released, found: list[Revision]) -> tuple[Relea
         runs.append(run)
     if not runs:
         raise UserError(
-            f"{released.source} has no revision that states a step; choose another --stage or"
-            " --source"
+            f"{released.source} has no revision that states a step; set another stage or source"
         )
     return tuple(runs)
 

@@ -58,8 +58,8 @@ def check_text(study: Study, directory: Path) -> None:
         origin = text.files[use].origin or "python -m train prepare FILES"
         raise UserError(
             f"{path} does not exist; make it first: {origin} (--out {path.with_suffix('')},"
-            f" --tokenizer {tokenizer}, which 'python -m ckpt_tools tokenizer"
-            f" {text.tokenizer} DIR' fetches), or take text of your own with --text"
+            f" --tokenizer {tokenizer}, which 'python -m ckpt_tools download {text.tokenizer} DIR"
+            " --tokenizer-only' fetches), or take text of your own with --text"
         )
 
 
