@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 Pairing = Literal["baseline", "successive", "all"]
+Verdict = Literal["higher", "lower", "not told apart"]
 
 
 def pairs_of(count: int, pairing: Pairing) -> list[tuple[int, int]]:
@@ -27,3 +28,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = largest
     return adjusted
+
+
+def verdict_of(difference: float, p_adjusted: float, level: float) -> Verdict:
+    """Return the direction of a difference that is significant at 1 - level, by its adjusted p."""
+    if p_adjusted > 1 - level:
+        return "not told apart"
+    return "higher" if difference > 0 else "lower"

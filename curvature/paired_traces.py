@@ -8,12 +8,12 @@ for M microbatches.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from scipy.special import stdtr
 
 from base.errors import UserError
-from base.statistics import holm
+from base.statistics import Verdict, holm, verdict_of
 from ckpt_tools.hf.measured import Curvature
 from ckpt_tools.hf.results import Result
 from curvature.trace.hutchinson import estimate_mean
@@ -69,7 +69,7 @@ class Comparison(NamedTuple):
     difference: Difference
     unpaired_standard_error: float
     p_adjusted: float
-    verdict: Literal["higher", "lower", "not told apart"]
+    verdict: Verdict
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float], level: float) -> Difference:
@@ -115,7 +115,6 @@ def compare(
     adjusted = holm([difference.p_value for difference in differences])
     compared = []
     for (first, second), difference, p in zip(pairs, differences, adjusted, strict=True):
-        direction: Literal["higher", "lower"] = "higher" if difference.value > 0 else "lower"
         errors = (estimates[place].standard_error for place in (first, second))
         compared.append(
             Comparison(
@@ -126,7 +125,7 @@ def compare(
                 difference,
                 math.hypot(*errors),
                 p,
-                direction if p <= 1 - level else "not told apart",
+                verdict_of(difference.value, p, level),
             )
         )
     return compared

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from base.errors import UserError
-from base.statistics import holm
+from base.statistics import Verdict, holm, verdict_of
 from ckpt_tools.hf.measured import PerDocument, Quantization
 from ckpt_tools.hf.results import Result, labels
 from quant_eval.measuring.bootstrap import CalibrationDraws, Floats, Resampled, Statistic, resample
@@ -51,7 +51,7 @@ class Comparison(NamedTuple):
     difference: Difference
     sources: Literal["documents", "documents and calibration draws"]
     p_adjusted: float
-    verdict: Literal["higher", "lower", "not told apart"]
+    verdict: Verdict
 
 
 def compare(
@@ -113,16 +113,10 @@ def compare(
                 difference=difference,
                 sources="documents and calibration draws" if draw else "documents",
                 p_adjusted=p,
-                verdict=_verdict(difference.value, is_significant=p <= 1 - level),
+                verdict=verdict_of(difference.value, p, level),
             )
         )
     return comparisons
-
-
-def _verdict(value: float, *, is_significant: bool) -> Literal["higher", "lower", "not told apart"]:
-    if not is_significant:
-        return "not told apart"
-    return "higher" if value > 0 else "lower"
 
 
 def _difference(resampled: Resampled, level: float) -> Difference:

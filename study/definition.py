@@ -10,20 +10,15 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from base.errors import UserError, explain_validation
 from base.files import write_json
 from base.frozen import NAME_PATTERN, Frozen, fingerprint
-from study.axes import AnyRun, Axis, axes_of, text_of, varied_of
-from study.axes import Varied as Varied
+from study.axes import AnyRun, Axis, Varied, axes_of, text_of, varied_of
 from study.measurements.blocks import BLOCKS
-from study.measurements.curvature import CURVATURE
-from study.measurements.curvature import CurvatureSettings as CurvatureSettings
+from study.measurements.curvature import CURVATURE, CurvatureSettings
 from study.measurements.kind import Kind
-from study.measurements.quantization import METHODS_AT_THE_END, QUANTIZE
-from study.measurements.quantization import QuantizationSettings as QuantizationSettings
+from study.measurements.quantization import METHODS_AT_THE_END, QUANTIZE, QuantizationSettings
 from study.measurements.slice import SLICE
 from study.measurements.step import STEP, Along
 from study.measurements.tasks import TASKS, Accuracies, TasksSettings
-from study.measurements.titles import spec_title as spec_title
-from study.paths import MeasuredModel as MeasuredModel
-from study.paths import last_model
+from study.paths import MeasuredModel
 from study.released import ReleasedRun
 from study.text.kinds import OwnText, PreparedText, StandardLibrary, TokenFiles
 from train.run.config import RunConfig
@@ -222,11 +217,6 @@ class Study(Frozen):
         texts = {other.name: text_of(axes, other.name) for other in self.runs}
         text = texts[run.name]
         return text if list(texts.values()).count(text) == 1 else run.name
-
-    def specs_of(self, run: AnyRun, model: MeasuredModel) -> tuple[str, ...]:
-        """Return what a model of the run is quantized with: the last weights with every method."""
-        settings = self.quantization
-        return settings.at_the_end if model == last_model(run) else settings.specs
 
     @property
     def measurements(self) -> tuple["Measurement", ...]:

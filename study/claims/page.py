@@ -7,7 +7,7 @@ import study.claims
 from study.claims.verdict import ALPHA, MOST_LISTED, Claim, Evidence, Verdict
 from study.definition import Study
 from study.discovery import discovered
-from study.pipeline.steps import INTERVAL_LEVEL
+from study.measurements.kind import INTERVAL_LEVEL
 from study.results.paired import Paired
 from study.results.table import Row
 

@@ -29,7 +29,7 @@ from study.claims.verdict import (
     spread,
     way_of,
 )
-from study.definition import spec_title
+from study.measurements.titles import spec_title
 from study.results.averages import Made, against_annealed, average_pairs, lowest_spec
 from study.results.summary import RunSummary
 from train.run.config import RunConfig

@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple
 from base.statistics import holm
 from quant_eval.compare import Comparison
 from quant_eval.measuring.bootstrap import Resampled
-from study.definition import Study, spec_title
-from study.pipeline.steps import INTERVAL_LEVEL
+from study.definition import Study
+from study.measurements.kind import INTERVAL_LEVEL
+from study.measurements.titles import spec_title
 from study.results.paired import Paired
 from study.results.summary import Rows, RunSummary, summarize
 from study.results.table import Row

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from base.errors import UserError
-from study.definition import KINDS, CurvatureSettings, Study
+from study.definition import KINDS, Study
 from study.machine.hardware import UNKNOWN_BYTES, Hardware
+from study.measurements.curvature import CurvatureSettings
 from study.paths import hf_directory
 from study.pipeline.step import Machine, Step, torchrun
 from train.model.families import hf_settings

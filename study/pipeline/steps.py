@@ -11,7 +11,6 @@ from pathlib import Path
 from base.frozen import fingerprint
 from study.axes import AnyRun
 from study.definition import KINDS, Study
-from study.measurements.kind import INTERVAL_LEVEL as INTERVAL_LEVEL
 from study.measurements.kind import Subject, Text
 from study.paths import (
     MeasuredModel,

@@ -1,6 +1,7 @@
 """The learning-rate ablation of OLMo2 at smaller sizes than the 7B of `study.recipes.olmo2`."""
 
-from study.definition import QuantizationSettings, Study
+from study.definition import Study
+from study.measurements.quantization import QuantizationSettings
 from study.recipes.olmo2 import CURVATURE, SHORT_ANNEAL, ablation, small
 from study.recipes.parts import WEB_CURVATURE, WEB_QUANTIZATION, WEB_SPECS, recipe, web_text
 from study.text.kinds import TokenFile

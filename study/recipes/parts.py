@@ -12,7 +12,9 @@ from typing import Any
 
 from base.frozen import fingerprint
 from study.axes import AnyRun
-from study.definition import CurvatureSettings, QuantizationSettings, Study
+from study.definition import Study
+from study.measurements.curvature import CurvatureSettings
+from study.measurements.quantization import QuantizationSettings
 from study.text.kinds import PreparedText, StandardLibrary, Text, TokenFile, places_of
 from train.data.config import DataConfig
 from train.model.config import ModelConfig

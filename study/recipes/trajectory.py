@@ -16,7 +16,8 @@ from base.frozen import Frozen
 from ckpt_tools.hf.model import read_hf_config
 from ckpt_tools.released.revisions import Revision
 from ckpt_tools.released.trajectory import choose, is_local, revisions_of
-from study.definition import CurvatureSettings, Study
+from study.definition import Study
+from study.measurements.curvature import CurvatureSettings
 from study.recipes.olmo2 import TRACES
 from study.recipes.parts import (
     SMALL_CURVATURE,

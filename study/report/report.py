@@ -8,7 +8,7 @@ from study.claims.page import NOTE, headline, judge_all, tally
 from study.definition import Study
 from study.figures.canvas import Canvas
 from study.figures.drawing import draw_all
-from study.pipeline.steps import INTERVAL_LEVEL
+from study.measurements.kind import INTERVAL_LEVEL
 from study.report import page
 from study.report.provenance import commands, settings_of
 from study.report.tables import (

@@ -20,10 +20,11 @@ from rich.table import Table as RichTable
 
 from base.errors import UserError
 from study.claims.verdict import FIGURES, SIGNIFICANT, signed
-from study.definition import Study, load_study, spec_title
+from study.definition import Study, load_study
 from study.figures.canvas import Canvas
 from study.figures.drawing import figures_of, shown_of
 from study.figures.looks import DASHED, Look, Runs, runs_of
+from study.measurements.titles import spec_title
 from study.report import page
 from study.report.tables import Table, cells
 from study.results.paired import Measured, Paired, other_text

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from study.axes import text_of
-from study.definition import Study, spec_title
+from study.definition import Study
 from study.figures.drawn.methods import shown_methods
+from study.measurements.titles import spec_title
 from study.results.averages import compared_models
 from study.results.summary import Estimate, RunSummary, estimate
 from study.results.table import Row

@@ -12,25 +12,24 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from base.errors import UserError
+from base.statistics import Verdict
 from ckpt_tools.hf.measured import Curvature, Quantization
 from ckpt_tools.hf.results import Result, read_result
 from curvature import paired_traces as of_traces
 from quant_eval.compare import Comparison, compare, fraction
 from quant_eval.measuring.bootstrap import Resampled, Statistic, resample
-from study.definition import MeasuredModel, load_study
-from study.paths import curvature_result, quantization_result
-from study.pipeline.steps import INTERVAL_LEVEL
+from study.definition import load_study
+from study.measurements.kind import INTERVAL_LEVEL
+from study.paths import MeasuredModel, curvature_result, quantization_result
 from study.results.table import Row
 
 SAMPLES = 10_000  # resamplings of the documents; a p-value is never below their reciprocal
 SEED = 0
 Measured = tuple[Row, str]  # a model, and the spec that it was quantized with
-Verdict = Literal["higher", "lower", "not told apart"]
 Order = dict[tuple[str, str], Verdict]  # labels of two models -> how the second lies to the first
 TRACE = "curvature/trace"
 

@@ -132,19 +132,15 @@ def tiny(tmp_path_factory) -> Tiny:
     return unfinished._replace(dense=dense_hessian(reference, unfinished.tokens(0, SEQUENCES)))
 
 
+PAIRS = (
+    *("--pairs", SEQUENCES, "--microbatch-sequences", "1"),
+    *("--companion-pairs", "16", "--norm-pairs", "16"),
+)
+
+
 @pytest.fixture(scope="module")
 def hutchinson(tiny) -> dict[str, Any]:
-    pairs = (
-        "--pairs",
-        SEQUENCES,
-        "--microbatch-sequences",
-        "1",
-        "--companion-pairs",
-        "16",
-        "--norm-pairs",
-        "16",
-    )
-    return tiny.measured("hutchinson", *pairs)
+    return tiny.measured("hutchinson", *PAIRS)
 
 
 def within(estimate: dict[str, Any], truth: float, errors: float = 4.0) -> None:
@@ -243,19 +239,9 @@ def test_lanczos_finds_both_ends_and_the_density(tiny):
 
 
 def test_repeating_changes_nothing_and_saving_memory_only_rounding(tiny, hutchinson):
-    pairs = (
-        "--pairs",
-        SEQUENCES,
-        "--microbatch-sequences",
-        "1",
-        "--companion-pairs",
-        "16",
-        "--norm-pairs",
-        "16",
-    )
-    assert tiny.measured("hutchinson", *pairs) == hutchinson
+    assert tiny.measured("hutchinson", *PAIRS) == hutchinson
     scale = max(map(abs, hutchinson["trace"]["per_microbatch"]))
-    thrifty = tiny.measured("hutchinson", *pairs, "--checkpointing", "--vectors", "host")
+    thrifty = tiny.measured("hutchinson", *PAIRS, "--checkpointing", "--vectors", "host")
     assert thrifty["trace"]["per_microbatch"] == pytest.approx(
         hutchinson["trace"]["per_microbatch"], abs=1e-5 * scale
     )

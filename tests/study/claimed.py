@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from base.frozen import fingerprint
-from study.definition import MeasuredModel, Study, save_study
-from study.paths import curvature_result, hf_directory, quantization_result
+from study.definition import Study, save_study
+from study.paths import MeasuredModel, curvature_result, hf_directory, quantization_result
 from study.recipes import resolve
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.collect import phase_of
 from study.results.paired import Paired
 from tests.study.curved import curvature_content
-from tests.study.synthetic import TOKENS, per_document, result_of
+from tests.study.synthetic import TOKENS, per_document, result_of, specs_of
 from train.run.config import BranchFrom, RunConfig
 from train.run.optimization import Anneal, ConstantPhase, CosinePhase, ScheduleConfig
 from train.run.schedules import learning_rate
@@ -130,7 +130,7 @@ def rows_of(
                 "tokens": model.step * run.tokens_per_step,
                 "learning_rate": learning_rate(run, model.step),
             }
-            for spec in study.specs_of(run, model):
+            for spec in specs_of(study, run, model):
                 size = (cost or {}).get(spec, 1.0) * error(run, model) * loss(run, model)
                 losses = per_document(loss(run, model), size, 1.1 * size)
                 shift_D = generator.normal(size=len(TOKENS))

@@ -9,13 +9,15 @@ from pathlib import Path
 from base.files import write_json
 from base.frozen import fingerprint
 from ckpt_tools.hf.directory import LINEAGE_JSON
-from study.definition import MeasuredModel, Study, save_study
+from study.definition import Study, save_study
 from study.machine.run_configurations import write_run_configurations
 from study.paths import (
+    MeasuredModel,
     blocks_result,
     checkpoint_directory,
     curvature_result,
     hf_directory,
+    last_model,
     quantization_result,
     slice_result,
     step_result,
@@ -163,11 +165,17 @@ def _write(path: Path, content: dict) -> None:
     write_json(path, content)
 
 
+def specs_of(study: Study, run: RunConfig, model: MeasuredModel) -> tuple[str, ...]:
+    """Quantizations of a model: the last weights of a run have every method."""
+    settings = study.quantization
+    return settings.at_the_end if model == last_model(run) else settings.specs
+
+
 def _write_results(
     directory: Path, study: Study, run: RunConfig, model: MeasuredModel, loss: float
 ) -> None:
     step = model.step
-    for spec in study.specs_of(run, model):
+    for spec in specs_of(study, run, model):
         increase = loss * relative_error(run, step, spec) * (0.6 if model.average else 1)
         losses = per_document(loss, increase, 1.1 * increase)
         result = result_of(directory / hf_directory(run.name, model), spec, losses)

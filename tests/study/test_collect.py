@@ -9,10 +9,9 @@ from base.errors import UserError
 from base.files import sha256_of
 from study.claims.flatness import TOP, _correlated
 from study.claims.verdict import Evidence, NotTested
-from study.definition import MeasuredModel
 from study.figures.canvas import Canvas
 from study.figures.drawn.curvature import curvature
-from study.paths import curvature_result, quantization_result, step_result
+from study.paths import MeasuredModel, curvature_result, quantization_result, step_result
 from study.results.collect import collect_rows, phase_of
 from study.results.paired import Paired
 from study.results.table import read_table, write_table

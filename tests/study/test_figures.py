@@ -14,7 +14,6 @@ from matplotlib.figure import Figure as Picture
 
 from base.errors import UserError
 from curvature.slices.figure import MARKERS
-from study.definition import spec_title
 from study.figures.canvas import Canvas
 from study.figures.charts import HIDDEN, Quantity, columns_of
 from study.figures.drawing import draw_all, figures_of, picture_of
@@ -27,6 +26,7 @@ from study.figures.drawn.quantization import DIVERGENCE, MEASURES, kl_divergence
 from study.figures.drawn.slices import slices
 from study.figures.figure import Drawn, Figure
 from study.figures.looks import looks_for, runs_of
+from study.measurements.titles import spec_title
 from study.paths import slice_result
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.table import Row

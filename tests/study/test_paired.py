@@ -10,8 +10,8 @@ from scipy.stats import ttest_1samp, ttest_rel
 from base.errors import UserError
 from base.files import write_json
 from base.statistics import holm
-from study.definition import MeasuredModel, save_study
-from study.paths import quantization_result
+from study.definition import save_study
+from study.paths import MeasuredModel, quantization_result
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.paired import Paired
 from study.results.table import Row, trained

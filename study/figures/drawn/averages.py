@@ -3,11 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-from study.definition import Study, spec_title
+from study.definition import Study
 from study.figures.canvas import Canvas, interval_of, late
 from study.figures.charts import NATS, Chart, Quantity, Rows, around, grid
 from study.figures.drawn.quantization import DIVERGENCE
 from study.figures.figure import Drawn, figure
+from study.measurements.titles import spec_title
 from study.results.averages import average_label, kept_averages, lowest_spec
 
 NEAR = 0.06

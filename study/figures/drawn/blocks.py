@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ckpt_tools.hf.measured import Increase, Quantization
-from study.definition import spec_title
 from study.figures.canvas import Canvas
 from study.figures.charts import Chart, Quantity, Rows, grid, level, marks, panel
 from study.figures.figure import Drawn, figure
 from study.figures.looks import Look, Runs
+from study.measurements.titles import spec_title
 from study.paths import blocks_result
 
 INCREASE = "absolute_error"

@@ -5,12 +5,13 @@ Peak learning rates, weight decays, or budgets of tokens under one schedule and 
 """
 
 from study.axes import Varied
-from study.definition import Study, spec_title
+from study.definition import Study
 from study.figures.canvas import Canvas, facts_of, interval_of
 from study.figures.charts import GREY, Chart, Quantity, Rows, columns_of, data, grid, marks, panel
 from study.figures.drawn.quantization import MEASURES
 from study.figures.figure import Drawn, figure
 from study.figures.looks import Runs, looks_for
+from study.measurements.titles import spec_title
 
 MOST_TICKS = 8  # as many values are written below the axis, each at its place
 GROUP = "group"

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 from quant_eval.specs import parse_spec
-from study.definition import spec_title
 from study.figures.canvas import Canvas, facts_of, interval_of
 from study.figures.charts import (
     NATS,
@@ -19,6 +18,7 @@ from study.figures.charts import (
     panel,
 )
 from study.figures.figure import Drawn, figure
+from study.measurements.titles import spec_title
 
 BEFORE, AFTER = Quantity("full-precision loss", NATS), Quantity("quantized loss", NATS)
 INCREASE = Quantity("quantized - full-precision loss", NATS)

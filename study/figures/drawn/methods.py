@@ -4,11 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from quant_eval.specs import parse_spec
-from study.definition import Study, spec_title
+from study.definition import Study
 from study.figures.canvas import Canvas, facts_of
 from study.figures.charts import Chart, Rows, grid, level, marks, panel
 from study.figures.drawn.quantization import MEASURES
 from study.figures.figure import Drawn, figure
+from study.measurements.titles import spec_title
 
 ROW_PIXELS = 46
 

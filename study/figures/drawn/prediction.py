@@ -7,7 +7,6 @@ from typing import Any
 
 from ckpt_tools.hf.measured import Estimate, Step, StepPart
 from curvature.slices.figure import with_error
-from study.definition import spec_title
 from study.figures.canvas import Canvas
 from study.figures.charts import (
     DASHED,
@@ -24,6 +23,7 @@ from study.figures.charts import (
     panel,
 )
 from study.figures.figure import Drawn, figure
+from study.measurements.titles import spec_title
 from study.paths import step_result
 
 MEASURED = Quantity("measured loss increase", NATS)

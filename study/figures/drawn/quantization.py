@@ -1,9 +1,9 @@
 """Quantization against tokens (arXiv 2510.06213, figures 1 and 8)."""
 
-from study.definition import spec_title
 from study.figures.canvas import Canvas, interval_of
 from study.figures.charts import NATS, Quantity, columns_of, grid
 from study.figures.figure import Drawn, figure
+from study.measurements.titles import spec_title
 
 ERROR = Quantity("relative error of the loss", is_percent=True, holds_zero=True)
 DIVERGENCE = Quantity("KL(full || quantized)", NATS, holds_zero=True)

@@ -26,10 +26,10 @@ from curvature.slices.figure import (
     levels_of,
     with_error,
 )
-from study.definition import spec_title
 from study.figures.canvas import Canvas
 from study.figures.charts import NATS, Rows
 from study.figures.figure import Drawn, figure
+from study.measurements.titles import spec_title
 from study.paths import slice_result
 
 HEIGHT = 4.4  # inches of the planes

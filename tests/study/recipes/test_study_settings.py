@@ -4,8 +4,9 @@ import pytest
 from pydantic import ValidationError
 
 from base.errors import UserError
-from study.definition import Study, spec_title
+from study.definition import Study
 from study.machine.run_configurations import write_run_configurations
+from study.measurements.titles import spec_title
 from study.recipes import resolve, tiny
 
 
