@@ -37,13 +37,8 @@ def options_of(settings: type[BaseModel]) -> Callable[[Callable[..., None]], Cal
     without description is no option: a kind, or a constant that results record. Options that equal
     their default are not passed on, so `settings.model_fields_set` names what was chosen.
 
-    Example:
-        @app.command()
         @options_of(TraceSettings)
         def trace(hf_dir: Path, settings: TraceSettings) -> None: ...
-
-    Args:
-        settings: fields are numbers, words, paths, booleans or choices (Literal), or None.
     """
     fields = {name: field for name, field in settings.model_fields.items() if field.description}
 

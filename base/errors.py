@@ -15,6 +15,8 @@ def explain_validation(source: str, error: ValidationError) -> UserError:
         return UserError(f"{source}: unknown key '{key}'; remove it or correct its spelling")
     if problem["type"] == "missing":
         return UserError(f"{source}: key '{key}' is missing; add it")
+    if problem["type"] == "json_invalid":
+        return UserError(f"{source} is not valid JSON ({problem['ctx']['error']}); restore it")
     reason = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error" and not problem["loc"]:  # keys that do not go together
         return UserError(f"{source}: {reason}")

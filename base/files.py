@@ -59,34 +59,28 @@ def write_json(path: Path, content: Any) -> None:
         unfinished.write_text(text)
 
 
-def _claim(unfinished: Path) -> int:
-    """Make an empty directory for this process alone; return the descriptor of its lock.
+@contextmanager
+def scratch_directory(unfinished: Path) -> Iterator[Path]:
+    """Yield an empty directory of this process alone, removed at the end.
 
     What a killed process left there goes: its lock ended with it.
     """
     while True:
         unfinished.mkdir(exist_ok=True)
-        descriptor = os.open(unfinished, os.O_RDONLY)
+        lock = os.open(unfinished, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(descriptor)
+            os.close(lock)
             raise UserError(
                 f"another process is writing {unfinished}; wait until it ends and run again"
             ) from None
-        if unfinished.exists() and os.path.samestat(os.fstat(descriptor), unfinished.stat()):
+        if unfinished.exists() and os.path.samestat(os.fstat(lock), unfinished.stat()):
             break
-        os.close(descriptor)  # its writer renamed it between our mkdir and our lock
-    for left in unfinished.iterdir():
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
-    return descriptor
-
-
-@contextmanager
-def scratch_directory(unfinished: Path) -> Iterator[Path]:
-    """Yield an empty directory of this process alone, removed at the end."""
-    lock = _claim(unfinished)
+        os.close(lock)  # its writer renamed it between our mkdir and our lock
     try:
+        for left in unfinished.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         yield unfinished
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -103,15 +97,13 @@ def committed_directory(path: Path) -> Iterator[Path]:
     with scratch_directory(path.parent / f".{path.name}.partial") as unfinished:
         yield unfinished
         fsync_path(unfinished)
+        # Moved away first: a kill during removal must not leave half of it at its place.
+        replaced = unfinished.with_suffix(".replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
         if path.exists():
-            # Moved away first: a kill during removal must not leave half of it at its place.
-            replaced = unfinished.with_suffix(".replaced")
-            shutil.rmtree(replaced, ignore_errors=True)
             os.rename(path, replaced)
-            os.rename(unfinished, path)
-            shutil.rmtree(replaced)
-        else:
-            os.rename(unfinished, path)
+        os.rename(unfinished, path)
+        shutil.rmtree(replaced, ignore_errors=True)
         fsync_path(path.parent)
 
 

@@ -6,9 +6,10 @@ that it cannot run.
 
 import importlib.util
 import os
+import runpy
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pynvml
@@ -71,15 +72,11 @@ def _gpu(number: int) -> Gpu:
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
     return Gpu(
         number,
-        _text(pynvml.nvmlDeviceGetUUID(handle)),
-        _text(pynvml.nvmlDeviceGetName(handle)),
+        pynvml.nvmlDeviceGetUUID(handle),
+        pynvml.nvmlDeviceGetName(handle),
         memory.total - memory.reserved,
         memory.free,
     )
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _named(name: str, gpus: list[Gpu]) -> Gpu:
@@ -108,7 +105,7 @@ def check_torch() -> None:
     pynvml.nvmlInit()
     try:
         newest = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        driver = pynvml.nvmlSystemGetDriverVersion()
     finally:
         pynvml.nvmlShutdown()
     # Within a major version CUDA is compatible.
@@ -122,24 +119,13 @@ def check_torch() -> None:
 def _torch_version() -> Any:
     """Return torch's module `version` without importing torch, which takes seconds."""
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise UserError("torch is not installed; run 'make venv'")
-    version = importlib.util.spec_from_file_location(
-        "torch_version", Path(spec.origin).with_name("version.py")
-    )
-    assert version is not None
-    assert version.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(version)
-    version.loader.exec_module(module)
-    return module
+    assert spec
+    assert spec.origin
+    return SimpleNamespace(**runpy.run_path(str(Path(spec.origin).with_name("version.py"))))
 
 
 def choose(device: str) -> None:
-    """Make torch, not imported yet, compute on `device`: cpu hides GPUs, auto takes what there is.
-
-    Raises:
-        UserError: cuda, and torch sees no GPU.
-    """
+    """Make torch, not imported yet, compute on `device`; UserError for cuda without a GPU."""
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if device == "cuda":

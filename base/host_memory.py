@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
 # Files of cgroup v2 and of v1's memory controller: the limit, what is used, and its key for a cache
@@ -13,20 +15,15 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 def total_memory() -> int:
     """Return the bytes that this process and those beside it may use at most."""
-    return min([_meminfo("MemTotal"), *(limit for limit, _ in _limits())])
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _limits())])
 
 
 def free_memory() -> int:
     """Return the free bytes for this process and those beside it; caches count as free."""
-    return max(0, min([_meminfo("MemAvailable"), *(limit - used for limit, used in _limits())]))
-
-
-def _meminfo(name: str) -> int:
-    for line in (PROC / "meminfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return 1024 * int(value.split()[0])
-    raise LookupError(f"{PROC}/meminfo has no {name}")
+    return max(
+        0,
+        min([int(psutil.virtual_memory().available), *(limit - used for limit, used in _limits())]),
+    )
 
 
 def _limits() -> Iterator[tuple[int, int]]:
@@ -41,19 +38,11 @@ def _limits() -> Iterator[tuple[int, int]]:
             continue
         own = root / path.lstrip("/")
         for directory in (own, *own.parents):
-            yield from _limit(directory, *names)
+            limit, used, cached = (directory / name for name in (*names[:2], "memory.stat"))
             # Inside a container the path may be the host's, and only the root is there.
+            if limit.exists() and limit.read_text().strip() != "max":
+                statistics = dict(line.split() for line in cached.read_text().splitlines())
+                free = int(statistics.get(names[2], 0))
+                yield int(limit.read_text()), int(used.read_text()) - free
             if directory == root:
                 break
-
-
-def _limit(directory: Path, limit: str, used: str, cached: str) -> Iterator[tuple[int, int]]:
-    try:
-        most, now = (directory / limit).read_text().strip(), int((directory / used).read_text())
-        statistics = dict(
-            line.split() for line in (directory / "memory.stat").read_text().splitlines()
-        )
-    except FileNotFoundError:
-        return
-    if most != "max":
-        yield int(most), now - int(statistics.get(cached, 0))

@@ -2,15 +2,8 @@
 
 import sys
 import time
-from types import TracebackType
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
 from base.environment import is_rank_zero
@@ -19,11 +12,7 @@ PLAIN_LINE_EVERY_SECONDS = 10.0
 
 
 class Progress:
-    """A progress bar with ETA on a terminal, a plain line every few seconds otherwise.
-
-    >>> with Progress("export", total=2) as progress:
-    ...     progress.advance(loss=3.1)
-    """
+    """A progress bar with ETA on a terminal, a plain line every few seconds otherwise."""
 
     def __init__(self, label: str, total: int, done: int = 0) -> None:
         self.label, self.total, self.done = label, total, done
@@ -32,13 +21,13 @@ class Progress:
         self._bar: RichProgress | None = None
         if is_rank_zero() and sys.stderr.isatty():
             self._bar = RichProgress(
-                TextColumn("{task.description}"),
+                "{task.description}",
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
-                TextColumn("ETA"),
+                "ETA",
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
+                "{task.fields[note]}",
             )
             self._task = self._bar.add_task(label, total=total, completed=done, note="")
 
@@ -47,12 +36,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar:
             self._bar.stop()
 

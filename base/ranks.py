@@ -42,25 +42,25 @@ class Ranks(NamedTuple):
             dist.barrier()
 
 
-def start(device: str) -> Ranks:
-    """Join the other ranks that torchrun started, over gloo on CPUs and NCCL on GPUs.
+def own_gpu() -> torch.device:
+    """Return the GPU of this rank, made current; UserError if there is none for it."""
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if count == 0:
+        refuse_cuda()
+    if count == 1 and "SLURM_LOCALID" in os.environ:
+        index = 0  # with --gpus-per-task=1 every rank sees its own GPU as number 0
+    if index >= count:
+        raise UserError(
+            f"this machine has {count} GPUs for rank {index}; start fewer, or use --device cpu"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
-    Raises:
-        UserError: there is no GPU for the rank.
-    """
+
+def start(device: str) -> Ranks:
+    """Join the other ranks that torchrun started: gloo on CPUs, NCCL with a GPU for each."""
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    place = torch.device(device)
-    if device == "cuda":
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        found = torch.cuda.device_count()
-        if not found:
-            refuse_cuda()
-        if place.index >= found:
-            raise UserError(
-                f"--device cuda: this machine has {found} GPUs for rank {place.index}; start fewer,"
-                " or use cpu"
-            )
-        torch.cuda.set_device(place)
+    place = own_gpu() if device == "cuda" else torch.device(device)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=WAIT)
     return Ranks(rank, size, place)

@@ -1,6 +1,5 @@
 """python -m ckpt_tools: checkpoints to HF directories and back, averages, released models."""
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -19,21 +18,6 @@ app = typer.Typer(
 )
 
 
-class Dtype(StrEnum):
-    """Types that weights are written in."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class Which(StrEnum):
-    """Kinds of weights of a checkpoint."""
-
-    trained = "trained"
-    main = "main"
-
-
 @app.callback()
 def _commands() -> None:
     """Checkpoints to HF directories and back, averages, and released models."""
@@ -46,13 +30,6 @@ def export(
     ],
     into: Annotated[
         Path | None, typer.Option(help="directory that takes one HF directory per checkpoint")
-    ] = None,
-    weights: Annotated[
-        Which,
-        typer.Option(help="trained: as the model computed with them; main: the optimizer's fp32"),
-    ] = Which.trained,
-    dtype: Annotated[
-        Dtype | None, typer.Option(help="type to write; by default the stored one")
     ] = None,
 ) -> None:
     """Export checkpoints of either engine, at any layout, to verified HF directories.
@@ -71,7 +48,7 @@ def export(
         read_checkpoint_record(checkpoint)
     from ckpt_tools.export import export_all
 
-    export_all(pairs, main=weights is Which.main, dtype=dtype and dtype.value)
+    export_all(pairs)
 
 
 @app.command(name="import")

@@ -6,11 +6,12 @@ from pydantic import ValidationError
 
 from base.errors import UserError, explain_validation
 from base.frozen import fingerprint
-from ckpt_tools.formats.deepspeed_weights import MainWeights, TrainedWeights
+from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.megatron_shards import MegatronWeights
-from ckpt_tools.formats.parallel import first_damage_in_parallel
-from ckpt_tools.formats.weights import DTYPES, Weights
+from ckpt_tools.formats.parallel import verify_in_parallel
+from ckpt_tools.formats.weights import Weights, check_tensors
 from train.model.config import ModelConfig
+from train.model.families import parameter_shapes
 from train.run.config import RunConfig, load_run
 from train.run.directory import (
     CHECKPOINT_JSON,
@@ -20,7 +21,7 @@ from train.run.directory import (
 )
 
 
-def verified_record(checkpoint: Path, processes: int) -> CheckpointRecord:
+def verified_record(checkpoint: Path) -> CheckpointRecord:
     """Return the record of a checkpoint, if every file has the recorded size and hash.
 
     Nothing opens a file of a checkpoint before this has passed: sharded ones hold pickles.
@@ -29,9 +30,7 @@ def verified_record(checkpoint: Path, processes: int) -> CheckpointRecord:
         UserError: a file is missing or was changed.
     """
     record = read_checkpoint_record(checkpoint)
-    damage = first_damage_in_parallel(checkpoint, record.files, processes)
-    if damage:
-        raise UserError(f"{damage}; restore it or give another checkpoint")
+    verify_in_parallel(checkpoint, record.files, "restore it or give another checkpoint")
     return record
 
 
@@ -59,15 +58,17 @@ def model_of(checkpoint: Path, record: CheckpointRecord) -> ModelConfig:
         raise explain_validation(str(checkpoint / CHECKPOINT_JSON), error) from None
 
 
-def open_weights(checkpoint: Path, record: CheckpointRecord, *, main: bool = False) -> Weights:
-    """Open the weights of a hash-checked checkpoint, in its precision, or the optimizer's fp32.
+def open_weights(checkpoint: Path, record: CheckpointRecord) -> Weights:
+    """Open the weights of a hash-checked checkpoint, which the model computed with, by HF name.
 
     Raises:
-        UserError: its keys or shapes are not those of its model, or it has no main weights.
+        UserError: its keys or shapes are not those of its model.
     """
     model = model_of(checkpoint, record)
     if record.engine == "megatron":
-        return MegatronWeights(checkpoint, model, main=main)
-    if main:
-        return MainWeights(checkpoint, model)
-    return TrainedWeights(checkpoint, model, DTYPES[record.precision])
+        return MegatronWeights(checkpoint, model)
+    # DeepSpeed checkpoints and imports hold them whole.
+    weights, shapes = HFWeights(checkpoint), parameter_shapes(model)
+    check_tensors(weights.tensors, shapes, checkpoint, "give another checkpoint")
+    weights.tensors = {name: weights.tensors[name] for name in shapes}
+    return weights

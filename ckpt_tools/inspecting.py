@@ -1,6 +1,5 @@
 """Description of checkpoints and HF directories from their records; opens no pickle."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from base.errors import UserError
 from ckpt_tools.checkpoint import model_of, verified_record
 from ckpt_tools.formats.hf_weights import HFWeights
-from ckpt_tools.formats.parallel import default_processes, first_damage_in_parallel
+from ckpt_tools.formats.parallel import verify_in_parallel
 from ckpt_tools.hf.directory import read_lineage
 from ckpt_tools.released.download_record import read_download
 from ckpt_tools.verify import verify
@@ -43,7 +42,13 @@ def inspect(paths: list[Path], *, check: bool = False) -> None:
         except UserError as error:
             failures.append(str(error))
             continue
-        _print(description)
+        files = description.pop("files")
+        print(path)
+        for key, value in description.items():
+            shown = f"{value:,}" if isinstance(value, int) else value
+            print(f"  {key.replace('_', ' '):<15} {shown}")
+        for name, size in files.items():
+            print(f"    {size:>18,}  {name}")
     if failures:
         several = f"{len(failures)} of {len(paths)} failed: " if len(paths) > 1 else ""
         raise UserError(several + failures[0])
@@ -59,11 +64,7 @@ def _parts(path: Path) -> list[Path]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return path, kind, facts, number of parameters, bytes, and files with their sizes.
-
-    Raises:
-        UserError: it is no checkpoint or HF directory, or a JSON of it cannot be read.
-    """
+    """Return kind, facts, number of parameters, bytes, and files with their sizes."""
     if (path / CHECKPOINT_JSON).exists():
         record = read_checkpoint_record(path)
         kind, told = "checkpoint", record.model_dump(mode="json")
@@ -76,12 +77,13 @@ def describe(path: Path) -> dict[str, Any]:
         kind = f"HF directory, {origin}"
         shapes = [tensor.shape for tensor in HFWeights(path).tensors.values()]
     else:
-        state = "is no checkpoint, HF directory or run" if path.exists() else "does not exist"
-        raise UserError(f"{path} {state}; give one of RUN, RUN/checkpoints/NAME, RUN/hf/NAME")
+        raise UserError(
+            f"{path} is no checkpoint, HF directory or run; give one of RUN, RUN/checkpoints/NAME,"
+            " RUN/hf/NAME"
+        )
     files = sorted(file for file in path.rglob("*") if file.is_file())
     sizes = {str(file.relative_to(path)): file.stat().st_size for file in files}
     return {
-        "path": str(path),
         "kind": kind,
         **{key: told[key] for key in FACTS if told.get(key) is not None},
         "parameters": sum(map(math.prod, shapes)),
@@ -93,22 +95,9 @@ def describe(path: Path) -> dict[str, Any]:
 def _verdict(path: Path) -> str:
     """Return what a full check says; UserError naming the first file or parameter that is wrong."""
     if (path / CHECKPOINT_JSON).exists():
-        record = verified_record(path, default_processes())
+        record = verified_record(path)
         return f"all {len(record.files)} files are as they were written"
     download = read_download(path)
-    damage = download and first_damage_in_parallel(path, download.files, default_processes())
-    if damage:
-        raise UserError(f"{damage}; download it again")
+    if download:
+        verify_in_parallel(path, download.files, "download it again")
     return str(verify(path)["verdict"])
-
-
-def _print(description: dict[str, Any]) -> None:
-    """Print a description: a line per fact, then a line per file."""
-    print(description["path"])
-    for key, value in description.items():
-        if key not in ("path", "files"):
-            number = isinstance(value, int) and not isinstance(value, bool)
-            shown = value if isinstance(value, str) else json.dumps(value)
-            print(f"  {key.replace('_', ' '):<15} {f'{value:,}' if number else shown}")
-    for name, size in description["files"].items():
-        print(f"    {size:>18,}  {name}")

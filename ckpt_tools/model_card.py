@@ -6,7 +6,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ckpt_tools.hf.measured import Eigenvalue, Estimate, Read, Trace
+from ckpt_tools.hf.measured import Eigenvalue, Estimate, Read
 from ckpt_tools.hf.results import Result
 
 README = "README.md"
@@ -65,15 +65,7 @@ def model_card(
     results: list[Result[Any]],
     license: str,
 ) -> str:
-    """Return README.md of one revision.
-
-    Args:
-        revision: its published name.
-        run: settings of its run, as they are published.
-        lineage: as it is published.
-        results: of any kind of measurement.
-        license: its identifier on the hub.
-    """
+    """Return README.md of one revision, from the settings of its run and its published lineage."""
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -107,7 +99,7 @@ def _figures(measured: Read, prefix: str = "") -> Iterator[tuple[str, float, Any
             yield name, value, intervals.get(key)
         elif isinstance(value, Eigenvalue):
             yield name, value.value, "converged" if value.converged else "NOT converged"
-        elif isinstance(value, Estimate | Trace):
+        elif isinstance(value, Estimate):
             yield name, value.mean, value.standard_error
         elif isinstance(value, Read) and key != "interval":  # a part, such as the whole of a step
             yield from _figures(value, f"{name}: ")

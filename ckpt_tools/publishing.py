@@ -5,16 +5,20 @@ import os
 import re
 import shutil
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
-from base.files import FileRecord, committed_directory, fsync_path
+from base.files import FileRecord, committed_directory, fsync_path, write_json
 from base.frozen import NAME_PATTERN, fingerprint
 from base.progress import Progress
-from ckpt_tools.formats.parallel import default_processes, first_damage_in_parallel
-from ckpt_tools.hf.directory import LINEAGE_JSON, RESULT_JSON, read_lineage
+from ckpt_tools.formats.parallel import verify_in_parallel
+from ckpt_tools.hf.directory import (
+    CONFIGURATION_FILES,
+    RESULT_JSON,
+    read_lineage,
+    write_lineage,
+)
 from ckpt_tools.hf.results import Result, read_result
 from ckpt_tools.model_card import README, model_card
 from train.run.config import RunConfig, load_run
@@ -24,8 +28,7 @@ UNITS = {"B": 10**9, "M": 10**6, "K": 10**3}
 LEAST_UNITS = 100  # that a run of M or K ends with, so that rounding up adds at most 1% there
 STEP_SUFFIX = re.compile(r"-step\d{8,}$")
 REWRITTEN = {  # configurations in which transformers notes places
-    *("config.json", "generation_config.json"),
-    *("tokenizer_config.json", "special_tokens_map.json"),
+    *(*CONFIGURATION_FILES, "tokenizer_config.json", "special_tokens_map.json"),
 }
 PUBLISHED_OF_ENVIRONMENT = {
     *("commit", "uncommitted_changes", "python", "packages", "world_size", "threads", "started_at"),
@@ -90,9 +93,8 @@ def publish(run_dir: Path, out: Path, *, license: str = "other") -> list[Path]:
     revisions = {one.directory.resolve(): one.revision for one in exports}
     with Progress("publish", total=len(exports)) as progress:
         for one in exports:
-            written = _rewritten(one, run, run_dir.resolve(), revisions, license)
             with committed_directory(out / one.revision) as aside:
-                _link(one, aside, written)
+                _lay_out(one, aside, run, run_dir.resolve(), revisions, license)
             progress.advance()
     print(f"{len(exports)} revisions in {out}")
     return [out / one.revision for one in exports]
@@ -116,26 +118,19 @@ def _read_exports(run_dir: Path, run: RunConfig) -> list[_Export]:
 
 def _read(hf_dir: Path, run: RunConfig) -> _Export:
     lineage, files = read_lineage(hf_dir) or ({}, {})
-    if lineage.get("kind") not in ("export", "average"):
-        raise UserError(f"{hf_dir} is neither an export nor an average; move it out of hf/")
-    if lineage.get("fingerprint") != fingerprint(run) or not isinstance(lineage.get("step"), int):
-        raise UserError(f"{hf_dir} was not made from run {run.name} alone; move it out of hf/")
-    if lineage["kind"] == "export" and not lineage.get("parity"):
+    kind = lineage.get("kind")
+    proven = kind == "average" or (kind == "export" and lineage.get("parity"))
+    if not proven or lineage.get("fingerprint") != fingerprint(run) or "step" not in lineage:
         raise UserError(
-            f"{hf_dir} lacks the figures of its check against the training engine; export it again"
+            f"{hf_dir} is no proven export or average of run {run.name} alone; move it out of hf/"
         )
-    damage = first_damage_in_parallel(hf_dir, files, default_processes())
-    if damage:
-        raise UserError(f"{damage}; export it again, nothing was published")
-    average = None
-    if lineage["kind"] == "average" or lineage.get("average"):
-        average = STEP_SUFFIX.sub("", hf_dir.name)
-        if not re.match(NAME_PATTERN, average):
-            raise UserError(
-                f"{hf_dir}: '{average}' is no name for an average; rename the directory"
-            )
+    verify_in_parallel(hf_dir, files, "export it again, nothing was published")
+    averaged = kind == "average" or lineage.get("average")
+    average = STEP_SUFFIX.sub("", hf_dir.name) if averaged else None
     step, unit = lineage["step"], tokens_unit(run.total_steps * run.tokens_per_step)
     revision = published_name(step, step * run.tokens_per_step, unit=unit, average=average)
+    if not re.match(NAME_PATTERN, revision):
+        raise UserError(f"{hf_dir}: '{revision}' is no name for the hub; rename the directory")
     return _Export(hf_dir, revision, lineage, files, _results(hf_dir, files))
 
 
@@ -165,52 +160,49 @@ def _check_out(out: Path, hf: Path, exports: list[_Export], run_fingerprint: str
             )
 
 
-def _link(one: _Export, aside: Path, written: dict[str, bytes]) -> None:
-    """Link what is published unchanged, copied where no link is possible, and write the rest."""
-    for name in one.files.keys() | written.keys():
-        target = aside / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if name in written:
-            target.write_bytes(written[name])
-            fsync_path(target)
-            continue
-        source = (one.directory / name).resolve()  # a link to a symlink would be one itself
-        try:
-            os.link(source, target)
-        except OSError:
-            shutil.copyfile(source, target)
-            fsync_path(target)
-
-
-def _rewritten(
-    one: _Export, run: RunConfig, run_dir: Path, revisions: dict[Path, str], license: str
-) -> dict[str, bytes]:
-    """Return the files that are not published unchanged: without places, and the card."""
-    written = {}
-    for name in sorted(REWRITTEN & one.files.keys()):
+def _lay_out(
+    one: _Export,
+    aside: Path,
+    run: RunConfig,
+    run_dir: Path,
+    revisions: dict[Path, str],
+    license: str,
+) -> None:
+    """Link what is published unchanged, and write the rest without places, and the card."""
+    known = {name: record for name, record in one.files.items() if name not in REWRITTEN}
+    for name in known:
+        _link(one.directory / name, aside / name)
+    for name in REWRITTEN & one.files.keys():
         content = json.loads((one.directory / name).read_text())
         places = {key for key in content if key.endswith(PLACE_KEYS) and _is_place(content[key])}
-        written[name] = _json({key: content[key] for key in content if key not in places})
+        write_json(aside / name, {key: content[key] for key in content if key not in places})
     for result in one.results:
-        content = json.loads(result.path.read_text())
-        name = str(result.path.relative_to(one.directory))
-        written[name] = _json(_without_places(content, run_dir))
-    lineage = dict(one.lineage)
+        target = aside / result.path.relative_to(one.directory)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_json(target, _without_places(json.loads(result.path.read_text()), run_dir))
+    lineage = {"environment": {}} | one.lineage
     if "ingredients" in lineage:
         parent = one.directory.resolve().parent
         for held in lineage["ingredients"]:
             place = (parent / held["path"]).resolve()
             held["path"] = revisions.get(place, str(place))
     lineage["published"] = {"fingerprint": fingerprint(run), "revision": one.revision}
-    hashes = {name: record.model_dump() for name, record in one.files.items()}
-    hashes |= {
-        name: {"bytes": len(content), "sha256": sha256(content).hexdigest()}
-        for name, content in written.items()
-    }
-    lineage = _without_places(lineage, run_dir) | {"files": dict(sorted(hashes.items()))}
+    lineage = _without_places(lineage, run_dir)
+    write_lineage(aside, lineage, known)
     settings = _without_places(run.model_dump(mode="json"), run_dir)
-    card = model_card(one.revision, settings, lineage, one.results, license).encode()
-    return written | {LINEAGE_JSON: _json(lineage), README: card}
+    card = model_card(one.revision, settings, lineage, one.results, license)
+    (aside / README).write_text(card)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Link a file, or copy it where no link is possible."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    source = source.resolve()  # a link to a symlink would be one itself
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        fsync_path(target)
 
 
 def _is_place(value: Any) -> bool:
@@ -233,7 +225,3 @@ def _without_places(value: Any, run_dir: Path) -> Any:
         path = Path(value)
         return str(path.relative_to(run_dir)) if path.is_relative_to(run_dir) else path.name
     return value
-
-
-def _json(content: Any) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

@@ -11,9 +11,16 @@ import typer
 
 from base.cli import options_of, run_command
 from base.errors import UserError
-from base.files import replaced_file
-from ckpt_tools.hf.directory import RESULT_JSON, result_directories, write_result
-from curvature.compare import compare
+from base.statistics import pairs_of
+from ckpt_tools.hf import comparing
+from ckpt_tools.hf.directory import (
+    RESULT_JSON,
+    compared_results,
+    result_directories,
+    write_result,
+)
+from ckpt_tools.hf.measured import Curvature
+from ckpt_tools.hf.results import read_result
 from curvature.settings import (
     CurvatureSettings,
     HutchinsonSettings,
@@ -22,8 +29,6 @@ from curvature.settings import (
     StepSettings,
 )
 from train.data.corpus import open_corpus
-
-SLICE_PNG = "slice.png"
 
 HFDir = Annotated[Path, typer.Argument(metavar="HF_DIR", help="Full-precision model.")]
 HFDirs = Annotated[
@@ -79,7 +84,6 @@ def lanczos(
     data: Data,
     settings: LanczosSettings,
     out: Out = None,
-    dry_run: DryRun = None,
 ) -> None:
     """Write result.json: eigenvalues of both ends of the Hessian's spectrum, and its density.
 
@@ -87,7 +91,7 @@ def lanczos(
 
     Example: python -m curvature lanczos hf/step00000400 --data data/held_out
     """
-    _measure(hf_dirs, settings, data, out, dry_run)
+    _measure(hf_dirs, settings, data, out)
 
 
 def _measure(
@@ -95,15 +99,11 @@ def _measure(
     settings: CurvatureSettings,
     data: Path,
     out: Path | None,
-    dry_run: str | None,
+    dry_run: str | None = None,
 ) -> None:
     outs = [out] if out else None
     groups = result_directories(hf_dirs, "curvature", [settings.name], outs)
-    _check_inputs(data if dry_run is None else None, *hf_dirs)
-    from ckpt_tools.hf.model import read_hf_config
-
-    for hf_dir in hf_dirs:  # not after minutes on the ones before it
-        read_hf_config(hf_dir)
+    _check_models(*hf_dirs)
     if dry_run is not None:
         from ckpt_tools.hf.forward import read_config
         from curvature.cost.plan import Plan, cost_lines, estimate
@@ -113,27 +113,26 @@ def _measure(
             cost = estimate(read_config(hf_dir), settings, plan)
             typer.echo("\n".join([str(hf_dir), *cost_lines(cost, settings, plan)]))
         return
+    open_corpus(data)
     from base.ranks import start
     from curvature.measurement import measure
 
     ranks = start(settings.device)
     for hf_dir, (directory,) in zip(hf_dirs, groups, strict=True):
-        result = measure(hf_dir, settings, data, ranks, directory)
+        result = measure(hf_dir, settings, data, ranks)
         if ranks.rank == 0:
             write_result(directory, result)
             typer.echo(f"{_in_words(result['measured'])}  -> {directory / RESULT_JSON}")
 
 
-def _check_inputs(data: Path | None, *hf_dirs: Path) -> None:
-    """Raise UserError for a text or a model that is not there."""
+def _check_models(*hf_dirs: Path) -> None:
+    """Raise UserError for a model that is not there."""
     for hf_dir in hf_dirs:
         if not (hf_dir / "config.json").is_file():
             raise UserError(
                 f"{hf_dir / 'config.json'} does not exist; give an HF directory made by 'python -m"
                 " ckpt_tools export'"
             )
-    if data:
-        open_corpus(data)
 
 
 def _in_words(measured: dict[str, Any]) -> str:
@@ -173,7 +172,8 @@ def step(
             f"{taken.pop()} holds the result to be explained, which would be lost; give another"
             " --out"
         )
-    _check_inputs(data, hf_dir)
+    _check_models(hf_dir)
+    open_corpus(data)
     from base.ranks import start
     from curvature.step.measurement import measure
 
@@ -200,7 +200,7 @@ def slice_(
     settings: SliceSettings,
     out: Out = None,
 ) -> None:
-    """Write result.json and slice.png: the loss on the plane through three models.
+    """Write result.json: the loss on the plane through three models.
 
     They are HF_DIR, the checkpoint before and the quantized HF_DIR (arXiv:2510.06213). Distances in
     the plane are Euclidean. Under torchrun all processes share the points.
@@ -210,27 +210,58 @@ def slice_(
     """
     names, outs = [f"slice-{quantized.resolve().name}"], [out] if out else None
     ((directory,),) = result_directories([hf_dir], "curvature", names, outs)
-    _check_inputs(data, hf_dir, previous)
+    _check_models(hf_dir, previous)
+    open_corpus(data)
     from base.ranks import start
-    from curvature.slices.figure import draw_slice
-    from curvature.slices.measurement import Ends, measure
+    from curvature.slices.measurement import measure
 
     ranks = start(settings.device)
-    result = measure(hf_dir, settings, data, Ends(previous, quantized), ranks)
+    result = measure(hf_dir, previous, quantized, settings, data, ranks)
     if ranks.rank == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        with replaced_file(directory / SLICE_PNG) as aside:
-            draw_slice(result).savefig(aside, format="png", metadata={"Software": None})
         write_result(directory, result)
         for point in result["measured"]["points"][1:]:
             typer.echo(
                 f"{point['name']} at ({point['x']:.4g}, {point['y']:.4g}): {point['increase']:+.4g}"
                 f" +- {point['increase_standard_error']:.2g} nats/token over the base"
             )
-        typer.echo(f"-> {directory / RESULT_JSON}, {SLICE_PNG}")
+        typer.echo(f"-> {directory / RESULT_JSON}")
 
 
-app.command()(compare)
+@app.command()
+def compare(
+    results: comparing.Results,
+    pairs: comparing.Pairs = "baseline",
+    out: comparing.Out = None,
+) -> None:
+    """Compare traces of the same microbatches and probes: differences, paired intervals, tests.
+
+    The verdict on a pair is by its p-value after Holm's correction over all pairs of the call; the
+    95% intervals are not corrected.
+
+    Example: python -m curvature compare run/hf/step*/curvature/hutchinson --pairs successive
+    """
+    paths = compared_results(results)
+    from curvature import paired_traces
+    from curvature.trace.hutchinson import TRACE_UNIT
+
+    read = [read_result(path, Curvature) for path in paths]
+    level = comparing.LEVEL
+    comparisons = paired_traces.compare(read, pairs_of(len(read), pairs), level=level)
+    comparing.report(
+        read,
+        comparisons,
+        {
+            "figure": "trace",
+            "unit": TRACE_UNIT,
+            "pairing": pairs,
+            "level": level,
+            "method": paired_traces.METHOD,
+        },
+        paired_traces.NOTE,
+        out,
+        error=[each.difference.standard_error for each in comparisons],
+        unpaired=[each.unpaired_standard_error for each in comparisons],
+    )
 
 
 if __name__ == "__main__":

@@ -18,9 +18,20 @@ from train.data.corpus import check_vocabulary, open_corpus
 class Batches:
     """Packed sequences of a token file in the order of a seed; none comes twice.
 
+    Args:
+        prefix: of the token files.
+        config: of the model.
+        sequence_length: S; None is the model's context.
+        seed: of the order of the sequences.
+        needed: sequences that will be read.
+
     Attributes:
         sequence_length: S.
         described: the text, as results name it.
+
+    Raises:
+        UserError: the text is of another vocabulary or too short, or the sequences are too long for
+            the model.
     """
 
     def __init__(
@@ -32,19 +43,6 @@ class Batches:
         seed: int,
         needed: int,
     ) -> None:
-        """Open a text of which `needed` sequences will be read.
-
-        Args:
-            prefix: of the token files.
-            config: of the model.
-            sequence_length: S; None is the model's context.
-            seed: of the order of the sequences.
-            needed: their number.
-
-        Raises:
-            UserError: the text is of another vocabulary or too short, or the sequences are too long
-                for the model.
-        """
         self._corpus, self._seed = open_corpus(prefix, verify_hashes=True), seed
         check_vocabulary(self._corpus, config.vocab_size)
         self.sequence_length = length = checked_length(config, sequence_length)

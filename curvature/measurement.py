@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from base.ranks import Ranks
-from curvature.cost.memory import check_room, guard_bytes
+from curvature.cost.memory import check_room
 from curvature.opened import open_model
 from curvature.settings import CurvatureSettings, HutchinsonSettings
 from curvature.spectrum.fixed_batch import measure_spectrum, measure_top
+from curvature.trace.hutchinson import TRACE_UNIT
 from curvature.trace.pairs import measure_traces
 
-TRACE_UNIT = "nats per token per squared parameter unit"
 UNITS = {
     "loss": "nats per token",
     "trace, block_traces, tensor_traces, norm_traces, gauss_newton_trace, fisher_trace": TRACE_UNIT,
@@ -36,20 +36,9 @@ def needed_sequences(settings: CurvatureSettings) -> int:
 
 
 def measure(
-    hf_dir: Path,
-    settings: CurvatureSettings,
-    data_prefix: Path,
-    ranks: Ranks,
-    directory: Path | None = None,
+    hf_dir: Path, settings: CurvatureSettings, data_prefix: Path, ranks: Ranks
 ) -> dict[str, Any]:
-    """Return the content of result.json; write nothing but the top vector, where it is kept.
-
-    Args:
-        hf_dir: the model.
-        settings: of the measurement.
-        data_prefix: of the text's token files.
-        ranks: the processes.
-        directory: of the result, which takes the top vector.
+    """Return the content of result.json; write nothing.
 
     Raises:
         UserError: model, text, settings and ranks do not fit, a loss is not finite, or the guard
@@ -60,13 +49,13 @@ def measure(
         opened = open_model(hf_dir, settings, data_prefix, ranks, needed=needed_sequences(settings))
     entries = opened.hessian.parameters.size // (ranks.size if settings.sharding == "fsdp" else 1)
     place = torch.device("cpu") if settings.vectors == "host" else ranks.device
-    check_room(settings, entries, place, guard_bytes(place))
+    check_room(settings, entries, place)
     if isinstance(settings, HutchinsonSettings):
         with _timed(seconds, "traces"):
             measured = measure_traces(opened, settings)
         if settings.lambda_max:
             with _timed(seconds, "lambda_max"):
-                measured |= measure_top(opened, settings, directory)
+                measured |= measure_top(opened, settings)
     else:
         with _timed(seconds, "spectrum"):
             measured = measure_spectrum(opened, settings)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from base.environment import environment
-from base.errors import UserError
 from base.ranks import Ranks
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.forward import read_config
@@ -19,7 +18,7 @@ from curvature.architectures import architecture_of
 from curvature.batches import Batches
 from curvature.cost.memory import check_loading
 from curvature.products.exact import DualHessian
-from curvature.products.finite_difference import RELATIVE_CHANGE, DifferenceHessian
+from curvature.products.finite_difference import RELATIVE_CHANGE, difference_product
 from curvature.products.guard import check_product
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
@@ -84,10 +83,6 @@ def open_model(
         UserError: model, text, settings and ranks do not fit, or the guard refuses.
     """
     sharded = settings.sharding == "fsdp"
-    if needed < ranks.size:
-        raise UserError(
-            f"{needed} sequences are fewer than {ranks.size} ranks; start fewer, or measure on more"
-        )
     identity = identify(hf_dir) if ranks.rank == 0 else {}  # which hashes every file
     config = read_config(hf_dir)
     architecture_of(config)  # refused before the weights are read
@@ -113,11 +108,12 @@ def open_model(
         vectors=torch.device("cpu") if settings.vectors == "host" else None,
     )
     hessian = DualHessian(model)
+    first_BS1 = batches.number(0, settings.microbatch_sequences)
+    sketch = CountSketch(model.parameters, Probe(settings.seed, 0))
     guard = check_product(
-        hessian,
-        DifferenceHessian(model),
-        batches.number(0, settings.microbatch_sequences),
-        CountSketch(model.parameters, Probe(settings.seed, 0)),
+        hessian.sketched(first_BS1, sketch),
+        difference_product(model, first_BS1, sketch),
+        sketch,
         settings.dtype,
     )
     return Opened(identity, settings, model, hessian, batches, Sharing(ranks, sharded), guard)

@@ -1,6 +1,5 @@
 """Settings of the measurements, a class for each command; what is excluded decides no number."""
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -10,7 +9,6 @@ from base.frozen import Frozen
 Count = Annotated[int, Field(ge=1)]
 Several = Annotated[int, Field(ge=2)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-OF_LAMBDA_MAX = ("fixed_sequences", "max_iterations", "tolerance", "warm_start", "keep_top_vector")
 
 
 class ProductSettings(Frozen):
@@ -60,24 +58,6 @@ class HutchinsonSettings(ProductSettings):
     tolerance: float = Field(
         default=1e-2, gt=0, description="|Hx - lambda x| / |lambda| that counts as converged"
     )
-    warm_start: Path | None = Field(
-        default=None,
-        exclude=True,
-        description="result of the checkpoint before, whose top vector the iteration starts from",
-    )
-    keep_top_vector: bool = Field(
-        default=False,
-        exclude=True,
-        description="write top_vector.safetensors, 4 bytes a weight, for that",
-    )
-
-    @model_validator(mode="after")
-    def _lambda_max_is_measured(self) -> Self:
-        for name in OF_LAMBDA_MAX:
-            if not self.lambda_max and name in self.model_fields_set:
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option} is of lambda_max; leave it or --no-lambda-max out")
-        return self
 
 
 class LanczosSettings(ProductSettings):

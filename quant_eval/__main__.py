@@ -4,6 +4,8 @@ What brings torch is imported where it is needed: that takes seconds, too long f
 input, or a result that is there already.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,17 +13,20 @@ import typer
 
 from base.cli import one_process_only, options_of, run_command
 from base.environment import is_rank_zero
-from ckpt_tools.hf.directory import result_directories, write_result
+from base.errors import UserError
+from base.statistics import pairs_of
+from ckpt_tools.hf.comparing import LEVEL, Out, Pairs, Results, report
+from ckpt_tools.hf.directory import compared_results, result_directories, write_result
 from ckpt_tools.hf.measured import Accuracy, Quantization, Tasks
 from ckpt_tools.hf.model import read_hf_config
 from ckpt_tools.hf.results import Result, read_result
-from quant_eval.compare_command import compare_command
+from quant_eval.compare import FIGURES, METHOD, compare
 from quant_eval.kept import kept_run, kept_tasks
+from quant_eval.measuring.statistics import UNITS
 from quant_eval.methods import METHODS
 from quant_eval.model.families import ARCHITECTURES
-from quant_eval.settings import RunSettings
-from quant_eval.specs import EXAMPLES, parse_spec
-from quant_eval.tasks.settings import TaskSettings
+from quant_eval.settings import RunSettings, TaskSettings
+from quant_eval.specs import EXAMPLES, QuantSpec, parse_spec
 from train.data.corpus import open_corpus
 
 app = typer.Typer(
@@ -31,6 +36,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+BOOTSTRAP: Any = {"samples": 10_000, "level": LEVEL, "seed": 0}  # over documents
 Models = Annotated[list[Path], typer.Argument(help="HF directories, measured one after the other.")]
 Specs = Annotated[
     list[str], typer.Option(help="What to quantize with, such as gptq-b3-g128. Repeatable.")
@@ -66,34 +72,23 @@ def run(
     """
     specs = [parse_spec(text) for text in spec]
     outs = result_directories(hf_dirs, "quant", [one.name for one in specs], out)
-    contexts = [_context(hf_dir) for hf_dir in hf_dirs]
+    for hf_dir in hf_dirs:
+        read_hf_config(hf_dir, ARCHITECTURES)
     texts = open_corpus(settings.calibration), open_corpus(settings.eval)
-    todo = []
-    for hf_dir, context, directories in zip(hf_dirs, contexts, outs, strict=True):
-        pending = []
-        for one, directory in zip(specs, directories, strict=True):
-            kept = kept_run(directory, hf_dir, context, one, settings, texts)
-            if kept is None:
-                pending.append((one, directory))
-            else:
-                _print_losses(kept, "kept, measured before")
-        if pending:
-            todo.append((hf_dir, pending))
+    todo = _pending(hf_dirs, specs, outs, partial(kept_run, settings=settings, texts=texts))
     if not todo:
         return
 
     from base.ranks import start
-    from quant_eval.measuring.measurement import Request, measure
+    from quant_eval.measuring.measurement import measure
 
     ranks = start(settings.device)
-    for hf_dir, pending in todo:
-        request = Request(
-            hf_dir, tuple(one for one, _ in pending), tuple(place for _, place in pending), settings
-        )
-        for directory, content in zip(request.outs, measure(request, ranks), strict=True):
+    for hf_dir, chosen, directories in todo:
+        contents = measure(hf_dir, chosen, directories, settings, ranks)
+        for directory, content in zip(directories, contents, strict=True):
             if ranks.rank == 0:
                 write_result(directory, content)
-                _print_losses(read_result(directory, Quantization), "measured")
+                _show(read_result(directory, Quantization), "measured")
 
 
 @app.command()
@@ -110,19 +105,10 @@ def tasks(hf_dirs: Models, spec: Specs, settings: TaskSettings) -> None:
     outs = result_directories(hf_dirs, "tasks", [one.name for one in specs], None)
     one_process_only("quant_eval tasks")
     for hf_dir in hf_dirs:
-        _context(hf_dir)
+        read_hf_config(hf_dir, ARCHITECTURES)
     calibration = open_corpus(settings.calibration)
-    todo = []
-    for hf_dir, directories in zip(hf_dirs, outs, strict=True):
-        pending = []
-        for one, directory in zip(specs, directories, strict=True):
-            kept = kept_tasks(directory, hf_dir, one, settings, calibration)
-            if kept is None:
-                pending.append((one, directory))
-            else:
-                _print_accuracies(kept, "kept, measured before")
-        if pending:
-            todo.append((hf_dir, pending))
+    kept = partial(kept_tasks, settings=settings, calibration=calibration)
+    todo = _pending(hf_dirs, specs, outs, kept)
     if not todo:
         return
 
@@ -130,11 +116,11 @@ def tasks(hf_dirs: Models, spec: Specs, settings: TaskSettings) -> None:
     from quant_eval.tasks.measurement import measure
 
     loaded = load_tasks(settings)
-    for hf_dir, pending in todo:
-        contents = measure(hf_dir, [one for one, _ in pending], loaded, settings)
-        for (_, directory), content in zip(pending, contents, strict=True):
+    for hf_dir, chosen, directories in todo:
+        contents = measure(hf_dir, chosen, loaded, settings)
+        for directory, content in zip(directories, contents, strict=True):
             write_result(directory, content)
-            _print_accuracies(read_result(directory, Tasks), "measured")
+            _show(read_result(directory, Tasks), "measured")
 
 
 @app.command()
@@ -153,32 +139,69 @@ def methods() -> None:
     print(f"\nexamples: {EXAMPLES}")
 
 
-app.command("compare")(compare_command)
+@app.command("compare")
+def compare_command(
+    results: Results,
+    figure: Annotated[
+        str, typer.Option(help="Of the results, such as kl_divergence.")
+    ] = "relative_error",
+    pairs: Pairs = "baseline",
+    out: Out = None,
+) -> None:
+    """Compare results on the same documents: differences, paired intervals, corrected tests.
+
+    The verdict on a pair is by its p-value after Holm's correction over all pairs of the call; the
+    95% intervals are not corrected.
+
+    Example: python -m quant_eval compare run/hf/step*/quant/gptq-b3-g128 --figure kl_divergence
+    """
+    if figure not in FIGURES:
+        raise UserError(f"no figure is called '{figure}'; take one of {', '.join(FIGURES)}")
+    read = [read_result(path, Quantization) for path in compared_results(results)]
+    comparisons = compare(read, pairs_of(len(read), pairs), figure, **BOOTSTRAP)
+    settings = {"figure": figure, "unit": UNITS[figure], "pairing": pairs, "method": METHOD}
+    sources = " or of ".join(sorted({each.sources for each in comparisons}))
+    note = f"Intervals cover the draw of {sources}."
+    report(read, comparisons, settings | BOOTSTRAP, note, out)
 
 
-def _context(hf_dir: Path) -> int:
-    """Return the tokens that a model sees at most; UserError for one that is not measured."""
-    config = read_hf_config(hf_dir, ARCHITECTURES)
-    return int(config.get("max_position_embeddings", 0))
+def _pending(
+    hf_dirs: list[Path],
+    specs: list[QuantSpec],
+    outs: list[list[Path]],
+    kept: Callable[[Path, Path, QuantSpec], Result[Any] | None],
+) -> list[tuple[Path, list[QuantSpec], list[Path]]]:
+    """Return what is to be measured of each model, and where; what is kept is printed."""
+    todo = []
+    for hf_dir, directories in zip(hf_dirs, outs, strict=True):
+        pending, places = [], []
+        for spec, directory in zip(specs, directories, strict=True):
+            result = kept(directory, hf_dir, spec)
+            if result is None:
+                pending.append(spec)
+                places.append(directory)
+            else:
+                _show(result, "kept, measured before")
+        if pending:
+            todo.append((hf_dir, pending, places))
+    return todo
 
 
-def _print_losses(result: Result[Quantization], how: str) -> None:
+def _show(result: Result[Any], how: str) -> None:
     if not is_rank_zero():
         return
+    print(f"{result.spec.name} of {result.model.path}: {how}, {result.path}")
     measured = result.measured
-    _print_head(result, how)
-    print(
-        f"  loss {measured.cross_entropy:.4f} -> {measured.cross_entropy_quantized:.4f} nats per"
-        f" token, relative error {_interval(measured, 'relative_error')},"
-        f" KL {_interval(measured, 'kl_divergence')}"
-    )
-
-
-def _print_accuracies(result: Result[Tasks], how: str) -> None:
-    _print_head(result, how)
-    rows = result.measured.tasks
-    if result.measured.mean and len(rows) > 1:
-        rows = rows | {"mean": result.measured.mean}
+    if isinstance(measured, Quantization):
+        print(
+            f"  loss {measured.cross_entropy:.4f} -> {measured.cross_entropy_quantized:.4f} nats"
+            f" per token, relative error {_interval(measured, 'relative_error')},"
+            f" KL {_interval(measured, 'kl_divergence')}"
+        )
+        return
+    rows = measured.tasks
+    if measured.mean and len(rows) > 1:
+        rows = rows | {"mean": measured.mean}
     for name, row in rows.items():
         print(
             f"  {name}: accuracy {row.accuracy:.4f} -> {row.accuracy_quantized:.4f},"
@@ -186,12 +209,7 @@ def _print_accuracies(result: Result[Tasks], how: str) -> None:
         )
 
 
-def _print_head(result: Result[Any], how: str) -> None:
-    print(f"{result.spec.name} of {result.model.path}: {how}, {result.path}")
-
-
 def _interval(measured: Quantization | Accuracy, figure: str) -> str:
-    """Return a figure with its interval."""
     interval = measured.intervals.get(figure)
     bounds = f" [{interval[0]:.4g}, {interval[1]:.4g}]" if interval else ""
     return f"{getattr(measured, figure):.4g}{bounds}"

@@ -13,7 +13,7 @@ from base.errors import UserError
 from base.statistics import Verdict, holm, verdict_of
 from ckpt_tools.hf.measured import PerDocument, Quantization
 from ckpt_tools.hf.results import Result, labels
-from quant_eval.measuring.bootstrap import CalibrationDraws, Floats, Resampled, Statistic, resample
+from quant_eval.measuring.bootstrap import CalibrationDraws, Floats, Statistic, resample
 from quant_eval.measuring.statistics import fractions
 from quant_eval.methods import METHODS
 
@@ -71,17 +71,8 @@ def compare(
     mean. It counts the part that documents show of it too, which is on the wide side: a result does
     not say how the draws moved each document.
 
-    Args:
-        results: of the same documents.
-        pairs: places of the first and the second of each pair.
-        figure: one of `FIGURES`.
-        samples: resamples of the documents.
-        level: coverage of the intervals.
-        seed: of the bootstrap.
-
-    Raises:
-        UserError: two results are not comparable, or `samples` cannot show any of so many pairs to
-            differ.
+    `pairs` are places of two results each, `figure` is one of `FIGURES`. UserError if two results
+    are not comparable, or `samples` cannot show any of so many pairs to differ.
     """
     least = math.ceil(len(pairs) / (1 - level) - 1e-9) - 1
     if samples < least:
@@ -96,32 +87,27 @@ def compare(
             draws.append(_draws(results[first], results[second], figure))
         except UserError as error:
             raise UserError(f"{named[first]} and {named[second]}: {error}") from None
-    resampled = resample(statistics, [_spread(one) for one in draws], samples=samples, seed=seed)
-    differences = [_difference(one, level) for one in resampled]
-    adjusted = holm([difference.p_value for difference in differences])
+    resampled = resample(statistics, draws, samples=samples, seed=seed)
+    adjusted = holm([one.p_value() for one in resampled])
     comparisons = []
-    for (first, second), statistic, difference, draw, p in zip(
-        pairs, statistics, differences, draws, adjusted, strict=True
+    for (first, second), statistic, one, draw, p in zip(
+        pairs, statistics, resampled, draws, adjusted, strict=True
     ):
         (a_D, b_D), (c_D, d_D) = statistic.ratios
+        low, high = one.interval(level)
         comparisons.append(
             Comparison(
                 first,
                 second,
                 first_value=float(c_D.sum() / d_D.sum()),
                 second_value=float(a_D.sum() / b_D.sum()),
-                difference=difference,
+                difference=Difference(one.value, low, high, one.p_value()),
                 sources="documents and calibration draws" if draw else "documents",
                 p_adjusted=p,
-                verdict=verdict_of(difference.value, p, level),
+                verdict=verdict_of(one.value, p, level),
             )
         )
     return comparisons
-
-
-def _difference(resampled: Resampled, level: float) -> Difference:
-    low, high = resampled.interval(level)
-    return Difference(resampled.value, low, high, resampled.p_value())
 
 
 def _paired(first: Result[Quantization], second: Result[Quantization], figure: str) -> Statistic:
@@ -137,39 +123,32 @@ def _paired(first: Result[Quantization], second: Result[Quantization], figure: s
                 f"they were measured with different settings: {key} of the evaluation is"
                 f" {value!r:.20} and {settings[1].get(key)!r:.20}; measure one of them again"
             )
-    return _statistic(first.measured.per_document, second.measured.per_document, figure)
-
-
-def _statistic(first: PerDocument, second: PerDocument, figure: str) -> Statistic:
-    if first.document != second.document:
+    ours, theirs = first.measured.per_document, second.measured.per_document
+    if (ours.document, ours.tokens) != (theirs.document, theirs.tokens):
         raise UserError(
             "they hold other documents; measure both with the same --eval and --eval-tokens"
         )
-    if first.tokens != second.tokens:
-        raise UserError(
-            "their documents have other numbers of tokens; measure both on the same --eval"
-        )
-    if len(first.document) < 2:
+    if len(ours.document) < 2:
         raise UserError("a paired comparison needs at least 2 documents; measure both on more text")
-    return Statistic(figure, fraction(second, figure), fraction(first, figure))
+    return Statistic(figure, fraction(theirs, figure), fraction(ours, figure))
 
 
 def fraction(per_document: PerDocument, figure: str) -> tuple[Floats, Floats]:
     """Return numerator and denominator of the figure, each [D]."""
     sums = [np.asarray(getattr(per_document, key), dtype=np.float64) for key in SUMS]
     for key, values_D in zip(SUMS, sums, strict=True):
-        if len(values_D) != len(per_document.document):
-            raise UserError(f"'{key}' does not have a value for every document; measure again")
-        if not np.isfinite(values_D).all():
-            raise UserError(f"'{key}' of a document is not finite; measure again")
+        if len(values_D) != len(per_document.document) or not np.isfinite(values_D).all():
+            raise UserError(f"'{key}' is not finite, or missing, of a document; measure again")
     numerator_D, denominator_D = fractions(*sums)[figure]
     if denominator_D.sum() <= 0:
         raise UserError("there is nothing to divide by, the loss is 0; measure on other text")
     return numerator_D, denominator_D
 
 
-def _draws(first: Result[Quantization], second: Result[Quantization], figure: str) -> list[float]:
-    """Return differences of the figure per calibration draw; none for results of a single draw.
+def _draws(
+    first: Result[Quantization], second: Result[Quantization], figure: str
+) -> CalibrationDraws | None:
+    """Return what calibration draws add to the error; None for results of a single draw.
 
     Draw k of both is paired: right where it was the same text for both, and not wrong where it was
     not.
@@ -177,7 +156,7 @@ def _draws(first: Result[Quantization], second: Result[Quantization], figure: st
     given = [_values(result, figure) for result in (first, second)]
     counts = {len(values) for values in given if values}
     if not counts:
-        return []
+        return None
     if len(counts) > 1 or any(
         not values and METHODS[result.spec.method].needs_calibration  # type: ignore[index]
         for result, values in zip((first, second), given, strict=True)
@@ -187,7 +166,8 @@ def _draws(first: Result[Quantization], second: Result[Quantization], figure: st
             " both with the same --calibration-seeds"
         )
     of_first, of_second = (np.array(values or [0.0]) for values in given)  # 0: no draw moves it
-    return list((of_second - of_first).tolist())
+    moved = of_second - of_first
+    return CalibrationDraws(float(np.std(moved, ddof=1)) / math.sqrt(len(moved)), len(moved))
 
 
 def _values(result: Result[Quantization], figure: str) -> list[float]:
@@ -199,13 +179,3 @@ def _values(result: Result[Quantization], figure: str) -> list[float]:
     if drawn is None or not np.isfinite(drawn.values).all():
         raise UserError(f"one has no {figure} for every calibration draw; measure it again")
     return drawn.values
-
-
-def _spread(draws: Sequence[float]) -> CalibrationDraws | None:
-    if not draws:
-        return None
-    if len(draws) == 1:
-        raise UserError(
-            "one calibration draw says nothing of how draws vary; give two or more, or none"
-        )
-    return CalibrationDraws(float(np.std(draws, ddof=1)) / math.sqrt(len(draws)), len(draws))

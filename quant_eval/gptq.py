@@ -42,10 +42,8 @@ def row_output_errors(
     weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return (w - wq) H (w - wq)^T, GPTQ's objective (eq. 1), and w H w^T of each row, [O]."""
-    errors, wholes = (
-        [weight_OI.new_empty(0, dtype=torch.float64)],
-        [weight_OI.new_empty(0, dtype=torch.float64)],
-    )
+    none_O = weight_OI.new_empty(0, dtype=torch.float64)
+    errors, wholes = [none_O], [none_O]
     for weight_CI, quantized_CI in zip(
         weight_OI.split(CHUNK_ROWS), quantized_OI.split(CHUNK_ROWS), strict=True
     ):
@@ -56,34 +54,20 @@ def row_output_errors(
     return torch.cat(errors), torch.cat(wholes)
 
 
-def relative_output_error(weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor) -> float:
-    """||(W - Wq) X||_F^2 / ||W X||_F^2 = tr((W - Wq) H (W - Wq)^T) / tr(W H W^T); dimensionless.
-
-    GPTQ's objective on the undamped H = X X^T, normalised so that layers compare.
-    """
-    error_O, whole_O = row_output_errors(weight_OI, quantized_OI, hessian_II)
-    return float(error_O.sum() / whole_O.sum())
-
-
 def prepare(hessian_II: Tensor, spec: QuantSpec, name: str) -> Preparation:
     """The order of the columns and the factor of the damped inverse Hessian.
 
     Order: `actorder` by falling diag(H); `groupaware` (arXiv:2505.14638) whole groups by their
-        largest diag(H), and by
-    falling diag(H) within a group, as in gptqmodel 7.6; ties in natural order.
+    largest diag(H), and by falling diag(H) within a group, as in gptqmodel 7.6; ties in natural
+    order.
 
     Dead columns, where H_ii = 0: the objective does not depend on their weights. The zero is
     replaced by the mean of the live diagonal. The authors' code and gptqmodel take 1 instead,
     before they damp and order; that depends on the unit of H, in which the two differ. Here neither
     damping nor order sees dead columns: they come last.
 
-    Args:
-        hessian_II: X X^T over the calibration tokens, float64; its scale is free.
-        spec: group size, order and damping are read.
-        name: what an error calls this weight.
-
-    Raises:
-        UserError: H holds no live column, or is not positive definite; nothing else is tried.
+    The scale of H = X X^T, float64, is free. UserError, which calls the weight `name`, if H holds
+    no live column, or is not positive definite; nothing else is tried.
     """
     assert spec.damping is not None
     diagonal_I = hessian_II.diagonal()
@@ -152,18 +136,15 @@ def gptq(weight_OI: Tensor, preparation: Preparation, spec: QuantSpec) -> Rounde
     be computed apart: on a CPU every row comes out the same, bit for bit.
 
     Groups: with `actorder` they are formed along the order, as in the authors' code, so a group is
-        no range of input
-    features; otherwise a group is. With static groups all grids are fitted to the given weight, and
-    a group is a range of input features in any order. Else a group's grid is fitted when its first
-    column is reached, to weights that carry the corrections of all columns of earlier blocks of 128
-    columns, but not of the same block: the authors' code and gptqmodel do so too, and without it
-    groups of less than 128 would have other scales than theirs.
+    no range of input features; otherwise a group is. With static groups all grids are fitted to the
+    given weight, and a group is a range of input features in any order. Else a group's grid is
+    fitted when its first column is reached, to weights that carry the corrections of all columns of
+    earlier blocks of 128 columns, but not of the same block: the authors' code and gptqmodel do so
+    too, and without it groups of less than 128 would have other scales than theirs.
 
     Dead columns are set to 0, before the grids of groups are fitted, but after the one grid of a
-    whole row: also as in both.
-
-    Raises:
-        UserError: a weight is not finite, or a scale is beyond the spec's format.
+    whole row: also as in both. UserError if a weight is not finite, or a scale is beyond the spec's
+    format.
     """
     num_outputs, num_inputs = weight_OI.shape
     group_size, order_I = spec.group_size or num_inputs, preparation.order_I

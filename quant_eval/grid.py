@@ -1,8 +1,8 @@
 """The uniform grid a group of weights is rounded to, and rounding to the nearest point of it (RTN).
 
 Shapes: O output features (rows), I input features, G groups of a row, K weights that share a scale.
-    What shares a scale
-lies along the first dimension, so one group [K, O] and all groups [K, O, G] use the same code.
+What shares a scale lies along the first dimension, so one group [K, O] and all groups [K, O, G] use
+the same code.
 """
 
 from dataclasses import dataclass
@@ -60,10 +60,9 @@ def fit_grid(weights: Tensor, spec: QuantSpec) -> Grid:
     """The min-max grid of each group of fp32 weights [K, ...].
 
     Symmetric: scale = 2 max|w| / (2^bits - 1) and zero = 2^(bits - 1), the convention of AutoGPTQ
-        and gptqmodel: the
-    positive end lies half a step inside max|w|, the negative end half a step outside. Asymmetric:
-    from min(w, 0) to max(w, 0), so that zero is a grid point. A group of zeros gets the grid of
-    [-1, 1], as there; it rounds to zeros.
+    and gptqmodel: the positive end lies half a step inside max|w|, the negative end half a step
+    outside. Asymmetric: from min(w, 0) to max(w, 0), so that zero is a grid point. A group of zeros
+    gets the grid of [-1, 1], as there; it rounds to zeros.
 
     Scales are cut to fp32 or fp16, towards zero: the weight -max|w| of a symmetric group lies
     midway between two points, and so it always takes the outer one, instead of the one that
@@ -91,11 +90,7 @@ def fit_grid(weights: Tensor, spec: QuantSpec) -> Grid:
 
 
 def round_to_nearest(weight_OI: Tensor, spec: QuantSpec) -> Rounded:
-    """RTN: every weight goes to the nearest point of its own group's grid.
-
-    Raises:
-        UserError: a weight is not finite, or a scale is beyond the spec's format.
-    """
+    """RTN: every weight goes to the nearest point of its own group's grid."""
     num_outputs, num_inputs = weight_OI.shape
     group_size = spec.group_size or num_inputs
     weight_KOG = weight_OI.float().reshape(num_outputs, -1, group_size).permute(2, 0, 1)
@@ -115,16 +110,11 @@ def check_scales(scales: Tensor, weight_OI: Tensor, spec: QuantSpec) -> None:
     """Refuse unusable scales; the message says whether weights or the format are at fault."""
     if bool(scales.isfinite().all()):
         return
-    if not bool(weight_OI.isfinite().all()):
-        raise UserError(
-            "weights hold NaN or infinity; check the checkpoint with"
-            " 'python -m ckpt_tools inspect --verify'"
-        )
-    if spec.scales == "fp16":
+    if spec.scales == "fp16" and bool(weight_OI.isfinite().all()):
         raise UserError(
             f"spec {spec.name}: fp16 cannot hold the scale of every group; use a spec without -s16"
         )
     raise UserError(
-        f"spec {spec.name}: fp32 cannot hold the scale of every group; check the checkpoint's"
-        " weights"
+        "weights hold NaN or infinity, or overflow; check the checkpoint with"
+        " 'python -m ckpt_tools inspect --verify'"
     )

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from base.errors import UserError
 
-CHUNK_TOKENS = (
-    1024  # cast to float64 at a time: enough to multiply at full speed, and a small buffer
-)
+# Cast to float64 at a time: enough to multiply at full speed, and a small buffer.
+CHUNK_TOKENS = 1024
 MIN_BLOCK_COLUMNS = 64
 
 
@@ -47,11 +46,7 @@ class InputHessian:
                 )
 
     def mean(self, name: str) -> Tensor:
-        """X X^T / tokens, symmetric float64 [I, I].
-
-        Raises:
-            UserError: an input of `name` is not finite.
-        """
+        """X X^T / tokens, symmetric float64 [I, I]; UserError if one of `name` is not finite."""
         assert self.tokens
         mean_II = self.sum_II / self.tokens
         for block in self._blocks:

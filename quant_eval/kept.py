@@ -10,11 +10,10 @@ from base.errors import UserError
 from base.files import sha256_of
 from ckpt_tools.hf.directory import DENSE_JSON, LINEAGE_JSON
 from ckpt_tools.hf.measured import Quantization, Tasks
-from ckpt_tools.hf.model import identify
+from ckpt_tools.hf.model import identify, read_hf_config
 from ckpt_tools.hf.results import Kind, Result, read_result
-from quant_eval.settings import CHECKPOINT, RunSettings
+from quant_eval.settings import CHECKPOINT, RunSettings, TaskSettings
 from quant_eval.specs import QuantSpec
-from quant_eval.tasks.settings import TaskSettings
 from train.data.corpus import Corpus
 
 PLACES = ("prefix", "path")  # of texts, which may have moved
@@ -23,21 +22,15 @@ PLACES = ("prefix", "path")  # of texts, which may have moved
 def kept_run(
     directory: Path,
     hf_dir: Path,
-    context: int,
     spec: QuantSpec,
     settings: RunSettings,
     texts: tuple[Corpus, Corpus],
 ) -> Result[Quantization] | None:
     """Return the result in a directory if `run` would measure the same; None otherwise.
 
-    Args:
-        directory: of the result.
-        hf_dir: the model.
-        context: tokens the model sees at most.
-        spec: how it is quantized.
-        settings: of the call.
-        texts: for calibration and evaluation.
+    `texts` are those for calibration and evaluation.
     """
+    context = int(read_hf_config(hf_dir).get("max_position_embeddings", 0))
     hashes = [text.manifest.sha256 for text in texts]
     wanted = settings.texts(settings.block_length(context), *hashes)
     result = _same(directory, hf_dir, spec, wanted | {"dtype": settings.dtype}, Quantization)
@@ -58,20 +51,17 @@ def kept_tasks(
     sha256 = calibration.manifest.sha256
     wanted = settings.described(sha256) | {"dtype": settings.dtype}
     result = _same(directory, hf_dir, spec, wanted, Tasks)
-    if result is None:
-        return None
-    sources = result.settings["tasks"]
-    if set(sources) != set(settings.names):
+    if result is None or set(result.settings["tasks"]) != set(settings.names):
         return None
     files = {
-        path: sha for source in sources.values() for path, sha in source.get("files", {}).items()
+        Path(path): sha
+        for source in result.settings["tasks"].values()
+        for path, sha in source.get("files", {}).items()
     }
     if settings.task_files is None:
         return None if files else result
     same = all(
-        Path(path).is_relative_to(settings.task_files)
-        and Path(path).is_file()
-        and sha256_of(Path(path)) == sha
+        path.is_relative_to(settings.task_files) and path.is_file() and sha256_of(path) == sha
         for path, sha in files.items()
     )
     return result if files and same else None

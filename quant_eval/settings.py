@@ -7,6 +7,7 @@ from pydantic import Field
 
 from base.errors import UserError
 from base.frozen import Frozen
+from quant_eval.tasks.table import choose_tasks
 
 CHECKPOINT = "checkpoint"  # saved in GPTQ's format below a result's directory
 BLOCK_TOKENS = 2048  # of arXiv:2510.06213 (appendix A)
@@ -44,6 +45,16 @@ class CalibrationSettings(ComputeSettings):
             )
         return self.sequence_length or min(BLOCK_TOKENS, context)
 
+    def calibration_text(self, sha256: str, length: int | None) -> dict[str, Any]:
+        """Return what a result says of the text, given the hash of its token file."""
+        return {
+            "prefix": str(self.calibration),
+            "sha256": sha256,
+            "sequences": self.calibration_sequences,
+            "sequence_length": length,
+            "seed": self.seed,
+        }
+
 
 class RunSettings(CalibrationSettings):
     """All settings of the losses before and after quantization."""
@@ -76,14 +87,8 @@ class RunSettings(CalibrationSettings):
     def texts(self, length: int, calibration: str, evaluation: str) -> dict[str, dict[str, Any]]:
         """Return what a result says of its texts, given the hashes of their token files."""
         return {
-            "calibration": {
-                "prefix": str(self.calibration),
-                "sha256": calibration,
-                "sequences": self.calibration_sequences,
-                "sequence_length": length,
-                "seed": self.seed,
-                "seeds": self.calibration_seeds,
-            },
+            "calibration": self.calibration_text(calibration, length)
+            | {"seeds": self.calibration_seeds},
             "evaluation": {
                 "prefix": str(self.eval),
                 "sha256": evaluation,
@@ -91,4 +96,40 @@ class RunSettings(CalibrationSettings):
                 "max_tokens": self.eval_tokens,
                 "documents": self.documents,
             },
+        }
+
+
+class TaskSettings(CalibrationSettings):
+    """All settings of the questions to both models."""
+
+    tasks: str = Field(
+        default="paper",
+        description="names with commas between; paper: the twelve of arXiv:2510.06213",
+    )
+    shots: int = Field(default=5, ge=0, description="examples before each question")
+    limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="first items of each task, of mmlu of each subject; if not given all",
+    )
+    task_files: Path | None = Field(
+        default=None,
+        description=(
+            "directory with TASK.jsonl, and TASK.fewshot.jsonl for the examples;"
+            " mmlu/SUBJECT.jsonl for mmlu; if not given the Hugging Face hub"
+        ),
+    )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tasks, in the order of the table."""
+        return choose_tasks(self.tasks)
+
+    def described(self, calibration_sha256: str) -> dict[str, Any]:
+        """Return what a result says of them, the tasks' documents aside."""
+        return {
+            "calibration": self.calibration_text(calibration_sha256, self.sequence_length),
+            "num_fewshot": self.shots,
+            "limit": self.limit,
+            "seed": self.seed,
         }

@@ -1,6 +1,7 @@
 """A quantization setting is one frozen value with one name, such as gptq-b3-g128-actorder."""
 
 import re
+from collections.abc import Callable
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -13,9 +14,8 @@ Order = Literal["natural", "actorder", "groupaware"]
 
 EXAMPLES = (
     "gptq-b3-g128, gptq-b4-perchannel-asym-actorder-damp0.01, gptqmodel-b4-g128-paper,"
-    " gptaq-b3-g128, "
+    " gptaq-b3-g128, awq-b4-g128, rtn-b3-g32, int8-t6, nf4-g64"
 )
-EXAMPLES += "awq-b4-g128, rtn-b3-g32, int8-t6, nf4-g64"
 GRAMMAR = (
     f"({'|'.join(METHODS)})[-b<bits>][-g<group"
     " size>|-perchannel][-sym|-asym][-natural|-actorder|-groupaware][-static]"
@@ -25,16 +25,33 @@ GRAMMAR = (
 _NUMBER = r"\d{1,3}(?:\.\d{1,6})?"
 SPEC_PATTERN = re.compile(
     rf"(?P<method>{'|'.join(METHODS)})(?:-b(?P<bits>\d{{1,2}}))?"
-    r"(?:-(?:g(?P<group>\d{1,6})|(?P<row>perchannel)))?"
-    r"(?:-(?P<symmetry>sym|asym))?"
-    r"(?:-(?P<order>natural|actorder|groupaware|paper))?(?P<static>-static)?"
+    r"(?:-(?:g(?P<group_size>\d{1,6})|(?P<row>perchannel)))?"
+    r"(?:-(?P<symmetric>sym|asym))?"
+    r"(?:-(?:(?P<order>natural|actorder|groupaware)|(?P<paper>paper)))?(?P<static_groups>-static)?"
     rf"(?:-damp(?P<damping>{_NUMBER}))?(?:-alpha(?P<alpha>{_NUMBER}))?"
-    rf"(?:-t(?P<threshold>{_NUMBER}))?(?P<s16>-s16)?",
+    rf"(?:-t(?P<threshold>{_NUMBER}))?(?P<scales>-s16)?",
     re.ASCII,
 )
+# The value of a setting, from what its part of a name holds.
+VALUES: dict[str, Callable[[str], Any]] = {
+    "bits": int,
+    "group_size": int,
+    "symmetric": lambda text: text == "sym",
+    "order": str,
+    "static_groups": bool,
+    "damping": float,
+    "alpha": float,
+    "threshold": float,
+    "scales": lambda _: "fp16",
+}
 # GPTQ as arXiv:2510.06213 ran it: the defaults of gptqmodel before version 5.
-PAPER: dict[str, Any] = {"group_size": 128, "symmetric": True, "order": "actorder"}
-PAPER |= {"static_groups": False, "damping": 0.05}
+PAPER: dict[str, Any] = {
+    "group_size": 128,
+    "symmetric": True,
+    "order": "actorder",
+    "static_groups": False,
+    "damping": 0.05,
+}
 
 
 class QuantSpec(Frozen):
@@ -107,9 +124,7 @@ class QuantSpec(Frozen):
             parts.append(f"b{self.bits}")
         if "group_size" in defaults:
             parts.append(f"g{self.group_size}" if self.group_size else "perchannel")
-        if self.method == "gptqmodel" and all(
-            getattr(self, option) == value for option, value in PAPER.items()
-        ):
+        if self.method == "gptqmodel" and PAPER.items() <= self.model_dump().items():
             return "-".join([*parts, "paper"])
         if self.symmetric != defaults.get("symmetric"):
             parts.append("sym" if self.symmetric else "asym")
@@ -136,42 +151,25 @@ def parse_spec(text: str) -> QuantSpec:
     if match is None:
         raise UserError(f"unknown spec {text!r}; write {GRAMMAR}")
     row = METHODS[match["method"]]  # type: ignore[index]
-    values: dict[str, Any] = {"method": match["method"], **row.defaults}
-    if match["order"] == "paper":
-        if match["method"] != "gptqmodel" or any(
-            match[key] for key in ("symmetry", "static", "damping")
-        ):
-            raise UserError(
-                f"spec {text!r}: paper stands for all settings of gptqmodel but bits; write"
-                f" {GRAMMAR}"
-            )
+    given = {key: value(match[key]) for key, value in VALUES.items() if match[key]}
+    problem = None
+    if len(row.bits) > 1 and "bits" not in given:
+        problem = f"{match['method']} needs its bits"
+    elif "group_size" in row.defaults and not (match["group_size"] or match["row"]):
+        problem = f"{match['method']} needs a group size or perchannel"
+    elif match["paper"] and (
+        match["method"] != "gptqmodel" or given != {"bits": given["bits"], "group_size": 128}
+    ):
+        problem = "paper stands for all settings of gptqmodel but bits, in groups of 128"
+    if problem:
+        raise UserError(f"spec {text!r}: {problem}; write {GRAMMAR}")
+    values = {"method": match["method"], "bits": row.bits[0]} | row.defaults | given
+    if match["paper"]:
         values |= PAPER
-    if match["bits"] is None and len(row.bits) > 1:
-        raise UserError(f"spec {text!r}: {match['method']} needs its bits; write {GRAMMAR}")
-    if "group_size" in row.defaults and not (match["group"] or match["row"]):
-        raise UserError(
-            f"spec {text!r}: {match['method']} needs a group size or perchannel; write {GRAMMAR}"
-        )
-    values["bits"] = int(match["bits"] or row.bits[0])
-    given: dict[str, Any] = {
-        "group_size": int(match["group"]) if match["group"] else None,
-        "symmetric": match["symmetry"] == "sym" if match["symmetry"] else None,
-        "order": match["order"] if match["order"] != "paper" else None,
-        "static_groups": True if match["static"] else None,
-        "damping": float(match["damping"]) if match["damping"] else None,
-        "alpha": float(match["alpha"]) if match["alpha"] else None,
-        "threshold": float(match["threshold"]) if match["threshold"] else None,
-        "scales": "fp16" if match["s16"] else None,
-    }
-    values |= {option: value for option, value in given.items() if value is not None}
-    if match["order"] == "paper" and match["group"] != str(PAPER["group_size"]):
-        raise UserError(
-            f"spec {text!r}: the paper used groups of {PAPER['group_size']}; write {GRAMMAR}"
-        )
     try:
-        return QuantSpec(**values)
+        return QuantSpec.model_validate(values)
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = "".join(f"{part}: " for part in problem["loc"])
-        reason = where + problem["msg"].removeprefix("Value error, ")
+        first = error.errors()[0]
+        where = "".join(f"{part}: " for part in first["loc"])
+        reason = where + first["msg"].removeprefix("Value error, ")
         raise UserError(f"spec {text!r}: {reason}; write {GRAMMAR}") from None

@@ -10,6 +10,7 @@ from base.errors import UserError
 from study.choosing import (
     Name,
     Profile,
+    Root,
     Settings,
     StudyName,
     Text,
@@ -25,8 +26,6 @@ app = typer.Typer(
 )
 
 LINES = 200  # printed of the end of a log
-
-Root = Annotated[Path, typer.Option(help="directory of all studies, 'root' of the site file")]
 
 
 @app.command(cls=TextCommand)
@@ -65,30 +64,15 @@ def submit(
 
 def _report(study: Study, study_dir: Path, submitted: dict[str, int]) -> None:
     """Print a line per array that was submitted, and the totals."""
-    from slurm.submission.record import existing_submission
-
     watch = f"python -m slurm status {study.name} --root {study_dir.parent}"
     if not submitted:
         typer.echo(
             f"nothing to submit: every element is complete or was submitted before; see '{watch}'"
         )
         return
-    submission = existing_submission(study_dir)
     width = max(map(len, submitted))
     for name, count in submitted.items():
-        array = submission.job_arrays[name]
-        jobs = [job for job in submission.jobs if job.array == name]
-        while (
-            sum(len(job.indices) for job in jobs[1:]) >= count
-        ):  # those behind are of this submission
-            del jobs[0]
-        kinds = dict.fromkeys(f"{one.kind} of {one.array}" for one in array.after)
-        waits = [next(iter(kinds))] if kinds else []
-        waits += [f"{len(kinds) - 1} more"] if len(kinds) > 1 else []
-        waits += [f"held for {', '.join(array.held_for)}"] if array.held_for else []
-        after = f", {' and '.join(waits)}" if waits else ""
-        numbers = ", ".join(str(job.id) for job in jobs)
-        typer.echo(f"{name:{width}}  {count:,} elements, job {numbers}{after}")
+        typer.echo(f"{name:{width}}  {count:,} elements")
     typer.echo(
         f"{len(submitted):,} arrays, {sum(submitted.values()):,} elements; watch with '{watch}'"
     )
@@ -103,16 +87,11 @@ def status(
 
     Example: python -m slurm status tiny --root /shared/studies
     """
-    from rich.console import Console
-
     from slurm.status.overview import look
-    from slurm.status.table import plain, print_shown, shown
+    from slurm.status.table import lines_of
 
-    table, console = shown(look(directory_of(name, root))), Console()
-    if console.is_terminal:
-        print_shown(table, console)
-    else:
-        print(plain(table), end="")
+    for line in lines_of(look(directory_of(name, root))):
+        typer.echo(line)
 
 
 @app.command()
@@ -129,20 +108,19 @@ def logs(
 
     Example: python -m slurm logs tiny quantize-1/3
     """
-    from slurm.status.logs import chosen_log, listed, tail_lines
+    from slurm.status.logs import last_lines, listed, newest_logs
 
     directory = directory_of(name, root)
     if which is None:
-        for line in listed(directory):
-            typer.echo(line)
+        typer.echo("\n".join(listed(directory)))
         return
-    log = chosen_log(directory, which)
-    if isinstance(log, list):
-        for line in log:
-            typer.echo(line)
+    found = newest_logs(directory, which)
+    if len(found) > 1:
+        typer.echo("\n".join(f"{element} {log}" for element, log in found.items()))
         return
+    (log,) = found.values()
     typer.echo(f"==> {log} <==", err=True)
-    typer.echo(tail_lines(log, LINES), nl=False)
+    typer.echo(last_lines(log, LINES), nl=False)
 
 
 @app.command()
@@ -194,7 +172,6 @@ def retry(
             f"{directory} is not {name} below the site's root {cluster.root}; give --site with its"
             " own root"
         )
-    existing_submission(directory)
     study = load_study(directory)
     _report(study, directory, submit_study(study, cluster, again=True))
 

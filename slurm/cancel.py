@@ -1,6 +1,5 @@
 """Cancelling what SLURM has of a study. Files stay; `retry` resumes from them."""
 
-import difflib
 from pathlib import Path
 
 from base.errors import UserError
@@ -20,34 +19,30 @@ def cancel(
 ) -> tuple[list[Element], list[str]]:
     """Cancel elements that wait or run; return them, and the runs that were asked to stop.
 
-    Args:
-        study_dir: the study.
-        which: a run: only elements all of whose steps belong to it; or an array: only its own.
-        after_checkpoint: a running training is not cancelled but asked by RUN/STOP, which it
-            looks for after every step.
+    `which` is a run, for elements all of whose steps belong to it, or an array. With
+    `after_checkpoint` a running training is asked by RUN/STOP, which it looks for after every step.
 
     Raises:
         UserError: there is no such run or array, or the study is being submitted.
     """
     submission, study = existing_submission(study_dir), load_study(study_dir)
-    _check_known(which, [*(run.name for run in study.runs), *submission.job_arrays])
+    known = [*(run.name for run in study.runs), *submission.job_arrays]
+    if which is not None and which not in known:
+        raise UserError(
+            f"the study has no run or array {which!r:.80}; such as: {', '.join(known[:8])}"
+        )
     steps = {step.name: step for step in steps_of(study)}
     with submitting(study_dir):
         submission = existing_submission(study_dir)  # no other command changes it from here on
         alive = _alive(submission)
         chosen, stopping = [], []
         for (name, index), (id_, state) in alive.items():
-            own = [
-                steps[step] for step in submission.job_arrays[name].elements[index] if step in steps
-            ]
+            names = submission.job_arrays[name].elements[index]
+            own = [steps[step] for step in names if step in steps]
             if which not in (None, name) and not (own and all(one.run == which for one in own)):
                 continue
-            if (
-                after_checkpoint
-                and own
-                and own[0].kind == "train"
-                and situation_of(state) == "running"
-            ):
+            trains = own and own[0].kind == "train" and situation_of(state) == "running"
+            if after_checkpoint and trains:
                 stopping.append(own[0].run)
             else:
                 chosen.append(((name, index), id_))
@@ -63,12 +58,6 @@ def _names(chosen: list[str], alive: list[str]) -> list[str]:
     kept = {id_.partition("_")[0] for id_ in set(alive) - set(chosen)}
     jobs = [(id_.partition("_")[0], id_) for id_ in chosen]
     return list(dict.fromkeys(id_ if job in kept else job for job, id_ in jobs))
-
-
-def _check_known(name: str | None, names: list[str]) -> None:
-    if name is not None and name not in names:
-        near = difflib.get_close_matches(name, names, n=1) or names[:8]
-        raise UserError(f"the study has no run or array {name!r:.80}; such as: {', '.join(near)}")
 
 
 def _alive(submission: Submission) -> dict[Element, tuple[str, JobState]]:

@@ -22,55 +22,29 @@ LEAKING = re.compile(r"(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SACCT|SINFO|SCON
 KEPT = ("SLURM_CONF", "SLURM_JWT")  # which cluster, and who asks
 
 NEXT_ACTIONS = (  # what SLURM's message says, in lower case: what to do
-    (
-        r"configuration (source|file)|cannot stat file",
-        "set SLURM_CONF, or run this on a login node",
-    ),
-    (
-        r"database",
-        "run again when the accounting service answers; until then `squeue --me` shows the jobs",
-    ),
+    (r"configuration (source|file)|cannot stat file", "set SLURM_CONF, or use a login node"),
+    (r"database", "run again when the accounting service answers"),
     (r"contact|connect|timed out", "run again when `scontrol ping` finds the controller up"),
-    (
-        r"partition name|invalid partition",
-        "correct 'partition' in the site file (there are: {partitions})",
-    ),
-    (
-        r"\baccount\b|\bqos\b|association",
-        "correct 'account', 'qos' in the site file (`sacctmgr show assoc` lists yours)",
-    ),
-    (r"time limit", "lower 'time' in the site file"),
-    (r"feature|constraint", "correct 'constraint' in the site file"),
-    (r"reservation", "correct 'reservation' in the site file"),
-    (r"node name", "correct 'exclude' in the site file"),
+    (r"invalid job id|already finished", "the job has ended; look at `squeue -t all`"),
     (r"job array", "make arrays smaller: `scontrol show config` states MaxArraySize"),
-    (
-        r"gres|node configuration|memory|cpu count",
-        "lower what the site file asks of a node: 'gres', 'mem', nodes",
-    ),
-    (
-        r"invalid job id|already finished",
-        "the job has ended or is not known any more; look at `squeue -t all`",
-    ),
+    ("", "correct the site file, or ask those who run the cluster"),
 )
 
 
+def sbatch_words(dependency: str | None, hold: bool, array: str | None) -> list[str]:
+    """Return sbatch and its options; a dependency that cannot be met cancels the job."""
+    words = ["sbatch", "--parsable", *([f"--array={array}"] if array else [])]
+    if dependency:  # by default it would wait for ever
+        words += [f"--dependency={dependency}", "--kill-on-invalid-dep=yes"]
+    return words + ["--hold"] * hold
+
+
 def submit(
-    script: Path,
-    *,
-    dependency: str | None = None,
-    hold: bool = False,
-    array: str | None = None,
+    script: Path, *, dependency: str | None = None, hold: bool = False, array: str | None = None
 ) -> int:
-    """Submit a script and return the job's id; a dependency that cannot be met cancels it."""
-    options = ["--parsable"]
-    if dependency:
-        options += [
-            f"--dependency={dependency}",
-            "--kill-on-invalid-dep=yes",
-        ]  # by default it would wait for ever
-    options += ["--hold"] * hold + [f"--array={array}"] * (array is not None)
-    answer = _answer("sbatch", *options, str(script.resolve())).stdout.strip()
+    """Submit a script and return the job's id."""
+    words = sbatch_words(dependency, hold, array)
+    answer = _answer(*words, str(script.resolve())).strip()
     job, _, _ = answer.partition(";")  # the cluster's name follows where there are several
     if not job.isdecimal():
         raise UserError(
@@ -80,9 +54,9 @@ def submit(
     return int(job)
 
 
-def check(script: Path) -> str:
-    """Return when and where a script would start; UserError if SLURM would refuse it."""
-    return _without_prefixes(_answer("sbatch", "--test-only", str(script.resolve())).stderr)
+def check(script: Path) -> None:
+    """Raise UserError if SLURM would refuse the script."""
+    _answer("sbatch", "--test-only", str(script.resolve()))
 
 
 def states(ids: Collection[int]) -> dict[str, JobState]:
@@ -95,9 +69,8 @@ def states(ids: Collection[int]) -> dict[str, JobState]:
     known: dict[str, JobState] = {}
     for batch in _batches([str(job) for job in sorted(set(ids))]):
         jobs = f"--jobs={','.join(batch)}"
-        accounts = _run(
-            *SACCT, jobs, SLURM_TIME_FORMAT="%s", SLURM_BITSTR_LEN="0"
-        )  # seconds; no range cut off
+        # Times in seconds; no range of indices cut off.
+        accounts = _run(*SACCT, jobs, SLURM_TIME_FORMAT="%s", SLURM_BITSTR_LEN="0")
         if accounts.returncode == 0:
             known |= parse_sacct(accounts.stdout)
         elif "storage is disabled" not in accounts.stderr:
@@ -105,18 +78,14 @@ def states(ids: Collection[int]) -> dict[str, JobState]:
         queue = _run(*SQUEUE, jobs)
         if queue.returncode == 0:
             known |= parse_squeue(queue.stdout)
-        elif (
-            "Invalid job id" not in queue.stderr
-        ):  # its answer for one id that it does not know, not for several
+        elif "Invalid job id" not in queue.stderr:  # said of one id that it does not know
             raise _refusal("squeue", queue.stderr)
     return known
 
 
 def jobs_named(name: str) -> list[int]:
     """Return the ids of this user's jobs of that name that have not ended."""
-    found = _answer(
-        "squeue", "--me", "--noheader", f"--name={name}", "-O", "ArrayJobID:|"
-    ).stdout.split()
+    found = _answer("squeue", "--me", "--noheader", f"--name={name}", "-O", "ArrayJobID:|").split()
     return sorted({int(word.rstrip("|")) for word in found})
 
 
@@ -130,14 +99,9 @@ def cancel(elements: Sequence[str]) -> None:
     _each_batch(["scancel", "--quiet"], elements)
 
 
-def requeue(element: str) -> None:
+def requeue(element: str, *, held: bool = False) -> None:
     """End the element if it runs and queue it again."""
-    _each_batch(["scontrol", "requeue"], [element])
-
-
-def requeue_held(element: str) -> None:
-    """End the element if it runs and queue it again, held."""
-    _each_batch(["scontrol", "requeuehold"], [element])
+    _each_batch(["scontrol", "requeuehold" if held else "requeue"], [element])
 
 
 def exclude(element: str, nodes: Sequence[str]) -> None:
@@ -145,27 +109,17 @@ def exclude(element: str, nodes: Sequence[str]) -> None:
     _answer("scontrol", "update", f"JobId={element}", f"ExcNodeList={','.join(nodes)}")
 
 
-def partitions() -> list[str]:
-    """Return the names of the cluster's partitions."""
-    return sorted(set(_answer("sinfo", "--noheader", "--all", "-o", "%R").stdout.split()))
-
-
 def max_array_size() -> int:
     """Return one more than the largest index of an array."""
-    found = re.search(
-        r"^MaxArraySize\s*=\s*(\d+)", _answer("scontrol", "show", "config").stdout, re.MULTILINE
-    )
-    if not found:
-        raise UserError(
-            "`scontrol show config` states no MaxArraySize; use a cluster whose SLURM has job"
-            " arrays"
-        )
+    settings = _answer("scontrol", "show", "config")
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", settings, re.MULTILINE)
+    assert found, settings
     return int(found[1])
 
 
 def hostnames(nodelist: str) -> list[str]:
     """Return the nodes of a list such as `node[1-3,7]`."""
-    return _answer("scontrol", "show", "hostnames", nodelist).stdout.split() if nodelist else []
+    return _answer("scontrol", "show", "hostnames", nodelist).split() if nodelist else []
 
 
 def _each_batch(command: Sequence[str], elements: Sequence[str]) -> None:
@@ -179,11 +133,11 @@ def _batches(words: Sequence[str]) -> Iterator[Sequence[str]]:
         yield words[start : start + WORDS_PER_CALL]
 
 
-def _answer(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _answer(*arguments: str) -> str:
     ended = _run(*arguments)
     if ended.returncode:
         raise _refusal(arguments[0], ended.stderr)
-    return ended
+    return ended.stdout
 
 
 def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -200,32 +154,18 @@ def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
             timeout=TIMEOUT_SECONDS,
         )
     except FileNotFoundError:
-        reason = (
-            "is not on PATH; run this on a login node of a SLURM cluster, or load its module first"
-        )
+        reason = "is not on PATH; run this on a login node of a SLURM cluster, or load its module"
     except subprocess.TimeoutExpired:
         reason = (
             f"did not answer within {TIMEOUT_SECONDS} s; run again when `scontrol ping` finds the"
-            " controller up"
+            " controller up and, after sbatch, `squeue --me` does not show the job"
         )
-        if arguments[0] == "sbatch":
-            reason += ", and only if `squeue --me` does not show the job"
     raise UserError(f"{arguments[0]} {reason}")
 
 
 def _refusal(command: str, stderr: str) -> UserError:
     """One line: what SLURM said, and what to do about it."""
-    said = _without_prefixes(stderr) or "failed without a word"
-    actions = (action for pattern, action in NEXT_ACTIONS if re.search(pattern, said.lower()))
-    action = next(actions, "correct the site file, or ask those who run the cluster")
-    if "{partitions}" in action:
-        action = action.format(partitions=", ".join(partitions()))
+    lines = [re.sub(r"^s\w+: (error: |fatal: )?", "", line) for line in stderr.splitlines()]
+    said = "; ".join(line for line in lines if line.strip()) or "failed without a word"
+    action = next(to_do for pattern, to_do in NEXT_ACTIONS if re.search(pattern, said.lower()))
     return UserError(f"{command}: {said}; {action}")
-
-
-def _without_prefixes(stderr: str) -> str:
-    return "; ".join(
-        re.sub(r"^s\w+: (error: |fatal: )?", "", line)
-        for line in stderr.splitlines()
-        if line.strip()
-    )

@@ -1,10 +1,9 @@
 """The site file: a cluster in TOML, every value checked before it stands in a script."""
 
-import difflib
 import sys
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -18,13 +17,10 @@ from slurm.values import (
     Environment,
     Extra,
     Image,
-    Interface,
     Line,
     Memory,
     Mount,
     Name,
-    Nodes,
-    Program,
     SafePath,
     TimeLimit,
     seconds_of,
@@ -32,6 +28,7 @@ from slurm.values import (
 from study.machine.hardware import UNKNOWN_BYTES, Hardware
 
 EXAMPLE = Path(__file__).resolve().parent / "sites" / "example.toml"
+Kind = Literal["train", "export", "quantize", "curvature", "light"]
 
 
 class Options(Frozen):
@@ -41,21 +38,13 @@ class Options(Frozen):
     account: Name | None = None
     qos: Name | None = None
     constraint: Constraint | None = None
-    exclude: Nodes | None = None
+    exclude: Name | None = None
     reservation: Name | None = None
-    gpus: Literal["gpus-per-node", "gres"] | None = Field(
-        default=None, description="option of sbatch that asks for GPUs"
-    )
-    gres_type: Name | None = Field(default=None, description="of the GPUs, such as h200")
-    gpu_memory_gb: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description=(
-            "of one GPU, by which layouts are chosen; None: as the recipe has them, unchecked"
-        ),
-    )
-    extra: tuple[Extra, ...] | None = Field(
-        default=None, description="further arguments of sbatch, as they are"
-    )
+    gpus: Literal["gpus-per-node", "gres"] | None = None  # option of sbatch that asks for GPUs
+    gres_type: Name | None = None  # of the GPUs, such as h200
+    # Of one GPU, by which layouts are chosen; None: as the recipe has them, unchecked.
+    gpu_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    extra: tuple[Extra, ...] | None = None  # further arguments of sbatch, as they are
 
 
 class Resources(Options):
@@ -63,9 +52,9 @@ class Resources(Options):
 
     nodes: Count = 1
     gpus_per_node: Annotated[int, Field(strict=True, ge=0)] = 0
-    ranks_per_node: Count | None = Field(default=None, description="by default one for each GPU")
+    ranks_per_node: Count | None = None  # by default one for each GPU
     cpus_per_node: Count | None = None
-    mem: Memory | None = Field(default=None, description="of a node")
+    mem: Memory | None = None  # of a node
     time: TimeLimit
 
     @property
@@ -76,9 +65,7 @@ class Resources(Options):
     @property
     def time_seconds(self) -> int:
         """Return the time limit."""
-        seconds = seconds_of(self.time)
-        assert seconds
-        return seconds
+        return seconds_of(self.time)
 
     @property
     def hardware(self) -> Hardware:
@@ -118,21 +105,11 @@ class Kinds(Frozen):
         return self
 
 
-class Throttle(Frozen):
-    """Elements of an array that run at once, by kind; None: as many as SLURM lets."""
-
-    train: Count | None = None
-    export: Count | None = None
-    quantize: Count | None = None
-    curvature: Count | None = None
-    light: Count | None = None
-
-
 class Limits(Frozen):
     """Limits by which work is cut into jobs and a job gives up."""
 
-    throttle: Throttle = Throttle()
-    max_array_size: Count | None = Field(default=None, description="by default SLURM is asked")
+    throttle: dict[Kind, Count] = Field(default={})  # elements of an array that run at once
+    max_array_size: Count | None = None  # by default SLURM is asked
     stop_seconds_before_limit: Annotated[int, Field(strict=True, ge=1, le=MAX_SIGNAL_SECONDS)] = 300
     starts_without_progress: Count = 3
     checkpoints_per_job: Count = 1
@@ -151,21 +128,21 @@ class Container(Frozen):
 
     kind: Literal["pyxis", "apptainer"]
     image: Image
-    mounts: tuple[Mount, ...] = Field(default=(), description="beside root and project")
-    python: Program = Field(default="python", description="interpreter in the container")
+    mounts: tuple[Mount, ...] = ()  # beside root and project
+    python: Name = "python"  # interpreter in the container
 
 
 class Nccl(Frozen):
     """The network between GPUs."""
 
     profile: Literal["default", "infiniband", "ethernet", "efa"] = "default"
-    interface: Interface | None = None
+    interface: Name | None = None
 
 
 class Mlflow(Frozen):
     """The store that figures are mirrored to."""
 
-    tracking_uri: Address | None = Field(default=None, description="by default SQLite below root")
+    tracking_uri: Address | None = None  # by default SQLite below root
     every_seconds: Annotated[int, Field(strict=True, ge=10)] = 300
 
 
@@ -178,14 +155,9 @@ class Disk(Frozen):
 class Site(Frozen):
     """A cluster."""
 
-    root: SafePath = Field(
-        description="directory of all studies, on a filesystem that every node sees"
-    )
-    python: SafePath = Field(
-        default_factory=lambda: Path(sys.executable),
-        validate_default=True,
-        description="interpreter outside containers",
-    )
+    root: SafePath  # directory of all studies, on a filesystem that every node sees
+    # The interpreter outside containers.
+    python: SafePath = Field(default=Path(sys.executable), validate_default=True)
     project: SafePath = Field(default=Path(__file__).resolve().parent.parent, validate_default=True)
     slurm: Options = Options()
     resources: Kinds
@@ -207,10 +179,8 @@ class Site(Frozen):
             )
         return self
 
-    def resources_of(self, kind: str) -> Resources:
+    def resources_of(self, kind: Kind) -> Resources:
         """Return the resources of a job of the kind: its own table over [slurm]."""
-        if kind not in Kinds.model_fields:
-            raise ValueError(f"no kind of job is called {kind}")
         own: Resources = getattr(self.resources, kind)
         inherited = [name for name in Options.model_fields if getattr(own, name) is None]
         return own.model_copy(update={name: getattr(self.slurm, name) for name in inherited})
@@ -219,30 +189,6 @@ class Site(Frozen):
     def measuring_python(self) -> str:
         """Return the interpreter of what srun starts."""
         return self.container.python if self.container else str(self.python)
-
-
-def _known_keys(location: tuple[int | str, ...]) -> list[str]:
-    """Return the keys of the table at a location."""
-    table: type[Frozen] = Site
-    for part in location:
-        annotation = table.model_fields[str(part)].annotation
-        table = next(one for one in (annotation, *get_args(annotation)) if isinstance(one, type))
-    return list(table.model_fields)
-
-
-def _explain(path: Path, error: ValidationError) -> UserError:
-    """Return the first problem as one line, which never shows what may be secret."""
-    problem: Any = error.errors()[0]
-    *table, key = problem["loc"] or ("",)
-    where = ".".join(str(part) for part in problem["loc"]) or "the whole file"
-    if problem["type"] == "extra_forbidden":
-        known = _known_keys(tuple(table))
-        near = difflib.get_close_matches(str(key), known, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known there: {', '.join(known)}"
-        return UserError(f"{path}: unknown key '{where}'; {hint}")
-    if problem["type"] == "value_error":
-        return UserError(f"{path}: '{where}': {problem['msg'].removeprefix('Value error, ')}")
-    return explain_validation(str(path), error)
 
 
 def load_site(path: Path) -> Site:
@@ -258,4 +204,10 @@ def load_site(path: Path) -> Site:
     try:
         return Site.model_validate(content)
     except ValidationError as error:
-        raise _explain(path, error) from None
+        problem = error.errors()[0]
+        if problem["type"] != "value_error":
+            raise explain_validation(str(path), error) from None
+        # Ours name what is wrong, and never show what may be secret.
+        key = ".".join(str(part) for part in problem["loc"]) or "the whole file"
+        reason = problem["msg"].removeprefix("Value error, ")
+        raise UserError(f"{path}: '{key}': {reason}") from None

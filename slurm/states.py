@@ -19,22 +19,13 @@ ENDED = re.compile(
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of one element in SLURM.
+    """The state of one element in SLURM."""
 
-    Attributes:
-        state: as squeue and sacct spell it: PENDING, RUNNING, COMPLETED, NODE_FAIL, ...
-        reason: why it waits or how it ended, such as JobHeldUser or NonZeroExitCode; "None" is
-            SLURM's own word.
-        nodes: a node list such as `node[1-2]`, empty while it waits.
-        restarts: how often it was requeued.
-        exit_code: "code:signal" as sacct writes it, of an element that ended.
-    """
-
-    state: str
-    reason: str
-    nodes: str
-    restarts: int
-    exit_code: str | None
+    state: str  # as squeue and sacct spell it: PENDING, RUNNING, COMPLETED, NODE_FAIL, ...
+    reason: str  # why it waits or how it ended, such as NonZeroExitCode; "None" is SLURM's own word
+    nodes: str  # a node list such as `node[1-2]`, empty while it waits
+    restarts: int  # how often it was requeued
+    exit_code: str | None  # "code:signal" as sacct writes it, of an element that ended
 
 
 def parse_squeue(text: str) -> dict[str, JobState]:

@@ -1,7 +1,6 @@
 """python -m study: an ablation from its recipe to its report."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +22,6 @@ from study.choosing import (
 )
 from study.definition import save_study
 from study.machine.run_configurations import write_run_configurations
-from study.text.commands import corpus, tokenizer_
 from study.tracking.commands import mirror
 from train.planning.flops import GPUS
 
@@ -45,8 +43,7 @@ def list_() -> None:
     """
     from study.recipes.shown import listed
 
-    for line in listed():
-        typer.echo(line)
+    typer.echo("\n".join(listed()))
 
 
 @app.command(cls=TextCommand)
@@ -69,11 +66,7 @@ def show(
 ) -> None:
     """Show what a recipe trains and measures, its sources, and every command it consists of.
 
-    Example: python -m study show tiny --profile smoke
-
     Example: python -m study show olmo2-190m-lr --gpus 8 --gpu h100
-
-    Example: python -m study show trajectory --set source=allenai/OLMo-2-1124-7B --set every=20
     """
     from study.machine.estimate import estimate_lines
     from study.machine.hardware import Hardware, planned
@@ -88,10 +81,10 @@ def show(
     hardware = Hardware(1) if gpus is None else planned(gpus, gpu or DEFAULT_GPU, gpus)
     needs = Needs(study, hardware, root / study.name)
     estimates = list(estimate_lines(needs)) if gpus else []  # refused before anything is shown
-    for line in (*summary(study), *estimates):
-        typer.echo(line)
-    for step in steps_of(study):
-        typer.echo(f"{step.name}: {shown(step.command, needs.machine(step))}")
+    commands = [
+        f"{step.name}: {shown(step.command, needs.machine(step))}" for step in steps_of(study)
+    ]
+    typer.echo("\n".join((*summary(study), *estimates, *commands)))
 
 
 @app.command(cls=TextCommand)
@@ -118,22 +111,15 @@ def run(
     Every step has GPUs of its own: a training as many as its layout takes, a measurement one, or as
     few as hold it.
 
-    Example: python -m study run tiny --root runs --profile smoke
+    Example: python -m study run tiny --profile smoke --set engine=deepspeed
 
-    Example: python -m study run olmo2-190m-lr --gpus 8
-
-    Example: python -m study run tiny --set engine=deepspeed --set zero.stage=2
-
-    Example: python -m study run olmo2-30m-lr --text corpus/*.jsonl.zst --tokenizer tokenizers/olmo2
-
-    Example: python -m study run trajectory --set source=allenai/OLMo-2-1124-7B --set every=20
+    Example: python -m study run olmo2-30m-lr --text corpus/*.jsonl.zst --gpus 8
     """
     from study.machine.disk import check_room
     from study.machine.hardware import this_machine
     from study.machine.needs import Needs
     from study.pipeline.locks import locked
     from study.pipeline.runner import Runner, StepError
-    from study.pipeline.step import Step
     from study.pipeline.steps import steps_of
     from study.report.report import REPORT
     from study.text.steps import check_text
@@ -144,27 +130,22 @@ def run(
     hardware = this_machine(device, gpus, cores, sized_for=study.sized_for)
     directory = root / study.name
     needs = Needs(study, hardware, directory)
-    runs = {name: training.run for name, training in needs.trainings.items()}
-    layouts = runs if hardware.gpus else None
+    layouts = {name: training.run for name, training in needs.trainings.items()}
     check_text(study, directory)
     check_room(study, root)
-
-    def has_room(step: Step) -> None:
-        if step.kind == "train":
-            check_room(study, root, only=step.run)
 
     typer.echo(f"{study.name} on {hardware}", err=True)
     try:
         with locked(directory) as lock_fd:
-            write_run_configurations(directory, study, layouts)
+            write_run_configurations(directory, study, layouts if hardware.gpus else None)
             save_study(directory, study)
             hardware.record(directory)
-            Runner(directory, steps_of(study), hardware, lock_fd, needs.machine, has_room).run()
+            Runner(directory, steps_of(study), hardware, lock_fd, needs.machine).run()
     except StepError as failure:
-        print(f"error: {failure}", file=sys.stderr)
+        typer.echo(f"error: {failure}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        print("interrupted; the same command resumes from here", file=sys.stderr)
+        typer.echo("interrupted; the same command resumes from here", err=True)
         raise typer.Exit(130) from None
     typer.echo(f"report: {(directory / REPORT).absolute()}")
     typer.echo(f"MLflow: {opening(root, tracking_uri(root))}")
@@ -191,9 +172,8 @@ def status(
         left = [step for step in own if step.name not in complete]
         line = f"{kind:10} {len(own) - len(left)}/{len(own)}"
         if left:
-            awaited = next((name for name in left[0].after if name not in complete), None)
-            why = f"waits for {awaited}" if awaited else ledger.reason(left[0])
-            line += f"  next: {left[0].name}: {why}"
+            awaited = [f"waits for {name}" for name in left[0].after if name not in complete]
+            line += f"  next: {left[0].name}: {awaited[0] if awaited else ledger.reason(left[0])}"
         typer.echo(line)
     typer.echo(f"{len(complete)}/{len(steps)} steps complete in {directory}")
 
@@ -213,10 +193,7 @@ def collect(
     directory, study = existing(name, root)
     collected = collect_rows(directory, study)
     if not collected.rows:
-        raise UserError(
-            f"{directory} holds no checkpoint yet; run 'python -m study run {name} --root {root}'"
-            " first"
-        )
+        raise UserError(f"{directory} holds no checkpoint yet; start 'python -m study run' first")
     path = write_table(directory, study, collected.rows)
     typer.echo(
         f"{path}: {len(collected.rows)} rows, {collected.found} of {collected.expected} results"
@@ -232,8 +209,6 @@ def report(
     ] = False,
 ) -> None:
     """Draw the figures and write report.html from table.parquet.
-
-    Example: python -m study report tiny --root runs
 
     Example: python -m study report tiny --claims
     """
@@ -252,33 +227,47 @@ def report(
     typer.echo(str(write_report(directory, study)))
 
 
+@app.command(hidden=True)
+def corpus(
+    out: Annotated[Path, typer.Argument(help="directory that receives text and tokenizer")],
+    vocab_size: Annotated[int, typer.Argument(min=257, help="tokens of the byte-level BPE")],
+) -> None:
+    """Make text and a tokenizer from the source of the running interpreter's standard library.
+
+    Example: python -m study corpus runs/tiny/data/corpus 2048
+    """
+    from study.text.standard_library import build_corpus
+
+    build_corpus(out, vocab_size)
+    typer.echo(str(out))
+
+
 @app.command()
-def compare(
-    first: Annotated[Path, typer.Argument(help="directory of a study")],
-    second: Annotated[
-        Path, typer.Argument(help="directory of another one, or of the same at another place")
+def tokenizer(
+    sources: Annotated[
+        list[Path], typer.Argument(help="files of text, as 'python -m train prepare' takes them")
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="HTML file that takes the page with its figures")
+    out: Annotated[Path, typer.Option(help="directory to write")],
+    vocab_size: Annotated[int, typer.Option(min=257, help="tokens of the byte-level BPE")],
+    share: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST-STOP", help="of the documents, as 'python -m train prepare' takes it"
+        ),
     ] = None,
 ) -> None:
-    """Put two studies side by side: settings that differ, runs, and paired differences.
+    """Train a tokenizer on text, on its first GiB.
 
-    Example: python -m study compare runs/tiny runs/tiny-engine=deepspeed --out compared.html
+    Example: python -m study tokenizer books.jsonl --vocab-size 32768 --out tokenizers/books
     """
-    from study.report.side_by_side import compare as compare_sides
-    from study.report.side_by_side import open_sides, text_of, write_page
+    from study.text.standard_library import build_tokenizer
+    from train.data.share import EVERYTHING, parse_share
 
-    sides = open_sides(first, second)
-    tables = compare_sides(*sides)
-    typer.echo(text_of(tables))
-    if out:
-        write_page(*sides, tables, out)
-        typer.echo(str(out))
+    parsed = parse_share(share) if share else EVERYTHING
+    build_tokenizer(sources, out, vocab_size=vocab_size, share=parsed)
+    typer.echo(str(out))
 
 
-app.command(hidden=True)(corpus)
-app.command("tokenizer")(tokenizer_)
 app.command()(mirror)
 
 if __name__ == "__main__":

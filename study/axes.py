@@ -15,8 +15,6 @@ from train.run.config import RunConfig
 
 AnyRun = RunConfig | ReleasedRun
 Value = float | str
-
-
 Scale = Literal["log", "linear", "category"]
 
 

@@ -98,10 +98,9 @@ def wanted(
         directory = directory_of(name, root)
         if (directory / "study.json").exists():
             if settings or asked:
-                option, has = ("--set", "settings") if settings else ("--text", "text")
                 raise UserError(
-                    f"{option} belongs to a recipe, see 'python -m study list'; {name} is a study"
-                    f" and has its {has}"
+                    f"{'--set' if settings else '--text'} belongs to a recipe, see 'python -m study"
+                    f" list'; {name} is a study and has its own"
                 )
             return load_study(directory)
     return resolve(name, profile, tuple(settings or ()), asked, root)

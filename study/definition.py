@@ -1,6 +1,6 @@
 """The definition of a study: its text, its runs and its measurements; see `study.recipes`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -11,12 +11,15 @@ from base.errors import UserError, explain_validation
 from base.files import write_json
 from base.frozen import NAME_PATTERN, Frozen, fingerprint
 from study.axes import AnyRun, Axis, Varied, axes_of, text_of, varied_of
-from study.measurements.blocks import BLOCKS
 from study.measurements.curvature import CURVATURE, CurvatureSettings
 from study.measurements.kind import Kind
-from study.measurements.quantization import METHODS_AT_THE_END, QUANTIZE, QuantizationSettings
-from study.measurements.slice import SLICE
-from study.measurements.step import STEP, Along
+from study.measurements.quantization import (
+    BLOCKS,
+    METHODS_AT_THE_END,
+    QUANTIZE,
+    QuantizationSettings,
+)
+from study.measurements.step import SLICE, STEP, Along
 from study.measurements.tasks import TASKS, Accuracies, TasksSettings
 from study.paths import MeasuredModel
 from study.released import ReleasedRun
@@ -39,6 +42,10 @@ class SoupSettings(Frozen):
                 f"the steps of {self.name} do not rise; list each once, the first one first"
             )
         return self
+
+    def is_of(self, run: RunConfig) -> bool:
+        """Return whether the soup is made of this run: it saves all its steps."""
+        return set(self.steps) <= set(run.save_steps)
 
 
 def _whose(run: Any) -> str:
@@ -96,74 +103,52 @@ class Study(Frozen):
         return tuple(run for run in self.runs if isinstance(run, RunConfig))
 
     @model_validator(mode="after")
-    def _unique(self) -> Self:
-        names = [run.name for run in self.runs]
-        if len(set(names)) != len(names):
-            raise ValueError(f"two runs share a name among {', '.join(names)}")
-        unknown = sorted(set(self.labels) - set(names))
-        if unknown:
-            raise ValueError(f"{unknown[0]} is labelled, but no run has that name")
-        labels = [self.label_of(run) for run in self.runs]
-        if len(set(labels)) != len(labels):
-            raise ValueError(f"two runs share a label among {', '.join(labels)}; correct labels")
-        saved = {step for run in self.trained for step in run.save_steps}
-        if not set(self.averaged_steps) <= saved:
-            unsaved = min(set(self.averaged_steps) - saved)
-            raise ValueError(
-                f"averages are to be measured at step {unsaved}, no run saves one there"
-            )
-        if self.quantization.by_block and not self.curvature:
-            raise ValueError(
-                "by_block measures curvature along the steps; give curvature, or leave by_block out"
-            )
-        if self.trained and getattr(self.text, "train", self) is None:
-            raise ValueError(
-                f"run {self.trained[0].name} is trained, but the text names no training file;"
-                " give one"
-            )
-        for soup in self.soups:
-            if not any(self.has_soup(run, soup) for run in self.trained):
-                raise ValueError(
-                    f"{soup.name} takes in steps {list(soup.steps)}, which no run saves all;"
-                    " correct them"
-                )
-        for run in self.trained:
-            self._check_run(run)
+    def _consistent(self) -> Self:
+        for problem in self._problems():
+            raise ValueError(problem)
         return self
 
-    def _check_run(self, run: RunConfig) -> None:
+    def _problems(self) -> Iterator[str]:
+        names = [run.name for run in self.runs]
+        if len(set(names)) != len(names):
+            yield f"two runs share a name among {', '.join(names)}"
+        if not set(self.labels) <= set(names):
+            yield f"labels name a run that is not among {', '.join(names)}; correct labels"
+        labels = [self.label_of(run) for run in self.runs]
+        if len(set(labels)) != len(labels):
+            yield f"two runs share a label among {', '.join(labels)}; correct labels"
+
+        saved = {step for run in self.trained for step in run.save_steps}
+        for step in sorted(set(self.averaged_steps) - saved):
+            yield f"averages are to be measured at step {step}, no run saves one there"
+        for soup in self.soups:
+            if not any(map(soup.is_of, self.trained)):
+                yield f"{soup.name} takes in steps {list(soup.steps)}, which no run saves all"
+        if self.quantization.by_block and not self.curvature:
+            yield "by_block measures curvature along the steps; give curvature, or leave it out"
+        if self.trained and getattr(self.text, "train", self) is None:
+            yield f"run {self.trained[0].name} is trained; give the text a training file"
+        for run in self.trained:
+            yield from self._problems_of(run)
+
+    def _problems_of(self, run: RunConfig) -> Iterator[str]:
+        name = run.name
         averages = [
-            *(soup.name for soup in self.soups if self.has_soup(run, soup)),
+            *(soup.name for soup in self.soups if soup.is_of(run)),
             *(average.name for average in run.averages),
         ]
         if len(set(averages)) != len(averages):
-            raise ValueError(
-                f"two averages of run {run.name} share a name among {', '.join(averages)}"
-            )
+            yield f"two averages of run {name} share a name among {', '.join(averages)}"
         if self.quantization.by_block and len(run.save_steps) < 2:
-            raise ValueError(
-                f"run {run.name} saves one checkpoint, a slice goes through the last two; save more"
-            )
+            yield f"run {name} saves one checkpoint, a slice goes through the last two; save more"
         if run.branch_from:
-            parent = self.parent_of(run)
+            parent, step = self.parent_of(run), run.branch_from.step
             if parent.branch_from:
-                raise ValueError(
-                    f"{run.name} branches from {parent.name}, a branch itself; branch from its"
-                    " parent"
-                )
-            if run.branch_from.step not in parent.save_steps:
-                raise ValueError(
-                    f"{run.name} branches at step {run.branch_from.step}, {parent.name} saves none"
-                    " there"
-                )
+                yield f"{name} branches from {parent.name}, a branch itself; branch from its parent"
+            if step not in parent.save_steps:
+                yield f"{name} branches at step {step}, {parent.name} saves none there"
             if run.branch_from.fingerprint != fingerprint(parent):
-                raise ValueError(
-                    f"{run.name} names another fingerprint than that of its parent {parent.name}"
-                )
-
-    def has_soup(self, run: RunConfig, soup: SoupSettings) -> bool:
-        """Return whether the soup is made of this run: it saves all its steps."""
-        return set(soup.steps) <= set(run.save_steps)
+                yield f"{name} names another fingerprint than that of its parent {parent.name}"
 
     def parent_of(self, run: RunConfig) -> RunConfig:
         """Return the run of this study that `run` branches from; ValueError without one."""
@@ -189,7 +174,7 @@ class Study(Frozen):
             models += [
                 MeasuredModel(step, soup.name, soup.steps)
                 for soup in self.soups
-                if soup.steps[-1] == step and self.has_soup(run, soup)
+                if soup.steps[-1] == step and soup.is_of(run)
             ]
         return models
 

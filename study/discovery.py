@@ -2,16 +2,11 @@
 
 import importlib
 import pkgutil
+from operator import attrgetter
 from types import ModuleType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-
-class _Placed(Protocol):
-    @property
-    def place(self) -> int: ...
-
-
-Kind = TypeVar("Kind", bound=_Placed)
+Kind = TypeVar("Kind")
 
 
 def discovered(folder: ModuleType, kind: type[Kind]) -> list[Kind]:
@@ -19,4 +14,4 @@ def discovered(folder: ModuleType, kind: type[Kind]) -> list[Kind]:
     names = [module.name for module in pkgutil.iter_modules(folder.__path__)]
     modules = [importlib.import_module(f"{folder.__name__}.{name}") for name in names]
     found = {id(value): value for module in modules for value in vars(module).values()}.values()
-    return sorted((one for one in found if isinstance(one, kind)), key=lambda one: one.place)
+    return sorted((one for one in found if isinstance(one, kind)), key=attrgetter("place"))

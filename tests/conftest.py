@@ -24,7 +24,6 @@ VOCAB_SIZE = 320
 FIRST = (
     "study/test_smoke.py",
     "slurm/test_study.py",
-    "ckpt_tools/test_memory.py",
     "curvature/test_cost.py",
     "study/tracking/test_importer.py",
     "train/test_kills.py",
@@ -162,7 +161,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "gqa-dp1": (1, {"kv_heads": 2}),
     "gqa-tp2": (2, {"kv_heads": 2, "tensor": 2}),
     "bf16-dp2": (2, {"precision": "bf16"}),
-    "tp2dp2": (4, {"tensor": 2}),
+    "tp2dp2": (4, {"tensor": 2, "micro_batch_size": 2}),
     "sp2": (2, {"tensor": 2, "sequence": True}),
     "recompute": (1, {"recompute": "layers"}),
     "bf16-dp1": (1, {"precision": "bf16"}),

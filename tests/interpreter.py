@@ -4,8 +4,8 @@ Commands that start commands (a study, its steps, torchrun, the ranks) spend mos
 importing torch, once for each process. `interpreter` is a program that takes the place of the
 interpreter: it asks a server for a fork with its arguments, environment, directory and open files,
 hands on the signals that it gets and ends as the fork ended. Killed, it takes the fork with it.
-Everything but `-m` and `-c` it leaves to the real interpreter, and what names another hub, which
-is read at an import.
+Everything but `-m`, `-u -m` (torchrun's ranks) and `-c` it leaves to the real interpreter, and what
+names another hub, which is read at an import.
 """
 
 import atexit
@@ -39,6 +39,9 @@ FIRST_FREE = 500  # files of the fork are collected above this number
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "pid": 0x20000000}
 PROGRAM = """#!{python} -IS
 import ctypes, json, os, signal, socket, struct, sys
+if sys.argv[1] == "-u":
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    del sys.argv[1]
 if sys.argv[1] not in ("-m", "-c") or "HF_ENDPOINT" in os.environ:
     os.execv("{python}", ["{python}", *sys.argv[1:]])
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)

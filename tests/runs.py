@@ -62,7 +62,7 @@ def make_run(
         "parallel": ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence),
         "total_steps": 20,
         "batch_size": 8,
-        "micro_batch_size": 2,
+        "micro_batch_size": 4,
         "save_steps": (0, 10, 20),
         "evaluate_every_steps": 10,
     }

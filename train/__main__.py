@@ -65,7 +65,9 @@ def prepare(
     from train.data.prepare import prepare as prepare_tokens
     from train.data.share import EVERYTHING, parse_share
 
-    chosen = Chosen(parse_share(share) if share else EVERYTHING, document_tokens)
+    chosen = Chosen(
+        share=parse_share(share) if share else EVERYTHING, document_tokens=document_tokens
+    )
     manifest = prepare_tokens(
         [source for text in sources for source in parse_source(text, key)],
         tokenizer,
@@ -91,9 +93,6 @@ def index(
     eos: Annotated[
         int | None, typer.Option(min=0, help="token that ends a document; default: the tokenizer's")
     ] = None,
-    hash_: Annotated[
-        bool, typer.Option("--hash", help="read every file: record its hash and largest token")
-    ] = False,
 ) -> None:
     """List OLMo's token files in a manifest, to be trained on in place.
 
@@ -112,16 +111,15 @@ def index(
         vocab_size=loaded.get_vocab_size(),
         eos_token_id=eos_token_id if eos is None else eos,
         tokenizer_sha256=sha256_of(tokenizer / TOKENIZER_JSON),
-        hashes=hash_,
     )
     typer.echo(f"{out}: {manifest.tokens} tokens in {len(files)} files")
 
 
 @app.command()
 def verify(
-    prefixes: Annotated[list[Path], typer.Argument(help="PREFIX of a token file or of an index")],
+    prefixes: Annotated[list[Path], typer.Argument(help="PREFIX of a token file")],
 ) -> None:
-    """Hash every file of a corpus, however large, and compare with its manifest.
+    """Hash the files of prepared text, however large, and compare with its manifest.
 
     Example: python -m train verify data/train data/held_out
     """
@@ -183,20 +181,18 @@ def _changed(run_dir: Path, settings: list[str]) -> tuple[Path, RunConfig]:
 def plan(
     run_dirs: Annotated[list[Path], typer.Argument(help="directories with a run.json")],
     *,
-    nodes: Annotated[int, typer.Option(help="machines")],
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs of each")],
-    gpu: Annotated[str, typer.Option(help="h100, h200 or a100")],
+    nodes: Annotated[int, typer.Option(min=1, help="machines")],
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of each")],
+    gpu: Annotated[Literal["h100", "h200", "a100"], typer.Option(help="kind of GPU")],
 ) -> None:
     """Show what runs need before they start: GPU memory, layouts that fit, GPU-hours and disk.
 
     Example: python -m train plan runs/olmo2-7b/lr* --nodes 8 --gpus-per-node 8 --gpu h100
     """
-    from train.planning.plan import make_cluster, plan_run
     from train.planning.report import print_plans
 
-    cluster = make_cluster(nodes, gpus_per_node, gpu)
-    plans = [plan_run(load_run(run_dir / "run.json"), cluster) for run_dir in run_dirs]
-    print_plans(plans, cluster)
+    runs = [load_run(run_dir / "run.json") for run_dir in run_dirs]
+    print_plans(runs, nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu)
 
 
 if __name__ == "__main__":

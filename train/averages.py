@@ -20,13 +20,9 @@ CHUNK_ELEMENTS = 1 << 24  # of a mean, which is summed in fp64
 
 def slot_names(run: RunConfig) -> list[str]:
     """Return names of the slots of a run: one per member of a LAWA window, one per EMA."""
-    names = []
-    for average in run.averages:
-        names += [
-            f"{average.name}.{member}"
-            for member in range(average.window if isinstance(average, Lawa) else 1)
-        ]
-    return names
+    return [
+        f"{average.name}.{member}" for average in run.averages for member in range(average.slots)
+    ]
 
 
 def member_steps(average: Lawa | Ema, start: int, step: int) -> range:
@@ -57,7 +53,7 @@ class Averages:
 
     def _slot(self, average: Lawa | Ema, step: int) -> list[Tensor]:
         """Return the slot of the member of this step."""
-        member = step // average.interval_steps % average.window if isinstance(average, Lawa) else 0
+        member = step // average.interval_steps % average.slots
         return self._engine.slot(f"{average.name}.{member}")
 
     @torch.no_grad()

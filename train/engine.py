@@ -35,7 +35,7 @@ class Snapshot(Protocol):
     """A copy of the state of one step: training may continue while it is written."""
 
     def write(self) -> list[str]:
-        """Write and sync this rank's files, perhaps in a thread: no collective. Return names."""
+        """Write this rank's files, perhaps in a thread: no collective. Return names."""
         ...
 
     def seal(self) -> list[str]:

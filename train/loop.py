@@ -8,7 +8,7 @@ import contextlib
 import math
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -27,20 +27,12 @@ from train.data.batches import RunData, open_data
 from train.distributed import from_rank_zero, largest, start
 from train.engine import Engine, StepResult
 from train.engines import build_engine
-from train.monitoring import RANKS_EVERY_STEPS, RankClock, Speedometer, peak_memory_bytes
+from train.monitoring import RANKS_EVERY_STEPS, RankClock, peak_memory_bytes, speed_of
 from train.run.config import RunConfig, dump_run
 from train.run.directory import PROBE_SEQUENCES, PROBE_TOKENS, RunDirectory
 from train.run.metrics import MetricsWriter
 from train.run.schedules import learning_rate
 from train.spikes import StepJudge
-
-
-class _Shared(NamedTuple):
-    """The state of all ranks after a step."""
-
-    stop: bool  # any rank was asked to stop
-    writing: bool  # any rank still writes a checkpoint
-    memory_bytes: float  # the largest peak
 
 
 class _Training:
@@ -54,6 +46,7 @@ class _Training:
         self.metrics: MetricsWriter | None = None
         self.step = 0
         self.stop_reason = ""  # what asked this rank to stop
+        self.stopping = False  # any rank was asked to
 
     def begin(self) -> Start:
         """Load the newest checkpoint, or the origin of the run; set up what logs and saves."""
@@ -79,29 +72,25 @@ class _Training:
         self.averages = Averages(run, self.engine, starts)
         self.judge = StepJudge(run, record.accepted if record else ())
         self.saver = Saver(run.saving, self.engine, directory, self.attempt, self.log)
-        self.speedometer = Speedometer(run)
         self.clock = RankClock(directory.ranks, self.attempt.number)
         return begun
 
     def log(self, step: int, **values: float) -> None:
-        """Append a row of metrics; SupersededError if a newer attempt has begun."""
+        """Append a row of metrics."""
         if self.metrics:
-            self.attempt.check_newest()
             self.metrics.append(step, step * self.run.tokens_per_step, **values)
 
     def run_to_end(self) -> None:
         """Train until the last step or until asked to stop."""
-        total, stop = self.run.total_steps, False
+        total = self.run.total_steps
         begun = self.begin()
         if begun.record is None:
-            self.evaluate_and_save(None, stop=False)
+            self.evaluate_and_save(None)
         with Progress(self.run.name, total, done=self.step) as progress:
-            while self.step < total and not stop:
+            while self.step < total and not self.stopping:
                 self.step += 1
-                result, speed, shared = self.train_step()
-                stop = shared.stop
-                self.saver.advance(writing=shared.writing)
-                self.evaluate_and_save(result.loss, stop=stop)
+                result, speed = self.train_step()
+                self.evaluate_and_save(result.loss)
                 if self.step % RANKS_EVERY_STEPS == 0:
                     self.clock.report(self.step)
                 progress.advance(
@@ -111,7 +100,7 @@ class _Training:
         self.clock.report(self.step)
         self.finish()
 
-    def train_step(self) -> tuple[StepResult, float, _Shared]:
+    def train_step(self) -> tuple[StepResult, float]:
         """Make one update, unless it is rejected, and log it; return also tokens per second."""
         step, run = self.step, self.run
         rate = learning_rate(run, step)
@@ -119,14 +108,14 @@ class _Training:
         self.clock.start()
         batch = self.data.batch(step)
         result = self.engine.train_step(batch, rate, self.judge.accept)
-        speed = self.speedometer.figures(self.clock.stop())
-        shared = self.share()
+        speed = speed_of(run, self.clock.stop())
+        memory_bytes, writing = self.share()
 
         row: dict[str, float] = {
             **result._asdict(),
             "learning_rate": rate,
             **speed,
-            "memory_bytes": shared.memory_bytes,
+            "memory_bytes": memory_bytes,
         }
         if not batch.counted_BS.all():
             row["counted_fraction"] = batch.counted_BS.double().mean().item()
@@ -136,10 +125,13 @@ class _Training:
             row["skipped"] = 1
         self.averages.update(step)
         self.log(step, **row)
-        return result, speed["tokens_per_second"], shared
+        self.saver.advance(writing=writing)
+        return result, speed["tokens_per_second"]
 
-    def share(self) -> _Shared:
-        """Share stop requests, pending saves and peak memory across ranks.
+    def share(self) -> tuple[float, bool]:
+        """Return the largest peak of memory, in bytes, and whether any rank still writes a save.
+
+        Ranks also learn of each other's requests to stop.
 
         Raises:
             SupersededError: a newer attempt has begun.
@@ -154,7 +146,8 @@ class _Training:
         )
         if superseded:
             raise SupersededError(from_rank_zero(successor))
-        return _Shared(stop > 0, writing > 0, memory_bytes)
+        self.stopping = stop > 0
+        return memory_bytes, writing > 0
 
     def not_learning(self, figures: str) -> UserError:
         """Return the error of a run that must not continue."""
@@ -175,12 +168,12 @@ class _Training:
         self.log(self.step, **{f"held_out_loss/{average}" if average else "held_out_loss": loss})
         return loss
 
-    def evaluate_and_save(self, train_loss: float | None, *, stop: bool) -> None:
+    def evaluate_and_save(self, train_loss: float | None) -> None:
         """Evaluate and save where that is due after this step, or where training stops."""
         step, run, directory = self.step, self.run, self.directory
         permanent = step in run.save_steps
         every = run.saving.restart_every_steps
-        restart = not permanent and (stop or (every is not None and step > 0 and step % every == 0))
+        restart = self.stopping or (every is not None and step > 0 and step % every == 0)
         held_out_loss = None
         if permanent or step % run.evaluate_every_steps == 0:
             held_out_loss = self.evaluate()
@@ -193,6 +186,7 @@ class _Training:
         began_at = time.monotonic()
         tokens = min(PROBE_TOKENS, run.data.sequence_length)
         probe_BS = self.held_out.tokens_BS[:PROBE_SEQUENCES, :tokens]
+
         checkpoints = []
         for average in self.averages.present(step) if permanent else ():
             with self.averages.swapped_in(average, step):
@@ -229,21 +223,16 @@ class _Training:
 
     def finish(self) -> None:
         """Write status.json and destroy the process groups."""
-        done = self.step == self.run.total_steps
-        reasons = []
-        if not done:
-            reasons.append(f"asked to stop by {self.stop_reason or 'another rank'}")
-        if self.saver.failures:
-            reasons.append(f"saves that had to be repeated: {'; '.join(self.saver.failures)}")
         if self.metrics:
             self.metrics.close()
-            if not done:
-                print(
-                    f"stopped at step {self.step} of {self.run.total_steps}; the same command"
-                    " resumes",
-                    flush=True,
-                )
-        self.attempt.end("done" if done else "preempted", self.step, "; ".join(reasons))
+        if self.step == self.run.total_steps:
+            self.attempt.end("done", self.step, "")
+        else:
+            place = f"step {self.step} of {self.run.total_steps}"
+            if is_rank_zero():
+                print(f"stopped at {place}; the same command resumes", flush=True)
+            reason = f"asked to stop by {self.stop_reason or 'another rank'}"
+            self.attempt.end("preempted", self.step, reason)
         self.engine.close()
 
     def fail(self, reason: str) -> None:
@@ -257,11 +246,7 @@ class _Training:
 def train(run_path: Path, run: RunConfig) -> None:
     """Train a run to its end, or until it is asked to stop, from its newest checkpoint if any.
 
-    status.json says how it ended. A file RUN/STOP asks it to stop, and a signal if
-    `stopping.listen` was called.
-
-    Raises:
-        UserError: for anything that keeps the run from continuing.
+    status.json says how it ended. UserError for anything that keeps the run from continuing.
     """
     directory = RunDirectory(run_path)
     if is_rank_zero():

@@ -24,28 +24,20 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
 
-class Speedometer:
-    """Tokens and floating-point operations per second."""
+def speed_of(run: RunConfig, seconds: float) -> dict[str, float]:
+    """Return the speed of a step that took `seconds`; per GPU, and MFU, where there are GPUs.
 
-    def __init__(self, run: RunConfig) -> None:
-        self._tokens = run.tokens_per_step
-        self._gpus = dist.get_world_size() if torch.cuda.is_available() else 0
-        self._flops_per_token = flops_per_token(run.model, run.data.sequence_length)
-        self._peak = peak_flops(torch.cuda.get_device_name()) if self._gpus else None
-
-    def figures(self, seconds: float) -> dict[str, float]:
-        """Return the speed of a step that took `seconds`; per GPU, and MFU, where there are GPUs.
-
-        MFU is against the peak in bf16, whatever the precision.
-        """
-        tokens = self._tokens / seconds
-        flops = tokens * self._flops_per_token
-        speed = {"tokens_per_second": tokens, "model_flops_per_second": flops}
-        if self._gpus:
-            speed["tokens_per_second_per_gpu"] = tokens / self._gpus
-        if self._peak:
-            speed["mfu"] = flops / (self._gpus * self._peak)
-        return speed
+    MFU is against the peak in bf16, whatever the precision.
+    """
+    tokens = run.tokens_per_step / seconds
+    flops = tokens * flops_per_token(run.model, run.data.sequence_length)
+    speed = {"tokens_per_second": tokens, "model_flops_per_second": flops}
+    if torch.cuda.is_available():
+        gpus, peak = dist.get_world_size(), peak_flops(torch.cuda.get_device_name())
+        speed["tokens_per_second_per_gpu"] = tokens / gpus
+        if peak:
+            speed["mfu"] = flops / (gpus * peak)
+    return speed
 
 
 class RankClock:

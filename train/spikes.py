@@ -2,13 +2,13 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from train.engine import StepResult
 from train.run.config import RunConfig
 
 
-def _limit(values: list[float], sigmas: float) -> float:
+def _limit(values: Sequence[float], sigmas: float) -> float:
     """Return the mean plus `sigmas` sample standard deviations."""
     mean = math.fsum(values) / len(values)
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
@@ -57,14 +57,10 @@ class StepJudge:
         if len(self._window) < (self._window.maxlen or 0):
             return None
         losses, norms = zip(*self._window, strict=True)
-        for name, value, before in (
-            ("loss", result.loss, losses),
-            ("gradient norm", result.grad_norm, norms),
+        for name, value, limit in (
+            ("loss", result.loss, _limit(losses, sigmas)),
+            ("gradient norm", result.grad_norm, _limit(norms, sigmas)),
         ):
-            limit = _limit(list(before), sigmas)
             if value > limit:
-                return (
-                    f"a spike: {name} {value:.6g} is above {limit:.6g}, {sigmas:g} standard"
-                    " deviations"
-                )
+                return f"a spike: {name} {value:.6g} is above {limit:.6g}, {sigmas:g} deviations"
         return None

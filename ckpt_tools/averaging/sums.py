@@ -6,13 +6,13 @@ every machine.
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from base.errors import UserError
-from ckpt_tools.formats.hf_weights import HFWeights
-from ckpt_tools.formats.weights import Described
+from ckpt_tools.formats.weights import Described, Weights
 
 
 class AveragedWeights:
@@ -25,46 +25,38 @@ class AveragedWeights:
     `ckpt_tools.formats.weights.Weights`.
 
     Args:
-        models: of one architecture, oldest first.
+        models: of one architecture, by their directory, oldest first.
         factors: f_i, with a positive sum.
         dtype: of the result.
+
+    Attributes:
+        tensors: shape and type of every tensor, in the order of the last model.
 
     Raises:
         UserError: in `read`, if a number of the result is not finite.
     """
 
     def __init__(
-        self, models: Sequence[HFWeights], factors: Sequence[float], dtype: torch.dtype
+        self, models: Mapping[Path, Weights], factors: Sequence[float], dtype: torch.dtype
     ) -> None:
         self._models = models
         self._factors = [torch.tensor(factor, dtype=torch.float32) for factor in factors]
         self._sum = torch.tensor(math.fsum(factors), dtype=torch.float32)
-        newest = models[-1].tensors
-        self._tensors = {name: Described(tensor.shape, dtype) for name, tensor in newest.items()}
-
-    @property
-    def tensors(self) -> Mapping[str, Described]:
-        """Shape and type of every tensor, in the order of the last model."""
-        return self._tensors
+        newest = [*models.values()][-1].tensors
+        self.tensors = {name: Described(tensor.shape, dtype) for name, tensor in newest.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of the mean."""
-        shape, dtype = self._tensors[name]
+        tensor = self.tensors[name]
         # Adding to -0 is exact, also for -0.
-        total = torch.full((stop - start, *shape[1:]), -0.0, dtype=torch.float32)
-        for model, factor in zip(self._models, self._factors, strict=True):
+        total = torch.full((stop - start, *tensor.shape[1:]), -0.0, dtype=torch.float32)
+        for model, factor in zip(self._models.values(), self._factors, strict=True):
             wide = model.read(name, start, stop).float()
             total += wide if factor == 1 else wide * factor
-        rows = total.div_(self._sum).to(dtype)
+        rows = total.div_(self._sum).to(tensor.dtype)
         if not rows.isfinite().all():
-            self._refuse(name, start, stop)
+            for path, model in self._models.items():
+                if not model.read(name, start, stop).isfinite().all():
+                    raise UserError(f"'{name}' is not finite in {path}; leave that model out")
+            raise UserError(f"'{name}' overflows in the average; give other models or --weights")
         return rows
-
-    def _refuse(self, name: str, start: int, stop: int) -> None:
-        """Raise UserError naming the model whose rows are not finite, or the overflow."""
-        for model in self._models:
-            if not model.read(name, start, stop).isfinite().all():
-                raise UserError(
-                    f"'{name}' is not finite in {model.directory}; leave that model out"
-                )
-        raise UserError(f"'{name}' overflows in the average; give other models or --weights")

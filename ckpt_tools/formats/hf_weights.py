@@ -2,16 +2,16 @@
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from base.errors import UserError
-from ckpt_tools.formats.weights import Described, FileTensor
+from base.errors import UserError, explain_validation
+from ckpt_tools.formats.weights import FileTensor
 from train.run.directory import MODEL_WEIGHTS
 
 INDEX_JSON = "model.safetensors.index.json"
@@ -23,6 +23,12 @@ TORCH_DTYPES = {  # by their names in headers
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
 HEADER_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+class _Index(BaseModel):
+    """The index of several files."""
+
+    weight_map: dict[str, str] = Field(min_length=1)
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
@@ -43,13 +49,10 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     tensors = {}
     for name, entry in header.items():
         if entry["dtype"] not in TORCH_DTYPES:
-            raise UserError(
-                f"{path}: '{name}' is of type {entry['dtype']}, which is not supported here;"
-                " convert it"
-            )
+            raise UserError(f"{path}: '{name}' is of type {entry['dtype']}; convert it")
         begin, _ = entry["data_offsets"]
         shape = tuple(entry["shape"]) or (1,)  # a scalar is one row
-        tensors[name] = FileTensor(path, 8 + length + begin, shape, TORCH_DTYPES[entry["dtype"]])
+        tensors[name] = FileTensor(shape, TORCH_DTYPES[entry["dtype"]], path, 8 + length + begin)
     return tensors
 
 
@@ -57,62 +60,42 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the files that hold the weights: those of the index, or `model.safetensors`.
 
     Raises:
-        UserError: there is neither, a file of the index is missing, or it names one outside of the
-            directory.
+        UserError: there is neither, the index is damaged, or a file of it is missing or outside of
+            the directory.
     """
-    index = directory / INDEX_JSON
-    if not index.exists():
-        if not (directory / MODEL_WEIGHTS).is_file():
-            raise UserError(f"{directory} holds no safetensors weights; give a complete directory")
-        return [directory / MODEL_WEIGHTS]
-    names = sorted(set(_weight_map(index).values()))
-    for name in names:
-        if not PLAIN_NAME.fullmatch(name):
-            raise UserError(
-                f"{index} names '{name}', which is no file of its directory; restore the index"
-            )
-        if not (directory / name).is_file():
-            raise UserError(f"{directory / name} is missing; restore it")
-    return [directory / name for name in names]
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        names = json.loads(index.read_text())["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{index} is damaged ({error!r}); restore it") from None
-    if not (names and isinstance(names, dict) and all(isinstance(n, str) for n in names.values())):
-        raise UserError(f"{index} maps no tensor to a file; restore it")
-    return names
+    index, names = directory / INDEX_JSON, {MODEL_WEIGHTS}
+    if index.exists():
+        try:
+            names = set(_Index.model_validate_json(index.read_bytes()).weight_map.values())
+        except ValidationError as error:
+            raise explain_validation(str(index), error) from None
+    elif not (directory / MODEL_WEIGHTS).is_file():
+        raise UserError(f"{directory} holds no safetensors weights; give a complete directory")
+    for name in sorted(names):
+        if not PLAIN_NAME.fullmatch(name) or not (directory / name).is_file():
+            raise UserError(f"{index} names '{name}', which is no file beside it; restore both")
+    return [directory / name for name in sorted(names)]
 
 
 class HFWeights:
-    """The weights of an HF directory, every key of every file."""
+    """The weights of an HF directory, every key of every file.
+
+    Attributes:
+        tensors: places of all, in the order of the files.
+    """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.stored: dict[str, FileTensor] = {}
+        self.tensors: dict[str, FileTensor] = {}
         for path in weight_files(directory):
-            for name, tensor in read_header(path).items():
-                if name in self.stored:
-                    raise UserError(
-                        f"'{name}' lies in {self.stored[name].path} and in {path}; remove one of"
-                        " them"
-                    )
-                self.stored[name] = tensor
-        index = directory / INDEX_JSON
-        if index.exists():
-            mapped = {(name, directory / file) for name, file in _weight_map(index).items()}
-            held = {(name, tensor.path) for name, tensor in self.stored.items()}
-            if mapped != held:
-                name, _ = min(mapped ^ held)
-                raise UserError(f"{index} and the files differ in '{name}'; restore them")
-
-    @property
-    def tensors(self) -> Mapping[str, Described]:
-        """Shape and type of every tensor, in the order of the files."""
-        return {name: tensor.described for name, tensor in self.stored.items()}
+            tensors = read_header(path)
+            twice = sorted(tensors.keys() & self.tensors.keys())
+            if twice:
+                raise UserError(
+                    f"'{twice[0]}' lies in {self.tensors[twice[0]].path} and in {path}; remove one"
+                    " of them"
+                )
+            self.tensors |= tensors
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a tensor."""
-        return self.stored[name].read(start, stop)
+        return self.tensors[name].read(start, stop)

@@ -7,26 +7,25 @@ names of `train.model.megatron_names`.
 """
 
 import pickle
+import threading
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from base.errors import UserError
-from ckpt_tools.formats.weights import Described, FileTensor
+from ckpt_tools.formats.weights import Described, FileTensor, check_tensors
 from train.model import megatron_names
 from train.model.config import ModelConfig
 from train.model.families import parameter_shapes
 
 OPTIMIZER = "optimizer.state."
-MAIN = f"{OPTIMIZER}param."  # begins the keys of the fp32 weights that the optimizer continues from
 FP8_SCALES = "._extra_state"  # within the keys of Transformer Engine's objects, never opened here
 
 
@@ -38,7 +37,7 @@ class Box(NamedTuple):
     path: Path
     offset: int
     length: int
-    layer: int = 0  # which of the layers that torch.save left there together
+    layer: int  # which of the layers that torch.save left there together
 
 
 class ShardedTensors:
@@ -52,86 +51,83 @@ class ShardedTensors:
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
         self.tensors: dict[str, Described] = {}
         self.boxes: dict[str, list[Box]] = defaultdict(list)
         self._files: dict[Box, FileTensor] = {}
+        self._lock = threading.Lock()
         metadata = FileSystemReader(checkpoint).read_metadata()
-        shapes: dict[tuple[str, torch.Size], torch.Size] = {}
-        for key, stored in metadata.state_dict_metadata.items():
-            if isinstance(stored, TensorStorageMetadata):
-                self._describe(key, stored)
-                shapes |= {(key, chunk.offsets): chunk.sizes for chunk in stored.chunks}
-            elif FP8_SCALES not in key:
-                raise UserError(
-                    f"'{key}' is no tensor in the shards of {checkpoint}; give another checkpoint"
-                )
+        stored = {
+            key: value
+            for key, value in metadata.state_dict_metadata.items()
+            if FP8_SCALES not in key
+        }
+        sizes: dict[tuple[str, torch.Size], torch.Size] = {}
+        for key, value in stored.items():
+            if not isinstance(value, TensorStorageMetadata):
+                raise _damaged(checkpoint, f"'{key}' is no tensor")
+            whole = Described(tuple(value.size), value.properties.dtype)
+            for layer in _layers(key, whole.shape):
+                shape = whole.shape if layer is None else whole.shape[1:]
+                self.tensors[_of_layer(key, layer)] = Described(shape, whole.dtype)
+            sizes |= {(key, chunk.offsets): chunk.sizes for chunk in value.chunks}
         for index, place in (metadata.storage_data or {}).items():
-            if FP8_SCALES not in index.fqn:
-                self._place(index, shapes[index.fqn, index.offset], place)
+            if index.fqn not in stored:
+                continue
+            if Path(place.relative_path).name != place.relative_path:
+                raise _damaged(checkpoint, f"'{place.relative_path}' is no file of it")
+            where = checkpoint / place.relative_path, place.offset, place.length
+            corner = tuple(index.offset or ())
+            self._place(index.fqn, corner, tuple(sizes[index.fqn, index.offset]), where)
         for name, tensor in self.tensors.items():
             held = sum(torch.Size(box.shape).numel() for box in self.boxes[name])
             if held != torch.Size(tensor.shape).numel():
-                raise UserError(
-                    f"'{name}' is not whole in the shards of {checkpoint}; give another checkpoint"
-                )
+                raise _damaged(checkpoint, f"'{name}' is not whole")
 
-    def _describe(self, key: str, stored: TensorStorageMetadata) -> None:
-        whole = Described(tuple(stored.size), stored.properties.dtype)
-        if megatron_names.LAYERS not in key:
-            self.tensors[key] = whole
-            return
-        for layer in range(whole.shape[0]):
-            self.tensors[_of_layer(key, layer)] = Described(whole.shape[1:], whole.dtype)
-
-    def _place(self, index: MetadataIndex, shape: torch.Size, place: Any) -> None:
-        corner = tuple(index.offset or ())
-        where = self._file_of(place.relative_path), place.offset, place.length
-        if megatron_names.LAYERS not in index.fqn:
-            self.boxes[index.fqn].append(Box(corner, tuple(shape), *where))
-            return
-        for layer in range(shape[0]):
-            name = _of_layer(index.fqn, corner[0] + layer)
-            self.boxes[name].append(Box(corner[1:], tuple(shape[1:]), *where, layer))
-
-    def _file_of(self, name: str) -> Path:
-        if Path(name).name != name:
-            raise UserError(
-                f"{self.checkpoint} names '{name}', which is no file of it; give another checkpoint"
-            )
-        return self.checkpoint / name
+    def _place(
+        self,
+        key: str,
+        corner: tuple[int, ...],
+        shape: tuple[int, ...],
+        where: tuple[Path, int, int],
+    ) -> None:
+        """Note a box, or its part of every layer."""
+        for layer in _layers(key, shape):
+            if layer is None:
+                self.boxes[key].append(Box(corner, shape, *where, 0))
+            else:
+                name = _of_layer(key, corner[0] + layer)
+                self.boxes[name].append(Box(corner[1:], shape[1:], *where, layer))
 
     def _opened(self, name: str, box: Box) -> FileTensor:
         """Return the numbers of a box, which torch.save wrote after a description of them."""
         if box in self._files:
             return self._files[box]
         try:
-            with box.path.open("rb") as file, FakeTensorMode():  # reads the description alone
+            # Reads the description alone, in one thread at a time.
+            with self._lock, box.path.open("rb") as file, FakeTensorMode():
                 view: Any = _create_file_view(file, box.offset, box.length)
                 tensor = torch.load(view, weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise UserError(f"{box.path} is damaged ({error}); give another checkpoint") from None
+            raise _damaged(box.path, str(error)) from None
         contiguous = tensor.is_contiguous() and tensor.storage_offset() == 0
-        described = Described(tuple(tensor.shape)[-len(box.shape) :], tensor.dtype)
-        if not contiguous or described != (box.shape, self.tensors[name].dtype):
-            raise UserError(
-                f"'{name}' is not in {box.path} as `.metadata` says; give another checkpoint"
-            )
+        held = Described(tuple(tensor.shape)[-len(box.shape) :], tensor.dtype)
+        if not contiguous or held != Described(box.shape, self.tensors[name].dtype):
+            raise _damaged(box.path, f"'{name}' is not there as `.metadata` says")
         before: int = tensor.untyped_storage()._checkpoint_offset
-        first = box.offset + before + box.layer * described.nbytes
-        self._files[box] = FileTensor(box.path, first, *described)
+        first = box.offset + before + box.layer * held.nbytes
+        self._files[box] = FileTensor(held.shape, held.dtype, box.path, first)
         return self._files[box]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a tensor, gathered from its boxes."""
-        shape, dtype = self.tensors[name]
-        rows = torch.empty((stop - start, *shape[1:]), dtype=dtype)
+        tensor = self.tensors[name]
+        rows = torch.empty((stop - start, *tensor.shape[1:]), dtype=tensor.dtype)
         for box in self.boxes[name]:
             begin, end = max(start, box.corner[0]), min(stop, box.corner[0] + box.shape[0])
             if begin >= end:
                 continue
             file, target = self._opened(name, box), rows[begin - start : end - start]
-            if box.shape[1:] == shape[1:]:
+            if box.shape[1:] == tensor.shape[1:]:
                 file.read_into(target, begin - box.corner[0])
             else:
                 spans = zip(box.corner[1:], box.shape[1:], strict=True)
@@ -142,8 +138,19 @@ class ShardedTensors:
         return rows
 
 
-def _of_layer(key: str, layer: int) -> str:
+def _damaged(path: Path, problem: str) -> UserError:
+    return UserError(f"{path} is damaged ({problem}); give another checkpoint")
+
+
+def _layers(key: str, shape: tuple[int, ...]) -> list[int] | list[None]:
+    """Return the layers that are stacked in a key's tensor; None alone where none are."""
+    return list(range(shape[0])) if megatron_names.LAYERS in key else [None]
+
+
+def _of_layer(key: str, layer: int | None) -> str:
     """Return the global name of one layer's part of a stacked key."""
+    if layer is None:
+        return key
     return key.replace(megatron_names.LAYERS, f"{megatron_names.LAYERS}{layer}.", 1)
 
 
@@ -153,53 +160,32 @@ class MegatronWeights:
     Args:
         checkpoint: its directory.
         model: whose keys it must hold, no more and no less.
-        main: the fp32 weights of the optimizer instead of those that the model computed with.
+
+    Attributes:
+        tensors: shape and type of every HF tensor, in the order of the model.
 
     Raises:
-        UserError: a key or a shape is not the model's, a key is missing, or there are no main
-            weights.
+        UserError: a key or a shape is not the model's, or a key is missing.
     """
 
-    def __init__(self, checkpoint: Path, model: ModelConfig, *, main: bool = False) -> None:
+    def __init__(self, checkpoint: Path, model: ModelConfig) -> None:
         self._stored = ShardedTensors(checkpoint)
+        held = {
+            name: tensor
+            for name, tensor in self._stored.tensors.items()
+            if not name.startswith(OPTIMIZER)
+        }
         names = megatron_names.megatron_names(model.num_hidden_layers)
-        prefix = MAIN if main else ""
-        if main and not any(name.startswith(MAIN) for name in self._stored.tensors):
-            raise UserError(
-                f"{checkpoint} holds no fp32 main weights; export it without --weights main"
-            )
-        self._check_keys({prefix + name for name in names}, prefix)
+        wanted = {name: megatron_names.whole_shape(name, model) for name in names}
+        check_tensors(held, wanted, checkpoint, "give another checkpoint")
         self._rows: dict[str, tuple[str, list[tuple[int, int]]]] = {}
         described: dict[str, Described] = {}
         for name in names:
-            whole = self._stored.tensors[prefix + name]
-            shape = megatron_names.whole_shape(name, model)
-            if whole.shape != shape:
-                self._refuse(f"'{prefix}{name}' is {whole.shape}, the model needs {shape}")
             for hf_name, spans in megatron_names.hf_rows(name, model).items():
-                self._rows[hf_name] = prefix + name, spans
+                self._rows[hf_name] = name, spans
                 count = sum(stop - start for start, stop in spans)
-                described[hf_name] = Described((count, *whole.shape[1:]), whole.dtype)
-        self._tensors = {name: described[name] for name in parameter_shapes(model)}
-
-    def _check_keys(self, wanted: set[str], prefix: str) -> None:
-        """Raise UserError for a key that is missing, or unknown beside the optimizer's state."""
-        for key in sorted(self._stored.tensors.keys() ^ wanted):
-            if key in wanted:
-                self._refuse(f"key '{key}' is missing from the shards")
-            if not prefix and not key.startswith(OPTIMIZER):
-                self._refuse(f"unknown key '{key}' in the shards")
-
-    def _refuse(self, problem: str) -> NoReturn:
-        raise UserError(
-            f"{problem}: {self._stored.checkpoint} is no checkpoint of the model in its"
-            " checkpoint.json; give another"
-        )
-
-    @property
-    def tensors(self) -> Mapping[str, Described]:
-        """Shape and type of every HF tensor, in the order of the model."""
-        return self._tensors
+                described[hf_name] = Described((count, *wanted[name][1:]), held[name].dtype)
+        self.tensors = {name: described[name] for name in parameter_shapes(model)}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of an HF tensor from their places in the fused one."""

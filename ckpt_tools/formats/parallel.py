@@ -1,87 +1,52 @@
-"""Work on files in several processes of one machine."""
+"""Work on files in several threads: reading, hashing and writing need no interpreter."""
 
-import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
-
-import torch
+from typing import TypeVar
 
 from base.errors import UserError
-from base.files import FileRecord, first_damage
+from base.files import FileRecord, record_file, verify_files
 
-MOST_PROCESSES = 8  # more wait for the disk
+MOST_THREADS = 8  # more wait for the disk
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def default_processes() -> int:
+def default_threads() -> int:
     """Return the number of cores for this process, at most eight."""
-    return min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    return min(len(os.sched_getaffinity(0)), MOST_THREADS)
 
 
-def each(
-    work: Callable[[Item], Result],
-    items: Sequence[Item],
-    processes: int,
-    meanwhile: Callable[[], object] | None = None,
-) -> Iterator[tuple[int, Result]]:
-    """Yield (index, result) for every item, as they are done; they begin in the order given.
-
-    Processes are forked, so `work` may be a closure and begins at once. The first error ends it and
-    is raised. This process does `meanwhile` once the others are at work.
-
-    Raises:
-        UserError: a process was killed.
-    """
-    processes = min(processes, len(items))
-    if processes <= 1:
-        if meanwhile:
-            meanwhile()
-        yield from ((index, work(item)) for index, item in enumerate(items))
-        return
-    _Forked.work = work
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_Forked.begin) as pool:
-        futures = {pool.submit(_Forked.call, item): index for index, item in enumerate(items)}
-        try:
-            if meanwhile:
-                meanwhile()
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BrokenProcessPool:
-            raise UserError(
-                "a process was killed, for memory perhaps; run again with fewer cores (taskset)"
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+def each(work: Callable[[str], Result], names: Sequence[str]) -> dict[str, Result]:
+    """Return the result for every name; they begin in that order, the first error is raised."""
+    with ThreadPoolExecutor(default_threads()) as pool:
+        return dict(zip(names, pool.map(work, names), strict=True))
 
 
-class _Forked:
-    """The work of forked processes, which they find in their memory."""
+def verify_in_parallel(directory: Path, records: dict[str, FileRecord], next_action: str) -> None:
+    """Raise what `base.files.verify_files` raises, hashing several files at once."""
 
-    work: ClassVar[Callable[[Any], Any]]
+    def check(name: str) -> None:
+        verify_files(directory, {name: records[name]}, next_action)
 
-    @staticmethod
-    def begin() -> None:
-        torch.set_num_threads(1)  # threads do not survive a fork, and the processes share the cores
-
-    @staticmethod
-    def call(item: Any) -> Any:
-        return _Forked.work(item)
+    each(check, sorted(records, key=lambda name: -records[name].bytes))
 
 
-def first_damage_in_parallel(
-    directory: Path, records: dict[str, FileRecord], processes: int
-) -> str | None:
-    """Return any damage that `base.files.first_damage` finds, hashing several files at once."""
-    largest_first = sorted(records, key=lambda name: -records[name].bytes)
+def is_whole(directory: Path, records: dict[str, FileRecord]) -> bool:
+    """Return whether every recorded file is there unchanged."""
+    try:
+        verify_in_parallel(directory, records, "")
+    except UserError:
+        return False
+    return True
 
-    def damage_of(name: str) -> str | None:
-        return first_damage(directory, {name: records[name]})
 
-    return next((damage for _, damage in each(damage_of, largest_first, processes) if damage), None)
+def record_in_parallel(
+    directory: Path, names: list[str], known: dict[str, FileRecord]
+) -> dict[str, FileRecord]:
+    """Return size and SHA-256 of files by name; those that are `known` are not read again."""
+    unknown = [name for name in names if name not in known]
+    records = known | each(lambda name: record_file(directory / name), unknown)
+    return {name: records[name] for name in names}

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from base.errors import UserError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Described(NamedTuple):
+@dataclass(frozen=True)
+class Described:
     """Shape and type of a tensor that is not read yet."""
 
     shape: tuple[int, ...]
@@ -63,26 +64,48 @@ def read_whole(weights: Weights, name: str) -> Tensor:
     return weights.read(name, 0, weights.tensors[name].shape[0])
 
 
+def check_tensors(
+    tensors: Mapping[str, Described],
+    wanted: Mapping[str, tuple[int, ...]],
+    source: Path,
+    next_action: str,
+) -> None:
+    """Raise UserError naming tensors that are missing, unknown, or not of the `wanted` shape."""
+    keys = {"missing": wanted.keys() - tensors.keys(), "unknown": tensors.keys() - wanted.keys()}
+    problems = [f"{what} {sorted(names)[:3]}" for what, names in keys.items() if names]
+    problems += [
+        f"'{name}' is {tensors[name].shape}, the model needs {wanted[name]}"
+        for name in sorted(wanted.keys() & tensors.keys())
+        if tensors[name].shape != wanted[name]
+    ]
+    if problems:
+        raise UserError(f"{source}: {' and '.join(problems[:3])}; {next_action}")
+
+
+def dtype_of(weights: Weights, allowed: tuple[str, ...], source: Path) -> str:
+    """Return the name in `DTYPES` of the one type of all weights; UserError if it is another."""
+    names = {DTYPES[name]: name for name in allowed}
+    first = next(iter(weights.tensors.values())).dtype
+    for name, tensor in weights.tensors.items():
+        if tensor.dtype != first or tensor.dtype not in names:
+            raise UserError(
+                f"{source}: '{name}' is {tensor.dtype}, all weights must be of one type of"
+                f" {', '.join(allowed)}; convert them"
+            )
+    return names[first]
+
+
 @dataclass(frozen=True)
-class FileTensor:
-    """A contiguous tensor, row after row, in a file.
+class FileTensor(Described):
+    """A contiguous tensor, row after row, in a file, in little endian.
 
     Attributes:
         path: the file.
         offset: of its first byte.
-        shape: at least one axis.
-        dtype: in the machine's byte order, which is little endian everywhere torch runs.
     """
 
     path: Path
     offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def described(self) -> Described:
-        """Its shape and type."""
-        return Described(self.shape, self.dtype)
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return rows [start, stop), in memory of their own."""
@@ -101,13 +124,10 @@ class FileTensor:
         if not rows.numel():
             return
         buffer = bytes_of(rows)
-        offset = self.offset + start * self.described.row_bytes
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
+        offset = self.offset + start * self.row_bytes
+        with self.path.open("rb", buffering=0) as file:
             while buffer:
-                count = os.preadv(descriptor, [buffer], offset)
+                count = os.preadv(file.fileno(), [buffer], offset)
                 if not count:
                     raise UserError(f"{self.path} is truncated; restore it and run again")
                 buffer, offset = buffer[count:], offset + count
-        finally:
-            os.close(descriptor)

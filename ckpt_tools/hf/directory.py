@@ -5,16 +5,20 @@ Names are made here and nowhere else. Needs neither torch nor transformers.
 
 import json
 import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+from base.environment import environment
 from base.errors import UserError
-from base.files import FileRecord, check_inside, write_json
+from base.files import FileRecord, check_inside, record_file, write_json
 
 LINEAGE_JSON = "lineage.json"
 RESULT_JSON = "result.json"
 DENSE_JSON = "dense/dense.json"  # below a result's directory, beside the dequantized weights
 VERIFICATION_PROBE = "verification/probe.safetensors"  # computed by the training engine
+CONFIGURATION_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (  # of a tokenizer alone, or of a whole HF model
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja"),
@@ -30,18 +34,13 @@ def result_directories(
     Raises:
         UserError: `out` does not fit, two results would share a directory, or a file is in the way.
     """
-    if out is None:
-        directories = [[hf_dir / measurement / spec for spec in specs] for hf_dir in hf_dirs]
-    elif len(hf_dirs) > 1:
+    if out is not None and (len(hf_dirs) > 1 or len(specs) != len(out)):
         raise UserError(
-            "--out names the place of one HF directory's results; leave it out for several"
+            f"{len(specs)} --spec but {len(out)} --out for {len(hf_dirs)} HF directories; give one"
+            " for each --spec of one HF directory, leave it out for several"
         )
-    elif len(specs) != len(out):
-        raise UserError(
-            f"{len(specs)} --spec but {len(out)} --out; give one --out for each --spec, or none"
-        )
-    else:
-        directories = [out]
+    directories = [[hf_dir / measurement / spec for spec in specs] for hf_dir in hf_dirs]
+    directories = directories if out is None else [out]
     together = [directory for group in directories for directory in group]
     if len(set(together)) != len(together):
         raise UserError(
@@ -71,6 +70,32 @@ def write_result(directory: Path, result: dict[str, Any]) -> None:
     """Write result.json, whole or not at all."""
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / RESULT_JSON, result)
+
+
+def copy_files(source: Path, target: Path, names: Iterable[str]) -> list[str]:
+    """Copy those of the files that `source` has; return their names."""
+    present = [name for name in names if (source / name).is_file()]
+    for name in present:
+        shutil.copyfile(source / name, target / name)
+    return present
+
+
+def write_lineage(directory: Path, lineage: dict[str, Any], known: dict[str, FileRecord]) -> None:
+    """Write lineage.json, the last file of a directory, with size and hash of all others.
+
+    The environment is this process's, unless `lineage` has one.
+
+    Args:
+        directory: an HF directory.
+        lineage: what it was made from, and how.
+        known: sizes and hashes of files that need not be read again.
+    """
+    paths = [path for path in directory.rglob("*") if path.is_file()]
+    names = sorted(str(path.relative_to(directory)) for path in paths)
+    files = {name: known.get(name) or record_file(directory / name) for name in names}
+    recorded = {name: record.model_dump() for name, record in files.items()}
+    content = {**lineage, "files": recorded}
+    write_json(directory / LINEAGE_JSON, {"environment": environment(), **content})
 
 
 def read_lineage(hf_dir: Path) -> tuple[dict[str, Any], dict[str, FileRecord]] | None:

@@ -15,7 +15,7 @@ from transformers.activations import XIELUActivation
 
 from base.errors import UserError
 from ckpt_tools.formats.hf_weights import HFWeights
-from ckpt_tools.formats.weights import Weights, read_whole
+from ckpt_tools.formats.weights import Weights, check_tensors, read_whole
 from ckpt_tools.hf.model import quiet_transformers
 
 CHUNK_BYTES = 1 << 20  # of fp32 weights in memory; larger ones leave holes between outputs
@@ -67,23 +67,11 @@ def names_in_files(model: PreTrainedModel) -> dict[str, str]:
 
 
 def check_shapes(model: PreTrainedModel, weights: Weights, source: Path) -> None:
-    """Raise UserError naming the first keys of the files that are missing, unknown or misshapen."""
+    """Raise UserError naming the keys of the files that are missing, unknown or misshapen."""
     held = model.state_dict()
     wanted = {file: tuple(held[name].shape) or (1,) for name, file in names_in_files(model).items()}
-    stored = weights.tensors
-    keys = {"missing": wanted.keys() - stored.keys(), "unknown": stored.keys() - wanted.keys()}
-    problems = [f"{what} {sorted(names)[:3]}" for what, names in keys.items() if names]
-    if problems:
-        raise UserError(
-            f"{source}: {' and '.join(problems)}: its weights are not those of config.json; restore"
-            " both"
-        )
-    for name, shape in wanted.items():
-        if weights.tensors[name].shape != shape:
-            raise UserError(
-                f"{source}: '{name}' is {weights.tensors[name].shape}, config.json needs {shape};"
-                " restore both"
-            )
+    next_action = "its weights are not those of config.json, restore both"
+    check_tensors(weights.tensors, wanted, source, next_action)
 
 
 def spread_ids(vocab_size: int, sequences: int, tokens: int) -> Tensor:

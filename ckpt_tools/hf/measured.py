@@ -74,14 +74,12 @@ class DrawnFigure(Read):
     """A figure, for each draw of the calibration text."""
 
     values: list[float]
-    standard_deviation: float | None = None
     standard_error: float | None = None
 
 
 class CalibrationDraws(Read):
     """All figures by name, for each draw of the calibration text."""
 
-    seeds: int | None = None
     figures: dict[str, DrawnFigure] = {}
 
 
@@ -133,12 +131,9 @@ class Tasks(Read):
 # curvature: python -m curvature
 
 
-class Trace(Read):
+class Trace(Estimate):
     """A trace, in nats per token per squared parameter unit."""
 
-    mean: float
-    standard_error: float | None = None
-    interval: Interval | None = None
     probes: int | None = None
     per_microbatch: list[float] | None = None
 
@@ -150,7 +145,6 @@ class Eigenvalue(Read):
     residual: float | None = None
     converged: bool | None = None
     iterations: int | None = None
-    top_vector_sha256: str | None = None
 
 
 class Curvature(Read):

@@ -37,12 +37,10 @@ def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] | None = None) -
         raise UserError(
             f"{path} does not exist; give an HF directory made by 'python -m ckpt_tools export'"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path} is not valid JSON ({error}); export the checkpoint again"
-        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        config = None
     if not isinstance(config, dict):
-        raise UserError(f"{path} holds no JSON object; export the checkpoint again")
+        raise UserError(f"{path} is not valid JSON; export the checkpoint again")
     held = config.get("architectures") or ["none"]
     if architectures is not None and held[0] not in architectures:
         raise UserError(f"{hf_dir} holds a {held[0]}; give one of {', '.join(architectures)}")

@@ -98,8 +98,17 @@ def read_result(path: Path, kind: type[Any] | None = None) -> Result[Any]:
         UserError: there is none, it is damaged, or of another kind.
     """
     path = path / RESULT_JSON if path.is_dir() else path
-    content = _content(path)
-    settings = content.get("spec", {})
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} does not exist; measure it, or run the study again, which does"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise UserError(f"{path} is no valid JSON; remove it and measure again") from None
+    settings = content.get("spec", {}) if isinstance(content, dict) else None
+    if not isinstance(settings, dict) or "measured" not in content:
+        raise UserError(f"{path} is no result of a measurement; remove it and measure again")
     held = next((held for key, held in TOLD_BY.items() if key in settings), kind)
     if held is None:
         raise UserError(f"{path} is of no known kind of measurement; measure again")
@@ -116,25 +125,6 @@ def read_result(path: Path, kind: type[Any] | None = None) -> Result[Any]:
             f"{path} is damaged ('{key}': {problem['msg']}); remove it and measure again"
         ) from None
     return result
-
-
-def _content(path: Path) -> dict[str, Any]:
-    """The objects of the file by name; UserError where it is no result."""
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} does not exist; measure it, or run the study again, which does"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise UserError(f"{path} is no valid JSON; remove it and measure again") from None
-    if (
-        not isinstance(content, dict)
-        or "measured" not in content
-        or not all(isinstance(part, dict) for part in content.values())
-    ):
-        raise UserError(f"{path} is no result of a measurement; remove it and measure again")
-    return content
 
 
 SHOWN_PARTS = 3  # of a model's path: run, hf, checkpoint

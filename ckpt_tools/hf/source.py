@@ -10,12 +10,12 @@ from transformers import AutoConfig, PretrainedConfig
 from base.errors import UserError, explain_validation
 from base.files import FileRecord
 from ckpt_tools.formats.hf_weights import INDEX_JSON
-from ckpt_tools.hf.directory import TOKENIZER_FILES, read_lineage
+from ckpt_tools.hf.directory import CONFIGURATION_FILES, TOKENIZER_FILES, read_lineage
 from ckpt_tools.hf.forward import read_config
 from ckpt_tools.hf.model import quiet_transformers
 from ckpt_tools.released.download_record import read_download
 from ckpt_tools.released.hub import hub
-from ckpt_tools.released.registry import parse_revision, repo_of_directory
+from ckpt_tools.released.registry import parse_revision
 from train.model.config import ModelConfig
 from train.model.families import hf_settings
 
@@ -24,7 +24,6 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "gpt_neox": "GPTNeoXForCausalLM",
 }
-CONFIGURATION_FILES = ("config.json", "generation_config.json")
 HUB_SOURCE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)@(?P<revision>\w[\w./-]*)", re.ASCII)
 # Fields of a configuration that change no logit: how it was written, special tokens, training,
 # heads that are not used.
@@ -56,38 +55,29 @@ def find_source(source: str) -> Source:
     """
     path = Path(source)
     if path.is_dir():
-        return _local(path)
-    found = HUB_SOURCE.fullmatch(source)
-    if not found:
+        lineage, files = read_lineage(path) or ({}, {})
+        record = read_download(path)
+        if lineage or record is None:
+            return Source(path, None, None, files, lineage.get("step"), lineage.get("tokens"))
+        position = _position(record.repo, record.revision)
+        return Source(path, record.repo, record.revision, record.files, *position)
+    named = HUB_SOURCE.fullmatch(source)
+    if not named:
         raise UserError(
             f"{source} is no directory; give an HF directory, or a model of the hub as"
             " OWNER/NAME@REVISION"
         )
-    repository, revision = found["repository"], found["revision"]
+    repository, revision = named["repository"], named["revision"]
     wanted = ["*.safetensors", INDEX_JSON, *CONFIGURATION_FILES, *TOKENIZER_FILES]
     with hub(repository) as api:
         path = Path(api.snapshot_download(repository, revision=revision, allow_patterns=wanted))
     return Source(path, repository, revision, {}, *_position(repository, revision))
 
 
-def _local(path: Path) -> Source:
-    lineage, files = read_lineage(path) or ({}, {})
-    if lineage:
-        return Source(path, None, None, files, lineage.get("step"), lineage.get("tokens"))
-    record = read_download(path)
-    if record:
-        position = _position(record.repo, record.revision)
-        return Source(path, record.repo, record.revision, record.files, *position)
-    place = path.resolve()
-    return Source(
-        path, None, None, {}, *_position(repo_of_directory(place.parent.name), place.name)
-    )
-
-
-def _position(repository: str | None, revision: str) -> tuple[int | None, int | None]:
+def _position(repository: str, revision: str) -> tuple[int | None, int | None]:
     """Return step and tokens of a revision of a known trajectory; None for what is not known."""
     try:
-        parsed = parse_revision(repository or "", revision)
+        parsed = parse_revision(repository, revision)
     except UserError:  # another model, or a name of its own
         return None, None
     return parsed.step, parsed.tokens
@@ -127,9 +117,8 @@ def read_model(directory: Path) -> tuple[ModelConfig, PretrainedConfig]:
     known = AutoConfig.for_model(
         model.family, **hf_settings(model, config.max_position_embeddings, 0)
     ).to_dict()
-    head_dim = {
-        "head_dim": model.head_dim
-    }  # not every family's configuration has it, but attention goes by it
+    # Not every family's configuration has it, but attention goes by it.
+    head_dim = {"head_dim": model.head_dim}
     found, known = head_dim | found, head_dim | known
     for key in sorted((found.keys() | known.keys()) - WITHOUT_EFFECT):
         if found.get(key) != known.get(key):

@@ -7,22 +7,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from base.errors import UserError
-from base.files import committed_directory, record_file, sha256_of, write_json
+from base.files import FileRecord, committed_directory, record_file, write_json
 from base.frozen import NAME_PATTERN
 from base.progress import Progress
-from ckpt_tools.hf.directory import read_lineage
+from ckpt_tools.hf.directory import VERIFICATION_PROBE, read_lineage
 from ckpt_tools.released.download_record import (
     DOWNLOAD_JSON,
     HUB_STATE,
     DownloadRecord,
-    is_wanted,
     read_download,
 )
 from ckpt_tools.released.trajectory import choose, is_local, revisions_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import ModelInfo
+    from huggingface_hub.hf_api import ModelInfo, RepoSibling
+
+DATA_SUFFIXES = (".safetensors", ".json", ".jinja")
+VOCABULARIES = ("tokenizer.model", "merges.txt", "vocab.txt")
 
 
 def download(
@@ -59,14 +61,9 @@ def download(
                 f"'{name}' cannot name a directory; give a revision without slash that begins with"
                 " a letter"
             )
-    local = is_local(place)
-    missing = [
-        name
-        for name, repo in origins.items()
-        if not _is_current(into / name, repo, Path(place) / name if local else None)
-    ]
-    if missing and local:
-        _copy_all({into / name: (Path(place) / name, origins[name]) for name in missing})
+    missing = [name for name, repo in origins.items() if not _is_complete(into / name, repo)]
+    if missing and is_local(place):
+        _copy_all(Path(place), {name: origins[name] for name in missing}, into)
     elif missing:
         _fetch_all(place, missing, into)
     print(f"{len(origins)} revisions in {into}, {len(missing)} of them fetched now")
@@ -91,25 +88,19 @@ def _origins(
     return {name: table[name] for name in names} or table
 
 
-def _is_current(target: Path, repo: str, source: Path | None) -> bool:
-    """Return whether `target` is the complete revision, as its local source is now.
-
-    Raises:
-        UserError: it is something else.
-    """
-    if not target.exists():
-        return False
-    record = read_download(target) if target.is_dir() else None
+def _is_complete(target: Path, repo: str) -> bool:
+    """Return whether `target` is the complete revision; UserError if it is something else."""
+    record = read_download(target)
     if record is None:
-        if target.is_dir() and (target / HUB_STATE).is_dir():
-            return False  # fetched in part
-        raise UserError(f"{target} exists and is no download; give another directory or remove it")
+        if target.exists() and not (target / HUB_STATE).is_dir():  # else fetched in part
+            raise UserError(
+                f"{target} exists and is no download; give another directory or remove it"
+            )
+        return False
     if (record.repo, record.revision) != (repo, target.name):
         raise UserError(
             f"{target} is {record.revision} of {record.repo}, not of {repo}; give another directory"
         )
-    if source is not None and _has_changed(source, record):
-        return False
     wrong = [name for name, file in record.files.items() if _size(target / name) != file.bytes]
     if wrong:
         print(f"{target / wrong[0]} is missing or truncated; fetching it again", file=sys.stderr)
@@ -120,23 +111,32 @@ def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
 
 
-def _has_changed(source: Path, record: DownloadRecord) -> bool:
-    """Return whether a source differs from its copy in a size, or in the hash of a JSON."""
-    sizes = {name: _size(source / name) for name in _wanted_files(source)}
-    return sizes != {name: file.bytes for name, file in record.files.items()} or any(
-        sha256_of(source / name) != file.sha256
-        for name, file in record.files.items()
-        if name.endswith(".json")
+def _is_wanted(name: str) -> bool:
+    """Return whether a file is part of the model: data, never code, and what proves an export."""
+    if "/" in name:
+        return name == VERIFICATION_PROBE
+    return name in VOCABULARIES or (name.endswith(DATA_SUFFIXES) and name != DOWNLOAD_JSON)
+
+
+def _check_room(source: str, sizes: dict[str, dict[str, int]], into: Path) -> None:
+    """Raise UserError unless the missing files of all revisions fit, and each has safetensors."""
+    for revision, files in sizes.items():
+        if not any(name.endswith(".safetensors") for name in files):
+            raise UserError(
+                f"{source} has no safetensors at {revision}; leave it out, pickled weights are not"
+                " opened"
+            )
+    needed = sum(
+        size
+        for revision, files in sizes.items()
+        for name, size in files.items()
+        if _size(into / revision / name) != size
     )
-
-
-def _check_disk(directory: Path, needed: int) -> None:
-    """Raise UserError unless `needed` bytes are free where `directory` is or will be."""
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    there = next(path for path in (into, *into.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if needed > free:
         raise UserError(
-            f"{needed / 1e9:,.1f} GB are to be written, but {directory} has {free / 1e9:,.1f} GB"
+            f"{needed / 1e9:,.1f} GB are to be written, but {into} has {free / 1e9:,.1f} GB"
             " left; free space, choose fewer revisions with --every, or give another directory"
         )
 
@@ -155,52 +155,41 @@ def _fetch_all(repo: str, revisions: list[str], into: Path) -> None:
 
     from ckpt_tools.released.hub import hub
 
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+
     with hub(repo) as api:
-        plans = {name: _plan(api, repo, name) for name in revisions}
-        sizes = {
-            into / name / file: size
-            for name, plan in plans.items()
-            for file, (size, _) in _wanted(plan).items()
+        plans = {
+            name: api.model_info(repo, revision=name, files_metadata=True) for name in revisions
         }
-        _check_disk(into, sum(size for path, size in sizes.items() if _size(path) != size))
-        if not sys.stderr.isatty():
-            disable_progress_bars()
+        sizes = {
+            name: {file.rfilename: file.size or 0 for file in _wanted(plan)}
+            for name, plan in plans.items()
+        }
+        _check_room(repo, sizes, into)
         for number, (name, plan) in enumerate(plans.items(), 1):
             print(f"fetching {name} ({number} of {len(plans)})", file=sys.stderr, flush=True)
             _fetch(api, repo, plan, into / name)
 
 
-def _plan(api: "HfApi", repo: str, revision: str) -> "ModelInfo":
-    info = api.model_info(repo, revision=revision, files_metadata=True)
-    if not any(name.endswith(".safetensors") for name in _wanted(info)):
-        raise UserError(
-            f"{repo} has no safetensors at {revision}; leave it out, pickled weights are not opened"
-        )
-    return info
-
-
-def _wanted(plan: "ModelInfo") -> dict[str, tuple[int, str | None]]:
-    """Return size and, of large files, SHA-256 of what belongs to a model, by file name."""
-    return {
-        file.rfilename: (file.size or 0, file.lfs.sha256 if file.lfs else None)
-        for file in plan.siblings or []
-        if is_wanted(file.rfilename)
-    }
+def _wanted(plan: "ModelInfo") -> "list[RepoSibling]":
+    return [file for file in plan.siblings or [] if _is_wanted(file.rfilename)]
 
 
 def _fetch(api: "HfApi", repo: str, plan: "ModelInfo", target: Path) -> None:
     """Fetch one revision; huggingface_hub continues what an earlier attempt left there."""
-    wanted = _wanted(plan)
     (target / HUB_STATE).mkdir(parents=True, exist_ok=True)  # says that it is ours and incomplete
     (target / DOWNLOAD_JSON).unlink(missing_ok=True)
-    for name, (size, _) in wanted.items():
-        if _size(target / name) != size:
+    wanted = {file.rfilename: file for file in _wanted(plan)}
+    for name, file in wanted.items():
+        if _size(target / name) != file.size:
             (target / name).unlink(missing_ok=True)
     api.snapshot_download(repo, revision=plan.sha, local_dir=target, allow_patterns=list(wanted))
     files = {}
-    for name, (size, sha256) in sorted(wanted.items()):
+    for name, file in sorted(wanted.items()):
         files[name] = record_file(target / name)
-        if files[name].bytes != size or files[name].sha256 != (sha256 or files[name].sha256):
+        sha256 = file.lfs.sha256 if file.lfs else files[name].sha256  # of large files alone
+        if files[name] != FileRecord(bytes=file.size or 0, sha256=sha256):
             (target / name).unlink()
             raise UserError(
                 f"{name} of {repo} at {target.name} came with other bytes than the hub says; run"
@@ -210,35 +199,26 @@ def _fetch(api: "HfApi", repo: str, plan: "ModelInfo", target: Path) -> None:
     shutil.rmtree(target / HUB_STATE)
 
 
-def _wanted_files(source: Path) -> list[str]:
-    paths = sorted(path for path in source.rglob("*") if path.is_file())
-    wanted = [name for path in paths if is_wanted(name := path.relative_to(source).as_posix())]
-    if not any(name.endswith(".safetensors") for name in wanted):
-        raise UserError(
-            f"{source} holds no safetensors; give HF directories that do, others are not opened"
-        )
-    return wanted
+def _copy_all(place: Path, origins: dict[str, str], into: Path) -> None:
+    """Copy revisions, given with the repository that each belongs to."""
+    sizes = {}
+    for revision in origins:
+        paths = sorted(path for path in (place / revision).rglob("*") if path.is_file())
+        names = {path.relative_to(place / revision).as_posix(): path for path in paths}
+        sizes[revision] = {name: names[name].stat().st_size for name in filter(_is_wanted, names)}
+    _check_room(str(place), sizes, into)
+    with Progress("copy", total=len(origins)) as progress:
+        for revision, repo in origins.items():
+            _copy(place / revision, into / revision, repo, list(sizes[revision]))
+            progress.advance(GB=sum(sizes[revision].values()) / 1e9)
 
 
-def _copy_all(copies: dict[Path, tuple[Path, str]]) -> None:
-    """Copy (source, its repository) to each target."""
-    sizes = {
-        target: sum((source / name).stat().st_size for name in _wanted_files(source))
-        for target, (source, _) in copies.items()
-    }
-    _check_disk(next(iter(copies)).parent, sum(sizes.values()))
-    with Progress("copy", total=len(copies)) as progress:
-        for target, (source, repo) in copies.items():
-            _copy(source, target, repo)
-            progress.advance(GB=sizes[target] / 1e9)
-
-
-def _copy(source: Path, target: Path, repo: str) -> None:
-    known, lineage = read_download(source), read_lineage(source)
-    vouched = {**(lineage[1] if lineage else {}), **(known.files if known else {})}
+def _copy(source: Path, target: Path, repo: str, names: list[str]) -> None:
+    known, (_, vouched) = read_download(source), read_lineage(source) or ({}, {})
+    vouched = vouched | (known.files if known else {})
     with committed_directory(target) as aside:
         files = {}
-        for name in _wanted_files(source):
+        for name in names:
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, aside / name)
             files[name] = record_file(aside / name)

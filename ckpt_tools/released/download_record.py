@@ -1,19 +1,15 @@
 """download.json, which makes a downloaded revision complete."""
 
-import json
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from base.errors import UserError, explain_validation
+from base.errors import explain_validation
 from base.files import FileRecord, check_inside
 from base.frozen import Frozen
-from ckpt_tools.hf.directory import VERIFICATION_PROBE
 
 DOWNLOAD_JSON = "download.json"
 HUB_STATE = ".cache"  # directory of huggingface_hub's notes, beside the files that it fetched
-DATA_SUFFIXES = (".safetensors", ".json", ".jinja")
-VOCABULARIES = ("tokenizer.model", "merges.txt", "vocab.txt")
 
 
 class DownloadRecord(Frozen):
@@ -32,23 +28,14 @@ class DownloadRecord(Frozen):
     files: dict[str, FileRecord]
 
 
-def is_wanted(name: str) -> bool:
-    """Return whether a file is part of the model: data, never code, and what proves an export."""
-    if "/" in name:
-        return name == VERIFICATION_PROBE
-    return name in VOCABULARIES or (name.endswith(DATA_SUFFIXES) and name != DOWNLOAD_JSON)
-
-
 def read_download(directory: Path) -> DownloadRecord | None:
     """Return download.json of a directory, None if it has none."""
     path = directory / DOWNLOAD_JSON
     if not path.is_file():
         return None
     try:
-        record = DownloadRecord.model_validate(json.loads(path.read_text()))
+        record = DownloadRecord.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise explain_validation(str(path), error) from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise UserError(f"{path} is damaged; remove {directory} and download it again") from None
     check_inside(path, record.files)
     return record

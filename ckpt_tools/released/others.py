@@ -24,9 +24,8 @@ def _smollm3() -> tuple[Family, Family]:
             source=SMOLLM3,
             curve=curve,
             batches=((0, 2_359_296),),
-            last_step=last,
         )
-        for number, last in ((1, 3_450_000), (2, 4_200_000), (3, 4_720_000))
+        for number in (1, 2, 3)
     ]
     stages += [
         Stage(
@@ -35,7 +34,6 @@ def _smollm3() -> tuple[Family, Family]:
             schedule="cosine to 0",
             source=SMOLLM3,
             curve=Curve(peak=2e-5, warmup=1000, decay_until=1000 + decay_steps, shape="cosine"),
-            last_step=1000 + decay_steps,
         )
         for name, decay_steps in (("lc-4k-to-32k", 19_000), ("lc-32k-to-64k", 21_000))
     ]
@@ -45,12 +43,8 @@ def _smollm3() -> tuple[Family, Family]:
     ]
     merge = main("0.9 of it-soup-APO and 0.1 of it-mid-training", "arXiv 2510.06213, section 3.2")
     return (  # the checkpoints have no main, which is a repository of its own
-        Family(
-            repo="HuggingFaceTB/SmolLM3-3B-checkpoints",
-            example="stage1-step-40000",
-            stages=tuple(stages),
-        ),
-        Family(repo="HuggingFaceTB/SmolLM3-3B", example="main", stages=(merge,)),
+        Family(repo="HuggingFaceTB/SmolLM3-3B-checkpoints", stages=tuple(stages)),
+        Family(repo="HuggingFaceTB/SmolLM3-3B", stages=(merge,)),
     )
 
 
@@ -69,14 +63,8 @@ def _apertus() -> Family:
             floor=0.1,
         ),
         batches=((0, 1024 * 4096), (1_678_000, 2048 * 4096)),
-        named_batches=((0, 4_200_000), (1_678_000, 8_400_000)),
-        last_step=2_627_139,
     )
-    return Family(
-        repo="swiss-ai/Apertus-8B-2509",
-        example="step150000-tokens630B",
-        stages=(pretraining, main()),
-    )
+    return Family(repo="swiss-ai/Apertus-8B-2509", stages=(pretraining, main()))
 
 
 def _open_sci() -> Family:
@@ -85,7 +73,6 @@ def _open_sci() -> Family:
     )
     return Family(
         repo="open-sci/open-sci-ref-v0.01-SIZE-DATASET-TOKENS-CONTEXT",
-        example="iter_0058000",
         stages=(pretraining, main()),
         pattern=r"open-sci/open-sci-ref-v0\.01-[0-9.]+b-[A-Za-z0-9._-]+",
     )
@@ -100,10 +87,9 @@ def _amber() -> Family:
         source="LLM360/amber-train main.py, run.sh",
         curve=Curve(peak=3e-4, warmup=2000, decay_until=360 * chunk, shape="cosine", floor=0.1),
         batches=((0, 2240 * 2048),),
-        last_step=359 * chunk,
         chunk_steps=chunk,
     )
-    return Family(repo="LLM360/Amber", example="ckpt_100", stages=(pretraining, main()))
+    return Family(repo="LLM360/Amber", stages=(pretraining, main()))
 
 
 def _pythia(size: str) -> Family:
@@ -130,13 +116,9 @@ def _pythia(size: str) -> Family:
             least=0.1,
         ),
         batches=((0, 1024 * 2048),),
-        last_step=horizon,
-        first_steps=(0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
-        every_steps=1000,
     )
     return Family(
         repo=f"EleutherAI/pythia-{size}",
-        example="step1000",
         stages=(pretraining, pretraining.as_main(horizon)),
         pattern=rf"EleutherAI/pythia-{re.escape(size)}(-deduped)?",
     )

@@ -38,15 +38,9 @@ def revisions_of(place: str, family: str | None = None) -> list[Revision]:
     Raises:
         UserError: `place` is neither, its family is not known, or no name is left.
     """
-    if family is not None:
-        family_of(family)
     if is_local(place):
         directory = Path(place)
-        names = sorted(
-            path.name
-            for path in directory.iterdir()
-            if path.is_dir() and not path.name.startswith(".")
-        )
+        names = sorted(path.name for path in directory.glob("[!.]*") if path.is_dir())
         by_name = repo_of_directory(directory.resolve().name)
         return _in_order(
             place, names, lambda name: _local_revision(directory / name, family, by_name)
@@ -112,21 +106,15 @@ def _local_revision(path: Path, family: str | None, by_name: str | None) -> Revi
 
 def _exported(path: Path, lineage: dict[str, Any]) -> Revision:
     """Return an export of a run, or an average of exports, by its lineage.json."""
-    average = (
-        AVERAGE.fullmatch(path.name)
-        if lineage.get("kind") == "average" or lineage.get("average")
-        else None
-    )
+    averaged = lineage.get("kind") == "average" or lineage.get("average")
+    average = AVERAGE.fullmatch(path.name) if averaged else None
+    step = lineage.get("step")
     try:
         return Revision(
             repo=lineage.get("run") or path.resolve().parent.name,
             revision=path.name,
             stage=average[average.lastgroup or 0] if average else TRAINING,
-            step=(
-                lineage["step"]
-                if lineage.get("step") is not None
-                else max(lineage.get("steps") or [], default=None)
-            ),
+            step=max(lineage.get("steps") or [], default=None) if step is None else step,
             tokens=lineage.get("tokens"),
             learning_rate=lineage.get("learning_rate"),
             schedule="of its run.json",

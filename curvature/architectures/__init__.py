@@ -1,21 +1,21 @@
-"""Decoder blocks as dual layers: a file for each arrangement of modules, and the table of all."""
+"""Models as dual layers: the table of all, by their type in the configuration."""
 
 from transformers import PretrainedConfig
 
 from base.errors import UserError
-from curvature.architectures import gpt_neox, olmo2, pre_norm
+from curvature.architectures import blocks
 from curvature.architectures.parts import Architecture
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "olmo2": olmo2.ARCHITECTURE,
-    "llama": pre_norm.LLAMA,
-    "mistral": pre_norm.MISTRAL,
-    "qwen2": pre_norm.LLAMA,
-    "qwen3": pre_norm.QWEN3,
-    "smollm3": pre_norm.SMOLLM3,
-    "olmo": pre_norm.OLMO,
-    "apertus": pre_norm.APERTUS,
-    "gpt_neox": gpt_neox.ARCHITECTURE,
+    "olmo2": blocks.OLMO2,
+    "llama": blocks.LLAMA,
+    "mistral": blocks.MISTRAL,
+    "qwen2": blocks.LLAMA,
+    "qwen3": blocks.QWEN3,
+    "smollm3": blocks.LLAMA,
+    "olmo": blocks.OLMO,
+    "apertus": blocks.APERTUS,
+    "gpt_neox": blocks.GPT_NEOX,
 }
 SETTINGS_OF_ALL = {"is_causal": True, "layer_types": "full_attention"}
 

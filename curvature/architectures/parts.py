@@ -20,13 +20,7 @@ from curvature.products.parameters import TANGENT
 
 
 class Context(NamedTuple):
-    """The inputs of a block besides the residual stream.
-
-    Attributes:
-        cos_SE, sin_SE: rotary tables.
-        dtype: of the computation.
-        queries_per_chunk: queries that attend at once.
-    """
+    """Rotary tables, the precision of the computation, and the queries that attend at once."""
 
     cos_SE: Tensor
     sin_SE: Tensor
@@ -47,16 +41,13 @@ class Architecture:
         final_norm: module and residual stream to its normed version.
         settings: what `block` spells out, by name in the configuration or its rope_parameters;
             every entry of a list has to agree.
-        decoder, embedding, norm, head: names of the model's parts.
+        norm: name of the final norm in the decoder.
     """
 
     block: Block
     final_norm: Norm
     settings: Mapping[str, object]
-    decoder: str = "model"
-    embedding: str = "embed_tokens"
     norm: str = "norm"
-    head: str = "lm_head"
 
 
 def parameter(module: Any, dtype: torch.dtype, name: str = "weight") -> Dual:
@@ -111,16 +102,10 @@ def attend(
 
 
 def attended(
-    attention: Any,
-    query_BHSE: Dual,
-    key_BKSE: Dual,
-    value_BKSE: Dual,
-    context: Context,
-    *,
-    rotary: bool = True,
+    attention: Any, query_BHSE: Dual, key_BKSE: Dual, value_BKSE: Dual, context: Context
 ) -> Dual:
     """Return an attention's output [B, S, D] of queries and keys before their rotary embedding."""
-    if rotary:
+    if getattr(attention, "use_rope", True):  # SmolLM3 leaves some blocks without
         query_BHSE, key_BKSE = (
             one.map(lambda t: rotated(t, context)) for one in (query_BHSE, key_BKSE)
         )

@@ -1,5 +1,6 @@
-"""Memory of a measurement: of a GPU and of a node's host, estimated, and what is free."""
+"""Work and memory of a measurement: of a GPU and of its host, estimated, and what is free."""
 
+import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -11,9 +12,8 @@ from base.errors import UserError
 from base.host_memory import free_memory
 from base.ranks import Ranks
 from ckpt_tools.hf.forward import empty_model
-from curvature.cost.parts import parts_of
 from curvature.products.parameters import block_of
-from curvature.settings import CurvatureSettings, ProductSettings
+from curvature.settings import CurvatureSettings, HutchinsonSettings, ProductSettings
 
 FP32 = 4
 # Of a GPU: CUDA context, NCCL's buffers, cuBLAS workspaces, slack of the allocator.
@@ -23,33 +23,38 @@ PROCESS_BYTES = 4 * 10**9
 SIGNS = 2  # vectors over one tensor that the guard draws beside its gradient
 
 
-class HostMemory(NamedTuple):
-    """Bytes of a node's host memory.
+class Work(NamedTuple):
+    """Products and gradients of a microbatch, at most, and vectors over all parameters at once."""
 
-    Attributes:
-        processes: of all ranks on the node.
-        loading: models on their way to the GPUs: every rank reads a whole one, in fp32.
-        vectors: over all parameters, where they are on the host; the models have left by then.
-    """
+    products: int
+    gradients: int
+    vectors: int
 
-    processes: float
-    loading: float
-    vectors: float
 
-    @property
-    def total(self) -> float:
-        """Return the most at once."""
-        return self.processes + max(self.loading, self.vectors)
+def work_of(settings: CurvatureSettings) -> Work:
+    """Return the work of a measurement and of its guard."""
+    # The guard's gradients are at theta, and on both sides of it for a trial step and the one that
+    # it suggests; its vector is theta, to put the parameters back.
+    products, gradients, vectors = 1, 5, 1
+    microbatches = math.ceil(settings.fixed_sequences / settings.microbatch_sequences)
+    if isinstance(settings, HutchinsonSettings):
+        products += settings.pairs + settings.norm_pairs
+        gradients += 2 * settings.companion_pairs
+        eigenvalues = 1 if settings.lambda_max else 0
+    else:
+        products += settings.starts * settings.steps * microbatches
+        vectors = settings.steps + 4
+        eigenvalues = settings.largest + settings.smallest
+    if eigenvalues:
+        products += (settings.max_iterations + eigenvalues) * microbatches
+        # The basis, the start, a pair that is judged, and three of its product.
+        vectors = max(vectors, settings.max_iterations + 5)
+    return Work(products, gradients, vectors)
 
 
 def tangent_bytes(settings: ProductSettings) -> int:
     """Return the bytes of an entry of the tangents beside the weights."""
     return 2 if settings.dtype == "bf16" else FP32
-
-
-def most_vectors(settings: CurvatureSettings) -> int:
-    """Return the vectors over all parameters held at once, at most."""
-    return max(part.vectors for part in parts_of(settings))
 
 
 def gpu_memory(
@@ -64,10 +69,11 @@ def gpu_memory(
         largest = max(largest, weight.numel())
     shards = world_size if settings.sharding == "fsdp" else 1
     held, tangent = sum(sizes.values()) / shards, tangent_bytes(settings)
+    vectors = work_of(settings).vectors
     memory = {
         "weights, fp32": FP32 * held,
         f"tangents, {settings.dtype}": tangent * held,
-        "vectors": FP32 * held * most_vectors(settings) if settings.vectors == "device" else 0.0,
+        "vectors": FP32 * held * vectors if settings.vectors == "device" else 0.0,
         "activations and gradients": activations,
         "signs of the guard": FP32 * SIGNS * largest / shards,
         "framework": float(FRAMEWORK_BYTES),
@@ -79,22 +85,16 @@ def gpu_memory(
     return memory
 
 
-def host_memory(
-    parameters: int, settings: CurvatureSettings, world_size: int, ranks_on_node: int
-) -> HostMemory:
-    """Return the bytes of the host of a node that holds so many of the ranks."""
+def host_memory(parameters: int, settings: CurvatureSettings, world_size: int) -> float:
+    """Return the most bytes of a rank on its host: models on their way, vectors after that."""
     sharded = settings.sharding == "fsdp" and world_size > 1
     held = parameters / (world_size if sharded else 1)
-    on_host = most_vectors(settings) if settings.vectors == "host" else 0
-    return HostMemory(
-        float(ranks_on_node * PROCESS_BYTES),
-        ranks_on_node * loading_bytes(parameters, settings, sharded),
-        ranks_on_node * FP32 * held * on_host,
-    )
+    vectors = FP32 * held * work_of(settings).vectors if settings.vectors == "host" else 0.0
+    return PROCESS_BYTES + max(_loading_bytes(parameters, settings, sharded), vectors)
 
 
-def loading_bytes(parameters: int, settings: ProductSettings, sharded: bool) -> float:
-    """Return a rank's host memory while it loads; what is to be sharded gets tangents there."""
+def _loading_bytes(parameters: int, settings: ProductSettings, sharded: bool) -> float:
+    """Return a rank's whole model; what is to be sharded gets its tangents on the host too."""
     return parameters * (FP32 + (tangent_bytes(settings) if sharded else 0))
 
 
@@ -102,7 +102,7 @@ def check_loading(config: PretrainedConfig, settings: ProductSettings, ranks: Ra
     """Raise UserError where the models of this machine's ranks find no room while they load."""
     parameters = sum(weight.numel() for weight in empty_model(config).parameters())
     sharded = settings.sharding == "fsdp" and ranks.size > 1
-    needed = loading_bytes(parameters, settings, sharded)
+    needed = _loading_bytes(parameters, settings, sharded)
     beside, free = _ranks_here(), free_memory()
     if needed * beside > free:
         raise UserError(
@@ -112,45 +112,31 @@ def check_loading(config: PretrainedConfig, settings: ProductSettings, ranks: Ra
         )
 
 
-def check_room(
-    settings: CurvatureSettings, entries: int, place: torch.device, guard_bytes: int
-) -> None:
-    """Raise UserError where the vectors that a measurement holds at once find no room.
+def check_room(settings: CurvatureSettings, entries: int, place: torch.device) -> None:
+    """Raise UserError where vectors of so many entries on this rank find no room.
 
     The weights are in memory by now and what a pass takes is known from the guard; seen here, what
     is missing does not cost the hours that come before it is needed.
-
-    Args:
-        settings: of the measurement.
-        entries: of a vector on this rank.
-        place: the device of vectors.
-        guard_bytes: most that the guard held there beyond what is held now.
     """
-    count = most_vectors(settings)
-    free = _free_on(place)
-    needed = FP32 * count * entries + guard_bytes
+    # Of a pass: the most that the guard held beyond what is held now.
+    if place.type == "cuda":
+        held = torch.cuda.memory_allocated(place)
+        of_pass = torch.cuda.max_memory_allocated(place) - held
+        cached = torch.cuda.memory_reserved(place) - held
+        free = torch.cuda.mem_get_info(place)[0] + cached
+    else:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        kilobytes = dict(line.split(":", 1) for line in lines)
+        most, now = (int(kilobytes[name].split()[0]) for name in ("VmHWM", "VmRSS"))
+        of_pass, free = 1024 * (most - now), free_memory() // _ranks_here()
+    count = work_of(settings).vectors
+    needed = FP32 * count * entries + of_pass
     if needed > free:
         raise UserError(
             f"{count} vectors of {entries:,} entries and a pass take {needed / 1e9:.3g} GB,"
             f" {free / 1e9:.3g} are free for a rank on {place.type}; give --no-lambda-max,"
             " --vectors host or --sharding fsdp, or lower --max-iterations or --steps"
         )
-
-
-def guard_bytes(place: torch.device) -> int:
-    """Return the most that this process held on a device or the host beyond what it does now."""
-    if place.type == "cuda":
-        return torch.cuda.max_memory_allocated(place) - torch.cuda.memory_allocated(place)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    most, now = (1024 * int(status[name].split()[0]) for name in ("VmHWM", "VmRSS"))
-    return most - now
-
-
-def _free_on(place: torch.device) -> int:
-    if place.type != "cuda":
-        return free_memory() // _ranks_here()
-    cached = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
-    return torch.cuda.mem_get_info(place)[0] + cached
 
 
 def _ranks_here() -> int:

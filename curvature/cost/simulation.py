@@ -53,14 +53,12 @@ class Pass(NamedTuple):
     """A forward and a backward pass over one microbatch.
 
     Attributes:
-        forward_flops: floating-point operations of matrix products of the forward pass.
-        flops: of both, recomputation included.
+        flops: floating-point operations of matrix products, recomputation included.
         bf16_flops: those of them in bf16; the others are in fp32.
         moved: bytes that all other operations read and write.
         bytes: most that activations and gradients take at once; weights and tangents come on top.
     """
 
-    forward_flops: float
     flops: float
     bf16_flops: float
     moved: float
@@ -68,19 +66,15 @@ class Pass(NamedTuple):
 
 
 class Count(TorchDispatchMode):
-    """A count of what operations compute and move, and of the bytes of the storages they make.
+    """A count of what operations compute and move, as in `Pass`, and of the storages they make.
 
     torch's own FlopCounterMode would keep tensors of a checkpointed forward pass alive.
 
-    Attributes:
-        flops: operations of matrix products.
-        bf16_flops: those of them in bf16.
-        moved: bytes that other operations read and write.
-        peak: bytes of most storages alive at once.
+    Args:
+        known: ids of storages that were there before.
     """
 
     def __init__(self, known: set[int]) -> None:
-        """Take the ids of storages that were there before."""
         super().__init__()
         self._known, self._sizes = known, dict[int, int]()
         self._now = self.peak = self.flops = self.bf16_flops = self.moved = 0
@@ -157,15 +151,14 @@ def _at_depth(
         )
         tokens_BS1 = torch.zeros(settings.microbatch_sequences, length + 1, dtype=torch.int64)
         for weight in model.parameters.weights.values():
-            weight.register_post_accumulate_grad_hook(_drop)
+            weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
         storages = [
             tensor.untyped_storage() for tensor in (*loaded.parameters(), *loaded.buffers())
         ]
         with Count({id(storage) for storage in storages}) as count:
             loss = model.entry(tokens_BS1, None if dual else cross_entropy, range(len(tokens_BS1)))
-            forward = count.flops
             (loss.tangent if dual else loss).backward()
-        return Pass(*map(float, (forward, count.flops, count.bf16_flops, count.moved, count.peak)))
+        return Pass(*map(float, (count.flops, count.bf16_flops, count.moved, count.peak)))
 
 
 @contextmanager
@@ -173,10 +166,6 @@ def _without_content() -> Iterator[None]:
     """Make all tensors fake; a GPU's generator, whose state is no fake, is left alone."""
     with FakeTensorMode(), torch.random.fork_rng(devices=[]):
         yield
-
-
-def _drop(weight: Tensor) -> None:
-    weight.grad = None
 
 
 def moved_around(dtype: torch.dtype, *, dual: bool) -> float:

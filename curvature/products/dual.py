@@ -7,17 +7,15 @@ the Hessian'). All rules are ordinary differentiable torch code, so that second 
 reverse mode.
 
 Why not torch.func.jvp(grad(loss)), or the gradient of g.v through the graph of g:
-- Both differentiate transformers' code twice, and the fast attention kernels have no second
-  derivative. The eager ones keep the S x S weights of every block; here queries go through in
-  chunks.
-- Through the graph of g the backward pass is itself recorded. Of 7 billion parameters at 4,096
-  tokens that is about 310 GB by an estimate, against 63 GB here with checkpointing.
-- jvp(grad) hands over all of Hv at the end. Reverse mode over dual numbers meets one weight after
-  the other, so that v_t'(Hv)_t is taken and (Hv)_t dropped: a trace needs no vector at all.
-- FSDP2's hooks and activation checkpointing are made for one forward and one backward pass, which
-  is what this is; transforms of torch.func do not pass through them.
-The price is a second spelling of every architecture (curvature/architectures/), which the guard
-holds against transformers' own before anything is measured.
+- Fast attention kernels have no second derivative; eager ones keep the S x S weights of every
+  block. Here queries go through in chunks.
+- The graph of g records the backward pass too: of 7 billion parameters at 4,096 tokens about 310
+  GB by an estimate, against 63 GB here with checkpointing.
+- jvp(grad) hands over all of Hv at the end. Here one weight comes after the other, so that
+  v_t'(Hv)_t is taken and (Hv)_t dropped: a trace needs no vector at all.
+- FSDP2's hooks and checkpointing are made for one forward and one backward pass, which this is.
+The price is a second spelling of every architecture, which the guard holds against transformers'
+own before anything is measured.
 
 Products of matrices are computed in the precision of the weights; norms, activations, softmax and
 losses in that precision too, but not below fp32. So float64 weights give float64 results, and bf16
@@ -160,8 +158,7 @@ def xielu(x: Dual, alpha_p: Dual, alpha_n: Dual, beta: Tensor, epsilon: Tensor) 
 def clipped(x: Dual, limit: float) -> Dual:
     """Return x with its entries clipped to +- limit; one on the limit has slope 1.
 
-    The slope's jump at the limit is no part of the Hessian, but of a difference of gradients whose
-    step crosses it.
+    The slope's jump at the limit is no part of the Hessian.
     """
     return Dual(x.value.clamp(-limit, limit), x.tangent * (x.value.abs() <= limit))
 

@@ -3,17 +3,47 @@
 The backward pass hands over every (Hv)_t when it is complete, so that v'Hv of billions of
 parameters needs no vector in memory beside the weights and their tangents.
 
-Shapes: B sequences of a batch, S positions of a sequence, p parameters of this rank.
+Shapes: B sequences of a batch, S positions of a sequence, p parameters of this rank, s entries of a
+    picture.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
-from curvature.products.interface import HessianProduct, Quadratic, SketchedProduct
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Parameters, Probe, dot, local
 from curvature.products.sketch import CountSketch
+
+
+class Quadratic(NamedTuple):
+    """The loss and its first two derivatives along a vector v, on one microbatch.
+
+    Attributes:
+        loss: mean over the tokens, nats per token.
+        slope: g.v with the gradient g of that loss.
+        dots: v_t'(Hv)_t of every parameter tensor t by name; their sum is v'Hv.
+    """
+
+    loss: float
+    slope: float
+    dots: dict[str, float]
+
+
+class HessianProduct(NamedTuple):
+    """The loss, g.v and this rank's part of Hv."""
+
+    loss: float
+    slope: float
+    hv_p: Tensor
+
+
+class SketchedProduct(NamedTuple):
+    """The loss and a picture of Hv (curvature/products/sketch.py)."""
+
+    loss: float
+    picture_s: Tensor
 
 
 class DualHessian:
@@ -35,7 +65,7 @@ class DualHessian:
         loss, slope = self._model.dual_loss(tokens_BS1)
         hv_p = self.parameters.zeros()
         parts = self.parameters.split(hv_p)
-        _backward(self.parameters, slope.share, lambda name, hv: parts[name].copy_(hv))
+        collected(self.parameters, slope.share, lambda name, hv: parts[name].copy_(hv))
         return HessianProduct(loss, slope.value, hv_p)
 
     def quadratic(self, tokens_BS1: Tensor, v_p: Tensor) -> Quadratic:
@@ -50,8 +80,7 @@ class DualHessian:
         """Return the picture of Hv for the sketch's probe."""
         self._model.set_tangents(lambda name: self.parameters.signs(name, sketch.along))
         loss, slope = self._model.dual_loss(tokens_BS1)
-        picture_s = sketched_gradient(self.parameters, slope.share, sketch)
-        return SketchedProduct(loss, slope.value, picture_s)
+        return SketchedProduct(loss, sketched_gradient(self.parameters, slope.share, sketch))
 
     def _quadratic(self, tokens_BS1: Tensor, direction: Callable[[str], Tensor]) -> Quadratic:
         self._model.set_tangents(direction)
@@ -64,44 +93,31 @@ class DualHessian:
 
 def sketched_gradient(parameters: Parameters, objective: Tensor, sketch: CountSketch) -> Tensor:
     """Return the picture of an objective's gradient by all parameters, this rank's part."""
-    parts: dict[str, Tensor] = {}
-
-    def take(name: str, gradient: Tensor) -> None:
-        parts[name] = sketch.part(name, gradient)
-
-    _backward(parameters, objective, take)
-    return sketch.whole(parts.__getitem__)
+    return sketch.whole(collected(parameters, objective, sketch.part).__getitem__)
 
 
 def streamed(
     parameters: Parameters, objective: Tensor, measure: Callable[[str, Tensor], Tensor]
 ) -> dict[str, float]:
-    """Return a number of every tensor's gradient, without two gradients in memory at once.
+    """Return a number of every tensor's gradient, summed over the ranks.
 
-    `measure` makes of a name and this rank's part of the gradient a float64 scalar; they are summed
-    over the ranks.
+    `measure` makes of a name and this rank's part of the gradient a float64 scalar.
     """
-    sums: dict[str, Tensor] = {}
-
-    def take(name: str, gradient: Tensor) -> None:
-        sums[name] = measure(name, gradient)
-
-    _backward(parameters, objective, take)
+    sums = collected(parameters, objective, measure)
     return parameters.total([sums[name] for name in parameters.weights])
 
 
-def _backward(
-    parameters: Parameters, objective: Tensor, take: Callable[[str, Tensor], object]
-) -> None:
-    """Run the backward pass of an objective; hand every complete gradient to `take` and drop it."""
-    waiting = set(parameters.weights)
+def collected(
+    parameters: Parameters, objective: Tensor, measure: Callable[[str, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Return what `measure` makes of every name and gradient, without two in memory at once."""
+    found: dict[str, Tensor] = {}
 
     def hook_of(name: str) -> Callable[[Tensor], None]:
         def hook(weight: Tensor) -> None:
             assert weight.grad is not None
-            take(name, local(weight.grad))
+            found[name] = measure(name, local(weight.grad))
             weight.grad = None
-            waiting.remove(name)
 
         return hook
 
@@ -115,4 +131,6 @@ def _backward(
     finally:
         for hook in hooks:
             hook.remove()
+    waiting = parameters.weights.keys() - found
     assert not waiting, f"{sorted(waiting)[:3]} do not enter the loss"
+    return found

@@ -23,14 +23,13 @@ from transformers import PreTrainedModel
 from base.errors import UserError
 from base.ranks import Ranks
 from curvature.architectures import architecture_of
-from curvature.architectures.parts import Architecture, Context, parameter
+from curvature.architectures.parts import Block, Context, parameter
 from curvature.products.dual import Dual, rematerialised, summed_cross_entropy, widened
 from curvature.products.parameters import TANGENT, Parameters, local
 
 Sharding = Literal["none", "fsdp"]
-Criterion = Callable[
-    [Tensor, Tensor, range], Tensor
-]  # logits_BSV, tokens_BS1, its rows in the batch -> summed loss
+# logits_BSV, tokens_BS1, its rows in the batch -> summed loss
+Criterion = Callable[[Tensor, Tensor, range], Tensor]
 
 
 class Objective(NamedTuple):
@@ -44,8 +43,7 @@ class CurvedModel:
     """A model on one or several ranks, whose loss and derivatives are those of a whole batch.
 
     With sharding "none" every rank holds all parameters and works on batches of its own; with
-    "fsdp" the ranks hold a part of each parameter, and share the sequences of one batch: all have
-    to make the same calls.
+    "fsdp" the ranks hold a part of each, share the sequences of one batch, and make the same calls.
 
     Attributes:
         parameters: this rank's.
@@ -68,8 +66,8 @@ class CurvedModel:
 
         Args:
             model: in eval mode and on the rank's device.
-            ranks: the processes.
-            sharding: of the parameters.
+            ranks: see above.
+            sharding: see above.
             dtype: of the dual layers' products of matrices; by default the parameters' own.
             checkpointing: keep only the blocks' inputs for the backward pass.
             queries_per_chunk: rows of attention weights in memory at once.
@@ -82,11 +80,10 @@ class CurvedModel:
         self._sharded = sharding == "fsdp" and ranks.size > 1  # the only rank's part is the whole
         self._ranks = ranks
         self._dtype = dtype or next(model.parameters()).dtype
-        dual_pass = _DualPass(model, self._dtype, queries_per_chunk, tokens_per_chunk)
+        self.entry = _Entry(model, self._dtype, queries_per_chunk, tokens_per_chunk)
         for layer in model.get_decoder().layers:
-            layer.forward = _extended(layer, dual_pass, checkpointing)
+            layer.forward = _extended(layer, self.entry.architecture.block, checkpointing)
         _add_tangents(model, self._dtype)
-        self.entry = _Entry(model, dual_pass)
         if self._sharded:
             self._shard(model)
         self.parameters = Parameters(
@@ -156,36 +153,28 @@ class CurvedModel:
 class _Entry(nn.Module):
     """The module that every pass begins at, and FSDP2's root."""
 
-    def __init__(self, model: Any, dual_pass: "_DualPass") -> None:
+    def __init__(
+        self, model: Any, dtype: torch.dtype, queries_per_chunk: int, tokens_per_chunk: int
+    ) -> None:
         super().__init__()
-        self.model = model
-        self._dual_pass = dual_pass
+        self.model, self.architecture = model, architecture_of(model.config)
+        self._dtype = dtype
+        self._queries_per_chunk, self._tokens_per_chunk = queries_per_chunk, tokens_per_chunk
 
     def forward(
         self, tokens_BS1: Tensor, criterion: Criterion | None, rows: range
     ) -> Dual | Tensor:
         """Return the summed loss, by the dual layers unless there is a criterion."""
         if criterion is None:
-            return self._dual_pass(tokens_BS1)
+            return self._dual_loss(tokens_BS1)
         logits_BSV = self.model(input_ids=tokens_BS1[:, :-1], use_cache=False).logits
         return criterion(logits_BSV, tokens_BS1, rows)
 
-
-class _DualPass:
-    """The forward pass in dual numbers."""
-
-    def __init__(
-        self, model: Any, dtype: torch.dtype, queries_per_chunk: int, tokens_per_chunk: int
-    ) -> None:
-        self.architecture: Architecture = architecture_of(model.config)
-        self._model, self._dtype = model, dtype
-        self._queries_per_chunk, self._tokens_per_chunk = queries_per_chunk, tokens_per_chunk
-
-    def __call__(self, tokens_BS1: Tensor) -> Dual:
+    def _dual_loss(self, tokens_BS1: Tensor) -> Dual:
         architecture, dtype = self.architecture, self._dtype
-        decoder = getattr(self._model, architecture.decoder)
+        decoder = self.model.get_decoder()
         inputs_BS, labels_N = tokens_BS1[:, :-1], tokens_BS1[:, 1:].flatten()
-        table = parameter(getattr(decoder, architecture.embedding), dtype)
+        table = parameter(self.model.get_input_embeddings(), dtype)
         hidden_BSD = widened(table.map(lambda t: F.embedding(inputs_BS, t)))
         positions = torch.arange(inputs_BS.shape[1], device=inputs_BS.device)[None]
         cos_SE, sin_SE = (table[0] for table in decoder.rotary_emb(hidden_BSD.value, positions))
@@ -195,20 +184,18 @@ class _DualPass:
         normed_BSD = architecture.final_norm(getattr(decoder, architecture.norm), hidden_BSD, dtype)
         return summed_cross_entropy(
             normed_BSD.map(lambda t: t.flatten(0, 1)),
-            parameter(getattr(self._model, architecture.head), dtype),
+            parameter(self.model.get_output_embeddings(), dtype),
             labels_N,
             tokens_per_chunk=self._tokens_per_chunk,
         )
 
 
-def _extended(layer: Any, dual_pass: _DualPass, checkpointing: bool) -> Callable[..., Any]:
+def _extended(layer: Any, block: Block, checkpointing: bool) -> Callable[..., Any]:
     """Return a block's forward for tensors and dual numbers, which may keep its inputs alone."""
-    of_tensors = layer.forward
+    of_tensors, of_duals = layer.forward, functools.partial(block, layer)
 
     def forward(hidden: Any, *arguments: Any, **named: Any) -> Any:
-        compute = of_tensors
-        if isinstance(hidden, Dual):
-            compute = functools.partial(dual_pass.architecture.block, layer)
+        compute = of_duals if isinstance(hidden, Dual) else of_tensors
         if checkpointing:
             return rematerialised(compute, hidden, *arguments, **named)
         return compute(hidden, *arguments, **named)

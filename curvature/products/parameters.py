@@ -6,7 +6,7 @@ Shapes: P parameters of the whole model, p those of this rank (all of them unles
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,6 @@ EMBEDDING_NAME = re.compile(r".*\.embed(_tokens|_in)\.")
 TANGENT = "_tangent"  # ends the name of the tangent beside a parameter
 # Entries turned into float64 at once: few for a CPU's cache, many as a GPU waits for every launch.
 ENTRIES_PER_SUM = {"cpu": 1 << 20, "cuda": 1 << 24}
-
-Reduce = Callable[[Tensor], Tensor]
 
 
 def block_of(name: str) -> str:
@@ -40,13 +38,7 @@ def is_norm(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Probe:
-    """A Rademacher vector over all parameters, named by what decides its signs.
-
-    Attributes:
-        seed: of a measurement.
-        index: which of its probes.
-        only: names of the tensors it is restricted to, 0 elsewhere; None is all.
-    """
+    """A Rademacher vector over all parameters, or over the tensors `only` and 0 elsewhere."""
 
     seed: int
     index: int
@@ -60,19 +52,19 @@ class Parameters:
     rows of every one.
 
     Attributes:
-        weights: the model's own tensors by name; nothing is copied.
+        weights: the model's own tensors by name.
         shapes: their whole shapes by name.
         size: P.
-        device: of vectors; host memory may take those that do not fit beside the model.
+        device: of vectors.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        reduce: Reduce = lambda summed: summed,
+        reduce: Callable[[Tensor], Tensor] = lambda summed: summed,
         device: torch.device | None = None,
     ) -> None:
-        """Take `reduce`, a sum over the ranks with the other parts, and the vectors' device."""
+        """Take the sum over the ranks with the other parts, and the device of vectors."""
         named = model.named_parameters()
         self.weights: dict[str, nn.Parameter] = {
             name: w for name, w in named if not name.endswith(TANGENT)
@@ -120,14 +112,6 @@ class Parameters:
             parts[name].copy_(whole.flatten()[start : start + count].view_as(parts[name]))
         return v_p
 
-    def whole(self, v_p: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole tensors of a vector by name, on the CPU; every rank takes them all."""
-        for name, part in self.split(v_p).items():
-            whole = torch.zeros(self.shapes[name].numel(), dtype=part.dtype)
-            start = self._starts[name]
-            whole[start : start + part.numel()] = part.flatten()
-            yield name, self._reduce(whole).view(self.shapes[name])
-
     def signs(self, name: str, probe: Probe) -> Tensor:
         """Return this rank's part of a probe in one tensor, on the tensor's device."""
         weight = local(self.weights[name])
@@ -144,15 +128,6 @@ class Parameters:
             dtype=weight.dtype,
         )
         return drawn.view_as(weight)
-
-    def whole_signs(self, probe: Probe, names: Collection[str]) -> dict[str, Tensor]:
-        """Return a probe in whole tensors by name, as `take` reads them."""
-        drawn = {}
-        for name in names:
-            size = self.shapes[name].numel()
-            signs = rademacher(name, 0, size, seed=probe.seed, probe=probe.index, dtype=self.dtype)
-            drawn[name] = signs.view(self.shapes[name])
-        return drawn
 
     def probe(self, probe: Probe) -> Tensor:
         """Return a probe as a vector v_p."""
@@ -171,11 +146,6 @@ class Parameters:
             for k, a_p in enumerate(vectors_Kp):
                 sums_K[k] += a_p[part].double() @ wide
         return self._reduce(sums_K.cpu())
-
-    def probe_norm(self, probe: Probe) -> float:
-        """Return |v| of a probe, whose entries are signs or 0."""
-        names = self.shapes if probe.only is None else probe.only
-        return math.sqrt(sum(self.shapes[name].numel() for name in names))
 
     def norm(self, v_p: Tensor) -> float:
         """Return |v| over all ranks."""

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from base.ranks import Ranks
-from curvature.products.exact import DualHessian
-from curvature.products.interface import Quadratic
+from curvature.products.exact import DualHessian, Quadratic
 from curvature.products.model import CurvedModel
 
 
@@ -34,15 +33,14 @@ class Sharing:
 
         `on_item` is called for every index that is done, as far as this rank can tell.
         """
-        alone = self._sharded or self.ranks.size == 1
-        first, turns = (0, 1) if alone else (self.ranks.rank, self.ranks.size)
+        first, turns = (0, 1) if self._sharded else (self.ranks.rank, self.ranks.size)
         rows_RC = torch.zeros(count, 2 + len(names), dtype=torch.float64)
         for row in range(first, count, turns):
             loss, slope, dots = quadratic(row)
             rows_RC[row] = torch.tensor([loss, slope, *dots.values()], dtype=torch.float64)
             for _ in range(min(turns, count - row)):
                 on_item()
-        if not alone:
+        if not self._sharded:
             self.ranks.sum(rows_RC)
         return [
             Quadratic(loss, slope, dict(zip(names, dots, strict=True)))

@@ -4,7 +4,7 @@ theta(x, y) = base + a first + b second, with (x, y) the coordinates along the o
 Gram-Schmidt makes of the two directions: x along `first`, y along the part of `second` that is
 orthogonal to it.
 
-Shapes: B sequences, Q points, X and Y coordinates of the grid.
+Shapes: B sequences, S positions of a sequence, V vocabulary, Q points.
 """
 
 import math
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from base.errors import UserError
 from base.progress import Progress
 from base.ranks import Ranks
-from curvature.slices.losses import SequenceLosses
 
 SMALLEST_ANGLE = 1e-3  # radians between two directions that span a plane
 
@@ -41,11 +41,8 @@ class Point(NamedTuple):
 class Plane:
     """The plane spanned by two directions at a model's weights, which it overwrites.
 
-    Holds the weights four times: the model's own, a copy of the base, and both directions.
-
-    Args:
-        weights: the model's own tensors, at the base.
-        first, second: the directions by name; an absent tensor does not move.
+    Holds the weights four times: the model's own, a copy of the base, and both directions, in which
+    an absent tensor does not move.
 
     Attributes:
         ends: theta = base + first, and theta = base + second.
@@ -77,21 +74,41 @@ class Plane:
         self._weights, self._first, self._second = weights, first, second
         self._base = {name: weight.detach().clone() for name, weight in weights.items()}
 
-    def coefficients(self, point: Point) -> tuple[float, float]:
-        """Return (a, b) of base + a first + b second; exact at the base and the ends."""
-        b = point.y / self.ends[1].y
-        return (point.x - b * self.ends[1].x) / self.ends[0].x, b
-
     @torch.no_grad()
     def move(self, point: Point) -> None:
         """Set the weights to those at a point, always from the base: no rounding adds up."""
-        a, b = self.coefficients(point)
+        b = point.y / self.ends[1].y
+        a = (point.x - b * self.ends[1].x) / self.ends[0].x  # exact at the base and the ends
         for name, weight in self._weights.items():
             weight.copy_(self._base[name])
             if name in self._first:
                 weight.add_(self._first[name], alpha=a)
             if name in self._second:
                 weight.add_(self._second[name], alpha=b)
+
+
+class SequenceLosses:
+    """The losses of B sequences at whatever the model's weights are when it is called.
+
+    Sequences go through the model in the same batches every time, so that the same weights give the
+    same bits. `weights` are the model's own, by name; a tied one is there once.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokens_BS1: Tensor, batch_size: int) -> None:
+        self.model, self.sequences = model, len(tokens_BS1)
+        self.weights: dict[str, Tensor] = dict(model.named_parameters())
+        self._batches = tokens_BS1.to(model.device).split(batch_size)
+
+    def __call__(self) -> Tensor:
+        """Return the mean cross-entropy of every sequence, nats per token, float64 [B]."""
+        with torch.inference_mode():
+            means = [self._nats(tokens_BS1).double().mean(dim=1) for tokens_BS1 in self._batches]
+        return torch.cat(means).cpu()
+
+    def _nats(self, tokens_BS1: Tensor) -> Tensor:
+        logits_BSV: Tensor = self.model(input_ids=tokens_BS1[:, :-1], use_cache=False).logits
+        labels_BS1 = tokens_BS1[:, 1:, None]
+        return logits_BSV.logsumexp(dim=-1) - logits_BSV.gather(-1, labels_BS1).squeeze(-1)
 
 
 def losses_at(

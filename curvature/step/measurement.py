@@ -4,15 +4,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from base.errors import UserError
 from base.progress import Progress
 from base.ranks import Ranks
 from ckpt_tools.hf.forward import names_in_files
 from curvature.opened import Opened, open_model
-from curvature.products.interface import Quadratic
-from curvature.products.parameters import Probe, block_of
+from curvature.products.exact import Quadratic
+from curvature.products.parameters import block_of
+from curvature.products.probes import rademacher
 from curvature.settings import StepSettings
 from curvature.step.prediction import UNITS, Vector, predict
 from curvature.step.quantized import Step, read_step
@@ -68,8 +67,12 @@ def _predicted(opened: Opened, step: Step, settings: StepSettings) -> dict[str, 
             finally:
                 parameters.move(theta_p)
 
-        def signs(index: int) -> dict[str, Tensor]:
-            return parameters.whole_signs(Probe(settings.seed, index), delta)
+        def signs(index: int) -> Vector:
+            which: dict[str, Any] = {"seed": settings.seed, "probe": index}
+            return {
+                name: rademacher(name, 0, moved.numel(), dtype=moved.dtype, **which).view_as(moved)
+                for name, moved in delta.items()
+            }
 
         return predict(
             evaluate,
@@ -77,6 +80,5 @@ def _predicted(opened: Opened, step: Step, settings: StepSettings) -> dict[str, 
             delta,
             signs,
             microbatches=settings.microbatches,
-            block_of=block_of,
             level=settings.level,
         )

@@ -20,13 +20,13 @@ from typing import Any
 from torch import Tensor
 
 from base.errors import UserError
-from curvature.products.interface import Quadratic
-from curvature.trace.hutchinson import estimate_mean
+from curvature.products.exact import Quadratic
+from curvature.products.parameters import block_of
+from curvature.trace.hutchinson import TRACE_UNIT, estimate_mean
 
 Vector = dict[str, Tensor]
 
 _NATS = "nats per token"
-_SHARPNESS = "nats per token per squared parameter unit"
 UNITS = {
     "loss": f"{_NATS}, before the step",
     "norm": "parameter units, |delta|",
@@ -37,11 +37,11 @@ UNITS = {
     "measured": f"{_NATS}, loss after the step minus loss before it",
     "remainder": f"{_NATS}, measured - predicted",
     "relative_difference": "1 (predicted / measured - 1)",
-    "curvature.along_step": f"{_SHARPNESS}, delta'H delta / |delta|^2",
+    "curvature.along_step": f"{TRACE_UNIT}, delta'H delta / |delta|^2",
     "curvature.signed": (
-        f"{_SHARPNESS}, the same with random signs: sum_i h_ii delta_i^2 / |delta|^2"
+        f"{TRACE_UNIT}, the same with random signs: sum_i h_ii delta_i^2 / |delta|^2"
     ),
-    "curvature.mean": f"{_SHARPNESS}, tr H / N over the tensors that differ",
+    "curvature.mean": f"{TRACE_UNIT}, tr H / N over the tensors that differ",
     "ratios.step_to_mean": "1 (along_step / mean)",
     "ratios.step_to_signed": "1 (along_step / signed)",
     "ratios.signed_to_mean": "1 (signed / mean)",
@@ -57,14 +57,7 @@ CURVATURE = ("along_step", "signed", "mean")
 
 
 class _Part:
-    """The whole step, or a block's part of it.
-
-    Attributes:
-        moved: its tensors by name.
-        square: |delta|^2.
-        size: its entries.
-        values: by figure, one of each microbatch.
-    """
+    """The whole step, or a block's part of it, and by figure a value of each microbatch."""
 
     def __init__(self, label: str, moved: Vector) -> None:
         self.label, self.moved = label, moved
@@ -128,7 +121,6 @@ def predict(
     random: Callable[[int], Vector],
     *,
     microbatches: int,
-    block_of: Callable[[str], str],
     level: float = 0.95,
 ) -> dict[str, Any]:
     """Return predicted and measured loss increase of a step and of each block's part, for JSON.
@@ -143,17 +135,11 @@ def predict(
         delta: the step, no tensor of zeros.
         random: signs (Rademacher) of probe `index`, at least for the tensors of delta.
         microbatches: two or more.
-        block_of: the block that a tensor belongs to.
         level: coverage of the intervals.
 
     Raises:
         UserError: a figure is not finite.
     """
-    if microbatches < 2 or not 0 < level < 1:
-        raise ValueError(f"{microbatches} microbatches at level {level}: there is no interval")
-    unmoved = [name for name, tensor in delta.items() if not bool(tensor.any())]
-    if unmoved or not delta:
-        raise ValueError(f"the step does not move {unmoved or 'anything'}")
     by_block: dict[str, Vector] = {}
     for name, tensor in delta.items():
         by_block.setdefault(block_of(name), {})[name] = tensor

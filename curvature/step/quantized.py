@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import ValidationError
 from torch import Tensor, promote_types
 
-from base.errors import UserError, explain_validation
+from base.errors import UserError
 from base.files import FileRecord, check_inside, sha256_of, verify_files
 from base.frozen import Frozen
 from ckpt_tools.formats.hf_weights import HFWeights, read_header
@@ -35,16 +34,13 @@ class Step(NamedTuple):
 
     Attributes:
         spec: its name.
-        names: the tensors that differ, as the base's files call them, block after block.
-        measured: the cost of quantization on the text of result.json, nats per token:
-            "cross_entropy", "cross_entropy_quantized", "absolute_error" with its "interval", and,
-            where they were measured, "blocks": the same of each block quantized alone.
+        measured: the cost of quantization on the text of result.json, nats per token; where it was
+            measured, also that of each block quantized alone.
         base, quantized: the tensors of either in their files, by name; `quantized` holds those
-            that differ.
+            that differ, block after block.
     """
 
     spec: str
-    names: tuple[str, ...]
     measured: dict[str, Any]
     base: dict[str, FileTensor]
     quantized: dict[str, FileTensor]
@@ -75,14 +71,14 @@ def read_step(hf_dir: Path, result_dir: Path) -> Step:
         raise UserError(f"{result_dir} holds no dequantized weights; {again}")
     if sha256_of(path) != measured.dense:
         raise UserError(f"{path} is not the one that {RESULT_JSON} was written with; {again}")
-    dense = _read_dense(path, again)
+    dense = _Dense.model_validate_json(path.read_text())
     check_inside(path, dense.files)
     verify_files(path.parent, dense.files, again)
     if identify(hf_dir)["weights_sha256"] != dense.base.weights_sha256:
         raise UserError(
             f"{result_dir} is of another model than {hf_dir}; give the one that was quantized"
         )
-    base = HFWeights(hf_dir).stored
+    base = HFWeights(hf_dir).tensors
     quantized = {
         name: held for file in dense.files for name, held in read_header(path.parent / file).items()
     }
@@ -98,20 +94,6 @@ def read_step(hf_dir: Path, result_dir: Path) -> Step:
         raise UserError(
             f"{result_dir} quantized nothing: its weights are those of {hf_dir}; choose fewer bits"
         )
-    return Step(dense.spec, tuple(quantized), _cost(measured), base, quantized)
-
-
-def _read_dense(path: Path, next_action: str) -> _Dense:
-    try:
-        return _Dense.model_validate_json(path.read_text())
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not text; {next_action}") from None
-    except ValidationError as error:
-        raise explain_validation(str(path), error) from None
-
-
-def _cost(measured: Quantization) -> dict[str, Any]:
-    """Return the cost of quantization that a result names, ready for JSON."""
     cost = {
         "cross_entropy": measured.cross_entropy,
         "cross_entropy_quantized": measured.cross_entropy_quantized,
@@ -121,7 +103,7 @@ def _cost(measured: Quantization) -> dict[str, Any]:
         cost["blocks"] = [
             {"block": each.block, **_increase(each.alone)} for each in measured.blocks
         ]
-    return cost
+    return Step(dense.spec, cost, base, quantized)
 
 
 def _increase(measured: Quantization | Increase) -> dict[str, Any]:

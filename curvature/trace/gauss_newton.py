@@ -73,14 +73,13 @@ def ggn_loss(
 
     Args:
         logits_BSV: of the rows of this rank, with their graph.
-        tokens_BS1: the same rows, inputs and labels; what they hold decides the logits, not the
-            labels drawn here.
+        tokens_BS1: the same rows.
         sequences: the numbers of the rows in the whole microbatch, so that the draw does not depend
             on who holds them.
         seed: of the draws.
         microbatch: its number.
     """
-    assert len(sequences) == len(tokens_BS1) == len(logits_BSV)
+    assert len(sequences) == len(tokens_BS1)
     length, vocabulary = logits_BSV.shape[1:]
     uniforms = [token_uniforms(seed, microbatch, sequence, length) for sequence in sequences]
     logits_NV = logits_BSV.reshape(-1, vocabulary)
@@ -91,11 +90,7 @@ def ggn_loss(
 def fisher_loss(
     logits_BSV: Tensor, tokens_BS1: Tensor, sequences: range, *, seed: int, microbatch: int
 ) -> Tensor:
-    """Return the sum of the losses with random signs: |gradient|^2 / N is the Fisher trace.
-
-    Arguments as in `ggn_loss`.
-    """
-    assert len(sequences) == len(tokens_BS1) == len(logits_BSV)
+    """Return the sum of the losses with random signs: |gradient|^2 / N is the Fisher trace."""
     length = logits_BSV.shape[1]
     signs_BS = torch.stack(
         [token_signs(seed, microbatch, sequence, length) for sequence in sequences]

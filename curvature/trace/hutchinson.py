@@ -9,28 +9,21 @@ Microbatches and probes are drawn together, so the spread of the values holds th
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from base.errors import UserError
-from curvature.products.interface import Quadratic
+from curvature.products.exact import Quadratic
+from curvature.products.parameters import block_of
 from curvature.products.sharing import Sharing
 
-
-class Operator(Protocol):
-    """Independent samples of a quadratic form, such as v'Hv of fresh pairs of v and microbatch."""
-
-    @property
-    def names(self) -> Collection[str]:
-        """Return the names of the parameter tensors, in the order of `dots`."""
-        ...
-
-    def quadratic(self, index: int) -> Quadratic:
-        """Return sample `index`, the same whichever rank asks for it."""
-        ...
+TRACE_UNIT = "nats per token per squared parameter unit"
+# An independent sample of a quadratic form, such as v'Hv of a fresh pair of v and microbatch; of an
+# index the same whichever rank asks for it.
+Sample = Callable[[int], Quadratic]
 
 
 class Estimate(NamedTuple):
@@ -42,16 +35,10 @@ class Estimate(NamedTuple):
 
 
 class TraceEstimate(NamedTuple):
-    """Traces in nats per token per squared parameter unit, and the loss of the same microbatches.
+    """Traces of the Hessian of the mean loss, and the loss of the same microbatches.
 
-    Attributes:
-        total: of the whole Hessian of the mean loss.
-        blocks: of its diagonal blocks, by the block's name.
-        tensors: of the diagonal block of every parameter tensor.
-        loss: nats per token.
-        per_microbatch: v'Hv of every microbatch. Two checkpoints measured on the same microbatches
-            with the same probes are compared value by value.
-        blocks_per_microbatch: the same for every block.
+    In nats per token per squared parameter unit. Two checkpoints measured on the same microbatches
+    with the same probes are compared value by value, by what is per microbatch.
     """
 
     total: Estimate
@@ -80,35 +67,35 @@ def estimate_mean(values: Sequence[float] | NDArray[np.float64], *, level: float
 
 
 def estimate_trace(
-    operator: Operator,
+    sample: Sample,
+    names: Collection[str],
     *,
     pairs: int,
     sharing: Sharing,
-    block_of: Callable[[str], str],
     level: float = 0.95,
     on_pair: Callable[[], None] = lambda: None,
 ) -> TraceEstimate:
-    """Return the means of samples 0..pairs-1 of an operator, on every rank.
+    """Return the means of samples 0..pairs-1, one of each microbatch, on every rank.
 
     Args:
-        operator: the samples, one of each microbatch.
+        sample: returns one by its index.
+        names: of the parameter tensors, in the order of `dots`.
         pairs: two or more.
         sharing: the ranks that share the samples out.
-        block_of: the block that a tensor is counted in.
         level: coverage of the intervals.
         on_pair: called after every sample.
 
     Raises:
         UserError: a sample is not finite.
     """
-    samples = sharing.quadratics(operator.quadratic, pairs, operator.names, on_pair)
-    for index, sample in enumerate(samples):
-        if not all(map(math.isfinite, (sample.loss, sample.slope, *sample.dots.values()))):
+    samples = sharing.quadratics(sample, pairs, names, on_pair)
+    for index, (loss, slope, dots) in enumerate(samples):
+        if not all(map(math.isfinite, (loss, slope, *dots.values()))):
             raise UserError(
-                f"pair {index}: loss {sample.loss} or its derivatives are not finite; give a"
-                " checkpoint that is"
+                f"pair {index}: loss {loss} or its derivatives are not finite; give a checkpoint"
+                " that is"
             )
-    tensors = {name: [sample.dots[name] for sample in samples] for name in samples[0].dots}
+    tensors = {name: [each.dots[name] for each in samples] for name in names}
     members: dict[str, list[list[float]]] = {}
     for name, values in tensors.items():
         members.setdefault(block_of(name), []).append(values)
@@ -118,7 +105,7 @@ def estimate_trace(
         total=estimate_mean(total, level=level),
         blocks={block: estimate_mean(values, level=level) for block, values in blocks.items()},
         tensors={name: estimate_mean(values, level=level) for name, values in tensors.items()},
-        loss=estimate_mean([sample.loss for sample in samples], level=level),
+        loss=estimate_mean([each.loss for each in samples], level=level),
         per_microbatch=total,
         blocks_per_microbatch=blocks,
     )

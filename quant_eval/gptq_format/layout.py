@@ -6,23 +6,30 @@ stores zeros less one, and loaders differ in what they make of the -1 (gptqmodel
 version 1 of others). vLLM reads 4 and 8 symmetric bits in groups of 32, 64, 128 or a whole row; 2
 and 3 bits, and "gptq_v2", some versions only.
 
+32 values of b bits fill b words as one string of bits does, the first value in the lowest bits of
+the first word; one of 3 bits may begin in a word and end in the next. compressed-tensors packs so,
+but from signed values. Codes are packed along inputs, zeros along outputs.
+
 Shapes: O output features, I input features, G groups of a row.
 """
 
-import json
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 from torch import Tensor
 
-from base.errors import UserError, explain_validation
+from base.errors import UserError
 from base.frozen import Frozen
-from ckpt_tools.formats.weights import Described
-from quant_eval.gptq_format.packing import WORD_BITS, Format
+from quant_eval.grid import Rounded
 from quant_eval.specs import QuantSpec
 
+Format = Literal["gptq", "gptq_v2"]
+
+WORD_BITS = 32
+# What a format takes from a zero before it stores it: "gptq" has no place for a zero of 0.
+TAKEN_FROM_ZEROS: dict[Format, int] = {"gptq": 1, "gptq_v2": 0}
 PACKED = ("qweight", "qzeros", "scales", "g_idx")  # in place of "weight"
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # that gptqmodel takes, besides a whole row
 WHOLE_ROW = -1
@@ -30,7 +37,7 @@ SETTINGS = "quantization_config"  # key of config.json
 
 
 class Layout(Frozen):
-    """The layout of the packed tensors of a checkpoint."""
+    """`quantization_config` of config.json, with the keys that all loaders need."""
 
     quant_method: Literal["gptq"] = "gptq"
     bits: Literal[2, 3, 4, 8]
@@ -41,36 +48,19 @@ class Layout(Frozen):
     sym: bool
     checkpoint_format: Format
     pack_dtype: Literal["int32"] = "int32"
-
-    def groups(self, num_inputs: int) -> int:
-        """G of a linear."""
-        return 1 if self.group_size == WHOLE_ROW else num_inputs // self.group_size
+    format: Format
+    lm_head: Literal[False] = False
 
     def natural_groups(self, num_inputs: int) -> Tensor:
         """g_idx of neighbouring inputs, int32 [I]."""
-        size = num_inputs // self.groups(num_inputs)
+        size = num_inputs if self.group_size == WHOLE_ROW else self.group_size
         return torch.arange(num_inputs, dtype=torch.int32) // size
-
-    def packed(self, num_outputs: int, num_inputs: int) -> dict[str, Described]:
-        """Shapes and types of the four tensors of a linear."""
-        groups = self.groups(num_inputs)
-        return {
-            "qweight": Described((num_inputs * self.bits // WORD_BITS, num_outputs), torch.int32),
-            "qzeros": Described((groups, num_outputs * self.bits // WORD_BITS), torch.int32),
-            "scales": Described((groups, num_outputs), torch.float16),
-            "g_idx": Described((num_inputs,), torch.int32),
-        }
-
-    def settings(self) -> dict[str, Any]:
-        """Return `quantization_config` of config.json, with the keys that all loaders need."""
-        return {**self.model_dump(), "format": self.checkpoint_format, "lm_head": False}
 
 
 def layout_of(spec: QuantSpec) -> Layout:
     """Return the layout of a saved result; `desc_act` is set by the writer, which sees the groups.
 
-    Raises:
-        UserError: the saved weights would not be the measured ones, or no loader takes them.
+    UserError if the saved weights would not be the measured ones, or no loader takes them.
     """
     if spec.scales is None:
         raise UserError(
@@ -91,67 +81,73 @@ def layout_of(spec: QuantSpec) -> Layout:
             f"spec {spec.name}: GPTQ checkpoints hold scales in fp16; give {fitting}, and measure"
             " that"
         )
+    checkpoint_format: Format = "gptq" if spec.symmetric else "gptq_v2"
     return Layout(
         bits=spec.bits,  # type: ignore[arg-type]  # checked above
         group_size=spec.group_size or WHOLE_ROW,
         desc_act=False,
         sym=bool(spec.symmetric),
-        checkpoint_format="gptq" if spec.symmetric else "gptq_v2",
+        checkpoint_format=checkpoint_format,
+        format=checkpoint_format,
     )
 
 
 def check_linear(name: str, num_outputs: int, num_inputs: int, spec: QuantSpec) -> None:
-    """Refuse a linear that cannot be packed with the bits and groups of a spec."""
-    multiple = next(count for count in (4, 8, 16, 32) if count * spec.bits % WORD_BITS == 0)
-    if num_outputs % multiple:
-        raise UserError(
-            f"{name} has {num_outputs} outputs; loaders need a multiple of {multiple} to unpack"
-            f" zeros of {spec.bits} bits, so spec {spec.name} cannot be saved; measure it without"
-            " saving"
-        )
-    if num_inputs % WORD_BITS:
-        raise UserError(
-            f"{name} has {num_inputs} inputs; loaders need a multiple of 32 to unpack codes, so"
-            f" spec {spec.name} cannot be saved; measure it without saving"
-        )
-    if spec.group_size and num_inputs % spec.group_size:
-        raise UserError(
-            f"{name} has {num_inputs} inputs, no multiple of {spec.group_size}; change -g of"
-            f" {spec.name}"
-        )
+    """Refuse a linear that cannot be packed with the bits of a spec."""
+    of_zeros = next(count for count in (4, 8, 16, 32) if count * spec.bits % WORD_BITS == 0)
+    for what, count, multiple in (
+        ("outputs", num_outputs, of_zeros),
+        ("inputs", num_inputs, WORD_BITS),
+    ):
+        if count % multiple:
+            raise UserError(
+                f"{name} has {count} {what}; loaders need a multiple of {multiple} to unpack"
+                f" {spec.bits} bits, so spec {spec.name} cannot be saved; measure it without saving"
+            )
 
 
-def read_layout(directory: Path) -> tuple[Layout, torch.dtype]:
-    """The layout of a saved checkpoint, and the type of its weights.
+def pack(rounded: Rounded, bits: int, checkpoint_format: Format) -> dict[str, Tensor]:
+    """Return the tensors of a linear by their last name; I and O x bits are multiples of 32.
 
-    Raises:
-        UserError: config.json is damaged, or it is that of another format.
+    `qweight` int32 [I x bits / 32, O], `qzeros` int32 [G, O x bits / 32], `scales` fp16 [G, O],
+    `g_idx` int32 [I].
     """
-    path = directory / "config.json"
-    try:
-        config = dict(json.loads(path.read_text()))
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} does not exist; give a directory saved in the GPTQ format"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); save the checkpoint again") from None
-    held = config.get(SETTINGS)
-    if not isinstance(held, dict):
-        raise UserError(f"{path} has no {SETTINGS}; give a directory saved in the GPTQ format")
-    try:
-        layout = Layout.model_validate(
-            {key: held[key] for key in Layout.model_fields if key in held}, strict=True
-        )
-    except ValidationError as error:
-        raise explain_validation(f"{path}: {SETTINGS}", error) from None
-    if held.get("dynamic"):
-        raise UserError(
-            f"{path}: {SETTINGS} differ by layer ('dynamic'), which is not supported; save it"
-            " without"
-        )
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    name = config.get("dtype", config.get("torch_dtype"))
-    if name not in dtypes:
-        raise UserError(f"{path}: dtype {name!r} is none of {', '.join(dtypes)}; correct it")
-    return layout, dtypes[name]
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    taken, scales_OG = TAKEN_FROM_ZEROS[checkpoint_format], rounded.scales_OG.half()
+    assert int(rounded.zeros_OG.min()) >= taken, (
+        f"the format {checkpoint_format} has no place for a zero of 0"
+    )
+    assert max(int(rounded.codes_OI.max()), int(rounded.zeros_OG.max())) < 2**bits, (
+        f"not of {bits} bits"
+    )
+    assert torch.equal(scales_OG.float(), rounded.scales_OG), "scales are no values of fp16"
+    middle = 2 ** (bits - 1)
+    codes_IO = (rounded.codes_OI.short() - middle).to(torch.int8).T
+    zeros_GO = (rounded.zeros_OG.short() - taken - middle).to(torch.int8).T
+    tensors = {
+        "qweight": pack_to_int32(codes_IO, bits, packed_dim=0),
+        "qzeros": pack_to_int32(zeros_GO, bits),
+        "scales": scales_OG.T,
+        "g_idx": rounded.groups_I.int(),
+    }
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def unpack(tensors: Mapping[str, Tensor], bits: int, checkpoint_format: Format) -> Rounded:
+    """Return the linear that `pack` made them of."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    (num_inputs,), scales_GO = tensors["g_idx"].shape, tensors["scales"]
+    shape_IO = torch.Size([num_inputs, scales_GO.shape[1]])
+    codes_IO = unpack_from_int32(tensors["qweight"], bits, shape_IO, packed_dim=0)
+    zeros_GO = unpack_from_int32(tensors["qzeros"], bits, scales_GO.shape)
+    middle = 2 ** (bits - 1)
+    return Rounded(
+        codes_OI=(codes_IO.short() + middle).to(torch.uint8).T.contiguous(),
+        scales_OG=scales_GO.T.float().contiguous(),
+        zeros_OG=(zeros_GO.short() + middle + TAKEN_FROM_ZEROS[checkpoint_format])
+        .to(torch.uint8)
+        .T.contiguous(),
+        groups_I=tensors["g_idx"].clone(),
+    )

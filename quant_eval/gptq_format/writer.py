@@ -2,11 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -17,14 +16,17 @@ from base.environment import environment
 from base.errors import UserError
 from base.files import committed_directory, record_file, scratch_directory, write_json
 from ckpt_tools.formats.hf_weights import HFWeights, read_header
-from ckpt_tools.formats.hf_writer import SHARD_BYTES, divide, write_files
+from ckpt_tools.formats.hf_writer import SHARD_BYTES, write_weights
 from ckpt_tools.formats.weights import DTYPES, Described, FileTensor
 from ckpt_tools.hf.configuration import change_dtype
-from ckpt_tools.hf.directory import LINEAGE_JSON, TOKENIZER_FILES, read_lineage
-from ckpt_tools.hf.forward import check_shapes, empty_model, names_in_files, read_config
-from ckpt_tools.hf.source import CONFIGURATION_FILES
-from quant_eval.gptq_format.layout import SETTINGS, check_linear, layout_of
-from quant_eval.gptq_format.packing import pack
+from ckpt_tools.hf.directory import (
+    CONFIGURATION_FILES,
+    LINEAGE_JSON,
+    TOKENIZER_FILES,
+    read_lineage,
+)
+from ckpt_tools.hf.forward import empty_model, names_in_files, read_config
+from quant_eval.gptq_format.layout import SETTINGS, check_linear, layout_of, pack
 from quant_eval.grid import Rounded
 from quant_eval.specs import QuantSpec
 
@@ -32,10 +34,10 @@ KIND = "quantized"  # in lineage.json
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """Weights that lie in several files."""
+class _Merged:
+    """Weights of several files, each to be written in a type of its own."""
 
-    stored: dict[str, FileTensor]
+    stored: Mapping[str, FileTensor]
     tensors: Mapping[str, Described]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -48,7 +50,7 @@ class CheckpointWriter:
     Packed linears wait in a directory beside `out` until the last one is there; `out` appears whole
     or not at all.
 
-    >>> with CheckpointWriter(hf_dir, out, spec, "fp32") as writer:
+    >>> with CheckpointWriter(hf_dir, out, spec, "fp32").collecting() as writer:
     ...     for name, rounded in quantized:
     ...         writer.add(name, rounded)
     ...     writer.finish({"model": identify(hf_dir)})
@@ -59,28 +61,19 @@ class CheckpointWriter:
     ) -> None:
         """Checks everything that can be checked before a linear is quantized.
 
-        Args:
-            hf_dir: the HF directory that is quantized.
-            out: the directory to write; an earlier quantized checkpoint there is replaced.
-            spec: of what will be added.
-            dtype: of all tensors that are not packed, and of the dense weights that a reader makes.
-
-        Raises:
-            UserError: the spec or a linear does not fit the format, or something else is at `out`.
+        `dtype` is that of all tensors that are not packed. UserError if the spec or a linear does
+        not fit the format, or something else than a quantized checkpoint is at `out`.
         """
         self.hf_dir, self.out, self.spec, self.layout = hf_dir, out, spec, layout_of(spec)
         if out.exists() and (read_lineage(out) or ({}, {}))[0].get("kind") != KIND:
             raise UserError(
                 f"{out} exists and is no quantized checkpoint; give a new directory or remove it"
             )
-        self._source = HFWeights(hf_dir)
         model = empty_model(read_config(hf_dir))
-        check_shapes(model, self._source, hf_dir)
-        held = model.state_dict()
+        held, head = model.state_dict(), model.get_output_embeddings()
         self._shapes = {
             file: tuple(held[name].shape) for name, file in names_in_files(model).items()
         }
-        head = model.get_output_embeddings()
         linears = {
             name: part
             for name, part in model.named_modules()
@@ -91,21 +84,13 @@ class CheckpointWriter:
         self._missing = {f"{name}.weight" for name in linears}
         self.dtype = dtype
         self._packed: dict[str, dict[str, FileTensor]] = {}
-        self._cleanup = ExitStack()
 
-    def __enter__(self) -> Self:
+    @contextmanager
+    def collecting(self) -> Iterator[Self]:
+        """While it lasts, packed linears wait in a directory of their own."""
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.out.parent / f".{self.out.name}.packed"
-        self._aside = self._cleanup.enter_context(scratch_directory(aside))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._cleanup.close()
+        with scratch_directory(self.out.parent / f".{self.out.name}.packed") as self._aside:
+            yield self
 
     def add(self, name: str, rounded: Rounded) -> None:
         """Take a linear by its parameter's name: each once, in any order.
@@ -116,10 +101,6 @@ class CheckpointWriter:
         self._missing.remove(name)
         linear = name.removesuffix(".weight")
         tensors = pack(rounded, self.layout.bits, self.layout.checkpoint_format)
-        wanted = self.layout.packed(*self._shapes[name])
-        assert {
-            key: Described(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()
-        } == wanted
         natural_I = self.layout.natural_groups(len(tensors["g_idx"]))
         assert torch.equal(tensors["g_idx"].sort().values, natural_I), "groups are not of one size"
         if not torch.equal(tensors["g_idx"], natural_I):
@@ -131,22 +112,27 @@ class CheckpointWriter:
     def finish(self, lineage: Mapping[str, Any]) -> None:
         """Write `out`: shards, configuration, tokenizer, lineage.json last.
 
-        Args:
-            lineage: what the lineage tells besides spec, layout and files: the source ("model", as
-                `ckpt_tools.hf.model.identify` has it), the calibration.
+        `lineage` is what that tells besides spec, layout and files.
         """
         assert not self._missing, f"not added: {sorted(self._missing)}"
-        weights = self._merged()
+        stored: dict[str, FileTensor] = {}
+        tensors: dict[str, Described] = {}
+        for name, tensor in HFWeights(self.hf_dir).tensors.items():
+            packed = self._packed.get(name)
+            if packed:
+                stored |= packed
+                tensors |= packed
+            else:
+                dtype = DTYPES[self.dtype] if tensor.dtype.is_floating_point else tensor.dtype
+                stored[name], tensors[name] = tensor, Described(self._shapes[name], dtype)
         with committed_directory(self.out) as aside:
-            files = write_files(
-                aside, divide(dict(weights.tensors), SHARD_BYTES), weights, label="save"
-            )
+            files = write_weights(aside, _Merged(stored, tensors), shard_bytes=SHARD_BYTES)
             for name in (*CONFIGURATION_FILES, *TOKENIZER_FILES):
                 if (self.hf_dir / name).is_file():
                     shutil.copyfile(self.hf_dir / name, aside / name)
             change_dtype(aside, self.dtype)
             config = json.loads((aside / "config.json").read_text())
-            write_json(aside / "config.json", config | {SETTINGS: self.layout.settings()})
+            write_json(aside / "config.json", config | {SETTINGS: self.layout.model_dump()})
             others = {path.name for path in aside.iterdir()} - files.keys()
             files |= {name: record_file(aside / name) for name in others}
             told = {
@@ -154,23 +140,9 @@ class CheckpointWriter:
                 "source": str(self.hf_dir.resolve()),
                 "spec": {"name": self.spec.name, **self.spec.model_dump(mode="json")},
                 "dtype": self.dtype,
-                SETTINGS: self.layout.settings(),
+                SETTINGS: self.layout.model_dump(),
                 **lineage,
                 "files": {name: record.model_dump() for name, record in sorted(files.items())},
                 "environment": environment(),
             }
             write_json(aside / LINEAGE_JSON, told)
-
-    def _merged(self) -> _Stored:
-        """All tensors of the checkpoint, in the order of the source."""
-        stored: dict[str, FileTensor] = {}
-        tensors: dict[str, Described] = {}
-        for name, tensor in self._source.stored.items():
-            packed = self._packed.get(name)
-            if packed:
-                stored |= packed
-                tensors |= {key: part.described for key, part in packed.items()}
-            else:
-                dtype = DTYPES[self.dtype] if tensor.dtype.is_floating_point else tensor.dtype
-                stored[name], tensors[name] = tensor, Described(self._shapes[name], dtype)
-        return _Stored(stored, tensors)

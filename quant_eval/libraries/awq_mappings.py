@@ -1,4 +1,4 @@
-"""The linears whose input scales the layer before them can absorb (AWQ), by architecture.
+"""The linears whose input scales the layer before them can absorb (AWQ), by family.
 
 A fold multiplies the input columns of the balanced linears by s and divides what feeds them, the
 smoothed layer's rows (weight and bias), by s. It is exact where nothing but a product with a
@@ -9,8 +9,6 @@ Shapes: O output features, I input features, B sequences, L tokens, V tokens of 
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from base.errors import UserError
+from quant_eval.model.families import LAYERS, family_of
 
 # Of the largest logit. Two blocks in float64 with RMSNorm and softmax in fp32 stay below 1e-6.
 TOLERANCE = 1e-5
@@ -54,107 +53,63 @@ class Mappings:
     unscaled: dict[str, str]
 
 
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-# The attention's output is linear in the values.
-_VALUES = Fold("self_attn.v_proj", ("self_attn.o_proj",))
-_GATED = Fold("mlp.up_proj", ("mlp.down_proj",))  # down_proj reads act(gate) * up
-_LLAMA = Mappings(
-    "model.layers",
-    (Fold("input_layernorm", _QKV), _VALUES, Fold("post_attention_layernorm", _GATE_UP), _GATED),
-    {},
-)
-
-_ARCHITECTURES: dict[str, Mappings] = {  # by model_type
-    "llama": _LLAMA,
-    "smollm3": _LLAMA,
-    "olmo": Mappings(
-        "model.layers",
-        (_VALUES, _GATED),
-        dict.fromkeys(_QKV + _GATE_UP, "its layer norm has no parameters"),
-    ),
-    "olmo2": Mappings(
-        "model.layers",
-        (_VALUES, _GATED),
-        dict.fromkeys(_QKV + _GATE_UP, "it reads the residual stream, no norm"),
-    ),
-    "gpt_neox": Mappings(
-        "gpt_neox.layers",
-        (
-            Fold("input_layernorm", ("attention.query_key_value",)),
-            Fold("post_attention_layernorm", ("mlp.dense_h_to_4h",)),
-        ),
-        {
-            "attention.dense": "the values' rows are among those of queries and keys",
-            "mlp.dense_4h_to_h": "it reads GELU(dense_h_to_4h), which does not scale",
-        },
-    ),
-    "apertus": Mappings(
-        "model.layers",
-        (
-            Fold("attention_layernorm", _QKV),
-            _VALUES,
-            Fold("feedforward_layernorm", ("mlp.up_proj",)),
-        ),
-        {"mlp.down_proj": "it reads xIELU(up_proj), which does not scale"},
-    ),
-}
-ARCHITECTURES = tuple(  # as config.json names them
-    f"{name}ForCausalLM" for name in ("Llama", "SmolLM3", "Olmo", "Olmo2", "GPTNeoX", "Apertus")
-)
+def mappings_for(model: PreTrainedModel) -> Mappings:
+    """Return the folds that are exact for a model, and why others are not."""
+    config, family = model.config, family_of(model.config)
+    blocks = f"{family.decoder}.{LAYERS}"
+    first = model.get_submodule(f"{blocks}.0")
+    parts = (
+        (family.attention_norm, family.attention, family.reading, family.writing),
+        (family.mlp_norm, family.mlp, family.mlp_reading, family.mlp_writing),
+    )
+    folds, unscaled = list[Fold](), dict[str, str]()
+    for norm, part, reading, writing in parts:
+        linears = tuple(f"{part}.{name}" for name in reading)
+        if family.norms == "after":
+            unscaled |= dict.fromkeys(linears, "it reads the residual stream, no norm")
+        elif not list(first.get_submodule(norm).parameters()):
+            unscaled |= dict.fromkeys(linears, "its layer norm has no parameters")
+        else:
+            folds.append(Fold(norm, linears))
+        problem = _unscaled_values(config) if part == family.attention else _ungated(config)
+        if problem:
+            unscaled[f"{part}.{writing}"] = problem
+        else:  # values, or up_proj: what is written is linear in the last that is read
+            folds.append(Fold(linears[-1], (f"{part}.{writing}",)))
+    return Mappings(blocks, tuple(folds), unscaled)
 
 
-def mappings_for(config: Any) -> Mappings:
-    """Return the folds that are exact for a transformers configuration, and why others are not.
-
-    Raises:
-        UserError: there is no table for the architecture.
-    """
-    values: dict[str, Any] = config.to_dict()
-    if config.model_type not in _ARCHITECTURES:
-        raise UserError(
-            f"AWQ has no mappings for {config.model_type}, only for"
-            f" {', '.join(sorted(_ARCHITECTURES))}; use gptq or rtn, or add its folds to"
-            " quant_eval/libraries/awq_mappings.py"
-        )
-    table = _ARCHITECTURES[config.model_type]
-    reason = None
-    heads, value_heads = values["num_attention_heads"], values.get("num_key_value_heads")
+def _unscaled_values(config: Any) -> str | None:
+    """Return why the attention's last linear cannot take scales from the values."""
+    heads, value_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if "v_proj" not in family_of(config).reading:
+        return "the values' rows are among those of queries and keys"
     if value_heads not in (None, heads):
-        reason = (
+        return (
             f"{heads} query heads share the values of {value_heads}: each value's row would need"
             " several scales"
         )
-    elif values.get("clip_qkv") is not None:
-        reason = f"the values are clipped at {values['clip_qkv']} (clip_qkv)"
-    if _VALUES not in table.folds or reason is None:
-        return table
-    folds = tuple(fold for fold in table.folds if fold != _VALUES)
-    return Mappings(table.blocks, folds, table.unscaled | {"self_attn.o_proj": reason})
+    if getattr(config, "clip_qkv", None) is not None:
+        return f"the values are clipped at {config.clip_qkv} (clip_qkv)"
+    return None
+
+
+def _ungated(config: Any) -> str | None:
+    """Return why the MLP's last linear, unless it reads act(gate) * up, cannot take scales."""
+    reading = family_of(config).mlp_reading
+    if reading == ("gate_proj", "up_proj"):
+        return None
+    return f"it reads {config.hidden_act}({reading[0]}), which does not scale"
 
 
 def mapped_linears(model: PreTrainedModel, mappings: Mappings) -> list[str]:
-    """Names of all linears of the decoder blocks, in order.
-
-    Raises:
-        UserError: the mappings do not say of each linear once whether and how its inputs are
-            scaled.
-    """
-    told = sorted(
-        [linear for fold in mappings.folds for linear in fold.balance] + list(mappings.unscaled)
-    )
-    names = []
-    for index, block in enumerate(_blocks(model, mappings)):
-        found = [name for name, part in block.named_modules() if isinstance(part, nn.Linear)]
-        if sorted(found) != told:
-            differing = sorted(set(found) ^ set(told)) or told
-            raise UserError(
-                f"AWQ's mappings for {model.config.model_type} do not fit"
-                f" {mappings.blocks}.{index}: {', '.join(differing)}; correct"
-                " quant_eval/libraries/awq_mappings.py"
-            )
-        names += [f"{mappings.blocks}.{index}.{name}" for name in found]
-    return names
+    """Names of all linears of the decoder blocks, in order."""
+    return [
+        f"{mappings.blocks}.{index}.{name}"
+        for index, block in enumerate(_blocks(model, mappings))
+        for name, part in block.named_modules()
+        if isinstance(part, nn.Linear)
+    ]
 
 
 def _blocks(model: PreTrainedModel, mappings: Mappings) -> list[nn.Module]:
@@ -165,21 +120,14 @@ def _blocks(model: PreTrainedModel, mappings: Mappings) -> list[nn.Module]:
 def apply_fold(block: nn.Module, fold: Fold, scales_I: Tensor) -> None:
     """Multiply the balanced linears' input columns by `scales_I`, divide the smoothed layer.
 
-    Raises:
-        UserError: the smoothed layer has no parameters, or not one row for each scale.
+    UserError if the smoothed layer does not have one row for each scale.
     """
     absorbing = dict(block.get_submodule(fold.smooth).named_parameters())
-    if not absorbing:
+    if not absorbing or any(len(each) != len(scales_I) for each in absorbing.values()):
         raise UserError(
-            f"AWQ mapping {fold}: {fold.smooth} has no parameters to absorb scales; remove the"
-            " mapping"
+            f"AWQ mapping {fold}: {fold.smooth} has no row for each input of {fold.balance[0]};"
+            " remove the mapping"
         )
-    for parameter in absorbing.values():
-        if len(parameter) != len(scales_I):
-            raise UserError(
-                f"AWQ mapping {fold}: {fold.smooth} has {len(parameter)} rows for {len(scales_I)}"
-                f" inputs of {fold.balance[0]}; remove the mapping"
-            )
     for name in fold.balance:
         weight_OI = block.get_submodule(name).get_parameter("weight")
         weight_OI.mul_(scales_I)
@@ -187,27 +135,11 @@ def apply_fold(block: nn.Module, fold: Fold, scales_I: Tensor) -> None:
         parameter.div_(scales_I.reshape(-1, *[1] * (parameter.ndim - 1)))
 
 
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Put back every parameter, bit for bit, when the body ends."""
-    saved = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(saved[name])
-
-
 @torch.no_grad()
 def check_folds(model: PreTrainedModel, mappings: Mappings, seed: int) -> None:
-    """Apply each fold with random factors of 1/8 to 8; the logits must not move.
+    """Apply each fold to a copy with random factors of 1/8 to 8; the logits must not move.
 
-    The model is left as it was, bit for bit. Factors and tokens are drawn from `seed`.
-
-    Raises:
-        UserError: a fold moves a logit by more than `TOLERANCE` of the largest or cannot be
-            applied, or logits are not finite to begin with.
+    UserError if a fold moves one by more than `TOLERANCE` of the largest, or cannot be applied.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn_BL = torch.randint(model.config.vocab_size, WITNESS_TOKENS, generator=generator)
@@ -218,14 +150,12 @@ def check_folds(model: PreTrainedModel, mappings: Mappings, seed: int) -> None:
             "AWQ: the unquantized model's logits are not finite; check the checkpoint's weights"
         )
     for fold in mappings.folds:
-        with _restored(model):
-            for block in _blocks(model, mappings):
-                weight_OI = block.get_submodule(fold.balance[0]).get_parameter("weight")
-                exponents_I = (
-                    torch.rand(weight_OI.shape[1], generator=generator, dtype=torch.float64) * 6 - 3
-                )
-                apply_fold(block, fold, exponents_I.exp2().to(weight_OI))
-            after_BLV = model(input_ids=tokens_BL, use_cache=False).logits
+        folded = copy.deepcopy(model)
+        for block in _blocks(folded, mappings):
+            weight_OI = block.get_submodule(fold.balance[0]).get_parameter("weight")
+            drawn_I = torch.rand(weight_OI.shape[1], generator=generator, dtype=torch.float64)
+            apply_fold(block, fold, (drawn_I * 6 - 3).exp2().to(weight_OI))
+        after_BLV = folded(input_ids=tokens_BL, use_cache=False).logits
         moved = float((after_BLV - before_BLV).abs().max() / before_BLV.abs().max())
         if not moved <= TOLERANCE:  # nor NaN
             raise UserError(
@@ -242,16 +172,9 @@ def check_scaled(
     mappings: Mappings,
     scales: dict[str, Tensor],
 ) -> None:
-    """Check that every parameter is the original's with the folds applied, up to rounding.
+    """Refuse a parameter that is not the original's with the folds applied, up to rounding.
 
-    Args:
-        scaled: what is tried; its dtype is the original's.
-        original: the model before.
-        mappings: of both.
-        scales: of each fold of each block, by the full name of the smoothed layer.
-
-    Raises:
-        UserError: a parameter is anything else.
+    `scales` are those of each fold of each block, by the full name of the smoothed layer.
     """
     held = dict(scaled.named_parameters())
     expected = dict(original.named_parameters())
@@ -262,16 +185,13 @@ def check_scaled(
         for fold in mappings.folds:
             apply_fold(exact, fold, scales[prefix + fold.smooth].double())
             touched |= {f"{prefix}{linear}.weight" for linear in fold.balance}
-            touched |= {
-                f"{prefix}{fold.smooth}.{name}"
-                for name, _ in block.get_submodule(fold.smooth).named_parameters()
-            }
+            smooth = block.get_submodule(fold.smooth)
+            touched |= {f"{prefix}{fold.smooth}.{name}" for name, _ in smooth.named_parameters()}
         expected |= {prefix + name: parameter for name, parameter in exact.named_parameters()}
     for name, parameter in expected.items():
         eps = torch.finfo(held[name].dtype).eps if name in touched else 0.0
-        if not bool(
-            ((held[name] - parameter).abs() <= SCALING_ROUNDINGS * eps * parameter.abs()).all()
-        ):
+        allowed = SCALING_ROUNDINGS * eps * parameter.abs()
+        if not bool(((held[name] - parameter).abs() <= allowed).all()):
             raise UserError(f"{name} is not the original times its AWQ scales; use another method")
 
 

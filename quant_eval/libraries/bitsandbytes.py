@@ -30,17 +30,9 @@ def replace_linears(block: nn.Module, names: Sequence[str], spec: QuantSpec) -> 
     decoded weights, are added in the inputs' dtype. At threshold 0 no feature is. So results depend
     on which tokens share a call, on the batch size too. On a CPU bitsandbytes scales by
     6.200124e-05 where 1 / 127^2 is 6.200012e-05: there the int8 part is too large by 1.8e-5 of
-    itself.
-
-    Args:
-        block: its linears may lie on a CPU or a GPU, in fp32, bf16 or fp16.
-        names: relative to the block.
-        spec: of method int8.
-
-    Raises:
-        UserError: a weight overflows fp16.
+    itself. UserError if a weight overflows fp16.
     """
-    assert spec.threshold is not None, "not of method int8"
+    assert spec.threshold is not None
     # it warns of the cast at every call
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     for name in names:
@@ -81,17 +73,11 @@ def dense_weight(linear: nn.Module) -> Tensor:
 def nf4_dense(weight_OI: Tensor, group_size: int) -> Tensor:
     """Return what the NF4 codes of a weight decode to, fp32 [O, I].
 
-    Raises:
-        UserError: bitsandbytes does not take the group size, or it does not divide a row.
+    UserError if bitsandbytes does not take the group size, which has to divide a row.
     """
     if group_size not in NF4_GROUP_SIZES:
         sizes = ", ".join(map(str, NF4_GROUP_SIZES))
         raise UserError(f"nf4 does not take groups of {group_size}; choose one of {sizes}")
-    if weight_OI.shape[1] % group_size:
-        raise UserError(
-            f"nf4: group size {group_size} does not divide {weight_OI.shape[1]} input features;"
-            " choose a divisor"
-        )
     codes, state = quantize_4bit(
         weight_OI.detach().float().contiguous(),
         blocksize=group_size,

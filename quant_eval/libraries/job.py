@@ -3,10 +3,13 @@
 The library's module is started as `python -m quant_eval.libraries.MODULE JOB.json` and leaves in
 `Job.out`: `weights.safetensors`, the dense values of every parameter it changed, and `report.json`,
 written last.
+
+Shapes: N calibration sequences, L tokens of a sequence.
 """
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +18,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
+from safetensors.torch import save_file
+from torch import Tensor
 
 from base.errors import UserError
 from base.files import write_json
 from base.frozen import Frozen
+from base.ranks import Ranks
+from ckpt_tools.formats.hf_weights import HFWeights, read_header
+from ckpt_tools.formats.weights import DTYPES
+from quant_eval.model.streamed import StreamedModel
+from quant_eval.settings import ComputeSettings
 from quant_eval.specs import QuantSpec
 
 WEIGHTS = "weights.safetensors"
@@ -45,23 +56,48 @@ class Job(Frozen):
     out: Path
 
 
-class LayerReport(Frozen):
-    """The library's own words on one linear."""
-
-    name: str
-    damping: float | None = Field(description="that was used; None: the method has none")
-    objective: float | None = Field(
-        description="the library's own figure, in its own unit; None: it gives none"
-    )
-
-
 class Report(Frozen):
     """The outcome of a job."""
 
     library: str
     version: str
     settings: dict[str, Any] = Field(description="every argument the library was given")
-    layers: tuple[LayerReport, ...]
+
+
+def library_model(
+    hf_dir: Path,
+    spec: QuantSpec,
+    draw_NL: Tensor,
+    compute: ComputeSettings,
+    work: Path,
+    ranks: Ranks,
+) -> tuple[StreamedModel, Report] | tuple[None, None]:
+    """Return the model as the library of the spec's method quantizes it; None for own methods.
+
+    Rank 0 runs the library. `work` is a directory that all ranks see; the weights in it are read
+    until the model is done with.
+    """
+    if spec.method not in MODULES:
+        return None, None
+    if ranks.rank == 0:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        save_file({"input_ids": draw_NL}, work / "calibration.safetensors")
+        job = Job(
+            hf_dir=hf_dir,
+            spec=spec,
+            calibration=work / "calibration.safetensors",
+            dtype=compute.dtype,
+            batch_size=compute.batch_size,
+            threads=torch.get_num_threads(),
+            out=work / "out",
+        )
+        run_job(job)
+    ranks.wait()
+    report = Report.model_validate_json((work / "out" / REPORT).read_text())
+    weights = HFWeights(hf_dir)
+    weights.tensors |= read_header(work / "out" / WEIGHTS)
+    return StreamedModel(hf_dir, weights, DTYPES[compute.dtype], ranks.device), report
 
 
 def process_environment(threads: int) -> dict[str, str]:
@@ -77,9 +113,7 @@ def process_environment(threads: int) -> dict[str, str]:
 def run_job(job: Job) -> Report:
     """Run the library on the job, in an empty directory of its own; weights are in `job.out`.
 
-    Raises:
-        UserError: the library failed, or did anything else than it was told; the reason is its
-            process's last line.
+    UserError, with its process's last line, if the library failed or did else than it was told.
     """
     job = job.model_copy(
         update={key: getattr(job, key).resolve() for key in ("hf_dir", "calibration", "out")}
@@ -103,6 +137,15 @@ def run_job(job: Job) -> Report:
     if done.returncode:
         raise UserError(f"spec {job.spec.name}: {_reason(module, done)}")
     return Report.model_validate(json.loads((job.out / REPORT).read_text()))
+
+
+def write_report(
+    job: Job, weights: dict[str, Tensor], library: str, version: str, settings: dict[str, Any]
+) -> None:
+    """Leave the outcome of a job where `run_job` looks for it."""
+    save_file(weights, job.out / WEIGHTS)
+    report = Report(library=library, version=version, settings=settings | {"threads": job.threads})
+    write_json(job.out / REPORT, report.model_dump(mode="json"))
 
 
 def run_process(quantize: Callable[[Job], None]) -> None:

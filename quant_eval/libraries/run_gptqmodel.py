@@ -22,17 +22,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from base.errors import UserError
-from base.files import write_json
 from ckpt_tools.formats.weights import DTYPES
-from ckpt_tools.hf.model import load_hf_model, read_hf_config
+from ckpt_tools.hf.model import load_hf_model
 from quant_eval.libraries import pcre
-from quant_eval.libraries.job import REPORT, WEIGHTS, Job, LayerReport, Report, run_process
-from quant_eval.model.families import ARCHITECTURES, family_of
+from quant_eval.libraries.job import Job, run_process, write_report
 from quant_eval.specs import QuantSpec
 
 # Found right linear by linear. Olmo is not: gptqmodel does not know the order of its linears, and
@@ -93,9 +90,7 @@ def quantize_config(spec: QuantSpec, device: str) -> dict[str, Any]:
 class Watch:
     """Keeps what gptqmodel rounds, and ends it where it repairs something.
 
-    Args of the constructor:
-        model: gptqmodel's.
-        process: what gptqmodel calls the method: gptq or gptaq.
+    `process` is what gptqmodel calls the method: gptq or gptaq.
     """
 
     def __init__(self, model: Any, process: str, damping: float) -> None:
@@ -138,25 +133,22 @@ class Watch:
     ) -> Callable[[Any, Tensor], tuple[Tensor, float]]:
         """Return `invert`, watched: a repair, anything but the stated damping, is a problem.
 
-        A problem ends the job at the next event: an exception in one of gptqmodel's workers would
-        kill the process.
+        It ends the job at the next event: an exception in one of gptqmodel's workers would kill the
+        process.
         """
 
         def watched(task: Any, hessian_II: Tensor) -> tuple[Tensor, float]:
             self._inversions += 1
             name, before_I = f"{self._block}.{task.name}", hessian_II.diagonal().clone()
-            identity_II = torch.eye(len(hessian_II), device=hessian_II.device)
-            if not bool(hessian_II.isfinite().all()):
-                self._problems.append(
-                    f"inputs of {name} are not finite; check the checkpoint's weights"
-                )
-                return identity_II, self._damping
-            factor_II, damping = invert(task, hessian_II)
+            factor_II, damping = None, self._damping
+            if bool(hessian_II.isfinite().all()):
+                factor_II, damping = invert(task, hessian_II)
             if factor_II is None:
                 self._problems.append(
-                    f"gptqmodel did not invert the Hessian of {name}; use a larger damp"
+                    f"gptqmodel did not invert the Hessian of {name}; use a larger damp, or check"
+                    " the checkpoint's weights"
                 )
-                return identity_II, self._damping
+                return torch.eye(len(hessian_II), device=hessian_II.device), self._damping
             raised = float((hessian_II.diagonal() - before_I).mean() / before_I.mean())
             if raised or damping != self._damping:
                 self._problems.append(
@@ -168,32 +160,9 @@ class Watch:
         return watched
 
 
-def load_for_gptqmodel(job: Job) -> PreTrainedModel:
-    """The model, of an architecture that gptqmodel quantizes as it says.
-
-    Raises:
-        UserError: it is of another, or its blocks differ.
-    """
-    held = read_hf_config(job.hf_dir, ARCHITECTURES)["architectures"][0]
-    if held not in RIGHT:
-        raise UserError(
-            f"{job.hf_dir} holds a {held}, which gptqmodel calibrates on wrong inputs; use our own"
-            " gptq"
-        )
-    model = load_hf_model(job.hf_dir, DTYPES[job.dtype], attention="sdpa", architectures=RIGHT)
-    family_of(model.config)
-    return model
-
-
-def check_log(
-    log: list[dict[str, str]], watch: Watch, job: Job, linears: set[str], samples: int
-) -> tuple[LayerReport, ...]:
-    """Return what gptqmodel logged of every linear, each calibrated on all `samples`.
-
-    Raises:
-        UserError: it left a linear out, or calibrated one on other than all tokens.
-    """
-    layers = []
+def check_log(log: list[dict[str, str]], watch: Watch, linears: set[str], samples: int) -> None:
+    """Refuse a log of anything but GPTQ of every linear, each calibrated on all `samples`."""
+    logged = set()
     for row in log:
         name = f"{watch.blocks}.{row['layer']}.{row['module']}"
         if int(row["samples"]) != samples:
@@ -201,29 +170,24 @@ def check_log(
                 f"gptqmodel calibrated {name} on {row['samples']} of {samples} samples; report it"
             )
         try:
-            objective = float(row["loss"])
+            float(row["loss"])
         except ValueError:
             raise UserError(
                 f"gptqmodel rounded {name} by {row['loss']} instead of GPTQ; use our own gptq"
             ) from None
-        layers.append(LayerReport(name=name, damping=job.spec.damping, objective=objective))
-    strays = linears.symmetric_difference(layer.name for layer in layers)
+        logged.add(name)
+    strays = linears ^ logged
     strays |= linears.symmetric_difference(name.removesuffix(".weight") for name in watch.weights)
     if strays:
         raise UserError(f"gptqmodel left out {min(strays)}; use our own gptq")
-    return tuple(sorted(layers, key=lambda layer: layer.name))
 
 
 def quantize(job: Job) -> None:
     """Write the job's weights and, last, its report.
 
-    Raises:
-        UserError: the job is not gptqmodel's or does not fit the model, or the library did anything
-            else than asked.
+    UserError if the job does not fit the model, or the library did anything else than asked.
     """
     spec = job.spec
-    if spec.method not in ("gptqmodel", "gptaq"):
-        raise UserError(f"spec {spec.name} is not for gptqmodel; give a gptqmodel or gptaq spec")
     if spec.damping is None or not 0 < spec.damping < 1:
         raise UserError(f"spec {spec.name}: gptqmodel takes a damp above 0 and below 1")
     torch.set_num_threads(job.threads)
@@ -232,7 +196,7 @@ def quantize(job: Job) -> None:
         raise UserError(
             f"gptqmodel drops sequences of {ids_NL.shape[1]} tokens; calibrate on longer ones"
         )
-    hf_model = load_for_gptqmodel(job)
+    hf_model = load_hf_model(job.hf_dir, DTYPES[job.dtype], attention="sdpa", architectures=RIGHT)
     output = hf_model.get_output_embeddings()
     linears = {
         name for name, m in hf_model.named_modules() if isinstance(m, nn.Linear) and m is not output
@@ -274,24 +238,16 @@ def quantize(job: Job) -> None:
     }
     sequences = [{"input_ids": ids_L, "attention_mask": torch.ones_like(ids_L)} for ids_L in ids_NL]
     logs = model.quantize(sequences, **arguments)
-    layers = check_log(
-        logs[process], watch, job, linears, ids_NL.numel() if process == "gptq" else len(ids_NL)
-    )
-    save_file(watch.weights, job.out / WEIGHTS)
-    report = Report(
-        library="gptqmodel",
-        version=gptqmodel.__version__,
-        settings={
-            "quantize_config": settings,
-            "quantize": arguments,
-            "environment": ENVIRONMENT,
-            "attention": "sdpa",
-            "calibration": list(ids_NL.shape),
-            "threads": job.threads,
-        },
-        layers=layers,
-    )
-    write_json(job.out / REPORT, report.model_dump(mode="json"))
+    samples = ids_NL.numel() if process == "gptq" else len(ids_NL)
+    check_log(logs[process], watch, linears, samples)
+    told = {
+        "quantize_config": settings,
+        "quantize": arguments,
+        "environment": ENVIRONMENT,
+        "attention": "sdpa",
+        "calibration": list(ids_NL.shape),
+    }
+    write_report(job, watch.weights, "gptqmodel", gptqmodel.__version__, told)
 
 
 if __name__ == "__main__":

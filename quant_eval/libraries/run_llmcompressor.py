@@ -9,7 +9,6 @@ rounded layers on to later ones, as AWQ's authors do not.
 Shapes: O output features, I input features, N calibration sequences, L tokens of a sequence.
 """
 
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -29,11 +28,9 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from base.errors import UserError
-from base.files import write_json
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.model import load_hf_model
 from quant_eval.libraries.awq_mappings import (
-    ARCHITECTURES,
     Mappings,
     check_folds,
     check_scaled,
@@ -41,7 +38,8 @@ from quant_eval.libraries.awq_mappings import (
     mappings_for,
     witness,
 )
-from quant_eval.libraries.job import REPORT, WEIGHTS, Job, LayerReport, Report, run_process
+from quant_eval.libraries.job import Job, run_process, write_report
+from quant_eval.model.families import ARCHITECTURES
 
 SCALES = "scales.safetensors"  # of every fold, by the name of the smoothed layer
 # Starts of warnings that change nothing.
@@ -58,22 +56,15 @@ PIPELINE: dict[str, Any] = {
     "use_loss_mask": False,
     "moe_calibrate_all_experts": False,
     "tie_word_embeddings": True,
+    "shuffle_calibration_samples": False,
 }
-
-
-@dataclass(frozen=True)
-class Found:
-    """AWQ's choice for one fold: scales, fp32, and the expected mean squared output error."""
-
-    scales_I: Tensor
-    objective: float
 
 
 class NotingAWQModifier(AWQModifier):
     """AWQ that keeps its scales, which llmcompressor throws away, and checks its statistics."""
 
     _num_tokens: int = PrivateAttr(default=0)
-    _found: dict[str, Found] = PrivateAttr(default_factory=dict)
+    _found: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
     def _compute_best_scale(self, mapping: Any, *arguments: Any) -> Tensor:
         sum_I, count = self._smooth_activation_stats[mapping.smooth_name]
@@ -88,9 +79,7 @@ class NotingAWQModifier(AWQModifier):
                 " weights"
             )
         scales_I: Tensor = super()._compute_best_scale(mapping, *arguments)
-        self._found[mapping.smooth_name] = Found(
-            scales_I, float(self._error_metrics[-1]["best_error"])
-        )
+        self._found[mapping.smooth_name] = scales_I
         return scales_I
 
 
@@ -123,12 +112,14 @@ def calibrate(
     linears: list[str],
     weights: QuantizationArgs,
     job: Job,
-) -> tuple[dict[str, Found], dict[str, Any]]:
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Run AWQ on the model: its weights become the scaled ones, not rounded yet.
 
+    Returns:
+        The scales of every fold, fp32 [I], by the name of the smoothed layer, and the settings.
+
     Raises:
-        UserError: the library warned of something, or did not see every calibration token at every
-            fold.
+        UserError: the library warned of something, or did not see every token at every fold.
     """
     ids_NL = load_file(job.calibration)["input_ids"]
     warned: list[str] = []
@@ -137,23 +128,23 @@ def calibrate(
     # Pins host memory for copies to an accelerator; fails without one, and nothing is offloaded
     # here.
     IntermediatesCache.pin_memory = lambda *_: None  # type: ignore[method-assign]
-    blocks = model.get_submodule(mappings.blocks)
+    blocks: Any = model.get_submodule(mappings.blocks)
     told = [
         AWQMapping(
             f"{mappings.blocks}.{i}.{fold.smooth}",
             [f"{mappings.blocks}.{i}.{name}" for name in fold.balance],
         )
-        for i in range(len(list(blocks.children())))
+        for i in range(len(blocks))
         for fold in mappings.folds
     ]
     sequences: Any = [{"input_ids": ids_L} for ids_L in ids_NL]
     awq = NotingAWQModifier(mappings=told, offload_device=None, **GRID)
     awq._num_tokens = ids_NL.numel()
     scheme = QuantizationScheme(targets=linears, weights=weights)
-    pipeline = PIPELINE | {"batch_size": job.batch_size, "num_calibration_samples": len(ids_NL)}
-    pipeline |= {
-        "sequential_targets": [type(next(blocks.children())).__name__],
-        "shuffle_calibration_samples": False,
+    pipeline = PIPELINE | {
+        "batch_size": job.batch_size,
+        "num_calibration_samples": len(ids_NL),
+        "sequential_targets": [type(blocks[0]).__name__],
     }
     oneshot(
         model=model,
@@ -177,7 +168,6 @@ def calibrate(
         "pipeline": pipeline,
         "attention": "eager",  # which llmcompressor forces
         "calibration": list(ids_NL.shape),
-        "threads": job.threads,
         "folds": [str(fold) for fold in mappings.folds],
         "unscaled": mappings.unscaled,
     }
@@ -191,11 +181,7 @@ def dense_values(
     linears: list[str],
     weights: QuantizationArgs,
 ) -> dict[str, Tensor]:
-    """Return every parameter that differs once the linears are rounded, and all linears.
-
-    Raises:
-        UserError: a value is not finite.
-    """
+    """Return every parameter that differs once the linears are rounded, and all linears."""
     for name in linears:
         linear = scaled.get_submodule(name)
         weight_OI = linear.get_parameter("weight")
@@ -216,12 +202,8 @@ def dense_values(
 def quantize(job: Job) -> None:
     """Write the job's weights, its scales and, last, its report.
 
-    Raises:
-        UserError: the spec is not AWQ's, does not fit the model, or the library did anything else
-            than it was told.
+    UserError if the spec does not fit the model, or the library did anything else than told.
     """
-    if job.spec.method != "awq":
-        raise UserError(f"spec {job.spec.name} is not for llmcompressor; give an awq spec")
     torch.set_num_threads(job.threads)
 
     def load() -> PreTrainedModel:
@@ -230,30 +212,16 @@ def quantize(job: Job) -> None:
         )
 
     model = load()
-    mappings = mappings_for(model.config)
+    mappings = mappings_for(model)
     linears = mapped_linears(model, mappings)
     check_folds(witness(model), mappings, seed=0)
     weights = weight_arguments(job)
-    found, settings = calibrate(model, mappings, linears, weights, job)
+    scales, settings = calibrate(model, mappings, linears, weights, job)
     original = load()
-    check_scaled(model, original, mappings, {name: one.scales_I for name, one in found.items()})
-    objectives = {
-        f"{mappings.blocks}.{i}.{name}": found[f"{mappings.blocks}.{i}.{fold.smooth}"].objective
-        for i in range(len(list(model.get_submodule(mappings.blocks).children())))
-        for fold in mappings.folds
-        for name in fold.balance
-    }
-    save_file(dense_values(model, original, linears, weights), job.out / WEIGHTS)
-    save_file({name: one.scales_I for name, one in found.items()}, job.out / SCALES)
-    report = Report(
-        library="llmcompressor",
-        version=llmcompressor.__version__,
-        settings=settings,
-        layers=tuple(
-            LayerReport(name=name, damping=None, objective=objectives.get(name)) for name in linears
-        ),
-    )
-    write_json(job.out / REPORT, report.model_dump(mode="json"))
+    check_scaled(model, original, mappings, scales)
+    save_file(scales, job.out / SCALES)
+    weights_of = dense_values(model, original, linears, weights)
+    write_report(job, weights_of, "llmcompressor", llmcompressor.__version__, settings)
 
 
 if __name__ == "__main__":

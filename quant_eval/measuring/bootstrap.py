@@ -171,12 +171,8 @@ def resample(
     Bootstrap-t: Efron and Tibshirani 1993, section 12.5; every sample draws as many documents as
     there are.
 
-    Args:
-        statistics: of the same documents.
-        draws: for each, the calibration draws its value is the mean of; None: documents are all
-            that varies.
-        samples: resamples.
-        seed: of the resamples.
+    `draws` are, for each statistic, the calibration draws its value is the mean of; None: documents
+    are all that varies.
     """
     columns_DP = np.concatenate([statistic.columns_DP for statistic in statistics], axis=1)
     ends = np.cumsum([statistic.columns_DP.shape[1] for statistic in statistics])

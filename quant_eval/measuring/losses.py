@@ -72,10 +72,9 @@ def evaluation_set(
     """Cut documents, in file order, until their targets number at least `max_tokens`.
 
     Separate: block i holds tokens i x L .. i x L + L of its document, so every token but a
-        document's first is a target
-    once. Concatenated, as in arXiv:2510.06213: end-of-text tokens are dropped, the model reads
-    blocks of L tokens of the joined documents, and all but a block's first are targets; what does
-    not fill a block is dropped.
+    document's first is a target once. Concatenated, as in arXiv:2510.06213: end-of-text tokens are
+    dropped, the model reads blocks of L tokens of the joined documents, and all but a block's first
+    are targets; what does not fill a block is dropped.
     """
     chosen, without_target, tokens = [], 0, 0
     for index in range(len(corpus.bounds_D) - 1):
@@ -139,9 +138,7 @@ def paired_losses(
             is_real_BL = torch.arange(tokens_BL.shape[1] - 1)[None] < lengths_B[:, None]
             targets_T1 = tokens_BL[:, 1:][is_real_BL][:, None].to(device)
             owner_T = torch.tensor(batch).repeat_interleave(lengths_B)
-            streams = [
-                stream.read(index, device)[is_real_BL.to(device)] for stream in (full, *quantized)
-            ]
+            streams = [stream.read(index)[is_real_BL.to(device)] for stream in (full, *quantized)]
             rows = rows or max(1, LOGITS_BYTES // (4 * head(streams[0][:1]).shape[-1]))
             for start in range(0, len(owner_T), rows):
                 some = slice(start, start + rows)
@@ -163,11 +160,8 @@ def paired_losses(
     owner_N = torch.tensor(data.owner)
 
     def by_unit(values_N: Tensor) -> NDArray[np.float64]:
-        return (
-            torch.zeros(len(data.documents), dtype=torch.float64)
-            .index_add_(0, owner_N, values_N)
-            .numpy()
-        )
+        sums_U = torch.zeros(len(data.documents), dtype=torch.float64)
+        return sums_U.index_add_(0, owner_N, values_N).numpy()
 
     tokens = by_unit(torch.tensor([len(block) - 1 for block in data.blocks], dtype=torch.float64))
     nll = by_unit(nll_N)

@@ -2,23 +2,25 @@
 
 import math
 import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from base.environment import environment
 from base.errors import UserError
+from base.files import committed_directory
 from base.ranks import Ranks
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
+from ckpt_tools.hf.directory import DENSE_JSON
 from ckpt_tools.hf.model import identify
 from quant_eval.gptq_format.writer import CheckpointWriter
-from quant_eval.libraries.job import Report
-from quant_eval.measuring.dense import DenseWriter, check_dense, dense_writers
-from quant_eval.measuring.library import library_model
+from quant_eval.libraries.job import Report, library_model
+from quant_eval.measuring.dense import DenseWriter
 from quant_eval.measuring.losses import EvaluationSet, PairedLosses
 from quant_eval.measuring.saving import prove_saved
 from quant_eval.measuring.sequential import check_groups
@@ -33,85 +35,73 @@ from quant_eval.specs import QuantSpec
 LIBRARY_WORK = "library"  # below a result's directory while another project's library is at work
 
 
-@dataclass(frozen=True)
-class Request:
-    """One model and what is to be measured of it.
-
-    Attributes:
-        specs: how it is quantized.
-        outs: for each spec, the directory of its result; files of other projects' libraries, the
-            saved checkpoint and the dense weights go there too.
-    """
-
-    hf_dir: Path
-    specs: tuple[QuantSpec, ...]
-    outs: tuple[Path, ...]
-    settings: RunSettings
-
-
-def measure(request: Request, ranks: Ranks) -> list[dict[str, Any]]:
+def measure(
+    hf_dir: Path,
+    specs: Sequence[QuantSpec],
+    outs: Sequence[Path],
+    settings: RunSettings,
+    ranks: Ranks,
+) -> list[dict[str, Any]]:
     """Return the content of one result.json per spec.
 
     All specs share one load, the calibration draws and the full-precision pass. Both models of a
     pair run in the same dtype, with the same attention and on the same batches.
 
-    Raises:
-        UserError: the input does not allow the measurement, or a loss is not finite.
+    `outs` are the directories of the results; files of other projects' libraries, the saved
+    checkpoint and the dense weights go there too. UserError if the input does not allow the
+    measurement, or a loss is not finite.
     """
-    hf_dir, settings = request.hf_dir, request.settings
     identity = identify(hf_dir, ARCHITECTURES) if ranks.rank == 0 else {}
     model = StreamedModel(hf_dir, HFWeights(hf_dir), DTYPES[settings.dtype], ranks.device)
     texts = open_texts(hf_dir, model, settings)
-    _check(request, model)
-    made = _quantize(request, identity, model, texts, ranks)
-    shared = texts.described | {
-        "dtype": settings.dtype,
-        "attention": "sdpa",
-        "batch_size": settings.batch_size,
-        "device": settings.device,
-        "ranks": ranks.size,
-    }
+    _check(model, specs, settings)
+    quantized, reports, dense = _quantize(
+        hf_dir, specs, outs, settings, identity, model, texts, ranks
+    )
     here, draws, results = environment(), len(texts.draws), []
-    for number, (spec, out) in enumerate(zip(request.specs, request.outs, strict=True)):
-        of_draws = made.quantized[number * draws : (number + 1) * draws]
+    for number, (spec, out) in enumerate(zip(specs, outs, strict=True)):
+        of_draws = quantized[number * draws : (number + 1) * draws]
         measured = summarize(spec, of_draws, settings, texts.data)
-        losses = of_draws[0].losses
+        losses, report = of_draws[0].losses, reports[number * draws]
         if settings.save and losses:
             checkpoint = out / CHECKPOINT
             measured["reloaded"] = prove_saved(checkpoint, losses, texts.data, settings, ranks)
-        if made.dense:
-            measured["dense"] = made.dense[number].sha256
-        described = _described(spec, made.reports[number * draws]) | shared
+        if dense:
+            measured["dense"] = dense[number]
+        described = {"name": spec.name} | spec.model_dump(mode="json")
+        described["library"] = spec.row.library
+        if report:
+            described |= {"library_settings": report.settings, "library_version": report.version}
+        described |= texts.described | {
+            "dtype": settings.dtype,
+            "attention": "sdpa",
+            "batch_size": settings.batch_size,
+            "device": settings.device,
+            "ranks": ranks.size,
+        }
         results.append(
             {"model": identity, "spec": described, "measured": measured, "environment": here}
         )
     return results
 
 
-def _check(request: Request, model: StreamedModel) -> None:
-    """Refuse what cannot be done, before a library works for an hour."""
-    settings = request.settings
-    if settings.save and settings.calibration_seeds > 1:
-        raise UserError("--save saves one calibration draw; leave --calibration-seeds out")
-    if settings.dense:
-        check_dense(request.specs, settings.calibration_seeds)
-    for spec in request.specs:
-        check_groups(model, spec)
-
-
-class _Made(NamedTuple):
-    """The quantized models, draw by draw of each spec, and what wrote their weights."""
-
-    quantized: list[Quantized]
-    reports: list[Report | None]
-    dense: list[DenseWriter]
-
-
 def _quantize(
-    request: Request, identity: dict[str, Any], model: StreamedModel, texts: Texts, ranks: Ranks
-) -> _Made:
-    """Walk through the model for all specs and draws; what is to be saved of them is written."""
-    hf_dir, specs, outs, settings = request.hf_dir, request.specs, request.outs, request.settings
+    hf_dir: Path,
+    specs: Sequence[QuantSpec],
+    outs: Sequence[Path],
+    settings: RunSettings,
+    identity: dict[str, Any],
+    model: StreamedModel,
+    texts: Texts,
+    ranks: Ranks,
+) -> tuple[list[Quantized], list[Report | None], list[str]]:
+    """Walk through the model for all specs and draws, and write what is to be saved of them.
+
+    Returns:
+        Quantized models and libraries' reports, draw by draw of each spec, and the hash of each
+        spec's dense.json if dense weights were asked for.
+    """
+    variants, reports = list[Variant](), list[Report | None]()
     savers: list[CheckpointWriter] = []
     keepers: list[DenseWriter] = []
     if settings.save:  # refused on every rank alike
@@ -120,18 +110,16 @@ def _quantize(
             for spec, out in zip(specs, outs, strict=True)
         ]
     with ExitStack() as cleanup:
-        cleanup.callback(_remove, [out / LIBRARY_WORK for out in outs], ranks)
-        if ranks.rank == 0:  # it alone writes
-            for saver in savers:
-                cleanup.enter_context(saver)
-            if settings.dense:
-                keepers = cleanup.enter_context(
-                    dense_writers(hf_dir, specs, outs, settings.dtype, identity["weights_sha256"])
-                )
-        variants, reports = [], []
         for number, (spec, out) in enumerate(zip(specs, outs, strict=True)):
-            keep = savers[number].add if savers and ranks.rank == 0 else None
-            finished = keepers[number].add if keepers else None
+            keep = finished = None
+            if ranks.rank == 0:  # it alone writes
+                cleanup.callback(shutil.rmtree, out / LIBRARY_WORK, ignore_errors=True)
+                if settings.save:
+                    keep = cleanup.enter_context(savers[number].collecting()).add
+                if settings.dense:
+                    place = cleanup.enter_context(committed_directory((out / DENSE_JSON).parent))
+                    keepers.append(DenseWriter(hf_dir, place, spec, settings.dtype))
+                    finished = keepers[number].add
             for draw, draw_NL in enumerate(texts.draws):
                 work = out / LIBRARY_WORK / str(draw)
                 given, report = library_model(hf_dir, spec, draw_NL, settings, work, ranks)
@@ -140,31 +128,31 @@ def _quantize(
         quantized = walk(model, variants, texts.data, settings, ranks)
         for saver in savers if ranks.rank == 0 else []:
             saver.finish({"model": identity} | texts.described)
+        dense = [keeper.finish(identity["weights_sha256"]) for keeper in keepers]
         ranks.wait()
-    return _Made(quantized, reports, keepers)
+    return quantized, reports, dense
 
 
-def _described(spec: QuantSpec, report: Report | None) -> dict[str, Any]:
-    """Return what a result says of its spec, and of the library that quantized by it."""
-    described = {"name": spec.name} | spec.model_dump(mode="json") | {"library": spec.row.library}
-    if report is None:
-        return described
-    return described | {"library_settings": report.settings, "library_version": report.version}
-
-
-def _remove(works: list[Path], ranks: Ranks) -> None:
-    for work in works if ranks.rank == 0 else []:
-        shutil.rmtree(work, ignore_errors=True)
+def _check(model: StreamedModel, specs: Sequence[QuantSpec], settings: RunSettings) -> None:
+    """Refuse what cannot be done, before a library works for an hour."""
+    if (settings.save or settings.dense) and settings.calibration_seeds > 1:
+        raise UserError(
+            "--save and --dense keep the weights of one calibration draw; leave"
+            " --calibration-seeds out"
+        )
+    for spec in specs:
+        if settings.dense and spec.method == "int8":
+            raise UserError(
+                f"{spec.name} rounds activations too, no weights alone reproduce it; leave"
+                " --dense out"
+            )
+        check_groups(model, spec)
 
 
 def summarize(
     spec: QuantSpec, quantized: list[Quantized], settings: RunSettings, data: EvaluationSet
 ) -> dict[str, Any]:
-    """Return the `measured` part of a result, from one quantized model per calibration draw.
-
-    Raises:
-        UserError: a loss is not finite or there is nothing to divide by.
-    """
+    """Return the `measured` part of a result, from one quantized model per calibration draw."""
     losses = [one.losses for one in quantized if one.losses]
     for one in losses:
         for name, values_U in asdict(one).items():
@@ -193,7 +181,7 @@ def summarize(
         "documents": len(data.documents),
         "documents_without_target": data.without_target,
         "units": UNITS,
-        "layers": [asdict(error) for error in quantized[0].errors],
+        "layers": [error.model_dump() for error in quantized[0].errors],
         "per_document": {
             "document": data.documents,
             "tokens": losses[0].tokens.astype(int).tolist(),

@@ -4,7 +4,6 @@ Shapes: B sequences, L tokens of a sequence, D hidden features, O output feature
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from base.errors import UserError
 from base.ranks import Ranks
+from ckpt_tools.hf.measured import Linear
 from quant_eval.gptq import gptq, prepare, row_output_errors
 from quant_eval.grid import Rounded, round_to_nearest
 from quant_eval.hessian import InputHessian
@@ -23,25 +23,6 @@ Keep = Callable[[str, Rounded], None]
 Linears = dict[str, nn.Linear]  # those that read one input, by their names in the model
 # Methods that move scales between linears: what one linear computes means nothing by itself.
 FOLDING = ("awq",)
-
-
-@dataclass(frozen=True)
-class LinearError:
-    """A quantized linear.
-
-    Attributes:
-        name: in the model.
-        relative_output_error: GPTQ's objective tr(dW H dW^T) / tr(W H W^T) with the H of the inputs
-            it was quantized on.
-        relative_weight_error: ||dW||_F^2 / ||W||_F^2.
-        folded: whether scales were moved into other linears, which leaves both errors without
-            meaning, and null.
-    """
-
-    name: str
-    relative_output_error: float | None
-    relative_weight_error: float | None
-    folded: bool = False
 
 
 def check_groups(model: StreamedModel, spec: QuantSpec) -> None:
@@ -76,26 +57,18 @@ class BlockQuantizer:
         self._attended: Activations | None = None  # what the attention's last linear reads
 
     @torch.no_grad()
-    def __call__(self, block: Block, given: Block | None, is_last: bool) -> list[LinearError]:
+    def __call__(self, block: Block, given: Block | None, is_last: bool) -> list[Linear]:
         """Quantize a block in place; its calibration inputs become its outputs.
 
-        Args:
-            block: full precision.
-            given: the same block with the weights that another project's library made; None for own
-                methods.
-            is_last: no block reads the outputs, so they are not computed.
-
-        Raises:
-            UserError: a Hessian cannot be used at the stated damping, or the method does not take a
-                weight's shape.
+        `given` is the same block with the weights that another project's library made, None for own
+        methods. If it is the last, no block reads the outputs, and they are not computed.
         """
         if self.spec.method in FOLDING:
             assert given is not None
             block.module.load_state_dict(given.module.state_dict(), assign=True)
-            names = [name for group in block.linears() for name in group]
-            return [LinearError(name, None, None, folded=True) for name in names]
+            return [Linear(name=name, folded=True) for group in block.linears() for name in group]
         reads = (self._qkv_reads, self._output_reads, self._up_reads, self._down_reads)
-        groups, errors = block.linears(), list[LinearError]()
+        groups, errors = block.linears(), list[Linear]()
         of_library = given.linears() if given else [None] * len(groups)
         for linears, inputs, made in zip(groups, reads, of_library, strict=True):
             # the inputs are computed as they are read, when all groups before this are quantized
@@ -105,18 +78,15 @@ class BlockQuantizer:
             self._advance(block)
         return errors
 
-    def _read(self, index: int) -> Tensor:
-        return self._x.read(index, self._ranks.device)
-
     def _qkv_reads(self, block: Block) -> Iterator[Tensor]:
         for index in range(len(self._x)):
-            yield block.attention_input(self._read(index))
+            yield block.attention_input(self._x.read(index))
 
     def _output_reads(self, block: Block) -> Iterator[Tensor]:
         width = next(iter(block.linears()[1].values())).in_features
         self._attended = self._attended or self._x.like(width)
         for index in range(len(self._x)):
-            attended = block.attended(self._read(index), self._contexts[index])
+            attended = block.attended(self._x.read(index), self._contexts[index])
             self._attended.write(index, attended)
             yield attended
 
@@ -128,8 +98,8 @@ class BlockQuantizer:
     def _up_reads(self, block: Block) -> Iterator[Tensor]:
         assert self._attended is not None
         for index in range(len(self._x)):
-            attended = self._attended.read(index, self._ranks.device)
-            stream, added = block.after_attention(self._read(index), attended)
+            attended = self._attended.read(index)
+            stream, added = block.after_attention(self._x.read(index), attended)
             self._residual(block).write(index, added)
             yield block.mlp_input(stream)
 
@@ -137,13 +107,13 @@ class BlockQuantizer:
         # Computed again in `_advance` rather than kept: these are the widest of all, and would
         # double what is in memory.
         for index in range(len(self._x)):
-            yield block.gated(self._read(index))
+            yield block.gated(self._x.read(index))
 
     def _advance(self, block: Block) -> None:
         residual = self._residual(block)
         for index in range(len(self._x)):
-            gated = block.gated(self._read(index))
-            added = residual.read(index, self._ranks.device)
+            gated = block.gated(self._x.read(index))
+            added = residual.read(index)
             self._x.write(index, block.after_mlp(added, gated))
 
     def _hessian(self, linears: Linears, inputs: Iterator[Tensor]) -> Tensor:
@@ -158,7 +128,7 @@ class BlockQuantizer:
 
     def _quantize_group(
         self, block: Block, linears: Linears, hessian_II: Tensor, given: Linears | None
-    ) -> list[LinearError]:
+    ) -> list[Linear]:
         """Quantize linears of one input. One Hessian serves all: rows do not interact."""
         stacked_OI = torch.cat([linear.weight for linear in linears.values()])
         if self.spec.method == "int8":
@@ -192,7 +162,12 @@ class BlockQuantizer:
             return nf4_dense(stacked_OI, self.spec.group_size)
         rounded = self._round(stacked_OI, hessian_II, next(iter(linears)))
         if self._keep:
-            _hand_on(rounded, linears, self._keep)
+            sizes = [linear.out_features for linear in linears.values()]
+            stacked = (rounded.codes_OI, rounded.scales_OG, rounded.zeros_OG)
+            parts = [part.cpu().split(sizes) for part in stacked]
+            groups_I = rounded.groups_I.cpu()
+            for key, codes_OI, scales_OG, zeros_OG in zip(linears, *parts, strict=True):
+                self._keep(f"{key}.weight", Rounded(codes_OI, scales_OG, zeros_OG, groups_I))
         return rounded.dense()
 
     def _round(self, weight_OI: Tensor, hessian_II: Tensor, name: str) -> Rounded:
@@ -203,11 +178,10 @@ class BlockQuantizer:
         # a Hessian that is refused is refused on every rank
         prepared = prepare(hessian_II, self.spec, name) if self.spec.method == "gptq" else None
         try:
-            own = (
-                gptq(own_OI, prepared, self.spec)
-                if prepared
-                else round_to_nearest(own_OI, self.spec)
-            )
+            if prepared:
+                own = gptq(own_OI, prepared, self.spec)
+            else:
+                own = round_to_nearest(own_OI, self.spec)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
         if ranks.size == 1:
@@ -224,7 +198,7 @@ class BlockQuantizer:
 
     def _errors(
         self, linears: Linears, weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor
-    ) -> list[LinearError]:
+    ) -> list[Linear]:
         """Return the errors of stacked linears; each rank works out its share of the rows."""
         share = self._ranks.share(len(weight_OI))
         own = slice(share.start, share.stop)
@@ -238,19 +212,13 @@ class BlockQuantizer:
         for name, rows_O4 in zip(linears, self._ranks.sum(sums_O4).split(sizes), strict=True):
             output, whole, weight, norm = rows_O4.sum(0).tolist()
             errors.append(
-                LinearError(name, _relative(output, whole, name), _relative(weight, norm, name))
+                Linear(
+                    name=name,
+                    relative_output_error=_relative(output, whole, name),
+                    relative_weight_error=_relative(weight, norm, name),
+                )
             )
         return errors
-
-
-def _hand_on(rounded: Rounded, linears: Linears, keep: Keep) -> None:
-    """Call `keep` with the codes of each of the stacked linears."""
-    sizes = [linear.out_features for linear in linears.values()]
-    parts = [
-        part.cpu().split(sizes) for part in (rounded.codes_OI, rounded.scales_OG, rounded.zeros_OG)
-    ]
-    for key, codes_OI, scales_OG, zeros_OG in zip(linears, *parts, strict=True):
-        keep(f"{key}.weight", Rounded(codes_OI, scales_OG, zeros_OG, rounded.groups_I.cpu()))
 
 
 def _relative(error: float, whole: float, name: str) -> float:

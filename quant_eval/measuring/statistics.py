@@ -48,12 +48,6 @@ def fractions(
     }
 
 
-def ratios(tokens: Any, nll: Any, nll_quantized: Any, kl: Any, agreements: Any) -> dict[str, Any]:
-    """Every figure, from sums over documents (numbers or arrays)."""
-    figures = fractions(tokens, nll, nll_quantized, kl, agreements)
-    return {name: numerator / denominator for name, (numerator, denominator) in figures.items()}
-
-
 def figures_of(
     losses: list[PairedLosses], *, samples: int, level: float, seed: int
 ) -> dict[str, Any]:
@@ -71,16 +65,7 @@ def figures_of(
     two parts make an interval says `bootstrap.Resampled`. With K = 1 what the draw contributes is
     unknown: "calibration" is null and the intervals are over documents only.
 
-    Args:
-        losses: of the same documents and full-precision model; more than one for several
-            calibration draws.
-        samples: resamples of the documents.
-        level: coverage of the intervals.
-        seed: of the bootstrap.
-
-    Raises:
-        UserError: no interval of this level can be formed from these documents or this many
-            samples.
+    UserError if no interval of this level can be formed from these documents.
     """
     first, seeds = losses[0], len(losses)
     assert all(

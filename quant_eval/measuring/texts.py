@@ -114,9 +114,7 @@ def check_apart(
 ) -> float:
     """Return the share of the evaluated windows of 16 tokens that calibration sequences hold too.
 
-    Raises:
-        UserError: most of an evaluated document is in the calibration text, or both are the same
-            file.
+    UserError if most of an evaluated document is in the calibration text, or both are one file.
     """
     if calibration.manifest.sha256 == evaluation.manifest.sha256:
         raise UserError(

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from base.progress import Progress
 from base.ranks import Ranks
-from ckpt_tools.formats.weights import DTYPES
+from ckpt_tools.hf.measured import Linear
 from quant_eval.measuring.losses import EvaluationSet, PairedLosses, paired_losses
-from quant_eval.measuring.sequential import BlockQuantizer, Keep, LinearError
+from quant_eval.measuring.sequential import BlockQuantizer, Keep
 from quant_eval.model.activations import Activations
 from quant_eval.model.streamed import Block, StreamedModel
 from quant_eval.settings import ComputeSettings
@@ -28,7 +28,6 @@ class Variant:
     """One quantized model to be made.
 
     Attributes:
-        spec: how.
         calibration_NL: token ids its Hessians are estimated on.
         given: the model as another project's library left it; None for own methods.
         keep: takes the codes of every linear, for a checkpoint.
@@ -55,7 +54,7 @@ class Quantized:
         others: for each block, the losses with all blocks but that quantized.
     """
 
-    errors: list[LinearError]
+    errors: list[Linear]
     losses: PairedLosses | None
     alone: list[PairedLosses]
     others: list[PairedLosses]
@@ -68,18 +67,16 @@ class Stream:
         self,
         model: StreamedModel,
         batches: Sequence[Tensor],
-        dtype: str,
-        ranks: Ranks,
         lengths: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """`lengths` of the sequences of each batch without their padding; None: there is none."""
-        self._model, self._ranks = model, ranks
+        self._model = model
         self._lengths = lengths or [[tokens.shape[1]] * len(tokens) for tokens in batches]
         shapes = [(len(tokens_BL), tokens_BL.shape[1]) for tokens_BL in batches]
-        self.activations = Activations(shapes, model.config.hidden_size, DTYPES[dtype])
+        self.activations = Activations(shapes, model.config.hidden_size, model.dtype, model.device)
         embedding = model.embedding()
         for index, tokens_BL in enumerate(batches):
-            self.activations.write(index, embedding(tokens_BL.to(ranks.device)))
+            self.activations.write(index, embedding(tokens_BL.to(model.device)))
         by_length = {length: model.context(length) for length in {length for _, length in shapes}}
         self.contexts = [by_length[length] for _, length in shapes]
 
@@ -93,7 +90,7 @@ class Stream:
     def advance(self, block: Block) -> None:
         """Compute one block."""
         for index, context in enumerate(self.contexts):
-            x_BLD = self.activations.read(index, self._ranks.device)
+            x_BLD = self.activations.read(index)
             if block.mixes_sequences:  # so each sequence alone, and without its padding
                 made_BLD = torch.zeros_like(x_BLD)
                 for row, length in enumerate(self._lengths[index]):
@@ -105,15 +102,11 @@ class Stream:
 
 
 def evaluated_stream(
-    model: StreamedModel,
-    data: EvaluationSet,
-    share: Sequence[Sequence[int]],
-    dtype: str,
-    ranks: Ranks,
+    model: StreamedModel, data: EvaluationSet, share: Sequence[Sequence[int]]
 ) -> Stream:
     """Return the evaluated batches of this rank, as the first block reads them."""
     lengths = [[len(data.blocks[block]) - 1 for block in batch] for batch in share]
-    return Stream(model, [data.padded(batch)[:, :-1] for batch in share], dtype, ranks, lengths)
+    return Stream(model, [data.padded(batch)[:, :-1] for batch in share], lengths)
 
 
 class _Evaluated:
@@ -127,25 +120,18 @@ class _Evaluated:
 
     def advance(self, full: Stream, block: Block, quantized: Block) -> None:
         """Compute one block, which `full` has still before it."""
+        for stream in self.alone:
+            stream.advance(block)
+        for stream in self.others:
+            stream.advance(quantized)
         if self._by_block:
-            for stream in self.alone:
-                stream.advance(block)
-            for stream in self.others:
-                stream.advance(quantized)
             # this block alone quantized parts from the full model here, all but it from the
             # quantized one
-            for streams, start, passed in (
-                (self.alone, full, quantized),
-                (self.others, self.quantized, block),
-            ):
-                streams.append(start.fork())
-                streams[-1].advance(passed)
+            self.alone.append(full.fork())
+            self.alone[-1].advance(quantized)
+            self.others.append(self.quantized.fork())
+            self.others[-1].advance(block)
         self.quantized.advance(quantized)
-
-    @property
-    def activations(self) -> list[Activations]:
-        """Those of all streams: quantized, alone, others."""
-        return [one.activations for one in (self.quantized, *self.alone, *self.others)]
 
 
 @torch.no_grad()
@@ -161,14 +147,13 @@ def walk(
     Calibration sequences and evaluated batches are shared out over the ranks; every rank returns
     the losses of all.
 
-    Raises:
-        UserError: a weight is not finite, or a Hessian or a weight does not fit the spec.
+    UserError if a weight is not finite, or a Hessian or a weight does not fit the spec.
     """
     share = data.batches(compute.batch_size)[ranks.rank :: ranks.size] if data else []
-    full = evaluated_stream(model, data, share, compute.dtype, ranks) if data else None
+    full = evaluated_stream(model, data, share) if data else None
     quantizers = [_quantizer(model, variant, compute, ranks) for variant in variants]
     evaluated = [_Evaluated(full, variant.by_block) for variant in variants] if full else []
-    errors: list[list[LinearError]] = [[] for _ in variants]
+    errors: list[list[Linear]] = [[] for _ in variants]
     with Progress("quantize", total=model.num_blocks * len(variants)) as progress:
         for index in range(model.num_blocks):
             block = model.block(index)
@@ -185,7 +170,8 @@ def walk(
                 full.advance(block)
     if not full or not data:
         return [Quantized(own, None, [], []) for own in errors]
-    activations = [held for one in evaluated for held in one.activations]
+    streams = [each for one in evaluated for each in (one.quantized, *one.alone, *one.others)]
+    activations = [stream.activations for stream in streams]
     losses = iter(paired_losses(model.head(), full.activations, activations, data, share, ranks))
     return [
         Quantized(
@@ -203,5 +189,5 @@ def _quantizer(
     # LLM.int8() mixes the sequences of a batch: see Block.mixes_sequences
     batch_size = 1 if variant.spec.method == "int8" else compute.batch_size
     batches = own_NL.split(batch_size) if len(own_NL) else []
-    stream = Stream(model, batches, compute.dtype, ranks)
+    stream = Stream(model, batches)
     return BlockQuantizer(variant.spec, stream.activations, stream.contexts, ranks, variant.keep)

@@ -14,8 +14,11 @@ class Activations:
         shapes: B and L of every batch.
     """
 
-    def __init__(self, shapes: list[tuple[int, int]], width: int, dtype: torch.dtype) -> None:
-        self.shapes, self._width, self._dtype = shapes, width, dtype
+    def __init__(
+        self, shapes: list[tuple[int, int]], width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`device` is where batches are read to."""
+        self.shapes, self._width, self._dtype, self._device = shapes, width, dtype, device
         sizes = [batch * length * width for batch, length in shapes]
         flat = torch.empty(sum(sizes), dtype=dtype)
         self._batches: list[Tensor] = [
@@ -27,9 +30,9 @@ class Activations:
     def __len__(self) -> int:
         return len(self.shapes)
 
-    def read(self, index: int, device: torch.device) -> Tensor:
+    def read(self, index: int) -> Tensor:
         """Return a batch [B, L, D]; on the CPU the buffer itself."""
-        return self._batches[index].to(device)
+        return self._batches[index].to(self._device)
 
     def write(self, index: int, batch_BLD: Tensor) -> None:
         """Replace a batch."""
@@ -37,7 +40,7 @@ class Activations:
 
     def like(self, width: int | None = None) -> "Activations":
         """Return an empty one of the same batches."""
-        return Activations(self.shapes, width or self._width, self._dtype)
+        return Activations(self.shapes, width or self._width, self._dtype, self._device)
 
     def fork(self) -> "Activations":
         """Return a copy."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 from base.errors import UserError
 
+LAYERS = "layers"  # of the decoder
+
 if TYPE_CHECKING:  # it brings torch, which takes seconds
     from transformers import PretrainedConfig
 

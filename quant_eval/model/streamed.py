@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from base.errors import UserError
 from ckpt_tools.formats.weights import Weights, read_whole
 from ckpt_tools.hf.forward import check_shapes, empty_model, names_in_files, read_config
-from quant_eval.model.families import Family, family_of
-
-LAYERS = "layers"
+from quant_eval.model.families import LAYERS, Family, family_of
 
 
 class Block:
@@ -32,12 +30,8 @@ class Block:
     """
 
     def __init__(self, module: Any, prefix: str, family: Family, is_parallel: bool) -> None:
-        self.module, self.prefix, self.family, self.is_parallel = (
-            module,
-            prefix,
-            family,
-            is_parallel,
-        )
+        self.module, self.prefix, self.family = module, prefix, family
+        self.is_parallel = is_parallel
         self.mixes_sequences = False
         self.attention, self.mlp = getattr(module, family.attention), getattr(module, family.mlp)
         self._norms = getattr(module, family.attention_norm), getattr(module, family.mlp_norm)
@@ -74,10 +68,10 @@ class Block:
     def attended(self, x_BLD: Tensor, context: dict[str, Any]) -> Tensor:
         """Return the input of the attention's last linear, [B, L, G]."""
         with _skipped(self.attention, self.family.writing):
-            read_BLG: Tensor = self.attention(hidden_states=self.attention_input(x_BLD), **context)[
-                0
-            ]
-        return read_BLG
+            read: tuple[Tensor, ...] = self.attention(
+                hidden_states=self.attention_input(x_BLD), **context
+            )
+        return read[0]
 
     def after_attention(self, x_BLD: Tensor, attended_BLG: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream that the MLP reads, and what it is added to in the end."""
@@ -121,6 +115,7 @@ class StreamedModel:
     Attributes:
         config: transformers' configuration.
         num_blocks: decoder blocks.
+        dtype, device: of the weights once they are read.
     """
 
     def __init__(
@@ -131,7 +126,7 @@ class StreamedModel:
         self.family = family_of(self.config)
         self._empty = empty_model(self.config, dtype)
         check_shapes(self._empty, weights, hf_dir)
-        self._source, self._weights, self._dtype, self._device = hf_dir, weights, dtype, device
+        self._source, self._weights, self.dtype, self.device = hf_dir, weights, dtype, device
         self._files = names_in_files(self._empty)
         self.num_blocks: int = self.config.num_hidden_layers
         self._is_parallel = bool(getattr(self.config, "use_parallel_residual", False))
@@ -144,20 +139,16 @@ class StreamedModel:
             key: part for key, part in named if isinstance(part, nn.Linear) and key.startswith(name)
         }
 
-    def block_name(self, index: int) -> str:
-        """Prefix of a block's parameters in memory."""
-        return f"{self.family.decoder}.{LAYERS}.{index}"
-
     def block(self, index: int) -> Block:
         """A decoder block with its weights; UserError naming one that is not finite."""
-        name = self.block_name(index)
+        name = f"{self.family.decoder}.{LAYERS}.{index}"
         return Block(self._load(name), name, self.family, self._is_parallel)
 
     def context(self, length: int) -> dict[str, Any]:
         """Return what every block needs besides the stream of sequences of that length."""
-        rotary = getattr(self._empty, self.family.decoder).rotary_emb.to(self._device)
-        example = torch.empty(0, dtype=self._dtype, device=self._device)
-        positions = torch.arange(length, device=self._device)[None]
+        rotary = getattr(self._empty, self.family.decoder).rotary_emb.to(self.device)
+        example = torch.empty(0, dtype=self.dtype, device=self.device)
+        positions = torch.arange(length, device=self.device)[None]
         return {
             "position_embeddings": rotary(example, position_ids=positions),
             "attention_mask": None,
@@ -183,6 +174,6 @@ class StreamedModel:
                     f"{self._source}: '{name}.{key}' holds values that are not finite; give an"
                     " earlier checkpoint"
                 )
-            tensors[key] = held.to(self._dtype).view(empty.shape)
+            tensors[key] = held.to(self.dtype).view(empty.shape)
         module.load_state_dict(tensors, assign=True)
-        return module.requires_grad_(False).to(self._device)
+        return module.requires_grad_(False).to(self.device)

@@ -1,34 +1,143 @@
-"""Documents of tasks from local JSON Lines files, alike in their fields."""
+"""Documents of tasks: datasets of the Hugging Face hub, or local JSON Lines files."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+import httpx
+from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetsError
+from huggingface_hub import HfApi, constants
 
 from base.errors import UserError
+from base.files import sha256_of
+from quant_eval.tasks.table import PaperTask
+
+TIMEOUT_SECONDS = 30.0
+FEWSHOT_SUFFIX = ".fewshot.jsonl"
+OWN_EXAMPLES = "the evaluated items, without the asked one"
 
 
-def read_documents(path: Path) -> Dataset:
-    """Return the documents of a file, one JSON object a line.
+@dataclass(frozen=True)
+class Source:
+    """The documents of one task of lm-eval: splits under its names for them.
 
-    Raises:
-        UserError: a line is none, or has other fields or types than the first.
+    Attributes:
+        overrides: keys of lm-eval's definition that these documents ask for.
+        file: of the evaluated documents; None: they are the hub's.
     """
+
+    splits: DatasetDict
+    overrides: dict[str, Any]
+    file: Path | None = None
+
+
+Sources = tuple[dict[str, Any], dict[str, Source]]  # a record for the result, sources by leaf
+
+
+def from_hub(row: PaperTask, configs: dict[str, str | None]) -> Sources:
+    """Return the documents of a task at one recorded revision, or of the hub's local cache.
+
+    `configs` of the dataset are by the names of lm-eval's tasks. UserError if they cannot be had.
+    """
+    revision, fewshot, sources = hub_revision(row), row.fewshot, {}
+    for leaf, config in configs.items():
+        try:
+            splits: Any = load_dataset(row.dataset, config, revision=revision)
+        except (DatasetsError, httpx.HTTPError, OSError, ValueError, RuntimeError) as error:
+            raise _missing(row, error) from None
+        if row.name == "pubmedqa":
+            # its one split, the labelled items, does not mark those that the authors test on
+            splits = DatasetDict({row.evaluated: splits["train"]})
+        overrides = dict(row.overrides)
+        if row.fewshot not in splits:
+            overrides, fewshot = overrides | _own_examples(row), OWN_EXAMPLES
+        sources[leaf] = Source(splits, overrides)
+    record = {"dataset": row.dataset, "config": row.config, "revision": revision, "note": row.note}
+    return record | {"evaluated": row.evaluated, "fewshot": fewshot}, sources
+
+
+def hub_revision(row: PaperTask) -> str | None:
+    """Return the commit of the task's dataset; None with HF_HUB_OFFLINE set.
+
+    Asked once and without repetition: the dataset's own loader repeats for half a minute where
+    there is no network.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return None
     try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        return HfApi().dataset_info(row.dataset, timeout=TIMEOUT_SECONDS).sha
+    except (httpx.HTTPError, OSError) as error:
+        raise _missing(row, error) from None
+
+
+def _missing(row: PaperTask, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())
+    where = f"{row.name}/SUBJECT.jsonl" if row.name == "mmlu" else f"{row.name}.jsonl"
+    return UserError(
+        f"dataset {row.dataset} of task {row.name} cannot be loaded ({reason:.200}); connect to"
+        " the network, set HF_HUB_OFFLINE=1 if it is cached, or give local documents: --task-files"
+        f" DIR with DIR/{where}"
+    )
+
+
+def _own_examples(row: PaperTask) -> dict[str, Any]:
+    """Return settings that take examples from the evaluated items.
+
+    lm-eval leaves the asked item out of the examples of its test split only.
+    """
+    return {"test_split": row.evaluated, "fewshot_split": row.evaluated}
+
+
+def from_files(row: PaperTask, leaves: list[str], directory: Path) -> Sources:
+    """Read DIR/TASK.jsonl, of mmlu DIR/mmlu/SUBJECT.jsonl; examples are in TASK.fewshot.jsonl.
+
+    UserError if a file is missing, or holds anything but objects that are alike.
+    """
+    files = {row.name: directory / f"{row.name}.jsonl"}
+    if row.name == "mmlu":
+        paths = {leaf: directory / f"mmlu/{leaf.removeprefix('mmlu_')}.jsonl" for leaf in leaves}
+        files = {leaf: path for leaf, path in paths.items() if path.exists()}
+        held = {path for path in directory.glob("mmlu/*.jsonl") if FEWSHOT_SUFFIX not in path.name}
+        if not files or held - set(files.values()):
+            raise UserError(
+                f"{min(held - set(files.values()), default=directory / 'mmlu')} holds no subject of"
+                f" mmlu; they are {', '.join(path.stem for path in paths.values())}"
+            )
+    sources, hashes = {}, {}
+    with_examples = any(examples_of(path).exists() for path in files.values())
+    for leaf, path in files.items():
+        splits, overrides = {row.evaluated: _read(path)}, dict(row.overrides)
+        hashes[str(path)] = sha256_of(path)
+        if with_examples:  # of all leaves or of none
+            splits[row.fewshot] = _read(examples_of(path))
+            hashes[str(examples_of(path))] = sha256_of(examples_of(path))
+        else:
+            overrides |= _own_examples(row)
+        sources[leaf] = Source(DatasetDict(splits), overrides, path)
+    drawn_from = f"*{FEWSHOT_SUFFIX}" if with_examples else OWN_EXAMPLES
+    return {"files": hashes, "evaluated": "all", "fewshot": drawn_from}, sources
+
+
+def examples_of(path: Path) -> Path:
+    """Return the file of the examples beside that of the evaluated documents."""
+    return path.with_name(path.stem + FEWSHOT_SUFFIX)
+
+
+def _read(path: Path) -> Dataset:
+    try:
+        lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist; write it, a document of the task's dataset a line, or leave"
             " the task out of --tasks"
         ) from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 ({error}); save it as such") from None
     documents = []
     for number, line in enumerate(lines, start=1):
         try:
             documents.append(json.loads(line))
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # also of UTF-8
             raise UserError(f"{path}, line {number} is not valid JSON ({error})") from None
         # a Dataset would fill what is missing in a line with nulls, and lm-eval score those
         if not isinstance(documents[-1], dict) or _fields(documents[-1]) != _fields(documents[0]):

@@ -15,10 +15,8 @@ from lm_eval.config.group import AggMetricConfig
 from lm_eval.tasks import TaskManager
 
 from base.errors import UserError
-from base.files import sha256_of
-from quant_eval.tasks.documents import read_documents
-from quant_eval.tasks.hub import hub_revision, hub_splits
-from quant_eval.tasks.settings import TaskSettings
+from quant_eval.settings import TaskSettings
+from quant_eval.tasks.documents import Source, examples_of, from_files, from_hub
 from quant_eval.tasks.table import MMLU_TAGS, PAPER_TASKS, PaperTask
 
 # What lm-eval's definitions raise on a document that does not fit them.
@@ -26,8 +24,6 @@ UNFIT = (
     *(ValueError, KeyError, IndexError, TypeError, SyntaxError, AttributeError),
     jinja2.TemplateError,
 )
-FEWSHOT_SUFFIX = ".fewshot.jsonl"
-OWN_EXAMPLES = "the evaluated items, without the asked one"
 
 
 @dataclass(frozen=True)
@@ -49,21 +45,8 @@ class LoadedTask:
     unanswerable: int
 
 
-@dataclass(frozen=True)
-class _Source:
-    """The documents of one leaf: splits under lm-eval's names for them."""
-
-    splits: DatasetDict
-    overrides: dict[str, Any]
-    file: Path | None = None
-
-
 def load_tasks(settings: TaskSettings) -> list[LoadedTask]:
-    """Return the tasks of the settings, all documents at hand.
-
-    Raises:
-        UserError: a document is missing, or is none of its task's.
-    """
+    """Return the tasks of the settings; UserError if a document is missing or does not fit."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every setting that is given
     datasets.disable_progress_bars()
     definitions = Path(lm_eval.tasks.__file__).parent
@@ -78,10 +61,13 @@ def _load(row: PaperTask, manager: TaskManager, settings: TaskSettings) -> Loade
     leaves = [row.name]
     if row.name == "mmlu":
         leaves = sorted(leaf for tag in MMLU_TAGS for leaf in manager.task_index[tag].tags)
-    if settings.task_files is None:
-        record, sources = _from_hub(row, leaves, manager)
+    if settings.task_files is not None:
+        record, sources = from_files(row, leaves, settings.task_files)
+    elif row.name == "mmlu":
+        configs = {leaf: manager.task_index[leaf].cfg["dataset_name"] for leaf in leaves}
+        record, sources = from_hub(row, configs)
     else:
-        record, sources = _from_files(row, leaves, settings.task_files)
+        record, sources = from_hub(row, {row.name: row.config})
     if settings.shots == 0:
         record.pop("fewshot")
     tasks = [_build(row, leaf, source, manager) for leaf, source in sources.items()]
@@ -97,60 +83,7 @@ def _load(row: PaperTask, manager: TaskManager, settings: TaskSettings) -> Loade
     return LoadedTask(row.name, whole, tuple(sources), record, unanswerable)
 
 
-def _from_hub(
-    row: PaperTask, leaves: list[str], manager: TaskManager
-) -> tuple[dict[str, Any], dict[str, _Source]]:
-    revision = hub_revision(row)
-    sources, fewshot = {}, row.fewshot
-    for leaf in leaves:
-        config = row.config if row.name != "mmlu" else manager.task_index[leaf].cfg["dataset_name"]
-        splits, overrides = hub_splits(row, config, revision), dict(row.overrides)
-        if row.fewshot not in splits:
-            overrides, fewshot = overrides | _own_examples(row), OWN_EXAMPLES
-        sources[leaf] = _Source(splits, overrides)
-    record = {"dataset": row.dataset, "config": row.config, "revision": revision, "note": row.note}
-    return record | {"evaluated": row.evaluated, "fewshot": fewshot}, sources
-
-
-def _own_examples(row: PaperTask) -> dict[str, Any]:
-    """Return settings that take examples from the evaluated items.
-
-    lm-eval leaves the asked item out of the examples of its test split only.
-    """
-    return {"test_split": row.evaluated, "fewshot_split": row.evaluated}
-
-
-def _from_files(
-    row: PaperTask, leaves: list[str], directory: Path
-) -> tuple[dict[str, Any], dict[str, _Source]]:
-    """Read DIR/TASK.jsonl, of mmlu DIR/mmlu/SUBJECT.jsonl; examples are in TASK.fewshot.jsonl."""
-    files = {row.name: directory / f"{row.name}.jsonl"}
-    if row.name == "mmlu":
-        paths = {leaf: directory / f"mmlu/{leaf.removeprefix('mmlu_')}.jsonl" for leaf in leaves}
-        files = {leaf: path for leaf, path in paths.items() if path.exists()}
-        held = {path for path in directory.glob("mmlu/*.jsonl") if FEWSHOT_SUFFIX not in path.name}
-        if not files or held - set(files.values()):
-            raise UserError(
-                f"{min(held - set(files.values()), default=directory / 'mmlu')} holds no subject of"
-                f" mmlu; they are {', '.join(path.stem for path in paths.values())}"
-            )
-    sources, hashes = {}, {}
-    examples = {path: path.with_name(path.stem + FEWSHOT_SUFFIX) for path in files.values()}
-    with_examples = any(path.exists() for path in examples.values())
-    for leaf, path in files.items():
-        splits, overrides = {row.evaluated: read_documents(path)}, dict(row.overrides)
-        hashes[str(path)] = sha256_of(path)
-        if with_examples:  # of all leaves or of none
-            splits[row.fewshot] = read_documents(examples[path])
-            hashes[str(examples[path])] = sha256_of(examples[path])
-        else:
-            overrides |= _own_examples(row)
-        sources[leaf] = _Source(DatasetDict(splits), overrides, path)
-    drawn_from = f"*{FEWSHOT_SUFFIX}" if with_examples else OWN_EXAMPLES
-    return {"files": hashes, "evaluated": "all", "fewshot": drawn_from}, sources
-
-
-def _build(row: PaperTask, leaf: str, source: _Source, manager: TaskManager) -> Any:
+def _build(row: PaperTask, leaf: str, source: Source, manager: TaskManager) -> Any:
     """Return lm-eval's task of that name on our documents; the rest is as it defines it."""
 
     def documents(**_metadata: Any) -> DatasetDict:
@@ -168,14 +101,14 @@ def _build(row: PaperTask, leaf: str, source: _Source, manager: TaskManager) -> 
         ) from None
 
 
-def _check(task: Any, row: PaperTask, source: _Source, settings: TaskSettings) -> int:
+def _check(task: Any, row: PaperTask, source: Source, settings: TaskSettings) -> int:
     """Return the number of items without an answer; local files must not have any."""
     problems = _problems(task, list(task.eval_docs)[: settings.limit])
     if source.file is None:
         return len(problems)
     pool = list(task.fewshot_docs())
     own = task.fewshot_cfg.split == row.evaluated
-    examples = source.file if own else source.file.with_name(source.file.stem + FEWSHOT_SUFFIX)
+    examples = source.file if own else examples_of(source.file)
     for path, found in ((source.file, problems), (examples, _problems(task, pool))):
         for index, problem in found.items():
             raise UserError(f"{path}, line {index + 1}: {problem}; correct the document")

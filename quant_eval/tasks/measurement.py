@@ -1,26 +1,30 @@
 """The content of result.json, made from an HF directory, specs and tasks."""
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from base.environment import environment
 from base.errors import UserError
-from base.gpus import refuse_cuda
+from base.ranks import start
+from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.model import identify, load_hf_model
-from quant_eval.measuring.texts import open_text
-from quant_eval.model.families import ARCHITECTURES
-from quant_eval.model.quantized import quantized_model
+from quant_eval.libraries.job import library_model
+from quant_eval.measuring.sequential import check_groups
+from quant_eval.measuring.texts import calibration_draw, open_text
+from quant_eval.measuring.walk import Variant, walk
+from quant_eval.model.families import ARCHITECTURES, LAYERS
+from quant_eval.model.streamed import Block, StreamedModel
+from quant_eval.settings import CalibrationSettings, TaskSettings
 from quant_eval.specs import QuantSpec
 from quant_eval.tasks.loading import LoadedTask
 from quant_eval.tasks.paired import compare
 from quant_eval.tasks.scoring import SOFTMAX_DTYPE, evaluate_tasks
-from quant_eval.tasks.settings import TaskSettings
 
 LIBRARIES = ("lm-eval", "datasets", "transformers")
 
@@ -34,13 +38,9 @@ def measure(
     """Yield the content of result.json of each spec, as soon as it is known.
 
     The full-precision model is asked once. One model is in memory at a time.
-
-    Raises:
-        UserError: the input does not allow the measurement.
     """
     here = environment()
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        refuse_cuda()
+    device = start(settings.device).device
     model = identify(hf_dir, ARCHITECTURES)
     full: Any = load_hf_model(hf_dir, DTYPES[settings.dtype], "sdpa", ARCHITECTURES)
     tokenizer = _tokenizer(hf_dir, full.config.vocab_size)
@@ -55,7 +55,7 @@ def measure(
         "device": settings.device,
         "libraries": {name: metadata.version(name) for name in LIBRARIES},
     }
-    full.to(settings.device)
+    full.to(device)
     full_answers = evaluate_tasks(full, tokenizer, tasks, settings, "tasks, full")
     del full
     for spec in specs:
@@ -79,13 +79,34 @@ def _tokenizer(hf_dir: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(
         hf_dir, local_files_only=True, trust_remote_code=False
     )
-    if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
-        raise UserError(
-            f"{hf_dir}: its tokenizer has no end-of-text token; name one in tokenizer_config.json"
-        )
     if len(tokenizer) > vocab_size:
         raise UserError(
             f"{hf_dir}: its tokenizer has {len(tokenizer)} tokens, the model {vocab_size}; copy the"
             " model's own there"
         )
     return tokenizer
+
+
+def quantized_model(
+    hf_dir: Path, spec: QuantSpec, settings: CalibrationSettings
+) -> PreTrainedModel:
+    """Return the model with its decoder blocks quantized on the first calibration draw.
+
+    Weights are dense, dequantized ones in the given dtype; for LLM.int8() the linears are
+    bitsandbytes' own modules.
+    """
+    ranks = start(settings.device)
+    whole: Any = load_hf_model(hf_dir, DTYPES[settings.dtype], "sdpa", ARCHITECTURES)
+    model = StreamedModel(hf_dir, HFWeights(hf_dir), DTYPES[settings.dtype], ranks.device)
+    check_groups(model, spec)
+    corpus = open_text(settings.calibration, hf_dir, model.config.vocab_size)
+    draw_NL = calibration_draw(corpus, settings, model, 0)
+    layers = getattr(getattr(whole, model.family.decoder), LAYERS)
+
+    def keep(index: int, block: Block) -> None:
+        layers[index] = block.module
+
+    with tempfile.TemporaryDirectory() as work:
+        given, _ = library_model(hf_dir, spec, draw_NL, settings, Path(work) / "job", ranks)
+        walk(model, [Variant(spec, draw_NL, given, finished=keep)], None, settings, ranks)
+    return whole.to(ranks.device)  # type: ignore[no-any-return]

@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from base.errors import UserError
+from quant_eval.measuring.bootstrap import Floats
 from quant_eval.measuring.statistics import LEVEL, SAMPLES
 from quant_eval.tasks.loading import LoadedTask
 from quant_eval.tasks.scoring import Answers
 
+Bools = NDArray[np.bool_]
 UNITS = {
     "accuracy": "1 (share of items)",
     "accuracy_quantized": "1 (share of items)",
@@ -74,11 +76,8 @@ def mcnemar_p_value(first: int, second: int) -> float:
 
 
 def resampled_accuracies(
-    correct_N: NDArray[np.bool_],
-    quantized_N: NDArray[np.bool_],
-    samples: int,
-    generator: np.random.Generator,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    correct_N: Bools, quantized_N: Bools, samples: int, generator: np.random.Generator
+) -> tuple[Floats, Floats]:
     """Accuracies of both models in bootstrap samples, [S] each.
 
     N items drawn with replacement, the same for both models, fall into (both, full only, quantized
@@ -91,23 +90,18 @@ def resampled_accuracies(
         [both, only_full, only_quantized, num_items - both - only_full - only_quantized]
     )
     drawn_S4 = generator.multinomial(num_items, counts / num_items, size=samples)
-    return (drawn_S4[:, 0] + drawn_S4[:, 1]) / num_items, (
-        drawn_S4[:, 0] + drawn_S4[:, 2]
-    ) / num_items
+    both_S, only_full_S, only_quantized_S, _ = drawn_S4.T
+    return (both_S + only_full_S) / num_items, (both_S + only_quantized_S) / num_items
 
 
-def _described(
-    point: dict[str, Any], resampled: tuple[NDArray[np.float64], NDArray[np.float64]], level: float
-) -> dict[str, Any]:
+def _described(point: dict[str, Any], resampled: tuple[Floats, Floats]) -> dict[str, Any]:
     """Return figures with their intervals; null, and the reason, for an undefined degradation."""
-    tails = [(1 - level) / 2, (1 + level) / 2]
+    tails = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
+    intervals = {
+        name: None if np.isnan(values_S).any() else np.quantile(values_S, tails).tolist()
+        for name, values_S in figures(*resampled).items()
+    }
     result: dict[str, Any] = {name: float(value) for name, value in point.items()}
-    spread = figures(*resampled)
-    intervals: dict[str, Any] = {}
-    for name, values_S in spread.items():
-        intervals[name] = (
-            None if np.isnan(values_S).any() else np.quantile(values_S, tails).tolist()
-        )
     result["undefined"] = {}
     if intervals["degradation"] is None:
         result["undefined"]["intervals.degradation"] = UNDEFINED_INTERVAL
@@ -117,20 +111,9 @@ def _described(
     return result | {"intervals": intervals}
 
 
-def _standard_error(correct_N: NDArray[np.bool_]) -> float | None:
+def _standard_error(correct_N: Bools) -> float | None:
     """Sample standard deviation / sqrt(N); None for one item."""
     return float(correct_N.std(ddof=1) / math.sqrt(len(correct_N))) if len(correct_N) > 1 else None
-
-
-def _same_items(name: str, full: Answers, quantized: Answers) -> None:
-    """Refuse answers of models that were not asked the same: the pairing rests on it."""
-    ours, theirs = (list(zip(one.documents, one.prompts, strict=True)) for one in (full, quantized))
-    if ours != theirs:
-        differs = (index for index, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
-        first = next(differs, min(len(ours), len(theirs)))
-        raise UserError(
-            f"task {name}: item {first} was put differently to the two models; evaluate both again"
-        )
 
 
 def _digest(hashes: Sequence[str]) -> str:
@@ -147,14 +130,15 @@ def compare(
 
     The degradation of the mean is that of the mean accuracies. Its intervals resample items within
     each task.
-
-    Raises:
-        UserError: the models were not asked the same.
     """
     by_task, per_item, resampled = {}, {}, []
     for task in tasks:
         ours, theirs = full[task.name], quantized[task.name]
-        _same_items(task.name, ours, theirs)
+        # the pairing rests on it
+        if (ours.documents, ours.prompts) != (theirs.documents, theirs.prompts):
+            raise UserError(
+                f"task {task.name} was put differently to the two models; evaluate both again"
+            )
         # A stream for each task: its figures do not depend on which others are measured.
         generator = np.random.default_rng([seed, *task.name.encode()])
         drawn = resampled_accuracies(ours.correct_N, theirs.correct_N, SAMPLES, generator)
@@ -162,7 +146,7 @@ def compare(
         lost = int((ours.correct_N & ~theirs.correct_N).sum())
         gained = int((~ours.correct_N & theirs.correct_N).sum())
         by_task[task.name] = {
-            **_described(figures(ours.correct_N.mean(), theirs.correct_N.mean()), drawn, LEVEL),
+            **_described(figures(ours.correct_N.mean(), theirs.correct_N.mean()), drawn),
             "standard_error": _standard_error(ours.correct_N),
             "standard_error_quantized": _standard_error(theirs.correct_N),
             "only_full_correct": lost,
@@ -186,28 +170,22 @@ def compare(
     return {
         "tasks": by_task,
         "mean": _mean(by_task, resampled),
-        "interval": {
-            "level": LEVEL,
-            "method": METHOD,
-            "samples": SAMPLES,
-            "seed": seed,
-        },
+        "interval": {"level": LEVEL, "method": METHOD, "samples": SAMPLES, "seed": seed},
         "units": UNITS,
         "per_item": per_item,
     }
 
 
 def _mean(
-    by_task: dict[str, dict[str, Any]],
-    resampled: list[tuple[NDArray[np.float64], NDArray[np.float64]]],
+    by_task: dict[str, dict[str, Any]], resampled: list[tuple[Floats, Floats]]
 ) -> dict[str, Any]:
     """The unweighted mean over tasks; tasks are independent, so standard errors add in squares."""
     rows = list(by_task.values())
     accuracy, accuracy_quantized = (
         float(np.mean([row[name] for row in rows])) for name in ("accuracy", "accuracy_quantized")
     )
-    together = tuple(np.mean([pair[side] for pair in resampled], axis=0) for side in (0, 1))
-    result = _described(figures(accuracy, accuracy_quantized), (together[0], together[1]), LEVEL)
+    of_full, of_quantized = (np.mean(side, axis=0) for side in zip(*resampled, strict=True))
+    result = _described(figures(accuracy, accuracy_quantized), (of_full, of_quantized))
     for name in ("standard_error", "standard_error_quantized"):
         errors = [row[name] for row in rows]
         result[name] = None if None in errors else math.hypot(*errors) / len(rows)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import lm_eval
 import numpy as np
@@ -22,8 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from base.errors import UserError
 from base.progress import Progress
+from quant_eval.settings import TaskSettings
 from quant_eval.tasks.loading import LoadedTask
-from quant_eval.tasks.settings import TaskSettings
 
 SOFTMAX_DTYPE = "float32"  # in bf16, choices would tie by rounding
 
@@ -55,33 +55,14 @@ Request = tuple[tuple[str, str], list[int], list[int]]  # (context, continuation
 class _Model(HFLM):
     """lm-eval's own model, which notes what did not fit and shows our progress."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        batch_size: int,
-        label: str,
-    ) -> None:
-        super().__init__(
-            pretrained=model,
-            tokenizer=tokenizer,
-            batch_size=batch_size,
-            softmax_dtype=SOFTMAX_DTYPE,
-            backend="causal",
-        )
-        self.label = label
-        self.stderr = sys.stderr
+    def noting(self, label: str) -> Self:
+        """Return it, ready to note what does not fit and to show its progress under a label."""
+        self.label, self.stderr = label, sys.stderr
         self.truncated: set[tuple[str, str]] = set()
-
-    def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """As lm-eval's, without its bars."""
-        answers: list[tuple[float, bool]] = super().loglikelihood(
-            requests, disable_tqdm=disable_tqdm
-        )
-        return answers
+        return self
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[Request], disable_tqdm: bool = True, override_bs: int | None = None
+        self, requests: Sequence[Request], **settings: Any
     ) -> list[tuple[float, bool]]:
         for asked, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
@@ -96,7 +77,7 @@ class _Model(HFLM):
         runs = {hash((*context, *continuation[:-1])) for _, context, continuation in requests}
         with redirect_stderr(self.stderr), Progress(self.label, total=len(runs)) as self._progress:
             answers: list[tuple[float, bool]] = super()._loglikelihood_tokens(
-                requests, disable_tqdm=disable_tqdm, override_bs=override_bs
+                requests, **(settings | {"disable_tqdm": True})
             )
         if not all(math.isfinite(value) for value, _ in answers):
             raise UserError(
@@ -118,12 +99,14 @@ def evaluate_tasks(
     settings: TaskSettings,
     label: str,
 ) -> dict[str, Answers]:
-    """The model's answers by task. The same tasks and settings ask every model the same.
-
-    Raises:
-        UserError: a choice is longer than the model's context, or a log-likelihood is not finite.
-    """
-    asked = _Model(model, tokenizer, settings.batch_size, label)
+    """The model's answers by task. The same tasks and settings ask every model the same."""
+    asked = _Model(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=settings.batch_size,
+        softmax_dtype=SOFTMAX_DTYPE,
+        backend="causal",
+    ).noting(label)
     # lm-eval draws a bar for each of up to 68 tasks; what is wrong, it raises
     with redirect_stderr(io.StringIO()):
         found = lm_eval.simple_evaluate(
@@ -141,30 +124,24 @@ def evaluate_tasks(
     assert found is not None  # on the only rank
     answers = {}
     for task in tasks:
-        answers[task.name] = _answers(
-            [(leaf, found["samples"][leaf]) for leaf in task.leaves], asked.truncated
-        )
+        samples = {leaf: found["samples"][leaf] for leaf in task.leaves}
+        answers[task.name] = _answers(samples, asked.truncated)
         reported = found["results"][task.name]["acc,none"]
-        assert math.isclose(answers[task.name].correct_N.mean(), reported, rel_tol=1e-12), (
-            task.name,
-            reported,
-        )
+        assert math.isclose(answers[task.name].correct_N.mean(), reported, rel_tol=1e-12)
     return answers
 
 
-def _answers(
-    samples: list[tuple[str, list[dict[str, Any]]]], truncated: set[tuple[str, str]]
-) -> Answers:
+def _answers(samples: dict[str, list[dict[str, Any]]], truncated: set[tuple[str, str]]) -> Answers:
     items = [
-        item for _, leaf in samples for item in sorted(leaf, key=lambda item: int(item["doc_id"]))
+        item
+        for leaf in samples.values()
+        for item in sorted(leaf, key=lambda item: int(item["doc_id"]))
     ]
     asked = [[tuple(request) for request in item["arguments"]] for item in items]
     return Answers(
         correct_N=np.array([item["acc"] == 1 for item in items]),
-        truncated_N=np.array(
-            [any(request in truncated for request in requests) for requests in asked]
-        ),
+        truncated_N=np.array([not truncated.isdisjoint(requests) for requests in asked]),
         documents=[item["doc_hash"] for item in items],
         prompts=[hashlib.sha256(json.dumps(requests).encode()).hexdigest() for requests in asked],
-        leaves={leaf: len(found) for leaf, found in samples},
+        leaves={leaf: len(found) for leaf, found in samples.items()},
     )

@@ -121,6 +121,4 @@ def choose_tasks(text: str) -> tuple[str, ...]:
         raise UserError(
             f"unknown task {unknown[0]!r}; give paper for all, or some of {','.join(PAPER_TASKS)}"
         )
-    if len(set(names)) != len(names):
-        raise UserError(f"--tasks {text} names a task twice; give each once")
     return tuple(name for name in PAPER_TASKS if name in names)

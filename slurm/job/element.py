@@ -22,8 +22,7 @@ from slurm.job.excluding import mend, send_for_mending
 from slurm.job.starts import check_progress, last_restart, record_start, restarts
 from slurm.job.stop_files import ask_to_stop, forget_stale_stops, stopped_by_user
 from slurm.job.supervision import again, end, say, wait_for
-from slurm.site import Site
-from slurm.submission.arrays import FINAL, MEND, SETTLE, JobArray
+from slurm.submission.arrays import FINAL, MEND, SETTLE
 from slurm.submission.holding import release_ready, settle
 from slurm.submission.record import SLURM, existing_submission
 from slurm.submission.script import srun_prefix
@@ -55,19 +54,20 @@ class _Element:
 
     def __init__(self, study_dir: Path, array: str, index: int, stop_file: Path, name: str) -> None:
         self.study_dir, self.index, self.stop_file, self.name = study_dir, index, stop_file, name
-        self.submission = existing_submission(study_dir)
-        if array not in self.submission.job_arrays or index >= len(
-            self.submission.job_arrays[array].elements
-        ):
+        submission = existing_submission(study_dir)
+        arrays = submission.job_arrays
+        if array not in arrays or index >= len(arrays[array].elements):
             raise UserError(f"{study_dir} has no element {array}/{index}; submit it again")
-        self.array: JobArray = self.submission.job_arrays[array]
-        self.site: Site = self.submission.site
+        self.array, self.site = arrays[array], submission.site
         self.resources = self.site.resources_of(self.array.kind)
         self.study = load_study(study_dir)
         self.ledger = Ledger(study_dir, steps_of(self.study))
         self.needs = Needs(self.study, self.resources.hardware, study_dir)
         self.start = f"{name}.{restarts()}"
         self.steps = [self.ledger.steps[name] for name in self.array.elements[index]]
+        nodes = self.resources.nodes
+        # Of srun, for one task on every node of the job.
+        self.everywhere = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
         self._released_at = 0.0
 
     def position(self) -> int:
@@ -88,21 +88,14 @@ class _Element:
         if not open_steps:
             say("complete already")
             return
-        position = self.position()
-        check_progress(
-            self.study_dir,
-            self.array.name,
-            self.index,
-            position,
-            self.site.limits.starts_without_progress,
-        )
-        record_start(self.study_dir, self.array.name, self.index, position)
+        element, position = (self.study_dir, self.array.name, self.index), self.position()
+        limits = self.site.limits
+        check_progress(*element, position, limits.starts_without_progress)
+        record_start(*element, position)
         if self.array.name == FINAL:
             self.run_final(open_steps)
             return
-        for batch in batches(
-            open_steps, self.site.limits.checkpoints_per_job, self.site.limits.specs_per_job
-        ):
+        for batch in batches(open_steps, limits.checkpoints_per_job, limits.specs_per_job):
             missing = [name for step in batch for name in self.ledger.missing(step)]
             if missing and batch[0] is open_steps[0]:
                 raise UserError(
@@ -123,10 +116,7 @@ class _Element:
         for step in steps:
             missing = self.ledger.missing(step)
             if missing:
-                say(
-                    f"{step.name}: {len(missing)} results are missing, such as {missing[0]};"
-                    " without them"
-                )
+                say(f"{step.name}: {len(missing)} results are missing, such as {missing[0]}")
             status = self.execute([step]) if missing else self.run_batch([step])
             if status:
                 self.failed(step)
@@ -159,31 +149,24 @@ class _Element:
         if train and self.resources.nodes > 1:
             self.check_health()
         machine = self.machine(first)
-        command = resolve(shared(batch), self.study_dir, machine)
         say(f"{COMMAND_PROMPT}{shown(shared(batch), machine)}")
+        prefix = srun_prefix(self.site, self.array.kind, self.everywhere)
+        environment = dict(os.environ)
+        if first.kind in ONLINE:
+            environment.pop("HF_HUB_OFFLINE", None)
         follower = self.follow(first) if train else None
         try:
             return wait_for(
-                [*srun_prefix(self.site, self.array.kind, self.everywhere()), *command],
-                _environment(first),
+                [*prefix, *resolve(shared(batch), self.study_dir, machine)],
+                environment,
                 Path(self.site.project),
                 asked=self.stop_file.exists,
-                stop=(lambda: ask_to_stop(self.study_dir, first, self.start))
-                if train
-                else (lambda: False),
+                stop=lambda: train and ask_to_stop(self.study_dir, first, self.start),
                 recurring=self.release,
             )
         finally:
             if follower:
                 end(follower)
-
-    def everywhere(self) -> list[str]:
-        """Return the options of srun for one task on every node of the job."""
-        return [
-            f"--nodes={self.resources.nodes}",
-            f"--ntasks={self.resources.nodes}",
-            "--ntasks-per-node=1",
-        ]
 
     def machine(self, step: Step) -> Machine:
         """Return the placeholders of commands here: torchrun on every node, or one process."""
@@ -206,18 +189,20 @@ class _Element:
             self.site.measuring_python,
         )
 
+    def beside(self, command: Sequence[str], *options: str) -> subprocess.Popen:
+        """Start a command that is not the job's work on each of its nodes."""
+        options = (*self.everywhere, "--kill-on-bad-exit=0", *options)
+        prefix = srun_prefix(self.site, self.array.kind, options)
+        return subprocess.Popen(
+            [*prefix, *command], stdin=subprocess.DEVNULL, cwd=self.site.project
+        )
+
     def follow(self, step: Step) -> subprocess.Popen:
         """Start the mirroring of a training's metrics to MLflow; training does not wait for it."""
         command = ["{python}", "-m", "study", "mirror", self.study.name, "--root", "{root}"]
         command += ["--run", step.run, "--follow", str(self.site.mlflow.every_seconds)]
         machine = Machine(python=self.site.measuring_python)
-        options = [*self.everywhere(), "--overlap", "--mem=0", "--kill-on-bad-exit=0"]
-        prefix = srun_prefix(self.site, self.array.kind, options)
-        return subprocess.Popen(
-            [*prefix, *resolve(command, self.study_dir, machine)],
-            stdin=subprocess.DEVNULL,
-            cwd=self.site.project,
-        )
+        return self.beside(resolve(command, self.study_dir, machine), "--overlap", "--mem=0")
 
     def failed(self, step: Step) -> NoReturn:
         """Requeue this element, or end it where the user stopped the run."""
@@ -241,15 +226,10 @@ class _Element:
     def check_health(self) -> None:
         """Check every node before a training over several; requeue without a bad one."""
         out = self.study_dir / SLURM / "health" / self.start
-        out.mkdir(parents=True, exist_ok=True)
         health.write_clock(out)
         nodes = cluster.hostnames(os.environ["SLURM_JOB_NODELIST"])
-        options = [*self.everywhere(), "--kill-on-bad-exit=0"]
         check = [self.site.measuring_python, "-m", "slurm.job.health", str(out)]
-        check += ["--gpus", str(self.resources.gpus_per_node)]
-        check += ["--free-gb", "0"]  # a full disk is no node's fault: its run is queued again
-        command = [*srun_prefix(self.site, self.array.kind, options), *check]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=self.site.project)
+        process = self.beside([*check, "--gpus", str(self.resources.gpus_per_node)])
         try:
             process.wait(HEALTH_SECONDS)
         except subprocess.TimeoutExpired:
@@ -264,14 +244,6 @@ class _Element:
             again(self.name, PAUSE_SECONDS)
         send_for_mending(self.study_dir, self.site, self.name, bad)
         again(self.name, held=True)
-
-
-def _environment(step: Step) -> dict[str, str]:
-    """Return the environment of a step: the script's; a step that fetches may use the network."""
-    environment = dict(os.environ)
-    if step.kind in ONLINE:
-        environment.pop("HF_HUB_OFFLINE", None)
-    return environment
 
 
 def run_element(study_dir: Path, array: str, index: int, stop_file: Path) -> None:

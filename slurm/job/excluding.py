@@ -47,14 +47,13 @@ def mend(study_dir: Path) -> None:
     while waiting and time.monotonic() < deadline:
         known = cluster.states({int(name.partition("_")[0]) for name in waiting})
         for name in list(waiting):
-            if name not in known or known[name].exit_code is not None:
-                pass  # it was cancelled meanwhile
-            elif known[name].state == "PENDING":
+            state = known.get(name)
+            if state and state.state == "PENDING":
                 cluster.exclude(name, sorted(excluded_nodes(study_dir)))
                 cluster.release([name])
                 say(f"{name} goes on without {', '.join(sorted(excluded_nodes(study_dir)))}")
-            else:
-                continue
+            elif state and state.exit_code is None:
+                continue  # it has still to end; others were cancelled meanwhile
             (study_dir / SLURM / MEND / name).unlink(missing_ok=True)
             waiting.remove(name)
         time.sleep(2)

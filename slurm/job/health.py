@@ -1,7 +1,7 @@
 """Health of a node: `python -m slurm.job.health OUT_DIR`, once per node by srun.
 
-Every check is a figure and its limit; all of them go to OUT_DIR/NODE.json. The exit code says
-nothing of the node's health: a bad one must not end the check of the others.
+What is wrong goes to OUT_DIR/NODE.json. The exit code says nothing of the node's health: a bad one
+must not end the check of the others.
 """
 
 import json
@@ -10,7 +10,8 @@ import shutil
 import socket
 import subprocess
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -21,35 +22,11 @@ from base.files import fsync_path, write_json
 
 CLOCK_JSON = ".clock.json"  # no node is called so
 CLOCK_SECONDS = 5.0
-JUMP_SECONDS = 1.0
 WRITE_BYTES, WRITE_SECONDS = 2**20, 10.0
+MEMORY_GB = 1.0  # that the kernel could give to a process
 NVIDIA_SMI_SECONDS = 60.0  # a GPU that has fallen off the bus lets it hang
 MATRIX = 2048  # rows of the product that each GPU computes
 FREE_SHARE = 0.9  # of a GPU's memory: what an orphan of another job holds is missing
-
-
-@dataclass(frozen=True)
-class Check:
-    """One figure of a node. `least`: the limit is a lower one."""
-
-    name: str
-    figure: float
-    limit: float
-    unit: str
-    least: bool = False
-    detail: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """Return whether the figure keeps its limit."""
-        return self.figure >= self.limit if self.least else self.figure <= self.limit
-
-    @property
-    def reason(self) -> str:
-        """Return what is wrong, if it does not."""
-        side = "at least" if self.least else "at most"
-        figure = f"{self.figure:.6g} {self.unit}".rstrip()
-        return f"{self.name} {figure}, {side} {self.limit:.6g} expected{self.detail}"
 
 
 def write_clock(out_dir: Path) -> None:
@@ -65,54 +42,39 @@ def _clock_of(out_dir: Path) -> float | None:
         return None
 
 
-def check_shared(out_dir: Path, node: str, free_gb: float) -> list[Check]:
-    """Check the shared filesystem: free space, and a file written, synced and read back."""
-    free = shutil.disk_usage(out_dir).free / 1e9
+def check_shared(out_dir: Path, node: str) -> Iterator[str]:
+    """Check the shared filesystem by a file that is written, synced and read back."""
     path, content = out_dir / f".{node}.probe", os.urandom(WRITE_BYTES)
     begin = time.monotonic()
     path.write_bytes(content)
     fsync_path(path)
-    wrong = path.read_bytes() != content
+    if path.read_bytes() != content:
+        yield f"a file in {out_dir} reads otherwise than it was written"
     seconds = time.monotonic() - begin
+    if seconds > WRITE_SECONDS:
+        yield f"1 MiB was written, synced and read in {seconds:.0f} s"
     path.unlink()
-    return [
-        Check("free space", free, free_gb, "GB", least=True),
-        Check("1 MiB written, synced and read in", seconds, WRITE_SECONDS, "s"),
-        Check("files that read otherwise than written:", wrong, 0, ""),
-    ]
 
 
-def check_clock(out_dir: Path) -> list[Check]:
+def check_clock(out_dir: Path) -> Iterator[str]:
     """Check that this clock is not behind the batch host's; `read_reports` bounds the rest."""
     written = _clock_of(out_dir)
     if written is None:
-        return [
-            Check(
-                "clock files of the batch host seen:",
-                0,
-                1,
-                "",
-                True,
-                f" in {out_dir}; is it really shared?",
-            )
-        ]
-    return [Check("clock behind the batch host's by", written - time.time(), CLOCK_SECONDS, "s")]
+        yield f"no clock of the batch host in {out_dir}; is it really shared?"
+    elif written - time.time() > CLOCK_SECONDS:
+        yield f"clock behind the batch host's by {written - time.time():.0f} s"
 
 
-def check_memory(memory_gb: float) -> Check:
+def check_memory() -> Iterator[str]:
     """Check the memory that the kernel could give to a process now."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return Check(
-        "free memory",
-        int(lines["MemAvailable"].split()[0]) * 1024 / 1e9,
-        memory_gb,
-        "GB",
-        least=True,
-    )
+    free = int(lines["MemAvailable"].split()[0]) * 1024 / 1e9
+    if free < MEMORY_GB:
+        yield f"free memory {free:.1f} GB, at least {MEMORY_GB:.0f} expected"
 
 
-def _listed_gpus() -> Check | None:
-    """Check that nvidia-smi, where there is one, neither fails nor hangs."""
+def _refusal_of_nvidia_smi() -> str | None:
+    """Return what nvidia-smi, where there is one, says if it fails or hangs."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
@@ -120,57 +82,45 @@ def _listed_gpus() -> Check | None:
         listed = subprocess.run(
             [command, "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS
         )
-        detail = (
-            "" if listed.returncode == 0 else f": {(listed.stdout + listed.stderr).strip()[:200]}"
-        )
     except subprocess.TimeoutExpired:
-        detail = f": no answer within {NVIDIA_SMI_SECONDS:.0f} s"
-    return Check("failures of nvidia-smi -L:", bool(detail), 0, "", detail=detail)
+        return f"nvidia-smi -L: no answer within {NVIDIA_SMI_SECONDS:.0f} s"
+    said = (listed.stdout + listed.stderr).strip()
+    return f"nvidia-smi -L: {said:.200}" if listed.returncode else None
 
 
-def check_gpus(gpus: int) -> list[Check]:
+def check_gpus(gpus: int) -> Iterator[str]:
     """Check the GPUs that this task sees: free memory and a known product of matrices.
 
     Without GPUs expected, torch is not imported. Not run on a GPU yet.
     """
     if gpus == 0:
-        return []
-    listed = _listed_gpus()
-    if listed and not listed.passed:  # torch would hang as well
-        return [listed]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    detail = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        return
+    refusal = _refusal_of_nvidia_smi()
+    if refusal:  # torch would hang as well
+        yield refusal
+        return
     import torch
 
     count = torch.cuda.device_count()
-    checks = [Check("GPUs seen:", count, gpus, "", least=True, detail=detail)]
+    if count < gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        yield f"GPUs seen: {count}, at least {gpus} expected (CUDA_VISIBLE_DEVICES={visible})"
     for index in range(count):
         device = torch.device("cuda", index)
         free, total = torch.cuda.mem_get_info(device)
-        checks.append(
-            Check(f"GPU {index}: free share of memory", free / total, FREE_SHARE, "", least=True)
-        )
+        if free < FREE_SHARE * total:
+            yield f"GPU {index}: only {free / total:.0%} of its memory are free"
         ones = torch.ones(MATRIX, MATRIX, device=device)
-        wrong = int(
-            (ones @ ones != MATRIX).sum()
-        )  # exact at any precision of the product: powers of two
-        checks.append(Check(f"GPU {index}: wrong elements of a product", wrong, 0, ""))
-    return checks
+        # Exact at any precision of the product: powers of two.
+        wrong = int((ones @ ones != MATRIX).sum())
+        if wrong:
+            yield f"GPU {index}: {wrong} wrong elements of a product"
 
 
-def check_node(
-    out_dir: Path, node: str, *, gpus: int, free_gb: float, memory_gb: float
-) -> list[Check]:
-    """Make all checks of this node."""
-    wall, steady = time.time(), time.monotonic()
-    checks = [
-        *check_clock(out_dir),
-        *check_shared(out_dir, node, free_gb),
-        check_memory(memory_gb),
-        *check_gpus(gpus),
-    ]
-    jump = abs((time.time() - wall) - (time.monotonic() - steady))
-    return [*checks, Check("clock jumped while it was looked at, by", jump, JUMP_SECONDS, "s")]
+def check_node(out_dir: Path, node: str, gpus: int) -> list[str]:
+    """Return what is wrong with this node."""
+    checks = (check_clock(out_dir), check_shared(out_dir, node), check_memory(), check_gpus(gpus))
+    return list(chain(*checks))
 
 
 def read_reports(out_dir: Path, nodes: list[str]) -> dict[str, str]:
@@ -185,11 +135,9 @@ def read_reports(out_dir: Path, nodes: list[str]) -> dict[str, str]:
                 " that directory"
             )
             continue
-        reasons = list(report["reasons"])
-        if report["time"] > now + CLOCK_SECONDS:
-            reasons.append(
-                f"clock ahead of the batch host's by more than {report['time'] - now:.0f} s"
-            )
+        reasons, ahead = list(report["reasons"]), report["time"] - now
+        if ahead > CLOCK_SECONDS:
+            reasons.append(f"clock ahead of the batch host's by more than {ahead:.0f} s")
         if started is not None and report["started"] != started:
             reasons.append("the report is of an earlier check")
         if reasons:
@@ -202,12 +150,6 @@ def _main(
         Path, typer.Argument(help="Directory below the shared root, the same for all nodes.")
     ],
     gpus: Annotated[int, typer.Option(min=0, help="GPUs that a task on this node was given.")] = 0,
-    free_gb: Annotated[
-        float, typer.Option(min=0, help="Free space that the shared root must have.")
-    ] = 1.0,
-    memory_gb: Annotated[
-        float, typer.Option(min=0, help="Free memory that the node must have.")
-    ] = 1.0,
 ) -> None:
     """Check this node and write OUT_DIR/NODE.json.
 
@@ -215,16 +157,8 @@ def _main(
     """
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
     started = _clock_of(out_dir)
-    checks = check_node(out_dir, node, gpus=gpus, free_gb=free_gb, memory_gb=memory_gb)
-    reasons = [check.reason for check in checks if not check.passed]
-    report = {
-        "node": node,
-        "healthy": not reasons,
-        "reasons": reasons,
-        "time": time.time(),
-        "started": started,
-        "checks": [asdict(check) | {"passed": check.passed} for check in checks],
-    }
+    reasons = check_node(out_dir, node, gpus)
+    report = {"node": node, "reasons": reasons, "time": time.time(), "started": started}
     write_json(out_dir / f"{node}.json", report)
     print(f"{node}: {'; '.join(reasons) or 'healthy'}")
 

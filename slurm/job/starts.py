@@ -9,7 +9,7 @@ from typing import Any
 
 from base.errors import UserError
 from base.files import write_json
-from slurm.submission.record import starts_path
+from slurm.submission.record import SLURM
 
 
 def restarts() -> int:
@@ -17,17 +17,21 @@ def restarts() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
+def _path(study_dir: Path, array: str, index: int) -> Path:
+    return study_dir / SLURM / "starts" / f"{array}-{index}.json"
+
+
 def starts_of(study_dir: Path, array: str, index: int) -> list[dict[str, Any]]:
     """Return the starts of an element: job, restart, host, time, and position of its work."""
     try:
-        return list(json.loads(starts_path(study_dir, array, index).read_text()))
+        return list(json.loads(_path(study_dir, array, index).read_text()))
     except FileNotFoundError:
         return []
 
 
 def record_start(study_dir: Path, array: str, index: int, position: int) -> None:
     """Record this start."""
-    path = starts_path(study_dir, array, index)
+    path = _path(study_dir, array, index)
     path.parent.mkdir(parents=True, exist_ok=True)
     start = {
         "job": os.environ.get("SLURM_ARRAY_JOB_ID", ""),
@@ -39,13 +43,15 @@ def record_start(study_dir: Path, array: str, index: int, position: int) -> None
     write_json(path, [*starts_of(study_dir, array, index), start])
 
 
+def _starts_of_this_job(study_dir: Path, array: str, index: int) -> list[dict[str, Any]]:
+    job = os.environ.get("SLURM_ARRAY_JOB_ID", "")
+    return [start for start in starts_of(study_dir, array, index) if start["job"] == job]
+
+
 def last_restart(study_dir: Path, array: str, index: int) -> int:
     """Return SLURM's count of restarts at the last recorded start of this job; 0 without one."""
-    job = os.environ.get("SLURM_ARRAY_JOB_ID", "")
-    return max(
-        (start["restart"] for start in starts_of(study_dir, array, index) if start["job"] == job),
-        default=0,
-    )
+    starts = _starts_of_this_job(study_dir, array, index)
+    return max((start["restart"] for start in starts), default=0)
 
 
 def check_progress(study_dir: Path, array: str, index: int, position: int, limit: int) -> None:
@@ -54,8 +60,7 @@ def check_progress(study_dir: Path, array: str, index: int, position: int, limit
     Starts are counted, not hours: a run that is preempted daily for a month goes on, one that dies
     at once does not.
     """
-    job = os.environ.get("SLURM_ARRAY_JOB_ID", "")
-    recent = [start for start in starts_of(study_dir, array, index) if start["job"] == job][-limit:]
+    recent = _starts_of_this_job(study_dir, array, index)[-limit:]
     if len(recent) == limit and all(start["position"] >= position for start in recent):
         raise UserError(
             f"{limit} starts of {array}/{index} came no further; read this log for what ended them,"

@@ -21,6 +21,8 @@ POLL_SECONDS = 1.0
 REQUEUED_SECONDS = 120.0  # SLURM ends a job that it has requeued; 60 s is what it took at most
 REQUEUE_TRIES, REQUEUE_EVERY_SECONDS = 20, 30.0  # a controller that restarts is away for minutes
 GRACE_SECONDS = 20.0  # after the interrupt, before SIGKILL
+# srun wants the interrupt twice.
+ENDING = (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 def wait_for(
@@ -34,14 +36,8 @@ def wait_for(
 ) -> int:
     """Run a command; return its exit status, 128 + number for a signal.
 
-    Args:
-        command: what is run, its output goes where this process's does.
-        environment: of the command.
-        directory: it starts there.
-        asked: whether the job has to stop.
-        stop: called once when it has: asks the command to end by itself, or returns False for a
-            command that cannot be asked, which is interrupted then.
-        recurring: called about every second.
+    `recurring` is called about every second. Once the job is `asked` to stop, `stop` asks the
+    command to end by itself, or returns False for one that cannot be asked: it is interrupted.
     """
     process = subprocess.Popen(command, env=environment, cwd=directory, stdin=subprocess.DEVNULL)
     told = False
@@ -62,12 +58,7 @@ def wait_for(
 
 def end(process: subprocess.Popen) -> None:
     """Interrupt a process, then kill it. srun passes both on to its tasks."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGKILL,
-    ):  # srun wants the interrupt twice
+    for number in ENDING:
         if process.poll() is not None:
             return
         process.send_signal(number)
@@ -87,13 +78,12 @@ def again(element: str, pause_seconds: float = 0.0, *, held: bool = False) -> No
     if pause_seconds:
         say(f"queued again in {pause_seconds:.0f} s")
         time.sleep(pause_seconds)
-    for attempt in range(REQUEUE_TRIES):
+    for _ in range(REQUEUE_TRIES):
         try:
-            (cluster.requeue_held if held else cluster.requeue)(element)
+            cluster.requeue(element, held=held)
         except UserError as error:
             say(str(error))
-            if attempt < REQUEUE_TRIES - 1:
-                time.sleep(REQUEUE_EVERY_SECONDS)
+            time.sleep(REQUEUE_EVERY_SECONDS)
         else:
             time.sleep(REQUEUED_SECONDS)
             break

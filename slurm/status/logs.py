@@ -1,13 +1,12 @@
 """Logs of a submitted study, by names of its submission: no typed text enters a path."""
 
 import difflib
-import os
-import re
+from collections import deque
 from pathlib import Path
 
 from base.errors import UserError
-from slurm.status.overview import logs_of, look
-from slurm.submission.record import Submission, existing_submission
+from slurm.status.overview import look
+from slurm.submission.record import Submission, existing_submission, log_of
 
 
 def listed(study_dir: Path) -> list[str]:
@@ -20,63 +19,46 @@ def listed(study_dir: Path) -> list[str]:
     return found or ["nothing failed and nothing runs; give a step, an array or ARRAY/INDEX"]
 
 
-def chosen_log(study_dir: Path, which: str) -> Path | list[str]:
-    """Return the newest log of a step, ARRAY/INDEX or small array; of a larger array, lines.
+def newest_logs(study_dir: Path, which: str) -> dict[str, Path]:
+    """Return the newest log of each started element of a step, ARRAY/INDEX or array.
 
     Raises:
         UserError: the submission knows no such name, or nothing of it has started.
     """
     submission = existing_submission(study_dir)
-    elements = _elements(submission, which)
     logs = {
-        (array, index): logs_of(study_dir, submission, array, index) for array, index in elements
+        f"{job.array}/{index}": path
+        for job in submission.jobs
+        for index in job.indices
+        if (path := log_of(study_dir, job.array, f"{job.id}_{index}")).exists()
     }
-    started = {f"{array}/{index}": paths[-1] for (array, index), paths in logs.items() if paths}
+    started = {name: logs[name] for name in _elements(submission, which) if name in logs}
     if not started:
         raise UserError(
             f"{which} has no log, nothing of it has started; see 'python -m slurm status"
             f" {study_dir.name}'"
         )
-    if len(elements) > 1:
-        return [f"{name} {path}" for name, path in started.items()]
-    return next(iter(started.values()))
+    return started
 
 
-def _elements(submission: Submission, which: str) -> list[tuple[str, int]]:
-    """Return the elements that a name stands for."""
-    arrays = submission.job_arrays
-    array, _, index = which.rpartition("/")
-    if (
-        array in arrays
-        and re.fullmatch(r"\d{1,9}", index, re.ASCII)
-        and int(index) < len(arrays[array].elements)
-    ):
-        return [(array, int(index))]
-    if which in arrays:
-        return [(which, index) for index in range(len(arrays[which].elements))]
-    steps = {
-        step: (one.name, number)
-        for one in arrays.values()
-        for number, own in enumerate(one.elements)
-        for step in own
-    }
-    if which in steps:
-        return [steps[which]]
-    near = difflib.get_close_matches(which, [*arrays, *steps], n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+def _elements(submission: Submission, which: str) -> list[str]:
+    """Return the elements that a name stands for, each as ARRAY/INDEX."""
+    known: dict[str, list[str]] = {}
+    for array in submission.job_arrays.values():
+        for index, steps in enumerate(array.elements):
+            element = f"{array.name}/{index}"
+            known.setdefault(array.name, []).append(element)
+            known |= {name: [element] for name in (element, *steps)}
+    if which in known:
+        return known[which]
+    near = difflib.get_close_matches(which, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "see status"
     raise UserError(
-        f"{which!r:.120} is no step, array or ARRAY/INDEX of what was"
-        f" submitted{hint or '; see status'}"
+        f"{which!r:.120} is no step, array or ARRAY/INDEX of what was submitted; {hint}"
     )
 
 
-def tail_lines(log: Path, count: int) -> str:
-    """Return the last lines of a log, read from its end."""
-    size, content = 2**16, b""
+def last_lines(log: Path, count: int) -> str:
+    """Return the last lines of a log."""
     with log.open("rb") as file:
-        length = file.seek(0, os.SEEK_END)
-        while content.count(b"\n") <= count and len(content) < length:
-            file.seek(max(0, length - size))
-            content = file.read(length - file.tell())
-            size *= 4
-    return b"".join(content.splitlines(keepends=True)[-count:]).decode(errors="replace")
+        return b"".join(deque(file, count)).decode(errors="replace")

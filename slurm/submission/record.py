@@ -1,20 +1,18 @@
 """The record of a submission: STUDY/slurm/submission.json, written after every sbatch.
 
-``` STUDY/slurm/submission.json      site, arrays, and the jobs that run their elements
-STUDY/slurm/scripts/ARRAY.sh     the scripts as submitted; site.json, environment.json beside them
-STUDY/slurm/logs/ARRAY-JOB_INDEX.log STUDY/slurm/starts/ARRAY-INDEX.json   one entry per start of an
-element, with how far its work had come ```
+STUDY/slurm/submission.json              site, arrays, and the jobs that run their elements
+STUDY/slurm/scripts/ARRAY.sh             the scripts as submitted; beside them site.json and
+                                         environment.json
+STUDY/slurm/logs/ARRAY-JOB_INDEX.log     of an element, over all its starts
+STUDY/slurm/starts/ARRAY-INDEX.json      one entry per start, with how far its work had come
 """
 
 import fcntl
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from base.errors import UserError, explain_validation
 from base.files import write_json
@@ -23,6 +21,7 @@ from slurm.site import Site
 from slurm.submission.arrays import JobArray
 
 SLURM = "slurm"  # the directory below a study
+SUBMISSION_JSON = "submission.json"
 
 
 class Job(Frozen):
@@ -42,26 +41,20 @@ class Submission(Frozen):
     """
 
     site: Site
-    arrays: tuple[dict[str, Any], ...]
+    arrays: tuple[JobArray, ...]
     jobs: tuple[Job, ...] = ()
     submitting: str | None = None
 
     @property
     def job_arrays(self) -> dict[str, JobArray]:
-        """By name, each behind those it depends on."""
-        adapter = TypeAdapter(JobArray)
-        return {array["name"]: adapter.validate_python(array) for array in self.arrays}
+        """By name, each after those it depends on."""
+        return {array.name: array for array in self.arrays}
 
     def element_ids(self) -> dict[tuple[str, int], str]:
         """(array, index) -> "JOB_INDEX", of the newest job that runs it."""
         return {
             (job.array, index): f"{job.id}_{index}" for job in self.jobs for index in job.indices
         }
-
-
-def submission_path(study_dir: Path) -> Path:
-    """Return the path of the record of a study's submission."""
-    return study_dir / SLURM / "submission.json"
 
 
 def script_path(study_dir: Path, array: str) -> Path:
@@ -74,21 +67,9 @@ def log_of(study_dir: Path, array: str, element: str) -> Path:
     return study_dir / SLURM / "logs" / f"{array}-{element}.log"
 
 
-def starts_path(study_dir: Path, array: str, index: int) -> Path:
-    """Return the path of the starts of an element."""
-    return study_dir / SLURM / "starts" / f"{array}-{index}.json"
-
-
-def new_submission(site: Site, arrays: list[JobArray]) -> Submission:
-    """Return the record of a study of which nothing was submitted yet."""
-    return Submission(
-        site=site, arrays=tuple(json.loads(json.dumps(asdict(array))) for array in arrays)
-    )
-
-
 def read_submission(study_dir: Path) -> Submission | None:
     """Read the record of a study; None if nothing was submitted, UserError if damaged."""
-    path = submission_path(study_dir)
+    path = study_dir / SLURM / SUBMISSION_JSON
     try:
         return Submission.model_validate_json(path.read_text())
     except FileNotFoundError:
@@ -110,7 +91,7 @@ def existing_submission(study_dir: Path) -> Submission:
 
 def write_submission(study_dir: Path, submission: Submission) -> None:
     """Write the record, whole or not at all."""
-    write_json(submission_path(study_dir), submission.model_dump(mode="json"))
+    write_json(study_dir / SLURM / SUBMISSION_JSON, submission.model_dump(mode="json"))
 
 
 @contextmanager

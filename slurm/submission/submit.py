@@ -6,7 +6,7 @@ interrupted goes on where it was, and one that is complete does nothing.
 
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from base.environment import environment
@@ -14,18 +14,17 @@ from base.errors import UserError
 from base.files import replaced_file, write_json
 from slurm import cluster
 from slurm.site import Site
-from slurm.submission.arrays import FINAL, SETTLE, Cut, JobArray, arrays_of
+from slurm.submission.arrays import FINAL, SETTLE, JobArray, arrays_of
 from slurm.submission.holding import release_ready
 from slurm.submission.record import (
     Job,
     Submission,
-    new_submission,
     read_submission,
     script_path,
     submitting,
     write_submission,
 )
-from slurm.submission.script import LOGS, render
+from slurm.submission.script import LOGS, array_option, render
 from study.definition import Study, save_study
 from study.machine.disk import check_room
 from study.machine.needs import no_layout
@@ -41,57 +40,16 @@ Element = tuple[str, int]  # name of the array, index
 LAUNCH_FAILED = "launch failed requeued held"
 
 
-def cut_of(site: Site, max_array_size: int) -> Cut:
-    """Return the site's sizes of jobs and arrays."""
-    limits = site.limits
-    return Cut(
-        limits.checkpoints_per_job,
-        limits.specs_per_job,
-        min(limits.max_array_size or max_array_size, max_array_size),
-    )
-
-
-def ranges(indices: Iterable[int]) -> str:
-    """Write indices as sbatch takes them.
-
-    >>> ranges([0, 1, 2, 5, 7, 8])
-    '0-2,5,7-8'
-    """
-    parts: list[list[int]] = []
-    for index in sorted(indices):
-        if parts and parts[-1][-1] == index - 1:
-            parts[-1][1:] = [index]
-        else:
-            parts.append([index])
-    return ",".join("-".join(map(str, part)) for part in parts)
-
-
-def array_option(array: JobArray, indices: Collection[int], site: Site) -> str:
-    """Return the value of --array: indices, and how many may run at once."""
-    throttle = getattr(site.limits.throttle, array.kind)
-    return ranges(indices) + (f"%{throttle}" if throttle else "")
-
-
-def incomplete(ledger: Ledger, array: JobArray) -> list[int]:
-    """Return indices of elements with an open step; settling belongs to what it settles."""
-    done = {name for element in array.elements for name in element if _is_complete(ledger, name)}
-    return [index for index, element in enumerate(array.elements) if not done.issuperset(element)]
-
-
-def _is_complete(ledger: Ledger, name: str) -> bool:
-    return name in ledger.steps and ledger.is_complete(ledger.steps[name])
-
-
 def write_scripts(study_dir: Path, site: Site, arrays: Iterable[JobArray]) -> None:
     """Write the scripts of the arrays, the site and a description of this machine."""
-    (study_dir / LOGS).mkdir(parents=True, exist_ok=True)
+    scripts = script_path(study_dir, "").parent
+    for directory in (study_dir / LOGS, scripts):
+        directory.mkdir(parents=True, exist_ok=True)
     for array in arrays:
-        path = script_path(study_dir, array.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced_file(path) as aside:
+        with replaced_file(script_path(study_dir, array.name)) as aside:
             aside.write_text(render(array, site, study_dir))
-    write_json(script_path(study_dir, "").parent / "site.json", site.model_dump(mode="json"))
-    write_json(script_path(study_dir, "").parent / "environment.json", environment())
+    write_json(scripts / "site.json", site.model_dump(mode="json"))
+    write_json(scripts / "environment.json", environment())
 
 
 def training_layouts(study: Study, site: Site) -> dict[str, RunConfig] | None:
@@ -119,32 +77,32 @@ def training_layouts(study: Study, site: Site) -> dict[str, RunConfig] | None:
 def submit(study: Study, site: Site, *, again: bool = False) -> dict[str, int]:
     """Submit what is open and not in SLURM yet; return the number of elements by array.
 
-    Args:
-        study: what is to be run, at site.root / study.name.
-        site: the cluster.
-        again: also what ended without being complete.
+    `again` submits also what ended without being complete.
 
     Raises:
         UserError: SLURM refuses a script, the disk is too small, text is missing, another
             submission is at work or was made for another study or cut.
     """
-    study_dir = Path(site.root) / study.name
-    arrays = arrays_of(study, cut_of(site, cluster.max_array_size()))
+    study_dir, largest = Path(site.root) / study.name, cluster.max_array_size()
+    largest = min(site.limits.max_array_size or largest, largest)
+    arrays = arrays_of(study, site.limits.model_copy(update={"max_array_size": largest}))
     with submitting(study_dir):
         recorded = read_submission(study_dir)
-        fresh = new_submission(site, arrays)
-        if recorded and recorded.arrays != fresh.arrays and active_elements(recorded):
-            raise UserError(
-                f"jobs of {study_dir} are in the queue that were cut in another way; wait for them,"
-                f" or cancel them with 'python -m slurm cancel {study.name}', and submit again"
-            )
-        if recorded and recorded.arrays == fresh.arrays:
-            fresh = recorded.model_copy(update={"site": site})
+        fresh = Submission(site=site, arrays=tuple(arrays))
+        if recorded and recorded.arrays != fresh.arrays:
+            if active_elements(recorded):
+                raise UserError(
+                    f"jobs of {study_dir} are in the queue that were cut in another way; wait for"
+                    f" them, or cancel them with 'python -m slurm cancel {study.name}', and submit"
+                    " again"
+                )
+            recorded = None
+        submission = recorded.model_copy(update={"site": site}) if recorded else fresh
         check_text(study, study_dir)
         check_room(study, Path(site.root), site.disk.reserve_gb)
         write_run_configurations(study_dir, study, training_layouts(study, site))
         save_study(study_dir, study)
-        return _Submitter(study_dir, study, fresh).run(again)
+        return _Submitter(study_dir, study, submission).run(again)
 
 
 def active_elements(submission: Submission) -> set[Element]:
@@ -152,19 +110,6 @@ def active_elements(submission: Submission) -> set[Element]:
     names = submission.element_ids()
     known = cluster.states({job.id for job in submission.jobs})
     return {key for key, name in names.items() if name in known and known[name].exit_code is None}
-
-
-def release_unlaunched(submission: Submission) -> None:
-    """Release elements that SLURM holds because a node could not start them."""
-    known = cluster.states({job.id for job in submission.jobs})
-    stuck = [
-        name
-        for name, state in known.items()
-        if state.state == "PENDING" and state.reason == LAUNCH_FAILED
-    ]
-    if stuck:
-        print(f"released {', '.join(stuck)}, which a node could not start", file=sys.stderr)
-        cluster.release(stuck)
 
 
 class _Submitter:
@@ -181,7 +126,7 @@ class _Submitter:
         self.forget_interrupted()
         wanted = self.wanted(again)
         if again:
-            release_unlaunched(self.submission)
+            self.release_unlaunched()
         write_scripts(self.study_dir, self.site, [self.arrays[name] for name in wanted])
         for kind in dict.fromkeys(self.arrays[name].kind for name in wanted):
             first = next(name for name in wanted if self.arrays[name].kind == kind)
@@ -212,24 +157,39 @@ class _Submitter:
             cluster.cancel([str(job) for job in lost])
         self.record(submitting=None)
 
+    def release_unlaunched(self) -> None:
+        """Release elements that SLURM holds because a node could not start them."""
+        known = cluster.states({job.id for job in self.submission.jobs})
+        stuck = [
+            name
+            for name, state in known.items()
+            if state.state == "PENDING" and state.reason == LAUNCH_FAILED
+        ]
+        if stuck:
+            print(f"released {', '.join(stuck)}, which a node could not start", file=sys.stderr)
+            cluster.release(stuck)
+
     def wanted(self, again: bool) -> dict[str, list[int]]:
         """Return the indices to submit, by array."""
         known = self.submission.element_ids()
+        steps = self.ledger.steps.items()
+        complete = {name for name, step in steps if self.ledger.is_complete(step)}
         wanted: dict[str, list[int]] = {}
         for name, array in self.arrays.items():  # settling and the final array come last
             if name.startswith(f"{SETTLE}-"):
                 chosen = [0] if array.after[0].array in wanted else []
-            else:
-                open_ = [
-                    index
-                    for index in incomplete(self.ledger, array)
-                    if (name, index) not in self.active
-                ]
-                chosen = [index for index in open_ if again or (name, index) not in known]
-            if name == FINAL and wanted:
+            elif name == FINAL and wanted:
                 if (FINAL, 0) in self.active:  # it waits for less than there will be
                     cluster.cancel([known[FINAL, 0]])
                 chosen = [0]
+            else:
+                chosen = [
+                    index
+                    for index, element in enumerate(array.elements)
+                    if not complete.issuperset(element)
+                    and (name, index) not in self.active
+                    and (again or (name, index) not in known)
+                ]
             if chosen:
                 wanted[name] = chosen
         return wanted
@@ -239,19 +199,17 @@ class _Submitter:
         newest = self.submission.element_ids()
         groups: dict[str | None, list[int]] = {}
         for index in indices:
-            parts: dict[str, list[str]] = {}
+            parts: dict[str, set[str]] = {}  # kind -> jobs
             for dependency in array.after:
-                corresponding = dependency.kind == "aftercorr"
-                others = (
-                    [index] if corresponding else range(len(self.arrays[dependency.array].elements))
-                )
-                jobs = {
-                    newest[dependency.array, other].partition("_")[0]
-                    for other in others
-                    if (dependency.array, other) in self.active
-                }
-                parts.setdefault(dependency.kind, []).extend(sorted(jobs, key=int))
-            words = [":".join((kind, *dict.fromkeys(jobs))) for kind, jobs in parts.items() if jobs]
+                others = range(len(self.arrays[dependency.array].elements))
+                if dependency.kind == "aftercorr":
+                    others = range(index, index + 1)
+                active = {(dependency.array, other) for other in others} & self.active
+                jobs = {newest[key].partition("_")[0] for key in active}
+                parts[dependency.kind] = parts.get(dependency.kind, set()) | jobs
+            words = [
+                ":".join((kind, *sorted(jobs, key=int))) for kind, jobs in parts.items() if jobs
+            ]
             groups.setdefault(",".join(words) or None, []).append(index)
         return groups
 
@@ -274,16 +232,9 @@ class _Submitter:
 def dry_run(study: Study, site: Site) -> Iterable[str]:
     """Yield the sbatch call and the exact script of every array, without SLURM or any file."""
     study_dir = Path(site.root) / study.name
-    for array in arrays_of(study, cut_of(site, site.limits.max_array_size or 1001)):
+    for array in arrays_of(study, site.limits):
+        option = array_option(array, range(len(array.elements)), site)
         after = ",".join(f"{one.kind}:<{one.array}>" for one in array.after)
-        words = [
-            "sbatch",
-            "--parsable",
-            f"--array={array_option(array, range(len(array.elements)), site)}",
-        ]
-        words += [f"--dependency={after}", "--kill-on-invalid-dep=yes"] if after else []
-        words += ["--hold"] if array.held_for else []
-        yield (
-            f"### {' '.join(words)}"
-            f" {script_path(study_dir, array.name)}\n{render(array, site, study_dir)}"
-        )
+        words = cluster.sbatch_words(after or None, bool(array.held_for), option)
+        script = script_path(study_dir, array.name)
+        yield f"### {' '.join(words)} {script}\n{render(array, site, study_dir)}"

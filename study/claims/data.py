@@ -3,22 +3,18 @@
 import json
 from collections.abc import Callable, Iterable
 
-from base.statistics import holm
 from study.claims.schedule import MARGIN, change, slope, times
 from study.claims.verdict import (
-    Evidence,
+    Measure,
     NotTested,
     Verdict,
+    against_zero,
     by_measure,
     claim,
     decided,
-    end_of,
-    estimated,
     needed,
     outcome_of,
     significant_above,
-    spread,
-    way_of,
 )
 from study.results.summary import DECAYED, RunSummary, listed
 from train.run.config import RunConfig
@@ -77,41 +73,40 @@ def _of_schedule(ends: Iterable[RunSummary], fits: Callable[[RunConfig], bool]) 
     needs="runs that hold the rate and anneal, and differ in their length alone",
 )
 @by_measure
-def budgets(evidence: Evidence, spec: str, figure: str) -> Verdict:
+def budgets(of: Measure) -> Verdict:
     """Test the slope over ends of cooldowns that differ in length alone, against a margin.
 
     Not raising is one-sided: an error that falls with the tokens is in agreement.
     """
-    groups = alike(_of_schedule(evidence.ends, _is_cooldown), LENGTH)
+    groups = alike(_of_schedule(of.evidence.ends, _is_cooldown), LENGTH)
     if not groups:
         raise NotTested("no two runs hold the rate, then anneal, and differ in their length alone")
-    column = f"quant/{spec}/{figure}"
     below, beyond, slopes, parts = [], [], [], []
     for group in groups:
         both = [
-            (needed(f"{end.label} before the anneal", end.first, column), end_of(end, column))
+            (needed(f"{end.label} before the anneal", end.first, of.column), of.end(end))
             for end in group
         ]
         trend = slope([last for _, last in both])
         rise = [one for first, last in both for one in change(first, last, 1 / len(both))]
-        margin, own = times(MARGIN, rise), evidence.contrast(spec, figure, trend)
-        below.append([evidence.contrast(spec, figure, margin, times(-1, trend))])
-        beyond.append([own, evidence.contrast(spec, figure, trend, times(-1, margin))])
-        slopes.append(own.value)
+        margin, growth = times(MARGIN, rise), of.contrast(trend)
+        below.append([of.contrast(margin, times(-1, trend))])
+        beyond.append([growth, of.contrast(trend, times(-1, margin))])
+        slopes.append(growth.value)
         parts.append(
             f"{len(both)} budgets ({listed([end.label for end in group])}):"
-            f" {estimated(own, figure)} per doubling,"
-            f" {estimated(evidence.contrast(spec, figure, rise), figure)} in the anneal"
+            f" {of.estimated(growth)} per doubling,"
+            f" {of.estimated(of.contrast(rise))} in the anneal"
         )
-    agrees = significant_above(below, one_sided=True)
-    against = significant_above(beyond, one_sided=True)
+    agreeing = sum(significant_above(below, one_sided=True))
+    opposing = sum(significant_above(beyond, one_sided=True))
     words = (
         f"slope over the ends significantly below {MARGIN:g} of the mean change in the anneal for"
-        f" {sum(agrees)} of {len(groups)} groups of runs, above it for {sum(against)} (paired over"
+        f" {agreeing} of {len(groups)} groups of runs, above it for {opposing} (paired over"
         f" documents, one-sided, Holm): {'; '.join(parts)}"
     )
-    effect = f"{spread(slopes, figure)} per doubling of the tokens"
-    return Verdict(decided(sum(agrees), sum(against), len(groups)), words, effect)
+    effect = f"{of.spread(slopes)} per doubling of the tokens"
+    return Verdict(decided(agreeing, opposing, len(groups)), words, effect)
 
 
 @claim(
@@ -122,31 +117,27 @@ def budgets(evidence: Evidence, spec: str, figure: str) -> Verdict:
     needs="two budgets under each of the two schedules",
 )
 @by_measure
-def schedules(evidence: Evidence, spec: str, figure: str) -> Verdict:
+def schedules(of: Measure) -> Verdict:
     """Test the slope over the budgets under cosine minus that under cooldowns."""
-    chosen = [end for fits in KINDS for end in _of_schedule(evidence.ends, fits)]
+    chosen = [end for fits in KINDS for end in _of_schedule(of.evidence.ends, fits)]
     differences, parts = [], []
     for group in alike(chosen, ("total_steps", "schedule")):
         kinds = [_of_schedule(group, fits) for fits in KINDS]
         if min(len({end.run.total_steps for end in kind}) for kind in kinds) < 2:
             continue
-        ends = {end.label: end_of(end, f"quant/{spec}/{figure}") for end in group}
-        cosine, cooldown = (slope([ends[end.label] for end in kind]) for kind in kinds)
-        differences.append(evidence.contrast(spec, figure, cosine, times(-1, cooldown)))
-        each = [
-            estimated(evidence.contrast(spec, figure, weighted), figure)
-            for weighted in (cosine, cooldown)
-        ]
+        cosine, cooldown = (slope([of.end(end) for end in kind]) for kind in kinds)
+        differences.append(of.contrast(cosine, times(-1, cooldown)))
         parts.append(
-            f"{len(cosine)} and {len(cooldown)} budgets: {each[0]} per doubling under cosine,"
-            f" {each[1]} under cooldowns, difference {estimated(differences[-1], figure)}"
+            f"{len(cosine)} and {len(cooldown)} budgets:"
+            f" {of.estimated(of.contrast(cosine))} per doubling under cosine,"
+            f" {of.estimated(of.contrast(cooldown))} under cooldowns,"
+            f" difference {of.estimated(differences[-1])}"
         )
     if not differences:
         raise NotTested(
             "no two budgets under each of cosine and constant rate with cooldown, all else the same"
         )
-    p_values = holm([one.p_value() for one in differences])
-    ways = [way_of(one.value, p) for one, p in zip(differences, p_values, strict=True)]
+    ways, p_values = against_zero(differences)
     words = f"paired over documents, Holm, p {max(p_values):.2g}: {'; '.join(parts)}"
-    slopes = spread([one.value for one in differences], figure)
+    slopes = of.spread([one.value for one in differences])
     return Verdict(outcome_of(ways, "higher"), words, f"slopes differ by {slopes} per doubling")

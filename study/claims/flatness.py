@@ -1,26 +1,20 @@
 """Claims on curvature: flatter minima quantize better."""
 
-from itertools import combinations
-
 from study.claims.permutation import kendall
-from study.claims.schedule import both_ends
 from study.claims.verdict import (
     ALPHA,
-    FIGURES,
     SIGNIFICANT,
     Evidence,
+    Measure,
     NotTested,
     Verdict,
     by_measure,
     claim,
     decided,
-    end_of,
     judged,
-    measure_of,
-    signed,
-    spread,
+    measures,
 )
-from study.results.paired import TRACE
+from study.results.paired import TRACE, every_pair
 from study.results.summary import RunSummary
 from study.results.table import Row
 from train.run.config import RunConfig
@@ -44,25 +38,24 @@ def across_runs(evidence: Evidence) -> list[Verdict]:
         if spec in evidence.study.quantization.by_block:
             quantities["delta'H delta / 2 of its own step"] = f"curvature/step-{spec}/second_order"
         for name, quantity in quantities.items():
-            for figure in FIGURES:
-                measure = f"{name} and {measure_of(spec, figure)}"
-                verdicts.append(judged(measure, _correlated, evidence, quantity, spec, figure))
+            for of in measures(evidence, [spec]):
+                verdicts.append(judged(f"{name} and {of.title}", _correlated, of, quantity))
     return verdicts
 
 
-def _correlated(evidence: Evidence, quantity: str, spec: str, figure: str) -> Verdict:
-    if evidence.study.curvature is None:
+def _correlated(of: Measure, quantity: str) -> Verdict:
+    settings = of.evidence.study.curvature
+    if settings is None:
         raise NotTested(NOT_MEASURED)
-    if quantity == TOP and not evidence.study.curvature.lambda_max:
+    if quantity == TOP and not settings.lambda_max:
         raise NotTested("the study measures no largest eigenvalue")
-    column = f"quant/{spec}/{figure}"
-    ends = {end.label: end_of(end, quantity, column) for end in _independent(evidence)}
+    ends = {end.label: of.end(end, quantity) for end in _independent(of.evidence)}
     if len(ends) < 3:
         raise NotTested(f"{len(ends)} independent runs have no rank correlation to speak of")
     if quantity == TOP and not all(row[f"{TOP}_converged"] for row in ends.values()):
         raise NotTested("the largest eigenvalue of a last checkpoint did not converge")
     tau, p = kendall(
-        [row[quantity] for row in ends.values()], [row[column] for row in ends.values()]
+        [row[quantity] for row in ends.values()], [row[of.column] for row in ends.values()]
     )
     _, least = kendall(range(len(ends)), range(len(ends)))
     words = (
@@ -73,7 +66,7 @@ def _correlated(evidence: Evidence, quantity: str, spec: str, figure: str) -> Ve
     if least > ALPHA:
         words += f"; so few runs cannot decide, their best p is {least:.2g}"
     if quantity == TRACE:
-        words += f"; {_agreeing(evidence, ends, spec, figure)}"
+        words += f"; {_agreeing(of, ends)}"
     is_significant = p <= ALPHA
     return Verdict(decided(is_significant and tau > 0, is_significant, 1), words, effect)
 
@@ -92,18 +85,15 @@ def _independent(evidence: Evidence) -> list[RunSummary]:
     return list(kept.values())
 
 
-def _agreeing(evidence: Evidence, ends: dict[str, Row], spec: str, figure: str) -> str:
+def _agreeing(of: Measure, ends: dict[str, Row]) -> str:
     """The pairs of these runs that differ significantly by both quantities, and the same way."""
-    traces = evidence.paired.order_of_traces(ends)
-    errors = evidence.paired.order(ends, spec, figure)
-    both = [
-        pair
-        for pair in combinations(ends, 2)
-        if traces[pair] in SIGNIFICANT and errors[pair] in SIGNIFICANT
-    ]
-    same = sum(traces[pair] == errors[pair] for pair in both)
+    pairs = every_pair(ends)
+    traces, errors = of.evidence.paired.compared_traces(pairs), of.compared(pairs)
+    ways = [(traces[pair].verdict, errors[pair].verdict) for pair in pairs]
+    both = [way for way in ways if set(way) <= set(SIGNIFICANT)]
+    same = sum(trace == error for trace, error in both)
     return (
-        f"of the {len(traces)} pairs of these very runs {len(both)} differ significantly by both,"
+        f"of the {len(ways)} pairs of these very runs {len(both)} differ significantly by both,"
         f" {same} of them the same way (paired over microbatches and over documents, Holm)"
     )
 
@@ -116,27 +106,27 @@ def _agreeing(evidence: Evidence, ends: dict[str, Row], spec: str, figure: str) 
     needs="curvature before and after the decay",
 )
 @by_measure
-def along_the_anneal(evidence: Evidence, spec: str, figure: str) -> Verdict:
+def along_the_anneal(of: Measure) -> Verdict:
     """Compare run by run the ways of trace and error in the decay."""
-    if evidence.study.curvature is None:
+    if of.evidence.study.curvature is None:
         raise NotTested(NOT_MEASURED)
-    pairs = both_ends(evidence, f"quant/{spec}/{figure}", TRACE)
-    traces = evidence.paired.compared_traces(list(pairs.values()))
-    errors = evidence.compared(pairs, figure, spec).values()
-    ways = [(trace.verdict, error.verdict) for trace, error in zip(traces, errors, strict=True)]
+    pairs = of.both_ends(TRACE)
+    traces, errors = of.evidence.paired.compared_traces(pairs), of.compared(pairs)
+    ways = [(traces[label].verdict, errors[label].verdict) for label in pairs]
     both = [way for way in ways if set(way) <= set(SIGNIFICANT)]
     same = sum(trace == error for trace, error in both)
+    factors = {label: one.second_value / one.first_value for label, one in traces.items()}
     parts = [
-        f"{label}: trace x {trace.second_value / trace.first_value:.3g} (p {trace.p_adjusted:.2g}),"
-        f" error {signed(error.difference.value, figure)} (p {error.p_adjusted:.2g})"
-        for label, trace, error in zip(pairs, traces, errors, strict=True)
+        f"{label}: trace x {factors[label]:.3g} (p {traces[label].p_adjusted:.2g}),"
+        f" error {of.signed(error.difference.value)} (p {error.p_adjusted:.2g})"
+        for label, error in errors.items()
     ]
     words = (
         f"significantly the same way in {same} of {len(ways)} runs, the other way in"
         f" {len(both) - same} (trace paired over microbatches, error over documents, Holm):"
         f" {'; '.join(parts)}"
     )
-    factors = sorted(trace.second_value / trace.first_value for trace in traces)
-    moved = spread([error.difference.value for error in errors], figure)
-    effect = f"trace x {factors[0]:.3g} to x {factors[-1]:.3g}, error {moved}"
-    return Verdict(decided(same, len(both) - same, len(ways)), words, effect)
+    moved = of.spread([error.difference.value for error in errors.values()])
+    grown = f"trace x {min(factors.values()):.3g} to x {max(factors.values()):.3g}"
+    verdict = decided(same, len(both) - same, len(ways))
+    return Verdict(verdict, words, f"{grown}, error {moved}")

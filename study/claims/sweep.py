@@ -3,35 +3,30 @@
 from itertools import combinations, pairwise
 from math import log2
 
-from base.statistics import holm
 from quant_eval.specs import parse_spec
 from study.claims.data import Chosen, alike
 from study.claims.permutation import kendall
 from study.claims.schedule import slope_over
 from study.claims.verdict import (
-    FIGURES,
     NAMES,
     SIGNIFICANT,
     Evidence,
+    Measure,
     NotTested,
-    Pairs,
     Verdict,
-    all_claimed,
+    against_zero,
     by_measure,
     claim,
-    counted,
     decided,
-    end_of,
-    estimated,
     judged,
-    measure_of,
+    measures,
     outcome_of,
-    spread,
-    way_of,
 )
 from study.measurements.titles import spec_title
-from study.results.averages import Made, against_annealed, average_pairs, lowest_spec
+from study.results.averages import Made, against_annealed, lowest_spec
+from study.results.paired import every_pair
 from study.results.summary import RunSummary
+from study.results.table import Row
 from train.run.config import RunConfig
 
 NO_WORSE = 0.01  # of the loss: a larger rate's may be above the other's by so much, and is no worse
@@ -50,10 +45,10 @@ def _sweeps(evidence: Evidence) -> list[Chosen]:
     return [sorted(group, key=_peak) for group in groups]
 
 
-def _pairs(groups: list[Chosen], *columns: str) -> Pairs:
+def _pairs(of: Measure, groups: list[Chosen], *others: str) -> dict[str, tuple[Row, Row]]:
     """Pairs by 'lower peak vs higher peak': their last weights."""
     return {
-        f"{first.label} vs {second.label}": (end_of(first, *columns), end_of(second, *columns))
+        f"{first.label} vs {second.label}": (of.end(first, *others), of.end(second, *others))
         for group in groups
         for first, second in combinations(group, 2)
     }
@@ -67,33 +62,30 @@ def _pairs(groups: list[Chosen], *columns: str) -> Pairs:
     needs="runs that differ in their peak learning rate alone",
 )
 @by_measure
-def peaks(evidence: Evidence, spec: str, figure: str) -> Verdict:
+def peaks(of: Measure) -> Verdict:
     """Test the slope over log2 of the peak, every pair of peaks, and the order of the runs.
 
     Supported where every slope is significantly below 0 and no pair significantly the other way;
     contradicted likewise.
     """
-    groups, column = _sweeps(evidence), f"quant/{spec}/{figure}"
-    slopes, parts = [], []
+    groups, slopes, parts = _sweeps(of.evidence), [], []
     for group in groups:
-        found = [(end_of(end, column), log2(_peak(end))) for end in group]
-        slopes.append(evidence.contrast(spec, figure, slope_over(found)))
-        tau, p = kendall([place for _, place in found], [row[column] for row, _ in found])
+        found = [(of.end(end), log2(_peak(end))) for end in group]
+        slopes.append(of.contrast(slope_over(found)))
+        tau, p = kendall([place for _, place in found], [row[of.column] for row, _ in found])
         parts.append(
-            f"{len(found)} runs: {estimated(slopes[-1], figure)} per doubling of the peak;"
+            f"{len(found)} runs: {of.estimated(slopes[-1])} per doubling of the peak;"
             f" Kendall's tau over the runs {tau:+.2f}, exact p {p:.2g}"
         )
-    adjusted = holm([one.p_value() for one in slopes])
-    ways = [way_of(one.value, p) for one, p in zip(slopes, adjusted, strict=True)]
-    by_slope = outcome_of(ways, "lower")
-    pairs = evidence.compared(_pairs(groups), figure, spec)
+    by_slope = outcome_of(against_zero(slopes)[0], "lower")
+    pairs = of.compared(_pairs(of, groups))
     against = {"supported": "higher", "contradicted": "lower"}.get(by_slope)
     outcome = "not decided" if against in [one.verdict for one in pairs.values()] else by_slope
     words = (
         f"{'; '.join(parts)} (slopes paired over documents, Holm);"
-        f" {counted(pairs, 'lower', figure, 'pairs')}"
+        f" {of.counted(pairs, 'lower', 'pairs')}"
     )
-    effect = f"{spread([one.value for one in slopes], figure)} per doubling of the peak"
+    effect = f"{of.spread([one.value for one in slopes])} per doubling of the peak"
     return Verdict(outcome, words, effect)
 
 
@@ -105,14 +97,13 @@ def peaks(evidence: Evidence, spec: str, figure: str) -> Verdict:
     needs="runs that differ in their peak learning rate alone, two with about the same loss",
 )
 @by_measure
-def matched(evidence: Evidence, spec: str, figure: str) -> Verdict:
+def matched(of: Measure) -> Verdict:
     """Compare pairs in which the larger peak's loss is significantly not above by NO_WORSE."""
-    columns = [f"quant/{spec}/{name}" for name in (figure, "cross_entropy")]
-    pairs = _pairs(_sweeps(evidence), *columns)
-    losses = evidence.compared(pairs, "cross_entropy", spec)
+    of_loss = of.of(figure="cross_entropy")
+    pairs = _pairs(of, _sweeps(of.evidence), of_loss.column)
     chosen = {
         label: pairs[label]
-        for label, loss in losses.items()
+        for label, loss in of_loss.compared(pairs).items()
         if loss.difference.high <= NO_WORSE * loss.first_value
     }
     what = (
@@ -121,7 +112,7 @@ def matched(evidence: Evidence, spec: str, figure: str) -> Verdict:
     )
     if not chosen:
         raise NotTested(f"no {what}: the interval of each paired difference reaches beyond")
-    return all_claimed(evidence.compared(chosen, figure, spec), "lower", figure, what)
+    return of.all_claimed(of.compared(chosen), "lower", what)
 
 
 @claim(
@@ -133,21 +124,35 @@ def matched(evidence: Evidence, spec: str, figure: str) -> Verdict:
 )
 def averages(evidence: Evidence) -> list[Verdict]:
     """Compare averages of weights with the annealed weights of the same run, at the fewest bits."""
-    title = spec_title(lowest_spec(evidence.study))
+    spec = lowest_spec(evidence.study)
     return [
-        judged(f"{of}: {name} ({title})", _averaged, evidence, average, figure)
-        for of, average in against_annealed(evidence.study).items()
+        judged(
+            f"{title}: {name} ({spec_title(spec)})",
+            _averaged,
+            Measure(evidence, spec, figure),
+            average,
+        )
+        for title, average in against_annealed(evidence.study).items()
         for figure, name in NAMES.items()
     ]
 
 
-def _averaged(evidence: Evidence, average: Made, figure: str) -> Verdict:
-    study, spec = evidence.study, lowest_spec(evidence.study)
-    wanted = [end.label for end in evidence.annealed if average.planned(study, end.run)]
-    pairs = average_pairs(study, evidence.rows, average, f"quant/{spec}/{figure}")
-    if not wanted or list(pairs) != wanted:
+def _averaged(of: Measure, average: Made) -> Verdict:
+    study, rows = of.evidence.study, of.evidence.rows
+    averaged = {(row["run"], row["step"]): row for row in rows if row["average"] == average.name}
+    wanted = {
+        end.label: (end.last, averaged.get(place))
+        for end in of.evidence.annealed
+        if (place := average.place(study, end.run))
+    }
+    pairs = {
+        label: (first, second)
+        for label, (first, second) in wanted.items()
+        if first and second and None not in (first[of.column], second[of.column])
+    }
+    if not wanted or len(pairs) < len(wanted):
         raise NotTested(f"missing: measured in {len(pairs)} of {len(wanted)} runs that anneal")
-    return all_claimed(evidence.compared(pairs, figure, spec), "lower", figure, "runs")
+    return of.all_claimed(of.compared(pairs), "lower", "runs")
 
 
 @claim(
@@ -159,28 +164,26 @@ def _averaged(evidence: Evidence, average: Made, figure: str) -> Verdict:
 )
 def methods(evidence: Evidence) -> list[Verdict]:
     """Test by every further method the pairs of runs that differ significantly by the first."""
-    quantization = evidence.study.quantization
-    return [
-        judged(measure_of(spec, figure), _same_order, evidence, quantization.specs[0], spec, figure)
-        for spec in quantization.methods
-        for figure in FIGURES
-    ]
+    others = measures(evidence, evidence.study.quantization.methods)
+    return [judged(of.title, _same_order, of) for of in others]
 
 
-def _same_order(evidence: Evidence, first: str, spec: str, figure: str) -> Verdict:
-    columns = [f"quant/{one}/{figure}" for one in (first, spec)]
-    ends = {end.label: end_of(end, *columns) for end in evidence.ends}
+def _same_order(of: Measure) -> Verdict:
+    by_first = of.of(spec=of.evidence.study.quantization.specs[0])
+    title = spec_title(by_first.spec)
+    ends = {end.label: by_first.end(end, of.column) for end in of.evidence.ends}
     if len(ends) < 2:
         raise NotTested("the study has a single run")
-    known, own = (evidence.paired.order(ends, one, figure) for one in (first, spec))
-    apart = [pair for pair, verdict in known.items() if verdict in SIGNIFICANT]
+    pairs = every_pair(ends)
+    known, own = by_first.compared(pairs), of.compared(pairs)
+    apart = [pair for pair, one in known.items() if one.verdict in SIGNIFICANT]
     if not apart:
-        words = f"by {spec_title(first)}, none of {len(known)} pairs differs significantly itself"
+        words = f"by {title}, none of {len(known)} pairs differs significantly itself"
         return Verdict("not decided", words)
-    kept = sum(own[pair] == known[pair] for pair in apart)
-    reversed_ = sum(own[pair] in SIGNIFICANT and own[pair] != known[pair] for pair in apart)
+    kept = sum(own[pair].verdict == known[pair].verdict for pair in apart)
+    reversed_ = sum(own[pair].verdict in SIGNIFICANT for pair in apart) - kept
     words = (
-        f"of {len(apart)} pairs that differ significantly by {spec_title(first)}, {kept} do the"
+        f"of {len(apart)} pairs that differ significantly by {title}, {kept} do the"
         f" same way and {reversed_} the other (paired over documents, Holm)"
     )
     effect = f"{kept} of {len(apart)} pairs the same way"
@@ -202,14 +205,14 @@ def bits(evidence: Evidence) -> list[Verdict]:
     verdicts = []
     for specs in by_method.values():
         for low, high in pairwise(sorted(specs, key=lambda spec: parse_spec(spec).bits)):
-            for figure in FIGURES:
-                name = f"{measure_of(low, figure)[:-1]}, against {parse_spec(high).bits} bits)"
-                verdicts.append(judged(name, _fewer_bits, evidence, low, high, figure))
+            for of in measures(evidence, [low]):
+                title = f"{of.title[:-1]}, against {parse_spec(high).bits} bits)"
+                verdicts.append(judged(title, _fewer_bits, of, high))
     return verdicts
 
 
-def _fewer_bits(evidence: Evidence, low: str, high: str, figure: str) -> Verdict:
-    columns = [f"quant/{spec}/{figure}" for spec in (low, high)]
-    ends = {end.label: end_of(end, *columns) for end in evidence.ends}
+def _fewer_bits(of: Measure, high: str) -> Verdict:
+    with_more = of.of(spec=high)
+    ends = {end.label: of.end(end, with_more.column) for end in of.evidence.ends}
     pairs = {label: (row, row) for label, row in ends.items()}
-    return all_claimed(evidence.compared(pairs, figure, high, low), "higher", figure, "runs")
+    return of.all_claimed(with_more.compared(pairs, of.spec), "higher", "runs")

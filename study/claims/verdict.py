@@ -5,23 +5,21 @@ significant its way, contradicted where some are significant the other way and n
 decided otherwise.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from base.statistics import holm
+from base.statistics import holm, verdict_of
 from quant_eval.compare import Comparison
 from quant_eval.measuring.bootstrap import Resampled
 from study.definition import Study
 from study.measurements.kind import INTERVAL_LEVEL
 from study.measurements.titles import spec_title
-from study.results.paired import Paired
+from study.results.paired import Key, Paired, Pairs
 from study.results.summary import Rows, RunSummary, summarize
 from study.results.table import Row
 
-Pairs = dict[str, tuple[Row, Row]]  # by label
-Compared = dict[str, Comparison]
 Weighted = list[tuple[Row, float]]  # rows whose figures are summed, each times a factor
 Outcome = Literal["supported", "contradicted", "not decided", "not tested"]
 FIGURES = {"kl_divergence": "KL divergence", "relative_error": "relative error"}
@@ -69,14 +67,96 @@ class Evidence:
         """The ends at which the learning rate decays."""
         return [end for end in self.ends if end.anneals]
 
-    def contrast(self, spec: str, figure: str, *parts: Weighted) -> Resampled:
-        """The sum of weighted sums of a figure."""
-        return self.paired.contrast([one for part in parts for one in part], spec, figure)
 
-    def compared(self, pairs: Pairs, figure: str, spec: str, other: str = "") -> Compared:
-        """The second row of each pair against the first; at another spec, where that is given."""
-        measured = [((first, spec), (second, other or spec)) for first, second in pairs.values()]
-        return dict(zip(pairs, self.paired.compared(measured, figure), strict=True))
+@dataclass(frozen=True)
+class Measure:
+    """A figure at a spec, by which a claim is judged, with its comparisons and numbers in words."""
+
+    evidence: Evidence
+    spec: str
+    figure: str
+
+    @property
+    def column(self) -> str:
+        """The column of the table."""
+        return f"quant/{self.spec}/{self.figure}"
+
+    @property
+    def title(self) -> str:
+        """The name in words: 'KL divergence (GPTQ, 3 bits, groups of 32)'."""
+        return f"{NAMES[self.figure]} ({spec_title(self.spec)})"
+
+    def of(self, *, spec: str = "", figure: str = "") -> "Measure":
+        """Return another figure at this spec, or this figure at another spec."""
+        return Measure(self.evidence, spec or self.spec, figure or self.figure)
+
+    def contrast(self, *parts: Weighted) -> Resampled:
+        """Return the sum of weighted sums of the figure."""
+        weighted = [one for part in parts for one in part]
+        return self.evidence.paired.contrast(weighted, self.spec, self.figure)
+
+    def compared(self, pairs: Pairs[Key], second_spec: str = "") -> dict[Key, Comparison]:
+        """Return the second row of each pair against the first; at another spec, if given."""
+        return self.evidence.paired.compared(pairs, self.figure, self.spec, second_spec)
+
+    def signed(self, value: float) -> str:
+        """Return a difference with its unit: '+0.123%' of relative errors, else '-0.00123'."""
+        is_share = self.figure == "relative_error"
+        return f"{100 * value:+.3g}%" if is_share else f"{value:+.3g}"
+
+    def spread(self, values: Sequence[float]) -> str:
+        """Return the range of some values with their unit."""
+        low, high = self.signed(min(values)), self.signed(max(values))
+        return low if low == high else f"{low} to {high}"
+
+    def estimated(self, resampled: Resampled) -> str:
+        """Return a contrast with its interval."""
+        low, high = map(self.signed, resampled.interval(INTERVAL_LEVEL))
+        return f"{self.signed(resampled.value)} [{low}, {high}]"
+
+    def all_claimed(self, found: Mapping[Any, Comparison], claimed: str, what: str) -> Verdict:
+        """Judge comparisons whose second is claimed to be higher or lower than the first."""
+        outcome = outcome_of([one.verdict for one in found.values()], claimed)
+        effect = self.spread([one.difference.value for one in found.values()])
+        return Verdict(outcome, self.counted(found, claimed, what), effect)
+
+    def counted(self, found: Mapping[Any, Comparison], claimed: str, what: str) -> str:
+        """Count the comparisons that are significant each way, with their differences."""
+        against = "lower" if claimed == "higher" else "higher"
+        verdicts: list[str] = [one.verdict for one in found.values()]
+        head = (
+            f"significantly {claimed} in {verdicts.count(claimed)} of {len(verdicts)} {what},"
+            f" {against} in {verdicts.count(against)} (paired over documents, Holm): "
+        )
+        if len(found) <= MOST_LISTED:
+            return head + "; ".join(
+                f"{label}: {self.signed(one.difference.value)} [{self.signed(one.difference.low)},"
+                f" {self.signed(one.difference.high)}], p {one.p_adjusted:.2g}"
+                for label, one in found.items()
+            )
+        values = sorted(one.difference.value for one in found.values())
+        p_values = [one.p_adjusted for one in found.values()]
+        return (
+            f"{head}differences {self.signed(values[0])} to {self.signed(values[-1])},"
+            f" p {min(p_values):.2g} to {max(p_values):.2g}"
+        )
+
+    def end(self, end: RunSummary, *others: str) -> Row:
+        """Return the row of the end of training; NotTested where a column is not measured."""
+        return needed(f"the end of {end.label}", end.last, self.column, *others)
+
+    def both_ends(self, *others: str) -> dict[str, tuple[Row, Row]]:
+        """Return label -> rows before and after the decay; NotTested where a column is missing."""
+        pairs = {
+            end.label: (
+                needed(f"{end.label} before the decay", end.first, self.column, *others),
+                self.end(end, *others),
+            )
+            for end in self.evidence.annealed
+        }
+        if not pairs:
+            raise NotTested("no run's learning rate decays after a checkpoint at a higher one")
+        return pairs
 
 
 @dataclass(frozen=True)
@@ -107,27 +187,24 @@ def claim(
     return lambda judge: Claim(place, name, sentence, source, needs, judge)
 
 
-def measure_of(spec: str, figure: str) -> str:
-    """Return 'KL divergence (GPTQ, 3 bits, groups of 32)'."""
-    return f"{FIGURES[figure]} ({spec_title(spec)})"
-
-
-def judged(measure: str, judge: Callable[..., Verdict], *arguments: Any) -> Verdict:
+def judged(title: str, judge: Callable[..., Verdict], *arguments: Any) -> Verdict:
     """Return what `judge` makes of its arguments under the name of the quantity."""
     try:
-        return judge(*arguments)._replace(measure=measure)
+        return judge(*arguments)._replace(measure=title)
     except NotTested as reason:
-        return Verdict("not tested", str(reason), measure=measure)
+        return Verdict("not tested", str(reason), measure=title)
 
 
-def by_measure(
-    judge: Callable[[Evidence, str, str], Verdict],
-) -> Callable[[Evidence], list[Verdict]]:
+def measures(evidence: Evidence, specs: Sequence[str]) -> list[Measure]:
+    """Return every figure at each of these specs."""
+    return [Measure(evidence, spec, figure) for spec in specs for figure in FIGURES]
+
+
+def by_measure(judge: Callable[[Measure], Verdict]) -> Callable[[Evidence], list[Verdict]]:
     """Judge each figure at each spec that all checkpoints are quantized with."""
     return lambda evidence: [
-        judged(measure_of(spec, figure), judge, evidence, spec, figure)
-        for spec in evidence.study.quantization.specs
-        for figure in FIGURES
+        judged(one.title, judge, one)
+        for one in measures(evidence, evidence.study.quantization.specs)
     ]
 
 
@@ -141,21 +218,11 @@ def needed(what: str, row: Row | None, *columns: str) -> Row:
     return row
 
 
-def end_of(end: RunSummary, *columns: str) -> Row:
-    """Return the row of the end of training; NotTested where one of these is not measured."""
-    return needed(f"the end of {end.label}", end.last, *columns)
-
-
 def decided(agreeing: int, opposing: int, count: int) -> Outcome:
     """Return the outcome of so many comparisons."""
     if agreeing == count:
         return "supported"
     return "contradicted" if opposing and not agreeing else "not decided"
-
-
-def way_of(value: float, p_value: float) -> str:
-    """Return how a value is to 0: higher, lower, or not significantly different."""
-    return "no significant difference" if p_value > ALPHA else "higher" if value > 0 else "lower"
 
 
 def outcome_of(verdicts: Sequence[str], claimed: str) -> Outcome:
@@ -164,55 +231,11 @@ def outcome_of(verdicts: Sequence[str], claimed: str) -> Outcome:
     return decided(verdicts.count(claimed), verdicts.count(against), len(verdicts))
 
 
-def all_claimed(found: Compared, claimed: str, figure: str, what: str) -> Verdict:
-    """Judge comparisons whose second is claimed to be higher or lower than the first."""
-    outcome = outcome_of([one.verdict for one in found.values()], claimed)
-    effect = spread([one.difference.value for one in found.values()], figure)
-    return Verdict(outcome, counted(found, claimed, figure, what), effect)
-
-
-def counted(found: Compared, claimed: str, figure: str, what: str) -> str:
-    """Count the comparisons that are significant each way, with their differences."""
-    against = "lower" if claimed == "higher" else "higher"
-    verdicts: list[str] = [one.verdict for one in found.values()]
-    head = (
-        f"significantly {claimed} in {verdicts.count(claimed)} of {len(verdicts)} {what},"
-        f" {against} in {verdicts.count(against)} (paired over documents, Holm): "
-    )
-    if len(found) <= MOST_LISTED:
-        return head + "; ".join(
-            f"{label}: {signed(one.difference.value, figure)}"
-            f" [{signed(one.difference.low, figure)}, {signed(one.difference.high, figure)}], p"
-            f" {one.p_adjusted:.2g}"
-            for label, one in found.items()
-        )
-    values = sorted(one.difference.value for one in found.values())
-    p_values = [one.p_adjusted for one in found.values()]
-    return (
-        f"{head}differences {signed(values[0], figure)} to {signed(values[-1], figure)},"
-        f" p {min(p_values):.2g} to {max(p_values):.2g}"
-    )
-
-
-def signed(value: float, figure: str) -> str:
-    """Return a difference of figures with its unit.
-
-    >>> signed(0.00123, "relative_error"), signed(-0.00123, "kl_divergence")
-    ('+0.123%', '-0.00123')
-    """
-    return f"{100 * value:+.3g}%" if figure == "relative_error" else f"{value:+.3g}"
-
-
-def spread(values: Sequence[float], figure: str) -> str:
-    """Return the range of some values with their unit."""
-    low, high = signed(min(values), figure), signed(max(values), figure)
-    return low if low == high else f"{low} to {high}"
-
-
-def estimated(resampled: Resampled, figure: str) -> str:
-    """Return a contrast with its interval."""
-    low, high = (signed(end, figure) for end in resampled.interval(INTERVAL_LEVEL))
-    return f"{signed(resampled.value, figure)} [{low}, {high}]"
+def against_zero(contrasts: Sequence[Resampled]) -> tuple[list[str], list[float]]:
+    """Return the verdict on each contrast, and its p-value by Holm's correction over them."""
+    p_values = holm([one.p_value() for one in contrasts])
+    pairs = zip(contrasts, p_values, strict=True)
+    return [verdict_of(one.value, p, INTERVAL_LEVEL) for one, p in pairs], p_values
 
 
 def significant_above(contrasts: Sequence[Sequence[Resampled]], one_sided: bool) -> list[bool]:

@@ -8,45 +8,43 @@ from ckpt_tools.hf.results import Kind, read_result
 from study.axes import AnyRun
 from study.definition import Study
 from study.figures.charts import GREY, LINE, SHADE, Chart, Quantity, Rows, Span, data, marks, panel
-from study.figures.looks import Runs, runs_of
+from study.figures.looks import Look, runs_of
 from study.results.table import Row
 from train.run.config import RunConfig
 from train.run.schedules import first_step, learning_rate
 
 MOST_RATES = 150  # points of a curve of learning rates, its corners aside
 RATE = "learning rate / its peak"
-Bounds = Callable[[Row], Span]  # lower and upper end of the bar of a row
+WEIGHTS = "weights"  # the series of the weights as training left them
 
 
-def facts_of(row: Row) -> dict[str, Any]:
+def described(row: Row, panel_title: str, look: Look, **more: str) -> dict[str, Any]:
     """Return what is known of a row besides what is drawn."""
+    head = {"panel": panel_title, "run": look.label} | more
     facts = {"step": row["step"], "tokens": row["tokens"]}
-    return facts | {"learning rate": row["learning_rate"], "phase": row["phase"]}
+    return head | facts | {"learning rate": row["learning_rate"], "phase": row["phase"]}
 
 
-def interval_of(column: str) -> Bounds:
-    """Return the bounds that a row holds beside the column."""
-    return lambda row: (row[f"{column}_low"], row[f"{column}_high"])
+def interval_of(row: Row, column: str) -> Span | None:
+    """Return the ends of the bar of a value; None for one without.
 
-
-def residual_of(column: str) -> Bounds:
-    """Return bounds on the distance to the nearest eigenvalue."""
-
-    def bounds(row: Row) -> Span:
+    They are beside it in the table. An eigenvalue has a residual instead: its distance to the
+    nearest one at most.
+    """
+    if f"{column}_low" in row:
+        return row[f"{column}_low"], row[f"{column}_high"]
+    if f"{column}_residual" in row:
         reach = row[f"{column}_residual"] * abs(row[column])
         return row[column] - reach, row[column] + reach
-
-    return bounds
+    return None
 
 
 class Canvas:
     """The results of a study, and panels of them against the tokens of training."""
 
-    def __init__(
-        self, study: Study, table: Sequence[Row], directory: Path, runs: Runs | None = None
-    ) -> None:
+    def __init__(self, study: Study, table: Sequence[Row], directory: Path) -> None:
         self.study, self.table, self.directory = study, table, directory
-        self.runs = runs or runs_of(study)
+        self.runs = runs_of(study)
         planned = [run.total_steps * run.tokens_per_step for run in study.trained]
         known = [row["tokens"] for row in table if row["tokens"] is not None]
         self.most_tokens = max([*planned, *known], default=1)
@@ -62,50 +60,53 @@ class Canvas:
         own = (row for row in self.table if row["run"] == run and row["average"] == average)
         return [row for row in own if row[column] is not None and row["tokens"] is not None]
 
-    def last_rows(self) -> dict[str, Row]:
-        """Return run -> the row of its last weights, where there is one."""
+    def last_rows(self, column: str) -> dict[str, Row]:
+        """Return run -> the row of its last weights, where it holds the column."""
         last = {run.name: run.total_steps for run in self.study.runs}
         weights = (row for row in self.table if row["average"] is None)
-        return {row["run"]: row for row in weights if row["step"] == last[row["run"]]}
+        own = {row["run"]: row for row in weights if row["step"] == last[row["run"]]}
+        return {
+            run: own[run] for run in self.runs.looks if run in own and own[run][column] is not None
+        }
 
     def results(self, path_of: Callable[[AnyRun], str], kind: type[Kind]) -> dict[str, Kind]:
         """Return what is measured, by the label of its run, in the order of the runs."""
         runs = {run.name: run for run in self.study.runs}
-        paths = {
-            look.label: self.directory / path_of(runs[name])
-            for name, look in self.runs.looks.items()
-        }
-        existing = {label: path for label, path in paths.items() if path.exists()}
-        return {label: read_result(path, kind).measured for label, path in existing.items()}
+        found = {}
+        for name, look in self.runs.looks.items():
+            path = self.directory / path_of(runs[name])
+            if path.exists():
+                found[look.label] = read_result(path, kind).measured
+        return found
 
     def along(
         self,
         quantity: Quantity,
         column: str,
-        bounds: Bounds | None,
         title: str,
+        *,
+        has_bars: bool = True,
         average: str | None = None,
-        series: str = "weights",
+        series: str = WEIGHTS,
     ) -> Rows:
         """Return a column against tokens: of every run's weights, or of an average of them."""
         rows = []
         for run, look in self.runs.looks.items():
             for row in self.rows_of(run, column, average):
                 values = self.tokens.values(row["tokens"] / self.unit)
-                values |= quantity.values(row[column], bounds(row) if bounds else None)
-                head = {"panel": title, "run": look.label, "series": series}
-                rows.append(head | facts_of(row) | values)
+                values |= quantity.values(
+                    row[column], interval_of(row, column) if has_bars else None
+                )
+                rows.append(described(row, title, look, series=series) | values)
         return rows
 
-    def curves(
-        self, rows: Rows, quantity: Quantity, column: str, columns: int, **more: Any
-    ) -> Chart:
+    def curves(self, rows: Rows, quantity: Quantity, columns: int, **more: Any) -> Chart:
         """Return the panel of rows of `along`, named as they are; `more` is of the marks."""
         layers = [
-            self._links(quantity, column),
+            *self._links(rows, quantity),
             marks(rows, self.runs, self.tokens, quantity, **more),
         ]
-        return self.panel([layer for layer in layers if layer], rows[0]["panel"], columns)
+        return self.panel(layers, rows[0]["panel"], columns)
 
     def panel(self, layers: Sequence[Chart], title: str, columns: int) -> Chart:
         """Return layers against tokens, over the anneal and beside the learning rates."""
@@ -113,23 +114,23 @@ class Canvas:
         chart = panel([values, *self._rate_lines()], title, columns)
         return chart | {"resolve": {"scale": {"y": "independent"}}}
 
-    def _links(self, quantity: Quantity, column: str) -> Chart | None:
+    def _links(self, rows: Rows, quantity: Quantity) -> list[Chart]:
         """Lines from the checkpoints that branches start from to their own first ones."""
-        rows = []
+        weights = [row for row in rows if row["series"] == WEIGHTS]
+        looks, ends = self.runs.looks, Rows()
         for run in self.study.trained:
-            own = self.rows_of(run.name, column) if run.branch_from else []
-            if not own or run.branch_from is None:
+            if run.branch_from is None:
                 continue
-            parent = self.rows_of(self.study.parent_of(run).name, column)
-            origin = [row for row in parent if row["step"] == run.branch_from.step]
-            for row in (*origin, own[0]) if origin else ():
-                label: dict[str, Any] = {"run": self.runs.looks[run.name].label}
-                values = self.tokens.values(row["tokens"] / self.unit)
-                rows.append(label | values | quantity.values(row[column]))
-        if not rows:
-            return None
-        axes = {"x": self.tokens.encoding(), "y": quantity.encoding()}
-        return data(rows, mark=LINE, encoding=axes | {"color": self.runs.colour})
+            label = looks[run.name].label
+            parent = (looks[self.study.parent_of(run).name].label, run.branch_from.step)
+            origin = [row for row in weights if (row["run"], row["step"]) == parent]
+            own = [row for row in weights if row["run"] == label]
+            for row in (*origin, own[0]) if origin and own else ():
+                axes = (self.tokens.label, quantity.label)
+                ends.append({"run": label} | {axis: row[axis] for axis in axes})
+        encoding = {"x": self.tokens.encoding(), "y": quantity.encoding()}
+        encoding |= {"color": self.runs.colour}
+        return [data(ends, mark=LINE, encoding=encoding)] if ends else []
 
     def _shade(self) -> list[Chart]:
         """The anneal where all runs share it."""
@@ -209,8 +210,3 @@ def _schedule(run: RunConfig) -> tuple[Span, ...]:
         for step in sorted({*corners, *spaced})
         if step >= start
     )
-
-
-def late(rows: Rows, x: Quantity, y: Quantity, since: float) -> list[float]:
-    """Return the values of y from `since` on: the first steps, far above, would flatten them."""
-    return y.reach([row for row in rows if row[x.label] >= since])

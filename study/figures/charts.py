@@ -20,6 +20,7 @@ NATS = "nats per token"
 WIDTHS = {1: 560, 2: 355, 3: 215, 4: 160}  # pixels of a panel, by panels side by side
 HEIGHT = 250
 MOST_COLUMNS = 4
+NEAR = 0.06  # of the range of the values, between them and the ends of an axis
 GREY, INK, SHADE = "#777777", "#1c1c1c", "#f3f1e7"
 LINE: Chart = {"type": "line", "clip": True, "strokeWidth": 1.6}
 POINT: Chart = {"type": "point", "clip": True, "filled": True, "opacity": 1, "size": 40}
@@ -71,6 +72,11 @@ class Quantity:
         encoding = {"field": field or self.label, "type": "quantitative"}
         return encoding | {"title": self.written or self.label, "scale": scale, "axis": axis}
 
+    def near(self, rows: Rows) -> "Quantity":
+        """Return the quantity on an axis that ends just beside the values of these rows."""
+        values = self.reach(rows)
+        return replace(self, domain=around(values, NEAR)) if values else self
+
     def logarithmic_for(self, rows: Rows) -> "Quantity":
         """Return the quantity on a logarithmic axis if all values of the rows have a place there.
 
@@ -106,37 +112,32 @@ def marks(
     y: Quantity | Chart,
     *,
     has_line: bool = True,
-    point: Chart | None = None,
     bar_opacity: float = 0.6,
     open_where: str = "false",
-    **channels: Any,
+    lines: Chart | None = None,
+    points: Chart | None = None,
+    **both: Chart,
 ) -> Chart:
     """Return lines, bars of the intervals and points of rows in the colours of their runs.
-
-    An axis is a quantity, or the encoding of a category.
 
     Args:
         rows: all of one panel.
         runs: their looks.
-        x: the horizontal axis.
-        y: the vertical axis.
+        x: the horizontal axis: a quantity, or the encoding of a category.
+        y: the vertical axis, likewise.
         has_line: whether the points of a run are joined.
-        point: changes of the points' style.
         bar_opacity: of the intervals.
         open_where: Vega's expression of the rows whose points are open.
-        channels: further encodings, or others than the runs' own; those of points alone begin with
-            `point_`, those of lines alone with `line_`.
+        lines: further encodings of the lines, or others than the runs' own.
+        points: those of the points.
+        both: those of all marks.
     """
-    own = {name.removeprefix("point_"): one for name, one in channels.items() if "point_" in name}
-    lines = {name.removeprefix("line_"): one for name, one in channels.items() if "line_" in name}
-    both = {name: one for name, one in channels.items() if "_" not in name}
     axes = {"x": x, "y": y}
     quantities = {name: one for name, one in axes.items() if isinstance(one, Quantity)}
     places = axes | {name: one.encoding() for name, one in quantities.items()}
-    common = places | {"color": runs.colour} | both
     layers: list[Chart] = []
     if has_line:
-        layers.append({"mark": LINE, "encoding": runs.dash | lines})
+        layers.append({"mark": LINE, "encoding": lines or {}})
     for name, quantity in quantities.items():
         low, high = (f"{quantity.label}, {end}" for end in ("low", "high"))
         if any(low in row for row in rows):
@@ -144,13 +145,12 @@ def marks(
             known = {"transform": [{"filter": f"isValid(datum['{low}'])"}]}
             mark = {"type": "rule", "clip": True, "opacity": bar_opacity}
             layers.append(known | {"mark": mark, "encoding": bar})
-    shape = {"shape": runs.shape, "tooltip": tooltip(rows)}
-    for where, style in ((f"!({open_where})", {}), (open_where, OPEN)):
-        if where != "false":
-            some = {"transform": [{"filter": where}]} if open_where != "false" else {}
-            mark = POINT | style | (point or {})
-            layers.append(some | {"mark": mark, "encoding": shape | own})
-    return data(rows, encoding=common, layer=layers)
+    shape = {"shape": runs.shape, "tooltip": tooltip(rows)} | (points or {})
+    styles = {"true": {}} if open_where == "false" else {f"!({open_where})": {}, open_where: OPEN}
+    for where, style in styles.items():
+        some = {} if where == "true" else {"transform": [{"filter": where}]}
+        layers.append(some | {"mark": POINT | style, "encoding": shape})
+    return data(rows, encoding=places | {"color": runs.colour} | both, layer=layers)
 
 
 def tooltip(rows: Rows) -> list[Chart]:

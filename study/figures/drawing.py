@@ -18,17 +18,14 @@ from study.discovery import discovered
 from study.figures import drawn
 from study.figures.canvas import Canvas
 from study.figures.charts import Chart, Rows
-from study.figures.figure import Drawn, Figure
+from study.figures.figure import Figure
 
 DIRECTORY = "figures"
-KINDS = ("png", "pdf")
 PNG_SCALE, COLOURS = 2.0, 128
 METADATA: dict[str, Any] = {  # without versions and dates: the same numbers make the same file
     "png": {"Software": None},
     "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
 }
-
-
 RESOURCES = re.compile(rb"(?: +/\w+ \d+ 0 R\n)+")  # of a page; their order is by chance
 
 
@@ -56,25 +53,21 @@ def draw_all(canvas: Canvas) -> tuple[list[Shown], list[str]]:
     folder = canvas.directory / DIRECTORY
     folder.mkdir(exist_ok=True)
     for one in figures_of(canvas.study):
-        drawn_figure = one.draw(canvas)
-        if drawn_figure is None:
+        paths = {kind: folder / f"{one.name}.{kind}" for kind in ("csv", "png", "pdf")}
+        found = one.draw(canvas)
+        if found is None:
             empty.append(one.name)
-            for kind in (*KINDS, "csv"):
-                (folder / f"{one.name}.{kind}").unlink(missing_ok=True)
+            for path in paths.values():
+                path.unlink(missing_ok=True)
             continue
-        shown.append(shown_of(one, drawn_figure))
-        write_rows(drawn_figure.rows, folder / f"{one.name}.csv")
-        for kind in KINDS:
-            content = shown[-1].png if kind == "png" else picture_of(drawn_figure.chart, kind)
-            with replaced_file(folder / f"{one.name}.{kind}") as aside:
+        pictures = {kind: picture_of(found.chart, kind) for kind in METADATA}
+        write_rows(found.rows, paths["csv"])
+        for kind, content in pictures.items():
+            with replaced_file(paths[kind]) as aside:
                 aside.write_bytes(content)
+        chart = None if isinstance(found.chart, Picture) else found.chart
+        shown.append(Shown(one.name, one.caption, pictures["png"], chart))
     return shown, empty
-
-
-def shown_of(one: Figure, of: Drawn) -> Shown:
-    """Return a figure with data as a page shows it."""
-    chart = None if isinstance(of.chart, Picture) else of.chart
-    return Shown(one.name, one.caption, picture_of(of.chart, "png"), chart)
 
 
 def _in_order(lines: re.Match[bytes]) -> bytes:

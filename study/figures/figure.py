@@ -1,6 +1,6 @@
 """One figure of a report: its name, its caption, the rows behind it and the chart of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure as Picture
 
 from study.definition import Study
 from study.figures.canvas import Canvas
-from study.figures.charts import Chart, Rows
+from study.figures.charts import Chart, Rows, grid
 
 
 class Drawn(NamedTuple):
@@ -34,12 +34,8 @@ class Figure:
     draw: Callable[[Canvas], Drawn | None]
 
 
-def _always(_study: Study) -> bool:
-    return True
-
-
 def figure(
-    name: str, place: int, caption: str, applies: Callable[[Study], bool] = _always
+    name: str, place: int, caption: str, applies: Callable[[Study], bool] = lambda _: True
 ) -> Callable[[Callable[[Canvas], Drawn | None]], Figure]:
     """Make a figure of a function.
 
@@ -50,3 +46,15 @@ def figure(
         applies: False for a study that will never hold such data.
     """
     return lambda draw: Figure(name, place, caption, applies, draw)
+
+
+def drawn(
+    panels: Sequence[tuple[Rows, Chart]], columns: int, rates: Sequence[dict[str, object]] = ()
+) -> Drawn | None:
+    """Return a figure of panels with their rows, side by side; None without any.
+
+    Learning rates are drawn in the panels, so they are among the rows of the figure.
+    """
+    rows = [row for own, _ in panels for row in own]
+    charts = [chart for _, chart in panels]
+    return Drawn([*rows, *rates], grid(charts, columns)) if rows else None

@@ -15,17 +15,15 @@ from study.definition import Study
 from study.results.summary import in_order
 
 SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
-DASHED = (5, 3)
 
 
 @dataclass(frozen=True)
 class Look:
-    """One run in every figure; `dash` is empty for a solid line."""
+    """One run in every figure."""
 
     label: str
     colour: str
     shape: str
-    dash: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,13 +47,6 @@ class Runs:
     def shape(self) -> dict[str, Any]:
         """The marker of a row's run."""
         return self._encoding([look.shape for look in self.looks.values()])
-
-    @property
-    def dash(self) -> dict[str, Any]:
-        """The line style of a row's run as an encoding; empty where all are solid."""
-        dashes = [list(look.dash) or [1, 0] for look in self.looks.values()]
-        is_needed = any(look.dash for look in self.looks.values())
-        return {"strokeDash": self._encoding(dashes)} if is_needed else {}
 
 
 def colours(count: int) -> list[str]:

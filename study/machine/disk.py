@@ -2,6 +2,8 @@
 
 import math
 import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from base.errors import UserError
@@ -44,53 +46,33 @@ def _size_of(directory: Path) -> int:
     size = 0
     for parent, _, names in os.walk(directory):
         for name in names:
-            try:
+            with suppress(FileNotFoundError):  # it went meanwhile
                 # half the time that Path takes
                 size += os.lstat(os.path.join(parent, name)).st_size  # noqa: PTH118
-            except FileNotFoundError:  # it went meanwhile
-                continue
     return size
 
 
-def present_bytes(study: Study, study_dir: Path) -> dict[str, int]:
-    """Return the bytes that are in the study's directory, of no kind more than it needs."""
-    found = dict.fromkeys((CHECKPOINTS, EXPORTS, DENSE), 0)
-    for run in study.trained:
-        directory = RunDirectory(study_dir / run.name)
-        dense = sum(_size_of(path) for path in directory.hf.glob("*/blocks/*/dense"))
-        found[CHECKPOINTS] += _size_of(directory.checkpoints) + _size_of(directory.restarts)
-        found[EXPORTS] += _size_of(directory.hf) - dense
-        found[DENSE] += dense
-    needed = needed_bytes(study)
-    return {kind: min(size, needed[kind]) for kind, size in found.items()}
-
-
-def _free_bytes(directory: Path) -> int:
-    """Return what can still be written there; quotas of Lustre and the like do not show in it."""
-    there = next(parent for parent in (directory, *directory.parents) if parent.exists())
-    status = os.statvfs(there)
-    return status.f_bavail * status.f_frsize
-
-
-def check_room(
-    study: Study, root: Path, reserve_gb: float = 0.0, *, only: str | None = None
-) -> None:
-    """Raise UserError for a study, or one run of it, that the filesystem of `root` has no room for.
+def check_room(study: Study, root: Path, reserve_gb: float = 0.0) -> None:
+    """Raise UserError for a study that the filesystem of `root` has no room for.
 
     Counted is what still has to be written, and what is to be left free.
     """
-    if only:
-        runs = tuple(run for run in study.runs if run.name == only)
-        study = study.model_copy(update={"runs": runs})
-    needed, present = needed_bytes(study), present_bytes(study, root / study.name)
-    missing = {kind: needed[kind] - present[kind] for kind in needed}
-    free = _free_bytes(root)
+    present = dict.fromkeys((CHECKPOINTS, EXPORTS, DENSE), 0)
+    for run in study.trained:
+        directory = RunDirectory(root / study.name / run.name)
+        dense = sum(_size_of(path) for path in directory.hf.glob("*/blocks/*/dense"))
+        present[CHECKPOINTS] += _size_of(directory.checkpoints) + _size_of(directory.restarts)
+        present[EXPORTS] += _size_of(directory.hf) - dense
+        present[DENSE] += dense
+    missing = {kind: max(0, size - present[kind]) for kind, size in needed_bytes(study).items()}
+    there = next(parent for parent in (root, *root.parents) if parent.exists())
+    free = shutil.disk_usage(there).free  # quotas of Lustre and the like do not show in it
     if sum(missing.values()) + reserve_gb * GB <= free:
         return
     parts = ", ".join(f"{kind} {size / GB:,.1f}" for kind, size in missing.items() if size)
     reserved = f", of which {reserve_gb:,.1f} GB are reserved" if reserve_gb else ""
     raise UserError(
-        f"{only or study.name} will write {sum(missing.values()) / GB:,.1f} GB more ({parts}), but"
+        f"{study.name} will write {sum(missing.values()) / GB:,.1f} GB more ({parts}), but"
         f" {root} has {free / GB:,.1f} GB free{reserved}; free space, take a root on another"
         " filesystem, or save fewer checkpoints"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from base.errors import UserError
 from base.files import write_json
-from base.gpus import Gpu, check_torch, gpus_here
+from base.gpus import check_torch, gpus_here
 from train.planning.flops import GPUS, kind_of
 
 UNKNOWN_BYTES = sys.maxsize  # memory of GPUs that a site file does not state
@@ -84,7 +84,19 @@ def this_machine(device: str, gpus: int | None, cores: int, *, sized_for: str) -
         sized = "" if device == "cuda" else "the study is sized for GPUs, and "
         raise UserError(f"{sized}{error}") from None
     check_torch()
-    chosen = _chosen(visible, gpus)
+    wanted = len(visible) if gpus is None else gpus
+    if wanted > len(visible):
+        raise UserError(
+            f"--gpus {gpus} asks for more GPUs than the {len(visible)} there are; give fewer"
+        )
+    idle, busy = [gpu for gpu in visible if not gpu.busy], [gpu for gpu in visible if gpu.busy]
+    if wanted > len(idle):
+        fewer = f"give --gpus {len(idle)}" if idle else "end what runs there"
+        raise UserError(
+            f"{busy[0]} is busy; wait until it is free, {fewer}, or choose others with"
+            " CUDA_VISIBLE_DEVICES"
+        )
+    chosen = idle[:wanted]
     models = dict.fromkeys(gpu.model for gpu in chosen)
     if len(models) > 1:
         raise UserError(
@@ -98,20 +110,3 @@ def this_machine(device: str, gpus: int | None, cores: int, *, sized_for: str) -
         kind_of(model) or model,
         min(gpu.total_bytes for gpu in chosen),
     )
-
-
-def _chosen(visible: list[Gpu], gpus: int | None) -> list[Gpu]:
-    """Return `gpus` idle ones, or all; UserError naming those that are in use."""
-    if gpus is not None and gpus > len(visible):
-        raise UserError(
-            f"--gpus {gpus} asks for more GPUs than the {len(visible)} there are; give fewer"
-        )
-    idle, busy = [gpu for gpu in visible if not gpu.busy], [gpu for gpu in visible if gpu.busy]
-    wanted = len(visible) if gpus is None else gpus
-    if wanted > len(idle):
-        fewer = f"give --gpus {len(idle)}" if idle else "end what runs there"
-        raise UserError(
-            f"{busy[0]} is busy; wait until it is free, {fewer}, or choose others with"
-            " CUDA_VISIBLE_DEVICES"
-        )
-    return idle[:wanted]

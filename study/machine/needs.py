@@ -7,6 +7,7 @@ decides a number of the study beyond rounding: a layout says who computes what.
 
 import json
 from functools import cache, cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -52,8 +53,6 @@ class Needs:
     @cached_property
     def trainings(self) -> dict[str, TrainingLayout]:
         """By name every run that is trained; UserError where one fits no layout."""
-        if not self.hardware.gpus:
-            return {run.name: TrainingLayout(run, self.study.ranks) for run in self.study.trained}
         return {run.name: self._training(run) for run in self.study.trained}
 
     def _training(self, run: RunConfig) -> TrainingLayout:
@@ -63,6 +62,8 @@ class Needs:
         runs on two GPUs each communicate less than one after the other on eight.
         """
         gpus, gpu_bytes = len(self.hardware.gpus), self.hardware.gpu_bytes
+        if not gpus:
+            return TrainingLayout(run, self.study.ranks)
         counts = range(1, gpus + 1)
         fitting = {count: run for count in counts if memory_if_it_fits(run, count, gpu_bytes)}
         if not fitting:
@@ -130,46 +131,31 @@ class Needs:
         """Return config.json of the model that a step measures; None where it is not there yet."""
         if step.run not in self._configs:
             run = next(run for run in self.study.runs if run.name == step.run)
-            if isinstance(run, RunConfig):
-                self._configs[step.run] = model_config(run)
-            else:
-                for model in self.study.models_of(run):
-                    path = self.directory / hf_directory(run.name, model) / "config.json"
-                    if path.is_file():
-                        self._configs[step.run] = path.read_text()
-                        break
+            if isinstance(run, RunConfig):  # as far as it decides the cost
+                shape = hf_settings(run.model, run.data.sequence_length, 0)
+                self._configs[step.run] = json.dumps({"model_type": run.model.family, **shape})
+                return self._configs[step.run]
+            for model in self.study.models_of(run):
+                path = self.directory / hf_directory(run.name, model) / "config.json"
+                if path.is_file():
+                    self._configs[step.run] = path.read_text()
+                    break
         return self._configs.get(step.run)
-
-
-def model_config(run: RunConfig) -> str:
-    """Return the config.json of a run's exports, as far as it decides the cost of a measurement."""
-    return json.dumps(
-        {"model_type": run.model.family, **hf_settings(run.model, run.data.sequence_length, 0)}
-    )
 
 
 def no_layout(run: RunConfig, study: Study, where: str) -> str:
     """Return the refusal of a run that fits no layout there, which names what takes it."""
-    return (
-        f"run {run.name} of {study.name} fits no layout on {where}; the smallest machines that take"
-        f" it: {smallest_machines(run)}"
-    )
-
-
-def smallest_machines(run: RunConfig) -> str:
-    """Return how many GPUs of each kind train the run, in words: '4 x h200 or 8 x h100'."""
-    counts = {}
+    smallest = []
     for kind, gpu in GPUS.items():
         for gpus in MACHINES:
             if fit(run, gpus, gpus_per_node=min(gpus, GPUS_PER_NODE), gpu_bytes=gpu.memory_bytes):
-                counts[kind] = gpus
+                smallest.append((gpus, kind))
                 break
-    if not counts:
-        return f"none of up to {MACHINES[-1]} GPUs"
-    *first, last = (
-        f"{gpus} x {kind}" for kind, gpus in sorted(counts.items(), key=lambda item: item[1])
+    machines = ", ".join(f"{gpus} x {kind}" for gpus, kind in sorted(smallest, key=itemgetter(0)))
+    return (
+        f"run {run.name} of {study.name} fits no layout on {where}; the smallest machines that take"
+        f" it: {machines or f'none of up to {MACHINES[-1]} GPUs'}"
     )
-    return f"{', '.join(first)} or {last}" if first else last
 
 
 @cache

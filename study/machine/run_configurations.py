@@ -21,7 +21,6 @@ def write_run_configurations(
     `layouts` are the runs by name as they fit the hardware at hand. Of a run that is there already
     only the layout is replaced: a run can be resumed at another one.
     """
-    wanted = {run.name: (layouts or {}).get(run.name, run) for run in study.trained}
     changed: dict[Path, RunConfig] = {}
     for run in study.trained:
         path = RunDirectory(directory / run.name).run_json
@@ -31,10 +30,10 @@ def write_run_configurations(
                 f"{path} holds another configuration than recipe {study.name}; a run's name is used"
                 f" once: choose another --root, or move {path.parent} away to train it again"
             )
-        new = wanted[run.name]
-        if present and layouts:
+        new = (layouts or {}).get(run.name, present or run)
+        if present:
             new = present.model_copy(update={field: getattr(new, field) for field in LAYOUT})
-        if present is None or (layouts and new != present):
+        if new != present:
             changed[path] = new
     for path, run in changed.items():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,29 +1,26 @@
 """The Hessian of the held-out loss at every checkpoint: traces, and the top eigenvalue."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from base.frozen import Frozen
 from ckpt_tools.hf.measured import Curvature
-from ckpt_tools.hf.results import read_result
-from study.measurements.kind import (
-    ESTIMATE,
-    Kind,
-    Reader,
-    Subject,
-    Type,
-    Values,
-    estimate_values,
-)
-from study.paths import MeasuredModel, curvature_result
+from study.measurements.kind import Column, Kind, Result, Subject, estimated
+from study.paths import curvature_result
 from study.pipeline.step import Step
 
 TRACES = ("trace", "gauss_newton_trace", "fisher_trace")
-EIGENVALUE: dict[str, Type] = {"value": "number", "residual": "number"}
-EIGENVALUE |= {"converged": "flag", "iterations": "count"}
+COLUMNS = [
+    *(column for trace in TRACES for column in estimated(f"curvature/{trace}", trace)),
+    Column("curvature/loss", ("loss",)),
+    Column("curvature/trace_probes", ("trace", "probes"), "count"),
+    Column("curvature/lambda_max", ("lambda_max", "value")),
+    Column("curvature/lambda_max_residual", ("lambda_max", "residual")),
+    Column("curvature/lambda_max_converged", ("lambda_max", "converged"), "flag"),
+    Column("curvature/lambda_max_iterations", ("lambda_max", "iterations"), "count"),
+]
 
 
 class CurvatureSettings(Frozen):
@@ -75,23 +72,23 @@ def product_options(settings: CurvatureSettings) -> tuple[str, ...]:
     return (*options, "--checkpointing") if settings.checkpointing else options
 
 
-def _options(settings: CurvatureSettings, subject: Subject) -> tuple[str, ...]:
-    options: tuple[str, ...] = ("--data", subject.texts["held_out"].prefix)
-    options += ("--pairs", str(settings.pairs), "--norm-pairs", str(settings.norm_pairs))
-    options += ("--companion-pairs", str(settings.companion_pairs))
-    if settings.lambda_max:
-        options += ("--fixed-sequences", str(settings.fixed_sequences))
-        options += ("--tolerance", f"{settings.tolerance:g}")
-        options += ("--max-iterations", str(settings.max_iterations))
-    else:
-        options += ("--no-lambda-max",)
-    options += ("--dtype", settings.dtype, *product_options(settings))
-    return (*options, "--device", "{device}")
-
-
 def _steps(
     settings: CurvatureSettings, subject: Subject, _: Mapping[str, list[Step]]
 ) -> list[Step]:
+    eigenvalue: tuple[str, ...] = ("--no-lambda-max",)
+    if settings.lambda_max:
+        eigenvalue = (
+            *("--fixed-sequences", str(settings.fixed_sequences)),
+            *("--tolerance", f"{settings.tolerance:g}"),
+            *("--max-iterations", str(settings.max_iterations)),
+        )
+    options = (
+        *("--data", subject.texts["held_out"].prefix),
+        *("--pairs", str(settings.pairs), "--norm-pairs", str(settings.norm_pairs)),
+        *("--companion-pairs", str(settings.companion_pairs)),
+        *eigenvalue,
+        *("--dtype", settings.dtype, *product_options(settings), "--device", "{device}"),
+    )
     return [
         subject.step(
             "curvature",
@@ -100,39 +97,16 @@ def _steps(
             (curvature_result(subject.run, subject.model),),
             uses=("held_out",),
             models=(subject.hf,),
-            tail=_options(settings, subject),
+            tail=options,
         )
     ]
 
 
-def _columns(_: CurvatureSettings) -> dict[str, Type]:
-    columns: dict[str, Type] = {
-        f"curvature/{trace}{suffix}": "number" for trace in TRACES for suffix in ESTIMATE
-    }
-    columns |= {"curvature/loss": "number", "curvature/trace_probes": "count"}
-    return columns | {_eigenvalue_column(figure): kind for figure, kind in EIGENVALUE.items()}
-
-
-def _eigenvalue_column(figure: str) -> str:
-    return "curvature/lambda_max" + ("" if figure == "value" else f"_{figure}")
-
-
-def _values(path: Path) -> Values:
-    measured, values = read_result(path, Curvature).measured, Values()
-    for trace in TRACES:
-        values |= estimate_values(f"curvature/{trace}", getattr(measured, trace))
-    values["curvature/loss"] = measured.loss
-    values["curvature/trace_probes"] = measured.trace.probes if measured.trace else None
-    top = measured.lambda_max  # None where it was not asked for
-    return values | {
-        _eigenvalue_column(figure): getattr(top, figure) if top else None for figure in EIGENVALUE
-    }
-
-
-def _results(_: CurvatureSettings, run: str, model: MeasuredModel) -> dict[str, Reader]:
-    return {curvature_result(run, model): _values}
-
-
 CURVATURE = Kind[CurvatureSettings](
-    "curvature", "weights", _steps, _results, _columns, shares_work=True, shares_model=True
+    "curvature",
+    "weights",
+    _steps,
+    lambda _: [Result("curvature", "hutchinson", Curvature, COLUMNS)],
+    shares_work=True,
+    shares_model=True,
 )

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from ckpt_tools.hf.measured import Estimate, Trace
-from study.paths import MeasuredModel, hf_directory
+from ckpt_tools.hf.measured import Read
+from ckpt_tools.hf.results import read_result
+from study.paths import MeasuredModel, hf_directory, result
 from study.pipeline.step import Step
 
 INTERVAL_LEVEL = 0.95  # coverage of all intervals
 Settings = TypeVar("Settings")
-Values = dict[str, Any]  # by column
 Type = Literal["number", "count", "flag"]
-Reader = Callable[[Path], Values]  # of a result.json
-ESTIMATE = ("", "_standard_error", "_low", "_high")  # columns of an estimate
 
 
 class Text(NamedTuple):
@@ -37,7 +35,7 @@ class Subject:
     model: MeasuredModel
     making: Step  # makes its HF directory
     texts: Mapping[str, Text]  # by use
-    before: "Subject | None" = None  # the weights of the checkpoint before; None for averages
+    before: "Subject | None" = None  # the weights of the checkpoint before
 
     @property
     def hf(self) -> str:
@@ -72,9 +70,54 @@ class Subject:
         return Step(name, kind, head, outputs, names, reads, run=self.run, **more)
 
 
-def _nothing(*_: object) -> dict[str, Any]:
-    """Return no results and no columns: the kind has none in the table."""
-    return {}
+class Column(NamedTuple):
+    """A column of the table, and the keys that lead to its value in what was measured."""
+
+    name: str
+    keys: tuple[str | int, ...]
+    type: Type = "number"
+
+    def value(self, measured: Any) -> Any:
+        """Return the value; None where a key on the way is missing or empty."""
+        for key in self.keys:
+            if isinstance(measured, dict):
+                measured = measured.get(key)
+            elif measured is not None:
+                measured = measured[key] if isinstance(key, int) else getattr(measured, key)
+        return measured
+
+
+def bounded(name: str, figure: str, *place: str) -> list[Column]:
+    """Return the columns of a figure and of its interval, which is beside it by its name."""
+    return [
+        Column(name, (*place, figure)),
+        Column(f"{name}_low", (*place, "intervals", figure, 0)),
+        Column(f"{name}_high", (*place, "intervals", figure, 1)),
+    ]
+
+
+def estimated(name: str, *place: str) -> list[Column]:
+    """Return the columns of an estimate."""
+    return [
+        Column(name, (*place, "mean")),
+        Column(f"{name}_standard_error", (*place, "standard_error")),
+        Column(f"{name}_low", (*place, "interval", 0)),
+        Column(f"{name}_high", (*place, "interval", 1)),
+    ]
+
+
+class Result(NamedTuple):
+    """A result that every measured model has, with its columns of the table."""
+
+    folder: str
+    spec: str
+    measured: type[Read]
+    columns: list[Column]
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """Return the values of the columns from a result.json."""
+        measured = read_result(path, self.measured).measured
+        return {column.name: column.value(measured) for column in self.columns}
 
 
 @dataclass(frozen=True)
@@ -82,14 +125,12 @@ class Kind(Generic[Settings]):
     """A kind of measurement.
 
     A step that needs another kind's finds it among those made for the model before, by kind.
-    Results are read by path relative to the study.
     """
 
     name: str
     models: Literal["all", "weights", "last"]  # every one, all but averages, the last of each run
     steps: Callable[[Settings, Subject, Mapping[str, list[Step]]], list[Step]]
-    results: Callable[[Settings, str, MeasuredModel], dict[str, Reader]] = _nothing
-    columns: Callable[[Settings], dict[str, Type]] = _nothing  # of the table, with their types
+    tabled: Callable[[Settings], list[Result]] = lambda _: []  # its results in the table
     shares_work: bool = False  # several processes share the work on whole models
     shares_model: bool = False  # several GPUs share a model that is too large for one
     online: bool = False  # it may reach the network
@@ -100,10 +141,12 @@ class Kind(Generic[Settings]):
             return model == last
         return self.models == "all" or model.average is None
 
+    def results(
+        self, settings: Settings, run: str, model: MeasuredModel
+    ) -> dict[str, Callable[[Path], dict[str, Any]]]:
+        """Return what reads each result of a model, by its path relative to the study."""
+        return {result(run, model, one.folder, one.spec): one.read for one in self.tabled(settings)}
 
-def estimate_values(column: str, estimate: Estimate | Trace | None) -> Values:
-    """Return the four columns of an estimate; empty without one."""
-    low, high = estimate.interval if estimate and estimate.interval else (None, None)
-    mean, error = (estimate.mean, estimate.standard_error) if estimate else (None, None)
-    values = (mean, error, low, high)
-    return {f"{column}{suffix}": value for suffix, value in zip(ESTIMATE, values, strict=True)}
+    def columns(self, settings: Settings) -> dict[str, Type]:
+        """Return the columns of the table, with their types."""
+        return {column.name: column.type for one in self.tabled(settings) for column in one.columns}

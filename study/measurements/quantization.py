@@ -1,7 +1,9 @@
-"""The losses of a quantized model: at every checkpoint, and by further methods at the last one."""
+"""The losses of a quantized model at every checkpoint.
+
+At the last one of each run also by further methods, and block by block.
+"""
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
@@ -9,20 +11,13 @@ from pydantic import Field, model_validator
 
 from base.frozen import Frozen
 from ckpt_tools.hf.measured import Quantization
-from ckpt_tools.hf.results import read_result
 from quant_eval.methods import METHODS
 from quant_eval.specs import parse_spec
-from study.measurements.kind import (
-    Kind,
-    Reader,
-    Subject,
-    Type,
-    Values,
-)
-from study.paths import MeasuredModel, quantization_result
-from study.pipeline.step import Step
+from study.measurements.kind import Column, Kind, Result, Subject, bounded
+from study.paths import quantization_result, result
+from study.pipeline.step import Step, python
 
-INTERVAL_FIGURES = (
+FIGURES = (
     "cross_entropy",
     "cross_entropy_quantized",
     "absolute_error",
@@ -30,7 +25,7 @@ INTERVAL_FIGURES = (
     "kl_divergence",
     "top1_agreement",
 )
-COUNT_FIGURES = ("tokens", "documents")
+COUNTS = ("tokens", "documents")
 TEXTS = ("calibration", "held_out")
 
 
@@ -85,101 +80,85 @@ def check_specs(specs: tuple[str, ...]) -> None:
         raise ValueError("a spec is listed twice")
 
 
-def calibrated(settings: QuantizationSettings, subject: Subject) -> tuple[str, ...]:
-    """Return the options of every quantization of the study."""
+def _options(settings: QuantizationSettings, subject: Subject, tokens: int) -> tuple[str, ...]:
     return (
         *("--calibration", subject.texts["calibration"].prefix),
         *("--eval", subject.texts["held_out"].prefix),
         *("--calibration-sequences", str(settings.calibration_sequences)),
-    )
-
-
-def computed(settings: QuantizationSettings, tokens: int) -> tuple[str, ...]:
-    """Return the options of every loss of the study."""
-    return (
         *("--eval-tokens", str(tokens)),
         *("--dtype", settings.dtype, "--device", "{device}"),
     )
 
 
-def launched(specs: tuple[str, ...]) -> tuple[str, ...]:
+def _launched(specs: tuple[str, ...]) -> tuple[str, ...]:
     """Return how a quantization starts: other projects' methods run in one process."""
     own = all(METHODS[parse_spec(spec).method].library == "quantdyn" for spec in specs)
     return ("{launch}" if own else "{python}", "-m", "quant_eval", "run")
 
 
 def _steps(
-    settings: QuantizationSettings, subject: Subject, _: Mapping[str, list[Step]]
+    kind: str, specs: tuple[str, ...], settings: QuantizationSettings, subject: Subject
 ) -> list[Step]:
-    return [
-        _step(settings, subject, "quantize", f"{subject.run}-{subject.name}-{spec}", spec)
-        for spec in settings.specs
-    ]
-
-
-def _method_steps(
-    settings: QuantizationSettings, subject: Subject, _: Mapping[str, list[Step]]
-) -> list[Step]:
-    return [
-        _step(settings, subject, "methods", f"{subject.run}-{spec}", spec)
-        for spec in settings.methods
-    ]
-
-
-def _step(
-    settings: QuantizationSettings, subject: Subject, kind: str, name: str, spec: str
-) -> Step:
     # further methods are of several projects and share a process: no ranks
     is_method = kind == "methods"
-    return subject.step(
-        kind,
-        f"{kind}-{name}",
-        ("{python}", "-m", "quant_eval", "run") if is_method else launched((spec,)),
-        (quantization_result(subject.run, subject.model, spec),),
-        uses=TEXTS,
-        models=(subject.hf,),
-        specs=("--spec", spec),
-        tail=calibrated(settings, subject) + computed(settings, settings.eval_tokens),
-        expected_seconds=12.0 if is_method else 4.0,
+    model = subject.run if is_method else f"{subject.run}-{subject.name}"
+    return [
+        subject.step(
+            kind,
+            f"{kind}-{model}-{spec}",
+            python("quant_eval", "run") if is_method else _launched((spec,)),
+            (quantization_result(subject.run, subject.model, spec),),
+            uses=TEXTS,
+            models=(subject.hf,),
+            specs=("--spec", spec),
+            tail=_options(settings, subject, settings.eval_tokens),
+            expected_seconds=12.0 if is_method else 4.0,
+        )
+        for spec in specs
+    ]
+
+
+def _block_steps(
+    settings: QuantizationSettings, subject: Subject, _: Mapping[str, list[Step]]
+) -> list[Step]:
+    specs = settings.by_block
+    results = tuple(result(subject.run, subject.model, "blocks", spec) for spec in specs)
+    command = (
+        *_launched(specs),
+        subject.hf,
+        *(word for spec in specs for word in ("--spec", spec)),
+        *_options(settings, subject, settings.block_tokens),
+        *("--per-block", "--dense"),
+        *(word for path in results for word in ("--out", f"{{study}}/{Path(path).parent}")),
     )
+    seconds = 5.0 + 6.0 * len(specs)
+    name = f"blocks-{subject.run}"
+    return [subject.step("blocks", name, command, results, uses=TEXTS, expected_seconds=seconds)]
 
 
-def quantization_columns(specs: tuple[str, ...]) -> dict[str, Type]:
-    """Return the columns of quantizations; `_low` and `_high` bound the figure before them."""
-    columns: dict[str, Type] = {}
+def _tabled(specs: tuple[str, ...]) -> list[Result]:
+    results = []
     for spec in specs:
-        for figure in INTERVAL_FIGURES:
-            for bound in ("", "_low", "_high"):
-                columns[f"quant/{spec}/{figure}{bound}"] = "number"
-        columns |= {f"quant/{spec}/{figure}": "count" for figure in COUNT_FIGURES}
-    return columns
-
-
-def _values(path: Path, spec: str) -> Values:
-    measured, values = read_result(path, Quantization).measured, Values()
-    for figure in INTERVAL_FIGURES:
-        low, high = measured.intervals.get(figure, (None, None))
-        values |= {figure: getattr(measured, figure), f"{figure}_low": low, f"{figure}_high": high}
-    values |= {figure: getattr(measured, figure) for figure in COUNT_FIGURES}
-    return {f"quant/{spec}/{figure}": value for figure, value in values.items()}
-
-
-def _results(specs: tuple[str, ...], run: str, model: MeasuredModel) -> dict[str, Reader]:
-    return {quantization_result(run, model, spec): partial(_values, spec=spec) for spec in specs}
+        name = f"quant/{spec}"
+        columns = [
+            *(one for figure in FIGURES for one in bounded(f"{name}/{figure}", figure)),
+            *(Column(f"{name}/{count}", (count,), "count") for count in COUNTS),
+        ]
+        results.append(Result("quant", spec, Quantization, columns))
+    return results
 
 
 QUANTIZE = Kind[QuantizationSettings](
     "quantize",
     "all",
-    _steps,
-    lambda settings, run, model: _results(settings.specs, run, model),
-    lambda settings: quantization_columns(settings.specs),
+    lambda settings, subject, _: _steps("quantize", settings.specs, settings, subject),
+    lambda settings: _tabled(settings.specs),
     shares_work=True,
 )
 METHODS_AT_THE_END = Kind[QuantizationSettings](
     "methods",
     "last",
-    _method_steps,
-    lambda settings, run, model: _results(settings.methods, run, model),
-    lambda settings: quantization_columns(settings.methods),
+    lambda settings, subject, _: _steps("methods", settings.methods, settings, subject),
+    lambda settings: _tabled(settings.methods),
 )
+BLOCKS = Kind[QuantizationSettings]("blocks", "last", _block_steps, shares_work=True)

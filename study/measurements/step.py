@@ -1,31 +1,23 @@
-"""Curvature along the quantization steps of a last checkpoint: the second-order prediction."""
+"""Curvature along the quantization steps of a last checkpoint: the second-order prediction.
+
+Also the loss on the plane through a run's last two checkpoints and the quantized last one.
+"""
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from ckpt_tools.hf.measured import Step as MeasuredStep
-from ckpt_tools.hf.measured import StepPart
-from ckpt_tools.hf.results import read_result
 from study.measurements.curvature import CurvatureSettings, product_options
-from study.measurements.kind import (
-    ESTIMATE,
-    Kind,
-    Reader,
-    Subject,
-    Type,
-    Values,
-    estimate_values,
-)
-from study.paths import MeasuredModel, curvature_result
+from study.measurements.kind import Kind, Result, Subject, estimated
+from study.paths import curvature_result
 from study.pipeline.step import Step
 
 FIGURES = (
     *("first_order", "second_order", "predicted", "measured", "remainder"),
     "relative_difference",
 )
-RATIOS = ("step_to_mean", "step_to_signed")
+RATIOS = ("step_to_mean", "step_to_signed")  # of nothing there is none
 
 
 class Along(NamedTuple):
@@ -35,20 +27,15 @@ class Along(NamedTuple):
     curvature: CurvatureSettings
 
 
-def _result(run: str, model: MeasuredModel, spec: str) -> str:
-    return curvature_result(run, model, f"step-{spec}")
-
-
-def text_options(subject: Subject) -> tuple[str, ...]:
-    """Return the text that steps and slices are measured on."""
-    return ("--data", subject.texts["held_out"].prefix, "--device", "{device}")
+def _command(subject: Subject, measurement: str) -> tuple[str, ...]:
+    text = ("--data", subject.texts["held_out"].prefix, "--device", "{device}")
+    return ("{launch}", "-m", "curvature", measurement, subject.hf, *text)
 
 
 def _steps(along: Along, subject: Subject, made: Mapping[str, list[Step]]) -> list[Step]:
     settings, (blocks,) = along.curvature, made["blocks"]
     command = (
-        *("{launch}", "-m", "curvature", "step", subject.hf),
-        *text_options(subject),
+        *_command(subject, "step"),
         *product_options(settings),
         *("--microbatches", str(settings.step_microbatches)),
         *(
@@ -62,7 +49,9 @@ def _steps(along: Along, subject: Subject, made: Mapping[str, list[Step]]) -> li
             "step",
             f"step-{subject.run}",
             command,
-            tuple(_result(subject.run, subject.model, spec) for spec in along.specs),
+            tuple(
+                curvature_result(subject.run, subject.model, f"step-{spec}") for spec in along.specs
+            ),
             uses=("held_out",),
             after=(blocks,),
             expected_seconds=5.0 + 3.0 * len(along.specs),
@@ -70,27 +59,43 @@ def _steps(along: Along, subject: Subject, made: Mapping[str, list[Step]]) -> li
     ]
 
 
-def _columns(along: Along) -> dict[str, Type]:
-    return {
-        f"curvature/step-{spec}/{figure}{suffix}": "number"
-        for spec in along.specs
-        for figure in (*FIGURES, *RATIOS)
-        for suffix in ESTIMATE
-    }
+def _tabled(along: Along) -> list[Result]:
+    results = []
+    for spec in along.specs:
+        name = f"curvature/step-{spec}"
+        columns = [
+            *(column for one in FIGURES for column in estimated(f"{name}/{one}", "whole", one)),
+            *(
+                column
+                for ratio in RATIOS
+                for column in estimated(f"{name}/{ratio}", "whole", "ratios", ratio)
+            ),
+        ]
+        results.append(Result("curvature", f"step-{spec}", MeasuredStep, columns))
+    return results
 
 
-def _values(path: Path, spec: str) -> Values:
-    whole = read_result(path, MeasuredStep).measured.whole or StepPart()
-    values = Values()
-    for figure in FIGURES:
-        values |= estimate_values(f"curvature/step-{spec}/{figure}", getattr(whole, figure))
-    for ratio in RATIOS:  # of nothing there is none
-        values |= estimate_values(f"curvature/step-{spec}/{ratio}", whole.ratios.get(ratio))
-    return values
+def _slice_steps(along: Along, subject: Subject, made: Mapping[str, list[Step]]) -> list[Step]:
+    settings, (blocks,), before = along.curvature, made["blocks"], subject.before
+    assert before, "a study with steps saves two checkpoints of each run"
+    command = (
+        *_command(subject, "slice"),
+        *("--previous", before.hf),
+        *("--quantized", f"{{study}}/{Path(blocks.outputs[0]).parent}"),
+        *("--grid", str(settings.slice_grid), "--sequences", str(settings.slice_sequences)),
+    )
+    return [
+        subject.step(
+            "slice",
+            f"slice-{subject.run}",
+            command,
+            (curvature_result(subject.run, subject.model, f"slice-{along.specs[0]}"),),
+            uses=("held_out",),
+            after=(before.making, blocks),
+            expected_seconds=10.0,
+        )
+    ]
 
 
-def _results(along: Along, run: str, model: MeasuredModel) -> dict[str, Reader]:
-    return {_result(run, model, spec): partial(_values, spec=spec) for spec in along.specs}
-
-
-STEP = Kind[Along]("step", "last", _steps, _results, _columns, shares_model=True)
+STEP = Kind[Along]("step", "last", _steps, _tabled, shares_model=True)
+SLICE = Kind[Along]("slice", "last", _slice_steps)

@@ -1,29 +1,19 @@
 """The accuracy of quantized models on downstream tasks, at the last checkpoint of each run."""
 
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 from typing import NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from base.frozen import Frozen
-from ckpt_tools.hf.measured import Accuracy, Tasks
-from ckpt_tools.hf.results import read_result
+from ckpt_tools.hf.measured import Tasks
 from quant_eval.tasks.table import PAPER_TASKS
-from study.measurements.kind import (
-    Kind,
-    Reader,
-    Subject,
-    Type,
-    Values,
-)
+from study.measurements.kind import Kind, Result, Subject, bounded
 from study.measurements.quantization import QuantizationSettings, check_specs
-from study.paths import MeasuredModel, result
+from study.paths import result
 from study.pipeline.step import Step, python
 
 FIGURES = ("accuracy", "accuracy_quantized", "degradation")
-BOUNDS = ("", "_low", "_high")
 
 
 class TasksSettings(Frozen):
@@ -59,11 +49,13 @@ class Accuracies(NamedTuple):
 
 def _steps(settings: Accuracies, subject: Subject, _: Mapping[str, list[Step]]) -> list[Step]:
     tasks, quantization = settings
-    options: tuple[str, ...] = ("--calibration", subject.texts["calibration"].prefix)
-    options += ("--calibration-sequences", str(quantization.calibration_sequences))
-    options += ("--tasks", ",".join(tasks.tasks), "--shots", str(tasks.shots))
-    options += ("--limit", str(tasks.documents)) if tasks.documents else ()
-    options += ("--dtype", quantization.dtype, "--device", "{device}")
+    options = (
+        *("--calibration", subject.texts["calibration"].prefix),
+        *("--calibration-sequences", str(quantization.calibration_sequences)),
+        *("--tasks", ",".join(tasks.tasks), "--shots", str(tasks.shots)),
+        *(("--limit", str(tasks.documents)) if tasks.documents else ()),
+        *("--dtype", quantization.dtype, "--device", "{device}"),
+    )
     return [
         subject.step(
             "tasks",
@@ -80,34 +72,17 @@ def _steps(settings: Accuracies, subject: Subject, _: Mapping[str, list[Step]]) 
     ]
 
 
-def _columns(settings: Accuracies) -> dict[str, Type]:
-    columns: dict[str, Type] = {}
+def _tabled(settings: Accuracies) -> list[Result]:
+    results = []
     for spec in settings.tasks.specs:
-        for place in ("", *(f"{task}/" for task in settings.tasks.tasks)):
-            columns |= {
-                f"tasks/{spec}/{place}{figure}{bound}": "number"
-                for figure in FIGURES
-                for bound in BOUNDS
-            }
-    return columns
-
-
-def _values(path: Path, spec: str) -> Values:
-    measured, values = read_result(path, Tasks).measured, Values()
-    for place, accuracy in {"": measured.mean or Accuracy(), **measured.tasks}.items():
+        columns = []
         for figure in FIGURES:
-            column = f"tasks/{spec}/{place}{'/' * bool(place)}{figure}"
-            low, high = accuracy.intervals.get(figure) or (None, None)
-            values |= {column: getattr(accuracy, figure)}
-            values |= {f"{column}_low": low, f"{column}_high": high}
-    return values
+            columns += bounded(f"tasks/{spec}/{figure}", figure, "mean")
+        for task in settings.tasks.tasks:
+            for figure in FIGURES:
+                columns += bounded(f"tasks/{spec}/{task}/{figure}", figure, "tasks", task)
+        results.append(Result("tasks", spec, Tasks, columns))
+    return results
 
 
-def _results(settings: Accuracies, run: str, model: MeasuredModel) -> dict[str, Reader]:
-    return {
-        result(run, model, "tasks", spec): partial(_values, spec=spec)
-        for spec in settings.tasks.specs
-    }
-
-
-TASKS = Kind[Accuracies]("tasks", "last", _steps, _results, _columns, online=True)
+TASKS = Kind[Accuracies]("tasks", "last", _steps, _tabled, online=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
+from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
@@ -14,13 +15,13 @@ from study.pipeline.ledger import Ledger
 from study.pipeline.step import COMMAND_PROMPT, Step
 
 
-def clock(seconds: float) -> str:
+def _clock(seconds: float) -> str:
     """'2:05' for 125 seconds."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
 
 
-def last_line(log: Path) -> str:
+def _last_line(log: Path) -> str:
     """Return the last line of a step's log; 'starting' if it printed nothing yet."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4000))
@@ -36,7 +37,7 @@ class StudyProgress:
         self, name: str, steps: list[Step], share_of: Callable[[Step], float], ledger: Ledger
     ) -> None:
         """Count `steps`; `share_of` says which share of the hardware one occupies."""
-        self.name, self.share_of = name, share_of
+        self.share_of = share_of
         self.open = {step.name: step for step in steps}
         self.total = len(steps)
         self.running: dict[str, tuple[float, Path]] = {}  # since when, and the log of the process
@@ -45,27 +46,21 @@ class StudyProgress:
             record = ledger.record(step)
             if record is not None:
                 self._learn(step, record["seconds"])
-        self._bar: RichProgress | None = None
-        if sys.stderr.isatty():
-            self._bar = RichProgress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.completed}/{task.total}"),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[note]}"),
-            )
-            self._task = self._bar.add_task(name, total=self.total, note="")
-        self.interval_seconds = 0.5 if self._bar else PLAIN_LINE_EVERY_SECONDS
+        self.on_terminal = sys.stderr.isatty()
+        self.interval_seconds = 0.5 if self.on_terminal else PLAIN_LINE_EVERY_SECONDS
+        self.bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=Console(
+                stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True
+            ),
+            disable=not self.on_terminal,
+        )
+        self._task = self.bar.add_task(name, total=self.total, note="")
         self._printed_at = time.monotonic()
-
-    def __enter__(self) -> "StudyProgress":
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
 
     def _learn(self, step: Step, seconds: float) -> None:
         # as a ratio to the first guess: trainings of one kind differ in length
@@ -83,53 +78,45 @@ class StudyProgress:
             longest = max(longest, left)
         return max(work, longest)
 
-    def _count(self) -> str:
-        return f"[{self.total - len(self.open)}/{self.total}]"
-
     def _print(self, line: str) -> None:
         self._printed_at = time.monotonic()
-        if self._bar:
-            self._bar.console.print(line, markup=False, highlight=False)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        self.bar.console.print(line)
+
+    def _count(self) -> str:
+        return f"[{self.total - len(self.open)}/{self.total}]"
 
     def started(self, steps: list[Step], log: Path) -> None:
         """Show that a process begins the work of these steps."""
         self.running |= {step.name: (time.monotonic(), log) for step in steps}
         self.refresh()
 
-    def skipped(self, step: Step) -> None:
-        """Count a step that was complete already."""
-        del self.open[step.name]
-        self.refresh()
-
     def finished(self, steps: list[Step], seconds: float) -> None:
         """Count steps that a process completed in so many seconds together."""
         guessed = sum(step.expected_seconds for step in steps)
         for step in steps:
-            del self.open[step.name], self.running[step.name]
             self._learn(step, seconds * step.expected_seconds / guessed)
-        if not self._bar:
+        self.closed(steps)
+        if not self.on_terminal:
             more = f" and {len(steps) - 1} more" if len(steps) > 1 else ""
-            self._print(
-                f"{self._count()} {steps[0].name}{more}  {seconds:.1f} s  ETA"
-                f" {clock(self.eta_seconds())}"
-            )
+            eta = _clock(self.eta_seconds())
+            self._print(f"{self._count()} {steps[0].name}{more}  {seconds:.1f} s  ETA {eta}")
 
-    def failed(self, steps: list[Step], line: str) -> None:
-        """Print why steps failed; the others continue."""
+    def closed(self, steps: list[Step], line: str = "") -> None:
+        """Count steps that were complete already, or that failed; then print why."""
         for step in steps:
             del self.open[step.name]
-            self.running.pop(step.name, None)  # it may not have started
-        self._print(line)
+            self.running.pop(step.name, None)
+        if line:
+            self._print(line)
+        self.refresh()
 
     def refresh(self) -> None:
         """Update the bar; without a terminal print the last line of each step now and then."""
-        eta = clock(self.eta_seconds())
-        if self._bar:
-            logs = dict.fromkeys(log.stem for _, log in self.running.values())
-            note = f"ETA {eta}  {', '.join(logs)}"
-            self._bar.update(self._task, completed=self.total - len(self.open), note=note)
-        elif self.running and time.monotonic() - self._printed_at >= PLAIN_LINE_EVERY_SECONDS:
-            for log in dict.fromkeys(log for _, log in self.running.values()):
-                self._print(f"{self._count()} {log.stem}: {last_line(log)}  (study ETA {eta})")
+        eta = _clock(self.eta_seconds())
+        logs = dict.fromkeys(log for _, log in self.running.values())
+        note = f"ETA {eta}  {', '.join(log.stem for log in logs)}"
+        self.bar.update(self._task, completed=self.total - len(self.open), note=note)
+        if self.on_terminal or time.monotonic() - self._printed_at < PLAIN_LINE_EVERY_SECONDS:
+            return
+        for log in logs:
+            self._print(f"{self._count()} {log.stem}: {_last_line(log)}  (study ETA {eta})")

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from base.errors import UserError
 from study.machine.hardware import Hardware
@@ -79,21 +78,18 @@ class Runner:
         hardware: Hardware,
         lock_fd: int,
         machine_of: Callable[[Step], Machine] = lambda _: Machine(),
-        check: Callable[[Step], None] = lambda _: None,
     ) -> None:
         """Prepare to run all steps of the study in a directory whose locks are held.
 
-        Steps inherit `lock_fd`. `machine_of` says what a step takes of the hardware; `check` raises
-        UserError for a step that must not start now.
+        Steps inherit `lock_fd`. `machine_of` says what a step takes of the hardware.
         """
         self.directory, self.hardware, self.lock_fd = directory, hardware, lock_fd
-        self.machine_of, self.check = machine_of, check
+        self.machine_of = machine_of
         self.ledger = Ledger(directory, steps)
         self.pending = {step.name: step for step in steps}
         self.running: list[_Running] = []
         self.complete: set[str] = set()
-        # by step a line, and whether it is the step's own
-        self.failures: dict[str, tuple[str, bool]] = {}
+        self.failures: list[UserError | StepError] = []  # one per step
         self.progress = StudyProgress(directory.name, steps, self._share, self.ledger)
 
     def run(self) -> None:
@@ -104,21 +100,17 @@ class Runner:
             StepError: a step failed without one.
         """
         try:
-            with self.progress:
-                while True:
-                    failed = len(self.failures)
+            with self.progress.bar:
+                self._start_ready()
+                while self.running:
+                    self._wait()
                     self._start_ready()
-                    if self.running:
-                        self._wait()
-                    elif len(self.failures) == failed:
-                        break
         finally:
             self._end_running()
         if self.failures:
-            line, said_why = next(iter(self.failures.values()))
-            if len(self.failures) > 1:
-                line += f" (and {len(self.failures) - 1} more failed steps)"
-            raise (UserError if said_why else StepError)(line)
+            first, *others = self.failures
+            more = f" (and {len(others)} more failed steps)" if others else ""
+            raise type(first)(f"{first}{more}")
 
     def _slots(self, step: Step) -> int:
         """Return the cores of a step; a step on GPUs takes one for each."""
@@ -130,10 +122,6 @@ class Runner:
         of_gpus = gpus / len(self.hardware.gpus) if gpus else 0.0
         return max(self._slots(step) / self.hardware.cores, of_gpus)
 
-    def _free_gpus(self) -> list[str]:
-        taken = {gpu for running in self.running for gpu in running.gpus}
-        return [gpu for gpu in self.hardware.gpus if gpu not in taken]
-
     def _ready(self) -> list[Step]:
         """Return the steps that may start now; count those that are complete already."""
         ready = []
@@ -143,7 +131,7 @@ class Runner:
             if self.ledger.is_complete(step):
                 del self.pending[step.name]
                 self.complete.add(step.name)
-                self.progress.skipped(step)
+                self.progress.closed([step])
             else:
                 ready.append(step)
         return ready
@@ -164,17 +152,14 @@ class Runner:
         # few enough models share a process to leave work for every GPU
         models = min(MODELS_PER_PROCESS, -(-len(startable) // max(len(self.hardware.gpus), 1)))
         for batch in batches(startable, models, len(ready)):
+            machine = self.machine_of(batch[0])
             free_slots = self.hardware.cores - sum(running.slots for running in self.running)
-            free_gpus, machine = self._free_gpus(), self.machine_of(batch[0])
+            taken = {gpu for running in self.running for gpu in running.gpus}
+            free_gpus = [gpu for gpu in self.hardware.gpus if gpu not in taken]
             if self._slots(batch[0]) <= free_slots and machine.gpus <= len(free_gpus):
                 for step in batch:
                     del self.pending[step.name]
-                try:
-                    self.check(batch[0])
-                except UserError as error:
-                    self._fail(batch, f"step {batch[0].name} cannot start: {error}", said_why=True)
-                else:
-                    self._start(batch, machine, tuple(free_gpus[: machine.gpus]))
+                self._start(batch, machine, tuple(free_gpus[: machine.gpus]))
 
     def _start(self, batch: list[Step], machine: Machine, gpus: tuple[str, ...]) -> None:
         # of what they read now, before they run
@@ -238,25 +223,19 @@ class Runner:
         else:
             why = reason or f"it ended with status {status}; read the log"
         line = f"step {failed[0].name} failed, log {running.log}: {why}"
-        self._fail(failed, line, said_why=reason is not None)
-
-    def _fail(self, steps: list[Step], line: str, *, said_why: bool) -> None:
-        self.failures |= {step.name: (line, said_why) for step in steps}
-        self.progress.failed(steps, line)
+        self.failures += [UserError(line) if reason else StepError(line)] * len(failed)
+        self.progress.closed(failed, line)
 
     def _end_running(self) -> None:
         """Close the standard input of every supervise.py, which ends its step; then await each."""
         for running in self.running:
-            stdin: IO[bytes] | None = running.process.stdin
-            assert stdin is not None
-            stdin.close()
+            _close(running)
         for running in self.running:
             running.process.wait()
-            _close(running)
         self.running.clear()
 
 
 def _close(running: _Running) -> None:
     os.close(running.pidfd)
-    if running.process.stdin:
-        running.process.stdin.close()
+    assert running.process.stdin is not None
+    running.process.stdin.close()

@@ -7,7 +7,7 @@ text and has the same fingerprint. `study.machine.needs` says what those stand f
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,29 +72,32 @@ def torchrun(ranks: int) -> tuple[str, ...]:
     return (*TORCHRUN, "--nproc-per-node", str(ranks), *rendezvous)
 
 
-def _values(machine: Machine) -> dict[str, str]:
-    """Return what the placeholders that are whole words stand for."""
-    return {
-        "{device}": machine.device,
-        "{sharding}": machine.sharding,
-        "{cores}": str(machine.cores),
+def _words(command: Sequence[str], machine: Machine, **places: str) -> Iterator[str]:
+    """Yield the words of a command with a value for each placeholder that begins one."""
+    values = places | {
+        "device": machine.device,
+        "sharding": machine.sharding,
+        "cores": str(machine.cores),
     }
+    for argument in command:
+        for word in machine.launch if argument == "{launch}" else (argument,):
+            name, _, rest = word.removeprefix("{").partition("}")
+            yield values[name] + rest if word.startswith("{") and name in values else word
 
 
 def resolve(command: Sequence[str], directory: Path, machine: Machine) -> list[str]:
     """Return a command for the study at `directory`: no placeholders, absolute places."""
     study = directory.absolute()
-    values = {"{python": machine.python, "{root": str(study.parent), "{study": str(study)}
-    words: list[str] = []
-    for argument in command:
-        place, _, rest = argument.partition("}")
-        if argument == "{launch}":
-            words += resolve(machine.launch, directory, machine)
-        elif place in values:
-            words.append(values[place] + rest)
-        else:
-            words.append(_values(machine).get(argument, argument))
-    return words
+    places = {"python": machine.python, "root": str(study.parent), "study": str(study)}
+    return list(_words(command, machine, **places))
+
+
+def shown(command: Sequence[str], machine: Machine) -> str:
+    """Return a command for people and for a shell, with $STUDY for the study's directory."""
+    words = _words(command, machine, python="python", root="$STUDY/..", study="$STUDY")
+    return " ".join(
+        f'"{word}"' if word.startswith("$STUDY") else shlex.quote(word) for word in words
+    )
 
 
 def shared(steps: Sequence[Step]) -> tuple[str, ...]:
@@ -116,42 +119,24 @@ def batches(steps: Sequence[Step], models: int, specs: int) -> list[list[Step]]:
     A process measures each of its models with each of its specs. The order is that of the first
     step of each batch; steps without a model are alone.
     """
-    wanted: dict[tuple[object, ...], list[Step]] = {}
+    by_model: dict[object, list[Step]] = {}
     for step in steps:
-        wanted.setdefault(step.process if step.models else (step.name,), []).append(step)
-    found: list[list[Step]] = []
-    for members in wanted.values():
-        by_model: dict[tuple[str, ...], list[Step]] = {}
-        for step in members:
-            by_model.setdefault(step.models, []).append(step)
-        by_specs: dict[tuple[tuple[str, ...], ...], list[list[Step]]] = {}
-        for own in by_model.values():
-            for start in range(0, len(own), specs):
-                part = own[start : start + specs]
-                by_specs.setdefault(tuple(step.specs for step in part), []).append(part)
-        for alike in by_specs.values():
-            for start in range(0, len(alike), models):
-                found.append([step for part in alike[start : start + models] for step in part])
-    return found
+        process = (step.process, step.models) if step.models else step.name
+        by_model.setdefault(process, []).append(step)
+    by_specs: dict[object, list[list[Step]]] = {}
+    for own in by_model.values():
+        for start in range(0, len(own), specs):
+            part = own[start : start + specs]
+            alone = "" if part[0].models else part[0].name
+            alike = (part[0].process, alone, tuple(step.specs for step in part))
+            by_specs.setdefault(alike, []).append(part)
+    return [
+        [step for part in parts[start : start + models] for step in part]
+        for parts in by_specs.values()
+        for start in range(0, len(parts), models)
+    ]
 
 
 def log_path(directory: Path, step: Step) -> Path:
     """Return STUDY/logs/STEP.log: all that the step printed; of a batch, that of its first step."""
     return directory / "logs" / f"{step.name}.log"
-
-
-def shown(command: Sequence[str], machine: Machine) -> str:
-    """Return a command for people and for a shell, with $STUDY for the study's directory."""
-    words = []
-    for argument in command:
-        if argument == "{launch}":
-            words.append(shown(machine.launch, machine))
-            continue
-        place, _, rest = argument.partition("}")
-        if place in ("{study", "{root"):
-            words.append(f'"$STUDY{"/.." if place == "{root" else ""}{rest}"')
-        elif argument in _values(machine):
-            words.append(_values(machine)[argument])
-        else:
-            words.append("python" if argument == "{python}" else shlex.quote(argument))
-    return " ".join(words)

@@ -28,11 +28,7 @@ from train.run.directory import CHECKPOINT_JSON, RunDirectory
 MEASURED = tuple(kind.name for kind, _ in KINDS)
 ONLINE = {"download", "prepare", *(kind.name for kind, _ in KINDS if kind.online)}
 MADE = ("download", "train", "average")  # besides the measurements read by `collect`
-LAST = (  # kind, output and expected seconds of what a study ends with
-    ("collect", "table.parquet", 3.0),
-    ("report", "report.html", 10.0),
-    ("mirror", "mlflow.json", 15.0),
-)
+MAKING = ("download", "export", "average")  # kinds of steps that make the models of a run
 
 
 def steps_of(study: Study) -> list[Step]:
@@ -41,21 +37,16 @@ def steps_of(study: Study) -> list[Step]:
     Training comes before measuring: it is wider.
     """
     steps = text_steps(study)
-    texts = _texts(study, steps)
+    makers = {output: step.name for step in steps for output in step.outputs}
+    texts = {
+        use: Text(prefix(study, use), record(study, use), makers.get(record(study, use)))
+        for use in used(study)
+    }
     roots_first = sorted(study.trained, key=lambda run: run.branch_from is not None)
     steps += [_train_step(study, run, texts) for run in roots_first]
     for run in study.runs:
         steps += _run_steps(study, run, texts)
     return [*steps, *_last_steps(study, steps)]
-
-
-def _texts(study: Study, steps: list[Step]) -> dict[str, Text]:
-    """Return the token files by use."""
-    makers = {output: step.name for step in steps for output in step.outputs}
-    return {
-        use: Text(prefix(study, use), record(study, use), makers.get(record(study, use)))
-        for use in used(study)
-    }
 
 
 def _checkpoint_json(run: RunConfig, model: MeasuredModel) -> str:
@@ -90,25 +81,20 @@ def _run_steps(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Step]:
     """Return the steps that make a run's models, then those that measure them, kind by kind."""
     models = study.models_of(run)
     making = {model: _making_step(run, model) for model in models}
-    made: dict[str, list[Step]] = {}
-    for step in sorted(making.values(), key=lambda step: MAKING.index(step.kind)):
-        made.setdefault(step.kind, []).append(step)
-    subjects: dict[MeasuredModel, Subject] = {}
+    # averages are made of exports
+    made = {kind: [one for one in making.values() if one.kind == kind] for kind in MAKING}
+    subjects: list[Subject] = []
     before: Subject | None = None
     for model in models:
-        is_average = model.average is not None
-        subject = Subject(run.name, model, making[model], texts, None if is_average else before)
-        before = before if is_average else subject
-        subjects[model] = subject
+        subject = Subject(run.name, model, making[model], texts, before)
+        subjects.append(subject)
+        before = before if model.average else subject
     for kind, settings in study.measurements:
         made[kind.name] = own = []
-        for model, subject in subjects.items():
-            if kind.measures(model, last_model(run)):
+        for subject in subjects:
+            if kind.measures(subject.model, last_model(run)):
                 own += kind.steps(settings, subject, made)
     return [step for steps in made.values() for step in steps]
-
-
-MAKING = ("download", "export", "average")
 
 
 def _making_step(run: AnyRun, model: MeasuredModel) -> Step:
@@ -129,7 +115,7 @@ def _making_step(run: AnyRun, model: MeasuredModel) -> Step:
         )
     if model.soup_of:
         members = [hf_directory(run.name, MeasuredModel(step)) for step in model.soup_of]
-        places = [hf_directory(run.name, model), *members]
+        places = (hf_directory(run.name, model), *members)
         return Step(
             f"average-{name}",
             "average",
@@ -161,20 +147,15 @@ def _last_steps(study: Study, steps: list[Step]) -> list[Step]:
     def of_kinds(*kinds: str) -> tuple[str, ...]:
         return tuple(step.name for step in steps if step.kind in kinds)
 
-    after = {
-        "collect": of_kinds(*MADE, *tabled),
-        "report": ("collect", *of_kinds(*MEASURED)),
-        "mirror": ("collect", "report"),
-    }
-    return [
-        Step(
-            kind,
-            kind,
-            python("study", kind, study.name, "--root", "{root}"),
-            (output,),
-            after[kind],
-            settings=fingerprint(study),
-            expected_seconds=seconds,
+    def last(kind: str, output: str, after: tuple[str, ...], seconds: float) -> Step:
+        command = python("study", kind, study.name, "--root", "{root}")
+        settings = fingerprint(study)
+        return Step(
+            kind, kind, command, (output,), after, settings=settings, expected_seconds=seconds
         )
-        for kind, output, seconds in LAST
+
+    return [
+        last("collect", "table.parquet", of_kinds(*MADE, *tabled), 3.0),
+        last("report", "report.html", ("collect", *of_kinds(*MEASURED)), 10.0),
+        last("mirror", "mlflow.json", ("collect", "report"), 15.0),
     ]

@@ -17,9 +17,8 @@ import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-GRACE_SECONDS = (
-    3.0  # between the interrupt, which lets a command remove what it wrote aside, and SIGKILL
-)
+# between the interrupt, which lets a command remove what it wrote aside, and SIGKILL
+GRACE_SECONDS = 3.0
 
 
 def descendants() -> list[int]:

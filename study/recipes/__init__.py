@@ -75,17 +75,12 @@ def resolve(
     if name == TRAJECTORY:
         study = trajectory(released_of(settings), profile, asked is not None)
     else:
-        study = _recipe(name)(smoke=profile == "smoke")
+        recipe = own_recipe(Path(name)) if is_own(name) else RECIPES.get(name)
+        if recipe is None:
+            raise UserError(
+                f"no recipe '{name}'; take one of: {', '.join(recipe_names())}, or give a file"
+                " FILE.py with one of yours"
+            )
+        study = recipe(smoke=profile == "smoke")
         study = with_study_settings(study, settings) if settings else study
     return on_text(study, asked, root) if asked else study
-
-
-def _recipe(name: str) -> Recipe:
-    if is_own(name):
-        return own_recipe(Path(name))
-    if name not in RECIPES:
-        raise UserError(
-            f"no recipe '{name}'; take one of: {', '.join(recipe_names())}, or give a file FILE.py"
-            " with one of yours"
-        )
-    return RECIPES[name]

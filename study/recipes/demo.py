@@ -93,7 +93,6 @@ def tiny(*, smoke: bool = False) -> Study:
             companion_pairs=pairs // 2,
             microbatch_sequences=2,
             fixed_sequences=4,
-            tolerance=1e-2,
             step_microbatches=2 if smoke else 8,
             slice_grid=5 if smoke else 9,
             slice_sequences=8,

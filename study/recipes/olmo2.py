@@ -92,21 +92,11 @@ def run(
 ) -> RunConfig:
     """Return a run up to where its anneals leave it; peaks, seed, order and filter are Ai2's.
 
-    Args:
-        name: of the run.
-        peak_lr: the learning rate.
-        divisor: of every number of tokens.
-        text: what it reads.
-        horizon: tokens of the cosine.
-        sequence_length: tokens.
-        held_out_sequences: of each evaluation.
-        batch_size: sequences.
-        saves: checkpoints up to the anneals, evenly spaced.
-        controls: checkpoints after there, where it trains on at its rate to the end of the short
-            anneal, so that the effect of the anneal is separated from that of the tokens.
-        intervals: parts after which it is evaluated and averages take in its weights: 144 are 500
-            of 72,000 steps, as far as arXiv 2510.06213 has them apart (appendix C).
-        settings: further ones of RunConfig.
+    Every number of tokens of the 7B's is divided by `divisor`. It has `saves` checkpoints up to the
+    anneals and `controls` after there, where it trains on at its rate to the end of the short
+    anneal, so that the effect of the anneal is separated from that of the tokens. It is evaluated
+    and averages take in its weights at 144 `intervals`: 500 of 72,000 steps, as far as arXiv
+    2510.06213 has them apart (appendix C). `settings` are further ones of RunConfig.
     """
     tokens_per_step = batch_size * sequence_length
     start = steps(ANNEALS_AT, divisor, tokens_per_step)
@@ -115,10 +105,9 @@ def run(
         end = start + steps(SHORT_ANNEAL, divisor, tokens_per_step)
         save_steps += spread(start, end, controls)
     every = start // intervals
-    content: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "precision": "bf16",
         "saving": SavingConfig(asynchronous=True, restart_every_steps=500),
-        **settings,
     }
     return RunConfig(
         name=name,
@@ -140,7 +129,7 @@ def run(
         batch_size=batch_size,
         save_steps=save_steps,
         evaluate_every_steps=every,
-        **content,
+        **(defaults | settings),
     )
 
 
@@ -162,15 +151,10 @@ def ablation(
 ) -> Study:
     """Return the study of runs at several peaks and of their anneals to zero.
 
-    Args:
-        peaks: learning rates, rising; the run at the lowest has the first anneal only.
-        of_runs: settings of `run`.
-        divisor: of every number of tokens.
-        text: what is trained and measured on.
-        anneals: tokens of the 7B's anneals.
-        saves: checkpoints of an anneal: the error of quantization surges there.
-        averaged: parts of the run up to its anneals after which averages are quantized.
-        settings: further fields of Study.
+    The run at the lowest of the rising peaks has the first anneal only. An anneal, of so many
+    tokens at the 7B's size, has `saves` checkpoints: the error of quantization surges there.
+    Averages are quantized at its end and after `averaged` parts of the run before it. `of_runs` are
+    settings of `run`, `settings` further fields of Study.
     """
     parents = sweep(partial(run, divisor=divisor, text=text, **of_runs), peak_lr=peaks)
     runs: list[RunConfig] = []

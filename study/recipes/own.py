@@ -2,9 +2,11 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
+from traceback import extract_tb
 
 from pydantic import ValidationError
 
@@ -33,10 +35,8 @@ def own_recipe(path: Path) -> Recipe:
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # dataclasses look themselves up there
-    try:
+    with _refusing(path):
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a program of the user's raises
-        raise _refused(path, error) from error
     recipes = [
         value
         for value in vars(module).values()
@@ -46,22 +46,12 @@ def own_recipe(path: Path) -> Recipe:
         names = ", ".join(recipe.make.__name__ for recipe in recipes)
         what = f"defines {len(recipes)} recipes ({names}), not one" if recipes else "has no recipe"
         raise UserError(f"{path} {what}; {'leave one' if recipes else HOW}")
-    return _checked(path, recipes[0].make)
-
-
-def _checked(path: Path, make: Callable[..., Study]) -> Recipe:
-    """Return the recipe of a function, with errors that name its file."""
+    make = recipes[0].make
 
     @wraps(make)
     def checked(*, smoke: bool) -> Study:
-        try:
+        with _refusing(path):
             study = make(smoke=smoke)
-        except UserError:
-            raise
-        except ValidationError as error:
-            raise explain_validation(str(path), error) from None
-        except Exception as error:  # whatever a program of the user's raises
-            raise _refused(path, error) from error
         if not isinstance(study, Study):
             raise UserError(f"{path}: {make.__name__} returns no study; {HOW}")
         return study
@@ -69,13 +59,19 @@ def _checked(path: Path, make: Callable[..., Study]) -> Recipe:
     return Recipe(checked)
 
 
-def _refused(path: Path, error: Exception) -> UserError:
-    """Return the error with the line of the file that it came from."""
-    line = getattr(error, "lineno", None)
-    trace = error.__traceback__
-    while trace:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    where = f"{path}, line {line}" if line else str(path)
-    return UserError(f"{where}: {type(error).__name__}: {error}; correct the recipe")
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Raise UserError, with the line of the file, for whatever a program of the user's raises."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ValidationError as error:
+        raise explain_validation(str(path), error) from None
+    except Exception as error:
+        lines = [getattr(error, "lineno", None)]
+        lines += [
+            frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(path)
+        ]
+        where = f"{path}, line {lines[-1]}" if lines[-1] else str(path)
+        raise UserError(f"{where}: {type(error).__name__}: {error}; correct the recipe") from error

@@ -205,14 +205,15 @@ def pythia_160m_schedules(*, smoke: bool = False) -> Study:
     arXiv 2510.06213, section 4.2; the cosine goes to 10%. The peaks and that floor are this
     project's choice.
     """
-    runs = [
-        whole(
-            f"{schedule}-{learning_rate_name(peak)}", smoke=smoke, schedule=schedule, peak_lr=peak
-        )
-        for peak in ((3e-3, 1e-2) if smoke else (1e-3, 3e-3))
-        for schedule in ("cosine", "wsd")
-    ]
-    return measured(runs, smoke)
+    peaks = (3e-3, 1e-2) if smoke else (1e-3, 3e-3)
+    return measured(
+        [
+            whole(f"{kind}-{learning_rate_name(peak)}", smoke=smoke, schedule=kind, peak_lr=peak)
+            for peak in peaks
+            for kind in ("cosine", "wsd")
+        ],
+        smoke,
+    )
 
 
 @recipe

@@ -1,17 +1,42 @@
-"""Recipes and studies in words: `python -m study list` and `show`."""
+"""Recipes and studies in words, and the cost of training: `python -m study list` and `show`.
+
+The cost is hours of one GPU, an estimate: none was measured on a GPU.
+"""
 
 from collections.abc import Iterator
 
+from base.frozen import Frozen
 from study.axes import amount_name
 from study.definition import Study
 from study.recipes import PROFILES, RECIPES, TRAJECTORY, resolve
-from study.recipes.cost import gpu_hours, trained_tokens
 from study.released import ReleasedRun
-from study.text.kinds import PreparedText, StandardLibrary, TokenFiles, places_of
-from train.planning.flops import assumed_mfu
+from study.text.kinds import TokenFile
+from train.planning.flops import GPUS, assumed_mfu, flops_per_token
 from train.run.config import RunConfig
+from train.run.schedules import first_step
 
 SHORTEST_HOURS = 0.1  # of training; less is trained on a CPU
+
+
+def _tokens(run: RunConfig) -> int:
+    """Return the tokens that a run is trained on; a branch counts from its start."""
+    return (run.total_steps - first_step(run)) * run.tokens_per_step
+
+
+def trained_tokens(study: Study) -> int:
+    """Return the tokens that all runs of a study are trained on."""
+    return sum(map(_tokens, study.trained))
+
+
+def gpu_hours(study: Study, gpu: str = "h100") -> float:
+    """Return the hours of one GPU that training takes at `assumed_mfu`."""
+    return sum(
+        _tokens(run)
+        * flops_per_token(run.model, run.data.sequence_length)
+        / (assumed_mfu(run.model) * GPUS[gpu].peak_flops)
+        / 3600
+        for run in study.trained
+    )
 
 
 def listed() -> Iterator[str]:
@@ -35,18 +60,10 @@ def summary(study: Study) -> Iterator[str]:
     yield f"{study.name}: {study.description}"
     for run in study.runs:
         yield f"  {run.name}: {_released(run) if isinstance(run, ReleasedRun) else _trained(run)}"
-    yield f"  text: {_text(study)}"
-    curvature = f"{study.curvature.pairs} probe pairs" if study.curvature else "not measured"
-    curvature += ", traces alone" if study.curvature and not study.curvature.lambda_max else ""
-    yield f"  quantized: {', '.join(study.quantization.specs)}; curvature: {curvature}"
-    if study.quantization.methods:
-        yield f"  quantized at the end of training: {', '.join(study.quantization.methods)}"
-    if study.quantization.by_block:
-        yield f"  block by block at the end of training: {', '.join(study.quantization.by_block)}"
-    if study.tasks:
-        tasks, specs = ", ".join(study.tasks.tasks), ", ".join(study.tasks.specs)
-        shots = study.tasks.shots
-        yield f"  accuracy at the end of training: {tasks} with {shots} examples, of {specs}"
+    yield f"  text: {study.text.kind}; {_in_words(study.text)}"
+    for part in ("quantization", "curvature", "tasks"):
+        settings: Frozen | None = getattr(study, part)
+        yield f"  {part}: {'not measured' if settings is None else _in_words(settings)}"
     averages = dict.fromkeys(average.name for run in study.trained for average in run.averages)
     if averages and study.averaged_steps:
         steps = ", ".join(map(str, study.averaged_steps))
@@ -58,21 +75,16 @@ def summary(study: Study) -> Iterator[str]:
         yield f"  source: {source}"
 
 
-def _text(study: Study) -> str:
-    text = study.text
-    if isinstance(text, StandardLibrary):
-        return (
-            f"the standard library of Python, a tokenizer of {text.vocab_size} tokens trained on it"
-        )
-    if isinstance(text, PreparedText):
-        files = ", ".join(f"{use} {file.name}" for use, file in text.files.items())
-        return f"{files}, with the tokenizer of {text.tokenizer}"
-    if isinstance(text, TokenFiles):
-        return ", ".join(f"{use} {place}" for use, place in places_of(text).items())
-    shares = f"places {text.held_out} of a million held out, {text.calibration} to calibrate with"
-    shares += f", {text.train} trained on" if text.train else ""
-    tokenizer = text.tokenizer or f"one of {text.vocab_size} tokens trained on it"
-    return f"{', '.join(text.sources)}: {shares}; tokenizer: {tokenizer}"
+def _in_words(settings: Frozen) -> str:
+    """Return the settings that are not at their defaults: 'pairs 16; specs gptq-b3, gptq-b4'."""
+    words = []
+    for name, value in settings:
+        if value != type(settings).model_fields[name].default:
+            if isinstance(value, TokenFile):
+                value = f"({_in_words(value)})"
+            values = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+            words.append(f"{name} {values}")
+    return "; ".join(words)
 
 
 def _trained(run: RunConfig) -> str:

@@ -82,8 +82,12 @@ def trajectory(released: Released, profile: str, measured_on: bool = False) -> S
         revisions_of(released.source, released.family), every=released.every, stage=released.stage
     )
     source = str(Path(released.source).resolve()) if local else released.source
-    name = _name(Path(source), found) if local else released.source.partition("/")[2]
-    runs = _runs(source, released, found)
+    name = released.source.partition("/")[2]
+    if local:  # of exports the name of their run
+        repos = {one.repo for one in found}
+        name = Path(source).name
+        name = repos.pop() if len(repos) == 1 and name == "hf" else name
+        name = re.sub(r"[^A-Za-z0-9._=+-]+", "-", name)
     schedules = dict.fromkeys(f"{one.schedule}: {one.source}" for one in found if one.source)
     return Study(
         name=f"{TRAJECTORY}-{name}{'-smoke' if profile == 'smoke' else ''}",
@@ -92,7 +96,7 @@ def trajectory(released: Released, profile: str, measured_on: bool = False) -> S
         ranks=1,
         sized_for="any",
         text=web_text(TOKENIZERS.get(released.source, released.source)),
-        runs=runs,
+        runs=_runs(source, released, found),
         quantization=SMALL_QUANTIZATION if profile == "smoke" else QUANTIZATION,
         curvature=_curvature(Path(source) if local else None, found, profile),
     )
@@ -100,20 +104,12 @@ def trajectory(released: Released, profile: str, measured_on: bool = False) -> S
 
 def _curvature(directory: Path | None, found: list[Revision], profile: str) -> CurvatureSettings:
     """Return settings for traces, on sequences within the context of a model that is here."""
-    small = SMALL_CURVATURE.model_copy(update={"lambda_max": False})
     length = SEQUENCE_LENGTH
     if directory and (directory / found[0].revision / "config.json").exists():
         config = read_hf_config(directory / found[0].revision)
         length = min(length, config.get("max_position_embeddings", length))
-    settings = small if profile == "smoke" else TRACES
-    return settings.model_copy(update={"sequence_length": length})
-
-
-def _name(directory: Path, found: list[Revision]) -> str:
-    """Return the name of the run whose exports a directory holds, else the directory's."""
-    repos = {one.repo for one in found}
-    name = repos.pop() if len(repos) == 1 and directory.name == "hf" else directory.name
-    return re.sub(r"[^A-Za-z0-9._=+-]+", "-", name)
+    settings = SMALL_CURVATURE if profile == "smoke" else TRACES
+    return settings.model_copy(update={"sequence_length": length, "lambda_max": False})
 
 
 def _runs(source: str, released: Released, found: list[Revision]) -> tuple[ReleasedRun, ...]:
@@ -123,25 +119,28 @@ def _runs(source: str, released: Released, found: list[Revision]) -> tuple[Relea
     for (repo, stage, ingredient), group in groupby(
         found, key=lambda one: (one.repo, one.stage, one.ingredient)
     ):
-        members: list[Revision] = []
+        members: list[ReleasedRevision] = []
         for one in group:
             reason = _left_out(one, members, released.stage)
             if reason:
                 print(f"left out: {one.revision} {reason}", file=sys.stderr)
-            else:
-                members.append(one)
-        if not members:
-            continue
-        parts = [repo.replace("/", "--")] * several + [stage]
-        parts += [f"ingredient{ingredient}"] * bool(ingredient)
-        run = ReleasedRun(
-            name="-".join(parts),
-            source=source,
-            family=released.family,
-            schedule=members[-1].schedule,
-            revisions=tuple(map(_revision, members)),
-        )
-        runs.append(run)
+                continue
+            revision = {"name": one.revision, "step": one.step, "tokens": one.tokens}
+            members.append(
+                ReleasedRevision.model_validate(revision | {"learning_rate": one.learning_rate})
+            )
+            schedule = one.schedule
+        if members:
+            parts = [repo.replace("/", "--")] * several + [stage]
+            parts += [f"ingredient{ingredient}"] * bool(ingredient)
+            run = ReleasedRun(
+                name="-".join(parts),
+                source=source,
+                family=released.family,
+                schedule=schedule,
+                revisions=tuple(members),
+            )
+            runs.append(run)
     if not runs:
         raise UserError(
             f"{released.source} has no revision that states a step; set another stage or source"
@@ -149,18 +148,11 @@ def _runs(source: str, released: Released, found: list[Revision]) -> tuple[Relea
     return tuple(runs)
 
 
-def _left_out(one: Revision, members: list[Revision], stage: str | None) -> str | None:
+def _left_out(one: Revision, members: list[ReleasedRevision], stage: str | None) -> str | None:
     if one.step is None:
         return "states no step"
     if one.stage == MAIN and stage != MAIN:
         return f"repeats a revision or averages several; --stage {MAIN} measures it"
     if members and members[-1].step == one.step:
-        return f"is of the same step as {members[-1].revision}"
+        return f"is of the same step as {members[-1].name}"
     return None
-
-
-def _revision(one: Revision) -> ReleasedRevision:
-    assert one.step is not None
-    return ReleasedRevision(
-        name=one.revision, step=one.step, tokens=one.tokens, learning_rate=one.learning_rate
-    )

@@ -1,4 +1,4 @@
-"""Pages as one file each: templates, pictures and the JavaScript of their figures, inlined.
+"""A page in one file: its template, pictures, and the JavaScript of its figures, inlined.
 
 A page asks for nothing from anywhere. Its policy forbids every request, and every script but the
 two whose hashes it names: text that somebody wrote into a study cannot become a script of the page.
@@ -65,29 +65,22 @@ def policy(scripts: tuple[str, ...]) -> str:
     return "; ".join((*rules, "img-src data: blob:", "base-uri 'none'", "form-action 'none'"))
 
 
-def figures_of(shown: list[Shown], runs: Runs) -> dict[str, Any]:
-    """Return the figures as the templates need them, with charts as JSON, scripts and runs."""
+def write_page(path: Path, shown: list[Shown], runs: Runs, **content: Any) -> None:
+    """Render the template aside with these figures, then rename the file."""
     pictures = {one.name: base64.b64encode(one.png).decode() for one in shown}
     charts = {one.name: one.chart for one in shown if one.chart}
     text = json.dumps(charts, allow_nan=False, separators=(",", ":"))
+    text = text.replace("<", "\\u003c")  # no text can end the element that it is in
     scripts = (library(), SCRIPT) if charts else ()
-    return {
-        "figures": shown,
-        "pictures": pictures,
-        "folder": DIRECTORY,
-        "charts": text.replace("<", "\\u003c"),  # no text can end the element that it is in
-        "runs": runs,
-        "scripts": scripts,
-        "policy": policy(scripts),
-    }
-
-
-def write_page(template: str, path: Path, **content: Any) -> None:
-    """Render a template aside, then rename the file."""
+    content |= {"figures": shown, "pictures": pictures, "folder": DIRECTORY, "charts": text}
+    content |= {"runs": runs, "scripts": scripts, "policy": policy(scripts)}
     templates = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
     pages = jinja2.Environment(
-        loader=templates, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+        loader=templates,
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
         lstrip_blocks=True,
-    )  # fmt: skip
+    )
     with replaced_file(path) as aside:
-        aside.write_text(pages.get_template(template).render(content), encoding="utf-8")
+        aside.write_text(pages.get_template("report.html").render(content), encoding="utf-8")

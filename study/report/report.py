@@ -9,7 +9,7 @@ from study.definition import Study
 from study.figures.canvas import Canvas
 from study.figures.drawing import draw_all
 from study.measurements.kind import INTERVAL_LEVEL
-from study.report import page
+from study.report.page import write_page
 from study.report.provenance import commands, settings_of
 from study.report.tables import (
     Table,
@@ -32,9 +32,10 @@ def write_report(directory: Path, study: Study) -> Path:
     rows = read_table(directory, study)
     canvas = Canvas(study, rows, directory)
     shown, empty = draw_all(canvas)
-    page.write_page(
-        "report.html",
+    write_page(
         directory / REPORT,
+        shown,
+        canvas.runs,
         study=study,
         facts=_facts(study, rows),
         judged=judge_all(study, rows, Paired(directory)),
@@ -47,20 +48,20 @@ def write_report(directory: Path, study: Study) -> Path:
         settings=settings_of(directory, study),
         commands=commands(directory, study),
         server=server_command(directory.parent),
-        **page.figures_of(shown, canvas.runs),
     )
     return directory / REPORT
 
 
 def _tables(study: Study, rows: Sequence[Row]) -> list[Table]:
     summaries = summarize(study, rows)
-    tables = [end_table(study, summaries), *heat_tables(study, summaries)]
-    others = (
+    tables = (
+        end_table(study, summaries),
+        *heat_tables(study, summaries),
         method_table(study, summaries),
         average_table(study, rows),
         step_table(study, summaries),
     )
-    return [*tables, *(table for table in others if table)]
+    return [table for table in tables if table]
 
 
 def _facts(study: Study, rows: Sequence[Row]) -> str:

@@ -9,7 +9,7 @@ from study.definition import Study
 from study.figures.drawn.methods import shown_methods
 from study.measurements.titles import spec_title
 from study.results.averages import compared_models
-from study.results.summary import Estimate, RunSummary, estimate
+from study.results.summary import RunSummary
 from study.results.table import Row
 
 STEP_TERMS = {
@@ -41,39 +41,46 @@ class Table(NamedTuple):
     groups: Sequence[tuple[str, int]] = ()
 
 
-def cells(texts: Iterable[str]) -> list[Cell]:
-    """Return plain cells."""
-    return [Cell(text) for text in texts]
+class _Known(NamedTuple):
+    value: float
+    low: float
+    high: float
+
+
+def _known(row: Row | None, column: str) -> _Known | None:
+    """A column of a row with the interval beside it; None where it is not measured."""
+    if row is None or row[column] is None:
+        return None
+    return _Known(row[column], row[f"{column}_low"], row[f"{column}_high"])
+
+
+def _all_known(rows: Iterable[Row | None], column: str) -> list[_Known]:
+    return [one for row in rows if (one := _known(row, column))]
 
 
 def _cell(row: Row | None, column: str, digits: int, scale: float = 1.0, unit: str = "") -> Cell:
-    known = estimate(row, column)
+    known = _known(row, column)
     if known is None:
         return Cell("not measured")
-    low, high = known.low * scale, known.high * scale
-    interval = f"[{low:.{digits}f}, {high:.{digits}f}]"
-    return Cell(f"{known.value * scale:.{digits}f}{unit}", interval)
-
-
-def _known(rows: Iterable[Row | None], column: str) -> list[Estimate]:
-    return [one for row in rows if (one := estimate(row, column))]
+    value, low, high = (f"{scale * one:.{digits}f}" for one in known)
+    return Cell(f"{value}{unit}", f"[{low}, {high}]")
 
 
 def _percent_digits(rows: Iterable[Row | None], column: str) -> int:
     """Decimals at which the largest of these shares has three figures in per cent; two at least."""
-    largest = max((abs(one.value) for one in _known(rows, column)), default=1.0)
+    largest = max((abs(one.value) for one in _all_known(rows, column)), default=1.0)
     return max(2, 1 - math.ceil(math.log10(largest))) if largest > 0 else 2
 
 
 def _figures_of_smallest(rows: Iterable[Row | None], column: str) -> int:
     """Decimals at which the smallest of these values has three figures; four at least."""
-    smallest = min((one.value for one in _known(rows, column) if one.value > 0), default=1.0)
-    return max(4, 2 - math.floor(math.log10(smallest)))
+    values = [one.value for one in _all_known(rows, column) if one.value > 0]
+    return max(4, 2 - math.floor(math.log10(min(values, default=1.0))))
 
 
 def _digits_of_errors(rows: Iterable[Row | None], column: str, scale: float) -> int:
     """Decimals at which the shortest of these intervals has two figures or more."""
-    widths = [one.high - one.low for one in _known(rows, column) if one.high > one.low]
+    widths = [one.high - one.low for one in _all_known(rows, column) if one.high > one.low]
     return max(0, 1 - math.floor(math.log10(scale * min(widths, default=1.0))))
 
 
@@ -104,26 +111,25 @@ def heat_tables(study: Study, summaries: Sequence[RunSummary]) -> list[Table]:
         return []
     first, *others = study.axes
     tables = []
-    places = {
+    ends = {
         (first.text_of(end.run.name), text_of(others, end.run.name)): end.last for end in summaries
     }
-    columns = list(dict.fromkeys(column for _, column in places))
+    heads, columns = (list(dict.fromkeys(place[axis] for place in ends)) for axis in (0, 1))
+    groups = [("", 1), (" and ".join(axis.name for axis in others), len(columns))]
     for spec in study.quantization.specs:
         figure = f"quant/{spec}/kl_divergence"
-        digits = _figures_of_smallest(places.values(), figure)
-        largest = max((one.value for one in _known(places.values(), figure)), default=1.0)
+        digits = _figures_of_smallest(ends.values(), figure)
+        largest = max((one.value for one in _all_known(ends.values(), figure)), default=1.0)
         body = []
-        for head in dict.fromkeys(head for head, _ in places):
+        for head in heads:
             line = [Cell(head)]
             for place in ((head, column) for column in columns):
-                cell = _cell(places[place], figure, digits) if place in places else Cell("")
-                known = estimate(places.get(place), figure)
+                cell = _cell(ends[place], figure, digits) if place in ends else Cell("")
+                known = _known(ends.get(place), figure)
                 shade = DARKEST * known.value / largest if known and largest > 0 else 0.0
                 line.append(cell._replace(shade=round(max(shade, 0.0), 3)))
             body.append(line)
-        names = " and ".join(axis.name for axis in others)
         title = f"KL divergence at the end of training: {spec_title(spec)}"
-        groups = [("", 1), (names, len(columns))]
         tables.append(Table(title, "Nats per token.", [first.name, *columns], body, groups))
     return tables
 
@@ -157,7 +163,7 @@ def average_table(study: Study, rows: Sequence[Row]) -> Table | None:
         if column.endswith("relative_error"):
             formats[column] = (_percent_digits((row for *_, row in compared), column), 100, " %")
     body = [
-        [*cells([label, model]), *(_cell(row, column, *one) for column, one in formats.items())]
+        [Cell(label), Cell(model), *(_cell(row, column, *one) for column, one in formats.items())]
         for label, model, row in compared
     ]
     names = ["quantized loss", "error", "KL divergence"]
@@ -181,7 +187,7 @@ def step_table(study: Study, summaries: Sequence[RunSummary]) -> Table | None:
             terms[term] = _digits_of_errors((one.last for one in summaries), term, 1e3)
         ratios = [f"curvature/step-{spec}/{ratio}" for ratio in STEP_RATIOS]
         for summary in summaries:
-            line = cells([summary.label, spec_title(spec)])
+            line = [Cell(summary.label), Cell(spec_title(spec))]
             line += [_cell(summary.last, term, digits, 1e3) for term, digits in terms.items()]
             body.append([*line, *(_cell(summary.last, ratio, 2) for ratio in ratios)])
     head = [study.heading, "quantization", *STEP_TERMS.values(), *STEP_RATIOS.values()]

@@ -3,14 +3,15 @@
 Two kinds: those kept in training (LAWA windows, EMAs), and soups of exported checkpoints.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from quant_eval.specs import parse_spec
+from study.axes import AnyRun
 from study.definition import SoupSettings, Study
 from study.released import ReleasedRun
 from study.results.collect import phase_of
-from study.results.summary import AnyRun, Rows, ends_of_training, in_order, lineage, listed
+from study.results.summary import Rows, in_order, listed
 from study.results.table import Row
 from train.run.config import RunConfig
 from train.run.optimization import Ema, Lawa
@@ -70,63 +71,38 @@ def _weights(run: AnyRun, row: Row) -> str:
     return f"step {row['step']}, {place}"
 
 
-@dataclass(frozen=True)
-class Made:
-    """The last model of an average, in a phase or at a step, of the rows that led to an end."""
+class Made(NamedTuple):
+    """The last model of an average, in a phase or at a step."""
 
     name: str
     phase: str | None = None
     step: int | None = None
 
-    def __call__(self, led: Sequence[Row]) -> Row | None:
-        """Return its row, where there is one."""
-        own = (row for row in reversed(led) if row["average"] == self.name)
-        return next((row for row in own if self._fits(row["phase"], row["step"])), None)
-
-    def planned(self, study: Study, run: AnyRun) -> bool:
-        """Return whether the study measures it, of this run or before it branches from another."""
+    def place(self, study: Study, run: AnyRun) -> tuple[str, int] | None:
+        """Return run and step of it, of this run or its parent; None where the study has none."""
         if isinstance(run, ReleasedRun):
-            return False
+            return None
         led = [(run, run.total_steps)]
         if run.branch_from:
             led.append((study.parent_of(run), run.branch_from.step))
-        return any(
-            model.average == self.name
-            and model.step <= last
-            and self._fits(phase_of(one, model.step), model.step)
-            for one, last in led
-            for model in study.models_of(one)
-        )
-
-    def _fits(self, phase: str, step: int) -> bool:
-        return self.phase in (None, phase) and self.step in (None, step)
-
-
-def _annealed(run: AnyRun, own: Rows) -> Row | None:
-    """The last weights of a run that ends with an anneal."""
-    weights = [row for row in own if not row["average"] and row["phase"] == "anneal"]
-    return weights[-1] if weights and weights[-1]["step"] == run.total_steps else None
+        for one, last in led:
+            for model in reversed(study.models_of(one)):
+                fits = (
+                    model.average == self.name
+                    and model.step <= last
+                    and self.phase in (None, phase_of(one, model.step))
+                    and self.step in (None, model.step)
+                )
+                if fits:
+                    return one.name, model.step
+        return None
 
 
 def against_annealed(study: Study) -> dict[str, Made]:
     """Return the averages to compare with the annealed weights by title: kept ones, and soups."""
-    found = {
+    kept = {
         f"{average_title(average)}, before the anneal": Made(average.name, phase="stable")
         for average in kept_averages(study)
     }
-    for soup in study.soups:
-        found[average_title(soup)] = Made(soup.name, step=soup.steps[-1])
-    return found
-
-
-def average_pairs(
-    study: Study, rows: Sequence[Row], average: Made, column: str
-) -> dict[str, tuple[Row, Row]]:
-    """Return label of a run -> annealed weights and average, where the column is of both."""
-    pairs = {}
-    for run in ends_of_training(study):
-        led = lineage(study, rows, run)
-        averaged, annealed = average(led), _annealed(run, led)
-        if averaged and annealed and None not in (averaged[column], annealed[column]):
-            pairs[study.label_of(run)] = (annealed, averaged)
-    return pairs
+    soups = {average_title(soup): Made(soup.name, step=soup.steps[-1]) for soup in study.soups}
+    return kept | soups

@@ -65,40 +65,27 @@ def phase_of(run: AnyRun, step: int) -> str:
 
 def _model_values(directory: Path, run: AnyRun, model: MeasuredModel) -> dict[str, Any] | None:
     """Return the columns that training decides; None while there is no such model."""
+    is_saved = isinstance(run, RunConfig) and not model.soup_of  # by training itself
+    checkpoint = directory / checkpoint_directory(run.name, model)
+    record_path = directory / model_record(run.name, model)
+    if not (checkpoint / CHECKPOINT_JSON if is_saved else record_path).exists():
+        return None
     if isinstance(run, ReleasedRun):
-        if not (directory / model_record(run.name, model)).exists():
-            return None
         revision = run.at(model.step)
-        return {
-            "peak_lr": run.peak_lr,
-            "tokens": revision.tokens,
-            "learning_rate": revision.learning_rate,
-        }
-    of_training = _training_values(directory, run, model)
-    return of_training and of_training | {
+        known = {"tokens": revision.tokens, "learning_rate": revision.learning_rate}
+        return known | {"peak_lr": run.peak_lr}
+    settings = {
         "peak_lr": run.optimizer.peak_lr,
         "weight_decay": run.optimizer.weight_decay,
         "batch_size": run.batch_size,
         "engine": run.engine,
         "seed": run.seed,
     }
-
-
-def _training_values(
-    directory: Path, run: RunConfig, model: MeasuredModel
-) -> dict[str, Any] | None:
     if model.soup_of:  # made of exports: training knows nothing of it
-        if not (directory / model_record(run.name, model)).exists():
-            return None
-        return {
-            "tokens": model.step * run.tokens_per_step,
-            "learning_rate": learning_rate(run, model.step),
-        }
-    checkpoint = directory / checkpoint_directory(run.name, model)
-    if not (checkpoint / CHECKPOINT_JSON).exists():
-        return None
+        tokens, rate = model.step * run.tokens_per_step, learning_rate(run, model.step)
+        return settings | {"tokens": tokens, "learning_rate": rate}
     record = read_checkpoint_record(checkpoint)
-    return {
+    return settings | {
         "tokens": record.tokens,
         "learning_rate": record.learning_rate,
         "train_loss": None if model.average else record.train_loss,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from study.axes import AnyRun
 from study.definition import Study
 from study.released import ReleasedRun
 from study.results.table import Row, trained
@@ -10,16 +11,6 @@ from train.run.config import RunConfig
 
 HIGH, DECAYED = 0.99, 0.5  # shares of the largest learning rate: at least, and at most
 Rows = Sequence[Row]
-AnyRun = RunConfig | ReleasedRun
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number with the interval of its result."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -40,13 +31,6 @@ class RunSummary:
     anneals: bool
     first: Row | None
     last: Row | None
-
-
-def estimate(row: Row | None, column: str) -> Estimate | None:
-    """Return a column of a row with its `_low` and `_high`."""
-    if row is None or row[column] is None:
-        return None
-    return Estimate(row[column], row[f"{column}_low"], row[f"{column}_high"])
 
 
 def in_order(study: Study) -> list[AnyRun]:
@@ -92,14 +76,8 @@ def summarize(study: Study, rows: Rows) -> list[RunSummary]:
     summaries = []
     for run in ends_of_training(study):
         led = lineage(study, rows, run)
-        last = next(
-            (
-                row
-                for row in trained(led)
-                if row["run"] == run.name and row["step"] == run.total_steps
-            ),
-            None,
-        )
+        end = (run.name, run.total_steps)
+        last = next((row for row in trained(led) if (row["run"], row["step"]) == end), None)
         if isinstance(run, ReleasedRun):
             first, anneals = _before_decay(led, last)
         else:

@@ -118,13 +118,10 @@ def places_of(text: Text) -> dict[str, str]:
     if isinstance(text, PreparedText):
         places = {use: f"{{root}}/{TEXTS}/{file.name}" for use, file in text.files.items()}
         return places | {"tokenizer": f"{{root}}/{text.tokenizer_directory}"}
-    if isinstance(text, TokenFiles):
-        places = {use: getattr(text, use) for use in (*USES, "tokenizer")}
-        return {use: place for use, place in places.items() if place}
-    data = "{study}/data"
-    if isinstance(text, OwnText):
-        uses = USES if text.train else USES[1:]
-        return {use: f"{data}/{use}" for use in (*uses, "tokenizer")}
-    places = {"train": f"{data}/train", "held_out": f"{data}/held_out"}
-    tokenizer = f"{{study}}/{CORPUS}/tokenizer"
-    return places | {"calibration": places["train"], "tokenizer": tokenizer}
+    if isinstance(text, StandardLibrary):
+        places = {use: f"{{study}}/data/{use}" for use in ("train", "held_out")}
+        tokenizer = f"{{study}}/{CORPUS}/tokenizer"
+        return places | {"calibration": places["train"], "tokenizer": tokenizer}
+    uses = [use for use in USES if getattr(text, use)] + ["tokenizer"]
+    own = isinstance(text, OwnText)
+    return {use: f"{{study}}/data/{use}" if own else getattr(text, use) for use in uses}

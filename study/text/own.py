@@ -39,24 +39,17 @@ class Given(NamedTuple):
     places: tuple[Path, ...]
     tokenizer: Path | None  # None: one is trained
     sha256: str
-    label: str
-
-    @property
-    def suffix(self) -> str:
-        """The suffix of a study's name."""
-        return f"-text={self.label}.{self.sha256[:HASH_CHARACTERS]}"
+    suffix: str  # of a study's name
 
 
 def given_of(asked: Asked) -> Given:
     """Return what the options name; UserError for what is missing, empty or of no known kind."""
     places = tuple(path.absolute() for path in asked.paths)
-    for place in places:
-        if places.count(place) > 1:
-            raise UserError(f"{place} is given twice to --text; give every place once")
     kind, *others = {_kind_of(place) for place in places}
-    if others or (kind != "files" and len(places) > 1):
+    if others or len(set(places) if kind == "files" else {""}) < len(places):
         raise UserError(
-            f"--text names places of several kinds, or more than one that is no text; give {FORMS}"
+            "--text names a place twice, places of several kinds, or more than one that is no text;"
+            f" give {FORMS}"
         )
     label = places[0].name.partition(".")[0] if kind == "files" else places[0].name
     label = re.sub(r"[^A-Za-z0-9_=+-]+", "-", label)[:LABEL_CHARACTERS]
@@ -70,7 +63,8 @@ def given_of(asked: Asked) -> Given:
         )
     if tokenizer:
         load_tokenizer(tokenizer)
-    return Given(kind, places, tokenizer, _identity(kind, places, tokenizer), label)
+    sha256 = _identity(kind, places, tokenizer)
+    return Given(kind, places, tokenizer, sha256, f"-text={label}.{sha256[:HASH_CHARACTERS]}")
 
 
 def _kind_of(place: Path) -> Kind:
@@ -119,20 +113,19 @@ def _identity(kind: Kind, places: tuple[Path, ...], tokenizer: Path | None) -> s
         for place in places:
             digest.update(open_source(place, verify_hashes=True).manifest.sha256.encode())
         return digest.hexdigest()
-    sizes = [place.stat().st_size for place in places]
-    whole = sum(sizes) <= HASHED_AT_START_BYTES
-    for place, size in zip(places, sizes, strict=True):
-        digest.update(f"{size}:".encode())
-        digest.update(sha256_of(place).encode() if whole else _sampled(place, size, len(places)))
+    whole = sum(place.stat().st_size for place in places) <= HASHED_AT_START_BYTES
+    for place in places:
+        digest.update(f"{place.stat().st_size}:".encode())
+        digest.update(sha256_of(place).encode() if whole else _sampled(place, len(places)))
     return digest.hexdigest()
 
 
-def _sampled(place: Path, size: int, files: int) -> bytes:
+def _sampled(place: Path, files: int) -> bytes:
     """Return a hash of blocks spread evenly over a file, its first and its last ones among them."""
     digest, count = hashlib.sha256(), max(2, SAMPLED_BLOCKS // files)
     with place.open("rb") as file:
         for number in range(count):
-            file.seek(max(0, size - BLOCK_BYTES) * number // (count - 1))
+            file.seek(max(0, place.stat().st_size - BLOCK_BYTES) * number // (count - 1))
             digest.update(file.read(BLOCK_BYTES))
     return digest.digest()
 
@@ -158,7 +151,14 @@ def text_of(study: Study, given: Given) -> OwnText | TokenFiles:
     needs = survey.needs_of(study)
     vocab_size = min((run.model.vocab_size for run in study.trained), default=None)
     if given.tokenizer:
-        vocab_size = _checked_vocabulary(study, given.tokenizer, vocab_size)
+        size = load_tokenizer(given.tokenizer)[0].get_vocab_size()
+        if vocab_size is not None and size > vocab_size:
+            raise UserError(
+                f"{given.tokenizer} has {size:,} tokens, the models of {study.name} have rows for"
+                f" {vocab_size:,}; give another --tokenizer, or --set model.vocab_size="
+                f"{-(-size // 128) * 128}"
+            )
+        vocab_size = vocab_size or size
     if given.kind == "study":
         return _in_place(study, given, (needs.train, needs.held_out, needs.calibration))
     if vocab_size is None:
@@ -184,17 +184,6 @@ def text_of(study: Study, given: Given) -> OwnText | TokenFiles:
         calibration=shares["calibration"],
         calibration_tokens=needs.calibration,
     )
-
-
-def _checked_vocabulary(study: Study, tokenizer: Path, rows: int | None) -> int:
-    """Return the rows of the models, which hold the tokenizer's tokens; its own without models."""
-    size = load_tokenizer(tokenizer)[0].get_vocab_size()
-    if rows is not None and size > rows:
-        raise UserError(
-            f"{tokenizer} has {size:,} tokens, the models of {study.name} have rows for {rows:,};"
-            f" give another --tokenizer, or --set model.vocab_size={-(-size // 128) * 128}"
-        )
-    return rows or size
 
 
 def _in_place(study: Study, given: Given, needed: tuple[int, ...]) -> TokenFiles:

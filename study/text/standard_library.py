@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from base.errors import UserError
-from base.files import committed_directory, record_files, sha256_of, write_json
+from base.files import committed_directory, record_files, write_json
 from base.progress import Progress
 from ckpt_tools.released.tokenizer import check_replaceable
 from train.data.documents import read_documents
@@ -19,12 +19,7 @@ from train.data.share import Share
 
 END_OF_TEXT = "<|endoftext|>"
 SKIPPED_DIRECTORIES = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
+    *("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 }
 HELD_OUT_PERCENT = 10  # of the files, kept for measuring
 HELD_OUT_CHARACTERS = 2400  # kept of each of them
@@ -32,14 +27,14 @@ TOKENIZER_BYTES = 1 << 30  # of text that a tokenizer is trained on
 MINIMAL_FILES = 100  # fewer are no standard library (some distributions ship it zipped)
 
 
-def source_files(root: Path) -> list[Path]:
-    """Return the Python files below `root` by path, without tests and installed packages."""
-    files = [
-        path
-        for path in root.rglob("*.py")
-        if path.is_file() and SKIPPED_DIRECTORIES.isdisjoint(path.relative_to(root).parts[:-1])
-    ]
-    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+def source_files(root: Path) -> dict[str, Path]:
+    """Return the Python files below `root` by relative path, without tests and packages."""
+    files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
+    return {
+        name: path
+        for name, path in sorted(files.items())
+        if path.is_file() and SKIPPED_DIRECTORIES.isdisjoint(name.split("/")[:-1])
+    }
 
 
 def _digest(relative_path: str) -> int:
@@ -56,11 +51,6 @@ def head_of(text: str, characters: int) -> str:
     if len(text) <= characters:
         return text
     return text[: text.rfind("\n", 0, characters) + 1] or text[:characters]
-
-
-def _read(path: Path) -> str:
-    with tokenize.open(path) as file:  # decodes by the file's own coding line
-        return file.read()
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -116,13 +106,13 @@ def _first_documents(sources: Sequence[Path], share: Share) -> Iterator[str]:
             progress.advance()
 
 
-def build_corpus(out: Path, vocab_size: int, root: Path | None = None) -> dict[str, int]:
+def build_corpus(out: Path, vocab_size: int, root: Path | None = None) -> None:
     """Write OUT/{train,held_out}.jsonl, OUT/tokenizer/ and, last, OUT/corpus.json.
 
     Training files come whole and in the order of their paths. Held-out files come in the order of a
     hash of their paths, each cut to its beginning: intervals resample documents, so many short ones
     tell more than a few long ones, and any prefix of the split is a sample of all of it. The
-    tokenizer sees the training files alone. Returned is the number of files by split.
+    tokenizer sees the training files alone.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = source_files(root)
@@ -132,19 +122,16 @@ def build_corpus(out: Path, vocab_size: int, root: Path | None = None) -> dict[s
             " library"
         )
     splits: dict[str, list[tuple[str, str]]] = {"train": [], "held_out": []}
-    hashes = {}
     with Progress("corpus", total=len(files)) as progress:
-        for path in files:
-            relative = path.relative_to(root).as_posix()
-            hashes[relative] = sha256_of(path)
-            held_out, text = is_held_out(relative), _read(path)
+        for relative, path in files.items():
+            held_out = is_held_out(relative)
+            with tokenize.open(path) as file:  # decodes by the file's own coding line
+                text = file.read()
             if text.strip():
                 kept = head_of(text, HELD_OUT_CHARACTERS) if held_out else text
                 splits["held_out" if held_out else "train"].append((relative, kept))
             progress.advance()
     splits["held_out"].sort(key=lambda document: _digest(document[0]))
-    if not splits["held_out"]:
-        raise UserError(f"no file of {len(files)} is held out; use another Python")
     with committed_directory(out) as directory:
         for split, documents in splits.items():
             lines = [
@@ -155,15 +142,6 @@ def build_corpus(out: Path, vocab_size: int, root: Path | None = None) -> dict[s
             train_tokenizer([text for _, text in splits["train"]], vocab_size),
             directory / "tokenizer",
         )
-        content = {
-            "python": platform.python_version(),
-            "vocab_size": vocab_size,
-            "held_out_percent": HELD_OUT_PERCENT,
-            "held_out_characters": HELD_OUT_CHARACTERS,
-            "files": {
-                name: record.model_dump() for name, record in record_files(directory).items()
-            },
-            "sources_sha256": hashes,
-        }
+        records = {name: one.model_dump() for name, one in record_files(directory).items()}
+        content = {"python": platform.python_version(), "files": records}
         write_json(directory / "corpus.json", content)
-    return {split: len(documents) for split, documents in splits.items()}

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from base.errors import UserError
 from base.progress import Progress
@@ -86,7 +85,9 @@ def survey_files(paths: Sequence[Path], tokenizer: Path | None, vocab_size: int)
     """Read every document once; UserError for a file without text, or that is damaged."""
     places, sizes = array("l"), array("q")
     sample: list[str] = []
-    with _progress(len(paths), sum(path.stat().st_size for path in paths)) as progress:
+    is_large = sum(path.stat().st_size for path in paths) > HASHED_AT_START_BYTES
+    # of a small text a refusal is to be the only line
+    with Progress("survey", len(paths)) if is_large else nullcontext() as progress:
         for path in paths:
             before = len(places)
             for text in read_documents(path):
@@ -100,24 +101,13 @@ def survey_files(paths: Sequence[Path], tokenizer: Path | None, vocab_size: int)
             if progress:
                 progress.advance()
     if tokenizer:
-        per_token, margin = _bytes_per_token(sample, load_tokenizer(tokenizer)[0]), MARGIN
+        margin, encode = MARGIN, load_tokenizer(tokenizer)[0].encode_batch_fast
+        tokens = sum(len(encoding.ids) for encoding in encode(sample, add_special_tokens=False))
+        per_token = sum(len(text.encode()) for text in sample) / max(tokens, 1) or 1.0
     else:
         margin = MARGIN_UNTRAINED
         per_token = BYTES_PER_TOKEN["large" if vocab_size >= LARGE_VOCABULARY else "small"]
     return Survey(np.array(places, np.int64), np.array(sizes, np.int64) / per_token + 1, margin)
-
-
-def _progress(total: int, size: int) -> Progress | nullcontext[None]:
-    """Return a progress bar for a large text; a refusal is to be the only line."""
-    return Progress("survey", total=total) if size > HASHED_AT_START_BYTES else nullcontext()
-
-
-def _bytes_per_token(sample: list[str], tokenizer: Tokenizer) -> float:
-    tokens = sum(
-        len(encoding.ids)
-        for encoding in tokenizer.encode_batch_fast(sample, add_special_tokens=False)
-    )
-    return sum(len(text.encode()) for text in sample) / max(tokens, 1) or 1.0
 
 
 def survey_tokens(prefix: Path, tokenizer_sha256: str) -> Survey:
@@ -128,14 +118,8 @@ def survey_tokens(prefix: Path, tokenizer_sha256: str) -> Survey:
             f"{prefix} was not made by the tokenizer in --tokenizer; name the one that made it"
         )
     documents = range(corpus.manifest.documents)
-    places = np.empty(len(documents), np.int64)
-    with _progress(len(documents), corpus.manifest.bin.bytes) as progress:
-        for start in range(0, len(documents), 1 << 14):
-            chunk = documents[start : start + (1 << 14)]
-            places[chunk] = [place_of(token_bytes(corpus.document(index))) for index in chunk]
-            if progress:
-                progress.advance(len(chunk))
-    return Survey(places, corpus.lengths_D.astype(np.float64), 1.0)
+    places = (place_of(token_bytes(corpus.document(index))) for index in documents)
+    return Survey(np.fromiter(places, np.int64), corpus.lengths_D.astype(np.float64), 1.0)
 
 
 def shares_of(survey: Survey, needs: Needs, name: str) -> dict[str, Share]:

@@ -33,9 +33,7 @@ def mirror(
     Example: MLFLOW_TRACKING_URI=http://login:5000 python -m study mirror tiny --run lr3e-3
     --follow 60
     """
-    from study.tracking.follow import follow as follow_run
-    from study.tracking.importer import mirror as mirror_study
-    from study.tracking.importer import mirror_run
+    from study.tracking import importer
     from study.tracking.store import opening, tracking_uri
 
     directory, study = existing(name, root)
@@ -43,13 +41,13 @@ def mirror(
     if run is None:
         if follow is not None:
             raise UserError("--follow needs --run: give the run that it follows")
-        done = mirror_study(directory, study, uri)
+        done = importer.mirror(directory, study, uri)
         typer.echo(
             f"{done['metrics']} metrics in {len(done['runs'])} runs, {done['metrics_added']} of"
             " them new"
         )
     elif follow is not None:
-        follow_run(directory, study, run, uri, follow)
+        importer.follow(directory, study, run, uri, follow)
     else:
-        typer.echo(f"{mirror_run(directory, study, run, uri)} metrics of {run} were new")
+        typer.echo(f"{importer.mirror_run(directory, study, run, uri)} metrics of {run} were new")
     typer.echo(opening(root, uri))

@@ -51,22 +51,24 @@ def is_final(directory: RunDirectory, run: AnyRun) -> bool:
     return isinstance(run, ReleasedRun) or run.total_steps in directory.complete_steps()
 
 
+def read_status(directory: RunDirectory) -> dict[str, Any]:
+    """Return the content of status.json; nothing without one."""
+    try:
+        return dict(json.loads(directory.status_json.read_text()))
+    except FileNotFoundError:
+        return {}
+
+
 def status_of(directory: RunDirectory, run: AnyRun) -> str:
     """Return MLflow's word for the state of the run: FINISHED, FAILED or RUNNING."""
     if is_final(directory, run):
         return "FINISHED"
-    try:
-        return STATUSES.get(json.loads(directory.status_json.read_text())["status"], "RUNNING")
-    except FileNotFoundError:
-        return "RUNNING"
+    return STATUSES.get(read_status(directory).get("status", ""), "RUNNING")
 
 
 def run_tags(directory: RunDirectory, run: AnyRun, parent: str) -> dict[str, str]:
     """Return the lineage: commit, jobs, and path and hash of the newest checkpoint."""
-    tags = {
-        PARENT_TAG: parent,
-        "quantdyn.fingerprint": fingerprint(run),
-    }
+    tags = {PARENT_TAG: parent, "quantdyn.fingerprint": fingerprint(run)}
     steps = directory.complete_steps()
     if steps:
         checkpoint = directory.checkpoint(steps[-1]) / CHECKPOINT_JSON
@@ -74,9 +76,7 @@ def run_tags(directory: RunDirectory, run: AnyRun, parent: str) -> dict[str, str
         tags["quantdyn.checkpoint_sha256"] = sha256_of(checkpoint)
     if directory.environment_json.exists():
         recorded = attempts(directory.environment_json)
-        jobs = dict.fromkeys(
-            str(attempt["slurm_job"]) for attempt in recorded if attempt.get("slurm_job")
-        )
+        jobs = dict.fromkeys(str(one["slurm_job"]) for one in recorded if one.get("slurm_job"))
         tags["quantdyn.attempts"] = str(len(recorded))
         if jobs:
             tags["quantdyn.slurm_jobs"] = " ".join(jobs)
@@ -93,12 +93,8 @@ def run_files(directory: RunDirectory) -> dict[str, Path]:
 
 def study_files(directory: Path) -> dict[str, Path]:
     """Return configuration, table, report and figures of a study, by their names there."""
-    paths = [
-        directory / "study.json",
-        directory / TABLE,
-        directory / "report.html",
-        *directory.glob("figures/*"),
-    ]
+    names = ("study.json", TABLE, "report.html")
+    paths = [*(directory / name for name in names), *directory.glob("figures/*")]
     return {str(path.relative_to(directory)): path for path in sorted(paths) if path.is_file()}
 
 

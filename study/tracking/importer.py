@@ -15,6 +15,11 @@ be killed at any moment and run again, and any number of them may run at once:
   write by which a claim could be made in the store.
 """
 
+import os
+import signal
+import sys
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
@@ -27,13 +32,13 @@ from study.axes import AnyRun
 from study.definition import Study
 from study.results.table import Row, read_table
 from study.tracking import described
-from study.tracking.points import Point, Prefix, Stream, stream_of
-from study.tracking.store import Store, locked, masked, open_store, turn
-from study.tracking.table import table_stream
+from study.tracking.store import HTTP, artifacts_of, locked, masked, open_store, turn
+from study.tracking.streams import Stream, metrics_stream, table_stream
 from train.run.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Run
 
 MIRROR_JSON = "mlflow.json"
 METRICS_PER_BATCH = 1000  # MLflow's limit of one request
@@ -41,19 +46,19 @@ METRICS_PER_BATCH = 1000  # MLflow's limit of one request
 SUBJECT_TAG, UID_TAG = "quantdyn.subject", "quantdyn.uid"
 ROWS_TAG, TABLE_TAG = "quantdyn.rows", "quantdyn.table_rows"  # of the two streams
 NOTE_TAG = "mlflow.note.content"
+NICENESS = 10  # of an importer beside a training: a core that training wants is training's
 
 
 class Importer:
     """An import into the experiment of one study."""
 
-    def __init__(self, store: Store, directory: Path, study: Study) -> None:
-        self._store, self._client = store, store.client
-        self._directory, self._study = directory, study
+    def __init__(self, client: "MlflowClient", directory: Path, study: Study) -> None:
+        self._client, self._directory, self._study = client, directory, study
         self.added = self.total = 0
         with self._locked("study"):
             self._experiment = self._find_experiment()
-            parent = self._find_run(study.name, f"{study.name}/{fingerprint(study)}", study.name)
             tags = {NOTE_TAG: study.description}
+            parent = self._find_run(study.name, study, tags)
             self._describe(parent, described.study_params(study), tags)
             self.parent = str(parent.info.run_id)
 
@@ -61,71 +66,73 @@ class Importer:
         return locked(self._directory / ".mlflow" / f"{name}.lock")
 
     def _find_experiment(self) -> str:
-        store, name = self._store, self._study.name
-        artifacts = (store.artifacts / name).as_uri() if store.artifacts else None
+        name, root, uri = self._study.name, self._directory.parent, self._client.tracking_uri
+        # a server has a place of its own
+        artifacts = None if uri.startswith(HTTP) else (artifacts_of(root) / name).as_uri()
         found = self._client.get_experiment_by_name(name)
         if found is None:
             return str(self._client.create_experiment(name, artifacts))
         if artifacts and found.artifact_location != artifacts:
             raise UserError(
-                f"{masked(store.uri)} holds an experiment {name} that was made elsewhere"
+                f"{masked(uri)} holds an experiment {name} that was made elsewhere"
                 f" ({found.artifact_location}); it is a mirror: remove it, or set another"
-                f" MLFLOW_TRACKING_URI, and run 'python -m study mirror {name} --root {store.root}'"
+                f" MLFLOW_TRACKING_URI, and run 'python -m study mirror {name} --root {root}'"
             )
         return str(found.experiment_id)
 
     def _find_run(
         self,
         subject: str,
-        uid: str,
-        name: str,
-        tags: dict[str, str] | None = None,
+        of: Study | AnyRun,
+        tags: dict[str, str],
         started_at: int | None = None,
     ) -> "Run":
         """The run of `subject`, made if need be; one of another configuration is deleted."""
+        own = {SUBJECT_TAG: subject, UID_TAG: f"{subject}/{fingerprint(of)}"}
         found = None
         condition = f"tags.`{SUBJECT_TAG}` = '{subject}'"
         for run in self._client.search_runs([self._experiment], condition):
-            if run.data.tags[UID_TAG] == uid and found is None:
+            if run.data.tags[UID_TAG] == own[UID_TAG] and found is None:
                 found = run
             else:
                 self._client.delete_run(run.info.run_id)
-        tags = {SUBJECT_TAG: subject, UID_TAG: uid} | (tags or {})
-        return found or self._client.create_run(self._experiment, started_at, tags, name)
+        create = self._client.create_run
+        return found or create(self._experiment, started_at, own | tags, of.name)
 
     def _describe(self, run: "Run", params: dict[str, str], tags: dict[str, str]) -> None:
-        """Log what the run does not say yet; MLflow ignores a parameter that it holds already."""
+        """Log the tags, and the parameters that the run lacks: MLflow lets none be changed."""
         from mlflow.entities import Param, RunTag
 
         missing = [Param(key, value) for key, value in params.items() if key not in run.data.params]
-        changed = [
-            RunTag(key, value) for key, value in tags.items() if run.data.tags.get(key) != value
-        ]
-        self._client.log_batch(run.info.run_id, params=missing, tags=changed)
+        current = [RunTag(key, value) for key, value in tags.items()]
+        self._client.log_batch(run.info.run_id, params=missing, tags=current)
 
     def import_run(self, run: AnyRun, table: Sequence[Row] | None) -> str:
         """Import metrics of a run and rows of the table, if given; return its id in MLflow."""
-        directory, study = RunDirectory(self._directory / run.name), self._study
-        subject = f"{study.name}/{run.name}"
-        uid = f"{subject}/{fingerprint(run)}"
+        directory = RunDirectory(self._directory / run.name)
+        subject = f"{self._study.name}/{run.name}"
         with self._locked(f"run-{run.name}"):
-            metrics = stream_of(directory)
-            streams = {ROWS_TAG: metrics}
+            training = metrics_stream(directory.metrics)
+            streams = {ROWS_TAG: training}
             if table is not None:
                 rows = [row for row in table if row["run"] == run.name]
-                streams[TABLE_TAG] = table_stream(rows, metrics, run.total_steps)
-            self.total += sum(len(points) for one in streams.values() for points in one.points)
-            tags = described.run_tags(directory, run, self.parent)
-            times = [int(row["time"] * 1000) for row in metrics.rows]
+                streams[TABLE_TAG] = table_stream(rows, training, run.total_steps)
+            self.total += sum(len(own) for one in streams.values() for own in one.metrics)
+            times = [int(row["time"] * 1000) for row in training.rows]
             started_at, ended_at = (times[0], times[-1]) if times else (None, None)
-            mirrored = self._find_run(subject, uid, run.name, tags, started_at)
-            if not all(_continues(mirrored, tag, stream) for tag, stream in streams.items()):
+            tags = described.run_tags(directory, run, self.parent)
+
+            mirrored = self._find_run(subject, run, tags, started_at)
+            known = {tag: mirrored.data.tags.get(tag, one.tags[0]) for tag, one in streams.items()}
+            if not all(known[tag] in one.tags for tag, one in streams.items()):
                 self._client.delete_run(mirrored.info.run_id)
-                mirrored = self._find_run(subject, uid, run.name, tags, started_at)
+                mirrored = self._find_run(subject, run, tags, started_at)
+                known = {tag: one.tags[0] for tag, one in streams.items()}
             self._describe(mirrored, described.run_params(run), tags)
             for tag, stream in streams.items():
-                self._import_stream(mirrored, tag, stream)
+                self._import_stream(mirrored, tag, stream, stream.tags.index(known[tag]))
             self._upload(mirrored, described.run_files(directory))
+
             status = described.status_of(directory, run)
             if status == "RUNNING" != mirrored.info.status:
                 self._client.update_run(mirrored.info.run_id, status)
@@ -133,28 +140,22 @@ class Importer:
                 self._client.set_terminated(mirrored.info.run_id, status, ended_at)
         return str(mirrored.info.run_id)
 
-    def _import_stream(self, run: "Run", tag: str, stream: Stream) -> None:
-        """Send the rows that the run lacks, some rows to a request, with their tag."""
-        done = _done(run, tag)
-        prefix, batch = Prefix(stream.rows[:done]), list[Point]()
-        for row, points in zip(stream.rows[done:], stream.points[done:], strict=True):
-            if len(batch) + len(points) > METRICS_PER_BATCH:
-                self._send(run, batch, {tag: str(prefix)})
+    def _import_stream(self, run: "Run", tag: str, stream: Stream, done: int) -> None:
+        """Send the rows after the first `done`, some rows to a request, with their tag."""
+        batch: list[Metric] = []
+        for count, own in enumerate(stream.metrics[done:], done):
+            if len(batch) + len(own) > METRICS_PER_BATCH:
+                self._send(run, batch, tag, stream.tags[count])
                 batch = []
-            prefix.add(row)
-            batch += points
+            batch += own
         if batch:
-            self._send(run, batch, {tag: str(prefix)})
+            self._send(run, batch, tag, stream.tags[-1])
 
-    def _send(self, run: "Run", points: list[Point], tags: dict[str, str]) -> None:
-        from mlflow.entities import Metric, RunTag
+    def _send(self, run: "Run", metrics: list["Metric"], tag: str, rows: str) -> None:
+        from mlflow.entities import RunTag
 
-        metrics = [
-            Metric(point.name, point.value, point.milliseconds, point.at) for point in points
-        ]
-        with turn(self._store.uri):
-            said = [RunTag(key, value) for key, value in tags.items()]
-            self._client.log_batch(run.info.run_id, metrics, tags=said)
+        with turn(self._client.tracking_uri):
+            self._client.log_batch(run.info.run_id, metrics, tags=[RunTag(tag, rows)])
         self.added += len(metrics)
 
     def _upload(self, run: "Run", files: dict[str, Path]) -> None:
@@ -174,33 +175,11 @@ class Importer:
             self._client.set_terminated(self.parent)
 
 
-def _done(run: "Run", tag: str) -> int:
-    """The number of rows of the stream that the run has."""
-    return int(run.data.tags.get(tag, "0").split()[0])
-
-
-def _continues(run: "Run", tag: str, stream: Stream) -> bool:
-    """True if the stream begins with the rows that the run has."""
-    known = run.data.tags.get(tag)
-    return known is None or known == str(Prefix(stream.rows[: _done(run, tag)]))
-
-
-def mirror_run(directory: Path, study: Study, name: str, uri: str) -> int:
-    """Bring one run's metrics up to its files; return how many were added."""
-    runs = {run.name: run for run in study.runs}
-    if name not in runs:
-        raise UserError(f"{study.name} has no run {name}; give one of {', '.join(runs)}")
-    with open_store(directory.parent, uri) as store:
-        importer = Importer(store, directory, study)
-        importer.import_run(runs[name], None)
-    return importer.added
-
-
 def mirror(directory: Path, study: Study, uri: str) -> dict[str, Any]:
     """Bring the store up to the study's files; return mlflow.json: run ids and metrics added."""
     table = read_table(directory, study)
-    with open_store(directory.parent, uri) as store:
-        importer = Importer(store, directory, study)
+    with open_store(uri) as client:
+        importer = Importer(client, directory, study)
         runs = {run.name: importer.import_run(run, table) for run in study.runs}
         importer.finish_study()
     content = {
@@ -213,3 +192,45 @@ def mirror(directory: Path, study: Study, uri: str) -> dict[str, Any]:
     }
     write_json(directory / MIRROR_JSON, content)
     return content
+
+
+def mirror_run(directory: Path, study: Study, name: str, uri: str) -> int:
+    """Bring one run's metrics up to its files; return how many were added."""
+    runs = {run.name: run for run in study.runs}
+    if name not in runs:
+        raise UserError(f"{study.name} has no run {name}; give one of {', '.join(runs)}")
+    with open_store(uri) as client:
+        importer = Importer(client, directory, study)
+        importer.import_run(runs[name], None)
+    return importer.added
+
+
+def follow(directory: Path, study: Study, name: str, uri: str, seconds: float) -> None:
+    """Import a run every so many seconds until it has ended or SIGTERM comes, then once more.
+
+    A run has ended when its status.json says so; one that was there before, of an earlier attempt
+    that failed or was preempted, does not count. A store that fails is reported in one line and
+    tried again the next time. Training never waits for this process.
+
+    Raises:
+        UserError: if the last import fails.
+    """
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    os.nice(NICENESS)
+    run = RunDirectory(directory / name)
+    earlier = described.read_status(run)
+    while True:
+        status = described.read_status(run)
+        has_ended = status.get("status") == "done" or (status and status != earlier)
+        is_last = stop.is_set() or bool(has_ended)
+        try:
+            added = mirror_run(directory, study, name, uri)
+            print(f"{time.strftime('%H:%M:%S')} {name}: {added} metrics added", flush=True)
+        except (UserError, OSError) as error:
+            if is_last:
+                raise
+            print(f"{time.strftime('%H:%M:%S')} {name}: {error}", file=sys.stderr, flush=True)
+        if is_last:
+            return
+        stop.wait(seconds)

@@ -8,13 +8,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from base.errors import UserError
 from study.paths import MLFLOW_STORE
 
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
 SQLITE, POSTGRESQL = "sqlite:///", "postgresql+psycopg2://"
-KINDS = (SQLITE, POSTGRESQL, "http://", "https://")
+HTTP = ("http://", "https://")
+KINDS = (SQLITE, POSTGRESQL, *HTTP)
 # MLflow's defaults block for four minutes where nothing answers; libpq's for two. What is set
 # already is left alone.
 PATIENCE = {
@@ -58,7 +63,8 @@ def masked(uri: str) -> str:
 def server_command(root: Path) -> str:
     """Return the shell command that opens MLflow on the root's own store, on this machine alone."""
     command = f"{shlex.quote(sys.executable)} -m mlflow server --host 127.0.0.1 --port 5000"
-    places = ["--backend-store-uri", store_uri(root), "--artifacts-destination", _artifacts(root)]
+    places = ["--backend-store-uri", store_uri(root)]
+    places += ["--artifacts-destination", str(artifacts_of(root))]
     return f"MLFLOW_DISABLE_TELEMETRY=true {command} --workers 1 {shlex.join(places)}"
 
 
@@ -69,8 +75,9 @@ def opening(root: Path, uri: str) -> str:
     return f"it is in {masked(uri)}"
 
 
-def _artifacts(root: Path) -> str:
-    return str(root.absolute() / "mlartifacts")
+def artifacts_of(root: Path) -> Path:
+    """Return the directory of the artifacts of all studies of a root."""
+    return root.absolute() / "mlartifacts"
 
 
 @contextmanager
@@ -118,20 +125,8 @@ def create_store(uri: str) -> None:
     Raises:
         UserError: where nothing answers, and for the schema of another MLflow.
     """
-    with open_store(Path(), uri):
+    with open_store(uri):
         pass
-
-
-class Store:
-    """An open store, and the directory of its artifacts."""
-
-    def __init__(self, uri: str, root: Path) -> None:
-        from mlflow import MlflowClient
-
-        self.uri, self.root = uri, root
-        self.client: MlflowClient = MlflowClient(tracking_uri=uri)
-        # a server has a place of its own
-        self.artifacts = None if uri.startswith("http") else Path(_artifacts(root))
 
 
 @contextmanager
@@ -146,12 +141,14 @@ def turn(uri: str) -> Iterator[None]:
 
 
 @contextmanager
-def open_store(root: Path, uri: str) -> Iterator[Store]:
-    """Yield an open store; inside, failures of the store become UserErrors.
+def open_store(uri: str) -> Iterator["MlflowClient"]:
+    """Yield a client of the store; inside, failures of the store become UserErrors.
 
     MLflow makes the schema where it is missing, and refuses that of another version.
     """
     _prepare_mlflow()
+    from mlflow import MlflowClient
+
     with _explained(uri):
         if uri.startswith(POSTGRESQL):
             import sqlalchemy
@@ -159,6 +156,6 @@ def open_store(root: Path, uri: str) -> Iterator[Store]:
             # fails at once, where MLflow itself would try ten times
             sqlalchemy.create_engine(uri, poolclass=sqlalchemy.NullPool).connect().close()
         with turn(uri):  # one importer makes the schema
-            store = Store(uri, root)
-            store.client.search_experiments(max_results=1)
-        yield store
+            client = MlflowClient(tracking_uri=uri)
+            client.search_experiments(max_results=1)
+        yield client

@@ -3,7 +3,7 @@ cannot do without.
 
     python -m tests.bench.average [DIRECTORY]      # needs 3 GB there
 
-Times without the start of Python, in two processes each, with the files in the page cache and
+Times without the start of Python, in two processes or threads each, with the files in the page cache and
 without. Reading is done by plain readinto; with the SHA-256 that makes sure of the ingredients; and
 by safetensors, every tensor touched.
 """
@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from base.files import sha256_of
 from ckpt_tools.averaging.average import average_models
+from ckpt_tools.formats import parallel
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.hf.configuration import write_configuration
 from tests.bench.export import RandomWeights
@@ -82,13 +83,14 @@ def average_lines(directory: Path | None = None) -> list[str]:
     with tempfile.TemporaryDirectory(dir=directory) as name:
         root = Path(name)
         models = [root / str(index) for index in range(MODELS)]
+        parallel.MOST_THREADS = PROCESSES
         for model in models:
             model.mkdir()
-            write_weights(model, RandomWeights(MODEL), processes=PROCESSES)
+            write_weights(model, RandomWeights(MODEL))
             write_configuration(model, MODEL.family, hf_settings(MODEL, 1024, 0), "fp32")
         files = [model / "model.safetensors" for model in models]
         ways: dict[str, Callable[[], object]] = {
-            "ours": lambda: average_models(root / "out", models, processes=PROCESSES),
+            "ours": lambda: average_models(root / "out", models),
             "reading": lambda: in_processes(read_plainly, files),
             "reading and SHA-256": lambda: in_processes(sha256_of, files),
             "safetensors load_file": lambda: in_processes(load, files),

@@ -65,9 +65,9 @@ def make_checkpoint(root: Path) -> Path:
 
     source, imported, checkpoint = root / "source", root / "imported", root / "checkpoint"
     source.mkdir()
-    write_weights(source, RandomWeights(MODEL), processes=PROCESSES)
+    write_weights(source, RandomWeights(MODEL))
     write_configuration(source, MODEL.family, hf_settings(MODEL, 4096, 0), "fp32")
-    import_checkpoint(str(source), imported, processes=PROCESSES)
+    import_checkpoint(str(source), imported)
     shutil.rmtree(source)
     shutil.copytree(imported, checkpoint, ignore=shutil.ignore_patterns("model*"))
     timed(torchrun(PROCESSES, "tests.bench_export", "shards", str(imported), str(checkpoint)))
@@ -213,7 +213,7 @@ def export_lines(directory: Path | None = None) -> list[str]:
         f"{what:<70} {figure:>6.2f}   ({note})"
         for what, figure, note in (
             (
-                f"export of {gigabytes:.1f} GB, {PROCESSES} processes: speed / cp -r",
+                f"export of {gigabytes:.1f} GB, {PROCESSES} cores: speed / cp -r",
                 seconds["cp"] / seconds["ours"],
                 f"{seconds['ours']:.1f} s / {seconds['cp']:.1f} s",
             ),

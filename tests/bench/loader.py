@@ -20,7 +20,7 @@ from base.files import scratch_directory, sha256_of
 from tests.runs import execute, make_run
 from train.data.batches import RunData, open_data
 from train.data.config import DataConfig, RepetitionFilter
-from train.data.corpus_writer import Piece, commit_corpus, join_pieces
+from train.data.corpus_writer import commit_corpus, join_pieces
 from train.data.indexing import index
 from train.data.manifest import Manifest
 from train.model.config import ModelConfig
@@ -51,7 +51,7 @@ def token_file(prefix: Path, tokenizer_dir: Path, tokens: int) -> None:
     with scratch_directory(prefix.parent / "aside") as aside:
         path = prefix.parent / "tokens"
         content.astype(np.uint16).tofile(path)
-        files = join_pieces([Piece(path, sha256_of(path), lengths_D)], aside, np.dtype(np.uint16))
+        files = join_pieces([(path, lengths_D)], aside, np.dtype(np.uint16))
         manifest = Manifest(
             vocab_size=VOCAB_SIZE,
             eos_token_id=0,

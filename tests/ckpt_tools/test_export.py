@@ -172,8 +172,8 @@ def drop_optimizer(state):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda state: state.pop(Q_NORM), f"key '{FIRST_Q_NORM}' is missing"),
-        (lambda state: state.update(extra=torch.ones(3)), "unknown key 'extra'"),
+        (lambda state: state.pop(Q_NORM), f"missing ['{FIRST_Q_NORM}', "),
+        (lambda state: state.update(extra=torch.ones(3)), "unknown ['extra']"),
         (
             lambda state: state.update({Q_NORM: torch.ones(4, 7)}),
             "is (7,), the model needs (32,)",

@@ -123,15 +123,15 @@ def swap(weights):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda weights: weights.pop(QUERY), f"missing key '{QUERY}'"),
-        (lambda weights: weights.update(extra=torch.ones(3)), "unknown key 'extra'"),
+        (lambda weights: weights.pop(QUERY), f"missing ['{QUERY}']"),
+        (lambda weights: weights.update(extra=torch.ones(3)), "unknown ['extra']"),
         (
             lambda weights: weights.update({QUERY: torch.ones(4, 7)}),
-            "is torch.float32 (4, 7), the model needs torch.float32 (16, 32)",
+            "is (4, 7), the model needs (16, 32)",
         ),
         (
             lambda weights: weights.update({QUERY: weights[QUERY].bfloat16()}),
-            "is torch.bfloat16 (16, 32), the model needs torch.float32",
+            f"'{QUERY}' is torch.bfloat16, all weights must be of one type of fp32",
         ),
         (swap, f"not what was trained: {QUERY}, {VALUE};"),
         (

@@ -1,6 +1,7 @@
 """Memory that a process may use: of the machine, or of the control groups it is in."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,10 +15,8 @@ GB = 10**9
 def machine(monkeypatch, tmp_path) -> Path:
     """A machine of 64 GB, half of them free, whose groups lie below `cgroup`."""
     (tmp_path / "proc" / "self").mkdir(parents=True)
-    kilobytes = {"MemTotal": 64 * GB // 1024, "MemAvailable": 32 * GB // 1024}
-    (tmp_path / "proc" / "meminfo").write_text(
-        "".join(f"{name}: {value} kB\n" for name, value in kilobytes.items())
-    )
+    memory = SimpleNamespace(total=64 * GB, available=32 * GB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(host_memory, "PROC", tmp_path / "proc")
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
     return tmp_path

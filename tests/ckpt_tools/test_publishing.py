@@ -301,28 +301,28 @@ def add_file(hf: Path, name: str) -> None:
         ),
         (
             lambda hf: change_lineage(hf / "step00000020", parity=...),
-            "lacks the figures of its check",
+            "is no proven export or average of run dp1",
         ),
         (
             lambda hf: change_lineage(hf / "step00000020", fingerprint="0" * 16),
-            "not made from run dp1 alone",
+            "is no proven export or average of run dp1 alone",
         ),
         (
             lambda hf: change_lineage(hf / "soup2-step00000020", fingerprint=..., step=...),
-            "not made from run dp1 alone",
+            "is no proven export or average of run dp1 alone",
         ),
         (
             lambda hf: change_lineage(hf / "step00000020", kind="other"),
-            "neither an export nor an average",
+            "is no proven export or average",
         ),
         (
             lambda hf: (hf / "step00000020/lineage.json").unlink(),
-            "neither an export nor an average",
+            "is no proven export or average",
         ),
         (lambda hf: shutil.copytree(hf / "step00000020", hf / "again"), f"are both {LAST}"),
         (
             lambda hf: (hf / "soup2-step00000020").rename(hf / "a soup-step00000020"),
-            "no name for an average",
+            "is no name for the hub",
         ),
         (
             lambda hf: add_file(hf, "../../run.json"),

@@ -66,7 +66,7 @@ def test_a_result_without_settings_is_of_the_kind_that_is_asked_for(tmp_path):
         ("\N{SNOWMAN}\udcff", "is no valid JSON"),
         ("[1]", "is no result of a measurement; remove it"),
         ('{"spec": {}}', "is no result of a measurement"),
-        ('{"measured": []}', "is no result of a measurement"),
+        ('{"measured": []}', r"is damaged \('measured': Input should be"),
         ('{"measured": {}, "spec": null}', "is no result of a measurement"),
         ('{"measured": {"loss": "x"}}', r"is damaged \('measured.loss': .*; remove it and measure"),
     ],

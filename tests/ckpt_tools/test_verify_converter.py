@@ -58,7 +58,7 @@ def test_a_wrong_converter_is_refused_by_name(
     """
     monkeypatch.setattr(megatron_names, function, wrong)
     with pytest.raises(UserError) as caught:
-        export(trained(layout_name) / "checkpoints" / "step00000020", tmp_path / "hf", processes=1)
+        export(trained(layout_name) / "checkpoints" / "step00000020", tmp_path / "hf")
     before, parts, after = re.split(r"[{}]", expected)
     assert accused(str(caught.value)) == {
         name_of(0, f"{before}{part}{after}") for part in parts.split(",")
@@ -75,5 +75,5 @@ def test_swapped_norms_of_the_converter_are_refused_by_name(trained, tmp_path, m
     swapped = entries | {attention: entries[feedforward], feedforward: entries[attention]}
     monkeypatch.setattr(megatron_names, "INSIDE_LAYER", swapped)
     with pytest.raises(UserError) as caught:
-        export(trained("dp1") / "checkpoints" / "step00000020", tmp_path / "hf", processes=1)
+        export(trained("dp1") / "checkpoints" / "step00000020", tmp_path / "hf")
     assert accused(str(caught.value)) == {name_of(0, "post_attention_layernorm")}

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -270,93 +269,3 @@ def test_without_lambda_max_the_traces_are_the_same(tiny):
     assert without["spec"]["lambda_max"] is False
     assert "lambda_max" not in without["measured"]
     assert without["measured"]["trace"] == with_it["trace"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--tolerance", "0.1"), "--tolerance is of lambda_max; leave it"),
-        (("--fixed-sequences", "4"), "--fixed-sequences is of lambda_max"),
-        (("--max-iterations", "4"), "--max-iterations is of lambda_max"),
-        (("--keep-top-vector",), "--keep-top-vector is of lambda_max"),
-        (("--warm-start", "x"), "--warm-start is of lambda_max"),
-    ],
-)
-def test_what_belongs_to_lambda_max_is_refused_without_it(tiny, capsys, options, message):
-    arguments = (tiny.hf_dir, "--data", tiny.data, "--no-lambda-max", *options)
-    assert command("hutchinson", *arguments) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_warm_start_saves_products_and_changes_nothing_else(tiny, tmp_path, capsys):
-    """From the kept vector of the same model: the same eigenvalue, the residual judged as
-    before, fewer iterations.
-    """
-    few = (
-        "--pairs",
-        "2",
-        "--norm-pairs",
-        "2",
-        "--companion-pairs",
-        "2",
-        "--tolerance",
-        "1e-3",
-        "--max-iterations",
-        "40",
-    )
-    data = ("--data", tiny.data, *FIXED, *few)
-    assert (
-        command("hutchinson", tiny.hf_dir, *data, "--out", tmp_path / "cold", "--keep-top-vector")
-        == 0
-    )
-    assert (
-        command(
-            "hutchinson",
-            tiny.hf_dir,
-            *data,
-            "--out",
-            tmp_path / "warm",
-            "--warm-start",
-            tmp_path / "cold",
-        )
-        == 0
-    )
-    cold, warm = (
-        json.loads((tmp_path / name / "result.json").read_text())["measured"]["lambda_max"]
-        for name in ("cold", "warm")
-    )
-    top = load_file(tmp_path / "cold" / "top_vector.safetensors")
-    x_P = torch.cat([top[name].flatten() for name, _ in tiny.reference.named_parameters()]).double()
-    assert float(x_P @ tiny.dense.hessian_PP @ x_P) == pytest.approx(cold["value"], rel=1e-5)
-    assert warm["value"] == pytest.approx(cold["value"], rel=1e-5)
-    assert warm["converged"]
-    assert warm["residual"] <= 1e-3
-    assert warm["iterations"] < cold["iterations"]
-    assert warm["warm_start"]["top_vector_sha256"] == cold["top_vector_sha256"]
-    (tmp_path / "cold" / "top_vector.safetensors").write_bytes(b"damaged")
-    assert (
-        command(
-            "hutchinson",
-            tiny.hf_dir,
-            *data,
-            "--out",
-            tmp_path / "warm",
-            "--warm-start",
-            tmp_path / "cold",
-        )
-        == 2
-    )
-    assert "is not the vector of the result beside it" in capsys.readouterr().err
-    assert (
-        command(
-            "hutchinson",
-            tiny.hf_dir,
-            *data,
-            "--out",
-            tmp_path / "cold",
-            "--warm-start",
-            tmp_path / "warm",
-        )
-        == 2
-    )
-    assert "holds no top vector; measure it again with --keep-top-vector" in capsys.readouterr().err

@@ -9,10 +9,9 @@ import curvature.products.dual
 from base.errors import UserError
 from base.ranks import Ranks
 from curvature.products.dual import Dual
-from curvature.products.exact import DualHessian
-from curvature.products.finite_difference import DifferenceHessian
+from curvature.products.exact import DualHessian, HessianProduct, SketchedProduct
+from curvature.products.finite_difference import difference_product
 from curvature.products.guard import check_product
-from curvature.products.interface import HessianProduct, SketchedProduct
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
 from curvature.products.sketch import CountSketch
@@ -24,27 +23,19 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 def check(curved: CurvedModel, dtype: str = "fp32") -> dict:
     """The guard as a measurement calls it."""
-    return check_product(
-        DualHessian(curved), DifferenceHessian(curved), random_tokens(), sketch_of(curved), dtype
-    )
+    tokens_BS1, sketch = random_tokens(), sketch_of(curved)
+    product = DualHessian(curved).sketched(tokens_BS1, sketch)
+    return check_product(product, difference_product(curved, tokens_BS1, sketch), sketch, dtype)
 
 
 def sketch_of(curved: CurvedModel) -> CountSketch:
     return CountSketch(curved.parameters, Probe(0, 0))
 
 
-class Fixed(DualHessian):
-    """Products whose result is given."""
-
-    def __init__(self, curved: CurvedModel, result: HessianProduct) -> None:
-        super().__init__(curved)
-        self._result = result
-
-    def sketched(self, tokens_BS1, sketch) -> SketchedProduct:
-        """The given one."""
-        parts = self.parameters.split(self._result.hv_p)
-        picture_s = sketch.whole(lambda name: sketch.part(name, parts[name]))
-        return SketchedProduct(self._result.loss, self._result.slope, picture_s)
+def pictured(curved: CurvedModel, product: HessianProduct, sketch: CountSketch) -> SketchedProduct:
+    parts = curved.parameters.split(product.hv_p)
+    picture_s = sketch.whole(lambda name: sketch.part(name, parts[name]))
+    return SketchedProduct(product.loss, picture_s)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +50,9 @@ def right(curved) -> HessianProduct:
 
 def judged(curved, right: HessianProduct, wrong: HessianProduct, dtype: str = "fp32") -> dict:
     """The guard's figures for one result held against another."""
-    arguments = (Fixed(curved, wrong), Fixed(curved, right), random_tokens(), sketch_of(curved))
-    return check_product(*arguments, dtype)
+    sketch = sketch_of(curved)
+    one, other = (pictured(curved, each, sketch) for each in (wrong, right))
+    return check_product(one, other, sketch, dtype)
 
 
 def test_a_right_product_passes_with_room_to_spare():
@@ -97,7 +89,7 @@ def test_a_wrong_product_of_the_right_loss_is_refused(monkeypatch):
         return Dual(x.value * sigmoid, sigmoid * x.tangent)
 
     monkeypatch.setattr(curvature.products.dual, "silu", wrong_silu)
-    with pytest.raises(UserError, match=r"refusing to measure: \|Hv\| is .* limit 0.01"):
+    with pytest.raises(UserError, match=r"refusing to measure: Hv in fp32 is off .*limit 0.01"):
         check(CurvedModel(tiny_model(torch.float32), ranks=ALONE))
 
 

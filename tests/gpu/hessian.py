@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from base.ranks import Ranks
 from curvature.cost.plan import Plan, estimate
-from curvature.products.exact import DualHessian
-from curvature.products.interface import HessianProduct
+from curvature.products.exact import DualHessian, HessianProduct
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
 from curvature.settings import HutchinsonSettings

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from base.files import sha256_of, write_json
 from train.data.config import DataConfig
-from train.data.corpus_writer import Piece, commit_corpus, join_pieces
+from train.data.corpus_writer import commit_corpus, join_pieces
 from train.data.manifest import Manifest
 from train.model.config import ModelConfig
 from train.model.families import hf_settings
@@ -142,7 +142,7 @@ def token_file(prefix: Path, vocabulary: int, *, tokens: int, seed: int) -> Path
     aside.mkdir()
     piece = prefix.parent / f"{prefix.name}.piece"
     drawn.tofile(piece)
-    files = join_pieces([Piece(piece, sha256_of(piece), lengths)], aside, np.dtype(np.int32))
+    files = join_pieces([(piece, lengths)], aside, np.dtype(np.int32))
     manifest = Manifest(
         vocab_size=vocabulary,
         eos_token_id=0,

@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from quant_eval.gptq import row_output_errors
 from quant_eval.grid import Rounded
 from quant_eval.specs import QuantSpec
 
@@ -148,3 +149,11 @@ def same_weights(ours: Rounded, theirs_OI: torch.Tensor, tolerance: float = 1e-6
     """
     ranges_OI = ours.scales_OG[:, ours.groups_I.long()] * int(ours.codes_OI.max())
     return float(((ours.dense() - theirs_OI).abs() <= tolerance * ranges_OI).double().mean())
+
+
+def relative_output_error(
+    weight_OI: torch.Tensor, quantized_OI: torch.Tensor, hessian_II: torch.Tensor
+) -> float:
+    """GPTQ's objective on the undamped H = X X^T over all rows, relative to tr(W H W^T)."""
+    error_O, whole_O = row_output_errors(weight_OI, quantized_OI, hessian_II)
+    return float(error_O.sum() / whole_O.sum())

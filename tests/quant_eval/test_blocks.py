@@ -11,10 +11,10 @@ import torch
 from base.ranks import Ranks
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.hf.model import load_hf_model
-from quant_eval.measuring.measurement import Request, measure
-from quant_eval.model.quantized import quantized_model
+from quant_eval.measuring.measurement import measure
 from quant_eval.model.streamed import StreamedModel
 from quant_eval.specs import parse_spec
+from quant_eval.tasks.measurement import quantized_model
 from tests.quant_eval.models import run_settings
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -28,7 +28,7 @@ def settings(train_prefix, held_out_prefix):
 
 def measured_of(hf_dir, tmp_path, settings, specs=(SPEC,), **changes):
     outs = tuple(tmp_path / spec.name for spec in specs)
-    results = measure(Request(hf_dir, tuple(specs), outs, settings(**changes)), ALONE)
+    results = measure(hf_dir, specs, outs, settings(**changes), ALONE)
     return [result["measured"] for result in results]
 
 

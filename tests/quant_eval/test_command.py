@@ -364,7 +364,7 @@ def test_models_that_cannot_be_measured_are_refused(command, tmp_path, hf_dir, t
     refused(other, "holds a GPT2LMHeadModel")
     wider = Path(shutil.copytree(hf_dir, models / "wider"))
     (wider / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
-    refused(wider, "config.json needs (80, 32)")
+    refused(wider, "the model needs (80, 32)")
     refused(
         make_hf_directory(models / "small", vocab_size=50, eos_token_id=0),
         "outside the model's vocabulary of 50",
@@ -394,9 +394,9 @@ def test_losses_are_those_of_the_quantized_model_saved_and_reloaded(
     """
     from transformers import AutoModelForCausalLM
 
-    from quant_eval.model.quantized import quantized_model
     from quant_eval.settings import CalibrationSettings
     from quant_eval.specs import parse_spec
+    from quant_eval.tasks.measurement import quantized_model
     from train.data.corpus import open_corpus
 
     settings = CalibrationSettings(calibration=train_prefix, calibration_sequences=24)

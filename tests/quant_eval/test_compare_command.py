@@ -12,8 +12,8 @@ from base.errors import UserError
 from base.statistics import holm, pairs_of
 from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import read_result
+from quant_eval.__main__ import compare_command
 from quant_eval.compare import compare
-from quant_eval.compare_command import compare_command
 from tests.quant_eval.test_compare import SETTINGS, compare_losses, pair
 
 
@@ -181,17 +181,17 @@ FEW = {name: values[:1] for name, values in SUMS.items()}
             "dtype of the evaluation is 'fp32' and 'bf16'",
         ),
         ([content(SUMS), content(pair(count=59)[0])], [], "other documents; measure both"),
-        ([content(SUMS), content(pair(seed=1)[0])], [], "other numbers of tokens; measure both"),
+        ([content(SUMS), content(pair(seed=1)[0])], [], "they hold other documents; measure both"),
         ([content(FEW)] * 2, [], "at least 2 documents"),
         (
             [content(SUMS), content(changed(SUMS, nll=[math.nan] * 60))],
             [],
-            "'nll' of a document is not finite",
+            "'nll' is not finite, or missing, of a document",
         ),
         (
             [content(SUMS), content(changed(SUMS, kl=SUMS["kl"][:5]))],
             [],
-            "'kl' does not have a value for every",
+            "'kl' is not finite, or missing, of a document",
         ),
         ([content(SUMS), content({"document": [0, 1]})], [], "other documents; measure both"),
         ([content(changed(SUMS, nll=[0.0] * 60))] * 2, [], "nothing to divide by"),

@@ -13,7 +13,7 @@ from base.errors import UserError
 from base.files import sha256_of
 from base.ranks import Ranks
 from quant_eval.measuring.losses import evaluation_set
-from quant_eval.measuring.measurement import Request, measure
+from quant_eval.measuring.measurement import measure
 from quant_eval.specs import parse_spec
 from tests.quant_eval.models import make_model, run_settings
 from train.data.corpus import open_corpus
@@ -51,8 +51,8 @@ def measured(tmp_path_factory, train_prefix, held_out_prefix):
             dtype=dtype,
             dense=True,
         )
-        request = Request(base, tuple(map(parse_spec, specs)), outs, settings)
-        results = measure(request, Ranks(0, 1, torch.device("cpu")))
+        alone = Ranks(0, 1, torch.device("cpu"))
+        results = measure(base, list(map(parse_spec, specs)), outs, settings, alone)
         return base, dict(zip(specs, zip(outs, results, strict=True), strict=True))
 
     return run

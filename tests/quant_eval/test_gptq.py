@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from base.errors import UserError
-from quant_eval.gptq import gptq, prepare, relative_output_error
+from quant_eval.gptq import gptq, prepare
 from quant_eval.grid import Rounded, round_to_nearest
 from quant_eval.specs import parse_spec
-from tests.quant_eval.gptq_reference import eliminate_columns, problem, same_weights
+from tests.quant_eval.gptq_reference import (
+    eliminate_columns,
+    problem,
+    relative_output_error,
+    same_weights,
+)
 
 
 def quantize(weight_OI: torch.Tensor, hessian_II: torch.Tensor, name: str) -> Rounded:
@@ -172,7 +177,9 @@ def test_weights_that_are_not_finite_are_refused(name, value):
     weight_OI, hessian_II = problem(num_inputs=64)
     weight_OI[3, 50] = value
     spec = parse_spec(name)
-    with pytest.raises(UserError, match="weights hold NaN or infinity; check the checkpoint"):
+    with pytest.raises(
+        UserError, match="weights hold NaN or infinity, or overflow; check the checkpoint"
+    ):
         (
             quantize(weight_OI, hessian_II, name)
             if "gptq" in name

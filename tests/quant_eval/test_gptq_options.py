@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quant_eval.gptq import gptq, prepare, relative_output_error
+from quant_eval.gptq import gptq, prepare
 from quant_eval.grid import Rounded, round_to_nearest
 from quant_eval.specs import parse_spec
 from tests.quant_eval.gptq_reference import (
@@ -19,6 +19,7 @@ from tests.quant_eval.gptq_reference import (
     eliminate_columns,
     grid_points,
     problem,
+    relative_output_error,
     same_weights,
 )
 

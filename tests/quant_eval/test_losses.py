@@ -57,7 +57,7 @@ def losses_of(directories, data, batch_size):
     batches, streams = data.batches(batch_size), []
     for directory in (directories[0], *directories[1]):
         model = StreamedModel(directory, HFWeights(directory), torch.float32, CPU)
-        stream = Stream(model, [data.padded(batch)[:, :-1] for batch in batches], "fp32", ALONE)
+        stream = Stream(model, [data.padded(batch)[:, :-1] for batch in batches])
         for index in range(model.num_blocks):
             stream.advance(model.block(index))
         streams.append(stream.activations)

@@ -6,7 +6,7 @@ import torch
 from base.errors import UserError
 from base.ranks import Ranks
 from quant_eval.libraries.job import Report, run_job
-from quant_eval.measuring.measurement import Request, measure
+from quant_eval.measuring.measurement import measure
 from quant_eval.specs import parse_spec
 from tests.quant_eval.models import make_model, run_settings
 
@@ -29,7 +29,7 @@ def results(tmp_path_factory, settings):
     root = tmp_path_factory.mktemp("measured")
     model = make_model(root / "model", "olmo2")
     outs = tuple(root / "out" / spec.name for spec in SPECS)
-    found = measure(Request(model, SPECS, outs, settings), ALONE)
+    found = measure(model, SPECS, outs, settings, ALONE)
     assert not [path for out in outs if out.exists() for path in out.iterdir()]
     return {result["spec"]["name"]: result for result in found}
 
@@ -74,8 +74,8 @@ def test_a_library_that_fails_leaves_nothing(tmp_path, settings, monkeypatch):
         run_job(job.model_copy(update={"calibration": tmp_path / "absent"}))
         raise AssertionError
 
-    monkeypatch.setattr("quant_eval.measuring.library.run_job", fails)
+    monkeypatch.setattr("quant_eval.libraries.job.run_job", fails)
     model = make_model(tmp_path / "model", "olmo2")
     with pytest.raises(UserError, match="spec gptqmodel-b3-g32: "):
-        measure(Request(model, SPECS[1:2], (tmp_path / "out",), settings), ALONE)
+        measure(model, SPECS[1:2], (tmp_path / "out",), settings, ALONE)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

@@ -9,7 +9,7 @@ import torch
 
 from base.errors import UserError
 from base.ranks import Ranks, start
-from quant_eval.gptq_format.reader import SavedWeights
+from quant_eval.measuring.saving import SavedWeights
 from tests.quant_eval.models import make_model
 from tests.runs import ranks
 
@@ -54,7 +54,7 @@ def results(tmp_path_factory, train_prefix, held_out_prefix):
 
 def test_ranks_change_neither_weights_nor_losses(results):
     alone, shared = (results[size][0] for size in (1, 3))
-    one, other = SavedWeights(alone / "checkpoint"), SavedWeights(shared / "checkpoint")
+    one, other = (SavedWeights(place / "checkpoint", torch.float32) for place in (alone, shared))
     equal = total = 0
     for name in one.tensors:
         if name.endswith("proj.weight"):

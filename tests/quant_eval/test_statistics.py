@@ -12,7 +12,7 @@ from base.errors import UserError
 from quant_eval.measuring import bootstrap
 from quant_eval.measuring.bootstrap import Statistic, resample
 from quant_eval.measuring.losses import PairedLosses
-from quant_eval.measuring.statistics import UNITS, figures_of, ratios
+from quant_eval.measuring.statistics import UNITS, figures_of, fractions
 
 
 def documents(seed=0, count=40, noise=0.02):
@@ -138,7 +138,8 @@ def test_wide_intervals_contain_narrow_ones_and_the_estimate():
     losses = documents()
     narrow, wide = (intervals_of(losses, samples=500, level=level, seed=1) for level in (0.5, 0.99))
     sums = (losses.tokens, losses.nll, losses.nll_quantized, losses.kl, losses.agreements)
-    for name, value in ratios(*(values.sum() for values in sums)).items():
+    for name, (part, whole) in fractions(*(values.sum() for values in sums)).items():
+        value = part / whole
         assert wide[name][0] < narrow[name][0] < value < narrow[name][1] < wide[name][1]
 
 

@@ -101,7 +101,7 @@ def test_a_slice_on_a_gpu_reaches_the_figures_of_the_cpu(
     [
         ("curvature/opened.py open_model", "hutchinson"),
         ("curvature/products/model.py CurvedModel._share", "hutchinson"),
-        ("curvature/products/model.py _DualPass.__call__", "hutchinson"),
+        ("curvature/products/model.py _Entry._dual_loss", "hutchinson"),
         ("curvature/products/dual.py _attend", "hutchinson"),
         ("curvature/products/probes.py words", "hutchinson"),
         ("curvature/trace/gauss_newton.py ggn_loss", "hutchinson"),
@@ -163,7 +163,7 @@ def test_a_tensor_left_on_the_cpu_is_found_in_a_step(tmp_path, model, text, quan
 
 
 def test_a_tensor_left_on_the_cpu_is_found_in_a_slice(tmp_path, model, held_out_prefix, quantized):
-    left = "curvature/slices/losses.py SequenceLosses.__init__"
+    left = "curvature/slices/plane.py SequenceLosses.__init__"
     previous = make_hf_directory(
         tmp_path / "previous", seed=1, num_hidden_layers=1, num_key_value_heads=2
     )

@@ -113,10 +113,11 @@ class Storm:
                     undo()
                     self.undo_at.remove((moment, undo))
             for index, run in enumerate(self.runs):
-                state = self.training(index)
-                if not waiting or self.undo_at or not state or state.state != "RUNNING":
+                far_enough = self.steps(run) >= since[run] + STEPS_BETWEEN_FAULTS
+                if not waiting or self.undo_at or not far_enough:
                     continue
-                if self.steps(run) < since[run] + STEPS_BETWEEN_FAULTS:
+                state = self.training(index)
+                if not state or state.state != "RUNNING":
                     continue
                 if getattr(self, waiting[0])(index, cluster.hostnames(state.nodes)):
                     self.struck.append((waiting.pop(0), self.steps(run)))
@@ -126,4 +127,4 @@ class Storm:
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError(f"after {self.struck}: {final}")
-            time.sleep(1)
+            time.sleep(0.2)

@@ -19,16 +19,27 @@ from study.pipeline.runner import Runner
 from study.pipeline.step import Machine, Step
 from study.pipeline.steps import steps_of
 from study.recipes import resolve
+from study.recipes.parts import places_of_runs
 from study.results.table import TABLE
+from study.text.kinds import TokenFiles
 from tests.interpreter import interpreter
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
 
 def small_study(
-    name: str, *, steps: int, runs: int, restart_every: int | None, curved: bool
+    name: str,
+    *,
+    steps: int,
+    runs: int,
+    restart_every: int | None,
+    curved: bool,
+    text: TokenFiles | None = None,
 ) -> Study:
-    """The smoke profile of `tiny` with other lengths: checkpoints half-way and at the end."""
+    """The smoke profile of `tiny` with other lengths: checkpoints half-way and at the end.
+
+    With a `text` that is there already, of 320 tokens, it reads that, 512 tokens a step.
+    """
     smoke = resolve("tiny", "smoke")
     content = smoke.model_dump(mode="json") | {"name": name, "averaged_steps": [], "soups": []}
     content["runs"] = content["runs"][:runs]
@@ -36,6 +47,13 @@ def small_study(
         run |= {"total_steps": steps, "save_steps": [steps // 2, steps], "averages": []}
         run["schedule"]["anneal"]["start_step"] = steps // 2
         run["saving"]["restart_every_steps"] = restart_every
+        if text:
+            run["data"] |= places_of_runs(text) | {"sequence_length": 64, "held_out_sequences": 16}
+            run["model"]["vocab_size"] = 320
+            run |= {"batch_size": 8, "micro_batch_size": 4}
+            run["schedule"]["warmup_tokens"] = 8 * 512
+    if text:
+        content["text"] = text.model_dump(mode="json")
     content["quantization"] |= {
         "specs": ["gptq-b3-g32", "rtn-b4-g32"],
         "methods": [],
@@ -66,18 +84,19 @@ def site_of(root: Path, *, train_minutes: int = 60, train_nodes: int = 2, starts
 
 
 def run_here(root: Path, study: Study, workers: int = 2) -> Path:
-    """The study by the local runner; its directory."""
+    """The study by the local runner, up to its table; its directory."""
     directory = root / study.name
     with locked(directory) as lock_fd:
         write_run_configurations(directory, study)
         save_study(directory, study)
         hardware = Hardware(workers)
         needs = Needs(study, hardware, directory)
+        steps = [step for step in steps_of(study) if step.kind not in ("report", "mirror")]
 
         def machine_of(step: Step) -> Machine:
             return replace(needs.machine(step), python=interpreter())
 
-        Runner(directory, steps_of(study), hardware, lock_fd, machine_of).run()
+        Runner(directory, steps, hardware, lock_fd, machine_of).run()
     return directory
 
 

@@ -87,7 +87,7 @@ def test_held_elements_are_released_one_by_one(submit):
     assert known[f"{job}_1"] == JobState("PENDING", "JobHeldUser", "", 0, None)
     with pytest.raises(
         UserError,
-        match=rf"scontrol: {job}_9: Invalid job id specified; the job has ended or is not",
+        match=rf"scontrol: {job}_9: Invalid job id specified; the job has ended; look at",
     ):
         cluster.release([f"{job}_9", f"{job}_1"])
     wait_for({f"{job}_1": "RUNNING"})  # the other one was released all the same
@@ -130,7 +130,7 @@ def test_requeued_element_stays_off_an_excluded_node(submit, lab):
     job = submit("sleep 600", array="0-3", extra=["--exclusive"])
     known = wait_for({f"{job}_{index}": "RUNNING" for index in range(4)})
     element = next(name for name, state in known.items() if state.nodes == "node3")
-    cluster.requeue_held(element)
+    cluster.requeue(element, held=True)
     held = wait_for({element: "PENDING"})[element]
     assert "held" in held.reason.lower()
     assert held.restarts == 1
@@ -225,19 +225,14 @@ def test_jobs_are_found_by_name_until_they_end(submit):
 
 def test_what_slurm_refuses_is_said_in_one_line(lab, tmp_path):
     script = write(tmp_path / "any.sh", "exit 0")
-    assert "in partition train" in cluster.check(script)
+    cluster.check(script)
     refused = {
-        "--partition=nope": (
-            r"Invalid partition name specified; correct 'partition' .* \(there are: train,"
-            r" urgent\)$"
-        ),
-        "--time=31-0": r"Requested time limit is invalid .*; lower 'time' in the site file$",
-        "--constraint=nope": r"Invalid feature specification; correct 'constraint'",
-        "--mem=99G": (
-            r"Memory specification can not be satisfied; .*; lower what the site file asks"
-        ),
-        "--array=0-6001": r"Invalid job array specification; make arrays smaller",
-        "--exclude=nope": r"Invalid node name specified; correct 'exclude'",
+        "--partition=nope": "Invalid partition name specified; correct the site file",
+        "--time=31-0": "Requested time limit is invalid .*; correct the site file",
+        "--constraint=nope": "Invalid feature specification; correct the site file",
+        "--mem=99G": "Memory specification can not be satisfied; .*; correct the site file",
+        "--array=0-6001": "Invalid job array specification; make arrays smaller",
+        "--exclude=nope": "Invalid node name specified; correct the site file",
     }
     for option, message in refused.items():
         with pytest.raises(UserError, match=message) as error:
@@ -249,7 +244,6 @@ def test_what_slurm_refuses_is_said_in_one_line(lab, tmp_path):
 
 
 def test_what_the_cluster_is(lab):
-    assert cluster.partitions() == ["train", "urgent"]
     assert cluster.max_array_size() == 6001
     assert cluster.hostnames("node[1-3,7]") == ["node1", "node2", "node3", "node7"]
     assert cluster.hostnames("") == []

@@ -7,19 +7,15 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from slurm.job import health
 from slurm.job.health import check_gpus, check_node, read_reports, write_clock
 from tests.runs import PROJECT
 from tests.waiting import HANG_SECONDS
 
 
-def checked(
-    out_dir: Path, node: str, *options: str, **environment: str
-) -> subprocess.CompletedProcess:
+def checked(out_dir: Path, node: str, **environment: str) -> subprocess.CompletedProcess:
     """One node's check in a process of its own."""
-    command = [sys.executable, "-m", "slurm.job.health", str(out_dir), *options]
+    command = [sys.executable, "-m", "slurm.job.health", str(out_dir)]
     variables = os.environ | {"SLURMD_NODENAME": node, "PYTHONPATH": str(PROJECT)} | environment
     return subprocess.run(
         command, env=variables, capture_output=True, text=True, timeout=HANG_SECONDS
@@ -31,11 +27,7 @@ def test_fit_nodes_leave_a_report_of_figures_and_limits(tmp_path):
     for node in ("node1", "node2"):
         assert checked(tmp_path, node).stdout == f"{node}: healthy\n"
     assert read_reports(tmp_path, ["node1", "node2"]) == {}
-    report = json.loads((tmp_path / "node1.json").read_text())
-    assert report["healthy"]
-    figures = {check["name"]: check["figure"] for check in report["checks"]}
-    status = os.statvfs(tmp_path)
-    assert figures["free space"] == pytest.approx(status.f_bavail * status.f_frsize / 1e9, rel=0.2)
+    assert json.loads((tmp_path / "node1.json").read_text())["reasons"] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".clock.json",
         "node1.json",
@@ -46,17 +38,21 @@ def test_fit_nodes_leave_a_report_of_figures_and_limits(tmp_path):
 def test_every_reason_of_a_bad_node_is_named_and_the_check_itself_ends_well(tmp_path):
     write_clock(tmp_path)
     (tmp_path / ".clock.json").write_text(json.dumps({"time": time.time() + 3600}))
-    ended = checked(tmp_path, "node1", "--free-gb", "1e9", "--memory-gb", "1e9")
+    ended = checked(tmp_path, "node1", CUDA_VISIBLE_DEVICES="")
     assert ended.returncode == 0
     reason = read_reports(tmp_path, ["node1"])["node1"]
     assert reason in ended.stdout
-    for part in (
-        "free space",
-        "at least 1e+09",
-        "free memory",
-        "clock behind the batch host's by 3",
-    ):
-        assert part in reason
+    assert "clock behind the batch host's by 3" in reason
+
+
+def test_memory_and_a_slow_filesystem_are_named(tmp_path, monkeypatch):
+    write_clock(tmp_path)
+    monkeypatch.setattr(health, "MEMORY_GB", 1e9)
+    monkeypatch.setattr(health, "WRITE_SECONDS", 0.0)
+    slow, memory = check_node(tmp_path, "node1", gpus=0)
+    assert slow.startswith("1 MiB was written, synced and read in ")
+    assert memory.startswith("free memory ")
+    assert [path.name for path in tmp_path.iterdir()] == [".clock.json"]
 
 
 def test_a_clock_ahead_is_seen_from_the_batch_host(tmp_path, monkeypatch):
@@ -65,19 +61,6 @@ def test_a_clock_ahead_is_seen_from_the_batch_host(tmp_path, monkeypatch):
     wall = time.time
     monkeypatch.setattr(time, "time", lambda: wall() - 60)  # the batch host's, behind the node's
     assert "clock ahead" in read_reports(tmp_path, ["node1"])["node1"]
-
-
-def test_a_clock_that_jumps_is_named(tmp_path, monkeypatch):
-    write_clock(tmp_path)
-    wall, calls = time.time, []
-
-    def jumping() -> float:
-        calls.append(1)
-        return wall() + 30 * (len(calls) > 1)
-
-    monkeypatch.setattr(time, "time", jumping)
-    checks = check_node(tmp_path, "node1", gpus=0, free_gb=0, memory_gb=0)
-    assert ["jumped" in check.name for check in checks if not check.passed] == [True]
 
 
 def test_nodes_without_a_report_of_this_start_are_bad(tmp_path):
@@ -103,16 +86,12 @@ def test_a_root_that_is_not_the_batch_hosts_is_named(tmp_path):
 def test_gpus_that_are_missing_or_do_not_answer_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("PATH", str(tmp_path))
-    missing = [check.reason for check in check_gpus(8) if not check.passed]
-    assert missing == ["GPUs seen: 0, at least 8 expected (CUDA_VISIBLE_DEVICES=)"]
+    assert list(check_gpus(8)) == ["GPUs seen: 0, at least 8 expected (CUDA_VISIBLE_DEVICES=)"]
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'Unable to determine the device handle for GPU 3'\nexit 15\n")
     tool.chmod(0o755)
-    failing = [check.reason for check in check_gpus(8) if not check.passed]
-    assert failing == [
-        "failures of nvidia-smi -L: 1, at most 0 expected: Unable to determine the device handle"
-        " for GPU 3"
-    ]
+    said = "nvidia-smi -L: Unable to determine the device handle for GPU 3"
+    assert list(check_gpus(8)) == [said]
 
 
 def test_without_gpus_no_torch_is_imported():

@@ -12,8 +12,9 @@ import typer
 from base.errors import UserError
 from base.files import write_json
 from slurm.job import element, stop_files, supervision
-from slurm.submission.arrays import FINAL, Cut, arrays_of
-from slurm.submission.record import Job, existing_submission, new_submission, write_submission
+from slurm.site import Limits
+from slurm.submission.arrays import FINAL, arrays_of
+from slurm.submission.record import Job, Submission, existing_submission, write_submission
 from slurm.submission.submit import write_scripts
 from study.definition import save_study
 from study.pipeline.ledger import Ledger
@@ -76,13 +77,13 @@ def cluster(tmp_path, monkeypatch):
     site = site_of(tmp_path / "runs", train_nodes=1).model_copy(
         update={"python": programs / "python"}
     )
-    arrays = arrays_of(study, Cut(1, 4, 1001))
+    arrays = arrays_of(study, Limits())
     jobs = tuple(
         Job(array=one.name, id=70, indices=(0, 1), time=0.0) for one in arrays if one.name == "ends"
     )
     write_scripts(directory, site, arrays)
     (directory / "slurm" / "released").mkdir()
-    write_submission(directory, new_submission(site, arrays).model_copy(update={"jobs": jobs}))
+    write_submission(directory, Submission(site=site, arrays=tuple(arrays), jobs=jobs))
     ledger = Ledger(directory, steps_of(study))
     for step in ledger.steps.values():
         if step.kind in ("corpus", "prepare", "train", "export"):

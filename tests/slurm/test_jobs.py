@@ -7,24 +7,26 @@ import pytest
 from typer.testing import CliRunner
 
 from slurm.__main__ import app
-from slurm.site import EXAMPLE, load_site
-from slurm.submission.arrays import FINAL, SETTLE, Cut, JobArray, arrays_of
+from slurm.site import EXAMPLE, Limits, load_site
+from slurm.submission.arrays import FINAL, SETTLE, JobArray, arrays_of
 from slurm.submission.submit import dry_run
 from study.pipeline.steps import steps_of
 from study.recipes import RECIPES, resolve
 from study.text.own import Asked
 
+USUAL = Limits()
+SMALL = Limits(checkpoints_per_job=3, specs_per_job=1, max_array_size=7)
 PROFILES = [
     (name, profile) for name in RECIPES for profile in ("full", "smoke") if name != "trajectory"
 ]
 
 
 @pytest.mark.parametrize(("recipe", "profile"), PROFILES)
-@pytest.mark.parametrize("cut", [Cut(1, 4, 1001), Cut(3, 1, 7)], ids=["usual", "small"])
-def test_every_step_runs_once_and_after_what_it_reads(recipe, profile, cut):
+@pytest.mark.parametrize("limits", [USUAL, SMALL], ids=["usual", "small"])
+def test_every_step_runs_once_and_after_what_it_reads(recipe, profile, limits):
     study = resolve(recipe, profile)
     steps = {step.name: step for step in steps_of(study)}
-    arrays = {array.name: array for array in arrays_of(study, cut)}
+    arrays = {array.name: array for array in arrays_of(study, limits)}
     placed = {
         name: (array.name, index)
         for array in arrays.values()
@@ -36,7 +38,9 @@ def test_every_step_runs_once_and_after_what_it_reads(recipe, profile, cut):
         n for array in arrays.values() for element in array.elements for n in element if n != SETTLE
     ]
     assert sorted(listed) == sorted(steps)
-    assert all(0 < len(array.elements) <= cut.max_array_size for array in arrays.values())
+    assert all(
+        0 < len(array.elements) <= (limits.max_array_size or 1001) for array in arrays.values()
+    )
     order = list(arrays)
     for name, (array, index) in placed.items():
         if array == FINAL:
@@ -56,7 +60,7 @@ def test_every_step_runs_once_and_after_what_it_reads(recipe, profile, cut):
 def test_every_recipe_has_a_dry_run_on_the_example_site(recipe, profile):
     study, site = resolve(recipe, profile), load_site(EXAMPLE)
     scripts = list(dry_run(study, site))
-    assert len(scripts) == len(arrays_of(study, Cut(1, 4, 1001)))
+    assert len(scripts) == len(arrays_of(study, Limits()))
     for script in scripts:
         call, _, text = script.partition("\n")
         assert call.startswith("### sbatch --parsable --array=0")
@@ -80,7 +84,9 @@ def waits(arrays: dict[str, JobArray], array: JobArray, maker: str, correspondin
 
 
 def test_tiny_in_arrays():
-    arrays = {array.name: array for array in arrays_of(resolve("tiny", "full"), Cut(1, 1, 1001))}
+    arrays = {
+        array.name: array for array in arrays_of(resolve("tiny", "full"), Limits(specs_per_job=1))
+    }
     assert {name: len(array.elements) for name, array in arrays.items()} == {
         "text": 1,
         "prepare": 2,
@@ -116,9 +122,7 @@ def test_tiny_in_arrays():
 
 
 def test_branches_are_held_for_their_parents():
-    arrays = {
-        array.name: array for array in arrays_of(resolve("olmo2-7b-lr", "full"), Cut(1, 4, 1001))
-    }
+    arrays = {array.name: array for array in arrays_of(resolve("olmo2-7b-lr", "full"), Limits())}
     assert len(arrays["train"].elements) == 4
     assert len(arrays["branches"].elements) == 7
     assert arrays["branches"].held_for == ("train",)
@@ -147,7 +151,7 @@ def test_text_of_the_users_is_made_by_jobs_before_training(tmp_path):
     shown = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
     assert "tiny-smoke-text=mine." in shown
     study = resolve("tiny", "smoke", asked=Asked((source,)), root=tmp_path)
-    arrays = {array.name: array for array in arrays_of(study, Cut(1, 4, 1001))}
+    arrays = {array.name: array for array in arrays_of(study, Limits())}
     assert arrays["text"].elements == (("tokenizer",),)
     assert arrays["prepare"].elements == (
         ("prepare-train",),

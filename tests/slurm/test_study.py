@@ -1,7 +1,6 @@
 """A study as jobs of a real SLURM: unattended, and the same table as the local runner's."""
 
 import json
-import shutil
 import subprocess
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from slurm.submission.submit import submit
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
+from study.text.kinds import TokenFiles
 from tests.slurm.faults import Storm
 from tests.slurm.lab import Lab, running
 from tests.slurm.small_study import run_here, site_of, small_study, table
@@ -42,21 +42,18 @@ def check_complete(study, study_dir, local) -> None:
 
 
 def test_a_study_as_jobs_gives_the_table_of_the_local_runner(
-    tmp_path, lab_directory, slurm_installed, monkeypatch
+    tmp_path, inputs, lab_directory, slurm_installed, monkeypatch
 ):
-    study = small_study("jobs", steps=40, runs=1, restart_every=8, curved=False)
+    """Of a text that is there: the stress test makes one as jobs, too."""
+    text = TokenFiles(
+        train=str(inputs["train_prefix"]),
+        held_out=str(inputs["held_out_prefix"]),
+        calibration=str(inputs["train_prefix"]),
+        tokenizer=str(inputs["tokenizer_dir"]),
+        sha256="0" * 64,
+    )
+    study = small_study("jobs", steps=60, runs=1, restart_every=6, curved=False, text=text)
     local, study_dir = run_here(tmp_path / "local", study), tmp_path / "runs" / study.name
-    for made in (
-        "data",
-        "steps",
-    ):  # the jobs begin with the texts: the stress test makes them as jobs, too
-        shutil.copytree(local / made, study_dir / made)
-    for step in set(Ledger(study_dir, steps_of(study)).steps) - {
-        "corpus",
-        "prepare-train",
-        "prepare-held_out",
-    }:
-        (study_dir / "steps" / f"{step}.json").unlink()
     with running(Lab(lab_directory, cpus=1)) as lab:
         monkeypatch.setenv("SLURM_CONF", str(lab.conf))
         submit(study, site_of(tmp_path / "runs"))

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 from base.files import write_json
-from slurm.site import Site
+from slurm.site import Limits, Site
 from slurm.states import JobState
-from slurm.submission.arrays import Cut, arrays_of
-from slurm.submission.record import Job, Submission, log_of, new_submission, write_submission
+from slurm.submission.arrays import arrays_of
+from slurm.submission.record import Job, Submission, log_of, write_submission
 from study.definition import Study, save_study
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
@@ -49,7 +49,8 @@ def site_of(root: Path) -> Site:
 def submitted(study_dir: Path, study: Study, first_job: int = 11) -> Submission:
     """Every array of the study as submitted, numbered from `first_job`."""
     save_study(study_dir, study)
-    submission = new_submission(site_of(study_dir.parent), arrays_of(study, Cut(1, 4, 1000)))
+    arrays = tuple(arrays_of(study, Limits()))
+    submission = Submission(site=site_of(study_dir.parent), arrays=arrays)
     jobs = [
         Job(array=array.name, id=number, indices=tuple(range(len(array.elements))), time=0.0)
         for number, array in enumerate(submission.job_arrays.values(), start=first_job)

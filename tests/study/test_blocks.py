@@ -9,7 +9,15 @@ from base.files import write_json
 from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import read_result
 from study.figures.canvas import Canvas
-from study.figures.drawn.blocks import TITLES, blocks, blocks_of, output_errors, shares
+from study.figures.drawn.blocks import (
+    ALONE,
+    NEEDED,
+    TITLES,
+    blocks,
+    blocks_of,
+    output_errors,
+    shares,
+)
 from study.figures.looks import Runs, looks_for
 from tests.quant_eval.models import run_settings
 from tests.study.synthetic import write_blocks
@@ -50,21 +58,20 @@ def test_shares_are_of_the_whole_models_increase():
         [(0.06, 0.05, 0.08), (0.12, 0.1, 0.15)],
     )
     found = shares(result_with((0.2, 0.15, 0.25), alone, others))
-    assert found is not None
-    assert [list(share) for share in found[0]] == [
-        pytest.approx([0.5, 0.4, 0.65]),
-        pytest.approx([0.25, -0.05, 0.55]),
-    ]
+    assert found[ALONE] == {
+        0: pytest.approx((0.5, 0.4, 0.65)),
+        1: pytest.approx((0.25, -0.05, 0.55)),
+    }
     # without block 0 there is 0.06 of 0.2 left: it is behind 70 percent
-    assert [list(share) for share in found[1]] == [
-        pytest.approx([0.7, 0.6, 0.75]),
-        pytest.approx([0.4, 0.25, 0.5]),
-    ]
+    assert found[NEEDED] == {
+        0: pytest.approx((0.7, 0.6, 0.75)),
+        1: pytest.approx((0.4, 0.25, 0.5)),
+    }
 
 
 @pytest.mark.parametrize("low", [0.0, -0.1])
 def test_an_increase_that_may_be_none_is_not_shared_out(low):
-    assert shares(result_with((0.2, low, 0.5), [(0.1, 0, 0.2)], [(0.1, 0, 0.2)])) is None
+    assert shares(result_with((0.2, low, 0.5), [(0.1, 0, 0.2)], [(0.1, 0, 0.2)])) == {}
 
 
 def test_linears_belong_to_the_block_of_their_name_and_folded_ones_to_none():
@@ -135,19 +142,17 @@ def test_a_real_result_is_drawn_and_equals_the_one_without_blocks(
 ):
     """quant_eval's own result: of the spec itself --per-block changes nothing."""
     from base.ranks import start
-    from quant_eval.measuring.measurement import Request, measure
+    from quant_eval.measuring.measurement import measure
     from quant_eval.specs import parse_spec
 
     text = {"calibration_sequences": 16, "sequence_length": 32, "eval_tokens": 2000}
     settings = run_settings(train_prefix, held_out_prefix, **text)
     (plain,), (by_block,) = (
         measure(
-            Request(
-                hf_dir,
-                (parse_spec("rtn-b2-g16"),),
-                (tmp_path,),
-                settings.model_copy(update={"per_block": per_block}),
-            ),
+            hf_dir,
+            (parse_spec("rtn-b2-g16"),),
+            (tmp_path,),
+            settings.model_copy(update={"per_block": per_block}),
             start("cpu"),
         )
         for per_block in (False, True)

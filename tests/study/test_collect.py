@@ -8,7 +8,7 @@ import pytest
 from base.errors import UserError
 from base.files import sha256_of
 from study.claims.flatness import TOP, _correlated
-from study.claims.verdict import Evidence, NotTested
+from study.claims.verdict import Evidence, Measure, NotTested
 from study.figures.canvas import Canvas
 from study.figures.drawn.curvature import curvature
 from study.paths import MeasuredModel, curvature_result, quantization_result, step_result
@@ -218,4 +218,4 @@ def test_an_eigenvalue_that_is_not_measured_is_null(study_dir, study):
     evidence = Evidence(alone, rows, Paired(study_dir))
     for spec in study.quantization.specs:
         with pytest.raises(NotTested, match="measures no largest eigenvalue"):
-            _correlated(evidence, TOP, spec, "kl_divergence")
+            _correlated(Measure(evidence, spec, "kl_divergence"), TOP)

@@ -3,7 +3,6 @@ really answers.
 """
 
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ import pytest
 from base import gpus
 from base.errors import UserError
 from study.machine.hardware import Hardware, planned, this_machine
+from tests.interpreter import interpreter
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 GIB = 2**30
@@ -36,7 +36,7 @@ def driver(*used: float, models: tuple[str, ...] = (), cuda: int = 13000) -> Sim
         nvmlDeviceGetCount=lambda: len(used),
         nvmlDeviceGetHandleByIndex=lambda number: number,
         nvmlDeviceGetUUID=lambda number: f"GPU-{number}0000000",
-        nvmlDeviceGetName=lambda number: (models or (H100,) * len(used))[number].encode(),
+        nvmlDeviceGetName=lambda number: (models or (H100,) * len(used))[number],
         nvmlDeviceGetMemoryInfo=memory,
         nvmlSystemGetCudaDriverVersion_v2=lambda: cuda,
         nvmlSystemGetDriverVersion=lambda: "580.65.06",
@@ -150,7 +150,7 @@ def test_what_a_study_ran_on_is_read_back(tmp_path):
 @pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="this machine has a GPU")
 def test_where_there_is_no_gpu_cuda_is_one_line_and_code_2(tmp_path):
     command = [
-        sys.executable,
+        interpreter(),
         "-m",
         "study",
         "run",

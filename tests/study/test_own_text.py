@@ -261,8 +261,8 @@ def bad(tmp_path_factory, tokenizer_dir) -> Path:
         (["empty.jsonl"], "empty.jsonl is empty"),
         (["broken.jsonl"], "broken.jsonl:2 is no JSON object with a 'text'"),
         (["folder"], "is a directory without a study"),
-        (["few.jsonl", "few.jsonl"], "is given twice"),
-        (["few.jsonl", "tokens"], "names places of several kinds"),
+        (["few.jsonl", "few.jsonl"], "--text names a place twice"),
+        (["few.jsonl", "tokens"], "places of several kinds"),
         (["few.jsonl"], "few.jsonl holds 40 documents of about"),
         (["one.txt"], "one.txt holds 1 documents of about"),
         (["tokens"], "does not say which tokenizer made it; name its directory with --tokenizer"),
@@ -293,7 +293,7 @@ def test_the_text_is_part_of_the_name_by_which_a_study_is_found(tmp_path, files)
         study_app, ["show", "tiny", "--profile", "smoke", *text, "--root", str(tmp_path)]
     )
     name = shown.stdout.partition(":")[0]
-    assert f"text: {files[0]}, {files[1]}: places 0-" in shown.stdout
+    assert f"text: own; sources {files[0]}, {files[1]}; sha256 " in shown.stdout
     for command in ("status", "collect", "report", "mirror"):
         line = refused(command, name, "--root", tmp_path)
         assert f"{name}/study.json does not exist" in line

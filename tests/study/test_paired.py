@@ -13,7 +13,7 @@ from base.statistics import holm
 from study.definition import save_study
 from study.paths import MeasuredModel, quantization_result
 from study.released import ReleasedRevision, ReleasedRun
-from study.results.paired import Paired
+from study.results.paired import Paired, every_pair
 from study.results.table import Row, trained
 from tests.study.synthetic import change_losses, per_document, result_of, table_of
 
@@ -26,12 +26,12 @@ def last_rows(directory, study) -> dict[str, Row]:
 
 
 def verdicts(paired: Paired, pairs: list, spec: str, figure: str) -> list[str]:
-    measured = [((first, spec), (second, spec)) for first, second in pairs]
-    return [one.verdict for one in paired.compared(measured, figure)]
+    found = paired.compared(dict(enumerate(pairs)), figure, spec)
+    return [one.verdict for one in found.values()]
 
 
 def traces(paired: Paired, pairs: list) -> list[str]:
-    return [one.verdict for one in paired.compared_traces(pairs)]
+    return [one.verdict for one in paired.compared_traces(dict(enumerate(pairs))).values()]
 
 
 def kl_of(directory, run: str) -> list[float]:
@@ -51,7 +51,8 @@ def test_the_verdicts_are_those_of_a_paired_t_test_with_holm(study_dir, study):
             study_dir, run.name, SPEC, tokens=[1000] * 28, kl=[1000 * value for value in kl]
         )
     rows = last_rows(study_dir, study)
-    order = Paired(study_dir).order(rows, SPEC, "kl_divergence")
+    found = Paired(study_dir).compared(every_pair(rows), "kl_divergence", SPEC)
+    order = {pair: one.verdict for pair, one in found.items()}
     tests = {
         pair: ttest_rel(kl_of(study_dir, pair[1]), kl_of(study_dir, pair[0])) for pair in order
     }
@@ -120,7 +121,8 @@ def test_traces_are_compared_microbatch_by_microbatch(study_dir, study):
     for run, shift in zip(study.runs, (0.0, 0.0, 60.0, 60.0), strict=True):
         change_trace(study_dir, run.name, list(base + shift + 20 * generator.normal(size=16)))
     rows = last_rows(study_dir, study)
-    order = Paired(study_dir).order_of_traces(rows)
+    compared = Paired(study_dir).compared_traces(every_pair(rows))
+    order = {pair: one.verdict for pair, one in compared.items()}
     results = [
         study_dir / run.name / "hf/step00000640/curvature/hutchinson/result.json"
         for run in study.runs

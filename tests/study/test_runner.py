@@ -330,16 +330,3 @@ def test_a_step_that_is_not_complete_says_why(tmp_path):
     assert reasons(moved) == {
         "beside": f"{moved}/beside.json is missing; copy it from where the study was made, or run"
     }
-
-
-def test_a_step_that_must_not_start_fails_alone(tmp_path):
-    def check(step: Step) -> None:
-        if step.name == "second":
-            raise UserError("the disk is full; free space")
-
-    with (
-        locked(tmp_path) as lock_fd,
-        pytest.raises(UserError, match="step second cannot start: the disk is full; free space"),
-    ):
-        Runner(tmp_path, chain(), Hardware(1), lock_fd, check=check).run()
-    assert sorted(order(tmp_path)) == ["beside", "first"]

@@ -21,7 +21,11 @@ from tests.interpreter import interpreter
 from tests.runs import PROJECT, environment
 from tests.waiting import wait_until
 
-COMMAND = ["-m", "study", "run", "tiny", "--profile", "smoke", "--root"]
+# With batches of half the size: the weights need not be good ones.
+SETTINGS = ("batch_size=8", "micro_batch_size=4", "evaluate_every_steps=24")
+NAME = "-".join(("tiny-smoke", *SETTINGS))
+COMMAND = ["-m", "study", "run", "tiny", "--profile", "smoke"]
+COMMAND += [word for setting in SETTINGS for word in ("--set", setting)]
 
 FIGURES = {
     "quantization_error",
@@ -37,7 +41,7 @@ FIGURES |= {"ends", "full_against_quantized", "curvature", "prediction", "slices
 def start(python: str, root: Path) -> subprocess.Popen:
     log = (root / "console.log").open("a")
     return subprocess.Popen(
-        [python, *COMMAND, str(root)],
+        [python, *COMMAND, "--root", str(root)],
         cwd=PROJECT,
         env=environment(),
         stdout=log,
@@ -54,7 +58,7 @@ def kill(process: subprocess.Popen) -> None:
 def finish(python: str, root: Path) -> str:
     """Runs the study to its end; returns what it printed."""
     done = subprocess.run(
-        [python, *COMMAND, str(root)],
+        [python, *COMMAND, "--root", str(root)],
         cwd=PROJECT,
         env=environment(),
         capture_output=True,
@@ -120,7 +124,7 @@ def test_the_whole_study_survives_a_kill(tmp_path):
     """kill -9 while the first quantization runs; the second start skips what is complete and
     ends the study.
     """
-    study, started = tmp_path / "tiny-smoke", start(interpreter(), tmp_path)
+    study, started = tmp_path / NAME, start(interpreter(), tmp_path)
     wait_until(
         lambda: list((study / "logs").glob("quantize-*.log")), "the first quantization", started
     )
@@ -163,9 +167,9 @@ def test_the_whole_study_survives_a_kill(tmp_path):
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     (experiment,) = [one for one in client.search_experiments() if one.name != "Default"]
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
-    assert set(runs) == {"tiny-smoke", "lr3e-3", "lr3e-2"}
+    assert set(runs) == {NAME, "lr3e-3", "lr3e-2"}
     child = runs["lr3e-3"]
-    assert child.data.tags["mlflow.parentRunId"] == runs["tiny-smoke"].info.run_id
+    assert child.data.tags["mlflow.parentRunId"] == runs[NAME].info.run_id
     column = "quant/gptq-b3-g32/relative_error"
     for average, metric in (
         (None, column),
@@ -221,5 +225,5 @@ def test_kills_at_random_moments_leave_the_table_unchanged(tmp_path):
         time.sleep(moments.uniform(1, 25))
         kill(started)
     finish(sys.executable, killed)
-    tables = [root / "tiny-smoke" / "table.parquet" for root in (whole, killed)]
+    tables = [root / NAME / "table.parquet" for root in (whole, killed)]
     assert tables[0].read_bytes() == tables[1].read_bytes()

@@ -21,16 +21,16 @@ from train.run.environment import attempts
 
 # An attempt is killed within so many seconds of its first step, and comes no further than so many
 # steps.
-KILLED_WITHIN_SECONDS, STEPS_PER_ATTEMPT = 1.5, 25
+KILLED_WITHIN_SECONDS, STEPS_PER_ATTEMPT = 1.0, 15
 
 
 def newest(directory: RunDirectory) -> int | None:
     """The step of the newest complete checkpoint, which must be whole."""
     permanent, restarts = directory.complete_steps(), directory.complete_restarts()
     for step in permanent[-1:]:
-        verified_record(directory.checkpoint(step), 1)
+        verified_record(directory.checkpoint(step))
     for step in restarts:
-        verified_record(directory.restart(step), 1)
+        verified_record(directory.restart(step))
     return max(permanent + restarts, default=None)
 
 

@@ -12,7 +12,7 @@ from base.errors import UserError
 from base.files import sha256_of
 from tests.runs import make_run
 from train.data.batches import RunData, batch, open_data
-from train.data.config import DataConfig, RepetitionFilter, WeightedSource
+from train.data.config import DataConfig, RepetitionFilter
 from train.data.corpus import open_corpus
 from train.data.indexing import index
 from train.data.prepare import prepare
@@ -131,27 +131,6 @@ def test_ai2s_batches_from_ai2s_files(opened, mix):
     assert (found.tokens_BS[:, -1] == 0).all()
     assert found.counted_BS[:, :-1].all()
     assert not found.counted_BS[:, -1].any()
-
-
-def test_a_blend_draws_each_source_in_its_own_order(opened, train_prefix, mix):
-    parts = (
-        WeightedSource(source=str(train_prefix), weight=3),
-        WeightedSource(source=str(mix), weight=1),
-    )
-    blend = opened(train=parts)
-    alone = [rows_of(opened(train=part.source), range(1, 41)) for part in parts]
-    taken, from_mix = [0, 0], 0
-    for step in range(1, 41):
-        found = blend.batch(step)
-        for row, counted in zip(found.tokens_BS, found.counted_BS, strict=True):
-            source = int(not counted[-1])
-            assert np.array_equal(row, alone[source][taken[source]])
-            taken[source] += 1
-            from_mix += source
-    assert 50 < from_mix < 110  # 80 of 320, 4 standard deviations
-    assert blend.sha256["train"] not in {
-        opened(train=part.source).sha256["train"] for part in parts
-    }
 
 
 def test_repetitive_sequences_lose_their_labels(opened, tmp_path, tokenizer_dir, mix):

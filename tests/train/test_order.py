@@ -1,11 +1,11 @@
-"""Orders: bijections, Ai2's own batches, exact blends, and the filter of repetitive sequences."""
+"""Orders: bijections, Ai2's own batches, and the filter of repetitive sequences."""
 
 import numpy as np
 import pytest
 
 from base.errors import UserError
 from train.data.config import RepetitionFilter
-from train.data.order import BLOCK, Blend, Order, permute
+from train.data.order import Order, permute
 from train.data.repetition import repetitive
 
 
@@ -85,38 +85,6 @@ def test_olmo_order_refuses_what_it_cannot_do():
         Order("olmo", 7, 0, 8)
     with pytest.raises(UserError, match="use 'permutation'"):
         Order("olmo", 2**32, 0, 8)
-
-
-@pytest.mark.parametrize(
-    "weights", [[1.0, 1.0], [0.7, 0.2, 0.1], [3, 0.001, 5, 1 / 3], [1 / 7] * 7]
-)
-def test_a_blend_is_exact_in_every_block_and_keeps_each_order(weights):
-    blend = Blend([str(weight) for weight in weights], weights, seed=3)
-    sources, ranks = blend(np.arange(3 * BLOCK))
-    shares = np.array(weights) / sum(weights) * BLOCK
-    for block in range(3):
-        counts = np.bincount(sources[block * BLOCK : (block + 1) * BLOCK], minlength=len(weights))
-        assert counts.sum() == BLOCK
-        assert (np.abs(counts - shares) < 1).all()
-    for source in range(len(weights)):
-        taken = ranks[sources == source]
-        assert np.array_equal(
-            taken, np.arange(len(taken))
-        )  # one after the other, none left out, across blocks
-    windows = [
-        np.bincount(sources[at : at + 4096], minlength=len(weights)) / 4096
-        for at in range(0, BLOCK, 4096)
-    ]
-    assert np.abs(np.array(windows) - shares / BLOCK).max() < 0.05  # mixed throughout the block
-    assert not np.array_equal(sources[:BLOCK], sources[BLOCK : 2 * BLOCK])
-    at = np.array([2 * BLOCK + 5, 3, BLOCK])
-    assert np.array_equal(blend(at)[0], sources[at])  # of the position alone
-    assert np.array_equal(blend(at)[1], ranks[at])
-
-
-def test_a_blend_refuses_a_source_that_would_never_come():
-    with pytest.raises(UserError, match="rare has less than 1 in 65536"):
-        Blend(["common", "rare"], [1.0, 1e-6], 0)
 
 
 def most_repeats(tokens: list[int], period: int) -> int:

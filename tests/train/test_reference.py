@@ -54,7 +54,7 @@ def test_twenty_steps_equal_plain_torch(trained):
     """Initialisation, data, schedule, z-loss, clipping, decay groups and AdamW, all at once."""
     directory = RunDirectory(trained("dp1"))
     run = load_run(directory.run_json)
-    corpus = open_corpus(run.data.train_sources[0].source)
+    corpus = open_corpus(run.data.train)
     model = plain_model(run)
     decayed = [weight for name, weight in model.named_parameters() if "embed_tokens" not in name]
     groups = [

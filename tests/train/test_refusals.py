@@ -31,11 +31,11 @@ REFUSED = {
     "missing key": (lambda run: run.pop("seed"), "key 'seed' is missing"),
     "heads by TP": (
         lambda run: run["parallel"].update(tensor=3),
-        "do not divide over parallel.tensor 3",
+        "num_attention_heads 4 does not divide over parallel.tensor 3",
     ),
     "layers by PP": (
         lambda run: run["parallel"].update(pipeline=3),
-        "4 layers do not divide over parallel.pipeline 3",
+        "num_hidden_layers 4 does not divide over parallel.pipeline 3",
     ),
     "batch by micro": (
         lambda run: run.update(micro_batch_size=3),
@@ -78,7 +78,7 @@ def test_a_bad_run_is_refused(tmp_path, inputs, case):
 
 def test_batch_that_does_not_fit_the_processes(tmp_path, inputs):
     """Under torchrun the line is printed once; the exit code is torchrun's own."""
-    make_run(tmp_path / "run", **inputs, batch_size=6)
+    make_run(tmp_path / "run", **inputs, batch_size=6, micro_batch_size=2)
     done = execute(torchrun(2, "train", "run", str(tmp_path / "run"), python=interpreter()))
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1

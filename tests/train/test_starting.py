@@ -11,16 +11,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from base.files import sha256_of
-from ckpt_tools.checkpoint import open_weights
+from ckpt_tools.formats.megatron_shards import ShardedTensors
 from ckpt_tools.importing import import_checkpoint
-from tests.ckpt_tools.checkpoints import all_of, read_weights, seal
+from tests.ckpt_tools.checkpoints import read_weights, seal
 from tests.conftest import make_hf_directory
 from tests.runs import error_line, make_run, python, ranks
 from train.data.batches import batch
 from train.data.corpus import open_corpus
 from train.data.prepare import prepare
+from train.model.megatron_names import hf_rows, megatron_names
 from train.run.config import StartFrom, load_run
-from train.run.directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record
+from train.run.directory import CHECKPOINT_JSON, RunDirectory
 from train.run.metrics import read_metrics
 from train.run.optimization import Anneal, ConstantPhase, ScheduleConfig
 from train.run.parallel import ParallelConfig
@@ -38,7 +39,7 @@ def source(tmp_path_factory, tokenizer_dir) -> Path:
 
 
 def import_as(tmp_path: Path, source: Path) -> Path:
-    import_checkpoint(str(source), tmp_path / "imported", processes=1)
+    import_checkpoint(str(source), tmp_path / "imported")
     return tmp_path / "imported"
 
 
@@ -69,7 +70,7 @@ def losses_by_hand(source: Path, run_dir: Path) -> list[float]:
         {"params": [model.get_input_embeddings().weight], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
-    corpus, losses = open_corpus(run.data.train_sources[0].source), []
+    corpus, losses = open_corpus(run.data.train), []
     for step in range(1, STEPS + 1):
         tokens = torch.from_numpy(
             batch(corpus, step=step, batch_size=8, sequence_length=32, seed=7)
@@ -121,8 +122,13 @@ def test_main_weights_keep_fp32_where_the_model_computes_in_bf16(tmp_path, sourc
     assert done.returncode == 0, done.stderr[-3000:]
     first = RunDirectory(tmp_path / "run").checkpoint(0)
     imported = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
-    main = all_of(open_weights(first, read_checkpoint_record(first), main=True))
-    assert all(torch.equal(main[name], imported[name]) for name in main)
+    stored, model = ShardedTensors(first), load_run(tmp_path / "run" / "run.json").model
+    for name in megatron_names(model.num_hidden_layers):
+        key = f"optimizer.state.param.{name}"
+        main = stored.read(key, 0, stored.tensors[key].shape[0])
+        for hf_name, spans in hf_rows(name, model).items():
+            rows = torch.cat([main[start:stop] for start, stop in spans])
+            assert torch.equal(rows, imported[hf_name]), hf_name
     computed = read_weights(first)
     assert all(torch.equal(computed[name], imported[name].bfloat16()) for name in computed)
 
@@ -145,9 +151,9 @@ def test_what_does_not_fit_is_refused(tmp_path, source, inputs):
 
     assert "model.num_key_value_heads is 2 in run.json, 4 in" in refused("grouped", kv_heads=2)
     other = StartFrom(checkpoint=str(checkpoint), sha256="0" * 64)
-    assert "is not the one that start_from names" in refused("other", start_from=other)
+    assert "has another SHA-256 than start_from names" in refused("other", start_from=other)
     nowhere = StartFrom(checkpoint="../nowhere", sha256="0" * 64)
-    assert "which is no checkpoint" in refused("nowhere", start_from=nowhere)
+    assert "start_from names no checkpoint" in refused("nowhere", start_from=nowhere)
     weights = checkpoint / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

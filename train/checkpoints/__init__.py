@@ -11,9 +11,8 @@ A checkpoint becomes complete in six steps, and fails whole in any of them:
 5. `Checkpoint.publish`: rank 0 renames the directory. From here on the checkpoint is complete.
 6. Restart checkpoints beyond `saving.restart_keep` go, checkpoint.json first.
 
-A save that fails keeps its copy, which is written once more when the next save is due or at the
-end of training. If that fails too, training ends with an error. A crash loses the steps since the
-last complete checkpoint. The next attempt removes unfinished directories (`remove_unfinished`),
+A save that fails ends training with an error. A crash loses the steps since the last complete
+checkpoint. The next attempt removes unfinished directories (`remove_unfinished`),
 and `resuming` loads the newest complete checkpoint whose hashes are as recorded; a damaged one is
 moved to RUN/quarantine.
 

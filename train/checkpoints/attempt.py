@@ -85,23 +85,11 @@ class Attempt:
         self._seen = (status.st_ino, status.st_mtime_ns)
         return None
 
-    def check_newest(self) -> None:
-        """Raise SupersededError on rank 0 if a later attempt has begun."""
-        reason = self.successor()
-        if reason:
-            raise SupersededError(reason)
-
     def end(self, status: Literal["done", "preempted", "failed"], step: int, reason: str) -> None:
         """Write status.json, remove a used STOP file, and ignore signals from now on."""
         if self._rank_zero:
             if status != "failed":
                 self._directory.stop_file.unlink(missing_ok=True)
-            marker = {
-                "status": status,
-                "step": step,
-                "attempt": self.number,
-                "reason": reason,
-                "time": time.time(),
-            }
-            write_json(self._directory.status_json, marker)
+            marker = {"status": status, "step": step, "attempt": self.number, "reason": reason}
+            write_json(self._directory.status_json, marker | {"time": time.time()})
         stopping.ignore()

@@ -15,12 +15,11 @@ from base.errors import UserError
 from base.files import first_damage
 from base.frozen import fingerprint
 from train.checkpoints import starting
-from train.checkpoints.writing import READ_ERRORS, damage_of
 from train.distributed import from_rank_zero, gathered
 from train.engine import Engine
 from train.run.branching import check_parent
 from train.run.config import RunConfig
-from train.run.directory import CheckpointRecord, RunDirectory, read_checkpoint_record, step_name
+from train.run.directory import CheckpointRecord, RunDirectory, read_checkpoint_record
 
 
 class Start(NamedTuple):
@@ -60,23 +59,25 @@ def resume(
         record, damage = _verified(checkpoint)
         if record:
             _check_belongs(checkpoint, record, run, data_sha256)
-            damage = _load(engine, checkpoint)
-        if record and not damage:
+            engine.load(checkpoint)
             return Start(step, record, quarantined)
         quarantined.append(step)
         if dist.get_rank() == 0:
             _quarantine(directory, checkpoint, attempt, str(damage))
     if from_rank_zero(directory.quarantine.is_dir()):
         raise UserError(
-            f"no checkpoint of {directory.path} is undamaged, the damaged ones are in"
-            f" {directory.quarantine}; restore one to {directory.checkpoints}, or remove both"
-            " directories to begin again"
+            f"no checkpoint of {directory.path} is undamaged; restore one from"
+            f" {directory.quarantine}, or remove that directory to begin again"
         )
     if run.branch_from:
         record = _load_parent(engine, run, directory, data_sha256)
         return Start(run.branch_from.step, record, [])
     if run.start_from:
-        _start_from(engine, run, directory)
+        checkpoint = starting.imported_checkpoint(run, directory)
+        record, damage = _verified(checkpoint)
+        if not record:
+            raise UserError(f"{damage}; import the model again")
+        starting.start(engine, run, directory, checkpoint, record)
     return Start(0, None, [])
 
 
@@ -117,18 +118,6 @@ def _check_belongs(
         )
 
 
-def _load(engine: Engine, checkpoint: Path) -> str | None:
-    """Load a checkpoint; return its damage, on every rank. UserError if it does not fit."""
-    damage: str | None = None
-    try:
-        engine.load(checkpoint)
-    except (UserError, *READ_ERRORS) as error:
-        damage = damage_of(error)
-        if damage is None:
-            raise
-    return next((damage for damage in gathered(damage) if damage), None)
-
-
 def _quarantine(directory: RunDirectory, checkpoint: Path, attempt: int, damage: str) -> None:
     directory.quarantine.mkdir(exist_ok=True)
     kind = "" if checkpoint.parent == directory.checkpoints else "-restart"
@@ -143,35 +132,14 @@ def _load_parent(
     """Load the checkpoint that a run branches from; it stays as it is."""
     assert run.branch_from
     parent = RunDirectory(directory.resolve(run.branch_from.run))
-    failure = None
-    if dist.get_rank() == 0:
-        try:
-            check_parent(run, parent)
-        except UserError as error:
-            failure = error
-    failure = from_rank_zero(failure)
-    if failure:
-        raise failure
+    check_parent(run, parent)
     checkpoint = parent.checkpoint(run.branch_from.step)
     record, damage = _verified(checkpoint)
-    if record and record.data_sha256 != data_sha256:
-        raise UserError(
-            f"{checkpoint} was trained on other data than the branch {directory.path}; give it the"
-            " same"
-        )
-    damage = damage or _load(engine, checkpoint)
-    if not record or damage:
-        raise UserError(
-            f"{damage}; restore {step_name(run.branch_from.step)} of {parent.path} or branch from"
-            " another"
-        )
-    return record
-
-
-def _start_from(engine: Engine, run: RunConfig, directory: RunDirectory) -> None:
-    """Load the weights of the imported checkpoint that a run starts from."""
-    checkpoint = starting.imported_checkpoint(run, directory)
-    record, damage = _verified(checkpoint)
     if not record:
-        raise UserError(f"{damage}; import the model again")
-    starting.start(engine, run, directory, checkpoint, record)
+        raise UserError(f"{damage}; restore it, or branch from another checkpoint")
+    if record.data_sha256 != data_sha256:
+        raise UserError(
+            f"{checkpoint} was trained on other data than {directory.path}; give it the same"
+        )
+    engine.load(checkpoint)
+    return record

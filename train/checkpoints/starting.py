@@ -40,14 +40,10 @@ def imported_checkpoint(run: RunConfig, directory: RunDirectory) -> Path:
     path = checkpoint / CHECKPOINT_JSON
     if not path.is_file():
         raise UserError(
-            f"start_from names {checkpoint}, which is no checkpoint; make it with python -m"
-            " ckpt_tools import"
+            f"start_from names no checkpoint, {checkpoint}; make it with 'ckpt_tools import'"
         )
     if sha256_of(path) != run.start_from.sha256:
-        raise UserError(
-            f"{path} is not the one that start_from names (its SHA-256 differs); import the model"
-            " again"
-        )
+        raise UserError(f"{path} has another SHA-256 than start_from names; import the model again")
     return checkpoint
 
 
@@ -64,14 +60,6 @@ def start(
         UserError: it is of another model or tokenizer, or the engine computes other logits from its
             weights.
     """
-    _check_fits(run, directory, checkpoint, record)
-    engine.start_from(_reader(checkpoint))
-    _check_logits(engine, run, checkpoint)
-
-
-def _check_fits(
-    run: RunConfig, directory: RunDirectory, checkpoint: Path, record: CheckpointRecord
-) -> None:
     if record.imported is None:
         raise UserError(
             f"{checkpoint} was not imported; name a run's checkpoint in branch_from instead"
@@ -90,6 +78,8 @@ def _check_fits(
             f"{own_tokenizer} is not the tokenizer of {checkpoint}; set data.tokenizer to"
             f" {checkpoint / IMPORTED_FROM} and prepare the data with it"
         )
+    engine.start_from(_reader(checkpoint))
+    _check_logits(engine, run, checkpoint)
 
 
 def _reader(checkpoint: Path) -> Callable[[str], Tensor]:
@@ -121,6 +111,5 @@ def _check_logits(engine: Engine, run: RunConfig, checkpoint: Path) -> None:
     if not ratio <= LOGIT_TOLERANCE[run.precision]:
         raise UserError(
             f"the engine's logits differ from those of {checkpoint} by {ratio:.3g} of their norm,"
-            f" allowed is {LOGIT_TOLERANCE[run.precision]:g}; report it, these weights do not"
-            " convert"
+            f" allowed is {LOGIT_TOLERANCE[run.precision]:g}; report it"
         )

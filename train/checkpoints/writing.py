@@ -1,15 +1,13 @@
 """One checkpoint on its way to the disk: copied, written, sealed, published.
 
-The protocol is in `train.checkpoints`; `train.checkpoints.saver` says when. Until it is published
-a checkpoint can be written again from the same copy.
+The protocol is in `train.checkpoints`; `train.checkpoints.saver` says when.
 """
 
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,21 +15,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from base.errors import UserError
 from base.files import FileRecord, fsync_path, record_file, write_json
-from train.distributed import from_rank_zero, gathered
+from train.distributed import gathered
 from train.engine import Engine
 from train.run.directory import CHECKPOINT_JSON, PROBE, CheckpointRecord, RunDirectory
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError, CheckpointException)
-READ_ERRORS = (
-    OSError,
-    EOFError,
-    RuntimeError,
-    pickle.UnpicklingError,
-    SafetensorError,
-    CheckpointException,
-)
-TORCH_WRITER, TORCH_READER = "PytorchStreamWriter", "PytorchStreamReader"  # of torch's errors
+TORCH_WRITER = "PytorchStreamWriter"  # of torch's errors
+T = TypeVar("T")
 UNFINISHED = ".unfinished."  # begins the name of a directory that is not complete yet
 
 
@@ -47,23 +39,30 @@ def failure_of(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def damage_of(error: BaseException) -> str | None:
-    """Return a read error as one line; None if it is not about a file."""
-    if isinstance(error, CheckpointException):
-        causes = [damage_of(cause) for cause, _ in error.failures.values()]
-        return next((cause for cause in causes if cause), None)
-    if isinstance(
-        error, OSError | EOFError | pickle.UnpicklingError | SafetensorError
-    ) or TORCH_READER in str(error):
-        return " ".join(str(error).split())[:300] or type(error).__name__
-    return damage_of(error.__cause__) if error.__cause__ else None
+def agreed(write: Callable[[], T], final: Path) -> list[T]:
+    """Write on every rank; return all results. UserError on every rank if one could not."""
+    result, failure = None, None
+    try:
+        result = write()
+    except WRITE_ERRORS as error:
+        failure = failure_of(error)
+    outcomes = gathered((result, failure))
+    failure = next((failure for _, failure in outcomes if failure), None)
+    if failure:
+        raise UserError(
+            f"could not save {final}: {failure}; free space there and run again, from the"
+            " checkpoint before it"
+        )
+    return [result for result, _ in outcomes]
 
 
 class Checkpoint:
     """A copy of the engine's state as it is now, on its way to the directory `final`.
 
+    Every rank calls every method.
+
     Args:
-        engine: every rank calls.
+        engine: of the state.
         final: directory of the complete checkpoint.
         attempt: number of this attempt.
         probe_BS: token ids [B, S] for which an export has to reproduce every module's output.
@@ -85,7 +84,6 @@ class Checkpoint:
         weights_only = fields.get("average") is not None
         self._snapshot = engine.snapshot(self._directory, weights_only=weights_only)
         self._written: dict[str, FileRecord] = {}  # by this rank
-        self.complete = False
 
     def write(self) -> None:
         """Write and hash this rank's files, in a thread perhaps: no collective."""
@@ -95,22 +93,11 @@ class Checkpoint:
     def _recorded(self, names: list[str]) -> dict[str, FileRecord]:
         return {name: record_file(self._directory / name) for name in names}
 
-    def seal(self) -> str | None:
-        """Write what ranks share, and checkpoint.json, once every rank has written.
-
-        Every rank calls. Returns why it failed, on every rank.
-        """
-        failure, shared = None, {}
-        try:
-            shared = self._recorded(self._snapshot.seal())
-        except WRITE_ERRORS as error:
-            failure = failure_of(error)
-        outcomes = gathered((failure, self._written | shared))
-        failure = next((failure for failure, _ in outcomes if failure), None)
-        if failure:
-            return str(failure)
-        files = {name: record for _, records in outcomes for name, record in records.items()}
-        return _on_rank_zero(lambda: self._write_record(files))
+    def seal(self) -> None:
+        """Write what ranks share, and checkpoint.json, once every rank has written."""
+        outcomes = agreed(lambda: self._written | self._recorded(self._snapshot.seal()), self.final)
+        files = {name: record for records in outcomes for name, record in records.items()}
+        agreed(lambda: self._write_record(files) if dist.get_rank() == 0 else None, self.final)
 
     def _write_record(self, files: dict[str, FileRecord]) -> None:
         save_file(self._probe, self._directory / PROBE)
@@ -126,33 +113,16 @@ class Checkpoint:
         write_json(self._directory / CHECKPOINT_JSON, record.model_dump(mode="json"))
         fsync_path(self._directory)
 
-    def publish(self) -> str | None:
-        """Rename the directory: the checkpoint is complete. Every rank calls; why it failed."""
+    def publish(self) -> None:
+        """Rename the directory: the checkpoint is complete."""
 
         def rename() -> None:
-            remove_checkpoint(self.final)  # of an earlier attempt, which came to this step too
-            os.rename(self._directory, self.final)
-            fsync_path(self.final.parent)
+            if dist.get_rank() == 0:
+                remove_checkpoint(self.final)  # of an earlier attempt, which came to this step too
+                os.rename(self._directory, self.final)
+                fsync_path(self.final.parent)
 
-        failure = _on_rank_zero(rename)
-        self.complete = failure is None
-        return failure
-
-    def remove_unfinished(self) -> None:
-        """Remove what was written, on rank 0."""
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _on_rank_zero(action: Callable[[], None]) -> str | None:
-    """Write on rank 0; return why that failed, on every rank."""
-    failure = None
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except WRITE_ERRORS as error:
-            failure = failure_of(error)
-    failure = from_rank_zero(failure)
-    return None if failure is None else str(failure)
+        agreed(rename, self.final)
 
 
 def remove_checkpoint(checkpoint: Path) -> None:

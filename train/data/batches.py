@@ -6,8 +6,6 @@
 Shapes: B sequences, S tokens of a sequence.
 """
 
-import hashlib
-import json
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +15,10 @@ from torch import Tensor
 
 from base.errors import UserError
 from base.files import sha256_of
+from train.data.config import RepetitionFilter
 from train.data.corpus import Corpus, TokenSource, check_vocabulary, open_source
-from train.data.manifest import Manifest
-from train.data.order import Blend, Order
+from train.data.manifest import Manifest, token_files
+from train.data.order import Order
 from train.data.repetition import repetitive
 from train.data.tokenizer import TOKENIZER_JSON
 from train.run.config import RunConfig
@@ -40,15 +39,9 @@ class Batch(NamedTuple):
     def microbatches(
         self, size: int, *, rank: int, ranks: int, device: torch.device
     ) -> list["Batch"]:
-        """Return one rank's part: its own of every `ranks` consecutive microbatches.
+        """Return one rank's part: its own of every `ranks` consecutive microbatches of `size`.
 
         Where the sequences do not suffice the first is repeated, without a label that counts.
-
-        Args:
-            size: sequences of a microbatch.
-            rank: of data parallelism.
-            ranks: number of data-parallel ranks.
-            device: of the microbatches.
         """
         count = len(self.tokens_BS)
         number = -(-count // (size * ranks))
@@ -66,10 +59,7 @@ class Batch(NamedTuple):
 def batch(
     corpus: Corpus, *, step: int, batch_size: int, sequence_length: int, seed: int
 ) -> NDArray[np.int64]:
-    """Return the batch of update `step` (from 1) of a run on this token file alone, [B, S + 1].
-
-    The order is 'permutation'.
-    """
+    """Return the batch of update `step`, from 1, [B, S + 1], in the order 'permutation'."""
     order = Order("permutation", corpus.num_sequences(sequence_length), seed, batch_size)
     return corpus.sequences(
         order(np.arange((step - 1) * batch_size, step * batch_size)), sequence_length
@@ -80,130 +70,73 @@ class RunData:
     """The data of one run: see `open_data`.
 
     Attributes:
-        sha256: identity of the tokens, "train" and "held_out"; a blend has one of its parts and
-            weights.
+        sha256: identity of the tokens, "train" and "held_out".
     """
 
-    def __init__(self, run: RunConfig, train: list[TokenSource], held_out: TokenSource) -> None:
+    def __init__(self, run: RunConfig, train: TokenSource, held_out: TokenSource) -> None:
         self._run, self._train, self._held_out = run, train, held_out
-        length, parts = run.data.sequence_length, run.data.train_sources
-        self._orders = [
-            Order(run.data.order, corpus.num_sequences(length), run.seed, run.batch_size)
-            for corpus in train
-        ]
-        self._blend = Blend(
-            [part.source for part in parts], [part.weight for part in parts], run.seed
-        )
-        weighted = [
-            (corpus.manifest.sha256, part.weight) for corpus, part in zip(train, parts, strict=True)
-        ]
-        blended = hashlib.sha256(json.dumps(weighted).encode()).hexdigest()
-        self.sha256 = {
-            "train": train[0].manifest.sha256 if len(train) == 1 else blended,
-            "held_out": held_out.manifest.sha256,
-        }
+        size = train.num_sequences(run.data.sequence_length)
+        self._order = Order(run.data.order, size, run.seed, run.batch_size)
+        self.sha256 = {"train": train.manifest.sha256, "held_out": held_out.manifest.sha256}
 
     def batch(self, step: int) -> Batch:
-        """Return the global batch of update `step`, counted from 1.
-
-        Raises:
-            UserError: a token outside the vocabulary.
-        """
+        """Return the global batch of update `step`, from 1; UserError for an unknown token."""
         size = self._run.batch_size
-        positions_B = np.arange((step - 1) * size, step * size)
-        if len(self._train) > 1:
-            sources_B, ranks_B = self._blend(positions_B)
-        else:
-            sources_B, ranks_B = np.zeros_like(positions_B), positions_B
-        indices_B = np.empty_like(ranks_B)
-        for source, order in enumerate(self._orders):
-            rows_B = sources_B == source
-            indices_B[rows_B] = order(ranks_B[rows_B])
-        return self._read(self._train, sources_B, indices_B, filtered=True)
+        indices_B = self._order(np.arange((step - 1) * size, step * size))
+        return self._read(self._train, indices_B, self._run.data.repetition_filter)
 
     def held_out(self) -> Batch:
         """Return the first sequences of the held-out file, for every held-out loss, unfiltered."""
-        indices_B = np.arange(self._run.data.held_out_sequences)
-        return self._read([self._held_out], np.zeros_like(indices_B), indices_B, filtered=False)
+        return self._read(self._held_out, np.arange(self._run.data.held_out_sequences), None)
 
     def _read(
-        self,
-        corpora: list[TokenSource],
-        sources_B: NDArray[np.int64],
-        indices_B: NDArray[np.int64],
-        *,
-        filtered: bool,
+        self, corpus: TokenSource, indices_B: NDArray[np.int64], rule: RepetitionFilter | None
     ) -> Batch:
-        """Read sequence `indices_B` of corpus `sources_B`, row by row."""
-        data = self._run.data
-        tokens_BS = np.empty((len(indices_B), data.sequence_length + 1), np.int64)
-        counted_BS = np.ones((len(indices_B), data.sequence_length), bool)
-        for source, corpus in enumerate(corpora):
-            rows_B = sources_B == source
-            tokens_BS[rows_B] = corpus.sequences(indices_B[rows_B], data.sequence_length)
-            counted_BS[rows_B, -1] = corpus.last_label_counts
-        if any(corpus.manifest.max_token_id is None for corpus in corpora):
-            self._check_tokens(tokens_BS)
-        if filtered and data.repetition_filter:
-            counted_BS[repetitive(tokens_BS[:, :-1], data.repetition_filter)] = False
-        return Batch(torch.from_numpy(tokens_BS), torch.from_numpy(counted_BS))
-
-    def _check_tokens(self, tokens_BS: NDArray[np.int64]) -> None:
-        largest = int(tokens_BS.max())
-        if largest >= self._run.model.vocab_size:
+        tokens_BS = corpus.sequences(indices_B, self._run.data.sequence_length)
+        vocab_size = self._run.model.vocab_size
+        if corpus.manifest.max_token_id is None and tokens_BS.max() >= vocab_size:
             raise UserError(
-                f"a batch holds token {largest}, outside the model's vocabulary of"
-                f" {self._run.model.vocab_size}; check the dtype the token files were indexed with,"
-                " or raise model.vocab_size"
+                f"a batch holds token {tokens_BS.max()}, outside the model's vocabulary of"
+                f" {vocab_size}; correct the --dtype of 'train index', or raise model.vocab_size"
             )
+        counted_BS = np.ones((len(indices_B), self._run.data.sequence_length), bool)
+        counted_BS[:, -1] = corpus.last_label_counts
+        if rule:
+            counted_BS[repetitive(tokens_BS[:, :-1], rule)] = False
+        return Batch(torch.from_numpy(tokens_BS), torch.from_numpy(counted_BS))
 
 
 def open_data(run: RunConfig, directory: RunDirectory, *, verify_hashes: bool) -> RunData:
     """Open the data of a run, checked against the model and itself before anything is built.
 
-    Args:
-        run: the configuration; its relative paths start at `directory`.
-        directory: the run directory.
-        verify_hashes: hash files that are small enough for a start; one rank is enough.
+    `verify_hashes` hashes files that are small enough for a start; one rank is enough.
 
     Raises:
         UserError: files missing, edited or too short, another tokenizer, tokens outside the
             vocabulary, or held-out sequences that are trained on.
     """
-    train = [
-        open_source(directory.resolve(part.source), verify_hashes)
-        for part in run.data.train_sources
-    ]
+    train = open_source(directory.resolve(run.data.train), verify_hashes)
     held_out = open_source(directory.resolve(run.data.held_out), verify_hashes)
-    for corpus in (*train, held_out):
+    for corpus in (train, held_out):
         check_vocabulary(corpus, run.model.vocab_size)
-        corpus.num_sequences(run.data.sequence_length)  # at least one
-    _check_held_out_length(run, held_out)
-    _check_tokenizer(run, directory, [*train, held_out])
-    for corpus in train:
-        _check_unseen(corpus, held_out)
-    return RunData(run, train, held_out)
-
-
-def _check_held_out_length(run: RunConfig, held_out: TokenSource) -> None:
-    available, wanted = (
-        held_out.num_sequences(run.data.sequence_length),
-        run.data.held_out_sequences,
-    )
+    _check_tokenizer(run, directory, (train, held_out))
+    _check_unseen(train, held_out)
+    available = held_out.num_sequences(run.data.sequence_length)
+    wanted = run.data.held_out_sequences
     if available < wanted:
         raise UserError(
             f"{held_out.prefix} holds {available} sequences, data.held_out_sequences asks for"
             f" {wanted}; prepare more held-out text or ask for fewer"
         )
+    return RunData(run, train, held_out)
 
 
-def _check_tokenizer(run: RunConfig, directory: RunDirectory, corpora: list[TokenSource]) -> None:
+def _check_tokenizer(
+    run: RunConfig, directory: RunDirectory, corpora: tuple[TokenSource, ...]
+) -> None:
     tokenizer = directory.resolve(run.data.tokenizer) / TOKENIZER_JSON
     if not tokenizer.is_file():
-        raise UserError(
-            f"{tokenizer} does not exist; let data.tokenizer name the directory that made the"
-            " tokens"
-        )
+        raise UserError(f"{tokenizer} does not exist; let data.tokenizer name the directory")
     tokenizer_sha256 = sha256_of(tokenizer)
     for corpus in corpora:
         if corpus.manifest.tokenizer_sha256 != tokenizer_sha256:
@@ -213,8 +146,13 @@ def _check_tokenizer(run: RunConfig, directory: RunDirectory, corpora: list[Toke
 
 
 def _files(corpus: TokenSource) -> set[str]:
-    """Return the path and, where recorded, the hash of every token file of a corpus."""
-    return {text for file in corpus.files() for text in file if text}
+    """Return the real path and, where recorded, the hash of every token file of a corpus."""
+    files = [
+        (path, sha256)
+        for path, _, sha256 in token_files(corpus.prefix, corpus.manifest)
+        if path.suffix != ".idx"  # documents of equal lengths have equal ones
+    ]
+    return {str(path.resolve()) for path, _ in files} | {sha256 for _, sha256 in files if sha256}
 
 
 def _check_unseen(corpus: TokenSource, held_out: TokenSource) -> None:

@@ -1,19 +1,10 @@
 """The configuration of the data of a run."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from base.frozen import Frozen
-
-
-class WeightedSource(Frozen):
-    """One part of a blend."""
-
-    source: str = Field(description="prefix of a token file, as in DataConfig.train")
-    weight: float = Field(
-        gt=0, description="share of the training sequences, relative to the other sources"
-    )
 
 
 class RepetitionFilter(Frozen):
@@ -31,7 +22,7 @@ class RepetitionFilter(Frozen):
 class DataConfig(Frozen):
     """Token files of `python -m train prepare` or `index`; relative to the run directory."""
 
-    train: str | tuple[WeightedSource, ...]
+    train: str
     held_out: str
     tokenizer: str = Field(description="directory of the tokenizer, copied into every export")
     sequence_length: int = Field(
@@ -48,22 +39,3 @@ class DataConfig(Frozen):
         ),
     )
     repetition_filter: RepetitionFilter | None = None
-
-    @model_validator(mode="after")
-    def _blend_is_one(self) -> Self:
-        if isinstance(self.train, tuple):
-            if self.order == "olmo":
-                raise ValueError("a blend takes no order 'olmo'; give one training file")
-            names = [part.source for part in self.train]
-            if not names or len(set(names)) != len(names):
-                raise ValueError("a blend needs sources, each once")
-        return self
-
-    @property
-    def train_sources(self) -> tuple[WeightedSource, ...]:
-        """Return the training files as a blend; a single one has all the weight."""
-        return (
-            self.train
-            if isinstance(self.train, tuple)
-            else (WeightedSource(source=self.train, weight=1.0),)
-        )

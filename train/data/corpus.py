@@ -6,7 +6,6 @@ L tokens of a sequence.
 
 import functools
 import mmap
-import os
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +16,11 @@ from numpy.typing import NDArray
 
 from base.errors import UserError
 from train.data.manifest import (
+    HASHED_AT_START_BYTES,
+    REMAKE,
     Manifest,
     NpyManifest,
     check_files,
-    is_hashed_at_start,
     read_manifest,
 )
 
@@ -34,10 +34,10 @@ Tokens = NDArray[np.int64]
 
 
 class TokenMap:
-    """A token file in memory: pages are read when asked for, and none around them.
+    """A token file in memory, of which only the pages that are asked for are read.
 
-    The kernel would read megabytes ahead for the few kilobytes of a random sequence: that is off.
-    All sequences of a batch are requested at once, for the disk to fetch them side by side.
+    The kernel would read megabytes ahead for a sequence of a few kilobytes. All sequences of a
+    batch are requested at once, for the disk to fetch them side by side.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
@@ -62,14 +62,12 @@ class Corpus:
     Attributes:
         tokens: all of them; every document ends with the end-of-text token.
         lengths_D: tokens of each document.
-        offsets_D: where each document begins in the file, in bytes.
     """
 
     prefix: Path
     manifest: Manifest
     tokens: TokenMap
     lengths_D: np.ndarray
-    offsets_D: np.ndarray
     last_label_counts: bool = True
 
     @property
@@ -84,12 +82,9 @@ class Corpus:
 
     def document(self, index: int) -> np.ndarray:
         """Return the tokens of one document, int64, its end-of-text token included."""
-        start, count = (
-            int(self.offsets_D[index]) // self.tokens_T.itemsize,
-            int(self.lengths_D[index]),
-        )
-        self.tokens.request(start, count)
-        tokens: np.ndarray = self.tokens_T[start : start + count]
+        start, stop = self.bounds_D[index : index + 2].tolist()
+        self.tokens.request(start, stop - start)
+        tokens: np.ndarray = self.tokens_T[start:stop]
         return tokens.astype(np.int64)
 
     def num_sequences(self, sequence_length: int) -> int:
@@ -113,10 +108,6 @@ class Corpus:
             sequences_BL[row] = self.tokens_T[start : start + width]
         return sequences_BL
 
-    def files(self) -> list[tuple[str, str | None]]:
-        """Return real path and hash of the one token file."""
-        return [(os.path.realpath(f"{self.prefix}.bin"), self.manifest.sha256)]
-
 
 @dataclass(frozen=True)
 class NpyCorpus:
@@ -137,8 +128,7 @@ class NpyCorpus:
         count = int(self._stops(sequence_length)[-1])
         if count < 1:
             raise UserError(
-                f"no file of {self.prefix} holds a sequence of {sequence_length} tokens; shorten"
-                " the sequence"
+                f"no file of {self.prefix} holds {sequence_length} tokens; shorten the sequence"
             )
         return count
 
@@ -156,13 +146,6 @@ class NpyCorpus:
         for row, (tokens, start) in enumerate(zip(maps, starts, strict=True)):
             sequences_BL[row, :-1] = tokens.tokens_T[start : start + sequence_length]
         return sequences_BL
-
-    def files(self) -> list[tuple[str, str | None]]:
-        """Return real path and, where it was taken, hash of every token file."""
-        directory = self.prefix.parent
-        return [
-            (os.path.realpath(directory / file.path), file.sha256) for file in self.manifest.files
-        ]
 
     def _stops(self, sequence_length: int) -> Tokens:
         """Return the number of sequences up to the end of each file."""
@@ -186,35 +169,22 @@ def _map_bin(prefix: Path, manifest: Manifest) -> Corpus:
     with index.open("rb") as file:
         header = file.read(INDEX_HEADER.size)
     dtypes: dict[int, np.dtype[Any]] = {value: key for key, value in DTYPE_CODES.items()}
-    if len(header) < INDEX_HEADER.size:
-        raise UserError(f"{index} is truncated; make it again with 'python -m train prepare'")
     magic, version, code, documents, _ = INDEX_HEADER.unpack(header)
     if magic != INDEX_MAGIC or version != 1 or code not in dtypes:
-        raise UserError(
-            f"{index} is no Megatron index of 16 or 32 bit tokens; make it again with 'python -m"
-            " train prepare'"
-        )
+        raise UserError(f"{index} is no Megatron index of 16 or 32 bit tokens; {REMAKE}")
     lengths_D = np.memmap(index, np.int32, "r", INDEX_HEADER.size, (documents,)).view(np.ndarray)
-    offsets_at = INDEX_HEADER.size + lengths_D.nbytes
-    offsets_D = np.memmap(index, np.int64, "r", offsets_at, (documents,)).view(np.ndarray)
-    return Corpus(
-        prefix, manifest, TokenMap(Path(f"{prefix}.bin"), dtypes[code]), lengths_D, offsets_D
-    )
+    return Corpus(prefix, manifest, TokenMap(Path(f"{prefix}.bin"), dtypes[code]), lengths_D)
 
 
 def open_source(prefix: Path | str, verify_hashes: bool = False) -> TokenSource:
-    """Open a corpus of either kind; UserError for a missing, truncated or edited file.
-
-    Nothing is read that grows with the corpus: sizes are checked, hashes only of small files.
-    """
+    """Open a corpus of either kind; UserError for a missing, truncated or edited small file."""
     prefix = Path(prefix)
     manifest = read_manifest(prefix)
-    check_files(prefix, manifest, verify_hashes and is_hashed_at_start(prefix, manifest))
-    return (
-        _map_bin(prefix, manifest)
-        if isinstance(manifest, Manifest)
-        else NpyCorpus(prefix, manifest)
-    )
+    small = isinstance(manifest, Manifest) and manifest.bin.bytes <= HASHED_AT_START_BYTES
+    check_files(prefix, manifest, verify_hashes and small)
+    if isinstance(manifest, Manifest):
+        return _map_bin(prefix, manifest)
+    return NpyCorpus(prefix, manifest)
 
 
 def open_corpus(prefix: Path | str, verify_hashes: bool = False) -> Corpus:
@@ -222,8 +192,7 @@ def open_corpus(prefix: Path | str, verify_hashes: bool = False) -> Corpus:
     corpus = open_source(prefix, verify_hashes)
     if isinstance(corpus, NpyCorpus):
         raise UserError(
-            f"{prefix} lists OLMo's token files, which are for training; give text made by 'train"
-            " prepare'"
+            f"{prefix} lists OLMo's files, which are for training; give text of 'train prepare'"
         )
     return corpus
 

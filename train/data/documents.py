@@ -79,14 +79,9 @@ Source = TextFile | DatasetPart | TokenDocuments
 
 
 def parse_source(text: str, key: str = "text") -> list[Source]:
-    """Return the sources that a word of the command line names.
+    """Return the sources that a word of the command line names; UserError for no such dataset.
 
-    Args:
-        text: a file, PREFIX of a token file, or dataset:NAME[:CONFIG[:SPLIT[:FILES]]].
-        key: of a JSON line, or column of a table, that holds the text.
-
-    Raises:
-        UserError: the dataset cannot be opened, or has no such files.
+    A word is a file, PREFIX of a token file, or dataset:NAME[:CONFIG[:SPLIT[:FILES]]].
     """
     if text.startswith(DATASET):
         return [*_dataset_parts(text, key)]
@@ -115,17 +110,15 @@ def _dataset_parts(text: str, key: str) -> Iterator[DatasetPart]:
     if not dataset or len(fields) > 3:
         raise UserError(f"{text} is no dataset; write {DATASET}NAME[:CONFIG[:SPLIT[:FILES]]]")
     config, split, files = (*fields, *[""] * (3 - len(fields)))
-    split = split or "train"
-    parts = int(_stream(dataset, config or None, split).num_shards)
+    whole: dict[str, Any] = {
+        "dataset": dataset,
+        "config": config or None,
+        "split": split or "train",
+        "key": key,
+    }
+    parts = int(_stream(dataset, config or None, split or "train").num_shards)
     for number in _file_numbers(text, files, parts):
-        yield DatasetPart(
-            dataset=dataset,
-            config=config or None,
-            split=split,
-            index=number - 1,
-            parts=parts,
-            key=key,
-        )
+        yield DatasetPart(**whole, index=number - 1, parts=parts)
 
 
 def _file_numbers(text: str, files: str, parts: int) -> range:
@@ -150,14 +143,8 @@ def read_documents(path: Path, key: str = "text") -> Iterator[str]:
     compressed = path.suffix in COMPRESSIONS
     kind = path.with_suffix("").suffix if compressed else path.suffix
     read = {".jsonl": _json_lines, ".parquet": _parquet}.get(kind, _whole)
-    if path.is_dir():
-        raise UserError(
-            f"{path} is a directory; give its files, or read it as a dataset: {DATASET}{path}"
-        )
-    if path.exists() and not path.is_file():
-        raise UserError(
-            f"{path} is no regular file and cannot be read twice; write the text to a file first"
-        )
+    if path.exists() and not path.is_file():  # a pipe cannot be hashed and read
+        raise UserError(f"{path} is no file; give files, or a directory as {DATASET}{path}")
     try:
         with _decompressed(path) as stream:
             yield from read(path, stream, key)

@@ -3,9 +3,9 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from base.errors import UserError, explain_validation
 from base.files import FileRecord, sha256_of
@@ -31,7 +31,7 @@ class Manifest(Frozen):
     bin: FileRecord
     idx: FileRecord
     sources: dict[str, FileRecord] = Field(
-        description="files by path; a part of a dataset by name, with its texts' hash"
+        description="files by path; a part of a dataset by name, with the hash of its tokens"
     )
     share: Share | None = Field(default=None, description="of the sources' documents; None: all")
 
@@ -46,45 +46,45 @@ class TokenFile(Frozen):
 
     path: str = Field(description="starts at the manifest's directory unless absolute")
     bytes: int
-    sha256: str | None = Field(description="None: it was indexed without --hash")
 
 
 class NpyManifest(Frozen):
-    """The record of OLMo's token files: raw little-endian arrays, headerless though called .npy."""
+    """The record of OLMo's token files: raw little-endian arrays, headerless though called .npy.
+
+    They are terabytes and nobody has read them: they have no hashes, and every batch is checked for
+    tokens outside the vocabulary.
+    """
 
     kind: Literal["npy"] = "npy"
     dtype: Literal["uint16", "uint32"]
     vocab_size: int
     eos_token_id: int
-    max_token_id: int | None = Field(
-        description="None: indexed without --hash; every batch is checked instead"
-    )
+    max_token_id: None = None
     tokens: int
     tokenizer_sha256: str
     files: tuple[TokenFile, ...]
 
     @property
     def sha256(self) -> str:
-        """Return a hash of dtype, file names, sizes and hashes, in order: the tokens' identity."""
-        files = [(Path(file.path).name, file.bytes, file.sha256) for file in self.files]
+        """Return a hash of dtype, file names and sizes, in order: the tokens' identity."""
+        files = [(Path(file.path).name, file.bytes, None) for file in self.files]
         return hashlib.sha256(json.dumps([self.dtype, files]).encode()).hexdigest()
+
+
+_ANY_MANIFEST: TypeAdapter[Manifest | NpyManifest] = TypeAdapter(
+    Annotated[Manifest | NpyManifest, Field(discriminator="kind")]
+)
 
 
 def read_manifest(prefix: Path) -> Manifest | NpyManifest:
     """Read PREFIX.json; UserError if it is missing, damaged or no manifest."""
     path = Path(f"{prefix}.json")
     try:
-        content = json.loads(path.read_text())
+        return _ANY_MANIFEST.validate_json(path.read_bytes())
     except FileNotFoundError:
         raise UserError(
-            f"{path} does not exist; make it with 'python -m train prepare' or 'python -m train"
-            " index'"
+            f"{path} does not exist; make it with 'python -m train prepare' or 'index'"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); make the token file again") from None
-    kind = NpyManifest if isinstance(content, dict) and content.get("kind") == "npy" else Manifest
-    try:
-        return kind.model_validate(content)
     except ValidationError as error:
         raise explain_validation(str(path), error) from None
 
@@ -93,38 +93,27 @@ def token_files(
     prefix: Path, manifest: Manifest | NpyManifest
 ) -> list[tuple[Path, int, str | None]]:
     """Return path, size in bytes and, where recorded, SHA-256 of every file of a manifest."""
-    if isinstance(manifest, Manifest):
-        records = (("bin", manifest.bin), ("idx", manifest.idx))
-        return [
-            (Path(f"{prefix}.{suffix}"), record.bytes, record.sha256) for suffix, record in records
-        ]
-    return [(prefix.parent / file.path, file.bytes, file.sha256) for file in manifest.files]
+    if isinstance(manifest, NpyManifest):
+        return [(prefix.parent / file.path, file.bytes, None) for file in manifest.files]
+    records = (("bin", manifest.bin), ("idx", manifest.idx))
+    return [(Path(f"{prefix}.{suffix}"), record.bytes, record.sha256) for suffix, record in records]
 
 
-def check_files(prefix: Path, manifest: Manifest | NpyManifest, verify_hashes: bool) -> None:
-    """Raise UserError for the first file that is missing, or has another size or hash."""
-    remake = (
-        REMAKE
-        if isinstance(manifest, Manifest)
-        else "restore it, or index the files as they are now"
-    )
-    for path, size, sha256 in token_files(prefix, manifest):
+def check_files(prefix: Path, manifest: Manifest | NpyManifest, verify_hashes: bool) -> int:
+    """Return the bytes of all files; UserError for one missing, or of another size or hash."""
+    remake = REMAKE if isinstance(manifest, Manifest) else "restore it, or index the files again"
+    files = token_files(prefix, manifest)
+    for path, size, sha256 in files:
         if not path.is_file() or path.stat().st_size != size:
             raise UserError(f"{path} is missing or truncated; {remake}")
         if verify_hashes and sha256 and sha256_of(path) != sha256:
             raise UserError(f"{path} was changed after it was prepared; {remake}")
-
-
-def is_hashed_at_start(prefix: Path, manifest: Manifest | NpyManifest) -> bool:
-    """Return whether the files are small enough to be hashed whenever a run starts."""
-    return sum(size for _, size, _ in token_files(prefix, manifest)) <= HASHED_AT_START_BYTES
+    return sum(size for _, size, _ in files)
 
 
 def verify(prefix: Path) -> int:
     """Hash every file of a corpus; return their bytes. UserError for the first damage."""
     manifest = read_manifest(prefix)
-    files = token_files(prefix, manifest)
-    if any(sha256 is None for _, _, sha256 in files):
-        raise UserError(f"{prefix}.json records no hashes; index the files again with --hash")
-    check_files(prefix, manifest, verify_hashes=True)
-    return sum(size for _, size, _ in files)
+    if isinstance(manifest, NpyManifest):
+        raise UserError(f"{prefix} lists OLMo's files, which have no hashes; give prepared text")
+    return check_files(prefix, manifest, verify_hashes=True)

@@ -11,9 +11,6 @@ from numpy.typing import NDArray
 
 from base.errors import UserError
 
-# Sequences of a blend in which every source has exactly its share.
-BLOCK = 1 << 16
-
 Indices = NDArray[np.int64]
 
 
@@ -69,15 +66,9 @@ class Order:
         self.kind, self.size, self.seed = kind, size, seed
         self.epoch_size = size // batch_size * batch_size if kind == "olmo" else size
         if self.epoch_size == 0:
-            raise UserError(
-                f"order 'olmo' drops all of {size} sequences: they fill no batch of {batch_size};"
-                " add data"
-            )
+            raise UserError(f"all {size} sequences fill no batch of {batch_size}; add data")
         if kind == "olmo" and size >= np.iinfo(np.uint32).max:
-            raise UserError(
-                f"order 'olmo' numbers sequences with 32 bits, {size} are too many; use"
-                " 'permutation'"
-            )
+            raise UserError(f"order 'olmo' takes no {size} sequences; use 'permutation'")
         self._shuffled: tuple[int, NDArray[np.uint32]] | None = None
 
     def __call__(self, positions_B: Indices) -> Indices:
@@ -98,48 +89,3 @@ class Order:
             np.random.Generator(np.random.PCG64(self.seed + epoch)).shuffle(shuffled)
             self._shuffled = (epoch, shuffled)
         return self._shuffled[1][positions].astype(np.int64)
-
-
-class Blend:
-    """Sources mixed by weight, interleaved at random: exact shares of every 65,536 sequences.
-
-    The shares are weight / sum of weights, rounded to counts by largest remainders. The i-th
-    sequence taken from a source is the one at position i of its own order, so taking the other
-    sources away leaves its order as it is.
-    """
-
-    def __init__(self, names: list[str], weights: list[float], seed: int) -> None:
-        exact = np.array(weights) / sum(weights) * BLOCK
-        self.counts = np.floor(exact).astype(np.int64)
-        order = np.argsort(self.counts - exact, kind="stable")
-        self.counts[order[: BLOCK - int(self.counts.sum())]] += 1
-        if not self.counts.all():
-            name = names[int(np.argmin(self.counts))]
-            raise UserError(
-                f"{name} has less than 1 in {BLOCK} sequences of the blend; raise its weight or"
-                " leave it out"
-            )
-        self.seed = seed
-        self._block: tuple[int, Indices, Indices] | None = None
-
-    def __call__(self, positions_B: Indices) -> tuple[Indices, Indices]:
-        """Return each position's source and its position in the source's own order; int64 [B]."""
-        sources, ranks = np.empty_like(positions_B), np.empty_like(positions_B)
-        blocks, slots = positions_B // BLOCK, positions_B % BLOCK
-        for block in np.unique(blocks).tolist():
-            inside = blocks == block
-            source_of, rank_of = self._interleaving(block)
-            sources[inside] = source_of[slots[inside]]
-            ranks[inside] = block * self.counts[sources[inside]] + rank_of[slots[inside]]
-        return sources, ranks
-
-    def _interleaving(self, block: int) -> tuple[Indices, Indices]:
-        """Return each slot's source, and the number of the source's earlier slots in the block."""
-        if self._block is None or self._block[0] != block:
-            shuffled = permute(np.arange(BLOCK), BLOCK, self.seed, block)
-            source_of = np.searchsorted(np.cumsum(self.counts), shuffled, side="right")
-            rank_of = np.empty(BLOCK, np.int64)
-            for source, count in enumerate(self.counts.tolist()):
-                rank_of[source_of == source] = np.arange(count)
-            self._block = (block, source_of, rank_of)
-        return self._block[1:]

@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 from base.errors import UserError
 from base.files import scratch_directory
 from base.progress import Progress
-from train.data.corpus_writer import Piece, commit_corpus, join_pieces
+from train.data.corpus_writer import commit_corpus, join_pieces
 from train.data.documents import Source, parse_source
 from train.data.manifest import Manifest
 from train.data.part import ALL, PART_JSON, Chosen, Part, make_part, vocabulary_of
@@ -42,17 +42,8 @@ def prepare(
     in .PREFIX.parts until the whole is written, and a prepare that was killed makes only the
     others.
 
-    Args:
-        sources: files, PREFIXes of token files, and parts of datasets.
-        tokenizer_dir: HF directory of the tokenizer.
-        prefix: path of the files without their suffix.
-        workers: processes; a source is read by one of them.
-        chosen: the documents that are kept, and how much of each.
-        at_least: tokens that have to come out.
-
     Raises:
-        UserError: a source that is missing, damaged or holds no text, too few of them, or too few
-            tokens.
+        UserError: a source is missing, damaged or given twice, or `at_least` tokens are not there.
     """
     named = [
         each
@@ -83,7 +74,12 @@ def prepare(
                     f"{prefix} would hold {tokens:,} tokens, {at_least:,} are needed; give more"
                     " text"
                 )
-            files = join_pieces(_pieces(directories, parts), unfinished, vocabulary.dtype)
+            pieces = [
+                (place / "bin", np.memmap(place / "lengths", np.int32, mode="r").view(np.ndarray))
+                for place, part in zip(directories, parts, strict=True)
+                if part.documents
+            ]
+            files = join_pieces(pieces, unfinished, vocabulary.dtype)
         finally:
             if kept.exists() and not any(kept.iterdir()):
                 kept.rmdir()
@@ -97,7 +93,7 @@ def prepare(
             share=None if chosen.share == EVERYTHING else chosen.share,
             bin=files["bin"],
             idx=files["idx"],
-            sources={part.source.name: part.record for part in parts},
+            sources={part.made.source.name: part.made.record or part.bin for part in parts},
         )
         commit_corpus(prefix, unfinished, manifest)
         shutil.rmtree(kept)
@@ -146,10 +142,3 @@ def _start_worker() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def _pieces(directories: list[Path], parts: list[Part]) -> Iterator[Piece]:
-    for directory, part in zip(directories, parts, strict=True):
-        if part.documents:
-            lengths_D = np.memmap(directory / "lengths", np.int32, mode="r")
-            yield Piece(directory / "bin", part.bin_sha256, lengths_D)

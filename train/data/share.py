@@ -5,10 +5,9 @@ shares without a common place have no document in common, however often the text
 """
 
 import hashlib
-import re
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from base.errors import UserError
 from base.frozen import Frozen
@@ -30,7 +29,7 @@ class Share(Frozen):
     @model_validator(mode="after")
     def _holds_something(self) -> Self:
         if self.first >= self.stop:
-            raise ValueError(f"share {self} is empty; give the first place and one after it")
+            raise ValueError(f"share {self} is empty")
         return self
 
     def __str__(self) -> str:
@@ -51,9 +50,10 @@ EVERYTHING = Share(first=0, stop=PLACES)
 
 def parse_share(text: str) -> Share:
     """Return '0-20000' as a share; UserError for anything that is none."""
-    match = re.fullmatch(r"([0-9]{1,7})-([0-9]{1,7})", text, re.ASCII)
-    if not match or not int(match[1]) < int(match[2]) <= PLACES:
+    first, _, stop = text.partition("-")
+    try:
+        return Share.model_validate({"first": first, "stop": stop})
+    except ValidationError:
         raise UserError(
             f"--share {text} is no share FIRST-STOP of {PLACES} places; write 0-20000 for 2%"
-        )
-    return Share(first=int(match[1]), stop=int(match[2]))
+        ) from None

@@ -15,7 +15,7 @@ def load_tokenizer(directory: Path) -> tuple[Tokenizer, int]:
     path, config_path = directory / TOKENIZER_JSON, directory / "tokenizer_config.json"
     if not path.is_file() or not config_path.is_file():
         raise UserError(
-            f"{directory} holds no tokenizer.json and tokenizer_config.json; give a tokenizer"
+            f"{directory} holds no {TOKENIZER_JSON} or {config_path.name}; give a tokenizer's"
             " directory"
         )
     try:

@@ -21,27 +21,24 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from base.errors import UserError
-from base.files import fsync_path
-from train.deepspeed.sharding import Partition, Piece
+from train.deepspeed.sharding import Partition, Piece, by_piece
 from train.run.directory import MODEL_WEIGHTS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 RESTORE = "restore it, or delete it to resume from the checkpoint before it"
 
 
-def optimizer_file(rank: int, world_size: int) -> str:
-    """Return the name of the file that a rank writes."""
-    return f"optimizer-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
 class StateFiles:
     """A copy of this rank's state, independent of the engine: `train.engine.Snapshot`."""
 
-    def __init__(self, directory: Path, model: dict[str, Tensor] | None) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._files: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {}
-        if model is not None:
-            self._files[MODEL_WEIGHTS] = (model, {"format": "pt"})
+
+    def add_model(self, parameters: dict[str, Tensor]) -> None:
+        """Copy the weights that the model computes with."""
+        model = {name: each.detach().to("cpu", copy=True) for name, each in parameters.items()}
+        self._files[MODEL_WEIGHTS] = (model, {"format": "pt"})
 
     def add_state(
         self, partitions: list[Partition], kinds: dict[str, list[Tensor]], step: int
@@ -55,79 +52,24 @@ class StateFiles:
         """
         tensors, starts = {}, {}
         for kind, values in kinds.items():
-            for partition, value in zip(partitions, values, strict=True):
-                copy = value.detach().to("cpu", copy=True)
-                parts = copy.split([piece.length for piece in partition.pieces])
-                for piece, part in zip(partition.pieces, parts, strict=True):
-                    tensors[f"{kind}/{piece.name}"] = part
-                    starts[piece.name] = piece.start
+            for piece, value in by_piece(partitions, values):
+                tensors[f"{kind}/{piece.name}"] = value.detach().to("cpu", copy=True)
+                starts[piece.name] = piece.start
         world_size = dist.get_world_size()
         metadata = {"world_size": world_size, "step": step, "starts": starts}
-        self._files[optimizer_file(dist.get_rank(), world_size)] = (
-            tensors,
-            {"state": json.dumps(metadata)},
-        )
+        name = f"optimizer-{dist.get_rank():05d}-of-{world_size:05d}.safetensors"
+        self._files[name] = (tensors, {"state": json.dumps(metadata)})
 
     def write(self) -> list[str]:
-        """Write and sync this rank's files, without a collective; return their names."""
+        """Write this rank's files, without a collective; return their names."""
         for name, (tensors, metadata) in self._files.items():
             save_file(tensors, self._directory / name, metadata)
             (self._directory / name).chmod(0o644)
-            fsync_path(self._directory / name)
         return sorted(self._files)
 
     def seal(self) -> list[str]:
         """Return nothing: no file is common to the ranks."""
         return []
-
-
-class StateReader:
-    """The optimizer state that all ranks of another attempt wrote."""
-
-    def __init__(self, directory: Path, files: ExitStack) -> None:
-        self._directory = directory
-        paths = sorted(directory.glob("optimizer-*.safetensors"))
-        if not paths:
-            raise UserError(
-                f"{directory} holds no optimizer state of the deepspeed engine; {RESTORE}"
-            )
-        self._handles = [files.enter_context(safe_open(path, "pt")) for path in paths]
-        headers = [json.loads(handle.metadata()["state"]) for handle in self._handles]
-        self.step = int(headers[0]["step"])
-        world_size = headers[0]["world_size"]
-        if len(paths) != world_size or any(
-            {**header, "starts": 0} != {**headers[0], "starts": 0} for header in headers
-        ):
-            raise UserError(
-                f"{directory} holds {len(paths)} files of optimizer state, not {world_size};"
-                f" {RESTORE}"
-            )
-        self._starts: list[dict[str, int]] = [header["starts"] for header in headers]
-        self._keys = [set(handle.keys()) for handle in self._handles]
-
-    def holds(self, kind: str) -> bool:
-        """Return whether any rank wrote this kind."""
-        return any(key.startswith(f"{kind}/") for keys in self._keys for key in keys)
-
-    def read(self, kind: str, piece: Piece, out: Tensor) -> None:
-        """Fill `out` [piece.length] with one kind of state of a range of a parameter."""
-        key, filled = f"{kind}/{piece.name}", 0
-        for handle, keys, starts in zip(self._handles, self._keys, self._starts, strict=True):
-            if key not in keys:
-                continue
-            part: Any = handle.get_slice(key)
-            start = starts[piece.name]
-            left = max(piece.start, start)
-            right = min(piece.start + piece.length, start + part.get_shape()[0])
-            if left < right:
-                out[left - piece.start : right - piece.start] = part[
-                    left - start : right - start
-                ].to(out.device)
-                filled += right - left
-        if filled != piece.length:
-            raise UserError(
-                f"{self._directory} does not fit the model of run.json ({key}); {RESTORE}"
-            )
 
 
 @torch.no_grad()
@@ -139,15 +81,43 @@ def read_state(directory: Path, partitions: list[Partition], kinds: dict[str, li
 
     Raises:
         UserError: files are missing or do not fit the model.
-        SafetensorError, OSError: a file is damaged or cannot be read.
     """
-    with ExitStack() as files:
-        reader = StateReader(directory, files)
+    with ExitStack() as stack:
+        paths = sorted(directory.glob("optimizer-*.safetensors"))
+        files = [stack.enter_context(safe_open(path, "pt")) for path in paths]
+        headers = [json.loads(file.metadata()["state"]) for file in files]
+        if not headers or len(headers) != headers[0]["world_size"]:
+            raise UserError(
+                f"{directory} holds {len(paths)} files of optimizer state, not one of every rank;"
+                f" {RESTORE}"
+            )
+        # By key: the file of every rank with a range of it, and where the range starts.
+        ranges: dict[str, list[tuple[Any, int]]] = {}
+        for file, header in zip(files, headers, strict=True):
+            for key in file.keys():  # noqa: SIM118  it is no dictionary
+                start = header["starts"][key.partition("/")[2]]
+                ranges.setdefault(key, []).append((file.get_slice(key), start))
+        present = {key.partition("/")[0] for key in ranges}
         for kind, values in kinds.items():
-            if kind.startswith("slot.") and not reader.holds(kind):
+            if kind.startswith("slot.") and kind not in present:
                 continue
-            for partition, value in zip(partitions, values, strict=True):
-                parts = value.split([piece.length for piece in partition.pieces])
-                for piece, part in zip(partition.pieces, parts, strict=True):
-                    reader.read(kind, piece, part)
-        return reader.step
+            for piece, out in by_piece(partitions, values):
+                key = f"{kind}/{piece.name}"
+                if not _fill(out, piece, ranges.get(key, [])):
+                    raise UserError(
+                        f"{directory} does not fit the model of run.json ({key}); {RESTORE}"
+                    )
+        return int(headers[0]["step"])
+
+
+def _fill(out: Tensor, piece: Piece, ranges: list[tuple[Any, int]]) -> bool:
+    """Fill `out` [piece.length] from ranges of its parameter; return whether they suffice."""
+    filled = 0
+    for part, start in ranges:
+        left = max(piece.start, start)
+        right = min(piece.start + piece.length, start + part.get_shape()[0])
+        if left < right:
+            values = part[left - start : right - start]
+            out[left - piece.start : right - piece.start] = values.to(out.device)
+            filled += right - left
+    return filled == piece.length

@@ -11,19 +11,15 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 
-from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch
 from train.deepspeed.checkpoint import MOMENTS, StateFiles, read_state
-from train.deepspeed.model import build_model, hf_parameters
-from train.deepspeed.probing import recorded
+from train.deepspeed.model import build_model, hf_parameters, recorded
 from train.deepspeed.process import join
 from train.deepspeed.settings import deepspeed_config
-from train.deepspeed.sharding import sharding_of
-from train.distributed import gathered
+from train.deepspeed.sharding import by_piece, sharding_of
 from train.engine import Snapshot, StepResult
 from train.run.config import RunConfig
 
@@ -185,18 +181,11 @@ class DeepSpeedEngine:
             ]
         return kinds | {f"slot.{name}": shards for name, shards in self._slots.items()}
 
-    def _model_weights(self) -> dict[str, Tensor] | None:
-        """Return a copy of the model's weights on rank 0, None elsewhere."""
-        if dist.get_rank() != 0:
-            return None
-        return {
-            name: parameter.detach().to("cpu", copy=True)
-            for name, parameter in self._parameters.items()
-        }
-
     def snapshot(self, directory: Path, *, weights_only: bool) -> Snapshot:
         """Copy the weights and, unless `weights_only`, optimizer state and slots."""
-        files = StateFiles(directory, self._model_weights())
+        files = StateFiles(directory)
+        if dist.get_rank() == 0:
+            files.add_model(self._parameters)
         if not weights_only:
             steps = {
                 int(self._adamw.state[partition.owner]["step"]) for partition in self._partitions
@@ -210,16 +199,8 @@ class DeepSpeedEngine:
 
         Raises:
             UserError: files are missing or do not fit the model.
-            SafetensorError, OSError: a file is damaged or cannot be read, by whatever rank.
         """
-        step, failure = 0, None
-        try:
-            step = read_state(directory, self._partitions, self._state())
-        except (UserError, SafetensorError, OSError) as error:
-            failure = error
-        failure = next((each for each in gathered(failure) if each), None)
-        if failure:  # on every rank: what follows is collective
-            raise failure
+        step = read_state(directory, self._partitions, self._state())
         for partition in self._partitions:
             self._adamw.state[partition.owner]["step"].fill_(step)
         self.publish_weights()
@@ -227,10 +208,8 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def start_from(self, read: Callable[[str], Tensor]) -> None:
         """Set the weights to those that `read` gives by HF name, whole, in fp32."""
-        for partition, weights in zip(self._partitions, self.weights(), strict=True):
-            parts = weights.split([piece.length for piece in partition.pieces])
-            for piece, part in zip(partition.pieces, parts, strict=True):
-                part.copy_(read(piece.name).flatten()[piece.start : piece.start + piece.length])
+        for piece, part in by_piece(self._partitions, self.weights()):
+            part.copy_(read(piece.name).flatten()[piece.start : piece.start + piece.length])
         self.publish_weights()
 
     def close(self) -> None:

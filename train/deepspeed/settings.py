@@ -2,11 +2,6 @@
 
 from typing import Any
 
-import deepspeed
-from deepspeed.runtime import constants, precision_config
-from deepspeed.runtime.zero import config as zero_config
-
-from base.errors import UserError
 from train.run.config import RunConfig
 
 NEVER = 2**40  # steps
@@ -18,11 +13,8 @@ def deepspeed_config(run: RunConfig, data_parallel: int) -> dict[str, Any]:
 
     Gradients are accumulated and reduced in fp32 at every precision. Stage 1 in bf16 reduces after
     the backward pass, without the buckets.
-
-    Raises:
-        UserError: the installed DeepSpeed does not know a key, which it would ignore.
     """
-    config: dict[str, Any] = {
+    return {
         "train_batch_size": run.batch_size,
         "train_micro_batch_size_per_gpu": run.micro_batch_size,
         "gradient_accumulation_steps": run.batch_size // (run.micro_batch_size * data_parallel),
@@ -42,21 +34,3 @@ def deepspeed_config(run: RunConfig, data_parallel: int) -> dict[str, Any]:
             "round_robin_gradients": False,
         },
     }
-    _check_keys(config)
-    return config
-
-
-def _check_keys(config: dict[str, Any]) -> None:
-    """Raise UserError for keys at the top and in `data_types` that DeepSpeed would ignore."""
-    known = {
-        value
-        for module in (constants, precision_config, zero_config)
-        for name, value in vars(module).items()
-        if name.isupper() and isinstance(value, str)
-    }
-    unknown = (config.keys() | config["data_types"].keys()) - known
-    if unknown:
-        raise UserError(
-            f"deepspeed {deepspeed.__version__} does not know the settings"
-            f" {', '.join(sorted(unknown))}; install the version that pyproject.toml names"
-        )

@@ -4,6 +4,7 @@ The rest of the engine knows only ranges of parameters. This file reaches into D
 members: look here first when its version changes.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -32,6 +33,13 @@ class Partition(NamedTuple):
         return flat.detach().view(-1)[: sum(piece.length for piece in self.pieces)]
 
 
+def by_piece(partitions: list[Partition], values: list[Tensor]) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield every piece with its part, live, of the values in the shapes of the partitions."""
+    for partition, value in zip(partitions, values, strict=True):
+        parts = value.split([piece.length for piece in partition.pieces])
+        yield from zip(partition.pieces, parts, strict=True)
+
+
 def _flat_pieces(
     group: list[tuple[str, int]], rank_start: int, rank_stop: int
 ) -> tuple[Piece, ...]:
@@ -52,16 +60,12 @@ class Flat:
         self._optimizer = optimizer
         self._names = {parameter: name for name, parameter in parameters.items()}
 
-    def _groups(self) -> list[tuple[list[Tensor], Tensor]]:
+    def _groups(self) -> Iterator[tuple[list[Tensor], Tensor]]:
         """Return parameters and this rank's fp32 weights of every group."""
-        assert not any(any(padding) for padding in self._optimizer.round_robin_bit16_padding)
-        return list(
-            zip(
-                self._optimizer.round_robin_bit16_groups,
-                self._optimizer.single_partition_of_fp32_groups,
-                strict=True,
-            )
-        )
+        optimizer = self._optimizer
+        assert not any(any(padding) for padding in optimizer.round_robin_bit16_padding)
+        groups = optimizer.round_robin_bit16_groups
+        return zip(groups, optimizer.single_partition_of_fp32_groups, strict=True)
 
     def partitions(self) -> list[Partition]:
         """Return what this rank holds: one range of every group."""
@@ -91,12 +95,9 @@ class Flat:
 class FlatBF16(Flat):
     """Stage 1 in bf16, for which DeepSpeed has an optimizer with fp32 accumulators."""
 
-    def _groups(self) -> list[tuple[list[Tensor], Tensor]]:
-        return list(
-            zip(
-                self._optimizer.bf16_groups, self._optimizer.fp32_groups_flat_partition, strict=True
-            )
-        )
+    def _groups(self) -> Iterator[tuple[list[Tensor], Tensor]]:
+        optimizer = self._optimizer
+        return zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)
 
     def gradient_norm(self) -> float:
         """Return the L2 norm of the reduced gradients, which every rank holds whole."""

@@ -8,7 +8,6 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,12 +19,7 @@ class _NullStream:
     def __enter__(self) -> "_NullStream":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
     def wait_stream(self, stream: object) -> None:

@@ -20,8 +20,8 @@ from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch
 from train.engine import Snapshot, StepResult
+from train.megatron import transformer_engine
 from train.megatron.model import (
-    check_kernels,
     global_parameters,
     initialize_groups,
     transformer_config,
@@ -39,7 +39,8 @@ class MegatronEngine:
     """One rank of a run, as `train.engine.Engine` says."""
 
     def __init__(self, run: RunConfig, device: torch.device) -> None:
-        check_kernels(run)
+        if run.kernels == "transformer_engine":
+            transformer_engine.check_installed()
         self.run = run
         self.data_parallel = run.data_parallel_size(dist.get_world_size())
         initialize_groups(run)
@@ -124,8 +125,7 @@ class MegatronEngine:
         except CheckpointingException as error:
             raise UserError(
                 f"{directory} does not fit the model of run.json"
-                f" ({str(error).splitlines()[0][:300]}); restore the run.json that it was saved"
-                " with"
+                f" ({str(error).splitlines()[0][:300]}); restore the run.json it was saved with"
             ) from error
         self._pipeline.model.module.load_state_dict(loaded["model"])
         self._state.load(loaded["optimizer"])

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -37,19 +36,23 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class PostNormRowParallelLinear(RowParallelLinear):
-    """Row-parallel linear, then a norm of its reduced output, as OLMo2 has it after a sublayer."""
+def post_normed(linear: Any, norm: Any) -> Any:
+    """Return a row-parallel linear with a norm of its reduced output, as OLMo2 has it."""
 
-    def __init__(
-        self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
-    ) -> None:
-        super().__init__(input_size, output_size, config=config, **kwargs)
-        self.post_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
+    class PostNormed(linear):  # type: ignore[misc]
+        """Linear, reduction, norm."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Apply linear, reduction, norm."""
-        y, bias = super().forward(x)
-        return self.post_norm(y), bias
+        def __init__(
+            self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
+        ) -> None:
+            super().__init__(input_size, output_size, config=config, **kwargs)
+            self.post_norm = norm(config, output_size, config.layernorm_epsilon)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            y, bias = super().forward(x)
+            return self.post_norm(y), bias
+
+    return PostNormed
 
 
 class FullWidthNorm(nn.Module):
@@ -62,11 +65,11 @@ class FullWidthNorm(nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, num_heads: int, head_dim: int, eps: float
+        self, *, hidden_size: int, config: TransformerConfig, eps: float, num_heads: int
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.full_width = num_heads * head_dim
+        self.full_width = num_heads * hidden_size  # which mcore calls the size of a head
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         self.weight = nn.Parameter(torch.ones(self.full_width // ranks, dtype=config.params_dtype))
 
@@ -94,20 +97,6 @@ class FullWidthNorm(nn.Module):
             dp_cp_group=(metadata or {})["dp_cp_group"],
         )
         return sharded
-
-
-class QueryNorm(FullWidthNorm):
-    """The norm over all query heads; mcore passes the head size as `hidden_size`."""
-
-    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:
-        super().__init__(config, config.num_attention_heads, hidden_size, eps)
-
-
-class KeyNorm(FullWidthNorm):
-    """The norm over all key heads; mcore passes the head size as `hidden_size`."""
-
-    def __init__(self, hidden_size: int, config: TransformerConfig, eps: float) -> None:
-        super().__init__(config, config.num_query_groups, hidden_size, eps)
 
 
 class CausalAttention(nn.Module):

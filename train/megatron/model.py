@@ -13,6 +13,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
+    RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -32,12 +33,11 @@ from torch import Tensor
 from train.megatron import transformer_engine
 from train.megatron.layers import (
     CausalAttention,
-    KeyNorm,
-    PostNormRowParallelLinear,
-    QueryNorm,
+    FullWidthNorm,
     RecomputedLayer,
     RMSNorm,
     SwiGluMLP,
+    post_normed,
 )
 from train.model import megatron_names
 from train.model.config import ModelConfig
@@ -45,12 +45,6 @@ from train.model.initialization import initial_parameter
 from train.run.config import RunConfig
 
 PARAMETER_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-
-
-def check_kernels(run: RunConfig) -> None:
-    """Raise UserError where the run asks for kernels that are not here."""
-    if run.kernels == "transformer_engine":
-        transformer_engine.check_installed()
 
 
 def transformer_config(run: RunConfig) -> TransformerConfig:
@@ -100,11 +94,15 @@ def initialize_groups(run: RunConfig) -> None:
     )
 
 
+def _full_width(num_heads: int) -> ModuleSpec:
+    return ModuleSpec(FullWidthNorm, params={"num_heads": num_heads})
+
+
 def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
     """Return the modules of one pipeline stage of `num_layers` layers."""
     kernels: dict[str, Any] = {
         "column": ColumnParallelLinear,
-        "row": PostNormRowParallelLinear,
+        "row": post_normed(RowParallelLinear, RMSNorm),
         "attention": CausalAttention,
         "norm": RMSNorm,
     }
@@ -115,8 +113,8 @@ def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
         linear_qkv=kernels["column"],
         core_attention=kernels["attention"],
         linear_proj=kernels["row"],
-        q_layernorm=QueryNorm,
-        k_layernorm=KeyNorm,
+        q_layernorm=_full_width(run.model.num_attention_heads),
+        k_layernorm=_full_width(run.model.num_key_value_heads),
     )
     layer = TransformerLayerSubmodules(
         input_layernorm=IdentityOp,

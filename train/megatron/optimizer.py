@@ -72,8 +72,7 @@ def _undecayed(run: RunConfig, model: DistributedDataParallel) -> set[torch.nn.P
         if len(decayed) > 1:
             raise UserError(
                 f"optimizer.undecayed {list(run.optimizer.undecayed)} spares some of"
-                f" {', '.join(hf_names)}, which megatron-core keeps as one matrix; spare all of"
-                " them or none, or set engine to deepspeed"
+                f" {', '.join(hf_names)}, one matrix here; spare all of them or none"
             )
         if decayed == {False}:
             spared.add(name)

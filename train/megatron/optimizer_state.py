@@ -19,11 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedBase,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
@@ -151,13 +147,21 @@ class OptimizerState:
     def _split_as(
         self, entries: dict[int, Any], piece: _Piece, wholes: dict[str, Tensor | None]
     ) -> dict[str, Any]:
-        """Return the entries of a parameter's state, split over ranks as the parameter is."""
+        """Return a parameter's state split over ranks as the parameter is, written by its owner."""
         entry = entries[id(piece.parameter)]
-        return {
-            key: _for_owner(entry, f"{STATE}{key}.", data, self._rank - piece.owner)
-            for key, data in wholes.items()
-            if data is not None
-        }
+        replica = (*entry.replica_id[:-1], self._rank - piece.owner)
+        state = {}
+        for key, data in wholes.items():
+            if data is not None:
+                changes: dict[str, Any] = {
+                    "key": f"{STATE}{key}.{entry.key}",
+                    "data": data,
+                    "replica_id": replica,
+                }
+                if isinstance(entry, ShardedTensor):
+                    changes["dtype"] = data.dtype
+                state[key] = replace(entry, **changes)
+        return state
 
     def _whole(self, piece: _Piece, flat: Tensor) -> Tensor | None:
         """Return a whole parameter's state on its owner, live if all of it is there; else None."""
@@ -201,20 +205,5 @@ def slots_in(keys: Iterable[str]) -> list[str]:
 
 def _entries(model: Any) -> dict[int, Any]:
     """Return the entries of a sharded state dict by the identity of their parameter."""
-    return {id(entry.data): entry for entry in nested_values(model) if _holds_tensor(entry)}
-
-
-def _holds_tensor(entry: Any) -> bool:
-    return isinstance(entry, ShardedTensor | ShardedTensorFactory)
-
-
-def _for_owner(entry: ShardedBase, prefix: str, data: Tensor, behind_owner: int) -> ShardedBase:
-    """Return the entry of a parameter's state: split as the parameter, written by its owner."""
-    changes: dict[str, Any] = {
-        "key": prefix + entry.key,
-        "data": data,
-        "replica_id": (*entry.replica_id[:-1], behind_owner),  # type: ignore[misc]
-    }
-    if isinstance(entry, ShardedTensor):
-        changes["dtype"] = data.dtype
-    return replace(entry, **changes)
+    kinds = ShardedTensor | ShardedTensorFactory
+    return {id(entry.data): entry for entry in nested_values(model) if isinstance(entry, kinds)}

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from train.data.batches import Batch
-from train.megatron.loss import cross_entropy_and_log_normalizer
 from train.megatron.model import build_model
 from train.run.config import RunConfig
 
@@ -42,12 +42,20 @@ class Pipeline:
         gradient buffers.
         """
         self.model.train(not forward_only)
-        reports = self._run(self._microbatches(batch), self._loss, forward_only=forward_only)
+        microbatches = batch.microbatches(
+            self.run.micro_batch_size,
+            rank=parallel_state.get_data_parallel_rank(),
+            ranks=self.data_parallel,
+            device=self.device,
+        )
+        reports = self._run(microbatches, self._loss, forward_only=forward_only)
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         if parallel_state.is_pipeline_last_stage():
             sums = torch.stack([report["sums"] for report in reports]).sum(0)
             dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-        self._broadcast_from_last_stage(sums)
+        if self.run.parallel.pipeline > 1:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            dist.broadcast(sums, parallel_state.get_pipeline_model_parallel_last_rank(), group)
         cross_entropy, z_loss, counted = sums.tolist()
         return cross_entropy / max(counted, 1), z_loss / max(counted, 1)
 
@@ -70,15 +78,6 @@ class Pipeline:
 
         reports = self._run([probe], keep, forward_only=True)
         return reports[0]["logits"].transpose(0, 1) if reports else None
-
-    def _microbatches(self, batch: Batch) -> list[Batch]:
-        """Return the part of this rank, on its device."""
-        return batch.microbatches(
-            self.run.micro_batch_size,
-            rank=parallel_state.get_data_parallel_rank(),
-            ranks=self.data_parallel,
-            device=self.device,
-        )
 
     def _run(self, microbatches: list[Batch], loss: Loss, *, forward_only: bool) -> list[Report]:
         """Run microbatches through the pipeline; return their reports, on its last stage."""
@@ -117,8 +116,28 @@ class Pipeline:
         )
         return (cross_entropy_BS + z_loss_BS).sum() / batch.counted_BS.numel(), {"sums": sums}
 
-    @staticmethod
-    def _broadcast_from_last_stage(values: Tensor) -> None:
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            group = parallel_state.get_pipeline_model_parallel_group()
-            dist.broadcast(values, parallel_state.get_pipeline_model_parallel_last_rank(), group)
+
+def cross_entropy_and_log_normalizer(
+    logits_BSV: Tensor, labels_BS: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return -log softmax(logits)[label] and log Z = logsumexp(logits), [B, S] fp32, in nats.
+
+    Only per-token numbers travel between ranks. First-order gradients are exact; second ones are
+    not (no part of megatron-core differentiates twice through a reduction).
+    """
+    logits_BSV = logits_BSV.float()
+    num_rows = logits_BSV.shape[-1]
+    local_labels_BS = labels_BS - parallel_state.get_tensor_model_parallel_rank() * num_rows
+    is_local_BS = (local_labels_BS >= 0) & (local_labels_BS < num_rows)
+    index_BS1 = local_labels_BS.clamp(0, num_rows - 1).unsqueeze(-1)
+    label_logit_BS = logits_BSV.gather(-1, index_BS1).squeeze(-1) * is_local_BS
+    log_z_BS = torch.logsumexp(logits_BSV, -1)
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        group = parallel_state.get_tensor_model_parallel_group()
+        max_BS = log_z_BS.detach().clone()
+        dist.all_reduce(max_BS, dist.ReduceOp.MAX, group)
+        # mcore reduces in place, unseen by autograd, and exp() keeps its output for backward: copy.
+        share_BS = (log_z_BS - max_BS).exp().clone()
+        log_z_BS = max_BS + reduce_from_tensor_model_parallel_region(share_BS).log()
+        label_logit_BS = reduce_from_tensor_model_parallel_region(label_logit_BS)
+    return log_z_BS - label_logit_BS, log_z_BS

@@ -7,13 +7,12 @@ keys begin is what the attention used. So they check an export, whose weights
 Shapes: S tokens, B sequences, W width of an output on this rank.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -25,8 +24,12 @@ from train.run.directory import PROBE_OUTPUTS
 def probe(pipeline: Pipeline, inputs_BS: Tensor) -> dict[str, Tensor]:
     """Return what `Engine.probe` does: the ranks of the first replica send their parts."""
     recorder = _Recorder(pipeline, length=inputs_BS.shape[1])
-    with recorder.attached():
+    try:
+        recorder.attach(pipeline.model.module)
         logits_SBV = pipeline.logits(inputs_BS)
+    finally:
+        for handle in recorder.handles:
+            handle.remove()
     if logits_SBV is not None:
         recorder.keep("logits", logits_SBV[: recorder.length].transpose(0, 1), own_features=True)
     whole: dict[str, list[Tensor]] = {}
@@ -46,21 +49,11 @@ class _Recorder:
     def __init__(self, pipeline: Pipeline, length: int) -> None:
         self.length = length
         self.kept: dict[str, Tensor] = {}
-        self._model = pipeline.model.module
+        self.handles: list[RemovableHandle] = []
         self._sequence_parallel = pipeline.run.parallel.sequence
-        self._handles: list[RemovableHandle] = []
 
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Record forward passes within the block."""
-        try:
-            self._attach(self._model)
-            yield
-        finally:
-            for handle in self._handles:
-                handle.remove()
-
-    def _attach(self, model: Any) -> None:
+    def attach(self, model: Any) -> None:
+        """Record forward passes of a stage from now on."""
         if model.pre_process:
             self._after(
                 model.embedding,
@@ -75,28 +68,16 @@ class _Recorder:
 
     def _attach_layer(self, layer: Any, name: str) -> None:
         attention, mlp = layer.self_attention, layer.mlp
-        self._norm(
-            attention.q_layernorm,
-            f"{name}.self_attn.q_proj",
-            f"{name}.self_attn.q_norm",
-            self._split,
-        )
-        self._norm(
-            attention.k_layernorm,
-            f"{name}.self_attn.k_proj",
-            f"{name}.self_attn.k_norm",
-            self._split,
-        )
+        of_attention = f"{name}.self_attn"
+        for part, norm in (("q", attention.q_layernorm), ("k", attention.k_layernorm)):
+            names = f"{of_attention}.{part}_proj", f"{of_attention}.{part}_norm"
+            self._norm(norm, *names, self._split)
         self._after(
             attention.core_attention,
-            lambda given, _: self._split(f"{name}.self_attn.v_proj", given[2]),
+            lambda given, _: self._split(f"{of_attention}.v_proj", given[2]),
         )
-        self._norm(
-            attention.linear_proj.post_norm,
-            f"{name}.self_attn.o_proj",
-            f"{name}.post_attention_layernorm",
-            self._whole,
-        )
+        names = f"{of_attention}.o_proj", f"{name}.post_attention_layernorm"
+        self._norm(attention.linear_proj.post_norm, *names, self._whole)
 
         def halves(_: Any, out: tuple[Tensor, None]) -> None:
             gate_SBW, up_SBW = out[0].chunk(2, -1)  # as in SwiGluMLP
@@ -104,17 +85,13 @@ class _Recorder:
             self._split(f"{name}.mlp.up_proj", up_SBW)
 
         self._after(mlp.linear_fc1, halves)
-        self._norm(
-            mlp.linear_fc2.post_norm,
-            f"{name}.mlp.down_proj",
-            f"{name}.post_feedforward_layernorm",
-            self._whole,
-        )
+        names = f"{name}.mlp.down_proj", f"{name}.post_feedforward_layernorm"
+        self._norm(mlp.linear_fc2.post_norm, *names, self._whole)
         self._after(layer, lambda _, out: self._whole(name, out[0]))
 
     def _after(self, module: nn.Module, see: Callable[[Any, Any], None]) -> None:
         """Call `see` with the arguments and the output of every forward pass of the module."""
-        self._handles.append(module.register_forward_hook(lambda _, given, out: see(given, out)))
+        self.handles.append(module.register_forward_hook(lambda _, given, out: see(given, out)))
 
     def _norm(
         self, module: nn.Module, before: str, after: str, keep: Callable[[str, Tensor], None]
@@ -134,7 +111,7 @@ class _Recorder:
     def _whole(self, name: str, x_SBW: Tensor, *, every_token: bool = False) -> None:
         """Record an output of all features."""
         if self._sequence_parallel:
-            x_SBW = _joined(x_SBW, parallel_state.get_tensor_model_parallel_group())
+            x_SBW = gather_from_sequence_parallel_region(x_SBW)
         kept = x_SBW[: self.length].transpose(0, 1) if every_token else x_SBW[self.length - 1]
         self.keep(PROBE_OUTPUTS + name, kept, own_features=False)
 
@@ -143,12 +120,3 @@ class _Recorder:
         replicas = parallel_state.get_data_parallel_rank()
         if replicas == 0 and (own_features or parallel_state.get_tensor_model_parallel_rank() == 0):
             self.kept[name] = output.to("cpu", torch.float32, copy=True)
-
-
-def _joined(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Join the parts of all ranks of the group along the first axis."""
-    parts = [
-        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
-    ]
-    dist.all_gather(parts, x.contiguous(), group)
-    return torch.cat(parts)

@@ -23,9 +23,6 @@ from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
     save_state_dict_async_finalize,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch.distributed.checkpoint.api import CheckpointException
-
-from train.distributed import from_rank_zero
 
 METADATA = ".metadata"
 
@@ -60,8 +57,7 @@ class ShardedSnapshot:
         self._config = CheckpointingConfig(plan.backend, plan.version)
 
     def write(self) -> list[str]:
-        """Write and sync this rank's file; a failure is raised here, and everywhere by `seal`."""
-        self._writer.results_queue = queue.Queue()  # a write that failed may be repeated
+        """Write and sync this rank's file."""
         written: dict[int, Any] = {}
         for index, bucket in enumerate(self._writer.write_buckets):
             outcomes: queue.Queue = queue.Queue()
@@ -73,24 +69,16 @@ class ShardedSnapshot:
             )
             _, outcome = outcomes.get()
             if isinstance(outcome, Exception):
-                self._writer.results_queue.put(outcome)
                 raise outcome
             written[index] = outcome
         self._writer.results_queue.put(written)
         return [name for _, name, _ in self._writer.write_buckets]
 
     def seal(self) -> list[str]:
-        """Write the shared files, once all have written; raise on all ranks if one has failed."""
+        """Write the shared files, once all have written; rank 0 raises if it cannot."""
         save_state_dict_async_finalize(*self._planned)
-        failure = None
-        if dist.get_rank() == 0:
-            try:
-                torch.save(self._common, self._directory / COMMON_STATE_FNAME)
-                save_config(self._config, str(self._directory))
-            except (OSError, RuntimeError) as error:
-                failure = str(error)
-        failure = from_rank_zero(failure)
-        if failure:
-            failures: Any = {0: (RuntimeError(failure), None)}
-            raise CheckpointException("write", failures)
-        return [METADATA, COMMON_STATE_FNAME, CONFIG_FNAME] if dist.get_rank() == 0 else []
+        if dist.get_rank() != 0:
+            return []
+        torch.save(self._common, self._directory / COMMON_STATE_FNAME)
+        save_config(self._config, str(self._directory))
+        return [METADATA, COMMON_STATE_FNAME, CONFIG_FNAME]

@@ -8,9 +8,9 @@ import importlib.util
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from base.errors import UserError
+from train.megatron.layers import post_normed
 from train.run.config import RunConfig
 
 
@@ -22,9 +22,8 @@ def check_installed() -> None:
         )
     if importlib.util.find_spec("transformer_engine") is None:
         raise UserError(
-            "kernels 'transformer_engine' need the package transformer-engine, which is not"
-            " installed; run make transformer-engine (it compiles, with CUDA's toolkit) or set"
-            " kernels to 'torch'"
+            "transformer-engine is not installed; run make transformer-engine (it compiles, with"
+            " CUDA's toolkit) or set kernels to 'torch'"
         )
 
 
@@ -70,22 +69,9 @@ def kernels() -> dict[str, Any]:
         TERowParallelLinear,
     )
 
-    class PostNormTERowParallelLinear(TERowParallelLinear):
-        """Row-parallel linear followed by a norm of its reduced output."""
-
-        def __init__(
-            self, input_size: int, output_size: int, *, config: Any, **kwargs: Any
-        ) -> None:
-            super().__init__(input_size, output_size, config=config, **kwargs)
-            self.post_norm = TENorm(config, output_size, config.layernorm_epsilon)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-            y, bias = super().forward(x)
-            return self.post_norm(y), bias
-
     return {
         "column": TEColumnParallelLinear,
-        "row": PostNormTERowParallelLinear,
+        "row": post_normed(TERowParallelLinear, TENorm),
         "attention": TEDotProductAttention,
         "norm": TENorm,
     }

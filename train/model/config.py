@@ -34,19 +34,16 @@ class ModelConfig(Frozen):
     def _heads_fit(self) -> Self:
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of {self.num_attention_heads}"
-                " heads"
+                f"hidden_size {self.hidden_size} does not divide over num_attention_heads"
+                f" {self.num_attention_heads}"
             )
         rotary_size = self.head_dim * self.rotary_fraction
         if rotary_size % 2:
-            raise ValueError(
-                f"{rotary_size:g} rotary dimensions of a head, rotary embeddings need an even"
-                " number"
-            )
+            raise ValueError(f"{rotary_size:g} dimensions of a head rotate; make them even")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"{self.num_attention_heads} heads do not divide into {self.num_key_value_heads} KV"
-                " heads"
+                f"num_attention_heads {self.num_attention_heads} does not divide over"
+                f" num_key_value_heads {self.num_key_value_heads}"
             )
         if self.family == "gpt_neox" and self.num_key_value_heads != self.num_attention_heads:
             raise ValueError(

@@ -50,10 +50,28 @@ def hf_settings(model: ModelConfig, sequence_length: int, eos_token_id: int) -> 
 
 def parameter_shapes(model: ModelConfig) -> Shapes:
     """Return the shape of every parameter by its HF name, in the order of the model."""
+    hidden, vocabulary = model.hidden_size, model.vocab_size
     if model.family == "gpt_neox":
-        return _gpt_neox_shapes(model)
-    hidden, key_value = model.hidden_size, model.num_key_value_heads * model.head_dim
-    norms = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+        layer, layers = _gpt_neox_layer(model), "gpt_neox.layers"
+        before = {"gpt_neox.embed_in.weight": (vocabulary, hidden)}
+        after = {f"gpt_neox.final_layer_norm.{part}": (hidden,) for part in ("weight", "bias")}
+        head = "embed_out.weight"
+    else:
+        layer, layers = _llama_layer(model), "model.layers"
+        before = {"model.embed_tokens.weight": (vocabulary, hidden)}
+        after, head = {"model.norm.weight": (hidden,)}, "lm_head.weight"
+    inside = {
+        f"{layers}.{index}.{name}": shape
+        for index in range(model.num_hidden_layers)
+        for name, shape in layer.items()
+    }
+    return {**before, **inside, **after, head: (vocabulary, hidden)}
+
+
+def _llama_layer(model: ModelConfig) -> Shapes:
+    hidden, wide = model.hidden_size, model.intermediate_size
+    key_value = model.num_key_value_heads * model.head_dim
+    norms: Shapes = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
     if model.family == "olmo2":
         norms = {
             "self_attn.q_norm": (hidden,),
@@ -66,43 +84,26 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
         "self_attn.k_proj": (key_value, hidden),
         "self_attn.v_proj": (key_value, hidden),
         "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (model.intermediate_size, hidden),
-        "mlp.up_proj": (model.intermediate_size, hidden),
-        "mlp.down_proj": (hidden, model.intermediate_size),
+        "mlp.gate_proj": (wide, hidden),
+        "mlp.up_proj": (wide, hidden),
+        "mlp.down_proj": (hidden, wide),
         **norms,
     }
-    return {
-        "model.embed_tokens.weight": (model.vocab_size, hidden),
-        **{
-            f"model.layers.{index}.{name}.weight": shape
-            for index in range(model.num_hidden_layers)
-            for name, shape in layer.items()
-        },
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (model.vocab_size, hidden),
-    }
+    return {f"{name}.weight": shape for name, shape in layer.items()}
 
 
-def _gpt_neox_shapes(model: ModelConfig) -> Shapes:
+def _gpt_neox_layer(model: ModelConfig) -> Shapes:
     hidden, wide = model.hidden_size, model.intermediate_size
-    layer: Shapes = {}
-    for name, rows, columns in (
-        ("attention.query_key_value", 3 * hidden, hidden),
-        ("attention.dense", hidden, hidden),
-        ("mlp.dense_h_to_4h", wide, hidden),
-        ("mlp.dense_4h_to_h", hidden, wide),
-    ):
-        layer |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        layer |= {f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)}
+    layer: Shapes = {
+        "attention.query_key_value": (3 * hidden, hidden),
+        "attention.dense": (hidden, hidden),
+        "mlp.dense_h_to_4h": (wide, hidden),
+        "mlp.dense_4h_to_h": (hidden, wide),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
     return {
-        "gpt_neox.embed_in.weight": (model.vocab_size, hidden),
-        **{
-            f"gpt_neox.layers.{index}.{name}": shape
-            for index in range(model.num_hidden_layers)
-            for name, shape in layer.items()
-        },
-        "gpt_neox.final_layer_norm.weight": (hidden,),
-        "gpt_neox.final_layer_norm.bias": (hidden,),
-        "embed_out.weight": (model.vocab_size, hidden),
+        f"{name}.{part}": shape if part == "weight" else shape[:1]
+        for name, shape in layer.items()
+        for part in ("weight", "bias")
     }

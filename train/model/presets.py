@@ -24,19 +24,14 @@ def olmo2(
     intermediate_size: int,
     key_value_heads: int | None = None,
 ) -> ModelConfig:
-    """Return an OLMo2 of these sizes, otherwise as all released ones."""
+    """Return an OLMo2 of these sizes, otherwise as all released ones: ModelConfig's defaults."""
     return ModelConfig(
-        family="olmo2",
         vocab_size=OLMO2_VOCAB_SIZE,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads or heads,
-        rope_theta=500_000.0,
-        norm_eps=1e-6,
-        initializer_range=0.02,
-        initializer="truncated_normal",
     )
 
 

@@ -1,5 +1,6 @@
 """Floating-point operations of training, and what GPUs are able to do."""
 
+import functools
 import math
 import re
 from typing import NamedTuple
@@ -41,6 +42,7 @@ GPUS = {
 }
 
 
+@functools.cache
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Return FLOPs per training token: 6 N + 12 layers x hidden x sequence_length.
 

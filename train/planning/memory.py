@@ -15,7 +15,6 @@ from train.model import megatron_names
 from train.model.config import ModelConfig
 from train.model.families import parameter_shapes
 from train.run.config import RunConfig
-from train.run.optimization import Lawa
 from train.run.schedules import first_step
 
 # CUDA context, NCCL's buffers, cuBLAS workspaces, transients, slack of the allocator
@@ -25,24 +24,16 @@ MAIN, MOMENTS = 4, 8  # bytes of a parameter: its fp32 main weight, Adam's two f
 FP32 = 4
 
 
-class Component(NamedTuple):
-    """One use of memory. `exact`: tested against built engines; otherwise estimated."""
-
-    name: str
-    bytes: int
-    exact: bool
-
-
 class RankMemory(NamedTuple):
-    """The memory of one GPU of pipeline stage `stage`."""
+    """The memory of one GPU of pipeline stage `stage`, in bytes by what takes it."""
 
     stage: int
-    components: list[Component]
+    components: dict[str, int]
 
     @property
     def bytes(self) -> int:
         """Return the total over all components."""
-        return sum(component.bytes for component in self.components)
+        return sum(self.components.values())
 
 
 class CheckpointBytes(NamedTuple):
@@ -72,7 +63,7 @@ def bytes_of_weight(config: RunConfig) -> int:
 
 def num_slots(config: RunConfig) -> int:
     """Return the number of fp32 copies of the main weights that averages keep."""
-    return sum(average.window if isinstance(average, Lawa) else 1 for average in config.averages)
+    return sum(average.slots for average in config.averages)
 
 
 @cache
@@ -124,71 +115,53 @@ def layer_activation_bytes(config: RunConfig) -> tuple[int, int]:
     return (10 * h + 2 * f) * d, 0
 
 
-def _layers_in_flight(config: RunConfig, stage: int, num_micro: int) -> int:
-    """Return the layers x microbatches of a stage whose activations wait for backward at once.
-
-    1F1B keeps as many microbatches as stages follow, itself included (Narayanan et al. 2021, arXiv
-    2104.04473, section 2.2).
-    """
-    stages = config.parallel.pipeline
-    return min(stages - stage, num_micro) * config.model.num_hidden_layers // stages
-
-
-def _activations(config: RunConfig, stage: int, num_micro: int) -> list[Component]:
+def _activations(config: RunConfig, stage: int, num_micro: int) -> dict[str, int]:
     parallel, model, d = config.parallel, config.model, bytes_of_weight(config)
     tokens = config.micro_batch_size * config.data.sequence_length
     whole, split = layer_activation_bytes(config)
     whole_ranks = parallel.tensor if parallel.sequence else 1
     layer = tokens * (whole // whole_ranks + split // parallel.tensor)
-    layers = _layers_in_flight(config, stage, num_micro)
+
+    # 1F1B keeps as many microbatches as stages follow, itself included (Narayanan et al. 2021,
+    # arXiv 2104.04473, section 2.2).
+    waiting = min(parallel.pipeline - stage, num_micro)
+    layers = waiting * model.num_hidden_layers // parallel.pipeline
     if config.recompute == "layers":
-        kept = layers * tokens * model.hidden_size * d // whole_ranks
-        components = [
-            Component("inputs of layers", kept, False),
-            Component("one recomputed layer", layer, False),
-        ]
+        components = {
+            "inputs of layers": layers * tokens * model.hidden_size * d // whole_ranks,
+            "one recomputed layer": layer,
+        }
     else:
-        components = [Component("activations", layers * layer, False)]
+        components = {"activations": layers * layer}
+
     if stage == parallel.pipeline - 1:
         # Logits in fp32, the softmax in the gradient of logsumexp, and the gradient, beside what
         # the model returned.
         logit = 3 * FP32 + (d if d != FP32 else 0)
-        logits = tokens * model.vocab_size // parallel.tensor
-        components.append(Component("logits and loss", logits * logit, False))
+        components["logits and loss"] = tokens * model.vocab_size // parallel.tensor * logit
     return components
 
 
-def _megatron_state(config: RunConfig, stage: int, replicas: int) -> list[Component]:
-    """Return the state of mcore's distributed optimizer, sharded over data-parallel ranks."""
+def _state(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:
+    """Return weights, gradients and the optimizer's state, which is sharded over replicas."""
     count, d = rank_parameters(config, stage), bytes_of_weight(config)
     share = -(-count // replicas)
-    return [
-        Component("weights", count * d, True),
-        Component("gradients, fp32", count * FP32, True),
-        # fp32 weights are their own main weights.
-        Component("main weights, fp32", 0 if d == FP32 else share * MAIN, True),
-        Component("Adam's moments, fp32", share * MOMENTS, True),
-        Component("averages, fp32", share * FP32 * num_slots(config), True),
-    ]
-
-
-def _deepspeed_state(config: RunConfig, ranks: int) -> list[Component]:
-    """Return the state under ZeRO: optimizer's sharded, gradients at stage 2 (arXiv 1910.02054)."""
-    count, d, stage = parameter_count(config), bytes_of_weight(config), config.zero.stage
-    share = -(-count // ranks)
-    gradients = share * FP32
-    if stage == 1:  # beside fp32 accumulators: gradients of the model (bf16) or a share (fp32)
-        gradients = count * FP32 + (share * FP32 if d == FP32 else count * d)
-    # Two, since DeepSpeed fills one while it reduces the other.
-    buckets = 0 if stage == 1 else 2 * min(ZERO_BUCKET_ELEMENTS, count) * FP32
-    return [
-        Component("weights", count * d, True),
-        Component("gradients, fp32", gradients, False),
-        Component("main weights, fp32", share * MAIN, True),
-        Component("Adam's moments, fp32", share * MOMENTS, True),
-        Component("averages, fp32", share * FP32 * num_slots(config), True),
-        Component("communication buckets", buckets, False),
-    ]
+    state = {
+        "weights": count * d,
+        "gradients, fp32": count * FP32,
+        "main weights, fp32": share * MAIN,
+        "Adam's moments, fp32": share * MOMENTS,
+        "averages, fp32": share * FP32 * num_slots(config),
+    }
+    if config.engine == "megatron":
+        if d == FP32:  # the weights are their own main weights
+            state["main weights, fp32"] = 0
+    elif config.zero.stage == 1:  # also gradients of the model (bf16) or a share (fp32)
+        state["gradients, fp32"] += share * FP32 if d == FP32 else count * d
+    else:  # DeepSpeed fills one bucket while it reduces the other
+        state["gradients, fp32"] = share * FP32
+        state["communication buckets"] = 2 * min(ZERO_BUCKET_ELEMENTS, count) * FP32
+    return state
 
 
 def rank_memory(config: RunConfig, world_size: int) -> RankMemory:
@@ -197,17 +170,9 @@ def rank_memory(config: RunConfig, world_size: int) -> RankMemory:
     num_micro = config.batch_size // (replicas * config.micro_batch_size)
     stages = []
     for stage in range(config.parallel.pipeline):
-        state = (
-            _megatron_state(config, stage, replicas)
-            if config.engine == "megatron"
-            else _deepspeed_state(config, replicas)
-        )
-        parts = [
-            *state,
-            *_activations(config, stage, num_micro),
-            Component("framework", FRAMEWORK_BYTES, False),
-        ]
-        stages.append(RankMemory(stage, [part for part in parts if part.bytes]))
+        parts = _state(config, stage, replicas) | _activations(config, stage, num_micro)
+        parts["framework"] = FRAMEWORK_BYTES
+        stages.append(RankMemory(stage, {name: size for name, size in parts.items() if size}))
     return max(stages, key=lambda memory: memory.bytes)
 
 

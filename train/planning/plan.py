@@ -1,4 +1,4 @@
-"""The cost of runs before they start: GPU memory, layouts that fit, GPU-hours, days, and disk."""
+"""The layouts of a run that fit into the memory of GPUs, the simplest first."""
 
 import itertools
 from collections.abc import Iterator
@@ -7,37 +7,11 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from base.errors import UserError
-from train.planning.flops import GPUS, Gpu, assumed_mfu, flops_per_token
-from train.planning.memory import (
-    CheckpointBytes,
-    RankMemory,
-    checkpoint_bytes,
-    parameter_count,
-    rank_memory,
-)
+from train.planning.memory import RankMemory, rank_memory
 from train.run.config import RunConfig
-from train.run.schedules import first_step
 
 # At least, in proposed layouts: a pipeline idles for (stages - 1) / microbatches of its time.
 MICROBATCHES_PER_STAGE = 4
-
-
-class Cluster(NamedTuple):
-    """The GPUs of all runs of a plan."""
-
-    nodes: int
-    gpus_per_node: int
-    gpu: str
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of GPUs, one process each."""
-        return self.nodes * self.gpus_per_node
-
-    @property
-    def kind(self) -> Gpu:
-        """Return peak and memory of one GPU."""
-        return GPUS[self.gpu]
 
 
 class Layout(NamedTuple):
@@ -47,73 +21,6 @@ class Layout(NamedTuple):
     replicas: int
     changes: dict[str, Any]  # to run.json
     memory: RankMemory
-
-
-class RunPlan(NamedTuple):
-    """The needs of one run."""
-
-    name: str
-    parameters: int
-    flops_per_token: float
-    tokens: int  # that this run trains on; a branch only those after its start
-    mfu: float  # assumed, of the peak in bf16
-    tokens_per_second_per_gpu: float
-    gpu_hours: float
-    days: float
-    # The next three are None where batch or layout do not divide.
-    replicas: int | None
-    microbatches: int | None  # of one replica in one step
-    memory: RankMemory | None
-    refusal: str | None  # why they do not divide
-    layouts: list[Layout]  # that fit, the simplest first
-    checkpoints: CheckpointBytes
-
-
-def make_cluster(nodes: int, gpus_per_node: int, gpu: str) -> Cluster:
-    """Return the cluster, checked; UserError for an unknown GPU or no GPUs."""
-    if gpu not in GPUS:
-        raise UserError(f"--gpu {gpu} is unknown; give one of {', '.join(GPUS)}")
-    if nodes < 1 or gpus_per_node < 1:
-        raise UserError(
-            f"{nodes} nodes of {gpus_per_node} GPUs train nothing; give 1 or more of both"
-        )
-    return Cluster(nodes, gpus_per_node, gpu)
-
-
-def plan_run(config: RunConfig, cluster: Cluster) -> RunPlan:
-    """Return what a run needs on a cluster."""
-    flops = flops_per_token(config.model, config.data.sequence_length)
-    mfu = assumed_mfu(config.model)
-    speed = mfu * cluster.kind.peak_flops / flops
-    tokens = (config.total_steps - first_step(config)) * config.tokens_per_step
-    gpu_seconds = tokens / speed
-    memory, replicas, refusal = None, None, None
-    try:
-        replicas = config.data_parallel_size(cluster.world_size)
-        memory = rank_memory(config, cluster.world_size)
-    except UserError as error:
-        refusal = str(error)
-    return RunPlan(
-        name=config.name,
-        parameters=parameter_count(config),
-        flops_per_token=flops,
-        tokens=tokens,
-        mfu=mfu,
-        tokens_per_second_per_gpu=speed,
-        gpu_hours=gpu_seconds / 3600,
-        days=gpu_seconds / cluster.world_size / 86_400,
-        replicas=replicas,
-        microbatches=replicas and config.batch_size // (replicas * config.micro_batch_size),
-        memory=memory,
-        refusal=refusal,
-        layouts=fitting_layouts(
-            config,
-            cluster.world_size,
-            gpus_per_node=cluster.gpus_per_node,
-            gpu_bytes=cluster.kind.memory_bytes,
-        ),
-        checkpoints=checkpoint_bytes(config),
-    )
 
 
 def _divisors(number: int) -> list[int]:
@@ -130,14 +37,9 @@ def _shardings(
         return
     splits = itertools.product(_divisors(gpus_per_node), _divisors(config.model.num_hidden_layers))
     for tensor, pipeline in sorted(splits, key=lambda split: (split[0] * split[1], split[1])):
-        changes = {
-            "tensor": tensor,
-            "pipeline": pipeline,
-            "sequence": tensor > 1 and config.data.sequence_length % tensor == 0,
-        }
-        words = (
-            f"tensor {tensor}{' + sequence' if changes['sequence'] else ''}, pipeline {pipeline}"
-        )
+        sequence = tensor > 1 and config.data.sequence_length % tensor == 0
+        changes = {"tensor": tensor, "pipeline": pipeline, "sequence": sequence}
+        words = f"tensor {tensor}{' + sequence' if sequence else ''}, pipeline {pipeline}"
         yield tensor * pipeline, pipeline, {"parallel": changes}, words
 
 
@@ -151,7 +53,7 @@ def fitting_layouts(
     pipeline sizes that divide the layers, micro batches that divide a replica's share of the batch,
     and `recompute`.
     """
-    found = []
+    layouts = []
     for ranks, stages, changes, words in _shardings(config, gpus_per_node):
         replicas = world_size // ranks
         if world_size % ranks or config.batch_size % replicas:
@@ -168,8 +70,8 @@ def fitting_layouts(
                     break
                 largest = Layout(words, replicas, tried, memory)
             if largest:
-                found.append(largest)
-    return found
+                layouts.append(largest)
+    return layouts
 
 
 def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig | None:

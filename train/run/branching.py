@@ -13,14 +13,14 @@ from train.run.directory import RunDirectory
 
 # All that decides an update but the learning rate. Kernels and layout may differ, as in resuming.
 MUST_AGREE = ("seed", "engine", "precision", "model", "data", "optimizer", "batch_size")
-PATHS = ("held_out", "tokenizer")  # of the data: the tokens themselves are compared by hash
+# Of the data: the tokens themselves are compared by hash.
+PATHS = ("train", "held_out", "tokenizer")
 
 
 def _compared(run: RunConfig, key: str) -> Any:
     content = run.model_dump(mode="json")[key]
     if key == "data":
-        weights = [part.weight for part in run.data.train_sources]
-        return {name: content[name] for name in content if name not in PATHS} | {"train": weights}
+        return {name: content[name] for name in content if name not in PATHS}
     if key == "optimizer":
         return {name: content[name] for name in content if name != "peak_lr"}
     return content
@@ -33,8 +33,7 @@ def check_parent(run: RunConfig, parent: RunDirectory) -> None:
     origin = load_run(parent.run_json)
     if fingerprint(origin) != run.branch_from.fingerprint:
         raise UserError(
-            f"{parent.path} has fingerprint {fingerprint(origin)}, branch_from names"
-            f" {run.branch_from.fingerprint}; name the run that was meant and its fingerprint"
+            f"{parent.path} has fingerprint {fingerprint(origin)}; name the run that was meant"
         )
     for key in MUST_AGREE:
         own, parents = _compared(run, key), _compared(origin, key)

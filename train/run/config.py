@@ -108,8 +108,7 @@ class RunConfig(Frozen):
         self._check_schedule()
         if self.batch_size % self.micro_batch_size:
             raise ValueError(
-                f"batch_size {self.batch_size} is not a multiple of micro_batch_size"
-                f" {self.micro_batch_size}"
+                f"batch_size is not a multiple of micro_batch_size {self.micro_batch_size}"
             )
         names = [average.name for average in self.averages]
         if len(set(names)) != len(names):
@@ -128,14 +127,9 @@ class RunConfig(Frozen):
             raise ValueError(f"the anneal starts at step {anneal.start_step}, inside the warm-up")
         if self.branch_from and self.start_from:
             raise ValueError("branch_from and start_from are two beginnings; remove one")
-        if self.branch_from and self.branch_from.step >= self.total_steps:
-            raise ValueError(
-                f"the branch starts at {self.branch_from.step}, after the end {self.total_steps}"
-            )
         if self.branch_from and self.save_steps[0] <= self.branch_from.step:
             raise ValueError(
-                f"save_steps must be greater than {self.branch_from.step}, the step this run"
-                " branches from"
+                f"save_steps must be greater than the branch's {self.branch_from.step}"
             )
 
     def _check_engine(self) -> None:
@@ -146,26 +140,30 @@ class RunConfig(Frozen):
                     " deepspeed"
                 )
             if self.zero != ZeroConfig():
-                raise ValueError(
-                    "zero belongs to the deepspeed engine; remove it or set engine to deepspeed"
-                )
+                raise ValueError("zero belongs to the deepspeed engine; set engine to deepspeed")
             if self.precision == "fp8" and self.kernels != "transformer_engine":
                 raise ValueError("fp8 needs kernels 'transformer_engine'")
             return
         if self.parallel != ParallelConfig() or self.kernels != "torch" or self.precision == "fp8":
-            raise ValueError(
-                "parallel, kernels and fp8 belong to the megatron engine; deepspeed trains"
-                " data-parallel"
-            )
+            raise ValueError("parallel, kernels and fp8 belong to the megatron engine")
 
     def _check_layout(self) -> None:
-        self.parallel.check_fits(self.model)
-        tensor = self.parallel.tensor
-        if self.parallel.sequence and self.data.sequence_length % tensor:
-            raise ValueError(
-                f"sequence_length {self.data.sequence_length} does not divide over parallel.tensor"
-                f" {tensor}"
-            )
+        model, parallel = self.model, self.parallel
+        tensor: dict[str, int] = {
+            "num_attention_heads": model.num_attention_heads,
+            "num_key_value_heads": model.num_key_value_heads,
+            "vocab_size": model.vocab_size,
+            "intermediate_size": model.intermediate_size,
+        }
+        if parallel.sequence:
+            tensor["sequence_length"] = self.data.sequence_length
+        for sizes, name, parts in (
+            (tensor, "tensor", parallel.tensor),
+            ({"num_hidden_layers": model.num_hidden_layers}, "pipeline", parallel.pipeline),
+        ):
+            for key, size in sizes.items():
+                if size % parts:
+                    raise ValueError(f"{key} {size} does not divide over parallel.{name} {parts}")
 
     @property
     def tokens_per_step(self) -> int:
@@ -190,8 +188,7 @@ class RunConfig(Frozen):
         if self.batch_size % (replicas * self.micro_batch_size):
             raise UserError(
                 f"batch_size {self.batch_size} is not a multiple of data-parallel size {replicas} x"
-                f" micro_batch_size {self.micro_batch_size}; change one of them or the number of"
-                " processes"
+                f" micro_batch_size {self.micro_batch_size}; change one of them"
             )
         return replicas
 
@@ -205,26 +202,20 @@ def load_run(path: Path) -> RunConfig:
     """Read run.json; UserError for what is unknown, mistyped or does not fit its fingerprint."""
     try:
         content = json.loads(path.read_text())
+        stated = content.pop("fingerprint", None)
+        config = RunConfig.model_validate_json(json.dumps(content), strict=True)
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist; give a run directory that holds a run.json"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); correct it") from None
-    if not isinstance(content, dict):
-        raise UserError(
-            f"{path} holds no JSON object; write one with the keys of a run configuration"
-        )
-    stated = content.pop("fingerprint", None)
-    try:
-        config = RunConfig.model_validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
         raise explain_validation(str(path), error) from None
+    except (ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{path} holds no JSON object ({error}); correct it") from None
     if stated is not None and stated != fingerprint(config):
         raise UserError(
-            f"{path} was edited: it states fingerprint {stated} of a configuration with"
-            f" {fingerprint(config)}; use another run name for another configuration (or remove"
-            " 'fingerprint' from a run that never started)"
+            f"{path} was edited: it states fingerprint {stated}, not {fingerprint(config)}; use"
+            " another run name, or remove 'fingerprint' from a run that never started"
         )
     return config
 

@@ -114,11 +114,9 @@ def read_checkpoint_record(checkpoint: Path) -> CheckpointRecord:
         raise UserError(
             f"{checkpoint} holds no {CHECKPOINT_JSON}: it is no complete checkpoint; give another"
         ) from None
-    except (ValidationError, UnicodeDecodeError) as error:
-        if isinstance(error, ValidationError):
-            raise explain_validation(str(path), error) from None
-        raise UserError(
-            f"{path} is not text; delete {checkpoint} to resume from the one before it"
-        ) from None
+    except ValidationError as error:
+        raise explain_validation(str(path), error) from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not text; give another checkpoint") from None
     check_inside(path, record.files)
     return record

@@ -17,26 +17,14 @@ class MetricsWriter:
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._attempt = attempt
-        if path.exists():
-            self._cut_torn_line(path)
+        if path.exists():  # a killed attempt may have left half a line
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = path.open("a")
-
-    @staticmethod
-    def _cut_torn_line(path: Path) -> None:
-        content = path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            with path.open("r+b") as file:
-                file.truncate(content.rfind(b"\n") + 1)
 
     def append(self, step: int, tokens: int, **values: float) -> None:
         """Append one row: step and tokens seen, then the named values."""
-        row = {
-            "step": step,
-            "tokens": tokens,
-            "attempt": self._attempt,
-            "time": time.time(),
-            **values,
-        }
+        row = {"step": step, "tokens": tokens, "attempt": self._attempt, "time": time.time()}
+        row |= values
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 

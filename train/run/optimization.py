@@ -1,6 +1,6 @@
 """The configuration of optimizer, schedule, averages and spikes."""
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -68,10 +68,7 @@ class ScheduleConfig(Frozen):
     @model_validator(mode="after")
     def _in_order(self) -> Self:
         if isinstance(self.phase, CosinePhase) and self.phase.horizon_tokens <= self.warmup_tokens:
-            raise ValueError(
-                f"the cosine horizon {self.phase.horizon_tokens} ends before the warm-up"
-                f" {self.warmup_tokens}"
-            )
+            raise ValueError(f"the cosine ends within the warm-up of {self.warmup_tokens} tokens")
         return self
 
 
@@ -81,6 +78,11 @@ class Lawa(Frozen):
     kind: Literal["lawa"] = "lawa"
     interval_steps: int = Field(gt=0)
     window: int = Field(gt=1)
+
+    @property
+    def slots(self) -> int:
+        """Return the copies of the weights that it keeps."""
+        return self.window
 
     @property
     def name(self) -> str:
@@ -94,6 +96,7 @@ class Ema(Frozen):
     kind: Literal["ema"] = "ema"
     decay: float = Field(gt=0, lt=1)
     interval_steps: int = Field(default=1, gt=0)
+    slots: ClassVar[int] = 1  # copies of the weights that it keeps
 
     @property
     def name(self) -> str:

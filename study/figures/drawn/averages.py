@@ -1,18 +1,17 @@
 """Averages of weights beside the weights themselves (arXiv 2510.06213, figure 4)."""
 
-from dataclasses import replace
 from typing import Any
 
 from study.definition import Study
-from study.figures.canvas import Canvas, interval_of, late
-from study.figures.charts import NATS, Chart, Quantity, Rows, around, grid
+from study.figures.canvas import WEIGHTS, Canvas
+from study.figures.charts import NATS, Chart, Quantity, Rows
 from study.figures.drawn.quantization import DIVERGENCE
-from study.figures.figure import Drawn, figure
+from study.figures.figure import Drawn, drawn, figure
 from study.measurements.titles import spec_title
 from study.results.averages import average_label, kept_averages, lowest_spec
 
-NEAR = 0.06
-WEIGHTS, SOUP = "weights", "soup"
+SOUP = "soup"
+STAR = "M0,-2L.46,-.62L1.9,-.62L.72,.24L1.18,1.62L0,.76L-1.18,1.62L-.72,.24L-1.9,-.62L-.46,-.62Z"
 DASHES = ([5, 3], [7, 2, 2, 2], [2, 2])  # of averages kept in training; weights are solid
 
 
@@ -38,33 +37,33 @@ def averages(canvas: Canvas) -> Drawn | None:
         (Quantity("quantized loss", NATS), f"{column}/cross_entropy_quantized", title),
         (DIVERGENCE, f"{column}/kl_divergence", title),
     )
-    rows: Rows = []
-    panels: list[Chart] = []
-    for quantity, name, panel in shown:
-        own = _rows(canvas, quantity, name, panel)
-        if own:
-            panels.append(_panel(canvas, own, quantity, name))
-        rows += own
-    return Drawn([*rows, *canvas.rates], grid(panels, 3)) if rows else None
+    panels = [
+        (rows, _panel(canvas, rows, quantity))
+        for quantity, name, panel in shown
+        if (rows := _rows(canvas, quantity, name, panel))
+    ]
+    return drawn(panels, 3, canvas.rates)
 
 
 def _rows(canvas: Canvas, quantity: Quantity, column: str, panel: str) -> Rows:
     measured = {row["average"] for row in canvas.table}
     kept = [one for one in kept_averages(canvas.study) if one.name in measured]
-    models: list[tuple[str | None, str]] = [(None, WEIGHTS)]
-    models += [(one.name, average_label(one, kept)) for one in kept]
-    models += [(one.name, SOUP) for one in canvas.study.soups if one.name in measured]
-    bounds = interval_of(column) if quantity is DIVERGENCE else None
-    parts = (canvas.along(quantity, column, bounds, panel, *model) for model in models)
+    models: dict[str | None, str] = {None: WEIGHTS}
+    models |= {one.name: average_label(one, kept) for one in kept}
+    models |= {one.name: SOUP for one in canvas.study.soups if one.name in measured}
+    has_bars = quantity is DIVERGENCE
+    parts = (
+        canvas.along(quantity, column, panel, has_bars=has_bars, average=average, series=series)
+        for average, series in models.items()
+    )
     return [row for part in parts for row in part]
 
 
-def _panel(canvas: Canvas, rows: Rows, quantity: Quantity, column: str) -> Chart:
-    averaged = [row for row in rows if row["series"] != WEIGHTS]
-    if quantity is not DIVERGENCE and averaged:
-        since = min(row[canvas.tokens.label] for row in averaged)
-        values = late(rows, canvas.tokens, quantity, since)
-        quantity = replace(quantity, domain=around(values, NEAR))
+def _panel(canvas: Canvas, rows: Rows, quantity: Quantity) -> Chart:
+    since = [row["tokens"] for row in rows if row["series"] != WEIGHTS]
+    if quantity is not DIVERGENCE and since:
+        # the losses of the first steps, far above, would flatten the others
+        quantity = quantity.near([row for row in rows if row["tokens"] >= min(since)])
     series = list(dict.fromkeys(row["series"] for row in rows))
     shapes = ["circle", *["square", "diamond", "triangle-up"] * len(series)][: len(series)]
     dashes = [[1, 0], *DASHES * len(series)][: len(series)]
@@ -73,7 +72,4 @@ def _panel(canvas: Canvas, rows: Rows, quantity: Quantity, column: str) -> Chart
     model: dict[str, Any] = {"field": "series", "type": "nominal", "title": "model"}
     shape = model | {"scale": {"domain": series, "range": shapes}}
     dash = model | {"scale": {"domain": series, "range": dashes}}
-    return canvas.curves(rows, quantity, column, 3, point_shape=shape, line_strokeDash=dash)
-
-
-STAR = "M0,-2L.46,-.62L1.9,-.62L.72,.24L1.18,1.62L0,.76L-1.18,1.62L-.72,.24L-1.9,-.62L-.46,-.62Z"
+    return canvas.curves(rows, quantity, 3, points={"shape": shape}, lines={"strokeDash": dash})

@@ -1,10 +1,9 @@
 """Cost of quantization by decoder block, from results that were measured with --per-block."""
 
-import math
 import re
 from collections import defaultdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpt_tools.hf.measured import Increase, Quantization
 from study.figures.canvas import Canvas
@@ -31,12 +30,7 @@ TITLES = {
 }
 
 
-class Share(NamedTuple):
-    """A share of the loss increase with its interval."""
-
-    value: float
-    low: float
-    high: float
+Share = tuple[float, float, float]  # of the loss increase, and the ends of its interval
 
 
 @figure(
@@ -60,28 +54,30 @@ def blocks(canvas: Canvas) -> Drawn | None:
     return blocks_of(canvas.runs, results, spec_title(spec)) if results else None
 
 
-def shares(measured: Quantization) -> tuple[list[Share], list[Share]] | None:
-    """Return increase with each block alone and 1 - increase without it, over the whole model's.
+def shares(measured: Quantization) -> dict[Quantity, dict[int, Share]]:
+    """Return by block the increase with it alone and 1 - that without it, over the whole model's.
 
-    Intervals are those of the numerators, with the whole model's increase taken as known. None
-    where the interval of that increase reaches 0: then nothing is there to share.
+    Intervals are those of the numerators, with the whole model's increase taken as known. Where the
+    interval of that increase reaches 0 nothing is there to share.
     """
     total = measured.absolute_error
     if total is None or measured.intervals[INCREASE][0] <= 0:
-        return None
-    alone, needed = [], []
+        return {}
+    alone, needed = {}, {}
     for block in measured.blocks:
-        alone.append(Share(*(value / total for value in _increase(block.alone))))
-        value, low, high = (value / total for value in _increase(block.all_but_it))
-        needed.append(Share(1 - value, 1 - high, 1 - low))
-    return alone, needed
+        if one := _share(block.alone, total):
+            alone[block.block] = one
+        if rest := _share(block.all_but_it, total):
+            value, low, high = rest
+            needed[block.block] = (1 - value, 1 - high, 1 - low)
+    return {ALONE: alone, NEEDED: needed}
 
 
-def _increase(of: Increase | None) -> Share:
-    """A loss increase with its interval; not a number where it was not measured."""
+def _share(of: Increase | None, total: float) -> Share | None:
     if of is None or of.absolute_error is None:
-        return Share(math.nan, math.nan, math.nan)
-    return Share(of.absolute_error, *of.intervals[INCREASE])
+        return None
+    low, high = of.intervals[INCREASE]
+    return of.absolute_error / total, low / total, high / total
 
 
 def output_errors(measured: Quantization) -> dict[int, list[float]]:
@@ -101,17 +97,13 @@ def blocks_of(runs: Runs, results: list[tuple[Look, Quantization]], title: str) 
     """Draw shares of the loss increase block by block, and output errors; a line per result."""
     by_quantity: dict[Quantity, Rows] = {quantity: [] for quantity in TITLES}
     for look, measured in results:
-        found, errors = shares(measured), output_errors(measured)
-        own = {block: Share(sum(at) / len(at), min(at), max(at)) for block, at in errors.items()}
-        numbers = [block.block for block in measured.blocks]
-        alone, needed = found or ([], [])
-        values = ((ALONE, numbers, alone), (NEEDED, numbers, needed), (OUTPUT, own, own.values()))
-        for quantity, places, one in values:
+        errors = output_errors(measured)
+        own = {block: (sum(at) / len(at), min(at), max(at)) for block, at in errors.items()}
+        for quantity, by_block in (shares(measured) | {OUTPUT: own}).items():
             head = {"panel": f"{title}, {TITLES[quantity]}", "run": look.label}
             by_quantity[quantity] += [
-                head | {BLOCK: place} | quantity.values(share.value, (share.low, share.high))
-                for place, share in zip(places, one, strict=False)
-                if math.isfinite(share.value)
+                head | {BLOCK: block} | quantity.values(value, (low, high))
+                for block, (value, low, high) in by_block.items()
             ]
     depth = max(len(measured.blocks) for _, measured in results)
     panels = [_panel(runs, rows, quantity, title, depth) for quantity, rows in by_quantity.items()]
@@ -132,6 +124,6 @@ def _panel(runs: Runs, rows: Rows, quantity: Quantity, title: str, depth: int) -
     offset["sort"] = [look.label for look in runs.looks.values()]
     if not many:
         return panel([*lines, marks(rows, runs, x, y, xOffset=offset)], head, 3)
-    chart = marks(rows, runs, x, y, point={"size": 12})
+    chart = marks(rows, runs, x, y, points={"size": {"value": 12}})
     chart["layer"][1]["mark"] = {"type": "area", "opacity": 0.15}
     return panel([*lines, chart], head, 3)

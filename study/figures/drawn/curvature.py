@@ -1,8 +1,8 @@
 """Curvature against tokens (arXiv 2510.06213, figure 6): trace and largest eigenvalue."""
 
-from study.figures.canvas import Canvas, interval_of, residual_of
-from study.figures.charts import NATS, Chart, Quantity, Rows, grid
-from study.figures.figure import Drawn, figure
+from study.figures.canvas import Canvas
+from study.figures.charts import NATS, Chart, Quantity, Rows
+from study.figures.figure import Drawn, drawn, figure
 
 TRACE, TOP = "curvature/trace", "curvature/lambda_max"
 UNIT = f"{NATS} / (unit of the parameters)"
@@ -23,24 +23,23 @@ SOLVER = "solver"  # whether it converged
 )
 def curvature(canvas: Canvas) -> Drawn | None:
     """Draw the trace, and the eigenvalue if the study measures it."""
-    shown = [("Trace of the Hessian", TRACE, interval_of(TRACE))]
-    if canvas.study.curvature and canvas.study.curvature.lambda_max:
-        shown.append(("Largest eigenvalue of the Hessian", TOP, residual_of(TOP)))
-    rows: Rows = []
-    panels: list[Chart] = []
-    for title, column, bounds in shown:
+    settings = canvas.study.curvature
+    assert settings
+    shown = {"Trace of the Hessian": TRACE}
+    shown |= {"Largest eigenvalue of the Hessian": TOP} if settings.lambda_max else {}
+    panels: list[tuple[Rows, Chart]] = []
+    for title, column in shown.items():
         quantity = Quantity(title, f"{UNIT}^2", written=f"{UNIT}\N{SUPERSCRIPT TWO}")
-        own = canvas.along(quantity, column, bounds, title)
-        if not own:
+        rows = canvas.along(quantity, column, title)
+        if not rows:
             continue
-        point: dict[str, str] = {}
+        open_where = "false"
         if column == TOP:
-            own = [row | {SOLVER: _solver(canvas, row)} for row in own]
-            point = {"open_where": f"datum.{SOLVER} !== 'converged'"}
-        y = quantity.logarithmic_for(own)
-        panels.append(canvas.curves(own, y, column, len(shown), **point))
-        rows += own
-    return Drawn([*rows, *canvas.rates], grid(panels, 2)) if rows else None
+            rows = [row | {SOLVER: _solver(canvas, row)} for row in rows]
+            open_where = f"datum.{SOLVER} !== 'converged'"
+        y = quantity.logarithmic_for(rows)
+        panels.append((rows, canvas.curves(rows, y, len(shown), open_where=open_where)))
+    return drawn(panels, 2, canvas.rates)
 
 
 def _solver(canvas: Canvas, row: dict[str, object]) -> str:

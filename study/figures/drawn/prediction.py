@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ckpt_tools.hf.measured import Estimate, Step, StepPart
+from ckpt_tools.hf.measured import Step, StepPart
 from curvature.slices.figure import with_error
 from study.figures.canvas import Canvas
 from study.figures.charts import (
@@ -17,12 +17,11 @@ from study.figures.charts import (
     Span,
     around,
     data,
-    grid,
     level,
     marks,
     panel,
 )
-from study.figures.figure import Drawn, figure
+from study.figures.figure import Drawn, drawn, figure
 from study.measurements.titles import spec_title
 from study.paths import step_result
 
@@ -34,7 +33,7 @@ PART, WHOLE = "part", "whole"
 IS_BLOCK = f"datum.{PART} !== '{WHOLE}'"
 BLOCKS: Any = {  # small and open
     "open_where": IS_BLOCK,
-    "point_size": {"condition": {"test": IS_BLOCK, "value": 22}, "value": 75},
+    "points": {"size": {"condition": {"test": IS_BLOCK, "value": 22}, "value": 75}},
 }
 MARGIN = 0.08  # of the range of the values, around them
 
@@ -55,22 +54,21 @@ MARGIN = 0.08  # of the range of the values, around them
 )
 def prediction(canvas: Canvas) -> Drawn | None:
     """Draw predicted against measured increase, and the remainders below."""
-    specs, rows = canvas.study.quantization.by_block, Rows()
-    above: list[Chart] = []
-    below: list[Chart] = []
+    specs = canvas.study.quantization.by_block
+    above: list[tuple[Rows, Chart]] = []
+    below: list[tuple[Rows, Chart]] = []
     for spec in specs:
         results = canvas.results(partial(step_result, spec=spec), Step)
-        own = [
+        rows = [
             {"panel": spec_title(spec), "run": label, PART: part} | values
             for label, step in results.items()
             for part, of in (*step.blocks.items(), (WHOLE, step.whole))
             if of and (values := _values(of))
         ]
-        if own:
-            above.append(_agreement(canvas, own, len(specs)))
-            below.append(_remainders(canvas, own, results, len(specs)))
-        rows += own
-    return Drawn(rows, grid([*above, *below], len(above))) if rows else None
+        if rows:
+            above.append((rows, _agreement(canvas, rows, len(specs))))
+            below.append(([], _remainders(canvas, rows, results, len(specs))))
+    return drawn([*above, *below], len(above))
 
 
 def _values(part: StepPart) -> dict[str, float]:
@@ -117,15 +115,11 @@ def relative_text(whole: StepPart | None) -> str:
 
     A dash where the increase is not significantly different from 0.
     """
-    known = _relative(whole) if whole else None
-    return percent(known.mean, known.standard_error or 0.0) if known else "\N{EM DASH}"
-
-
-def _relative(whole: StepPart) -> Estimate | None:
-    if whole.measured is None or whole.measured.interval is None:
-        return None
-    low, high = whole.measured.interval
-    return None if low <= 0 <= high else whole.relative_difference
+    interval = whole.measured.interval if whole and whole.measured else None
+    difference = whole.relative_difference if whole else None
+    if interval is None or interval[0] <= 0 <= interval[1] or difference is None:
+        return "\N{EM DASH}"
+    return percent(difference.mean, difference.standard_error or 0.0)
 
 
 def percent(value: float, error: float) -> str:

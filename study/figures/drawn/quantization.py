@@ -1,8 +1,8 @@
 """Quantization against tokens (arXiv 2510.06213, figures 1 and 8)."""
 
-from study.figures.canvas import Canvas, interval_of
-from study.figures.charts import NATS, Quantity, columns_of, grid
-from study.figures.figure import Drawn, figure
+from study.figures.canvas import Canvas
+from study.figures.charts import NATS, Quantity, columns_of
+from study.figures.figure import Drawn, drawn, figure
 from study.measurements.titles import spec_title
 
 ERROR = Quantity("relative error of the loss", is_percent=True, holds_zero=True)
@@ -13,14 +13,13 @@ MEASURES = {"kl_divergence": DIVERGENCE, "relative_error": ERROR}
 def _along(canvas: Canvas, name: str) -> Drawn | None:
     """Draw a panel per spec."""
     specs, quantity = canvas.study.quantization.specs, MEASURES[name]
-    columns, rows, panels = columns_of(len(specs)), [], []
-    for spec in specs:
-        column = f"quant/{spec}/{name}"
-        own = canvas.along(quantity, column, interval_of(column), spec_title(spec))
-        if own:
-            panels.append(canvas.curves(own, quantity, column, columns))
-        rows += own
-    return Drawn([*rows, *canvas.rates], grid(panels, columns)) if rows else None
+    columns = columns_of(len(specs))
+    panels = [
+        (rows, canvas.curves(rows, quantity, columns))
+        for spec in specs
+        if (rows := canvas.along(quantity, f"quant/{spec}/{name}", spec_title(spec)))
+    ]
+    return drawn(panels, columns, canvas.rates)
 
 
 @figure(

@@ -21,10 +21,10 @@ from curvature.slices.figure import (
     MARKERS,
     SYMBOLS,
     add_colour_bar,
+    costs,
     draw_plane,
     increase_over,
     levels_of,
-    with_error,
 )
 from study.figures.canvas import Canvas
 from study.figures.charts import NATS, Rows
@@ -56,15 +56,17 @@ def slices(canvas: Canvas) -> Drawn | None:
     results = {label: {"measured": one.model_dump()} for label, one in measured.items()}
     if not results:
         return None
-    with matplotlib.rc_context(LOOK):
-        picture = _picture(results, canvas.runs.heading, spec)
-    return Drawn(_rows(results), picture)
+    return Drawn(_rows(results), _picture(results, canvas.runs.heading, spec))
 
 
+@matplotlib.rc_context(LOOK)
 def _picture(results: dict[str, dict[str, Any]], heading: str, spec: str) -> Picture:
-    rises = np.concatenate([increase_over(result).ravel() for result in results.values()])
-    levels = levels_of(rises)
-    shapes = [_width_over_height(result) for result in results.values()]
+    levels = levels_of(np.concatenate([increase_over(one).ravel() for one in results.values()]))
+    shapes = []  # width / height
+    for result in results.values():
+        grid = result["measured"]["grid"]
+        width, height = (grid[axis][-1] - grid[axis][0] for axis in "xy")
+        shapes.append(float(width / height))
     width = HEIGHT * sum(shapes) + BESIDE * len(shapes) + 1.1
     picture = Picture(figsize=(width, HEIGHT + ABOVE), dpi=170, layout="constrained")
     axes = list(picture.subplots(1, len(shapes), squeeze=False, width_ratios=shapes)[0])
@@ -72,7 +74,7 @@ def _picture(results: dict[str, dict[str, Any]], heading: str, spec: str) -> Pic
         filled = draw_plane(axis, result, levels)
         axis.set_xlabel(ALONG_X)
         axis.annotate(
-            _costs(result), (0, 1), (0, 5), "axes fraction", "offset points", fontsize=8,
+            costs(result), (0, 1), (0, 5), "axes fraction", "offset points", fontsize=8,
             linespacing=1.4,
         )  # fmt: skip
         axis.set_title(f"{heading} {label}", loc="left", pad=36)
@@ -105,19 +107,3 @@ def _rows(results: dict[str, dict[str, Any]]) -> Rows:
             error = {f"standard error ({NATS})": point["increase_standard_error"]}
             rows.append(head | {"series": point["name"]} | place | error)
     return rows
-
-
-def _costs(result: dict[str, Any]) -> str:
-    """The increases at the points other than the origin, with standard errors over sequences."""
-    points = result["measured"]["points"][1:]
-    return "\n".join(
-        f"{SYMBOLS[point['name']]}  "
-        + with_error(point["increase"], point["increase_standard_error"], "+")
-        for point in points
-    )
-
-
-def _width_over_height(result: dict[str, Any]) -> float:
-    grid = result["measured"]["grid"]
-    width, height = (grid[axis][-1] - grid[axis][0] for axis in "xy")
-    return float(width / height)

@@ -1,16 +1,13 @@
 """Held-out loss along training."""
 
-from dataclasses import replace
-
-from study.figures.canvas import Canvas, late
-from study.figures.charts import LINE, NATS, Quantity, Rows, around, data, grid, marks
-from study.figures.figure import Drawn, figure
+from study.figures.canvas import Canvas
+from study.figures.charts import LINE, NATS, Quantity, Rows, data, marks
+from study.figures.figure import Drawn, drawn, figure
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
 
 LOSS = Quantity("held-out loss", NATS)
 FIRST_SHARE = 0.08  # of training, whose losses are far above the others
-NEAR = 0.06
 
 
 @figure(
@@ -22,16 +19,13 @@ NEAR = 0.06
 def validation_loss(canvas: Canvas) -> Drawn | None:
     """Draw the losses of metrics.jsonl, and those of the checkpoints."""
     during = _during_training(canvas)
-    saved = canvas.along(LOSS, "held_out_loss", None, "", series="checkpoint")
-    rows = [*during, *saved]
-    if not rows:
-        return None
-    values = late(rows, canvas.tokens, LOSS, FIRST_SHARE * canvas.most_tokens / canvas.unit)
-    y = replace(LOSS, domain=around(values, NEAR)) if values else LOSS
+    saved = canvas.along(LOSS, "held_out_loss", "", series="checkpoint")
+    first = FIRST_SHARE * canvas.most_tokens
+    y = LOSS.near([row for row in (*during, *saved) if row["tokens"] >= first])
     axes = {"x": canvas.tokens.encoding(), "y": y.encoding(), "color": canvas.runs.colour}
     curve = data(during, mark=LINE | {"strokeWidth": 1.2}, encoding=axes)
     points = marks(saved, canvas.runs, canvas.tokens, y, has_line=False)
-    return Drawn([*rows, *canvas.rates], grid([canvas.panel([curve, points], "", 1)], 1))
+    return drawn([([*during, *saved], canvas.panel([curve, points], "", 1))], 1, canvas.rates)
 
 
 def _during_training(canvas: Canvas) -> Rows:

@@ -78,7 +78,7 @@ def test_means_are_within_their_bound_of_the_exact_ones(
     AveragedWeights' docstring.
     """
     out = tmp_path / "out"
-    average_models(out, models, processes=1, **options)
+    average_models(out, models, **options)
     lineage = lineage_of(out)
     assert (lineage["method"], lineage["accumulate"], lineage["dtype"]) == (
         method,

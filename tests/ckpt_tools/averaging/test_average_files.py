@@ -1,4 +1,4 @@
-"""Averages as files: whatever the processes, in bounded memory, and whole through a kill."""
+"""Averages as files: whatever the threads, in bounded memory, and whole through a kill."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from base.files import sha256_of
 from ckpt_tools.averaging.average import average_models
+from ckpt_tools.formats import parallel
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
 from tests.ckpt_tools.checkpoints import all_of
@@ -50,21 +51,22 @@ def check_hashes(out: Path, inputs: list[Path]) -> None:
         assert {name: record["sha256"] for name, record in told["files"].items()} == files
 
 
-def test_files_do_not_depend_on_the_number_of_processes(models, sharded, tmp_path, monkeypatch):
+def test_files_do_not_depend_on_the_number_of_threads(models, sharded, tmp_path, monkeypatch):
     """Nor on how models are divided into files; pieces are of a few rows."""
     monkeypatch.setattr("ckpt_tools.formats.hf_writer.CHUNK_BYTES", 1000)
-    average_models(tmp_path / "whole", models, processes=1)
+    average_models(tmp_path / "whole", models)
     expected = load_file(tmp_path / "whole" / "model.safetensors")
-    for processes in (1, 2, 5):
-        out = tmp_path / str(processes)
-        average_models(out, sharded, processes=processes)
+    for threads in (1, 2, 5):
+        out = tmp_path / str(threads)
+        monkeypatch.setattr(parallel, "default_threads", lambda count=threads: count)
+        average_models(out, sharded)
         assert lineage_of(out)["files"] == lineage_of(tmp_path / "1")["files"]
         assert all(
             torch.equal(weight, expected[name]) for name, weight in all_of(HFWeights(out)).items()
         )
         assert len(AutoModelForCausalLM.from_pretrained(out).state_dict()) == len(expected)
     mixed = [sharded[0], models[1], sharded[2]]
-    average_models(tmp_path / "mixed", mixed, processes=2)
+    average_models(tmp_path / "mixed", mixed)
     check_hashes(tmp_path / "mixed", mixed)
     assert lineage_of(tmp_path / "mixed")["files"] == lineage_of(tmp_path / "1")["files"]
 
@@ -79,8 +81,10 @@ import sys
 from pathlib import Path
 from typing import Any
 from ckpt_tools.averaging.average import average_models
+from ckpt_tools.formats import parallel
 out, *inputs = map(Path, sys.argv[1:])
-average_models(out, inputs, processes=1)
+parallel.default_threads = lambda: 1
+average_models(out, inputs)
 print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 """
 

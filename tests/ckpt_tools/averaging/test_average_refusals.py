@@ -103,10 +103,10 @@ REFUSALS: dict[str, tuple[Change, dict[str, Any], str]] = {
     "pickles": (pickles_only, {}, "root/a holds no safetensors weights"),
     "missing": (weights(lambda content: content.pop(Q_NORM)), {}, f"root/a: missing ['{Q_NORM}']"),
     "unknown": (weights(lambda content: content.update(b=content[Q_NORM] + 0)), {}, "root/a: unknown ['b']"),
-    "shape": (weights(lambda c: c.update({Q_NORM: torch.ones(16)})), {}, f"'{Q_NORM}' is (16,), config.json needs (32"),
-    "integers": (to(Q_NORM, torch.int64), {}, f"'{Q_NORM}' is torch.int64; only fp32, bf16 and fp16"),
+    "shape": (weights(lambda c: c.update({Q_NORM: torch.ones(16)})), {}, f"'{Q_NORM}' is (16,), the model needs (32"),
+    "integers": (to(Q_NORM, torch.int64), {}, f"'{Q_NORM}' is torch.int64, all weights must be of one type"),
     "one tensor": (to(Q_NORM, torch.float16), {}, f"'{Q_NORM}' is torch.float16"),
-    "dtypes": (all_to(torch.bfloat16), {}, "export them in one type with --dtype"),
+    "dtypes": (all_to(torch.bfloat16), {}, "average models of one type"),
     "rope": (edit("a/config.json", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4}), {},
              "differ in 'rope_parameters' of their config.json"),
     "vocabulary": (edit("a/config.json", "vocab_size", 321), {}, "'vocab_size' of their config.json (321, 320)"),
@@ -144,7 +144,7 @@ def test_refusals_name_what_is_wrong_and_write_nothing(root, change, options, ex
     out, inputs = options.pop("out"), options.pop("inputs")
     before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=re.escape(expected)):
-        average_models(root / out, [root / name for name in inputs], processes=1, **options)
+        average_models(root / out, [root / name for name in inputs], **options)
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from base.errors import UserError
-from ckpt_tools.released.registry import FAMILIES, family_of, parse_revision, repo_of_directory
+from ckpt_tools.released.registry import parse_revision, repo_of_directory
 
 # Computed independently of this project from the same recipes, to seven digits.
 with (Path(__file__).parent / "released_learning_rates.csv").open() as file:
@@ -223,7 +223,7 @@ def test_pythia_as_gpt_neox_computed_it_then(step):
             "no known trajectory; give one of allenai/OLMo-2-0425-1B, ",
         ),
         ("open-sci/open-sci-ref-v0.02-1.7b-c4", "main", "no known trajectory"),
-        (OLMO2_7B, "stage1-step55000-tokens231", "such as stage1-step55000-tokens231B"),
+        (OLMO2_7B, "stage1-step55000-tokens231", "such as stage1-step{S}-tokens{T}, "),
         (OLMO2_7B, "stage1-step055000-tokens231B", "no revision"),
         (OLMO2_7B, "stage2-step1000-tokens5B", "no revision"),
         (OLMO2_7B, "stage2-ingredient4-step1000-tokens5B", "no revision"),
@@ -235,17 +235,11 @@ def test_pythia_as_gpt_neox_computed_it_then(step):
             "stage1-step55000-tokens231B",
             "saw 461,373,440,000 tokens",
         ),  # of the 7B, by its tokens
-        (OLMO2_7B, "stage1-step928647-tokens3896B", "ends at step 928646"),
-        (OLMO2_7B, "stage2-ingredient1-step12000-tokens51B", "ends at step 11931"),
         (SMOLLM3, "main", "no revision"),
         (SMOLLM3, "stage4-step-40000", "no revision"),
         (APERTUS, "step150000-tokens630T", "saw 629,145,600,000 tokens"),
-        ("LLM360/Amber", "ckpt_359", "ends at step 273558"),
         ("LLM360/Amber", "ckpt_10", "no revision"),
         (OPEN_SCI, "iter_58000", "no revision"),
-        ("EleutherAI/pythia-160m", "step3", "multiples of 1000"),
-        ("EleutherAI/pythia-160m", "step1500", "multiples of 1000"),
-        ("EleutherAI/pythia-160m", "step144000", "ends at step 143000"),
     ],
 )
 def test_what_is_no_revision_is_refused_in_one_line(repo, revision, reason):
@@ -253,15 +247,6 @@ def test_what_is_no_revision_is_refused_in_one_line(repo, revision, reason):
         parse_revision(repo, revision)
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value).replace(revision, "")
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.repo)
-def test_examples_are_revisions(family):
-    """And every template has an order."""
-    repo = family.repo.replace("SIZE-DATASET-TOKENS-CONTEXT", "1.7b-c4-300B-4096")
-    assert family_of(repo) is family
-    found = parse_revision(repo, family.example)
-    assert family.order(found)[2] == (found.step or 0)
 
 
 @pytest.mark.parametrize(

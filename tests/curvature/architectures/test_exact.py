@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from curvature.architectures import ARCHITECTURES
-from curvature.products.finite_difference import DifferenceHessian
+from curvature.products.finite_difference import difference_product
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
 from curvature.products.sketch import CountSketch
@@ -132,7 +132,7 @@ def test_differences_of_gradients_agree(variant):
     model, hessian_PP = tiny_model(torch.float32, **variant.config), variant.dense.hessian_PP
     curved = CurvedModel(model, ranks=ALONE)
     sketch = CountSketch(curved.parameters, Probe(0, 0))
-    product = DifferenceHessian(curved).sketched(variant.tokens_BS1, sketch)
+    product = difference_product(curved, variant.tokens_BS1, sketch)
     exact_P = hessian_PP @ curved.parameters.probe(Probe(0, 0)).double()
     exact = curved.parameters.split(exact_P.float())
     exact_s = sketch.whole(lambda name: sketch.part(name, exact[name]))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.olmo2 import modeling_olmo2
 
 from base.cli import run_command
-from curvature.slices.losses import SequenceLosses
+from curvature.slices.plane import SequenceLosses
 from quant_eval.__main__ import app
 from tests.conftest import make_hf_directory
 from tests.curvature.conftest import (

@@ -11,10 +11,10 @@ import torch
 
 from base.errors import UserError
 from base.ranks import start
-from curvature.slices.losses import SequenceLosses
 from curvature.slices.plane import (
     Plane,
     Point,
+    SequenceLosses,
     grid_coordinates,
     losses_at,
 )

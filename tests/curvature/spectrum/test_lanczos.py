@@ -43,8 +43,8 @@ def test_ends_of_a_trained_model(trained, dtype):
     assert values(found.largest) == pytest.approx(ascending[: -5 - 1 : -1], rel=1e-4)
     assert values(found.smallest) == pytest.approx(ascending[:3], rel=1e-4)
     assert all(pair.converged and residual(pair) <= 1e-4 for pair in found.largest + found.smallest)
-    assert found.products == len(products) == found.iterations + 8
-    x_P = found.top_vector_p.double()
+    assert len(products) == found.iterations + 8
+    x_P = products[-1].double()  # the judged one of the largest
     assert float(x_P.norm()) == pytest.approx(1, abs=1e-6)
     value = float(x_P @ trained.matrix_PP @ x_P)
     assert value == pytest.approx(found.largest[0].value, rel=1e-6)
@@ -52,11 +52,17 @@ def test_ends_of_a_trained_model(trained, dtype):
 
 def test_residual_is_that_of_the_vector_and_bounds_the_error(trained):
     """After few steps nothing has converged: the error is large, and so is what is reported."""
+    multiplied = []
+
+    def product(v_P):
+        multiplied.append(v_P)
+        return trained.product(v_P)
+
     found = ends(
-        trained.product, signs(len(trained.values_P)), smallest=1, tolerance=1e-12, max_iterations=4
+        product, signs(len(trained.values_P)), smallest=1, tolerance=1e-12, max_iterations=4
     )
     assert found.iterations == 4
-    pair, x_P = found.largest[0], found.top_vector_p
+    pair, x_P = found.largest[0], multiplied[-1]
     distance = float((trained.matrix_PP @ x_P - pair.value * x_P).norm())
     assert pair.residual == pytest.approx(distance / pair.value, rel=1e-8)
     for end in (found.largest[0], found.smallest[0]):
@@ -189,7 +195,6 @@ def test_more_steps_than_dimensions_invent_nothing(dtype):
     assert found.iterations == 7
     assert values(found.largest) == pytest.approx(known.values_P.flip(0).tolist(), rel=1e-5)
     assert values(found.smallest) == pytest.approx(known.values_P.tolist(), rel=1e-5)
-    assert found.products == 14
 
 
 def test_a_multiple_eigenvalue_is_found_once():
@@ -200,7 +205,7 @@ def test_a_multiple_eigenvalue_is_found_once():
     assert found.iterations == 2
     alone = ends(lambda v: 3 * v, signs(40), largest=1, smallest=1)
     assert values(alone.largest) == values(alone.smallest) == pytest.approx([3])
-    assert (alone.iterations, alone.products) == (1, 2)
+    assert alone.iterations == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -263,17 +268,6 @@ def test_a_product_that_is_not_finite_is_refused():
         ends(lambda v: next(calls) * known.product(v), signs(3))
 
 
-@pytest.mark.parametrize("wrong", [{"largest": 0}, {"smallest": -1}, {"largest": 3, "smallest": 3}])
-def test_settings_that_ask_for_nothing(wrong):
-    with pytest.raises(ValueError, match="ask for no spectrum"):
-        ends(lambda v: v, signs(9), max_iterations=5, **wrong)
-
-
-def test_a_zero_start_is_refused():
-    with pytest.raises(ValueError, match="start vector is zero"):
-        ends(lambda v: v, torch.zeros(3))
-
-
 def test_a_top_eigenvalue_takes_few_products_and_as_many_vectors(trained):
     """The value of a dense solver; vectors, counted in every product, come as they are needed,
     whatever the most is.
@@ -294,7 +288,7 @@ def test_a_top_eigenvalue_takes_few_products_and_as_many_vectors(trained):
     start_P = signs(size, dtype=torch.float32)
     few, many = (ends(product, start_P, tolerance=1e-2, max_iterations=most) for most in (16, 50))
     assert few.largest == many.largest
-    assert few.products == many.products <= 16
+    assert few.iterations == many.iterations < 16
     assert few.largest[0].value == pytest.approx(float(trained.values_P[-1]), rel=1e-4)
     assert (
         max(alive) <= few.iterations + 4

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.olmo2 import modeling_olmo2
 
-from curvature.products.interface import Quadratic
+from curvature.products.exact import Quadratic
 from tests.curvature.conftest import TINY, _DoubleForFloat, tiny_model
 
 LENGTH = 24

@@ -13,7 +13,7 @@ from base.errors import UserError
 from base.files import sha256_of
 from base.ranks import Ranks
 from curvature.step.quantized import read_step
-from quant_eval.measuring.measurement import Request, measure
+from quant_eval.measuring.measurement import measure
 from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
 from tests.quant_eval.models import run_settings
@@ -42,8 +42,8 @@ def measured(tmp_path_factory, train_prefix, held_out_prefix):
                 per_block=held == dtype == "fp32",
                 dense=True,
             )
-            request = Request(base, (SPEC,), (out,), settings)
-            (result,) = measure(request, Ranks(0, 1, torch.device("cpu")))
+            alone = Ranks(0, 1, torch.device("cpu"))
+            (result,) = measure(base, (SPEC,), (out,), settings, alone)
             (out / "result.json").write_text(json.dumps(result))
     return root
 
@@ -65,8 +65,8 @@ def test_the_step_leads_from_the_base_to_the_kept_weights(measured, case):
         for path in sorted((measured / case / "dense").glob("*.safetensors"))
         for k, v in load_file(path).items()
     }
-    assert step.names == tuple(kept)
-    assert len(step.names) == 2 * 7
+    assert list(step.quantized) == list(kept)
+    assert len(kept) == 2 * 7
     for name, tensor in base.items():
         delta = step.delta(name)
         if name not in kept:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from curvature.products.parameters import block_of
 from curvature.products.probes import rademacher
 from curvature.step.prediction import predict
 from tests.curvature.step.conftest import rounded_steps
@@ -35,7 +34,6 @@ def predictions(trained) -> dict[int, dict[str, Any]]:
             rounded_steps(line.model, bits),
             random,
             microbatches=MICROBATCHES,
-            block_of=block_of,
         )
         for bits in (3, 4, 8)
     }

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.products.interface import Quadratic
+from curvature.products.exact import Quadratic
 from curvature.products.probes import rademacher
 from tests.curvature.conftest import dense_hessian, tiny_model
 

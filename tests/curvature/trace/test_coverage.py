@@ -8,50 +8,29 @@ Shapes: R repetitions, M microbatches, T tensors.
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from torch import Tensor
 
-from curvature.products.interface import Quadratic
+from curvature.products.exact import Quadratic
+from curvature.products.parameters import block_of
 from curvature.products.sharing import Sharing
 from curvature.trace.hutchinson import TraceEstimate, estimate_trace
 from tests.curvature.conftest import ALONE
 from tests.curvature.trace.conftest import Population
 
-BLOCKS = {
-    "model.embed_tokens": "embedding",
-    "model.layers": "layer0",
-    "model.norm": "head",
-    "lm_head": "head",
-}
-
-
-def block_of(name: str) -> str:
-    return next(block for prefix, block in BLOCKS.items() if name.startswith(prefix))
-
-
-class Samples(NamedTuple):
-    """Samples that are known beforehand."""
-
-    names: list[str]
-    rows: list[list[float]]
-
-    def quadratic(self, index: int) -> Quadratic:
-        return Quadratic(1.0, 0.0, dict(zip(self.names, self.rows[index], strict=True)))
-
 
 def estimate(dots_MT: Tensor, names: list[str]) -> TraceEstimate:
-    samples = Samples(names, dots_MT.tolist())
+    samples = [Quadratic(1.0, 0.0, dict(zip(names, row, strict=True))) for row in dots_MT.tolist()]
     return estimate_trace(
-        samples, pairs=len(dots_MT), sharing=Sharing(ALONE, False), block_of=block_of
+        samples.__getitem__, names, pairs=len(dots_MT), sharing=Sharing(ALONE, False)
     )
 
 
 def exact(population: Population) -> dict[str, float]:
     """The exact trace of every block and of the whole Hessian."""
-    blocks = dict.fromkeys(BLOCKS.values(), 0.0)
+    blocks = dict.fromkeys(("embedding", "layer0", "head"), 0.0)
     for name, value in population.traces().items():
         blocks[block_of(name)] += value
     return blocks | {"total": math.fsum(blocks.values())}

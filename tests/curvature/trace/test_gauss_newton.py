@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import curvature.trace.gauss_newton as module
-from curvature.products.interface import Quadratic
+from curvature.products.exact import Quadratic
 from curvature.products.probes import words
 from curvature.products.sharing import Sharing
 from curvature.trace.gauss_newton import (
@@ -126,16 +126,11 @@ def test_drawn_samples_estimate_the_trace(model, draw, traces):
     logits_BSV = logits_of(model, tokens_BS1)
     exact = traces(model, tokens_BS1)
 
-    class Draws:
-        names = tuple(exact)
+    def drawn(index: int) -> Quadratic:
+        loss = draw(logits_BSV, tokens_BS1, range(4), seed=1, microbatch=index)
+        return Quadratic(0.0, 0.0, squares(model, loss, 24))
 
-        def quadratic(self, index: int) -> Quadratic:
-            loss = draw(logits_BSV, tokens_BS1, range(4), seed=1, microbatch=index)
-            return Quadratic(0.0, 0.0, squares(model, loss, 24))
-
-    result = estimate_trace(
-        Draws(), pairs=300, sharing=Sharing(ALONE, False), block_of=lambda name: name
-    )
+    result = estimate_trace(drawn, tuple(exact), pairs=300, sharing=Sharing(ALONE, False))
     assert abs(result.total.mean - math.fsum(exact.values())) < 3 * result.total.standard_error
     assert result.total.standard_error < 0.1 * result.total.mean
     for name, value in exact.items():

@@ -9,30 +9,20 @@ import scipy.stats
 import torch
 
 from base.errors import UserError
-from curvature.products.interface import Quadratic
+from curvature.products.exact import Quadratic
+from curvature.products.parameters import block_of
 from curvature.products.sharing import Sharing
 from curvature.trace.hutchinson import estimate_mean, estimate_trace
 from tests.curvature.conftest import ALONE
 from tests.curvature.trace.conftest import Population
 
 
-def block_of(name: str) -> str:
-    return name.split(".")[1] if name.startswith("model") else "head"
-
-
-class Samples:
-    """Samples that are known beforehand."""
-
-    def __init__(self, quadratics: list[Quadratic]) -> None:
-        self.quadratic, self.names = quadratics.__getitem__, list(quadratics[0].dots)
-
-
 def estimate(quadratics: list[Quadratic]):
     return estimate_trace(
-        Samples(quadratics),
+        quadratics.__getitem__,
+        list(quadratics[0].dots),
         pairs=len(quadratics),
         sharing=Sharing(ALONE, False),
-        block_of=block_of,
     )
 
 
@@ -76,7 +66,7 @@ def test_error_of_a_fixed_hessian_is_that_of_signs(population: Population):
 def test_tensors_add_up_to_blocks_and_blocks_to_the_total(population: Population):
     result = estimate(population.quadratics(population.draw(1, 20, 1, seed=5).flatten(0, 2)))
     assert list(result.tensors) == population.names
-    assert set(result.blocks) == {"embed_tokens", "layers", "norm", "head"}
+    assert set(result.blocks) == {"embedding", "layer0", "head"}
     for block, each in result.blocks.items():
         parts = [part.mean for name, part in result.tensors.items() if block_of(name) == block]
         assert each.mean == pytest.approx(math.fsum(parts), rel=1e-12)

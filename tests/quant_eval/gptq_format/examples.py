@@ -95,7 +95,7 @@ def save_example(
     rounded = {
         path: round_linear(weight.detach(), spec, generator) for path, weight in linears.items()
     }
-    with CheckpointWriter(hf_dir, out, spec, dtype) as writer:
+    with CheckpointWriter(hf_dir, out, spec, dtype).collecting() as writer:
         for path in reversed(rounded):  # any order
             writer.add(path, rounded[path])
         writer.finish({"model": {"path": str(hf_dir)}})

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_tools.formats.weights import read_whole
 from ckpt_tools.hf.forward import names_in_files
-from quant_eval.gptq_format.packing import pack
-from quant_eval.gptq_format.reader import SavedWeights
+from quant_eval.gptq_format.layout import pack
 from quant_eval.grid import Rounded
 from quant_eval.libraries.job import process_environment
+from quant_eval.measuring.saving import SavedWeights
 from tests.interpreter import interpreter
 from tests.quant_eval.gptq_format.examples import SPECS, Example, logits_of
 from tests.quant_eval.gptq_format.test_packing import WIDTHS, random_rounded
@@ -68,12 +68,13 @@ def test_gptqmodel_reads_the_weights_that_were_measured(name, witness, examples)
 @pytest.mark.parametrize("name", [*SPECS, *NEOX])
 def test_our_reader_gives_the_dense_model(name, examples):
     example: Example = examples[name]
-    saved = SavedWeights(example.out)
+    saved = SavedWeights(example.out, torch.float32)
     model = example.dense
     files = names_in_files(model)
     assert saved.tensors.keys() == set(files.values())
     for path, parameter in model.state_dict().items():
-        assert saved.tensors[files[path]] == (tuple(parameter.shape), parameter.dtype)
+        held = saved.tensors[files[path]]
+        assert (held.shape, held.dtype) == (tuple(parameter.shape), parameter.dtype)
         assert torch.equal(read_whole(saved, files[path]), parameter), path
     path = next(iter(example.rounded))
     assert torch.equal(saved.read(path, 3, 11), example.rounded[path].dense()[3:11])

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from quant_eval.gptq_format.packing import WORD_BITS, pack, unpack
+from quant_eval.gptq_format.layout import WORD_BITS, pack, unpack
 from quant_eval.grid import Rounded
 
 WIDTHS = (2, 3, 4, 8)

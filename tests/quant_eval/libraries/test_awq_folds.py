@@ -16,6 +16,8 @@ from transformers import (
     MistralConfig,
     Olmo2Config,
     OlmoConfig,
+    Qwen2Config,
+    Qwen3Config,
     SmolLM3Config,
 )
 
@@ -44,6 +46,9 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt_neox-serial": (GPTNeoXConfig, {"use_parallel_residual": False}),
     "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2, "num_key_value_heads": 4}),
     "smollm3-grouped": (SmolLM3Config, GROUPED),
+    "mistral": (MistralConfig, {"num_key_value_heads": 4, "sliding_window": None}),
+    "qwen2": (Qwen2Config, {"num_key_value_heads": 4}),
+    "qwen3": (Qwen3Config, {"num_key_value_heads": 4}),
     "apertus": (ApertusConfig, {"num_key_value_heads": 4}),
     "apertus-grouped": (ApertusConfig, GROUPED),
 }
@@ -86,7 +91,7 @@ def make_model(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_fold_is_exact(name):
     model = make_model(name)
-    mappings = mappings_for(model.config)
+    mappings = mappings_for(model)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     check_folds(model, mappings, seed=1)
     check_folds(witness(model), mappings, seed=1)
@@ -96,7 +101,7 @@ def test_every_fold_is_exact(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_all_folds_together_change_weights_and_not_logits(name):
     model = make_model(name).double()
-    mappings = mappings_for(model.config)
+    mappings = mappings_for(model)
     tokens_BL = torch.arange(40).reshape(2, 20) * 7
     folded = copy.deepcopy(model)
     for block in folded.get_submodule(mappings.blocks).children():
@@ -126,16 +131,16 @@ def test_all_folds_together_change_weights_and_not_logits(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_table_accounts_for_every_linear_of_the_blocks(name):
     model = make_model(name)
-    mappings = mappings_for(model.config)
+    mappings = mappings_for(model)
     linears = [
         key
         for key, part in model.named_modules()
         if isinstance(part, nn.Linear) and key != "lm_head"
     ]
     assert sorted(mapped_linears(model, mappings)) == sorted(linears)
-    unsaid = Mappings(mappings.blocks, mappings.folds[1:], mappings.unscaled)
-    with pytest.raises(UserError, match=mappings.folds[0].balance[0]):
-        mapped_linears(model, unsaid)
+    told = [linear for fold in mappings.folds for linear in fold.balance] + list(mappings.unscaled)
+    blocks = [f"{mappings.blocks}.{i}" for i in range(NUM_LAYERS)]
+    assert sorted(f"{block}.{name}" for block in blocks for name in told) == sorted(linears)
 
 
 WRONG = {
@@ -174,7 +179,7 @@ def test_wrong_folds_are_refused(case):
     name, smooth, balance = WRONG[case]
     model = make_model(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    wrong = Mappings(mappings_for(model.config).blocks, (Fold(smooth, tuple(balance)),), {})
+    wrong = Mappings(mappings_for(model).blocks, (Fold(smooth, tuple(balance)),), {})
     for one in (model, witness(model)):
         with pytest.raises(
             UserError, match=rf"^AWQ mapping {smooth} -> .*; remove (it|the mapping)"
@@ -187,7 +192,7 @@ def test_wrong_folds_are_refused(case):
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "olmo2"])
 def test_a_weight_that_is_not_the_original_times_its_scales_is_refused(name, dtype):
     original = make_model(name).to(dtype)
-    mappings = mappings_for(original.config)
+    mappings = mappings_for(original)
     scaled, scales = copy.deepcopy(original), {}
     generator = torch.Generator().manual_seed(0)
     for index, block in enumerate(scaled.get_submodule(mappings.blocks).children()):
@@ -217,7 +222,7 @@ def test_a_weight_that_is_not_the_original_times_its_scales_is_refused(name, dty
     "name", ["olmo2-grouped", "llama-grouped", "smollm3-grouped", "apertus-grouped"]
 )
 def test_grouped_values_are_left_out_with_a_reason(name):
-    mappings = mappings_for(make_model(name).config)
+    mappings = mappings_for(make_model(name))
     assert "self_attn.v_proj" not in [fold.smooth for fold in mappings.folds]
     assert "4 query heads share the values of 2" in mappings.unscaled["self_attn.o_proj"]
 
@@ -227,11 +232,4 @@ def test_a_model_that_is_not_finite_is_refused():
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(UserError, match="logits are not finite; check the checkpoint's weights"):
-        check_folds(witness(model), mappings_for(model.config), seed=0)
-
-
-def test_an_architecture_without_a_table_is_refused():
-    with pytest.raises(
-        UserError, match="mistral, only for apertus, gpt_neox, llama, olmo, olmo2, smollm3;"
-    ):
-        mappings_for(MistralConfig())
+        check_folds(witness(model), mappings_for(model), seed=0)

@@ -214,7 +214,7 @@ def test_weights_are_dense_points_of_their_grids(gptq_done):
             assert max(len(row_K.unique()) for row_K in group_OK) <= 2**gptq_done.spec.bits, name
 
 
-def test_the_report_names_every_setting_and_every_linear(gptq_done, gptaq_done):
+def test_the_report_names_every_setting(gptq_done, gptaq_done):
     origin = importlib.util.find_spec("gptqmodel")
     assert origin is not None
     assert origin.origin is not None
@@ -234,9 +234,6 @@ def test_the_report_names_every_setting_and_every_linear(gptq_done, gptaq_done):
         assert config.keys() == fields - WITHOUT_PART
         assert (config["bits"], config["damp_percent"]) == (done.spec.bits, done.spec.damping)
         assert report["settings"]["calibration"] == [20, 64]
-        assert {layer["name"] for layer in report["layers"]} == LINEARS
-        assert {layer["damping"] for layer in report["layers"]} == {done.spec.damping}
-        assert all(layer["objective"] > 0 for layer in report["layers"])
         assert sorted(path.name for path in done.out.iterdir()) == ["job.json", REPORT, WEIGHTS]
 
 
@@ -317,15 +314,13 @@ def test_rounding_without_an_inversion_is_a_problem():
         ({"module": "down"}, "left out blocks.0.down"),
     ],
 )
-def test_a_log_of_anything_but_gptq_on_all_tokens_is_refused(job, changes, line):
+def test_a_log_of_anything_but_gptq_on_all_tokens_is_refused(changes, line):
     watch = Watch(SimpleNamespace(extract_layers_node=lambda: ["blocks"]), "gptq", 0.1)
     watch.weights["blocks.0.up.weight"] = torch.zeros(1)
     row = {"layer": "0", "module": "up", "loss": "0.5", "samples": "1280"}
-    assert [one.name for one in check_log([row], watch, job, {"blocks.0.up"}, 1280)] == [
-        "blocks.0.up"
-    ]
+    check_log([row], watch, {"blocks.0.up"}, 1280)
     with pytest.raises(UserError, match=line):
-        check_log([row | changes], watch, job, {"blocks.0.up"}, 1280)
+        check_log([row | changes], watch, {"blocks.0.up"}, 1280)
 
 
 def test_what_gptqmodel_cannot_do_as_told_is_refused_before_it_is_imported(job, tmp_path):
@@ -334,7 +329,7 @@ def test_what_gptqmodel_cannot_do_as_told_is_refused_before_it_is_imported(job, 
     )
     with pytest.raises(
         UserError,
-        match="a OlmoForCausalLM, which gptqmodel calibrates on wrong inputs; use our own gptq",
+        match="holds a OlmoForCausalLM; give one of Olmo2ForCausalLM",
     ):
         quantize(job.model_copy(update={"hf_dir": tmp_path}))
     with pytest.raises(UserError, match="damp above 0"):

@@ -41,7 +41,7 @@ def job_in(out: Path) -> Job:
 
 
 def test_the_process_gets_the_job_and_its_report_comes_back(tmp_path, monkeypatch, process):
-    report = {"library": "stand-in", "version": "1", "settings": {"bits": 4}, "layers": []}
+    report = {"library": "stand-in", "version": "1", "settings": {"bits": 4}}
     (tmp_path / "report.json").write_text(json.dumps(report))
     monkeypatch.chdir(tmp_path)
     process(

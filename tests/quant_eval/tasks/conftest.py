@@ -11,10 +11,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from quant_eval.settings import TaskSettings
 from quant_eval.tasks.loading import load_tasks
 from quant_eval.tasks.paired import compare
 from quant_eval.tasks.scoring import evaluate_tasks
-from quant_eval.tasks.settings import TaskSettings
 from tests.conftest import make_hf_directory
 from tests.quant_eval.tasks.task_files import write_task_files
 

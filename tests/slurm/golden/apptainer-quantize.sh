@@ -11,10 +11,10 @@
 #SBATCH --account=p123
 #SBATCH --constraint=a100&(ib|roce)
 
-self=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}  # the plain id of the last element is the whole array's
+self=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}  # a plain id may mean the whole array
 stop=/project/p123/quantdyn/olmo2-7b-lr/slurm/stop/$self.${SLURM_RESTART_COUNT:-0}
 mkdir -p /project/p123/quantdyn/olmo2-7b-lr/slurm/stop || exit 1
-trap ': >"$stop" && trap "" USR1 TERM' USR1 TERM  # once is enough, and a second one would come in between
+trap ': >"$stop" && trap "" USR1 TERM' USR1 TERM
 echo "== $(date -u +%FT%TZ) $self start ${SLURM_RESTART_COUNT:-0} on ${SLURM_JOB_NODELIST:-}"
 
 # The site's own.
@@ -33,7 +33,7 @@ export FI_PROVIDER=efa
 export NCCL_DEBUG=WARN
 export PYTHONPATH=/project/p123/src"${PYTHONPATH:+:$PYTHONPATH}"
 
-set -uo pipefail  # only now: what sites have in their profiles reads variables that are not set
+set -uo pipefail
 cd /project/p123/src || exit 1
 exec 9<> <(:)
 {

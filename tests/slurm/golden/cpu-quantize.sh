@@ -11,10 +11,10 @@
 #SBATCH --time=10:00
 #SBATCH --partition=train
 
-self=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}  # the plain id of the last element is the whole array's
+self=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}  # a plain id may mean the whole array
 stop=/lab/studies/olmo2-7b-lr/slurm/stop/$self.${SLURM_RESTART_COUNT:-0}
 mkdir -p /lab/studies/olmo2-7b-lr/slurm/stop || exit 1
-trap ': >"$stop" && trap "" USR1 TERM' USR1 TERM  # once is enough, and a second one would come in between
+trap ': >"$stop" && trap "" USR1 TERM' USR1 TERM
 echo "== $(date -u +%FT%TZ) $self start ${SLURM_RESTART_COUNT:-0} on ${SLURM_JOB_NODELIST:-}"
 
 export OMP_NUM_THREADS=1
@@ -30,7 +30,7 @@ export NCCL_SOCKET_IFNAME==lo
 export GLOO_SOCKET_IFNAME=lo
 export PYTHONPATH=/lab/quantdyn"${PYTHONPATH:+:$PYTHONPATH}"
 
-set -uo pipefail  # only now: what sites have in their profiles reads variables that are not set
+set -uo pipefail
 cd /lab/quantdyn || exit 1
 exec 9<> <(:)
 {

@@ -17,10 +17,10 @@
 #SBATCH --exclude=h[013,200-203]
 #SBATCH --switches=1@00:10:00
 
-self=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}  # the plain id of the last element is the whole array's
+self=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}  # a plain id may mean the whole array
 stop=/shared/quantdyn/olmo2-7b-lr/slurm/stop/$self.${SLURM_RESTART_COUNT:-0}
 mkdir -p /shared/quantdyn/olmo2-7b-lr/slurm/stop || exit 1
-trap ': >"$stop" && trap "" USR1 TERM' USR1 TERM  # once is enough, and a second one would come in between
+trap ': >"$stop" && trap "" USR1 TERM' USR1 TERM
 echo "== $(date -u +%FT%TZ) $self start ${SLURM_RESTART_COUNT:-0} on ${SLURM_JOB_NODELIST:-}"
 
 export OMP_NUM_THREADS=12
@@ -40,7 +40,7 @@ export HF_HOME='/shared/hf cache'
 export GREETING='it'"'"'s $HOME and `whoami`'
 export PYTHONPATH=/shared/src/quantdyn"${PYTHONPATH:+:$PYTHONPATH}"
 
-set -uo pipefail  # only now: what sites have in their profiles reads variables that are not set
+set -uo pipefail
 cd /shared/src/quantdyn || exit 1
 exec 9<> <(:)
 {

@@ -8,7 +8,7 @@ from study.machine.estimate import estimate_lines
 from study.machine.hardware import planned
 from study.machine.needs import Needs
 from study.recipes import resolve
-from study.recipes.cost import gpu_hours, trained_tokens
+from study.recipes.shown import gpu_hours, trained_tokens
 from train.planning.memory import rank_memory
 from train.run.config import RunConfig
 from train.run.schedules import learning_rate

@@ -8,13 +8,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.interpreter import interpreter
 from tests.study.tracking.stores import Database
 from tests.waiting import HANG_SECONDS, wait_until
 
@@ -90,7 +90,7 @@ def server(tmp_path_factory):
     place, port = tmp_path_factory.mktemp("server"), free_port()
     command = [
         *ENDING_WITH_US,
-        sys.executable,
+        interpreter(),
         "-m",
         "mlflow",
         "server",

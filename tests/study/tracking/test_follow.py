@@ -6,14 +6,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 
 import pytest
 
 from base.files import write_json
 from study.definition import save_study
-from study.tracking.follow import follow
+from study.tracking.importer import follow
 from study.tracking.store import create_store
+from tests.interpreter import interpreter
 from tests.runs import environment, make_run, ranks
 from tests.study.tracking.stores import append_steps, expected, write_small_study
 from tests.waiting import HANG_SECONDS, wait_until
@@ -98,7 +98,7 @@ def test_training_beside_an_importer_whose_server_never_answers_is_the_same(
         silent.listen(100)
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         command = [
-            sys.executable,
+            interpreter(),
             "-m",
             "study",
             "mirror",

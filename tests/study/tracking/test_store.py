@@ -91,6 +91,6 @@ def test_a_store_that_does_not_answer_is_told_of_in_one_line_and_soon(tmp_path, 
 def test_open_store_explains_what_fails_inside(tmp_path):
     with (
         pytest.raises(UserError, match=r"failed: .*No Experiment"),
-        open_store(tmp_path, store_uri(tmp_path)) as store,
+        open_store(store_uri(tmp_path)) as client,
     ):
-        store.client.get_experiment("77")
+        client.get_experiment("77")
