@@ -94,7 +94,7 @@ def _current_parity(out: Path, lineage: dict[str, Any]) -> dict[str, Any] | None
         return None
     present, files = read_lineage(out) or ({}, {})
     if present.get("kind") != "export":
-        raise UserError(f"{out} exists and is no export; give a new directory or remove it")
+        raise UserError(f"{out} exists and is no export; give a new directory")
     same = all(
         present.get(key) == lineage[key] for key in ("checkpoint_sha256", "weights", "dtype")
     )

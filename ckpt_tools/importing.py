@@ -110,4 +110,4 @@ def _is_there(out: Path, record: CheckpointRecord) -> bool:
         present = read_checkpoint_record(out)
         if present.model_copy(update={"files": {}}) == record:
             return is_whole(out, present.files)
-    raise UserError(f"{out} exists and is not this import; give a new directory or remove it")
+    raise UserError(f"{out} exists and is not this import; give a new directory")

@@ -155,9 +155,7 @@ def _check_out(out: Path, hf: Path, exports: list[_Export], run_fingerprint: str
     for path in sorted(out.glob("[!.]*")):
         lineage, _ = (read_lineage(path) if path.name in revisions else None) or ({}, {})
         if lineage.get("published", {}).get("fingerprint") != run_fingerprint:
-            raise UserError(
-                f"{path} was not published from this run; give a new directory or remove it"
-            )
+            raise UserError(f"{path} was not published from this run; give a new directory")
 
 
 def _lay_out(

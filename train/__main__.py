@@ -172,7 +172,7 @@ def _changed(run_dir: Path, settings: list[str]) -> tuple[Path, RunConfig]:
     changed_dir = run_dir.parent / (run_dir.name + changed.name.removeprefix(config.name))
     if (changed_dir / "run.json").exists() and load_run(changed_dir / "run.json") != changed:
         raise UserError(
-            f"{changed_dir} holds another configuration; remove it or change the setting"
+            f"{changed_dir} holds another configuration; change the setting, or the name of the run"
         )
     return changed_dir, changed
 

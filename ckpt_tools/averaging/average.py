@@ -106,9 +106,7 @@ def _make(out: Path, method: str, factors: tuple[float, ...], inputs: list[Input
     if out.exists():
         present, files = read_lineage(out) or ({}, {})
         if any(present.get(key) != value for key, value in lineage.items()):
-            raise UserError(
-                f"{out} exists and is not this average; give a new directory or remove it"
-            )
+            raise UserError(f"{out} exists and is not this average; give a new directory")
         if is_whole(out, files):
             return
     newest = inputs[-1]

@@ -63,7 +63,7 @@ def identify(hf_dir: Path, architectures: tuple[str, ...] | None = None) -> dict
     if lineage and lineage.get("kind") == "export" and not lineage.get("parity"):
         raise UserError(
             f"{hf_dir} was not proven to compute what its training engine did (lineage.json has no"
-            " parity); remove it and export the checkpoint again"
+            " parity); export the checkpoint to another directory"
         )
     verify_files(hf_dir, files, "export the checkpoint again")
     weights_sha256 = {

@@ -105,10 +105,10 @@ def read_result(path: Path, kind: type[Any] | None = None) -> Result[Any]:
             f"{path} does not exist; measure it, or run the study again, which does"
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise UserError(f"{path} is no valid JSON; remove it and measure again") from None
+        raise UserError(f"{path} is no valid JSON; measure again") from None
     settings = content.get("spec", {}) if isinstance(content, dict) else None
     if not isinstance(settings, dict) or "measured" not in content:
-        raise UserError(f"{path} is no result of a measurement; remove it and measure again")
+        raise UserError(f"{path} is no result of a measurement; give one, or measure again")
     held = next((held for key, held in TOLD_BY.items() if key in settings), kind)
     if held is None:
         raise UserError(f"{path} is of no known kind of measurement; measure again")
@@ -121,9 +121,7 @@ def read_result(path: Path, kind: type[Any] | None = None) -> Result[Any]:
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(str(part) for part in problem["loc"])
-        raise UserError(
-            f"{path} is damaged ('{key}': {problem['msg']}); remove it and measure again"
-        ) from None
+        raise UserError(f"{path} is damaged ('{key}': {problem['msg']}); measure again") from None
     return result
 
 

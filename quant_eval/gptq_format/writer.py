@@ -66,9 +66,7 @@ class CheckpointWriter:
         """
         self.hf_dir, self.out, self.spec, self.layout = hf_dir, out, spec, layout_of(spec)
         if out.exists() and (read_lineage(out) or ({}, {}))[0].get("kind") != KIND:
-            raise UserError(
-                f"{out} exists and is no quantized checkpoint; give a new directory or remove it"
-            )
+            raise UserError(f"{out} exists and is no quantized checkpoint; give a new directory")
         model = empty_model(read_config(hf_dir))
         held, head = model.state_dict(), model.get_output_embeddings()
         self._shapes = {

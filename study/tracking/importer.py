@@ -75,7 +75,7 @@ class Importer:
         if artifacts and found.artifact_location != artifacts:
             raise UserError(
                 f"{masked(uri)} holds an experiment {name} that was made elsewhere"
-                f" ({found.artifact_location}); it is a mirror: remove it, or set another"
+                f" ({found.artifact_location}); set another"
                 f" MLFLOW_TRACKING_URI, and run 'python -m study mirror {name} --root {root}'"
             )
         return str(found.experiment_id)

@@ -205,7 +205,7 @@ FEW = {name: values[:1] for name, values in SUMS.items()}
             [],
             "has no relative_error for every calibration draw",
         ),
-        ([content(SUMS), "{"], [], "is no valid JSON; remove it and measure again"),
+        ([content(SUMS), "{"], [], "is no valid JSON; measure again"),
         ([content(SUMS), "{}"], [], "is no result of a measurement"),
     ],
 )

@@ -168,5 +168,5 @@ def test_a_store_made_elsewhere_is_refused_with_a_way_out(collected_dir, study, 
     moved.mkdir()
     for name in ("mlflow.db", "tiny"):
         (tmp_path / name).rename(moved / name)
-    with pytest.raises(UserError, match="remove it"):
+    with pytest.raises(UserError, match="set another"):
         mirror(moved / "tiny", small, store_uri(moved))
