@@ -13,11 +13,6 @@ V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-def total_memory() -> int:
-    """Return the bytes that this process and those beside it may use at most."""
-    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _limits())])
-
-
 def free_memory() -> int:
     """Return the free bytes for this process and those beside it; caches count as free."""
     return max(

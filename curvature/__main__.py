@@ -242,7 +242,7 @@ def compare(
     """
     paths = compared_results(results)
     from curvature import paired_traces
-    from curvature.trace.hutchinson import TRACE_UNIT
+    from curvature.trace.estimates import TRACE_UNIT
 
     read = [read_result(path, Curvature) for path in paths]
     level = comparing.LEVEL

@@ -13,7 +13,7 @@ from curvature.cost.memory import check_room
 from curvature.opened import open_model
 from curvature.settings import CurvatureSettings, HutchinsonSettings
 from curvature.spectrum.fixed_batch import measure_spectrum, measure_top
-from curvature.trace.hutchinson import TRACE_UNIT
+from curvature.trace.estimates import TRACE_UNIT
 from curvature.trace.pairs import measure_traces
 
 UNITS = {

@@ -16,7 +16,7 @@ from base.errors import UserError
 from base.statistics import Verdict, holm, verdict_of
 from ckpt_tools.hf.measured import Curvature
 from ckpt_tools.hf.results import Result
-from curvature.trace.hutchinson import estimate_mean
+from curvature.trace.estimates import estimate_mean
 
 METHOD = (
     "difference of the traces of the same microbatches with the same probes: Student's t over the"

@@ -22,6 +22,7 @@ from study.choosing import (
 )
 from study.definition import save_study
 from study.machine.run_configurations import write_run_configurations
+from study.paths import REPORT
 from study.tracking.commands import mirror
 from train.planning.flops import GPUS
 
@@ -68,6 +69,10 @@ def show(
 
     Example: python -m study show olmo2-190m-lr --gpus 8 --gpu h100
     """
+    if gpu is not None and gpus is None:
+        raise UserError(f"--gpu {gpu} says which GPUs; say with --gpus how many")
+    study = wanted(name, root, profile, settings, text, tokenizer)
+
     from study.machine.estimate import estimate_lines
     from study.machine.hardware import Hardware, planned
     from study.machine.needs import Needs
@@ -75,9 +80,6 @@ def show(
     from study.pipeline.steps import steps_of
     from study.recipes.shown import summary
 
-    if gpu is not None and gpus is None:
-        raise UserError(f"--gpu {gpu} says which GPUs; say with --gpus how many")
-    study = wanted(name, root, profile, settings, text, tokenizer)
     hardware = Hardware(1) if gpus is None else planned(gpus, gpu or DEFAULT_GPU, gpus)
     needs = Needs(study, hardware, root / study.name)
     estimates = list(estimate_lines(needs)) if gpus else []  # refused before anything is shown
@@ -115,17 +117,17 @@ def run(
 
     Example: python -m study run olmo2-30m-lr --text corpus/*.jsonl.zst --gpus 8
     """
+    study = wanted(name, root, profile, settings, text, tokenizer)
+
     from study.machine.disk import check_room
     from study.machine.hardware import this_machine
     from study.machine.needs import Needs
     from study.pipeline.locks import locked
     from study.pipeline.runner import Runner, StepError
     from study.pipeline.steps import steps_of
-    from study.report.report import REPORT
     from study.text.steps import check_text
     from study.tracking.store import opening, tracking_uri
 
-    study = wanted(name, root, profile, settings, text, tokenizer)
     cores = len(os.sched_getaffinity(0))
     hardware = this_machine(device, gpus, cores, sized_for=study.sized_for)
     directory = root / study.name

@@ -10,6 +10,7 @@ from study.released import ReleasedRun
 from train.run.directory import RunDirectory, step_name
 
 MLFLOW_STORE = "mlflow.db"  # beside all studies of a root
+REPORT = "report.html"  # in a study's directory
 
 
 class MeasuredModel(NamedTuple):

@@ -131,7 +131,7 @@ SHOWN_PARTS = 3  # of a model's path: run, hf, checkpoint
 def labels(results: Sequence[Result[Any]]) -> list[str]:
     """Return the end of each model's path, as short as tells the models of the results apart.
 
-    Results of one model and one spec are told apart by their own paths.
+    Results of one model and one spec differ by their own paths.
     """
     named = _tails([Path(result.model.path) for result in results])
     keys = [(name, result.spec.name) for name, result in zip(named, results, strict=True)]

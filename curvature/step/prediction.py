@@ -22,7 +22,7 @@ from torch import Tensor
 from base.errors import UserError
 from curvature.products.exact import Quadratic
 from curvature.products.parameters import block_of
-from curvature.trace.hutchinson import TRACE_UNIT, estimate_mean
+from curvature.trace.estimates import TRACE_UNIT, estimate_mean
 
 Vector = dict[str, Tensor]
 

@@ -8,30 +8,18 @@ Microbatches and probes are drawn together, so the spread of the values holds th
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-from scipy.special import stdtrit
 
 from base.errors import UserError
 from curvature.products.exact import Quadratic
 from curvature.products.parameters import block_of
 from curvature.products.sharing import Sharing
+from curvature.trace.estimates import Estimate, estimate_mean
 
-TRACE_UNIT = "nats per token per squared parameter unit"
 # An independent sample of a quadratic form, such as v'Hv of a fresh pair of v and microbatch; of an
 # index the same whichever rank asks for it.
 Sample = Callable[[int], Quadratic]
-
-
-class Estimate(NamedTuple):
-    """A mean over microbatches, its standard error s / sqrt(M), and its Student-t interval."""
-
-    mean: float
-    standard_error: float
-    interval: tuple[float, float]
 
 
 class TraceEstimate(NamedTuple):
@@ -47,23 +35,6 @@ class TraceEstimate(NamedTuple):
     loss: Estimate
     per_microbatch: list[float]
     blocks_per_microbatch: dict[str, list[float]]
-
-
-def estimate_mean(values: Sequence[float] | NDArray[np.float64], *, level: float) -> Estimate:
-    """Return mean, standard error and interval of two or more independent values.
-
-    The interval is mean -+ t s / sqrt(n), t the quantile (1 + level) / 2 of Student's distribution
-    with n - 1 degrees.
-
-    Example:
-        >>> round(estimate_mean([1.0, 2.0, 3.0], level=0.95).standard_error, 6)
-        0.57735
-    """
-    mean = math.fsum(values) / len(values)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    standard_error = math.sqrt(variance / len(values))
-    half = float(stdtrit(len(values) - 1, (1 + level) / 2)) * standard_error
-    return Estimate(mean, standard_error, (mean - half, mean + half))
 
 
 def estimate_trace(

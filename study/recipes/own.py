@@ -68,7 +68,7 @@ def _refusing(path: Path) -> Iterator[None]:
         raise
     except ValidationError as error:
         raise explain_validation(str(path), error) from None
-    except Exception as error:
+    except Exception as error:  # of the user's program: any kind, always an error of the recipe
         lines = [getattr(error, "lineno", None)]
         lines += [
             frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(path)

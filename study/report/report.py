@@ -9,6 +9,7 @@ from study.definition import Study
 from study.figures.canvas import Canvas
 from study.figures.drawing import draw_all
 from study.measurements.kind import INTERVAL_LEVEL
+from study.paths import REPORT
 from study.report.page import write_page
 from study.report.provenance import commands, settings_of
 from study.report.tables import (
@@ -23,8 +24,6 @@ from study.results.paired import Paired
 from study.results.summary import summarize
 from study.results.table import Row, read_table
 from study.tracking.store import server_command
-
-REPORT = "report.html"
 
 
 def write_report(directory: Path, study: Study) -> Path:

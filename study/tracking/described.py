@@ -9,6 +9,7 @@ from base.files import sha256_of
 from base.frozen import fingerprint
 from study.axes import AnyRun
 from study.definition import Study
+from study.paths import REPORT
 from study.released import ReleasedRun
 from study.results.table import TABLE
 from train.model.families import parameter_shapes
@@ -93,7 +94,7 @@ def run_files(directory: RunDirectory) -> dict[str, Path]:
 
 def study_files(directory: Path) -> dict[str, Path]:
     """Return configuration, table, report and figures of a study, by their names there."""
-    names = ("study.json", TABLE, "report.html")
+    names = ("study.json", TABLE, REPORT)
     paths = [*(directory / name for name in names), *directory.glob("figures/*")]
     return {str(path.relative_to(directory)): path for path in sorted(paths) if path.is_file()}
 

@@ -32,8 +32,9 @@ def group(directory: Path, names: tuple[str, str, str], most: str, used: int, ca
 
 def of(machine: Path, cgroup: str) -> tuple[float, float]:
     (machine / "proc" / "self" / "cgroup").write_text(cgroup)
-    total, free = host_memory.total_memory() / GB, host_memory.free_memory() / GB
-    return round(total, 3), round(free, 3)
+    limits = [limit for limit, _ in host_memory._limits()]
+    total = min([psutil.virtual_memory().total, *limits])
+    return round(total / GB, 3), round(host_memory.free_memory() / GB, 3)
 
 
 def test_without_a_limit_it_is_the_machine(machine):
@@ -53,6 +54,5 @@ def test_the_first_version_and_a_container_that_shows_its_root_alone(machine):
 
 
 def test_of_this_machine():
-    assert (
-        0 < host_memory.free_memory() <= host_memory.total_memory() <= psutil.virtual_memory().total
-    )
+    limits = [limit for limit, _ in host_memory._limits()]
+    assert 0 < host_memory.free_memory() <= min([psutil.virtual_memory().total, *limits])

@@ -120,7 +120,7 @@ def test_no_pickle_is_opened(run, tmp_path):
     with pytest.raises(UserError, match="metadata"):
         inspect([metadata.parent], check=True)
     assert not sprung.exists()
-    pickle.loads(metadata.read_bytes())
+    pickle.loads(metadata.read_bytes())  # made above: shows that the trap works
     assert sprung.exists(), "the trap works"
 
 

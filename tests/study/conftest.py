@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from study.definition import Study
+from study.paths import REPORT
 from study.recipes import tiny
-from study.report.report import REPORT, write_report
+from study.report.report import write_report
 from study.results.collect import collect_rows
 from study.results.table import write_table
 from tests.conftest import made_once

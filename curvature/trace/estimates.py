@@ -1,0 +1,36 @@
+"""Means over microbatches with their errors; light to import, for those who compare traces."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtrit
+
+TRACE_UNIT = "nats per token per squared parameter unit"
+
+
+class Estimate(NamedTuple):
+    """A mean over microbatches, its standard error s / sqrt(M), and its Student-t interval."""
+
+    mean: float
+    standard_error: float
+    interval: tuple[float, float]
+
+
+def estimate_mean(values: Sequence[float] | NDArray[np.float64], *, level: float) -> Estimate:
+    """Return mean, standard error and interval of two or more independent values.
+
+    The interval is mean -+ t s / sqrt(n), t the quantile (1 + level) / 2 of Student's distribution
+    with n - 1 degrees.
+
+    Example:
+        >>> round(estimate_mean([1.0, 2.0, 3.0], level=0.95).standard_error, 6)
+        0.57735
+    """
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    standard_error = math.sqrt(variance / len(values))
+    half = float(stdtrit(len(values) - 1, (1 + level) / 2)) * standard_error
+    return Estimate(mean, standard_error, (mean - half, mean + half))
