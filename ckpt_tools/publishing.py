@@ -141,8 +141,8 @@ def _results(hf_dir: Path, files: dict[str, FileRecord]) -> list[Result[Any]]:
         for name, digest in result.model.weights_sha256.items():
             if name not in files or files[name].sha256 != digest:
                 raise UserError(
-                    f"{result.path} was measured of other weights than those of {hf_dir}; remove"
-                    " it, or measure again"
+                    f"{result.path} was measured of other weights than those of {hf_dir}; measure"
+                    " again, or move it away"
                 )
     return results
 

@@ -245,7 +245,7 @@ def load_study(directory: Path) -> Study:
     """Return the study of a directory; UserError without one, or for one of another version."""
     path = directory / "study.json"
     try:
-        return Study.model_validate_json(path.read_text())
+        return Study.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist; start the study with 'python -m study run NAME --root ROOT'"

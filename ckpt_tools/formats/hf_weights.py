@@ -91,8 +91,8 @@ class HFWeights:
             twice = sorted(tensors.keys() & self.tensors.keys())
             if twice:
                 raise UserError(
-                    f"'{twice[0]}' lies in {self.tensors[twice[0]].path} and in {path}; remove one"
-                    " of them"
+                    f"'{twice[0]}' lies in {self.tensors[twice[0]].path} and in {path}; move one"
+                    " of them away"
                 )
             self.tensors |= tensors
 

@@ -110,7 +110,7 @@ def read_lineage(hf_dir: Path) -> tuple[dict[str, Any], dict[str, FileRecord]] |
         }
     except (ValueError, KeyError, TypeError, AttributeError):  # also of JSON and of a record
         raise UserError(
-            f"{path} is damaged; remove {hf_dir} and export the checkpoint again"
+            f"{path} is damaged; restore it, or export the checkpoint to another directory"
         ) from None
     check_inside(path, files)
     return lineage, files

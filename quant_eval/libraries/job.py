@@ -7,7 +7,6 @@ written last.
 Shapes: N calibration sequences, L tokens of a sequence.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -136,7 +135,7 @@ def run_job(job: Job) -> Report:
         )
     if done.returncode:
         raise UserError(f"spec {job.spec.name}: {_reason(module, done)}")
-    return Report.model_validate(json.loads((job.out / REPORT).read_text()))
+    return Report.model_validate_json((job.out / REPORT).read_bytes())
 
 
 def write_report(

@@ -58,7 +58,7 @@ _ROWS = (
         "allenai/winogrande",
         "winogrande_xl",
         evaluated="validation",
-        note="scored by the end of the sentence behind each of two beginnings",
+        note="scored by the end of the sentence after each of two beginnings",
     ),
     PaperTask("mathqa", "mathqa", "regisss/math_qa", note=f"copy of allenai/math_qa, {SCRIPT}"),
     PaperTask(

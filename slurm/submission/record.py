@@ -71,7 +71,7 @@ def read_submission(study_dir: Path) -> Submission | None:
     """Read the record of a study; None if nothing was submitted, UserError if damaged."""
     path = study_dir / SLURM / SUBMISSION_JSON
     try:
-        return Submission.model_validate_json(path.read_text())
+        return Submission.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValidationError as error:

@@ -219,7 +219,7 @@ class Runner:
         reason = last_error(running.log, running.log_start) if status else None
         if status == 0:
             missing = self.ledger.missing_outputs(failed[0])[0]
-            why = f"it ended well but left no {missing}; remove what it left and run again"
+            why = f"it ended well but left no {missing}; move what it left away and run again"
         else:
             why = reason or f"it ended with status {status}; read the log"
         line = f"step {failed[0].name} failed, log {running.log}: {why}"

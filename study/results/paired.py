@@ -102,7 +102,7 @@ class Paired:
             if differing:
                 raise UserError(
                     f"{results[0].model.path} and {result.model.path} differ in {differing[0]};"
-                    " remove one of the results and run the study again"
+                    " move one of the results away and run the study again"
                 )
         tokens_D = np.asarray(results[0].measured.per_document.tokens, dtype=np.float64)
         value, influence_D = 0.0, np.zeros(len(tokens_D))

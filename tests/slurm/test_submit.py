@@ -15,6 +15,8 @@ from slurm import cluster
 from slurm.site import Site
 from slurm.submission.arrays import FINAL
 from slurm.submission.record import (
+    SLURM,
+    SUBMISSION_JSON,
     existing_submission,
     read_submission,
     script_path,
@@ -175,6 +177,14 @@ def test_two_submissions_at_once(full, tmp_path, study):
     with submitting(directory), pytest.raises(UserError, match="another command is submitting"):
         submit(study, site_of(tmp_path / "runs"))
     assert read_submission(directory) is None
+
+
+def test_a_record_that_is_not_text_is_refused(tmp_path):
+    path = tmp_path / SLURM / SUBMISSION_JSON
+    path.parent.mkdir()
+    path.write_bytes(b'{"site": "\xff')
+    with pytest.raises(UserError, match="is not valid JSON"):
+        read_submission(tmp_path)
 
 
 def test_nothing_is_submitted_where_something_is_wrong(full, tmp_path, study):

@@ -78,3 +78,9 @@ def test_a_study_of_another_version_is_refused_with_what_writes_it_anew(study_di
     path.write_text(json.dumps(json.loads(path.read_text()) | {"heading": "peak"}))
     with pytest.raises(UserError, match="unknown key 'heading'; run the recipe again"):
         load_study(study_dir)
+
+
+def test_a_study_that_is_not_text_is_refused_the_same_way(study_dir):
+    (study_dir / "study.json").write_bytes(b'{"name": "\xff')
+    with pytest.raises(UserError, match=r"study.json is not valid JSON .*; run the recipe again"):
+        load_study(study_dir)

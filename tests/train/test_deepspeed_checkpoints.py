@@ -173,9 +173,7 @@ def test_deepspeeds_own_conversion_finds_the_same_state(saved, tmp_path):
         ):
             path = tmp_path / "universal" / "zero" / name / f"{theirs}.pt"
             # DeepSpeed's converter made it in this test; it pickles more than tensors
-            whole = torch.load(path, weights_only=False)[
-                "param"
-            ]  # pickled by ds_to_universal just above
+            whole = torch.load(path, weights_only=False)["param"]
             assert torch.equal(whole.flatten(), state[f"{ours}/{name}"]), (ours, name)
 
 

@@ -67,7 +67,7 @@ def resume(
     if from_rank_zero(directory.quarantine.is_dir()):
         raise UserError(
             f"no checkpoint of {directory.path} is undamaged; restore one from"
-            f" {directory.quarantine}, or remove that directory to begin again"
+            f" {directory.quarantine}, or move that directory away to begin again"
         )
     if run.branch_from:
         record = _load_parent(engine, run, directory, data_sha256)

@@ -92,7 +92,7 @@ def make_part(source: Source, tokenizer_dir: Path, directory: Path, chosen: Chos
         chosen=chosen,
     )
     try:
-        if Part.model_validate_json((directory / PART_JSON).read_text()).made == made:
+        if Part.model_validate_json((directory / PART_JSON).read_bytes()).made == made:
             return
     except (FileNotFoundError, ValidationError):
         pass

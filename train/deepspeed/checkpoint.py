@@ -25,7 +25,7 @@ from train.deepspeed.sharding import Partition, Piece, by_piece
 from train.run.directory import MODEL_WEIGHTS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-RESTORE = "restore it, or delete it to resume from the checkpoint before it"
+RESTORE = "restore it, or move it away to resume from the checkpoint before it"
 
 
 class StateFiles:

@@ -109,14 +109,12 @@ def read_checkpoint_record(checkpoint: Path) -> CheckpointRecord:
     """Read checkpoint.json without touching the shards."""
     path = checkpoint / CHECKPOINT_JSON
     try:
-        record = CheckpointRecord.model_validate_json(path.read_text())
+        record = CheckpointRecord.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise UserError(
             f"{checkpoint} holds no {CHECKPOINT_JSON}: it is no complete checkpoint; give another"
         ) from None
     except ValidationError as error:
         raise explain_validation(str(path), error) from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not text; give another checkpoint") from None
     check_inside(path, record.files)
     return record
