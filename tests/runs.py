@@ -12,7 +12,9 @@ from base.files import write_json
 from tests.forked import Forked
 from tests.waiting import HANG_SECONDS
 from train.data.config import DataConfig
+from train.engine import Engine
 from train.model.config import ModelConfig
+from train.model.initialization import initial_parameter
 from train.run.config import RunConfig, dump_run
 from train.run.optimization import Anneal, CosinePhase, OptimizerConfig, ScheduleConfig
 from train.run.parallel import ParallelConfig
@@ -36,7 +38,7 @@ def make_run(
     """Writes run.json of a run with 4 layers, width 32: warm-up, cosine, anneal within 20 steps."""
     settings: dict[str, Any] = {
         "name": directory.name,
-        "seed": 7,
+        "seed": 3,
         "precision": "fp32",
         "model": ModelConfig(
             vocab_size=320,
@@ -70,6 +72,11 @@ def make_run(
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / "run.json", dump_run(run))
     return run
+
+
+def draw_weights(engine: Engine, run: RunConfig) -> None:
+    """Give a new engine the initial weights of its run."""
+    engine.start_from(lambda name: initial_parameter(name, run.model, run.seed))
 
 
 def environment() -> dict[str, str]:

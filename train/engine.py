@@ -106,7 +106,10 @@ class Engine(Protocol):
         ...
 
     def start_from(self, read: Callable[[str], Tensor]) -> None:
-        """Set a new engine's weights to those that `read` gives by HF name, whole, in fp32."""
+        """Set the weights to those that `read` gives by HF name, whole, in fp32.
+
+        A new engine has none: it starts from some, or loads.
+        """
         ...
 
     def close(self) -> None:

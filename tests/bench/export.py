@@ -17,7 +17,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import torch
@@ -84,7 +83,13 @@ def save_shards(imported: str, out: str) -> None:
     device = start()
     from megatron.core import parallel_state
 
-    from train.megatron.model import build_model, initialize_groups, transformer_config
+    from train.megatron.model import (
+        build_model,
+        global_parameters,
+        initialize_groups,
+        transformer_config,
+        weight_shard,
+    )
     from train.megatron.shards import ShardedSnapshot
 
     model = ModelConfig(**read_checkpoint_record(Path(imported)).model)
@@ -92,10 +97,10 @@ def save_shards(imported: str, out: str) -> None:
     run = bench_run("megatron").model_copy(update={"model": model, "parallel": parallel})
     initialize_groups(run)
     weights = HFWeights(Path(imported))
-    with mock.patch(
-        "train.megatron.model.initial_parameter", lambda name, _, seed: read_whole(weights, name)
-    ):
-        megatron = build_model(run, transformer_config(run), device)
+    megatron = build_model(run, transformer_config(run), device)
+    with torch.no_grad():
+        for name, parameter in global_parameters(megatron).items():
+            parameter.copy_(weight_shard(name, lambda each: read_whole(weights, each), model))
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(True)}
     snapshot = ShardedSnapshot({"model": megatron.sharded_state_dict(metadata=metadata)}, Path(out))
     snapshot.write()
@@ -158,13 +163,7 @@ def usual_way(checkpoint: str, out: str) -> None:
 
     run = bench_run("megatron").model_copy(update={"model": MODEL})
     initialize_groups(run)
-    empty = {
-        name: torch.empty(shape) for name, shape in parameter_shapes(MODEL).items()
-    }  # drawing is no part of it
-    with mock.patch(
-        "train.megatron.model.initial_parameter", lambda name, model, seed: empty[name]
-    ):
-        megatron = build_model(run, transformer_config(run), device)
+    megatron = build_model(run, transformer_config(run), device)
     state = megatron.sharded_state_dict(
         metadata={"dp_cp_group": parallel_state.get_data_parallel_group(True)}
     )

@@ -117,7 +117,10 @@ def build(name: str, device: torch.device) -> Engine:
     """The engine `name` on the bench's model."""
     from train.engines import build_engine
 
-    return build_engine(bench_run(name), device)
+    run = bench_run(name)
+    engine = build_engine(run, device)
+    engine.start_from(lambda weight: initial_parameter(weight, run.model, run.seed))
+    return engine
 
 
 def seconds(call: Callable[[], object]) -> float:

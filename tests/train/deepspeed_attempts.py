@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from base.files import write_json
+from tests.runs import draw_weights
 from tests.train.test_deepspeed import batch_of, small_run
 from train.data.batches import Batch
 from train.engine import StepResult
@@ -46,6 +47,7 @@ class Attempt:
         self.run, self.root = named(name), root
         self.slots = slot_names(self.run)
         self.engine = DeepSpeedEngine(self.run, device)
+        draw_weights(self.engine, self.run)
 
     def train(self, first: int, last: int) -> list[list[float]]:
         return [

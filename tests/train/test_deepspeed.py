@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from base.files import write_json
 from tests.probes import largest_error, plain_probe
-from tests.runs import ranks
+from tests.runs import draw_weights, ranks
 from train.data.batches import Batch
 from train.data.config import DataConfig
 from train.model.config import ModelConfig
@@ -118,6 +118,7 @@ def train_all(runs_json: str, out: str) -> None:
     for path in json.loads(runs_json):
         run = load_run(Path(path))
         engine = DeepSpeedEngine(run, device)
+        draw_weights(engine, run)
         probes = [engine.probe(batch_of(1).tokens_BS[:2, :-1])]
         rows = []
         for step in range(1, run.total_steps + 1):

@@ -2,15 +2,17 @@
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from base.files import sha256_of
 from tests.ckpt_tools.checkpoints import read_shards
-from tests.runs import make_run, python, ranks
+from tests.runs import draw_weights, make_run, python, ranks
 from train.run.config import load_run
 from train.run.optimization import Lawa, OptimizerConfig
 
@@ -26,10 +28,9 @@ class Rank:
         from train.distributed import start
         from train.megatron.engine import MegatronEngine
 
-        self.engine, self.out = (
-            MegatronEngine(load_run(Path(run_dir) / "run.json"), start()),
-            Path(out),
-        )
+        run, self.out = load_run(Path(run_dir) / "run.json"), Path(out)
+        self.engine = MegatronEngine(run, start())
+        draw_weights(self.engine, run)
 
     def snapshot(self, name: str, *, weights_only: bool = False):
         import torch.distributed as dist
@@ -110,7 +111,39 @@ def use_engine(run_dir: str, out: str) -> None:
     for factor, weights, tensor in rank.slots():
         tensor.copy_(weights * factor)
     rank.save("slots")
+    with norms_with_extra_state():
+        engine.load(Path(out) / "slots")
+        rank.save("by the other kernels")
+    engine.load(Path(out) / "by the other kernels")
+    rank.save("slots again")
+    assert layers_in_fp8(engine, lambda: engine.evaluate(nothing)) > 0
+    assert layers_in_fp8(engine, lambda: engine.probe(BATCHES[0][:2, :-1])) == 0
     engine.close()
+
+
+@contextmanager
+def norms_with_extra_state() -> Iterator[None]:
+    """Norms with an empty extra state in their state dicts, as Transformer Engine's have it."""
+    from train.megatron.layers import RMSNorm
+
+    state = {
+        "get_extra_state": lambda _: torch.empty(0, dtype=torch.uint8),
+        "set_extra_state": lambda _, __: None,
+    }
+    with mock.patch.multiple(RMSNorm, **state):
+        yield
+
+
+def layers_in_fp8(engine, call: Callable[[], object]) -> int:
+    """The layers that mcore would compute in fp8 during a call, if Transformer Engine were here."""
+    context = "megatron.core.transformer.transformer_block.get_fp8_context"
+    config = engine._pipeline.model.config
+    config.fp8, config.fp8_recipe = "hybrid", "tensorwise"
+    with mock.patch(context, return_value=nullcontext()) as entered:
+        call()
+    assert config.fp8 == "hybrid"
+    config.fp8 = None
+    return entered.call_count
 
 
 def reload_slots(run_dir: str, checkpoint: str) -> None:
@@ -160,6 +193,9 @@ def test_verbs(tmp_path, inputs, settings):
     # A rejected or overflowed step leaves no trace, neither at once nor later.
     assert hashes(tmp_path / "rejected") == hashes(tmp_path / "fork")
     assert hashes(tmp_path / "seen") == hashes(tmp_path / "never seen") != hashes(tmp_path / "fork")
+    # Nothing of the other kernels' states is in a checkpoint, and nothing is missed.
+    assert hashes(tmp_path / "slots") == hashes(tmp_path / "by the other kernels")
+    assert hashes(tmp_path / "slots") == hashes(tmp_path / "slots again")
     # What is written three steps later is what was there when the snapshot was made.
     assert hashes(tmp_path / "kept") == hashes(tmp_path / "fork")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.runs import make_run, ranks
+from tests.runs import draw_weights, make_run, ranks
 from train.averages import slot_names
 from train.data.batches import Batch
 from train.data.config import DataConfig
@@ -144,6 +144,7 @@ def build_and_measure(*run_dirs: str) -> None:
         known = set(map(id, older))
         run = load_run(run_dir / "run.json")
         engine = build_engine(run, device)
+        draw_weights(engine, run)
         modules = [module for module in living(torch.nn.Module) if id(module) not in known]
         optimizers = [
             optimizer for optimizer in living(torch.optim.Optimizer) if id(optimizer) not in known

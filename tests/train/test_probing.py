@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from ckpt_tools.export import export
 from tests.probes import largest_error, plain_probe
-from tests.runs import ranks
+from tests.runs import draw_weights, ranks
 from train.run.config import load_run
 
 LAYER = (
@@ -82,7 +82,9 @@ def probe_shorter(run_dir: str, out: str) -> None:
     from train.distributed import start
     from train.megatron.engine import MegatronEngine
 
-    engine = MegatronEngine(load_run(Path(run_dir) / "run.json"), start())
+    run = load_run(Path(run_dir) / "run.json")
+    engine = MegatronEngine(run, start())
+    draw_weights(engine, run)
     modules = list(engine._pipeline.model.modules())
     for length in (7, 20):
         probe = engine.probe(torch.arange(2 * length).view(2, length))

@@ -17,6 +17,7 @@ from base.frozen import fingerprint
 from train.checkpoints import starting
 from train.distributed import from_rank_zero, gathered
 from train.engine import Engine
+from train.model.initialization import initial_parameter
 from train.run.branching import check_parent
 from train.run.config import RunConfig
 from train.run.directory import CheckpointRecord, RunDirectory, read_checkpoint_record
@@ -78,6 +79,8 @@ def resume(
         if not record:
             raise UserError(f"{damage}; import the model again")
         starting.start(engine, run, directory, checkpoint, record)
+    else:
+        engine.start_from(lambda name: initial_parameter(name, run.model, run.seed))
     return Start(0, None, [])
 
 

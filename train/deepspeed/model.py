@@ -1,4 +1,4 @@
-"""The transformers model of a run: initial weights of seed and name alone, and recorded outputs.
+"""The transformers model of a run, and the recorded outputs of its modules.
 
 Shapes: B sequences, S tokens, W width of a module's output.
 """
@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from train.model.families import hf_settings, parameter_shapes
-from train.model.initialization import initial_parameter
 from train.run.config import RunConfig
 from train.run.directory import PROBE_OUTPUTS
 
@@ -31,7 +30,7 @@ def hf_parameters(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def build_model(run: RunConfig) -> PreTrainedModel:
-    """Return the initialised model of a run in fp32."""
+    """Return the model of a run in fp32; `Engine.start_from` sets its weights."""
     # The end-of-text token does not enter the arithmetic.
     hf_config = AutoConfig.for_model(
         run.model.family, **hf_settings(run.model, run.data.sequence_length, 0)
@@ -43,9 +42,6 @@ def build_model(run: RunConfig) -> PreTrainedModel:
     parameters = hf_parameters(model)
     shapes = {name: tuple(each.shape) for name, each in parameters.items()}
     assert shapes == parameter_shapes(run.model), "not the model of train/model/families.py"
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(initial_parameter(name, run.model, run.seed))
     if run.recompute == "layers":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

@@ -101,7 +101,11 @@ class MegatronEngine:
         metadata = {
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)
         }
-        return {"model": self._pipeline.model.module.sharded_state_dict(metadata=metadata)}
+        state = self._pipeline.model.module.sharded_state_dict(metadata=metadata)
+        # Transformer Engine's modules have an extra state, empty under the scaling that is used
+        # here: without it a checkpoint fits either kind of kernels.
+        weights = {key: value for key, value in state.items() if not _is_extra(key)}
+        return {"model": weights}
 
     def snapshot(self, directory: Path, *, weights_only: bool) -> Snapshot:
         """Copy the weights and, unless `weights_only`, optimizer state and slots."""
@@ -119,15 +123,17 @@ class MegatronEngine:
         """
         state = self._model_state()
         try:
-            keys = dist_checkpointing.load_tensors_metadata(str(directory))
-            state |= {"optimizer": self._state.to_load(state, slots_in(keys))}
+            saved = dist_checkpointing.load_tensors_metadata(str(directory))
+            state |= {"optimizer": self._state.to_load(state, slots_in(saved))}
             loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_ALL)
         except CheckpointingException as error:
             raise UserError(
                 f"{directory} does not fit the model of run.json"
                 f" ({str(error).splitlines()[0][:300]}); restore the run.json it was saved with"
             ) from error
-        self._pipeline.model.module.load_state_dict(loaded["model"])
+        keys = self._pipeline.model.module.load_state_dict(loaded["model"], strict=False)
+        assert not keys.unexpected_keys
+        assert all(_is_extra(key) for key in keys.missing_keys)
         self._state.load(loaded["optimizer"])
         self._state.steps = loaded["steps"]
 
@@ -143,3 +149,7 @@ class MegatronEngine:
         dist.barrier()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _is_extra(key: str) -> bool:
+    return key.endswith("_extra_state")

@@ -3,6 +3,7 @@
 Shapes: S tokens, B sequences, H hidden size, N heads of this rank, D head size.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -97,6 +99,42 @@ class FullWidthNorm(nn.Module):
             dp_cp_group=(metadata or {})["dp_cp_group"],
         )
         return sharded
+
+
+@lru_cache(maxsize=2)  # of the run's context, and of a probe's shorter one
+def _rotations(
+    length: int, head_dim: int, base: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of every position and frequency: [S, 1, 1, D / 2] in fp32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    positions = torch.arange(length, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, 1.0 / base**exponents)[:, None, None]
+    return angles.cos(), angles.sin()
+
+
+def rotated(x_SBND: Tensor, base: float) -> Tensor:
+    """Return heads with their rotary embedding, computed in fp32 and rounded to their dtype once.
+
+    transformers and OLMo (rope_full_precision) do the same; mcore rounds cos and sin to bf16 first,
+    which adds as much error again as the rounding of the result.
+    """
+    cos, sin = _rotations(x_SBND.shape[0], x_SBND.shape[-1], base, x_SBND.device)
+    first, second = x_SBND.float().chunk(2, -1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return turned.to(x_SBND.dtype)
+
+
+class RotarySelfAttention(SelfAttention):
+    """mcore's self-attention, with `rotated` after the norms of queries and keys."""
+
+    def __init__(self, *args: Any, rotary_base: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rotary_base = rotary_base
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """Return queries, keys and values [S, B, N, D]; positions count from 0."""
+        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        return rotated(query, self.rotary_base), rotated(key, self.rotary_base), value
 
 
 class CausalAttention(nn.Module):

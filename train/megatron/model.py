@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -36,12 +36,12 @@ from train.megatron.layers import (
     FullWidthNorm,
     RecomputedLayer,
     RMSNorm,
+    RotarySelfAttention,
     SwiGluMLP,
     post_normed,
 )
 from train.model import megatron_names
 from train.model.config import ModelConfig
-from train.model.initialization import initial_parameter
 from train.run.config import RunConfig
 
 PARAMETER_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -119,7 +119,9 @@ def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
     layer = TransformerLayerSubmodules(
         input_layernorm=IdentityOp,
         self_attention=ModuleSpec(
-            SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            RotarySelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal, "rotary_base": run.model.rope_theta},
+            submodules=attention,
         ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=IdentityOp,
@@ -136,7 +138,7 @@ def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
 
 
 def build_model(run: RunConfig, config: TransformerConfig, device: torch.device) -> GPTModel:
-    """Return the layers of this rank's pipeline stage, initialised parameter by parameter."""
+    """Return the layers of this rank's pipeline stage; `Engine.start_from` sets their weights."""
     model = GPTModel(
         config,
         _block_spec(run, config.num_layers // run.parallel.pipeline),
@@ -145,23 +147,14 @@ def build_model(run: RunConfig, config: TransformerConfig, device: torch.device)
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        rotary_base=run.model.rope_theta,
+        position_embedding_type="none",  # RotarySelfAttention has it
         parallel_output=True,
     )
-
-    def initial(hf_name: str) -> Tensor:
-        return initial_parameter(hf_name, run.model, run.seed)
-
-    with torch.no_grad():
-        for name, parameter in global_parameters(model).items():
-            parameter.copy_(weight_shard(name, initial, run.model))
-            axis = megatron_names.shard_axis(name)
-            # By this the gradient norm counts every weight once; Transformer Engine sets it itself.
-            if axis is not None and not getattr(parameter, "tensor_model_parallel", False):
-                set_tensor_model_parallel_attributes(
-                    parameter, is_parallel=True, dim=axis, stride=1
-                )
+    for name, parameter in global_parameters(model).items():
+        axis = megatron_names.shard_axis(name)
+        # By this the gradient norm counts every weight once; Transformer Engine sets it itself.
+        if axis is not None and not getattr(parameter, "tensor_model_parallel", False):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis, stride=1)
     return model.to(device)
 
 

@@ -4,6 +4,7 @@ Shapes: B sequences, S tokens, V vocabulary (rows of this rank until they are ga
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -63,7 +64,8 @@ class Pipeline:
     def logits(self, inputs_BS: Tensor) -> Tensor | None:
         """Return logits [S, B, V] of one microbatch, on the last stage: a part of the vocabulary.
 
-        Under sequence parallelism the sequence is padded.
+        Under sequence parallelism the sequence is padded. Matrix products are in the precision of
+        the weights, which an export has too: a run in fp8 leaves its autocast off.
         """
         self.model.eval()
         parallel, length = self.run.parallel, inputs_BS.shape[1]
@@ -76,7 +78,8 @@ class Pipeline:
         def keep(_: Batch, logits_BSV: Tensor) -> tuple[Tensor, Report]:
             return logits_BSV.float().mean(), {"logits": logits_BSV}
 
-        reports = self._run([probe], keep, forward_only=True)
+        with _without_fp8(self.model.config):
+            reports = self._run([probe], keep, forward_only=True)
         return reports[0]["logits"].transpose(0, 1) if reports else None
 
     def _run(self, microbatches: list[Batch], loss: Loss, *, forward_only: bool) -> list[Report]:
@@ -141,3 +144,13 @@ def cross_entropy_and_log_normalizer(
         log_z_BS = max_BS + reduce_from_tensor_model_parallel_region(share_BS).log()
         label_logit_BS = reduce_from_tensor_model_parallel_region(label_logit_BS)
     return log_z_BS - label_logit_BS, log_z_BS
+
+
+@contextmanager
+def _without_fp8(config: TransformerConfig) -> Iterator[None]:
+    """Have mcore compute without fp8 within the block; it looks at the setting at every layer."""
+    fp8, config.fp8 = config.fp8, None
+    try:
+        yield
+    finally:
+        config.fp8 = fp8
