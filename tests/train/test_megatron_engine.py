@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -126,7 +127,7 @@ def norms_with_extra_state() -> Iterator[None]:
     """Norms with an empty extra state in their state dicts, as Transformer Engine's have it."""
     from train.megatron.layers import RMSNorm
 
-    state = {
+    state: dict[str, Any] = {
         "get_extra_state": lambda _: torch.empty(0, dtype=torch.uint8),
         "set_extra_state": lambda _, __: None,
     }

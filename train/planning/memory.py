@@ -106,8 +106,11 @@ def layer_activation_bytes(config: RunConfig) -> tuple[int, int]:
     if config.kernels == "transformer_engine":
         # Inputs of two norms, qkv and MLP; qkv, q and k normed, rotated.
         return 4 * h * d, (4 * h + 4 * k + 3 * f) * d
-    if config.engine == "megatron":  # gate, up and their product
-        return 2 * h * d + 2 * h * norm, (h + k) * norm + (3 * h + 3 * k + 3 * f) * d
+    if config.engine == "megatron":
+        # qkv, q and k rotated, the attention's output; gate, up and their product. The norms of q
+        # and k keep normalised values, and their input where they had to cast it.
+        head_norm = FP32 if d == FP32 else norm
+        return 2 * h * d + 2 * h * norm, (h + k) * head_norm + (3 * h + 3 * k + 3 * f) * d
     if model.family == "olmo2":
         return (4 * h + 2 * k + 4 * f) * d + (3 * h + k) * norm, 0
     if model.family == "llama":  # casts before it multiplies with the norm's weight
