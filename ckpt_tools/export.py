@@ -12,7 +12,7 @@ from base.progress import Progress
 from ckpt_tools.checkpoint import model_of, open_weights, run_of, verified_record
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.formats.parallel import is_whole
-from ckpt_tools.formats.weights import DTYPES, dtype_of
+from ckpt_tools.formats.weights import dtype_of
 from ckpt_tools.hf.configuration import write_configuration
 from ckpt_tools.hf.directory import (
     TOKENIZER_FILES,
@@ -60,17 +60,12 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
             its engine did.
     """
     record = verified_record(checkpoint)
-    if record.precision not in DTYPES:
-        raise UserError(
-            f"{checkpoint} was trained in {record.precision}, for which no tolerance between the"
-            " engine's outputs and HF's is known; export checkpoints trained in fp32 or bf16"
-        )
     lineage = {
         "kind": "export",
         "checkpoint": str(checkpoint.resolve()),
         "checkpoint_sha256": sha256_of(checkpoint / CHECKPOINT_JSON),
         "weights": "trained",
-        "dtype": record.precision,
+        "dtype": record.dtype,
         **record.model_dump(mode="json", include=FACTS),
     }
     current = _current_parity(out, lineage)
@@ -78,7 +73,7 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
         return current
     with committed_directory(out) as aside:
         weights = open_weights(checkpoint, record)
-        dtype_of(weights, (record.precision,), checkpoint)
+        dtype_of(weights, (record.dtype,), checkpoint)
         files = write_weights(aside, weights)
         _copy_configuration(aside, checkpoint, record)
         (aside / VERIFICATION_PROBE).parent.mkdir()
@@ -115,7 +110,7 @@ def _copy_configuration(out: Path, checkpoint: Path, record: CheckpointRecord) -
         out,
         model.family,
         hf_settings(model, run.data.sequence_length, eos_token_id),
-        record.precision,
+        record.dtype,
     )
     copy_files(tokenizer, out, TOKENIZER_FILES)
 
@@ -123,7 +118,7 @@ def _copy_configuration(out: Path, checkpoint: Path, record: CheckpointRecord) -
 def _check(hf_dir: Path, checkpoint: Path, record: CheckpointRecord) -> dict[str, Any]:
     """Return the figures of `check_probe` for a directory that is not committed yet."""
     # The probe of an import is computed in fp32 from the stored weights, whatever their type.
-    precision = "fp32" if record.imported is not None else record.precision
+    precision = "fp32" if record.imported is not None else record.dtype
     try:
         return check_probe(hf_dir, load_file(checkpoint / PROBE), precision)
     except UserError as error:

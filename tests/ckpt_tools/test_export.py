@@ -12,11 +12,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from base.errors import UserError
+from base.files import write_json
+from base.frozen import fingerprint
 from ckpt_tools.export import export
 from ckpt_tools.hf.model import EXPORTED_ARCHITECTURES, identify, load_hf_model
 from tests.ckpt_tools.checkpoints import seal
 from tests.conftest import LAYOUTS
 from tests.runs import error_line, python
+from train.run.config import dump_run, load_run
 from train.run.directory import CHECKPOINT_JSON
 
 
@@ -66,6 +69,27 @@ def test_weights_are_bit_equal_across_layouts_and_engines(exported):
 def test_bf16_weights_are_exported_as_trained(exported):
     weights = load_file(exported("bf16-dp2", 20) / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+
+
+def test_a_run_in_fp8_is_exported_as_the_bf16_weights_that_it_keeps(trained, exported, tmp_path):
+    """Its checkpoint is that of a bf16 run, for it has bf16 weights and a probe without fp8."""
+    run = tmp_path / "run"
+    shutil.copytree(trained("bf16-dp1"), run)
+    config = load_run(run / "run.json").model_copy(
+        update={"precision": "fp8", "kernels": "transformer_engine"}
+    )
+    write_json(run / "run.json", dump_run(config))
+    checkpoint = run / "checkpoints/step00000020"
+    record = json.loads((checkpoint / CHECKPOINT_JSON).read_text())
+    record |= {"precision": "fp8", "fingerprint": fingerprint(config)}
+    write_json(checkpoint / CHECKPOINT_JSON, record)
+
+    parity = export(checkpoint, tmp_path / "hf")
+    assert parity["precision"] == "bf16"
+    lineage = json.loads((tmp_path / "hf/lineage.json").read_text())
+    assert (lineage["precision"], lineage["dtype"]) == ("fp8", "bf16")
+    expected = exported("bf16-dp1", 20) / "model.safetensors"
+    assert (tmp_path / "hf/model.safetensors").read_bytes() == expected.read_bytes()
 
 
 def test_the_directory_is_complete(exported, trained):

@@ -28,8 +28,8 @@ from train.run.directory import (
 )
 
 # Norm of the logits' difference over the norm of the logits. In fp32 it is the order of sums; in
-# bf16 activations are rounded to 8 bits of mantissa, in fp8 inputs of matrix products to 4.
-LOGIT_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-2, "fp8": 2e-1}
+# bf16 activations are rounded to 8 bits of mantissa. A probe of a run in fp8 is computed in bf16.
+LOGIT_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-2, "fp8": 5e-2}
 DRAWING = {"initializer", "initializer_range"}  # of a model: how weights are drawn
 
 

@@ -49,6 +49,11 @@ class CheckpointRecord(Frozen):
     accepted: tuple[tuple[float, float], ...] = ()
     files: dict[str, FileRecord]
 
+    @property
+    def dtype(self) -> str:
+        """The type of the weights, and of the products that the probe was computed with."""
+        return "bf16" if self.precision == "fp8" else self.precision
+
 
 def step_name(step: int) -> str:
     """Return the directory name of a step: step00012000."""
