@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from train.data.batches import Batch
+from train.data.batches import Batch, Replica
 
 
 class StepResult(NamedTuple):
@@ -25,6 +25,7 @@ class StepResult(NamedTuple):
     loss: float  # mean cross-entropy of the batch before the update, nats per token
     z_loss: float  # mean z-loss, already multiplied by its coefficient
     grad_norm: float  # L2 norm of the whole gradient before clipping
+    counted_fraction: float  # of the labels that enter the loss
 
     def is_finite(self) -> bool:
         """Return whether nothing overflowed."""
@@ -47,6 +48,11 @@ class Engine(Protocol):
     """One rank of a run. Every rank calls every method; results are global, equal on all ranks."""
 
     @property
+    def replica(self) -> Replica:
+        """Return the data-parallel replica that this rank is a part of."""
+        ...
+
+    @property
     def layout(self) -> dict[str, int]:
         """Return parallel sizes by name: tensor, pipeline, data, ..."""
         ...
@@ -56,13 +62,17 @@ class Engine(Protocol):
     ) -> StepResult:
         """Run forward and backward; if `accept` takes losses and norm, clip and update.
 
+        The batch is that of this rank's replica.
         A rejected step leaves weights and optimizer state bit for bit as they were. All ranks
         decide alike.
         """
         ...
 
     def evaluate(self, batch: Batch) -> float:
-        """Return the mean cross-entropy over the counted labels, nats per token."""
+        """Return the mean cross-entropy over the counted labels, nats per token.
+
+        The batch is that of this rank's replica.
+        """
         ...
 
     def probe(self, inputs_BS: Tensor) -> dict[str, Tensor]:

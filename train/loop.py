@@ -23,11 +23,12 @@ from train.checkpoints.attempt import Attempt, SupersededError
 from train.checkpoints.resuming import Start, resume
 from train.checkpoints.saver import Saver
 from train.checkpoints.writing import remove_unfinished
-from train.data.batches import RunData, open_data
+from train.data.batches import Batch, RunData, open_data
 from train.distributed import from_rank_zero, largest, start
 from train.engine import Engine, StepResult
 from train.engines import build_engine
 from train.monitoring import RANKS_EVERY_STEPS, RankClock, peak_memory_bytes, speed_of
+from train.prefetch import Prefetch
 from train.run.config import RunConfig, dump_run
 from train.run.directory import PROBE_SEQUENCES, PROBE_TOKENS, RunDirectory
 from train.run.metrics import MetricsWriter
@@ -40,8 +41,18 @@ class _Training:
 
     def __init__(self, run: RunConfig, directory: RunDirectory, data: RunData) -> None:
         self.run, self.directory, self.data = run, directory, data
-        self.held_out = data.held_out()
-        self.engine: Engine = build_engine(run, start())
+        device = start()
+        self.engine: Engine = build_engine(run, device)
+        replica, held_out = self.engine.replica, data.held_out()
+        self.held_out = held_out.of_replica(replica)
+        tokens = min(PROBE_TOKENS, run.data.sequence_length)
+        self.probe_BS = held_out.tokens_BS[:PROBE_SEQUENCES, :tokens]
+
+        def read(step: int) -> Batch:
+            batch = data.batch(step, replica)
+            return batch.pinned() if device.type == "cuda" else batch
+
+        self.batches = Prefetch(read, run.total_steps)
         self.attempt = Attempt(directory, self.engine.layout)
         self.metrics: MetricsWriter | None = None
         self.step = 0
@@ -106,8 +117,7 @@ class _Training:
         rate = learning_rate(run, step)
 
         self.clock.start()
-        batch = self.data.batch(step)
-        result = self.engine.train_step(batch, rate, self.judge.accept)
+        result = self.engine.train_step(self.batches(step), rate, self.judge.accept)
         speed = speed_of(run, self.clock.stop())
         memory_bytes, writing = self.share()
 
@@ -117,8 +127,8 @@ class _Training:
             **speed,
             "memory_bytes": memory_bytes,
         }
-        if not batch.counted_BS.all():
-            row["counted_fraction"] = batch.counted_BS.double().mean().item()
+        if result.counted_fraction == 1:
+            del row["counted_fraction"]
         if self.judge.objection:
             if not self.judge.skips:
                 raise self.not_learning(self.judge.objection)
@@ -184,8 +194,6 @@ class _Training:
             self.metrics.sync()
         self.saver.flush()
         began_at = time.monotonic()
-        tokens = min(PROBE_TOKENS, run.data.sequence_length)
-        probe_BS = self.held_out.tokens_BS[:PROBE_SEQUENCES, :tokens]
 
         checkpoints = []
         for average in self.averages.present(step) if permanent else ():
@@ -194,10 +202,10 @@ class _Training:
                 description = self.averages.describe(average, step)
                 fields = self.fields(None, loss) | {"average": description}
                 final = directory.average_checkpoint(average.name, step)
-                checkpoints.append(self.saver.copy(final, probe_BS=probe_BS, fields=fields))
+                checkpoints.append(self.saver.copy(final, probe_BS=self.probe_BS, fields=fields))
         final = directory.checkpoint(step) if permanent else directory.restart(step)
         fields = self.fields(train_loss, held_out_loss)
-        checkpoints.append(self.saver.copy(final, probe_BS=probe_BS, fields=fields))
+        checkpoints.append(self.saver.copy(final, probe_BS=self.probe_BS, fields=fields))
         self.saver.save(step, checkpoints, copying_seconds=time.monotonic() - began_at)
 
     def fields(self, train_loss: float | None, held_out_loss: float | None) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def main() -> None:
     calls: dict[str, Callable[[], object]] = {"plain": plain}
     for name, engine in engines.items():
         calls[name] = lambda engine=engine: engine.train_step(
-            batch, LEARNING_RATE, StepResult.is_finite
+            batch.of_replica(engine.replica), LEARNING_RATE, StepResult.is_finite
         )  # type: ignore[misc]
     for call in calls.values():
         call()

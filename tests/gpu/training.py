@@ -222,6 +222,7 @@ def _timed_steps(run: RunConfig, batch_size: int, length: int) -> tuple[float, f
     engine = build_engine(run, start())
     engine.start_from(initial)
     batch = Batch.of(random_tokens(batch_size, length + 1, run.model.vocab_size))
+    batch = batch.of_replica(engine.replica)
     seconds, first = [], 0.0
     for index in range(ROUNDS + 2):
         began_at = time.perf_counter()

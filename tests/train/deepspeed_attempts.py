@@ -53,7 +53,9 @@ class Attempt:
         return [
             list(
                 self.engine.train_step(
-                    batch_of(step), learning_rate(self.run, step), StepResult.is_finite
+                    batch_of(step).of_replica(self.engine.replica),
+                    learning_rate(self.run, step),
+                    StepResult.is_finite,
                 )
             )
             for step in range(first, last + 1)
@@ -82,7 +84,7 @@ class Attempt:
 
     def reject_steps(self) -> None:
         """A step that is refused, and one whose gradient is not finite."""
-        other = Batch.of((batch_of(99).tokens_BS + 1) % 64)
+        other = Batch.of((batch_of(99).tokens_BS + 1) % 64).of_replica(self.engine.replica)
         self.engine.train_step(other, 1.0, lambda _: False)
 
         def overflow(_module, _inputs, output):

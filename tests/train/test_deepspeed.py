@@ -123,7 +123,9 @@ def train_all(runs_json: str, out: str) -> None:
         rows = []
         for step in range(1, run.total_steps + 1):
             result = engine.train_step(
-                batch_of(step), learning_rate(run, step), StepResult.is_finite
+                batch_of(step).of_replica(engine.replica),
+                learning_rate(run, step),
+                StepResult.is_finite,
             )
             rows.append(list(result))
         probes.append(engine.probe(batch_of(1).tokens_BS[:2, :-1]))
@@ -131,7 +133,7 @@ def train_all(runs_json: str, out: str) -> None:
         reports[run.name] = {
             "rows": rows,
             # 5 sequences do not fill the microbatches of two ranks
-            "held_out": engine.evaluate(first_sequences(5)),
+            "held_out": engine.evaluate(first_sequences(5).of_replica(engine.replica)),
             "probes": [
                 {name: output.tolist() for name, output in probe.items()} for probe in probes
             ],

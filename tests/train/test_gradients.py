@@ -54,9 +54,11 @@ def gradients_of_engine(run_dir: str, hf_dir: str, out: str) -> None:
 
     engine = MegatronEngine(load_run(Path(run_dir) / "run.json"), start())
     parameters = load_weights(engine, hf_dir)
-    seen = engine.train_step(Batch(*sequences()), 1.0, lambda _: False)
+    seen = engine.train_step(Batch(*sequences()).of_replica(engine.replica), 1.0, lambda _: False)
     gradients = {name: parameter.main_grad.clone() for name, parameter in parameters.items()}
-    held_out = engine.evaluate(Batch(*(part[4:7] for part in sequences())))
+    held_out = engine.evaluate(
+        Batch(*(part[4:7] for part in sequences())).of_replica(engine.replica)
+    )
     torch.save((gradients, tuple(seen), held_out), Path(out) / f"{dist.get_rank()}.pt")
     engine.close()
 
@@ -97,7 +99,8 @@ def test_gradients_under_tensor_parallelism_equal_hf(tmp_path, inputs, kv_heads)
             assert error < 1e-5, (name, rank, error.item())
         compared.update(megatron_names.hf_names(name))
     assert compared == {name for name, _ in model.named_parameters()}
-    for _, (loss, z, grad_norm), held_out in saved:
+    for _, (loss, z, grad_norm, counted_fraction), held_out in saved:
+        assert counted_fraction == counted_BS.double().mean().item()
         assert loss == pytest.approx(cross_entropy[counted_BS].mean().item(), abs=1e-5)
         assert z == pytest.approx(z_loss[counted_BS].mean().item(), rel=1e-5)
         assert grad_norm == pytest.approx(norm, rel=1e-5)

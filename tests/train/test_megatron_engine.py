@@ -62,7 +62,8 @@ class Rank:
     def steps(self, *indices: int, accept=lambda _: True):
         from train.data.batches import Batch
 
-        return [self.engine.train_step(Batch.of(BATCHES[index]), RATE, accept) for index in indices]
+        batches = [Batch.of(BATCHES[index]).of_replica(self.engine.replica) for index in indices]
+        return [self.engine.train_step(batch, RATE, accept) for batch in batches]
 
     def slots(self):
         """Every slot with its factor of the weights, and the shards of both."""
@@ -80,7 +81,7 @@ def use_engine(run_dir: str, out: str) -> None:
     rank = Rank(run_dir, out)
     engine = rank.engine
     assert not any(tensor.any() for _, _, tensor in rank.slots())
-    nothing = Batch(BATCHES[0], torch.zeros(8, 32, dtype=torch.bool))
+    nothing = Batch(BATCHES[0], torch.zeros(8, 32, dtype=torch.bool)).of_replica(engine.replica)
     rank.save("start")
     assert engine.evaluate(nothing) == 0
     assert engine.train_step(nothing, RATE, lambda _: True)[:2] == (0, 0)

@@ -153,6 +153,7 @@ def build_and_measure(*run_dirs: str) -> None:
             id(weight): weight for module in modules for weight in module.parameters(recurse=False)
         }
         batch = Batch.of(torch.randint(320, (run.batch_size, LENGTH + 1)))
+        batch = batch.of_replica(engine.replica)
         kept = kept_for_backward(
             lambda: engine.train_step(batch, 1e-3, lambda _: True),  # noqa: B023
             list(weights.values()),

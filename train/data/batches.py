@@ -25,8 +25,26 @@ from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 
 
+class Replica(NamedTuple):
+    """A data-parallel replica of the model, by which a batch is shared out."""
+
+    rank: int
+    ranks: int
+    micro_batch_size: int
+
+    def rows(self, count: int) -> NDArray[np.int64]:
+        """Return its rows of a batch of `count`: of every `ranks` microbatches its own.
+
+        Where the sequences do not suffice a row is -1.
+        """
+        number = -(-count // (self.micro_batch_size * self.ranks))
+        rows = np.arange(number * self.micro_batch_size * self.ranks)
+        own = rows.reshape(number, self.ranks, -1)[:, self.rank].reshape(-1)
+        return np.where(own < count, own, -1)
+
+
 class Batch(NamedTuple):
-    """The sequences of one update, or of one held-out loss."""
+    """The sequences of one update, or of one held-out loss: all, or those of one replica."""
 
     tokens_BS: Tensor  # int64 [B, S + 1]: inputs are [:, :-1], labels [:, 1:]
     counted_BS: Tensor  # bool [B, S]: the labels that enter the loss
@@ -36,24 +54,24 @@ class Batch(NamedTuple):
         """Return a batch in which every label counts."""
         return Batch(tokens_BS, torch.ones_like(tokens_BS[:, 1:], dtype=torch.bool))
 
-    def microbatches(
-        self, size: int, *, rank: int, ranks: int, device: torch.device
-    ) -> list["Batch"]:
-        """Return one rank's part: its own of every `ranks` consecutive microbatches of `size`.
+    def of_replica(self, replica: Replica) -> "Batch":
+        """Return the replica's rows of a whole batch.
 
         Where the sequences do not suffice the first is repeated, without a label that counts.
         """
-        count = len(self.tokens_BS)
-        number = -(-count // (size * ranks))
+        rows = torch.from_numpy(replica.rows(len(self.tokens_BS)))
+        counted_BS = self.counted_BS[rows] & (rows >= 0)[:, None]
+        return Batch(self.tokens_BS[rows.clamp(min=0)], counted_BS)
 
-        def own(whole: Tensor, filler: Tensor) -> Tensor:
-            padded = torch.cat([whole, filler.expand(number * ranks * size - count, -1)])
-            by_rank = padded.reshape(number, ranks, size, -1)
-            return by_rank[:, rank].to(device)
+    def microbatches(self, size: int, device: torch.device) -> list["Batch"]:
+        """Return the sequences in pieces of `size`, on the device."""
+        tokens_BS, counted_BS = (part.to(device, non_blocking=True) for part in self)
+        pieces = zip(tokens_BS.split(size), counted_BS.split(size), strict=True)
+        return [Batch(*piece) for piece in pieces]
 
-        tokens = own(self.tokens_BS, self.tokens_BS[:1])
-        counted = own(self.counted_BS, torch.zeros_like(self.counted_BS[:1]))
-        return [Batch(*fields) for fields in zip(tokens, counted, strict=True)]
+    def pinned(self) -> "Batch":
+        """Return the batch in memory that a GPU copies from while the host goes on."""
+        return Batch(self.tokens_BS.pin_memory(), self.counted_BS.pin_memory())
 
 
 def batch(
@@ -79,10 +97,14 @@ class RunData:
         self._order = Order(run.data.order, size, run.seed, run.batch_size)
         self.sha256 = {"train": train.manifest.sha256, "held_out": held_out.manifest.sha256}
 
-    def batch(self, step: int) -> Batch:
-        """Return the global batch of update `step`, from 1; UserError for an unknown token."""
+    def batch(self, step: int, replica: Replica | None = None) -> Batch:
+        """Return a replica's rows of the batch of update `step`, from 1; without one, all rows.
+
+        UserError for an unknown token.
+        """
         size = self._run.batch_size
-        indices_B = self._order(np.arange((step - 1) * size, step * size))
+        rows_B = replica.rows(size) if replica else np.arange(size)
+        indices_B = self._order((step - 1) * size + rows_B)
         return self._read(self._train, indices_B, self._run.data.repetition_filter)
 
     def held_out(self) -> Batch:

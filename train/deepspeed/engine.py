@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from train.averages import slot_names
-from train.data.batches import Batch
+from train.data.batches import Batch, Replica
 from train.deepspeed.checkpoint import MOMENTS, StateFiles, read_state
 from train.deepspeed.model import build_model, hf_parameters, recorded
 from train.deepspeed.process import join
@@ -75,6 +75,11 @@ class DeepSpeedEngine:
         )
 
     @property
+    def replica(self) -> Replica:
+        """Return the data-parallel replica that this rank is a part of."""
+        return Replica(dist.get_rank(), self.data_parallel, self.run.micro_batch_size)
+
+    @property
     def layout(self) -> dict[str, int]:
         """Return parallel sizes by name, and ZeRO's stage."""
         return {"tensor": 1, "pipeline": 1, "data": self.data_parallel, "zero": self.run.zero.stage}
@@ -82,11 +87,11 @@ class DeepSpeedEngine:
     def train_step(
         self, batch: Batch, learning_rate: float, accept: Callable[[StepResult], bool]
     ) -> StepResult:
-        """Run forward and backward on a global batch; if accepted, clip and update."""
+        """Run forward and backward on the replica's batch; if accepted, clip and update."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._engine.train()
-        microbatches = self._microbatches(batch)
+        microbatches = batch.microbatches(self.run.micro_batch_size, self.device)
         assert len(microbatches) == self._engine.gradient_accumulation_steps()
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         for index, microbatch in enumerate(microbatches):
@@ -95,7 +100,10 @@ class DeepSpeedEngine:
             # DeepSpeed divides by the microbatches and averages over the ranks.
             self._engine.backward(sums[:2].sum() / microbatch.counted_BS.numel())
             totals += sums.detach()
-        result = StepResult(*self._means(totals), grad_norm=self._sharding.gradient_norm())
+        cross_entropy, z_loss, counted = self._means(totals)
+        fraction = counted / (batch.counted_BS.numel() * self.data_parallel)
+        norm = self._sharding.gradient_norm()
+        result = StepResult(cross_entropy, z_loss, norm, fraction)
         if accept(result):
             assert result.is_finite(), "DeepSpeed would not take this step"
             self._engine.step()
@@ -108,18 +116,9 @@ class DeepSpeedEngine:
         """Return the mean cross-entropy over the counted labels, nats per token."""
         self._engine.eval()
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
-        for microbatch in self._microbatches(batch):
+        for microbatch in batch.microbatches(self.run.micro_batch_size, self.device):
             totals += self._losses(self._engine.module, microbatch)
         return self._means(totals)[0]
-
-    def _microbatches(self, batch: Batch) -> list[Batch]:
-        """Return the part of this rank, on its device."""
-        return batch.microbatches(
-            self.run.micro_batch_size,
-            rank=dist.get_rank(),
-            ranks=self.data_parallel,
-            device=self.device,
-        )
 
     def _logits(self, model: Any, inputs_BS: Tensor) -> Tensor:
         """Return logits [B, S, V] in fp32."""
@@ -146,11 +145,11 @@ class DeepSpeedEngine:
         return torch.stack([*sums, batch.counted_BS.sum().to(sums[0].dtype)])
 
     @staticmethod
-    def _means(totals: Tensor) -> tuple[float, float]:
-        """Return cross-entropy and z-loss per counted label over all ranks; zero for none."""
+    def _means(totals: Tensor) -> tuple[float, float, int]:
+        """Return mean cross-entropy and z-loss, 0 for none, and the counted labels of all ranks."""
         dist.all_reduce(totals)
-        cross_entropy, z_loss, count = totals.tolist()
-        return cross_entropy / max(count, 1), z_loss / max(count, 1)
+        cross_entropy, z_loss, counted = totals.tolist()
+        return cross_entropy / max(counted, 1), z_loss / max(counted, 1), int(counted)
 
     @torch.no_grad()
     def probe(self, inputs_BS: Tensor) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from base.errors import UserError
 from train.averages import slot_names
-from train.data.batches import Batch
+from train.data.batches import Batch, Replica
 from train.engine import Snapshot, StepResult
 from train.megatron import transformer_engine
 from train.megatron.model import (
@@ -52,6 +52,12 @@ class MegatronEngine:
         config.finalize_model_grads_func = finalize_model_grads
 
     @property
+    def replica(self) -> Replica:
+        """Return the data-parallel replica that this rank is a part of."""
+        rank = parallel_state.get_data_parallel_rank()
+        return Replica(rank, self.data_parallel, self.run.micro_batch_size)
+
+    @property
     def layout(self) -> dict[str, int]:
         """Return parallel sizes by name."""
         parallel = self.run.parallel
@@ -64,11 +70,13 @@ class MegatronEngine:
     def train_step(
         self, batch: Batch, learning_rate: float, accept: Callable[[StepResult], bool]
     ) -> StepResult:
-        """Run forward and backward on a global batch; if accepted, clip and update."""
+        """Run forward and backward on the replica's batch; if accepted, clip and update."""
         self._pipeline.model.zero_grad_buffer()
         self._optimizer.zero_grad()
-        cross_entropy, z_loss = self._pipeline.losses(batch, forward_only=False)
-        result = StepResult(cross_entropy, z_loss, gradient_norm(self._optimizer))
+        cross_entropy, z_loss, counted = self._pipeline.losses(batch, forward_only=False)
+        norm = gradient_norm(self._optimizer)
+        fraction = counted / (batch.counted_BS.numel() * self.data_parallel)
+        result = StepResult(cross_entropy, z_loss, norm, fraction)
         if accept(result):
             clip_and_update(self._optimizer, result.grad_norm, learning_rate, self.run.optimizer)
         return result

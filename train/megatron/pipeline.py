@@ -36,19 +36,15 @@ class Pipeline:
         self.model = DistributedDataParallel(config, ddp, build_model(run, config, device))
         self._schedule = get_forward_backward_func()
 
-    def losses(self, batch: Batch, *, forward_only: bool) -> tuple[float, float]:
-        """Return mean cross-entropy and z-loss per counted label, on every rank; 0 for none.
+    def losses(self, batch: Batch, *, forward_only: bool) -> tuple[float, float, int]:
+        """Return mean cross-entropy and z-loss per counted label, and their number over all ranks.
 
+        The batch is that of this rank's replica; the means of nothing are 0.
         Unless `forward_only`, the gradients of what `StepResult` says is minimised are added to the
         gradient buffers.
         """
         self.model.train(not forward_only)
-        microbatches = batch.microbatches(
-            self.run.micro_batch_size,
-            rank=parallel_state.get_data_parallel_rank(),
-            ranks=self.data_parallel,
-            device=self.device,
-        )
+        microbatches = batch.microbatches(self.run.micro_batch_size, self.device)
         reports = self._run(microbatches, self._loss, forward_only=forward_only)
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         if parallel_state.is_pipeline_last_stage():
@@ -58,7 +54,7 @@ class Pipeline:
             group = parallel_state.get_pipeline_model_parallel_group()
             dist.broadcast(sums, parallel_state.get_pipeline_model_parallel_last_rank(), group)
         cross_entropy, z_loss, counted = sums.tolist()
-        return cross_entropy / max(counted, 1), z_loss / max(counted, 1)
+        return cross_entropy / max(counted, 1), z_loss / max(counted, 1), int(counted)
 
     @torch.no_grad()
     def logits(self, inputs_BS: Tensor) -> Tensor | None:
