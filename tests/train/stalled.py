@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from base import stopping
-from train.data.batches import Batch, RunData
+from train.data.batches import Batch, Replica, RunData
 from train.data.documents import TextFile
 
 STEP, SOURCE, UNTIL = (f"QUANTDYN_TEST_STALLED_{name}" for name in ("STEP", "SOURCE", "UNTIL"))
@@ -38,10 +38,10 @@ def _wait() -> None:
 _batch, _texts = RunData.batch, TextFile.texts
 
 
-def _stalled_batch(data: RunData, step: int) -> Batch:
+def _stalled_batch(data: RunData, step: int, replica: Replica | None = None) -> Batch:
     if step >= int(os.environ[STEP]):
         _wait()
-    return _batch(data, step)
+    return _batch(data, step, replica)
 
 
 def _stalled_texts(source: TextFile) -> Iterator[str]:

@@ -5,8 +5,7 @@ import torch
 from transformers import Olmo2Config
 from transformers.models.olmo2 import modeling_olmo2
 
-import train.megatron  # noqa: F401  # mcore without a GPU
-from train.megatron.layers import rotated
+from train.model.rotary import rotated
 
 LENGTH, HEADS, WIDTH, BASE = 4096, 2, 128, 500_000.0
 
