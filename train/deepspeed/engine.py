@@ -21,6 +21,7 @@ from train.deepspeed.process import join
 from train.deepspeed.settings import deepspeed_config
 from train.deepspeed.sharding import by_piece, sharding_of
 from train.engine import Snapshot, StepResult
+from train.host_memory import HostMemory
 from train.run.config import RunConfig
 
 
@@ -40,6 +41,7 @@ class DeepSpeedEngine:
         )
         self._sharding = sharding_of(self._engine, self._parameters)
         self._partitions = self._sharding.partitions()
+        self._memory = HostMemory(device)
         for owner, *_ in self._partitions:
             # The state that AdamW makes at its first step: a checkpoint can hold it before.
             moments = {
@@ -106,6 +108,7 @@ class DeepSpeedEngine:
         result = StepResult(cross_entropy, z_loss, norm, fraction)
         if accept(result):
             assert result.is_finite(), "DeepSpeed would not take this step"
+            self._memory.fence()
             self._engine.step()
         else:
             self._sharding.drop_gradients()
@@ -161,10 +164,12 @@ class DeepSpeedEngine:
 
     def weights(self) -> list[Tensor]:
         """Return the fp32 main weights of this rank."""
+        self._memory.fence()
         return [partition.of(partition.owner) for partition in self._partitions]
 
     def slot(self, name: str) -> list[Tensor]:
         """Return a named fp32 copy of the shape of `weights()`."""
+        self._memory.fence()
         return self._slots[name]
 
     def publish_weights(self) -> None:
@@ -182,7 +187,7 @@ class DeepSpeedEngine:
 
     def snapshot(self, directory: Path, *, weights_only: bool) -> Snapshot:
         """Copy the weights and, unless `weights_only`, optimizer state and slots."""
-        files = StateFiles(directory)
+        files = StateFiles(directory, self._memory)
         if dist.get_rank() == 0:
             files.add_model(self._parameters)
         if not weights_only:

@@ -20,6 +20,7 @@ from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.engine import Snapshot, StepResult
+from train.host_memory import HostMemory
 from train.megatron import transformer_engine
 from train.megatron.model import (
     global_parameters,
@@ -49,6 +50,7 @@ class MegatronEngine:
         self._pipeline = Pipeline(run, config, device)
         self._optimizer = build_optimizer(run, self._pipeline.model)
         self._state = OptimizerState(self._optimizer, slot_names(run))
+        self._memory = HostMemory(device)
         config.finalize_model_grads_func = finalize_model_grads
 
     @property
@@ -78,6 +80,7 @@ class MegatronEngine:
         fraction = counted / (batch.counted_BS.numel() * self.data_parallel)
         result = StepResult(cross_entropy, z_loss, norm, fraction)
         if accept(result):
+            self._memory.fence()
             clip_and_update(self._optimizer, result.grad_norm, learning_rate, self.run.optimizer)
         return result
 
@@ -92,10 +95,12 @@ class MegatronEngine:
 
     def weights(self) -> list[Tensor]:
         """Return the fp32 main weights of this rank."""
+        self._memory.fence()
         return self._state.weights()
 
     def slot(self, name: str) -> list[Tensor]:
         """Return a named fp32 copy of the shape of `weights()`."""
+        self._memory.fence()
         return self._state.slot(name)
 
     @torch.no_grad()
@@ -121,7 +126,7 @@ class MegatronEngine:
         optimizer = self._state.to_save(state)  # also says which rank writes which weight
         if not weights_only:
             state |= {"optimizer": optimizer, "steps": self._state.steps}
-        return ShardedSnapshot(state, directory)
+        return ShardedSnapshot(state, directory, self._memory)
 
     def load(self, directory: Path) -> None:
         """Load what a snapshot wrote at any layout. Hash-check it first: it holds pickles.
