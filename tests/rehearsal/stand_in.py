@@ -13,7 +13,7 @@ can differentiate.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -228,6 +228,20 @@ def _place() -> str | None:
     return None
 
 
+class Ordered:
+    """A stream of the stand-in, on which everything is done at once."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        pass
+
+    def wait_stream(self, other: "Ordered") -> None:
+        """Nothing to wait for."""
+
+    def record_event(self) -> SimpleNamespace:
+        """An event that has happened."""
+        return SimpleNamespace(synchronize=lambda: None)
+
+
 @contextmanager
 def gpu(left: str | None = None) -> Iterator[StandIn]:
     """One stand-in is the GPU of this machine, while it lasts; what was made on it is useless
@@ -246,6 +260,11 @@ def gpu(left: str | None = None) -> Iterator[StandIn]:
         "mem_get_info": lambda device=None: (80 * 10**9, 80 * 10**9),
         "synchronize": lambda device=None: None,
         "get_device_properties": lambda device=None: SimpleNamespace(total_memory=80 * 10**9),
+        "Stream": Ordered,
+        "current_stream": Ordered,
+        "stream": nullcontext,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *memory: 0),
+        "check_error": lambda status: None,
     }
     torch._C._set_only_lift_cpu_tensors(
         True

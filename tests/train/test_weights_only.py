@@ -87,7 +87,8 @@ def test_weights_alone_lose_nothing(trained, tmp_path, inputs):
 def test_a_branch_takes_optimizer_state(tmp_path, inputs):
     """From where its parent keeps it; from weights alone it is refused. With DeepSpeed."""
     parent, child = RunDirectory(tmp_path / "parent"), tmp_path / "child"
-    saving, engine = SavingConfig(**SAVING, full_steps=(10,)), {"engine": "deepspeed"}
+    saving = SavingConfig(**SAVING, full_steps=(10,))
+    engine: dict[str, Any] = {"engine": "deepspeed"}
     make_run(parent.path, **inputs, **engine, save_steps=(10, 13, 20), saving=saving)
     assert python("train", "run", str(parent.path)).returncode == 0
     make_branch(child, parent.path, inputs, **engine)
