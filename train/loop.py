@@ -24,7 +24,7 @@ from train.checkpoints.resuming import Start, resume
 from train.checkpoints.saver import Saver
 from train.checkpoints.writing import remove_unfinished
 from train.data.batches import Batch, RunData, open_data
-from train.distributed import from_rank_zero, largest, start
+from train.distributed import from_rank_zero, gathered, largest, start
 from train.engine import Engine, StepResult
 from train.engines import build_engine
 from train.monitoring import RANKS_EVERY_STEPS, RankClock, peak_memory_bytes, speed_of
@@ -97,6 +97,7 @@ class _Training:
         begun = self.begin()
         if begun.record is None:
             self.evaluate_and_save(None)
+        self.raise_failures(self.batches.failure(self.step + 1))
         with Progress(self.run.name, total, done=self.step) as progress:
             while self.step < total and not self.stopping:
                 self.step += 1
@@ -118,8 +119,9 @@ class _Training:
 
         self.clock.start()
         result = self.engine.train_step(self.batches(step), rate, self.judge.accept)
+        failure = self.batches.failure(step + 1)
         speed = speed_of(run, self.clock.stop())
-        memory_bytes, writing = self.share()
+        memory_bytes, writing = self.share(failure)
 
         row: dict[str, float] = {
             **result._asdict(),
@@ -138,26 +140,41 @@ class _Training:
         self.saver.advance(writing=writing)
         return result, speed["tokens_per_second"]
 
-    def share(self) -> tuple[float, bool]:
+    def share(self, failure: str | None) -> tuple[float, bool]:
         """Return the largest peak of memory, in bytes, and whether any rank still writes a save.
 
-        Ranks also learn of each other's requests to stop.
+        Ranks also learn of each other's requests to stop, and of a `failure` to read.
 
         Raises:
             SupersededError: a newer attempt has begun.
+            UserError: a rank cannot read the next batch.
         """
         rank_zero = dist.get_rank() == 0
         stop_file = self.directory.stop_file if rank_zero else None
         self.stop_reason = stopping.requested(stop_file) or self.stop_reason
         successor = self.attempt.successor() if rank_zero else None
-        flags = [bool(self.stop_reason), self.saver.writing, successor is not None]
-        stop, writing, superseded, memory_bytes = largest(
+        flags = [bool(self.stop_reason), self.saver.writing, successor is not None, bool(failure)]
+        stop, writing, superseded, failed, memory_bytes = largest(
             [*map(float, flags), float(peak_memory_bytes())]
         )
         if superseded:
             raise SupersededError(from_rank_zero(successor))
         self.stopping = stop > 0
+        if failed and not self.stopping:
+            self.raise_failures(failure)
         return memory_bytes, writing > 0
+
+    def raise_failures(self, failure: str | None) -> None:
+        """Raise on every rank that one of them cannot read the next batch, if so.
+
+        Raised there alone, the error would leave the others waiting for it in their next step.
+        """
+        for rank, reason in enumerate(gathered(failure)):
+            if reason:
+                self.saver.flush()
+                raise UserError(
+                    f"rank {rank} cannot read its batch of step {self.step + 1}: {reason}"
+                )
 
     def not_learning(self, figures: str) -> UserError:
         """Return the error of a run that must not continue."""

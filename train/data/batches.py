@@ -6,6 +6,7 @@
 Shapes: B sequences, S tokens of a sequence.
 """
 
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -91,10 +92,12 @@ class RunData:
         sha256: identity of the tokens, "train" and "held_out".
     """
 
-    def __init__(self, run: RunConfig, train: TokenSource, held_out: TokenSource) -> None:
+    def __init__(
+        self, run: RunConfig, train: TokenSource, held_out: TokenSource, order_directory: Path
+    ) -> None:
         self._run, self._train, self._held_out = run, train, held_out
         size = train.num_sequences(run.data.sequence_length)
-        self._order = Order(run.data.order, size, run.seed, run.batch_size)
+        self._order = Order(run.data.order, size, run.seed, run.batch_size, order_directory)
         self.sha256 = {"train": train.manifest.sha256, "held_out": held_out.manifest.sha256}
 
     def batch(self, step: int, replica: Replica | None = None) -> Batch:
@@ -150,7 +153,7 @@ def open_data(run: RunConfig, directory: RunDirectory, *, verify_hashes: bool) -
             f"{held_out.prefix} holds {available} sequences, data.held_out_sequences asks for"
             f" {wanted}; prepare more held-out text or ask for fewer"
         )
-    return RunData(run, train, held_out)
+    return RunData(run, train, held_out, directory.order)
 
 
 def _check_tokenizer(

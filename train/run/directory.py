@@ -80,6 +80,7 @@ class RunDirectory:
         self.restarts = path / "restarts"
         self.quarantine = path / "quarantine"
         self.hf = path / "hf"
+        self.order = path / "order"  # of the training sequences, where it has to be stored
 
     def checkpoint(self, step: int) -> Path:
         """Return the directory of the checkpoint after update `step`."""
