@@ -82,7 +82,9 @@ class _Training:
         }
         self.averages = Averages(run, self.engine, starts)
         self.judge = StepJudge(run, record.accepted if record else ())
-        self.saver = Saver(run.saving, self.engine, directory, self.attempt, self.log)
+        self.saver = Saver(
+            run.saving, self.engine, directory, self.attempt, self.probe_BS, self.log
+        )
         self.clock = RankClock(directory.ranks, self.attempt.number)
         return begun
 
@@ -198,9 +200,10 @@ class _Training:
     def evaluate_and_save(self, train_loss: float | None) -> None:
         """Evaluate and save where that is due after this step, or where training stops."""
         step, run, directory = self.step, self.run, self.directory
-        permanent = step in run.save_steps
-        every = run.saving.restart_every_steps
-        restart = self.stopping or (every is not None and step > 0 and step % every == 0)
+        permanent, every = step in run.save_steps, run.saving.restart_every_steps
+        full = permanent and run.saving.keeps_state(step)
+        due = self.stopping or (every is not None and step > 0 and step % every == 0)
+        restart = due and not full and step < run.total_steps
         held_out_loss = None
         if permanent or step % run.evaluate_every_steps == 0:
             held_out_loss = self.evaluate()
@@ -216,13 +219,18 @@ class _Training:
         for average in self.averages.present(step) if permanent else ():
             with self.averages.swapped_in(average, step):
                 loss = self.evaluate(average.name)
-                description = self.averages.describe(average, step)
-                fields = self.fields(None, loss) | {"average": description}
-                final = directory.average_checkpoint(average.name, step)
-                checkpoints.append(self.saver.copy(final, probe_BS=self.probe_BS, fields=fields))
-        final = directory.checkpoint(step) if permanent else directory.restart(step)
+                if run.saving.writes_averages(step):
+                    description = self.averages.describe(average, step)
+                    fields = self.fields(None, loss) | {"average": description}
+                    final = directory.average_checkpoint(average.name, step)
+                    checkpoints.append(self.saver.copy(final, fields, weights_only=True))
         fields = self.fields(train_loss, held_out_loss)
-        checkpoints.append(self.saver.copy(final, probe_BS=self.probe_BS, fields=fields))
+        if permanent:
+            final = directory.checkpoint(step)
+            checkpoints.append(self.saver.copy(final, fields, weights_only=not full))
+        if restart:
+            final = directory.restart(step)
+            checkpoints.append(self.saver.copy(final, fields, weights_only=False))
         self.saver.save(step, checkpoints, copying_seconds=time.monotonic() - began_at)
 
     def fields(self, train_loss: float | None, held_out_loss: float | None) -> dict[str, Any]:
@@ -251,6 +259,7 @@ class _Training:
         if self.metrics:
             self.metrics.close()
         if self.step == self.run.total_steps:
+            self.saver.end()
             self.attempt.end("done", self.step, "")
         else:
             place = f"step {self.step} of {self.run.total_steps}"

@@ -28,7 +28,7 @@ from train.megatron.model import (
     weight_shard,
 )
 from train.megatron.optimizer import build_optimizer, clip_and_update, gradient_norm
-from train.megatron.optimizer_state import OptimizerState, slots_in
+from train.megatron.optimizer_state import OptimizerState, odd_keys, slots_in
 from train.megatron.pipeline import Pipeline
 from train.megatron.probing import probe
 from train.megatron.shards import ShardedSnapshot
@@ -126,24 +126,28 @@ class MegatronEngine:
     def load(self, directory: Path) -> None:
         """Load what a snapshot wrote at any layout. Hash-check it first: it holds pickles.
 
+        The model's weights are the main weights, rounded: they are not read, but published.
+
         Raises:
             UserError: the shards lack a key of this model or hold one more.
         """
-        state = self._model_state()
         try:
             saved = dist_checkpointing.load_tensors_metadata(str(directory))
-            state |= {"optimizer": self._state.to_load(state, slots_in(saved))}
-            loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_ALL)
+            state = {"optimizer": self._state.to_load(self._model_state(), slots_in(saved))}
+            loaded, unread, unsaved = dist_checkpointing.load(
+                state, str(directory), strict=StrictHandling.RETURN_ALL
+            )
+            odd = sorted(odd_keys(saved, unread) | unsaved)
+            if odd:
+                raise CheckpointingException(f"in one of the two only: {', '.join(odd[:3])}")
         except CheckpointingException as error:
             raise UserError(
                 f"{directory} does not fit the model of run.json"
                 f" ({str(error).splitlines()[0][:300]}); restore the run.json it was saved with"
             ) from error
-        keys = self._pipeline.model.module.load_state_dict(loaded["model"], strict=False)
-        assert not keys.unexpected_keys
-        assert all(_is_extra(key) for key in keys.missing_keys)
         self._state.load(loaded["optimizer"])
         self._state.steps = loaded["steps"]
+        self.publish_weights()
 
     def start_from(self, read: Callable[[str], Tensor]) -> None:
         """Set the weights to those that `read` gives by HF name, whole, in fp32."""

@@ -39,7 +39,7 @@ def print_plans(runs: Sequence[RunConfig], *, nodes: int, gpus_per_node: int, gp
         else:
             console.print(f"  no layout of {gpus} {gpu} fits; give more GPUs or larger ones")
     if len(runs) > 1:
-        disk = sum(checkpoint_bytes(run).trajectory for run in runs)
+        disk = sum(checkpoint_bytes(run).kept for run in runs)
         console.print(
             f"\nin sum: {hours:,.0f} GPU-hours, {hours / gpus / 24:.2f} days one after another,"
             f" {_gigabytes(disk)} of checkpoints"
@@ -63,9 +63,10 @@ def _print_time_and_disk(console: Console, run: RunConfig, peak_flops: float, gp
     )
     disk = checkpoint_bytes(run)
     console.print(
-        f"  disk: {_gigabytes(disk.each)} a checkpoint; {disk.permanent} permanent and up to"
-        f" {disk.restarts} restart checkpoints, {disk.averages} averages of"
-        f" {_gigabytes(disk.average_each)}: {_gigabytes(disk.trajectory)}"
+        f"  disk: {disk.full} checkpoints of {_gigabytes(disk.full_each)},"
+        f" {disk.weights + disk.averages} of weights or averages, {_gigabytes(disk.weights_each)}:"
+        f" {_gigabytes(disk.kept)}, and {_gigabytes(disk.rotated)} of restart checkpoints until"
+        " the end"
     )
     return hours
 

@@ -41,6 +41,8 @@ class CheckpointRecord(Frozen):
     model: dict[str, Any]
     # Kind, interval_steps, window or decay, and steps; None: the weights are not averaged.
     average: dict[str, Any] | None = None
+    # True: training cannot resume from it. So it is of averages and imports, said or not.
+    weights_only: bool = False
     # Source, revision and hashes, if it was made from an HF directory.
     imported: dict[str, Any] | None = None
     # By average: the step after which its first member may be.
@@ -48,6 +50,11 @@ class CheckpointRecord(Frozen):
     # Losses and gradient norms of the steps by which the next spike is judged.
     accepted: tuple[tuple[float, float], ...] = ()
     files: dict[str, FileRecord]
+
+    @property
+    def is_full(self) -> bool:
+        """True where it holds optimizer state and the memory of averages: training can resume."""
+        return not (self.weights_only or self.average or self.imported)
 
     @property
     def dtype(self) -> str:
