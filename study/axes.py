@@ -70,6 +70,7 @@ QUANTITIES: dict[str, _Quantity] = {  # in the order in which labels have them
     "anneal_tokens": _Quantity(
         "anneal", _anneal_tokens, "tokens", implied_by=("batch_size", "schedule", "tokens")
     ),
+    "decay": _Quantity("rule of weight decay", lambda run: run.optimizer.decay),
     "seed": _Quantity("seed", lambda run: str(run.seed)),
 }
 

@@ -37,7 +37,7 @@ def _of_run(run: RunConfig) -> dict[str, str]:
         f" tokens, {run.precision}",
         "schedule": _schedule(run),
         "optimizer": f"AdamW, betas {optimizer.beta1:g} and {optimizer.beta2:g}, weight decay"
-        f" {optimizer.weight_decay:g}, seed {run.seed}",
+        f" {optimizer.weight_decay:g} ({optimizer.decay}), seed {run.seed}",
     }
 
 

@@ -34,6 +34,7 @@ def run_params(run: AnyRun) -> dict[str, str]:
         params = {
             "anneal_steps": run.total_steps - anneal.start_step if anneal else 0,
             "batch_tokens": run.tokens_per_step,
+            "decay": run.optimizer.decay,
             "engine": run.engine,
             "horizon_tokens": getattr(phase, "horizon_tokens", None),
             "parameters": sum(math.prod(shape) for shape in shapes.values()),

@@ -21,6 +21,7 @@ from train.deepspeed.process import join
 from train.deepspeed.settings import deepspeed_config
 from train.deepspeed.sharding import by_piece, sharding_of
 from train.engine import Snapshot, StepResult
+from train.model.families import hidden_matrices
 from train.run.config import RunConfig
 
 
@@ -54,20 +55,16 @@ class DeepSpeedEngine:
 
     def _build_adamw(self) -> torch.optim.AdamW:
         """Return torch's fused AdamW: DeepSpeed's own are compiled when first used."""
-        settings = self.run.optimizer
-        groups = [
-            {
-                "params": [
-                    each
-                    for name, each in self._parameters.items()
-                    if settings.decays(name) == decayed
-                ],
-                "weight_decay": settings.weight_decay if decayed else 0.0,
-            }
-            for decayed in (True, False)
-        ]
+        settings, matrices = self.run.optimizer, hidden_matrices(self.run.model)
+        groups: dict[tuple[bool, bool], list[Tensor]] = {}
+        for name, parameter in self._parameters.items():
+            kind = (settings.decays(name), name in matrices)
+            groups.setdefault(kind, []).append(parameter)
         return torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            [
+                {"params": parameters, "decayed": decayed, "hidden": hidden}
+                for (decayed, hidden), parameters in groups.items()
+            ],
             lr=0.0,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
@@ -90,6 +87,8 @@ class DeepSpeedEngine:
         """Run forward and backward on the replica's batch; if accepted, clip and update."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
+            decay = self.run.optimizer.decay_at(learning_rate, hidden=group["hidden"])
+            group["weight_decay"] = decay if group["decayed"] else 0.0
         self._engine.train()
         microbatches = batch.microbatches(self.run.micro_batch_size, self.device)
         assert len(microbatches) == self._engine.gradient_accumulation_steps()
