@@ -35,6 +35,8 @@ from train.run.metrics import MetricsWriter
 from train.run.schedules import learning_rate
 from train.spikes import StepJudge
 
+HELD_OUT_LOSS = "held_out_loss"
+
 
 class _Training:
     """One attempt of one run on this rank."""
@@ -44,9 +46,9 @@ class _Training:
         device = start()
         self.engine: Engine = build_engine(run, device)
         replica, held_out = self.engine.replica, data.held_out()
-        self.held_out = held_out.of_replica(replica)
+        self.held_out = {use: batch.of_replica(replica) for use, batch in held_out.items()}
         tokens = min(PROBE_TOKENS, run.data.sequence_length)
-        self.probe_BS = held_out.tokens_BS[:PROBE_SEQUENCES, :tokens]
+        self.probe_BS = held_out["held_out"].tokens_BS[:PROBE_SEQUENCES, :tokens]
 
         def read(step: int) -> Batch:
             batch = data.batch(step, replica)
@@ -168,15 +170,22 @@ class _Training:
             f"{f'step {kept[-1]}' if kept else 'none'}, lower the peak learning rate"
         )
 
-    def evaluate(self, average: str | None = None) -> float:
-        """Return the held-out loss of the model as it is, logged."""
-        loss = self.engine.evaluate(self.held_out)
-        if not math.isfinite(loss):
-            raise self.not_learning(
-                f"not finite: held-out loss {loss}{f' of {average}' if average else ''}"
-            )
-        self.log(self.step, **{f"held_out_loss/{average}" if average else "held_out_loss": loss})
-        return loss
+    def evaluate(self, average: str | None = None) -> dict[str, float]:
+        """Return the held-out losses of the model as it is, logged.
+
+        They are held_out_loss and, of a further file, held_out_loss.NAME; of an average its name
+        follows in the log.
+        """
+        losses = {
+            use.replace("held_out", HELD_OUT_LOSS, 1): self.engine.evaluate(batch)
+            for use, batch in self.held_out.items()
+        }
+        suffix = f"/{average}" if average else ""
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                raise self.not_learning(f"not finite: held-out loss {loss} ({name}{suffix})")
+        self.log(self.step, **{name + suffix: loss for name, loss in losses.items()})
+        return losses
 
     def evaluate_and_save(self, train_loss: float | None) -> None:
         """Evaluate and save where that is due after this step, or where training stops."""
@@ -184,9 +193,9 @@ class _Training:
         permanent = step in run.save_steps
         every = run.saving.restart_every_steps
         restart = self.stopping or (every is not None and step > 0 and step % every == 0)
-        held_out_loss = None
+        losses: dict[str, float] = {}
         if permanent or step % run.evaluate_every_steps == 0:
-            held_out_loss = self.evaluate()
+            losses = self.evaluate()
         if not permanent and not restart:
             return
 
@@ -198,17 +207,17 @@ class _Training:
         checkpoints = []
         for average in self.averages.present(step) if permanent else ():
             with self.averages.swapped_in(average, step):
-                loss = self.evaluate(average.name)
+                of_average = self.evaluate(average.name)
                 description = self.averages.describe(average, step)
-                fields = self.fields(None, loss) | {"average": description}
+                fields = self.fields(None, of_average) | {"average": description}
                 final = directory.average_checkpoint(average.name, step)
                 checkpoints.append(self.saver.copy(final, probe_BS=self.probe_BS, fields=fields))
         final = directory.checkpoint(step) if permanent else directory.restart(step)
-        fields = self.fields(train_loss, held_out_loss)
+        fields = self.fields(train_loss, losses)
         checkpoints.append(self.saver.copy(final, probe_BS=self.probe_BS, fields=fields))
         self.saver.save(step, checkpoints, copying_seconds=time.monotonic() - began_at)
 
-    def fields(self, train_loss: float | None, held_out_loss: float | None) -> dict[str, Any]:
+    def fields(self, train_loss: float | None, losses: dict[str, float]) -> dict[str, Any]:
         """Return the fields of a CheckpointRecord of this step."""
         return {
             "run": self.run.name,
@@ -217,7 +226,12 @@ class _Training:
             "tokens": self.step * self.run.tokens_per_step,
             "learning_rate": learning_rate(self.run, self.step),
             "train_loss": train_loss,
-            "held_out_loss": held_out_loss,
+            "held_out_loss": losses.get(HELD_OUT_LOSS),
+            "more_held_out_losses": {
+                name.removeprefix(f"{HELD_OUT_LOSS}."): loss
+                for name, loss in losses.items()
+                if name != HELD_OUT_LOSS
+            },
             "engine": self.run.engine,
             "precision": self.run.precision,
             "world_size": dist.get_world_size(),

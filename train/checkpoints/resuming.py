@@ -140,7 +140,8 @@ def _load_parent(
     record, damage = _verified(checkpoint)
     if not record:
         raise UserError(f"{damage}; restore it, or branch from another checkpoint")
-    if record.data_sha256 != data_sha256:
+    # What else is held out decides nothing: a branch may have more files than its parent.
+    if any(record.data_sha256[use] != data_sha256[use] for use in ("train", "held_out")):
         raise UserError(
             f"{checkpoint} was trained on other data than {directory.path}; give it the same"
         )

@@ -14,7 +14,7 @@ from train.run.directory import RunDirectory
 # All that decides an update but the learning rate. Kernels and layout may differ, as in resuming.
 MUST_AGREE = ("seed", "engine", "precision", "model", "data", "optimizer", "batch_size")
 # Of the data: the tokens themselves are compared by hash.
-PATHS = ("train", "held_out", "tokenizer")
+PATHS = ("train", "held_out", "more_held_out", "tokenizer")
 
 
 def _compared(run: RunConfig, key: str) -> Any:
