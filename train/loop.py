@@ -28,6 +28,7 @@ from train.distributed import from_rank_zero, largest, start
 from train.engine import Engine, StepResult
 from train.engines import build_engine
 from train.monitoring import RANKS_EVERY_STEPS, RankClock, peak_memory_bytes, speed_of
+from train.observing import forward_figures, observed_step
 from train.prefetch import Prefetch
 from train.run.config import RunConfig, dump_run
 from train.run.directory import PROBE_SEQUENCES, PROBE_TOKENS, RunDirectory
@@ -48,7 +49,8 @@ class _Training:
         replica, held_out = self.engine.replica, data.held_out()
         self.held_out = {use: batch.of_replica(replica) for use, batch in held_out.items()}
         tokens = min(PROBE_TOKENS, run.data.sequence_length)
-        self.probe_BS = held_out["held_out"].tokens_BS[:PROBE_SEQUENCES, :tokens]
+        first_BS = held_out["held_out"].tokens_BS[:PROBE_SEQUENCES]
+        self.probe_BS, self.observed = first_BS[:, :tokens], Batch.of(first_BS)
 
         def read(step: int) -> Batch:
             batch = data.batch(step, replica)
@@ -118,8 +120,14 @@ class _Training:
         step, run = self.step, self.run
         rate = learning_rate(run, step)
 
+        observes = run.observe_every_steps is not None and step % run.observe_every_steps == 0
+        figures: dict[str, float] = {}
         self.clock.start()
-        result = self.engine.train_step(self.batches(step), rate, self.judge.accept)
+        batch = self.batches(step)
+        if observes:
+            result, figures = observed_step(self.engine, batch, rate, self.judge.accept)
+        else:
+            result = self.engine.train_step(batch, rate, self.judge.accept)
         speed = speed_of(run, self.clock.stop())
         memory_bytes, writing = self.share()
 
@@ -135,8 +143,12 @@ class _Training:
             if not self.judge.skips:
                 raise self.not_learning(self.judge.objection)
             row["skipped"] = 1
+        if observes:
+            figures |= forward_figures(self.engine, self.observed)
+            if not all(map(math.isfinite, figures.values())):
+                raise self.not_learning("not finite: weights, residual stream or attention logits")
         self.averages.update(step)
-        self.log(step, **row)
+        self.log(step, **row, **figures)
         self.saver.advance(writing=writing)
         return result, speed["tokens_per_second"]
 

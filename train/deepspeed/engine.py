@@ -4,7 +4,7 @@ Shapes: B sequences, S tokens, V vocabulary.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from torch import Tensor
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.deepspeed.checkpoint import MOMENTS, StateFiles, read_state
-from train.deepspeed.model import build_model, hf_parameters, recorded
+from train.deepspeed.model import build_model, hf_parameters, observed, recorded
 from train.deepspeed.process import join
 from train.deepspeed.settings import deepspeed_config
 from train.deepspeed.sharding import by_piece, sharding_of
 from train.engine import Snapshot, StepResult
+from train.forward_record import ForwardRecord
 from train.model.families import hidden_matrices
 from train.run.config import RunConfig
 
@@ -161,6 +162,27 @@ class DeepSpeedEngine:
     def weights(self) -> list[Tensor]:
         """Return the fp32 main weights of this rank."""
         return [partition.of(partition.owner) for partition in self._partitions]
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradient of `weights()` before clipping."""
+        return [
+            partition.of(gradient)
+            for partition, gradient in zip(
+                self._partitions, self._sharding.gradients(), strict=True
+            )
+        ]
+
+    def by_parameter(self, values: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield HF name and this rank's part for each parameter."""
+        for piece, value in by_piece(self._partitions, values):
+            yield piece.name, value
+
+    def record_forward(self, batch: Batch) -> ForwardRecord:
+        """Return figures of all layers in a forward pass."""
+        record = ForwardRecord()
+        with observed(self._engine.module, record):
+            self.evaluate(batch)
+        return record
 
     def slot(self, name: str) -> list[Tensor]:
         """Return a named fp32 copy of the shape of `weights()`."""

@@ -89,6 +89,14 @@ class OptimizerState:
         """Return the fp32 main weights of this rank."""
         return [piece.inner.detach() for piece in self._pieces]
 
+    def gradients(self) -> list[Tensor]:
+        """Return the reduced gradients in the order of `weights`, once they are handed over."""
+        return [_gradient(piece) for piece in self._pieces]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameter of every part of `weights`."""
+        return [piece.parameter for piece in self._pieces]
+
     def slot(self, name: str) -> list[Tensor]:
         """Return a slot in the order of `weights`."""
         return [self._slots[name][piece.parameter] for piece in self._pieces]
@@ -191,6 +199,11 @@ class OptimizerState:
             for key, flat in self._tensors(piece).items():
                 if key in loaded or not key.startswith(SLOT):
                     flat.copy_(loaded[key].flatten()[piece.start : piece.stop])
+
+
+def _gradient(piece: _Piece) -> Tensor:
+    assert piece.inner.grad is not None
+    return piece.inner.grad
 
 
 def slots_in(keys: Iterable[str]) -> list[str]:

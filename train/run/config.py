@@ -62,6 +62,7 @@ class RunConfig(Frozen):
 
     NOT_IDENTITY = frozenset(
         {"name", "parallel", "zero", "kernels", "recompute", "micro_batch_size", "saving"}
+        | {"observe_every_steps"}
     )
 
     name: str = Field(pattern=NAME_PATTERN)
@@ -95,6 +96,14 @@ class RunConfig(Frozen):
     )
     evaluate_every_steps: int = Field(
         gt=0, description="held-out loss at its multiples and at every checkpoint"
+    )
+    observe_every_steps: int | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "norms of weights, gradients, updates and residual stream, and the largest attention"
+            " logit, of every layer at its multiples"
+        ),
     )
 
     @model_validator(mode="after")
