@@ -93,7 +93,7 @@ class _Training:
     def log(self, step: int, **values: float) -> None:
         """Append a row of metrics."""
         if self.metrics:
-            self.metrics.append(step, step * self.run.tokens_per_step, **values)
+            self.metrics.append(step, self.run.tokens_at(step), **values)
 
     def run_to_end(self) -> None:
         """Train until the last step or until asked to stop."""
@@ -128,7 +128,7 @@ class _Training:
             result, figures = observed_step(self.engine, batch, rate, self.judge.accept)
         else:
             result = self.engine.train_step(batch, rate, self.judge.accept)
-        speed = speed_of(run, self.clock.stop())
+        speed = speed_of(run, step, self.clock.stop())
         memory_bytes, writing = self.share()
 
         row: dict[str, float] = {
@@ -235,7 +235,7 @@ class _Training:
             "run": self.run.name,
             "fingerprint": fingerprint(self.run),
             "step": self.step,
-            "tokens": self.step * self.run.tokens_per_step,
+            "tokens": self.run.tokens_at(self.step),
             "learning_rate": learning_rate(self.run, self.step),
             "train_loss": train_loss,
             "held_out_loss": losses.get(HELD_OUT_LOSS),

@@ -105,9 +105,9 @@ class RunData:
 
         UserError for an unknown token.
         """
-        size = self._run.batch_size
+        size = self._run.batch_size_at(step)
         rows_B = replica.rows(size) if replica else np.arange(size)
-        indices_B = self._order((step - 1) * size + rows_B)
+        indices_B = self._order(self._run.sequences_at(step - 1) + rows_B)
         return self._read(self._train, indices_B, self._run.data.repetition_filter)
 
     def held_out(self) -> dict[str, Batch]:

@@ -92,7 +92,8 @@ class DeepSpeedEngine:
             group["weight_decay"] = decay if group["decayed"] else 0.0
         self._engine.train()
         microbatches = batch.microbatches(self.run.micro_batch_size, self.device)
-        assert len(microbatches) == self._engine.gradient_accumulation_steps()
+        sequences = len(microbatches) * self.run.micro_batch_size * self.data_parallel
+        self._engine.set_train_batch_size(sequences)  # by whose microbatches DeepSpeed divides
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         for index, microbatch in enumerate(microbatches):
             self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)

@@ -1,4 +1,4 @@
-"""The configuration of optimizer, schedule, averages and spikes."""
+"""The configuration of optimizer, schedule, batch-size warm-up, averages and spikes."""
 
 from typing import ClassVar, Literal, Self
 
@@ -95,6 +95,23 @@ class ScheduleConfig(Frozen):
         if isinstance(self.phase, CosinePhase) and self.phase.horizon_tokens <= self.warmup_tokens:
             raise ValueError(f"the cosine ends within the warm-up of {self.warmup_tokens} tokens")
         return self
+
+
+class SmallerBatch(Frozen):
+    """A stage of the batch-size warm-up."""
+
+    until_step: int = Field(gt=0, description="the last update of the stage")
+    batch_size: int = Field(gt=0, description="sequences per optimizer step, over all ranks")
+
+
+def sequences_at(step: int, stages: tuple[SmallerBatch, ...], batch_size: int) -> int:
+    """Return the sequences of all updates up to `step`: of the stages, then of `batch_size`."""
+    sequences, begin = 0, 0
+    for stage in stages:
+        end = min(step, stage.until_step)
+        sequences += (end - begin) * stage.batch_size
+        begin = end
+    return sequences + (step - begin) * batch_size
 
 
 class Lawa(Frozen):
