@@ -1,6 +1,7 @@
 """The layouts of a run that fit into the memory of GPUs, the simplest first."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -56,9 +57,10 @@ def fitting_layouts(
     layouts = []
     for ranks, stages, changes, words in _shardings(config, gpus_per_node):
         replicas = world_size // ranks
-        if world_size % ranks or config.batch_size % replicas:
+        common = math.gcd(*config.batch_sizes)
+        if world_size % ranks or common % replicas:
             continue
-        share = config.batch_size // replicas
+        share = common // replicas
         most = share if stages == 1 else share // (MICROBATCHES_PER_STAGE * stages)
         for recompute in ("none", "layers"):
             largest: Layout | None = None

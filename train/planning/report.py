@@ -54,7 +54,7 @@ def _print_time_and_disk(console: Console, run: RunConfig, peak_flops: float, gp
     """Print them; return the GPU-hours."""
     flops = flops_per_token(run.model, run.data.sequence_length)
     speed = assumed_mfu(run.model) * peak_flops / flops
-    tokens = (run.total_steps - first_step(run)) * run.tokens_per_step  # a branch trains on fewer
+    tokens = run.total_tokens - run.tokens_at(first_step(run))  # a branch trains on fewer
     hours = tokens / speed / 3600
     console.print(
         f"\n{run.name}: {parameter_count(run):,} parameters, {flops / 1e9:.1f} GFLOP per token\n"
