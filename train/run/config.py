@@ -126,8 +126,10 @@ class RunConfig(Frozen):
     kernels: Literal["torch", "transformer_engine"] = Field(
         default="torch", description="megatron only"
     )
-    recompute: Literal["none", "layers"] = Field(
-        default="none", description="layers: activations, layer by layer"
+    recompute: Literal["none", "selective", "layers"] = Field(
+        default="none",
+        description="selective: norms, rotary embedding and SwiGLU, megatron only; layers:"
+        " activations, layer by layer",
     )
     saving: SavingConfig = SavingConfig()
     total_steps: int = Field(gt=0)
@@ -209,6 +211,8 @@ class RunConfig(Frozen):
             if self.precision == "fp8" and self.kernels != "transformer_engine":
                 raise ValueError("fp8 needs kernels 'transformer_engine'")
             return
+        if self.recompute == "selective":
+            raise ValueError("recompute 'selective' belongs to the megatron engine; set 'layers'")
         if self.parallel != ParallelConfig() or self.kernels != "torch" or self.precision == "fp8":
             raise ValueError("parallel, kernels and fp8 belong to the megatron engine")
 
