@@ -31,9 +31,7 @@ def print_plans(runs: Sequence[RunConfig], *, nodes: int, gpus_per_node: int, gp
             console.print(_memory_table(rank_memory(run, gpus), kind.memory_bytes))
         except UserError as error:
             console.print(f"  memory: batch and layout do not divide: {error}")
-        layouts = fitting_layouts(
-            run, gpus, gpus_per_node=gpus_per_node, gpu_bytes=kind.memory_bytes
-        )
+        layouts = fitting_layouts(run, gpus, gpus_per_node=gpus_per_node, gpu=kind)
         if layouts:
             console.print(_layout_table(layouts))
         else:
@@ -83,14 +81,13 @@ def _memory_table(memory: RankMemory, gpu_bytes: int) -> Table:
 
 
 def _layout_table(layouts: list[Layout]) -> Table:
-    title = "  layouts that fit by the estimate, the simplest first"
+    title = "  layouts that fit by the estimate, the fastest first; MFU at pessimistic rates"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("replica")
-    for heading in ("data", "micro batch", "recompute", "memory"):
+    for heading in ("micro batch", "recompute", "memory", "MFU"):
         table.add_column(heading, justify="right")
     for layout in layouts[:SHOWN_LAYOUTS]:
         settings = [str(layout.changes[key]) for key in ("micro_batch_size", "recompute")]
-        table.add_row(
-            layout.words, str(layout.replicas), *settings, _gigabytes(layout.memory.bytes)
-        )
+        figures = (_gigabytes(layout.memory.bytes), f"{layout.speed.mfu:.0%}")
+        table.add_row(layout.words, *settings, *figures)
     return table
