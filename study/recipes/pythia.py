@@ -25,7 +25,7 @@ from study.recipes.parts import (
 from study.text.kinds import TokenFile
 from train.model.config import ModelConfig
 from train.model.presets import PYTHIA_70M, PYTHIA_160M, pythia
-from train.run.config import RunConfig, SavingConfig
+from train.run.config import RunConfig
 from train.run.optimization import (
     Anneal,
     ConstantPhase,
@@ -34,6 +34,7 @@ from train.run.optimization import (
     OptimizerConfig,
     ScheduleConfig,
 )
+from train.run.saving import SavingConfig
 
 SOURCES = (
     (

@@ -9,9 +9,9 @@ from tests.runs import ended, execute, make_run, ranks, start_ranks, torchrun
 from tests.train.stalled import stalling
 from tests.train.trajectories import last_step, numbers, shard_hashes, started
 from tests.waiting import HANG_SECONDS, wait_until
-from train.run.config import SavingConfig
 from train.run.directory import RunDirectory
 from train.run.environment import attempts
+from train.run.saving import SavingConfig
 
 
 def status(directory):
@@ -39,7 +39,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_the_same(trained, tmp_path, 
     assert "STOP" in status(directory)["reason"]
 
     stalled, never = ("tests.train.stalled", *command), tmp_path / "never"
-    training = start_ranks(2, *stalled, variables=stalling(never, step=5))
+    training = start_ranks(2, *stalled, variables=stalling(never, step=6))
     wait_until(lambda: last_step(directory.path) >= 2, "step 2", training)
     assert not directory.status_json.exists()
     os.kill(training.pid(rank=1), signal.SIGUSR1)
@@ -51,7 +51,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_the_same(trained, tmp_path, 
     assert newest == first["step"]
 
     agent = torchrun(2, *stalled, python=interpreter())
-    with started(agent, stalling(never, step=first["step"] + 4)) as process:
+    with started(agent, stalling(never, step=first["step"] + 5)) as process:
         wait_until(lambda: last_step(directory.path) > first["step"], "a further step", process)
         process.send_signal(signal.SIGTERM)
         process.wait(HANG_SECONDS)  # torchrun's own code

@@ -15,10 +15,11 @@ from tests.train.test_branching import edit, make_branch
 from tests.train.trajectories import numbers, tree
 from tests.waiting import wait_until
 from train.run.branching import check_parent
-from train.run.config import SavingConfig, load_run
+from train.run.config import load_run
 from train.run.directory import CHECKPOINT_JSON, RunDirectory
 from train.run.environment import attempts
 from train.run.optimization import Lawa
+from train.run.saving import SavingConfig
 
 SAVING: dict[str, Any] = {"asynchronous": True, "restart_every_steps": 4}
 

@@ -3,7 +3,7 @@
 Shapes: B sequences, S tokens, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.engine import Snapshot, StepResult
+from train.forward_record import ForwardRecord
 from train.host_memory import HostMemory
 from train.megatron import transformer_engine
 from train.megatron.model import (
@@ -28,11 +30,13 @@ from train.megatron.model import (
     transformer_config,
     weight_shard,
 )
+from train.megatron.observing import record_forward
 from train.megatron.optimizer import build_optimizer, clip_and_update, gradient_norm
 from train.megatron.optimizer_state import OptimizerState, odd_keys, slots_in
 from train.megatron.pipeline import Pipeline
 from train.megatron.probing import probe
 from train.megatron.shards import ShardedSnapshot
+from train.model import megatron_names
 from train.run.config import RunConfig
 
 
@@ -97,6 +101,23 @@ class MegatronEngine:
         """Return the fp32 main weights of this rank."""
         self._memory.fence()
         return self._state.weights()
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradient of `weights()` before clipping."""
+        return self._state.gradients()
+
+    def by_parameter(self, values: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield an HF name and this rank's part for each parameter, once over the tensor ranks."""
+        named = global_parameters(self._pipeline.model.module)
+        names = {parameter: name for name, parameter in named.items()}
+        for parameter, value in zip(self._state.parameters(), values, strict=True):
+            if param_is_not_tensor_parallel_duplicate(parameter):
+                yield megatron_names.hf_names(names[parameter])[0], value
+
+    def record_forward(self, batch: Batch) -> ForwardRecord:
+        """Return figures of this rank's layers in a forward pass."""
+        with torch.no_grad():
+            return record_forward(self._pipeline, batch)
 
     def slot(self, name: str) -> list[Tensor]:
         """Return a named fp32 copy of the shape of `weights()`."""

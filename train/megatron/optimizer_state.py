@@ -89,6 +89,14 @@ class OptimizerState:
         """Return the fp32 main weights of this rank."""
         return [piece.inner.detach() for piece in self._pieces]
 
+    def gradients(self) -> list[Tensor]:
+        """Return the reduced gradients in the order of `weights`, once they are handed over."""
+        return [_gradient(piece) for piece in self._pieces]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameter of every part of `weights`."""
+        return [piece.parameter for piece in self._pieces]
+
     def slot(self, name: str) -> list[Tensor]:
         """Return a slot in the order of `weights`."""
         return [self._slots[name][piece.parameter] for piece in self._pieces]
@@ -203,6 +211,11 @@ def odd_keys(saved: Iterable[str], unread: set[str]) -> set[str]:
     prefix = f"{STATE}param."
     main = {key.removeprefix(prefix) for key in saved if key.startswith(prefix)}
     return (weights ^ main) | (unread - weights)
+
+
+def _gradient(piece: _Piece) -> Tensor:
+    assert piece.inner.grad is not None
+    return piece.inner.grad
 
 
 def slots_in(keys: Iterable[str]) -> list[str]:
