@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from base import stopping
@@ -29,17 +30,22 @@ from train.engine import Engine, StepResult
 from train.engines import build_engine
 from train.monitoring import RANKS_EVERY_STEPS, RankClock, peak_memory_bytes, speed_of
 from train.prefetch import Prefetch
+from train.profiling import Profile
 from train.run.config import RunConfig, dump_run
 from train.run.directory import PROBE_SEQUENCES, PROBE_TOKENS, RunDirectory
+from train.run.launch import Launch
 from train.run.metrics import MetricsWriter
 from train.run.schedules import learning_rate
 from train.spikes import StepJudge
+from train.watchdog import Phase, Watchdog
 
 
 class _Training:
     """One attempt of one run on this rank."""
 
-    def __init__(self, run: RunConfig, directory: RunDirectory, data: RunData) -> None:
+    def __init__(
+        self, run: RunConfig, directory: RunDirectory, data: RunData, launch: Launch
+    ) -> None:
         self.run, self.directory, self.data = run, directory, data
         device = start()
         self.engine: Engine = build_engine(run, device)
@@ -54,6 +60,8 @@ class _Training:
 
         self.batches = Prefetch(read, run.total_steps)
         self.attempt = Attempt(directory, self.engine.layout)
+        self.watchdog = Watchdog(directory, self.attempt, launch.hang_seconds)
+        self.profile = Profile(launch.profiled_steps, directory.profile)
         self.metrics: MetricsWriter | None = None
         self.step = 0
         self.stop_reason = ""  # what asked this rank to stop
@@ -70,6 +78,7 @@ class _Training:
             self.engine, run, directory, data_sha256=self.data.sha256, attempt=self.attempt.number
         )
         self.step, record = begun.step, begun.record
+        self.profile.check(begun.step, run.total_steps)
         self.attempt.amend(
             resumed_from_step=begun.step if record else None, quarantined=begun.quarantined
         )
@@ -100,7 +109,9 @@ class _Training:
         with Progress(self.run.name, total, done=self.step) as progress:
             while self.step < total and not self.stopping:
                 self.step += 1
+                self.profile.begin(self.step)
                 result, speed = self.train_step()
+                self.profile.end(self.step)
                 self.evaluate_and_save(result.loss)
                 if self.step % RANKS_EVERY_STEPS == 0:
                     self.clock.report(self.step)
@@ -117,9 +128,14 @@ class _Training:
         rate = learning_rate(run, step)
 
         self.clock.start()
-        result = self.engine.train_step(self.batches(step), rate, self.judge.accept)
+        self.watchdog.enter(step, Phase.READ)
+        batch = self.batches(step)
+        self.watchdog.enter(step, Phase.COMPUTE)
+        result = self.engine.train_step(batch, rate, self.judge.accept)
         speed = speed_of(run, self.clock.stop())
+        self.watchdog.enter(step, Phase.AGREE)
         memory_bytes, writing = self.share()
+        self.watchdog.enter(step, Phase.SAVE)
 
         row: dict[str, float] = {
             **result._asdict(),
@@ -241,6 +257,7 @@ class _Training:
                 print(f"stopped at {place}; the same command resumes", flush=True)
             reason = f"asked to stop by {self.stop_reason or 'another rank'}"
             self.attempt.end("preempted", self.step, reason)
+        self.watchdog.close()
         self.engine.close()
 
     def fail(self, reason: str) -> None:
@@ -251,20 +268,24 @@ class _Training:
             self.attempt.end("failed", self.step, reason)
 
 
-def train(run_path: Path, run: RunConfig) -> None:
+def train(run_path: Path, run: RunConfig, launch: Launch) -> None:
     """Train a run to its end, or until it is asked to stop, from its newest checkpoint if any.
 
     status.json says how it ended. UserError for anything that keeps the run from continuing.
     """
+    torch.use_deterministic_algorithms(launch.deterministic)
     directory = RunDirectory(run_path)
     if is_rank_zero():
         directory.status_json.unlink(missing_ok=True)
     data = open_data(run, directory, verify_hashes=is_rank_zero())
-    training = _Training(run, directory, data)
+    training = _Training(run, directory, data, launch)
     try:
         training.run_to_end()
     except SupersededError:
         raise
     except BaseException as error:
-        training.fail(" ".join(str(error).split()) or type(error).__name__)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        training.fail(reason)
+        if launch.deterministic and "deterministic implementation" in reason:  # torch's words
+            raise UserError(f"--deterministic: {reason}; train without it") from error
         raise

@@ -1,0 +1,55 @@
+"""A look at some steps with torch.profiler: what `python -m train run --profile` leaves."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from base.errors import UserError
+
+MEMORY_EVENTS = 100_000  # newest allocations and frees that a snapshot holds
+
+
+class Profile:
+    """The trace of some steps of rank 0, and on CUDA a snapshot of its memory.
+
+    The trace opens in ui.perfetto.dev, the snapshot in pytorch.org/memory_viz. Other ranks do
+    nothing here.
+    """
+
+    def __init__(self, steps: range, directory: Path) -> None:
+        self._steps, self._directory = steps, directory
+        self._profiler: profile | None = None
+
+    def check(self, resumed_step: int, total_steps: int) -> None:
+        """Raise UserError if this attempt does not make all of the steps."""
+        if self._steps and not resumed_step < self._steps[0] <= self._steps[-1] <= total_steps:
+            raise UserError(
+                f"--profile {self._steps.start}:{self._steps.stop}: this start makes steps"
+                f" {resumed_step + 1} to {total_steps}; give steps among them"
+            )
+
+    def begin(self, step: int) -> None:
+        """Begin to record before the first of the steps."""
+        if not self._steps or step != self._steps[0] or dist.get_rank() != 0:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        self._profiler = profile(activities=activities, record_shapes=True)
+        self._profiler.start()
+
+    def end(self, step: int) -> None:
+        """Write what was recorded, after the last of the steps."""
+        if self._profiler is None or step != self._steps[-1]:
+            return
+        self._profiler.stop()
+        self._directory.mkdir(exist_ok=True)
+        name = f"steps{self._steps[0]}-{self._steps[-1]}"
+        self._profiler.export_chrome_trace(str(self._directory / f"{name}.json.gz"))
+        if torch.cuda.is_available():
+            torch.cuda.memory._dump_snapshot(str(self._directory / f"{name}-memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._profiler = None
