@@ -164,8 +164,11 @@ def run(
         run_dir, config = _changed(run_dir.resolve(), set_)
     choose(device)
     set_variables(config, RunDirectory(run_dir), settings)
+    import torch
+
     from train.loop import train
 
+    torch.use_deterministic_algorithms(settings.deterministic)
     if set_ and is_rank_zero():
         typer.echo(f"training {run_dir}")
     train(run_dir, config, settings)

@@ -15,7 +15,7 @@ from tests.waiting import wait_until
 from train.run.directory import RunDirectory
 from train.run.environment import attempts
 from train.run.launch import HUNG
-from train.watchdog import Heartbeat, Phase, diagnosis
+from train.running.watchdog import Heartbeat, Phase, diagnosis
 
 HANG = "6"  # seconds; longer than a step takes on a busy machine
 
@@ -26,14 +26,14 @@ def test_a_stopped_rank_is_named_and_the_run_resumed(trained, tmp_path, inputs):
     make_run(directory.path, **inputs)
     command = ("train", "run", str(directory.path), "--hang-seconds", HANG)
     training = start_ranks(
-        2, "tests.train.stalled", *command, variables=stalling(released, step=13)
+        2, "tests.train.stalled", *command, variables=stalling(released, step=14)
     )
     wait_until(lambda: last_step(directory.path) == 12, "step 12", training)
     wait_until(directory.heartbeat(1).exists, "a heartbeat", training)
     stopped = Heartbeat(*json.loads(directory.heartbeat(1).read_text()))
     assert stopped.pid == training.pid(rank=1)
     os.kill(stopped.pid, signal.SIGSTOP)
-    released.touch()  # rank 0 computes step 13 and waits
+    released.touch()  # rank 0 waits for rank 1 in step 13
     wait_until(lambda: training.poll() is not None, "the end of rank 0")
     training.kill()  # as torchrun does
     ended_by_watchdog = ended(training)
@@ -44,7 +44,7 @@ def test_a_stopped_rank_is_named_and_the_run_resumed(trained, tmp_path, inputs):
     assert line.startswith(f"{HUNG}{words}; ")
     status = json.loads(directory.status_json.read_text())
     assert (status["status"], status["step"], status["reason"]) == ("failed", 12, words)
-    assert "train_step" in directory.stacks(0).read_text()
+    assert "in train_step" in directory.stacks(0).read_text()
     trace = Path(f"{directory.flight_recorder}0")
     newest = pickle.loads(trace.read_bytes())["entries"][-1]
     assert newest["state"] != "completed"
@@ -69,12 +69,12 @@ def beat(rank: int, step: int, phase: Phase) -> Heartbeat:
             "no sign of life of rank 1 on node0 (pid 101), rank 3 on an unknown host (pid 0)",
         ),
         (
-            [beat(0, 9, Phase.COMPUTE), beat(1, 9, Phase.READ), beat(2, 9, Phase.COMPUTE)],
+            [beat(0, 9, Phase.AGREE), beat(1, 9, Phase.READ), beat(2, 9, Phase.AGREE)],
             [],
-            "rank 1 on node0 (pid 101) still reads its batch of step 9",
+            "rank 1 on node0 (pid 101) still reads its batch after step 9",
         ),
         (
-            [beat(0, 8, Phase.SAVE), beat(1, 9, Phase.READ), beat(2, 9, Phase.COMPUTE)],
+            [beat(0, 8, Phase.SAVE), beat(1, 9, Phase.COMPUTE), beat(2, 9, Phase.COMPUTE)],
             [],
             "rank 0 on node0 (pid 100) still logs, evaluates or saves after step 8",
         ),
@@ -83,7 +83,11 @@ def beat(rank: int, step: int, phase: Phase) -> Heartbeat:
             [],
             "every rank computes step 9: a collective or a kernel does not end",
         ),
-        ([beat(0, 9, Phase.READ)], [], "rank 0 on node0 (pid 100) still reads its batch of step 9"),
+        (
+            [beat(0, 9, Phase.READ)],
+            [],
+            "rank 0 on node0 (pid 100) still reads its batch after step 9",
+        ),
     ],
 )
 def test_diagnosis(living, dead, words):

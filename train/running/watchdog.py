@@ -33,6 +33,7 @@ from train.run.launch import HUNG
 
 USUAL_STEPS = 10  # of time without a step, and at least `hang_seconds`
 BEATS = 30  # of a heart in `hang_seconds`
+COLLECTIVES_LATER = 1.2  # they time out after the verdict, which alone names a rank
 STILL_BEATS = 2  # a rank that misses so many is not alive
 SPEAKING_SECONDS = 5.0  # that the others leave to the rank that speaks: their exit would end it
 LEAVING_SECONDS = 60.0  # for what is written at the end: the disk may be what hangs
@@ -42,12 +43,12 @@ NAMED_RANKS = 4
 class Phase(IntEnum):
     """The parts of a step, in order. The last may take as long as it needs."""
 
-    READ, COMPUTE, AGREE, SAVE = range(4)
+    COMPUTE, READ, AGREE, SAVE = range(4)
 
 
 WORDS = {
-    Phase.READ: "reads its batch of step {}",
     Phase.COMPUTE: "computes step {}",
+    Phase.READ: "reads its batch after step {}",
     Phase.AGREE: "exchanges flags after step {}",
     Phase.SAVE: "logs, evaluates or saves after step {}",
 }
@@ -61,7 +62,7 @@ class Heartbeat(NamedTuple):
     pid: int = 0
     beat: int = 0
     step: int = 0
-    phase: int = Phase.READ
+    phase: int = Phase.COMPUTE
 
     @property
     def place(self) -> tuple[int, int]:
@@ -107,12 +108,12 @@ class Watchdog:
     def enter(self, step: int, phase: Phase) -> None:
         """Say what this rank does next; every step goes through all phases."""
         self._place = (step, phase)
-        if phase == Phase.READ:
+        if phase == Phase.COMPUTE:
             self._began_at = time.monotonic()
         if phase == Phase.SAVE:
             self._step_seconds.append(time.monotonic() - self._began_at)
             if len(self._step_seconds) == 1:  # the first step compiles and connects
-                limit_collectives(self._allowed_seconds())
+                limit_collectives(COLLECTIVES_LATER * self._allowed_seconds())
 
     def close(self) -> None:
         """End the thread and remove the heartbeat."""
@@ -134,9 +135,7 @@ class Watchdog:
                 seen, silent = place, 0
                 continue
             silent += 1
-            # The verdict falls within the time allowed, before the collectives time out.
-            beats = BEATS * self._allowed_seconds() / self._hang_seconds
-            if silent >= beats - STILL_BEATS - 1:
+            if silent >= BEATS * self._allowed_seconds() / self._hang_seconds - STILL_BEATS:
                 self._judge(place)
                 silent = 0
 

@@ -1,5 +1,7 @@
 """A look at some steps with torch.profiler: what `python -m train run --profile` leaves."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,7 +22,6 @@ class Profile:
 
     def __init__(self, steps: range, directory: Path) -> None:
         self._steps, self._directory = steps, directory
-        self._profiler: profile | None = None
 
     def check(self, resumed_step: int, total_steps: int) -> None:
         """Raise UserError if this attempt does not make all of the steps."""
@@ -30,10 +31,17 @@ class Profile:
                 f" {resumed_step + 1} to {total_steps}; give steps among them"
             )
 
-    def begin(self, step: int) -> None:
-        """Begin to record before the first of the steps."""
-        if not self._steps or step != self._steps[0] or dist.get_rank() != 0:
-            return
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Record the block, which makes this step, if it is one of the steps."""
+        recorded = self._steps and dist.get_rank() == 0
+        if recorded and step == self._steps[0]:
+            self._begin()
+        yield
+        if recorded and step == self._steps[-1]:
+            self._end()
+
+    def _begin(self) -> None:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -41,10 +49,7 @@ class Profile:
         self._profiler = profile(activities=activities, record_shapes=True)
         self._profiler.start()
 
-    def end(self, step: int) -> None:
-        """Write what was recorded, after the last of the steps."""
-        if self._profiler is None or step != self._steps[-1]:
-            return
+    def _end(self) -> None:
         self._profiler.stop()
         self._directory.mkdir(exist_ok=True)
         name = f"steps{self._steps[0]}-{self._steps[-1]}"
@@ -52,4 +57,3 @@ class Profile:
         if torch.cuda.is_available():
             torch.cuda.memory._dump_snapshot(str(self._directory / f"{name}-memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
-        self._profiler = None
