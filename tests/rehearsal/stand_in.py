@@ -259,7 +259,9 @@ def gpu(left: str | None = None) -> Iterator[StandIn]:
         "memory_reserved": lambda device=None: 0,
         "mem_get_info": lambda device=None: (80 * 10**9, 80 * 10**9),
         "synchronize": lambda device=None: None,
-        "get_device_properties": lambda device=None: SimpleNamespace(total_memory=80 * 10**9),
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            total_memory=80 * 10**9, uuid="0"
+        ),
         "Stream": Ordered,
         "current_stream": Ordered,
         "stream": nullcontext,

@@ -77,6 +77,7 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         **fields,
     )
 
