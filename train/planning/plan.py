@@ -60,7 +60,7 @@ def fitting_layouts(
             continue
         share = config.batch_size // replicas
         most = share if stages == 1 else share // (MICROBATCHES_PER_STAGE * stages)
-        for recompute in ("none", "layers"):
+        for recompute in ("none", "selective", "layers"):
             largest: Layout | None = None
             for micro in (size for size in _divisors(share) if size <= most):
                 tried = changes | {"recompute": recompute, "micro_batch_size": micro}
