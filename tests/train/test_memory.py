@@ -250,8 +250,8 @@ def test_megatron_engine(tmp_path, measured):
         norm = 2 * LENGTH * 128 * d // (2 if run.parallel.sequence else 1)
         assert kept[0] - (kept[1] - kept[0]) == pytest.approx(loss + norm, rel=0.04), name
     disk = checkpoint_bytes(runs[0])
-    assert bytes_below(tmp_path / "dp2" / "whole") == pytest.approx(disk.each, rel=0.05)
-    assert bytes_below(tmp_path / "dp2" / "weights") == pytest.approx(disk.average_each, rel=0.1)
+    assert bytes_below(tmp_path / "dp2" / "whole") == pytest.approx(disk.full_each, rel=0.05)
+    assert bytes_below(tmp_path / "dp2" / "weights") == pytest.approx(disk.weights_each, rel=0.1)
 
 
 def test_deepspeed_engine(tmp_path, measured):
@@ -263,8 +263,8 @@ def test_deepspeed_engine(tmp_path, measured):
     for run in runs:
         assert [rank["held"] for rank in found[run.name]] == [exact_part(run)] * 2
     disk = checkpoint_bytes(runs[0])
-    assert bytes_below(tmp_path / "zero1" / "whole") == pytest.approx(disk.each, rel=0.05)
-    assert bytes_below(tmp_path / "zero1" / "weights") == pytest.approx(disk.average_each, rel=0.05)
+    assert bytes_below(tmp_path / "zero1" / "whole") == pytest.approx(disk.full_each, rel=0.05)
+    assert bytes_below(tmp_path / "zero1" / "weights") == pytest.approx(disk.weights_each, rel=0.05)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -313,7 +313,7 @@ def test_checkpoints_of_real_runs(trained, layout):
     run = load_run(trained(layout) / "run.json")
     for checkpoint in (trained(layout) / "checkpoints").glob("step*"):
         probe = (checkpoint / PROBE).stat().st_size
-        around = bytes_below(checkpoint) - probe - checkpoint_bytes(run).each
+        around = bytes_below(checkpoint) - probe - checkpoint_bytes(run).full_each
         assert 0 < around < 4 * 47 * TENSOR_FILE_BYTES
 
 
