@@ -133,6 +133,8 @@ class Roofline:
         causes = {cause: layers * seconds for cause, seconds in self._layer().items()}
         if run.recompute == "layers":
             causes["recomputed"] = sum(causes.values()) / 3
+        if run.recompute == "selective":
+            causes["recomputed"] = layers * self._recomputed()
         if stage == stages - 1:
             causes["output layer and loss"] = self._output_layer()
         if stage == 0:
@@ -192,6 +194,14 @@ class Roofline:
             sent = self._tokens * h * self._d * (parallel.tensor - 1) / parallel.tensor
             causes["between tensor ranks"] = 6 * sent / rates.link + 8 * rates.latency
         return causes
+
+    def _recomputed(self) -> float:
+        """Return the seconds of a layer's three kernels that "selective" runs twice."""
+        model, whole = self.run.model, 1 if self.run.parallel.sequence else self.run.parallel.tensor
+        h, k = model.hidden_size, model.num_key_value_heads * model.head_dim
+        # Queries and keys: read, write. SwiGLU: read both halves, write. Norm: read two, write.
+        passes = 2 * (h + k) + 3 * model.intermediate_size + 3 * h * whole
+        return self._moved(passes * self._tokens * self._d) + 3 * self.rates.kernel
 
     def _output_layer(self) -> float:
         _, weights = product_weights(self.run.model)
