@@ -56,6 +56,14 @@ class Needs:
         """By name every run that is trained; UserError where one fits no layout."""
         return {run.name: self._training(run) for run in self.study.trained}
 
+    @property
+    def at_once(self) -> int:
+        """The most runs that train at once on the hardware."""
+        ranks = min((training.ranks for training in self.trainings.values()), default=1)
+        return max(
+            1, min((len(self.hardware.gpus) or self.hardware.cores) // ranks, len(self.trainings))
+        )
+
     def _training(self, run: RunConfig) -> TrainingLayout:
         """Return the run on the GPUs where all runs that train at once are fastest together.
 

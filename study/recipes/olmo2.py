@@ -16,6 +16,7 @@ from study.recipes.parts import (
     WEB_SPECS,
     annealed,
     data_of,
+    lean,
     recipe,
     spread,
     study,
@@ -165,15 +166,14 @@ def ablation(
             name = f"{parent.name}-anneal{amount_name((end - start) * parent.tokens_per_step)}"
             save_steps = spread(start, end, saves)
             runs.append(annealed(parent, name, start=start, save_steps=save_steps))
+    averaged_steps = sorted({*spread(0, start, averaged), *(one.total_steps for one in runs)})
     defaults: dict[str, Any] = {"ranks": 8, "sized_for": "cuda", "quantization": WEB_QUANTIZATION}
     return study(
-        runs,
+        lean(runs, averaged_steps),
         text=text,
         sources=SOURCES,
         soups=(SoupSettings(name="soup-stable", steps=parents[0].save_steps[-5:]),),
-        averaged_steps=tuple(
-            sorted({*spread(0, start, averaged), *(one.total_steps for one in runs)})
-        ),
+        averaged_steps=tuple(averaged_steps),
         **(defaults | settings),
     )
 
@@ -192,7 +192,7 @@ def small(controls: int = 0, horizon: float = HORIZON, **settings: Any) -> Study
         "model": model.model_copy(update={"vocab_size": SMALL_TEXT.vocab_size}),
         "micro_batch_size": 8,
         "precision": "fp32",
-        "saving": SavingConfig(),
+        "saving": SavingConfig(restart_every_steps=40),
     }
     return ablation(
         (3e-3, 1e-2),

@@ -1,5 +1,8 @@
 """Orders: bijections, Ai2's own batches, and the filter of repetitive sequences."""
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -78,6 +81,26 @@ def test_olmo_order_is_ai2s_at_every_number_of_ranks(size, batch_size):
         for number, hands in enumerate(updates):
             drawn = order(np.arange(number * batch_size, (number + 1) * batch_size))
             assert [drawn[rank::ranks].tolist() for rank in range(ranks)] == hands
+
+
+def test_a_large_shuffle_is_made_once_and_mapped(tmp_path, monkeypatch):
+    """Two ranks at once, a later attempt, and one that finds what a crash left."""
+    monkeypatch.setattr("train.data.order.SHUFFLE_IN_MEMORY_BYTES", 0)
+    orders = [Order("olmo", 103, 6198, 8, tmp_path / "order") for _ in range(2)]
+    positions = np.arange(2 * 96)
+    expected = Order("olmo", 103, 6198, 8)(positions)
+    with ThreadPoolExecutor(2) as threads:
+        for drawn in threads.map(lambda order: order(positions), orders):
+            assert np.array_equal(drawn, expected)
+    files = sorted((tmp_path / "order").glob("*.u32"))
+    assert [path.stat().st_size for path in files] == [4 * 103, 4 * 103]
+    made = files[0].stat().st_ino
+
+    files[1].write_bytes(b"torn")
+    (tmp_path / "order" / f".{files[1].name}.{socket.gethostname()}").write_bytes(b"torn")
+    assert np.array_equal(Order("olmo", 103, 6198, 8, tmp_path / "order")(positions), expected)
+    assert files[0].stat().st_ino == made
+    assert sorted((tmp_path / "order").iterdir()) == [tmp_path / "order/.lock", *files]
 
 
 def test_olmo_order_refuses_what_it_cannot_do():

@@ -56,8 +56,9 @@ def test_the_300b_ablation(tmp_path, capsys):
     assert "at 9,317 tokens/s/GPU" in text
     assert parameter_count(configs[0]) == P_7B
     disk = checkpoint_bytes(configs[0])
-    assert disk.each == 14 * P_7B  # bf16 weights, fp32 main weights, two moments
-    assert disk.trajectory == 21 * 14 * P_7B
+    assert disk.full_each == 14 * P_7B  # bf16 weights, fp32 main weights, two moments
+    assert disk.kept == 21 * 14 * P_7B
+    assert disk.rotated == 0
     memory = rank_memory(configs[0], 64)
     held = memory.components
     assert held["weights"] == 2 * P_7B
@@ -95,8 +96,13 @@ def test_disk_of_averages_and_a_branch(tmp_path, capsys):
     text = capsys.readouterr().out
     assert f"{11_921 * 4_194_304:,} tokens at 9,317 tokens/s/GPU" in text
     disk = checkpoint_bytes(config)
-    assert disk.each == (14 + 4 * 6) * P_7B  # five members of the window and one moving average
-    assert disk.trajectory == (2 + 3) * disk.each + 2 * 2 * 2 * P_7B
+    assert disk.full_each == (14 + 4 * 6) * P_7B  # five of the window and one moving average
+    assert disk.kept == 2 * disk.full_each + 2 * 2 * 2 * P_7B
+    assert disk.rotated == 4 * disk.full_each  # three, and the one being written
+    full_steps: dict[str, Any] = {"full_steps": (), "average_steps": (83_921,)}
+    lean = config.saving.model_copy(update=full_steps)
+    disk = checkpoint_bytes(config.model_copy(update={"saving": lean}))
+    assert disk.kept == (2 + 2) * 2 * P_7B  # two permanent ones, and both averages at the end
     assert rank_memory(config, 8).components["averages, fp32"] == 4 * 6 * P_7B // 8
 
 

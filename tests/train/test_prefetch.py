@@ -1,12 +1,18 @@
 """A rank's own rows of a batch, and batches read ahead."""
 
+import json
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from base.files import sha256_of
+from tests.runs import error_line, make_run, ranks
 from train.data.batches import Batch, Replica
+from train.data.config import DataConfig
+from train.data.indexing import index
 from train.prefetch import STEPS_AHEAD, Prefetch
 
 
@@ -62,3 +68,33 @@ def test_what_reading_raises_is_raised_at_its_step():
     batches(2)
     with pytest.raises(ValueError, match="step 3 is damaged"):
         batches(3)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_every_rank_ends_when_one_cannot_read_its_rows(tmp_path, inputs, tokenizer_dir, step):
+    """The second rank's rows hold a token that has no embedding: one line, and a status."""
+    tokens = np.ones(64 * 32, "<u2")
+    tokens[((step - 1) * 8 + 5) * 32] = 320
+    tokens.tofile(tmp_path / "text.npy")
+    index(
+        [tmp_path / "text.npy"],
+        tmp_path / "text",
+        dtype="uint16",
+        vocab_size=320,
+        eos_token_id=0,
+        tokenizer_sha256=sha256_of(Path(tokenizer_dir) / "tokenizer.json"),
+    )
+    data = DataConfig(
+        train=str(tmp_path / "text"),
+        held_out=str(inputs["held_out_prefix"]),
+        tokenizer=str(tokenizer_dir),
+        sequence_length=32,
+        held_out_sequences=5,
+        order="sequential",
+    )
+    make_run(tmp_path / "run", **inputs, data=data)
+    line = error_line(ranks(2, "train", "run", str(tmp_path / "run")))
+    assert line.startswith(f"error: rank 1 cannot read its batch of step {step}: a batch holds")
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["status"] == "failed"
+    assert line == f"error: {status['reason']}"

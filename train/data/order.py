@@ -4,14 +4,20 @@ Neither the world size nor the length of the run enters, so a cooldown sees the 
 came from. Every epoch visits every sequence once, in an order of its own.
 """
 
+import fcntl
+import os
+import socket
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from base.errors import UserError
+from base.files import fsync_path
 
 Indices = NDArray[np.int64]
+SHUFFLE_IN_MEMORY_BYTES = 64 << 20  # a larger one is in a file that all ranks map
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -53,7 +59,8 @@ class Order:
     shuffled by NumPy's PCG64 seeded with seed + epoch; each epoch drops what does not fill a whole
     batch. OLMo cuts a rank's share first, to floor(size / ranks) and then to whole batches;
     floor(floor(n / a) / b) = floor(n / (a b)), so the number of ranks cancels. This order has to be
-    stored: 4 bytes a sequence and some 20 ns each to shuffle, 1 GB and seconds for 10^12 tokens.
+    stored, 4 bytes a sequence. Beyond SHUFFLE_IN_MEMORY_BYTES it is in a file of `directory`, see
+    `_mapped`.
     """
 
     def __init__(
@@ -62,8 +69,9 @@ class Order:
         size: int,
         seed: int,
         batch_size: int,
+        directory: Path | None = None,
     ) -> None:
-        self.kind, self.size, self.seed = kind, size, seed
+        self.kind, self.size, self.seed, self._directory = kind, size, seed, directory
         self.epoch_size = size // batch_size * batch_size if kind == "olmo" else size
         if self.epoch_size == 0:
             raise UserError(f"all {size} sequences fill no batch of {batch_size}; add data")
@@ -85,7 +93,39 @@ class Order:
         if self.kind == "permutation":
             return permute(positions, self.size, self.seed, epoch)
         if self._shuffled is None or self._shuffled[0] != epoch:
-            shuffled = np.arange(self.size, dtype=np.uint32)
-            np.random.Generator(np.random.PCG64(self.seed + epoch)).shuffle(shuffled)
-            self._shuffled = (epoch, shuffled)
+            self._shuffled = (epoch, self._shuffle(self.seed + epoch))
         return self._shuffled[1][positions].astype(np.int64)
+
+    def _shuffle(self, seed: int) -> NDArray[np.uint32]:
+        in_memory = self.size * np.dtype(np.uint32).itemsize <= SHUFFLE_IN_MEMORY_BYTES
+        if self._directory is None or in_memory:
+            return _shuffled(self.size, seed)
+        return _mapped(self._directory, self.size, seed)
+
+
+def _shuffled(size: int, seed: int) -> NDArray[np.uint32]:
+    """Return the numbers 0..size-1 as NumPy's PCG64 shuffles them: one number after the other."""
+    numbers = np.arange(size, dtype=np.uint32)
+    np.random.Generator(np.random.PCG64(seed)).shuffle(numbers)
+    return numbers
+
+
+def _mapped(directory: Path, size: int, seed: int) -> NDArray[np.uint32]:
+    """Return the shuffled numbers from a file that every rank, and every later attempt, maps.
+
+    The first rank to come makes it, in 4 bytes of its memory for each number and some 20 ns; the
+    others wait for its lock. A step reads the few pages that hold its positions, one after another:
+    a node keeps no more of the file than that.
+    """
+    directory.mkdir(exist_ok=True)
+    path = directory / f"olmo-{size}-{seed}.u32"
+    with (directory / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists() or path.stat().st_size != size * np.dtype(np.uint32).itemsize:
+            # On some file systems the lock holds back the ranks of one node only. What a killed
+            # rank left is written again.
+            unfinished = directory / f".{path.name}.{socket.gethostname()}"
+            _shuffled(size, seed).tofile(unfinished)
+            fsync_path(unfinished)
+            os.replace(unfinished, path)
+    return np.memmap(path, np.uint32, "r").view(np.ndarray)

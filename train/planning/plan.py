@@ -1,6 +1,7 @@
 """The layouts of a run that fit into the memory of GPUs, the fastest first."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -55,10 +56,11 @@ def fitting_layouts(
         _shardings(config, gpus_per_node), ("none", "layers")
     ):
         replicas = world_size // ranks
-        if world_size % ranks or config.batch_size % replicas:
+        common = math.gcd(*config.batch_sizes)
+        if world_size % ranks or common % replicas:
             continue
         fitting = []
-        for micro in _divisors(config.batch_size // replicas):
+        for micro in _divisors(common // replicas):
             changes = split | {"recompute": recompute, "micro_batch_size": micro}
             changed = _changed(config, changes)
             memory = changed and memory_if_it_fits(changed, world_size, gpu.memory_bytes)
