@@ -22,7 +22,7 @@ from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.engine import Snapshot, StepResult
 from train.forward_record import ForwardRecord
-from train.megatron import transformer_engine
+from train.megatron import muon, transformer_engine
 from train.megatron.model import (
     global_parameters,
     initialize_groups,
@@ -53,6 +53,8 @@ class MegatronEngine:
         self._pipeline = Pipeline(run, config, device)
         self._optimizer = build_optimizer(run, self._pipeline.model)
         self._state = OptimizerState(self._optimizer, slot_names(run))
+        if run.optimizer.matrices == "muon":
+            muon.register(run, self._pipeline.model.module, self._state)
         config.finalize_model_grads_func = finalize_model_grads
 
     @property
