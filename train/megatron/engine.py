@@ -23,7 +23,7 @@ from train.data.batches import Batch, Replica
 from train.engine import Snapshot, StepResult
 from train.forward_record import ForwardRecord
 from train.host_memory import HostMemory
-from train.megatron import transformer_engine
+from train.megatron import muon, transformer_engine
 from train.megatron.model import (
     global_parameters,
     initialize_groups,
@@ -55,6 +55,8 @@ class MegatronEngine:
         self._optimizer = build_optimizer(run, self._pipeline.model)
         self._state = OptimizerState(self._optimizer, slot_names(run))
         self._memory = HostMemory(device)
+        if run.optimizer.matrices == "muon":
+            muon.register(run, self._pipeline.model.module, self._state)
         config.finalize_model_grads_func = finalize_model_grads
 
     @property
