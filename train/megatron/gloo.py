@@ -41,7 +41,7 @@ def _reduce_scatter(
     peers = [rank for rank in range(size) if rank != own]
     for pieces in zip(*(shard.split(PIECE_ELEMENTS) for shard in whole.chunk(size)), strict=True):
         received = [torch.empty_like(pieces[own]) for _ in peers]
-        works = [dist.isend(pieces[peer], group=group, group_dst=peer) for peer in peers]
+        works: list[Any] = [dist.isend(pieces[peer], group=group, group_dst=peer) for peer in peers]
         works += [
             dist.irecv(part, group=group, group_src=peer)
             for peer, part in zip(peers, received, strict=True)
