@@ -114,9 +114,7 @@ class OptimizerState:
     @property
     def steps(self) -> int:
         """Return the updates so far, for Adam's bias correction; the same in every group."""
-        # Apex and Transformer Engine count from their first update on, and never in a group without
-        # parameters here.
-        return max(int(group.get("step", 0)) for group in self._part.param_groups)
+        return int(self._part.param_groups[0]["step"])
 
     @steps.setter
     def steps(self, value: int) -> None:
