@@ -27,8 +27,8 @@ LENGTH, SHORT = 4096, 64
 SIZE, HEADS, FFN = OLMO2_7B.hidden_size, OLMO2_7B.num_attention_heads, OLMO2_7B.intermediate_size
 WIDTH, EPS, BASE = SIZE // HEADS, OLMO2_7B.norm_eps, OLMO2_7B.rope_theta
 STREAM = LENGTH * SIZE * 2  # bytes of a pass
-COMPILED = ("_heads", "_heads_gradients", "_normed", "_normed_gradients", "_swiglu")
-COMPILED = (*COMPILED, "_swiglu_gradient")
+COMPILED = [f"{name}{part}" for name in ("_heads", "_normed") for part in ("", "_gradients")]
+COMPILED += ["_swiglu", "_swiglu_gradient"]
 Layer = Callable[[Tensor, dict[str, Tensor]], Tensor]
 
 
@@ -188,7 +188,8 @@ def as_compiled(mode: Count) -> Iterator[None]:
 
         return call
 
-    with mock.patch.multiple(elementwise, **{name: counting(name) for name in COMPILED}):
+    replaced: dict[str, Any] = {name: counting(name) for name in COMPILED}
+    with mock.patch.multiple(elementwise, **replaced):
         yield
 
 
