@@ -44,7 +44,11 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
     sizes = place.sizes
     steps = sizes.compared_steps
     for name in ("cpu", "gpu"):
-        make_run(place.work / name, sizes.compared, sizes.compared_length, steps=steps)
+        make_run(
+            *(place.work / name, sizes.compared, sizes.compared_length),
+            steps=steps,
+            observe_every_steps=steps // 2,
+        )
         train(place.work / name, "cpu" if name == "cpu" else place.device)
     again = place.work / "again"
     shutil.copytree(place.work / "gpu", again)

@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -242,6 +243,11 @@ class Ordered:
         return SimpleNamespace(synchronize=lambda: None)
 
 
+def without_attention_kernels() -> Any:
+    """Training attends by products of matrices, within the context; enter it after `gpu()`."""
+    return mock.patch("train.megatron.layers.FUSED_ATTENTION", [SDPBackend.MATH])
+
+
 @contextmanager
 def gpu(left: str | None = None) -> Iterator[StandIn]:
     """One stand-in is the GPU of this machine, while it lasts; what was made on it is useless
@@ -259,7 +265,9 @@ def gpu(left: str | None = None) -> Iterator[StandIn]:
         "memory_reserved": lambda device=None: 0,
         "mem_get_info": lambda device=None: (80 * 10**9, 80 * 10**9),
         "synchronize": lambda device=None: None,
-        "get_device_properties": lambda device=None: SimpleNamespace(total_memory=80 * 10**9),
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            total_memory=80 * 10**9, uuid="0"
+        ),
         "Stream": Ordered,
         "current_stream": Ordered,
         "stream": nullcontext,
@@ -275,6 +283,8 @@ def gpu(left: str | None = None) -> Iterator[StandIn]:
     try:
         with (
             mock.patch.multiple("torch.cuda", **answers),
+            # A GPU runs some functions compiled; here they run line by line.
+            mock.patch("torch.compile", lambda function=None, **_: function or (lambda f: f)),
             mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
             Unnumbered(),
             StandIn(left) as stand_in,

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from train import muon
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.deepspeed.checkpoint import MOMENTS, StateFiles, read_state
@@ -51,6 +52,10 @@ class DeepSpeedEngine:
                 for moment in MOMENTS
             }
             self._adamw.state[owner] = {"step": torch.zeros((), device=owner.device), **moments}
+        if run.optimizer.matrices == "muon":
+            dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
+            parts = self._sharding.matrices(hidden_matrices(run.model), dtype)
+            muon.register(self._adamw, parts, None)
         self._slots = {
             name: [torch.zeros_like(weights) for weights in self.weights()]
             for name in slot_names(run)
