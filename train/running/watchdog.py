@@ -24,7 +24,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import _dump_fr_trace
+from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
 
 from train.checkpoints.attempt import Attempt
 from train.distributed import limit_collectives
