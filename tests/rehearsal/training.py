@@ -11,7 +11,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.rehearsal.stand_in import gpu
+from tests.rehearsal.stand_in import gpu, without_attention_kernels
 from train.run.config import load_run
 from train.run.directory import RunDirectory
 from train.run.launch import Launch
@@ -36,7 +36,7 @@ if __name__ == "__main__":
             dist, "init_process_group", side_effect=lambda *_, **_settings: initialize("gloo")
         )
         timed = mock.patch("train.monitoring.product_seconds", return_value=1.0)
-        with gloo, timed, gpu(*left) as stand_in:
+        with gloo, timed, gpu(*left) as stand_in, without_attention_kernels():
             train(Path(path))
         assert stand_in.places
         assert not stand_in.on_cpu, stand_in.on_cpu

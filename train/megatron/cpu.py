@@ -8,6 +8,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -60,6 +61,23 @@ def _stand_in_for_cuda() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
 
+def _accumulate(inputs: torch.Tensor, of_outputs: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add the gradient of a linear's weight to the gradient buffer."""
+    if inputs.dtype == gradient.dtype:
+        gradient.addmm_(of_outputs.t(), inputs)  # in one pass, without another gradient
+    else:
+        gradient.add_(of_outputs.t() @ inputs)
+
+
+def _stand_in_for_apex() -> None:
+    """Give mcore's linears what they call of Apex under `gradient_accumulation_fusion`."""
+    from megatron.core.tensor_parallel import layers
+
+    linears: Any = layers
+    linears.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate)
+    linears._grad_accum_fusion_available = True
+
+
 def _import_without_compiler() -> None:
     """Import megatron-core without torch.compile: 1.5 s, for functions that no CPU calls."""
     module: Any = torch
@@ -84,3 +102,4 @@ if not torch.cuda.is_available():
     _silence_megatron()
     _stand_in_for_cuda()
     _import_without_compiler()
+    _stand_in_for_apex()
