@@ -233,7 +233,7 @@ import sys, pathlib
 starts = pathlib.Path(sys.argv[1]) / 'starts'
 starts.write_text((starts.read_text() if starts.exists() else '') + 'x')
 if len(starts.read_text()) <= {hangs}:
-    print('hung: no step for 600 s; rank 1')
+    print('error: hung: no step for 600 s; rank 1')
     sys.exit(1)
 (pathlib.Path(sys.argv[1]) / 'last').write_text('')
 """
@@ -245,7 +245,7 @@ def test_a_training_that_hung_is_resumed_so_many_times(tmp_path, hangs, starts):
     if hangs <= HANGS:
         run_steps(tmp_path, [step], workers=1)
     else:
-        with pytest.raises(StepError, match="hung: no step for 600 s; rank 1"):
+        with pytest.raises(UserError, match="hung: no step for 600 s; rank 1"):
             run_steps(tmp_path, [step], workers=1)
     assert len((tmp_path / "starts").read_text()) == starts
 
