@@ -12,12 +12,13 @@ from train.data.config import DataConfig
 from train.model.config import ModelConfig
 from train.model.presets import OLMO2_7B, OLMO2_13B, OLMO2_32B
 from train.planning.flops import GPUS
-from train.planning.memory import checkpoint_bytes, parameter_count, rank_memory
+from train.planning.memory import checkpoint_bytes, parameter_count, rank_memory, snapshot_bytes
 from train.planning.plan import Layout, fitting_layouts
 from train.planning.report import print_plans
-from train.run.config import BranchFrom, SavingConfig
+from train.run.config import BranchFrom
 from train.run.optimization import Ema, Lawa
 from train.run.parallel import ZeroConfig
+from train.run.saving import SavingConfig
 
 PATHS: dict[str, Any] = {
     "train_prefix": Path("t"),
@@ -112,6 +113,8 @@ def test_disk_of_averages_and_a_branch(tmp_path, capsys):
     disk = checkpoint_bytes(config.model_copy(update={"saving": lean}))
     assert disk.kept == (2 + 2) * 2 * P_7B  # two permanent ones, and both averages at the end
     assert rank_memory(config, 8).components["averages, fp32"] == 4 * 6 * P_7B // 8
+    # the state, with weights of the checkpoint and of two averages
+    assert snapshot_bytes(config, 8) == (12 + 4 * 6 + 3 * 2) * P_7B // 8
 
 
 def test_what_does_not_fit_and_what_would(tmp_path):

@@ -193,6 +193,21 @@ def rank_memory(config: RunConfig, world_size: int) -> RankMemory:
     return max(stages, key=lambda memory: memory.bytes)
 
 
+def snapshot_bytes(config: RunConfig, world_size: int) -> int:
+    """Return the host memory of a rank that the copies of a save take, and keep for the next.
+
+    At a permanent step these are the full state, and weights once more for every average and for a
+    permanent checkpoint of weights alone. A rank of megatron writes its share of the weights, rank
+    0 of DeepSpeed all.
+    """
+    count = max(rank_parameters(config, stage) for stage in range(config.parallel.pipeline))
+    share = -(-count // config.data_parallel_size(world_size))
+    weights = share if config.engine == "megatron" else count
+    copies = 1 + (config.saving.full_steps is not None) + len(config.averages)
+    state = share * (MAIN + MOMENTS + FP32 * num_slots(config))
+    return state + copies * weights * bytes_of_weight(config)
+
+
 def checkpoint_bytes(config: RunConfig) -> CheckpointBytes:
     """Return the disk space of a run's checkpoints: each part of the state is stored once."""
     count, saving = parameter_count(config), config.saving
