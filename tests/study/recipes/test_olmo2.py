@@ -133,8 +133,8 @@ def test_smaller_sizes_go_through_the_same_schedule(recipe, step_tokens, warmup,
         ("olmo2-7b-lr", 8, "h100", 72.5),
         ("olmo2-7b-lr", 8, "h200", 72.5),
         ("olmo2-7b-lr", 1, "h200", 98.1),
-        ("olmo2-1b-lr", 1, "h100", 31.9),
-        ("olmo2-190m-lr", 1, "h100", 14.3),
+        ("olmo2-1b-lr", 1, "h100", 43.8),
+        ("olmo2-190m-lr", 1, "h100", 34.3),
         ("olmo2-30m-lr", 1, "h100", 6.1),
     ],
 )
@@ -144,6 +144,12 @@ def test_layouts_that_the_planner_gives_a_recipe(recipe, nodes, gpu, gigabytes):
         assert fit(run, 8 * nodes, gpus_per_node=8, gpu=GPUS[gpu]) == run
         assert run.parallel == ParallelConfig()
         assert rank_memory(run, 8 * nodes).bytes / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+
+def test_the_7b_on_one_node_of_80_gb_is_two_pipeline_stages():
+    for run in resolve("olmo2-7b-lr", "full").trained:
+        fitted = fit(run, 8, gpus_per_node=8, gpu=GPUS["h100"])
+        assert fitted == run.model_copy(update={"parallel": ParallelConfig(pipeline=2)})
 
 
 @pytest.mark.parametrize(
