@@ -67,7 +67,7 @@ def test_cpus_beside_a_gpu(monkeypatch):
         "nvmlDeviceGetHandleByUUID": None,
         "nvmlDeviceGetCpuAffinityWithinScope": [0b101, 0b10],
     }.items():
-        monkeypatch.setattr(gpus.pynvml, name, lambda *_, answer=answer: answer)
+        monkeypatch.setattr(f"pynvml.{name}", lambda *_, answer=answer: answer)
     assert gpus.near_cpus("GPU-0") == {0, 2, 65}
 
 
