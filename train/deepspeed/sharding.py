@@ -7,6 +7,7 @@ members: look here first when its version changes.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -77,9 +78,9 @@ class Flat:
             partitions.append(Partition(weights, pieces))
         return partitions
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self) -> Tensor:
         """Return the L2 norm of the whole gradient before clipping; infinite if it overflowed."""
-        return float(self._optimizer.scaled_global_norm())
+        return torch.as_tensor(self._optimizer.scaled_global_norm())
 
     def drop_gradients(self) -> None:
         """Forget the gradients of this step, as DeepSpeed does where they overflow."""
@@ -99,9 +100,9 @@ class FlatBF16(Flat):
         optimizer = self._optimizer
         return zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self) -> Tensor:
         """Return the L2 norm of the reduced gradients, which every rank holds whole."""
-        return float(get_total_norm(self._optimizer.fp32_groups_gradients_flat))
+        return get_total_norm(self._optimizer.fp32_groups_gradients_flat)
 
     def drop_gradients(self) -> None:
         """Zero the accumulators."""
