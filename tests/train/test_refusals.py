@@ -41,6 +41,14 @@ REFUSED = {
         lambda run: run.update(micro_batch_size=3),
         "not a multiple of micro_batch_size 3",
     ),
+    "smaller batch by micro": (
+        lambda run: run.update(batch_warmup=[{"until_step": 3, "batch_size": 2}]),
+        "batch_size 2 is not a multiple of micro_batch_size 4",
+    ),
+    "stages that do not rise": (
+        lambda run: run.update(batch_warmup=[{"until_step": 3, "batch_size": 4}] * 2),
+        "end at [3, 3]; let the steps rise",
+    ),
     "no last checkpoint": (lambda run: run.update(save_steps=[10]), "end with 20"),
     "anneal after the end": (
         lambda run: run["schedule"]["anneal"].update(start_step=30),

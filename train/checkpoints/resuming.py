@@ -103,7 +103,8 @@ def _record(checkpoint: Path) -> tuple[CheckpointRecord | None, str | None]:
             record = read_checkpoint_record(checkpoint)
         except UserError as error:
             damage = str(error)
-    return from_rank_zero((record, damage))
+    record, damage = from_rank_zero((record, damage))
+    return record, damage
 
 
 def _damage(checkpoint: Path, record: CheckpointRecord) -> str | None:
@@ -154,7 +155,8 @@ def _load_parent(
     check_parent(run, parent)
     checkpoint = parent.checkpoint(run.branch_from.step)
     record = _undamaged(checkpoint, "restore it, or branch from another checkpoint")
-    if record.data_sha256 != data_sha256:
+    # What else is held out decides nothing: a branch may have more files than its parent.
+    if any(record.data_sha256[use] != data_sha256[use] for use in ("train", "held_out")):
         raise UserError(
             f"{checkpoint} was trained on other data than {directory.path}; give it the same"
         )

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from train.forward_record import ForwardRecord
 from train.model.families import hf_settings, parameter_shapes
 from train.run.config import RunConfig
 from train.run.directory import PROBE_OUTPUTS
@@ -73,6 +75,42 @@ def recorded(model: Any) -> Iterator[dict[str, Tensor]]:
     ]
     try:
         yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def observed(model: Any, record: ForwardRecord) -> Iterator[None]:
+    """Record the figures of `Engine.record_forward` in forward passes within the block."""
+    layers = list(model.base_model.layers)
+    current = 0  # the layer that is computed
+
+    def begin(index: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any) -> None:
+            nonlocal current
+            current = index
+
+        return hook
+
+    def end(_module: nn.Module, _inputs: Any, output_BSH: Tensor) -> None:
+        record.residual(current, output_BSH)
+
+    class Attention(TorchFunctionMode):
+        """Sees queries and keys, after norm and rotation, where transformers hands them over."""
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is nn.functional.scaled_dot_product_attention:
+                record.attention(current, *args[:2])
+            return func(*args, **(kwargs or {}))
+
+    handles = [layer.register_forward_pre_hook(begin(i)) for i, layer in enumerate(layers)]
+    handles += [layer.register_forward_hook(end) for layer in layers]
+    try:
+        with Attention():
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -4,7 +4,9 @@ The rest of the engine knows only ranges of parameters. This file reaches into D
 members: look here first when its version changes.
 """
 
+import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,8 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 from torch.nn.utils import get_total_norm
+
+from train import muon
 
 
 class Piece(NamedTuple):
@@ -78,9 +82,35 @@ class Flat:
             partitions.append(Partition(weights, pieces))
         return partitions
 
+    def matrices(self, names: frozenset[str], dtype: torch.dtype) -> list[muon.Part]:
+        """Return this rank's parts of the matrices with these names; one is computed in `dtype`."""
+        parts, rank = [], dist.get_rank()
+        for parameters, weights in self._groups():
+            size, begin = weights.numel(), 0
+            for parameter in parameters:
+                end = begin + parameter.numel()
+                ranks = range(begin // size, (end - 1) // size + 1)
+                if self._names[parameter] in names and rank in ranks:
+                    bounds = [begin, *(size * each for each in ranks[1:]), end]
+                    spans = tuple((a - begin, b - begin) for a, b in itertools.pairwise(bounds))
+                    start, stop = (begin + at - rank * size for at in spans[rank - ranks[0]])
+                    orthogonalize = partial(_flat_orthogonalized, parameter.shape, dtype)
+                    place = slice(start, stop)
+                    parts.append(muon.Part(weights, place, ranks[0], spans, orthogonalize))
+                begin = end
+        return parts
+
     def gradient_norm(self) -> Tensor:
         """Return the L2 norm of the whole gradient before clipping; infinite if it overflowed."""
         return torch.as_tensor(self._optimizer.scaled_global_norm())
+
+    def gradients(self) -> list[Tensor]:
+        """Return the reduced gradients of every group's owner, flat; padding may follow."""
+        gradients = self._optimizer.averaged_gradients
+        return [
+            torch.cat([part.flatten() for part in gradients[group]])
+            for group in range(len(gradients))
+        ]
 
     def drop_gradients(self) -> None:
         """Forget the gradients of this step, as DeepSpeed does where they overflow."""
@@ -104,9 +134,17 @@ class FlatBF16(Flat):
         """Return the L2 norm of the reduced gradients, which every rank holds whole."""
         return get_total_norm(self._optimizer.fp32_groups_gradients_flat)
 
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's range of the accumulators."""
+        return list(self._optimizer.fp32_groups_gradient_flat_partition)
+
     def drop_gradients(self) -> None:
         """Zero the accumulators."""
         self._optimizer.zero_grad()
+
+
+def _flat_orthogonalized(shape: torch.Size, dtype: torch.dtype, flat: Tensor) -> Tensor:
+    return muon.orthogonalized(flat.view(shape), dtype).flatten()
 
 
 def sharding_of(engine: DeepSpeedEngine, parameters: dict[str, Tensor]) -> Flat:

@@ -87,13 +87,19 @@ def _import_without_compiler() -> None:
     module.compile = compiler
 
 
-# megatron-core announces at import that Apex and Transformer Engine are missing; on CPU neither
-# could be used.
-warnings.filterwarnings("ignore", module=r"megatron\.core.*")
-warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
-warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated")
-logging.getLogger("megatron.core").setLevel(logging.ERROR)
+def _silence_megatron() -> None:
+    """Drop the announcements that Apex and Transformer Engine are missing: no CPU could use them.
+
+    With GPUs they stay: they also name the environment variables that cost speed.
+    """
+    warnings.filterwarnings("ignore", module=r"megatron\.core.*")
+    warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+
+
 if not torch.cuda.is_available():
+    _silence_megatron()
     _stand_in_for_cuda()
     _import_without_compiler()
     _stand_in_for_apex()

@@ -4,7 +4,7 @@ Shapes: B sequences, S tokens, V vocabulary.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
 
@@ -21,18 +22,22 @@ from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.engine import Snapshot, StepResult
-from train.megatron import transformer_engine
+from train.forward_record import ForwardRecord
+from train.host_memory import HostMemory
+from train.megatron import muon, transformer_engine
 from train.megatron.model import (
     global_parameters,
     initialize_groups,
     transformer_config,
     weight_shard,
 )
+from train.megatron.observing import record_forward
 from train.megatron.optimizer import build_optimizer, clip_and_update, squared_gradient_norm
 from train.megatron.optimizer_state import OptimizerState, odd_keys, slots_in
 from train.megatron.pipeline import Pipeline
 from train.megatron.probing import probe
 from train.megatron.shards import ShardedSnapshot
+from train.model import megatron_names
 from train.run.config import RunConfig
 
 
@@ -50,6 +55,9 @@ class MegatronEngine:
         self._pipeline = Pipeline(run, config, device)
         self._optimizer = build_optimizer(run, self._pipeline.model)
         self._state = OptimizerState(self._optimizer, slot_names(run))
+        self._memory = HostMemory(device)
+        if run.optimizer.matrices == "muon":
+            muon.register(run, self._pipeline.model.module, self._state)
         config.finalize_model_grads_func = finalize_model_grads
 
     @property
@@ -82,6 +90,7 @@ class MegatronEngine:
         means = cross_entropy / max(counted, 1), z_loss / max(counted, 1)
         result = StepResult(*means, math.sqrt(square), fraction)
         if accept(result):
+            self._memory.fence()
             clip_and_update(self._optimizer, result.grad_norm, learning_rate, self.run.optimizer)
             self._pipeline.model.start_gather()
         return result
@@ -99,11 +108,30 @@ class MegatronEngine:
 
     def weights(self) -> list[Tensor]:
         """Return the fp32 main weights of this rank."""
+        self._memory.fence()
         self._pipeline.model.finish_gather()  # in fp32 they are the model's own: nothing sends them
         return self._state.weights()
 
+    def gradients(self) -> list[Tensor]:
+        """Return the gradient of `weights()` before clipping."""
+        return self._state.gradients()
+
+    def by_parameter(self, values: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield an HF name and this rank's part for each parameter, once over the tensor ranks."""
+        named = global_parameters(self._pipeline.model.module)
+        names = {parameter: name for name, parameter in named.items()}
+        for parameter, value in zip(self._state.parameters(), values, strict=True):
+            if param_is_not_tensor_parallel_duplicate(parameter):
+                yield megatron_names.hf_names(names[parameter])[0], value
+
+    def record_forward(self, batch: Batch) -> ForwardRecord:
+        """Return figures of this rank's layers in a forward pass."""
+        with torch.no_grad():
+            return record_forward(self._pipeline, batch)
+
     def slot(self, name: str) -> list[Tensor]:
         """Return a named fp32 copy of the shape of `weights()`."""
+        self._memory.fence()
         return self._state.slot(name)
 
     @torch.no_grad()
@@ -131,7 +159,7 @@ class MegatronEngine:
         optimizer = self._state.to_save(state)  # also says which rank writes which weight
         if not weights_only:
             state |= {"optimizer": optimizer, "steps": self._state.steps}
-        return ShardedSnapshot(state, directory)
+        return ShardedSnapshot(state, directory, self._memory)
 
     def load(self, directory: Path) -> None:
         """Load what a snapshot wrote at any layout. Hash-check it first: it holds pickles.

@@ -8,7 +8,13 @@ from rich.table import Table
 
 from base.errors import UserError
 from train.planning.flops import GPUS, assumed_mfu, flops_per_token
-from train.planning.memory import RankMemory, checkpoint_bytes, parameter_count, rank_memory
+from train.planning.memory import (
+    RankMemory,
+    checkpoint_bytes,
+    parameter_count,
+    rank_memory,
+    snapshot_bytes,
+)
 from train.planning.plan import Layout, fitting_layouts
 from train.run.config import RunConfig
 from train.run.schedules import first_step
@@ -29,11 +35,11 @@ def print_plans(runs: Sequence[RunConfig], *, nodes: int, gpus_per_node: int, gp
         hours += _print_time_and_disk(console, run, kind.peak_flops, gpus)
         try:
             console.print(_memory_table(rank_memory(run, gpus), kind.memory_bytes))
+            host = snapshot_bytes(run, gpus)
+            console.print(f"  host memory of a rank for the copies of a save: {_gigabytes(host)}")
         except UserError as error:
             console.print(f"  memory: batch and layout do not divide: {error}")
-        layouts = fitting_layouts(
-            run, gpus, gpus_per_node=gpus_per_node, gpu_bytes=kind.memory_bytes
-        )
+        layouts = fitting_layouts(run, gpus, gpus_per_node=gpus_per_node, gpu=kind)
         if layouts:
             console.print(_layout_table(layouts))
         else:
@@ -54,7 +60,7 @@ def _print_time_and_disk(console: Console, run: RunConfig, peak_flops: float, gp
     """Print them; return the GPU-hours."""
     flops = flops_per_token(run.model, run.data.sequence_length)
     speed = assumed_mfu(run.model) * peak_flops / flops
-    tokens = (run.total_steps - first_step(run)) * run.tokens_per_step  # a branch trains on fewer
+    tokens = run.total_tokens - run.tokens_at(first_step(run))  # a branch trains on fewer
     hours = tokens / speed / 3600
     console.print(
         f"\n{run.name}: {parameter_count(run):,} parameters, {flops / 1e9:.1f} GFLOP per token\n"
@@ -83,14 +89,13 @@ def _memory_table(memory: RankMemory, gpu_bytes: int) -> Table:
 
 
 def _layout_table(layouts: list[Layout]) -> Table:
-    title = "  layouts that fit by the estimate, the simplest first"
+    title = "  layouts that fit by the estimate, the fastest first; MFU at pessimistic rates"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("replica")
-    for heading in ("data", "micro batch", "recompute", "memory"):
+    for heading in ("micro batch", "recompute", "memory", "MFU"):
         table.add_column(heading, justify="right")
     for layout in layouts[:SHOWN_LAYOUTS]:
         settings = [str(layout.changes[key]) for key in ("micro_batch_size", "recompute")]
-        table.add_row(
-            layout.words, str(layout.replicas), *settings, _gigabytes(layout.memory.bytes)
-        )
+        figures = (_gigabytes(layout.memory.bytes), f"{layout.speed.mfu:.0%}")
+        table.add_row(layout.words, *settings, *figures)
     return table

@@ -12,9 +12,12 @@ from train.run.config import RunConfig, load_run
 from train.run.directory import RunDirectory, read_checkpoint_record
 
 # All that decides an update but the learning rate. Kernels and layout may differ, as in resuming.
-MUST_AGREE = ("seed", "engine", "precision", "model", "data", "optimizer", "batch_size")
+MUST_AGREE = (
+    *("seed", "engine", "precision", "model", "data", "optimizer"),
+    *("batch_size", "batch_warmup"),
+)
 # Of the data: the tokens themselves are compared by hash.
-PATHS = ("train", "held_out", "tokenizer")
+PATHS = ("train", "held_out", "more_held_out", "tokenizer")
 
 
 def _compared(run: RunConfig, key: str) -> Any:
