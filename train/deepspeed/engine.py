@@ -108,10 +108,14 @@ class DeepSpeedEngine:
             # DeepSpeed divides by the microbatches and averages over the ranks.
             self._engine.backward(sums[:2].sum() / microbatch.counted_BS.numel())
             totals += sums.detach()
-        cross_entropy, z_loss, counted = self._means(totals)
+        dist.all_reduce(totals)
+        norm = self._sharding.gradient_norm().to(totals)
+        # The one transfer from the device in a step, but for DeepSpeed's own.
+        cross_entropy, z_loss, counted, grad_norm = torch.cat([totals, norm.view(1)]).tolist()
+
         fraction = counted / (batch.counted_BS.numel() * self.data_parallel)
-        norm = self._sharding.gradient_norm()
-        result = StepResult(cross_entropy, z_loss, norm, fraction)
+        means = cross_entropy / max(counted, 1), z_loss / max(counted, 1)
+        result = StepResult(*means, grad_norm, fraction)
         if accept(result):
             assert result.is_finite(), "DeepSpeed would not take this step"
             self._memory.fence()
@@ -127,7 +131,9 @@ class DeepSpeedEngine:
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         for microbatch in batch.microbatches(self.run.micro_batch_size, self.device):
             totals += self._losses(self._engine.module, microbatch)
-        return self._means(totals)[0]
+        dist.all_reduce(totals)
+        cross_entropy, _, counted = totals.tolist()
+        return float(cross_entropy / max(counted, 1))
 
     def _logits(self, model: Any, inputs_BS: Tensor) -> Tensor:
         """Return logits [B, S, V] in fp32."""
@@ -152,13 +158,6 @@ class DeepSpeedEngine:
             for values_BS in (cross_entropy_BS, z_loss_BS)
         ]
         return torch.stack([*sums, batch.counted_BS.sum().to(sums[0].dtype)])
-
-    @staticmethod
-    def _means(totals: Tensor) -> tuple[float, float, int]:
-        """Return mean cross-entropy and z-loss, 0 for none, and the counted labels of all ranks."""
-        dist.all_reduce(totals)
-        cross_entropy, z_loss, counted = totals.tolist()
-        return cross_entropy / max(counted, 1), z_loss / max(counted, 1), int(counted)
 
     @torch.no_grad()
     def probe(self, inputs_BS: Tensor) -> dict[str, Tensor]:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from train.forward_record import ForwardRecord
 from train.model.families import hf_settings, parameter_shapes
@@ -37,9 +38,12 @@ def build_model(run: RunConfig) -> PreTrainedModel:
     hf_config = AutoConfig.for_model(
         run.model.family, **hf_settings(run.model, run.data.sequence_length, 0)
     )
+    # Under a name of our own transformers makes no mask: to make none for "sdpa" it would read the
+    # positions of every microbatch, and wait for the GPU.
+    AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
     with no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            hf_config, dtype=torch.float32, attn_implementation="sdpa"
+            hf_config, dtype=torch.float32, attn_implementation="causal_sdpa"
         )
     parameters = hf_parameters(model)
     shapes = {name: tuple(each.shape) for name, each in parameters.items()}
