@@ -31,11 +31,10 @@ from train.megatron.model import (
     transformer_config,
     weight_shard,
 )
-from train.megatron.observing import record_forward
 from train.megatron.optimizer import build_optimizer, clip_and_update, squared_gradient_norm
 from train.megatron.optimizer_state import OptimizerState, odd_keys, slots_in
 from train.megatron.pipeline import Pipeline
-from train.megatron.probing import probe
+from train.megatron.probing import probe, record_forward
 from train.megatron.shards import ShardedSnapshot
 from train.model import megatron_names
 from train.run.config import RunConfig
