@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from train.megatron.packing import attention_in_documents
 from train.model.rotary import rotated
 
 
@@ -130,10 +132,13 @@ class CausalAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
+        packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
         """Return [S, B, N x D]; the mask is None, for attention is causal everywhere."""
         assert attention_mask is None
+        if packed_seq_params is not None:
+            return attention_in_documents(query_SBND, key, value, packed_seq_params)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key, value))
         grouped = query.shape[1] != key.shape[1]
         out_BNSD = F.scaled_dot_product_attention(

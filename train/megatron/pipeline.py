@@ -18,6 +18,7 @@ from torch import Tensor
 
 from train.data.batches import Batch
 from train.megatron.model import build_model
+from train.megatron.packing import packed_documents
 from train.run.config import RunConfig
 
 Report = dict[str, Tensor]
@@ -102,7 +103,11 @@ class Pipeline:
         positions_BS = torch.arange(batch.counted_BS.shape[1], device=self.device).expand_as(
             batch.counted_BS
         )
-        return model(inputs_BS, positions_BS, None), partial(loss, batch)
+        documents = None
+        if batch.starts_BS is not None:
+            documents = packed_documents(batch.starts_BS, self.device)
+        output = model(inputs_BS, positions_BS, None, packed_seq_params=documents)
+        return output, partial(loss, batch)
 
     def _loss(self, batch: Batch, logits_BSV: Tensor) -> tuple[Tensor, Report]:
         """Return the loss to differentiate, and sums of both losses and counted labels."""

@@ -11,6 +11,7 @@ import torch
 
 from base.errors import UserError
 from train.megatron.layers import post_normed
+from train.megatron.packing import with_documents
 from train.run.config import RunConfig
 
 
@@ -72,6 +73,6 @@ def kernels() -> dict[str, Any]:
     return {
         "column": TEColumnParallelLinear,
         "row": post_normed(TERowParallelLinear, TENorm),
-        "attention": TEDotProductAttention,
+        "attention": with_documents(TEDotProductAttention),
         "norm": TENorm,
     }
