@@ -1,4 +1,4 @@
-"""Single kernels: rotary embedding in bf16, and NCCL with one rank."""
+"""Single kernels: rotary embedding and attention inside documents in bf16, NCCL with one rank."""
 
 import os
 import time
@@ -49,6 +49,38 @@ def rope(place: Place) -> list[Figure]:
             most=2e-3,
             note=note,
         ),
+    ]
+
+
+def documents(place: Place) -> list[Figure]:
+    """Attention inside documents of 1 to hundreds of tokens in bf16, and its gradients, against
+    fp32 document after document; a part of the heads shares keys.
+    """
+    import train.megatron.cpu  # noqa: F401  before megatron: what it asks of CUDA on a machine without
+    from train.megatron.packing import attention_in_documents, packed_documents
+
+    length, device = place.sizes.timed_length, place.torch_device
+    generator = torch.Generator().manual_seed(0)
+    starts_BS = torch.rand(2, length, generator=generator) < 0.01
+    starts_BS[:, 0] = True
+    packed = packed_documents(starts_BS, device)
+    drawn = [torch.randn(length, 2, heads, HEAD, generator=generator) for heads in (4, 2, 2)]
+    outcomes = []
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = [x.bfloat16().to(device, dtype).requires_grad_() for x in drawn]
+        output = attention_in_documents(inputs[0], inputs[1], inputs[2], packed)
+        output.float().square().sum().backward()
+        outcomes.append([output.detach(), *(x.grad for x in inputs if x.grad is not None)])
+    return [
+        Figure(
+            f"attention inside documents in bf16, {name}",
+            _relative(found.double(), exact.double()),
+            "relative error",
+            most=1e-2,
+        )
+        for name, found, exact in zip(
+            ("output", "gradient of q", "gradient of k", "gradient of v"), *outcomes, strict=True
+        )
     ]
 
 

@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from base.errors import UserError
 from tests.conftest import make_hf_directory
 from tests.runs import make_run, ranks
 from train.data.batches import Batch
+from train.data.config import DataConfig
 from train.engines import build_engine
-from train.run.config import DataConfig, load_run
+from train.run.config import load_run, with_settings
 
 LENGTH, END = 32, 0
 
@@ -62,6 +64,10 @@ def figures(run_dir: str, hf_dir: str, out: str) -> None:
         engine.evaluate(own)
     if run.engine == "megatron":
         check_transformer_engines_format()
+    else:
+        longer = with_settings(run, ["data.sequence_length=1025"])
+        with pytest.raises(UserError, match="set engine to 'megatron'"):
+            build_engine(longer, torch.device("cuda"))
     engine.close()
 
 

@@ -33,7 +33,7 @@ def _packed(x_SBND: Tensor) -> Tensor:
 
 def _unpacked(x_TH: Tensor, like_SBND: Tensor) -> Tensor:
     length, sequences = like_SBND.shape[:2]
-    return x_TH.view(sequences, length, -1).transpose(0, 1)
+    return x_TH.view(sequences, length, -1).transpose(0, 1).contiguous()
 
 
 def attention_in_documents(
@@ -44,27 +44,33 @@ def attention_in_documents(
     In 16 bits on a GPU by flash attention, elsewhere document after document.
     """
     query_TND, key, value = (_packed(x) for x in (query_SBND, key, value))
-    grouped = query_TND.shape[1] != key.shape[1]
     bounds, longest = documents.cu_seqlens_q, documents.max_seqlen_q
-    if query_TND.is_cuda and query_TND.dtype != torch.float32:
+    if query_SBND.is_cuda and query_SBND.dtype != torch.float32:
         out_TND = varlen_attn(
-            query_TND, key, value, bounds, bounds, longest, longest,
-            window_size=(-1, 0), enable_gqa=grouped,
-        )  # fmt: skip
+            query_TND,
+            key,
+            value,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            window_size=(-1, 0),  # causal
+            enable_gqa=query_TND.shape[1] != key.shape[1],
+        )
+        assert isinstance(out_TND, Tensor)
     else:
         lengths = bounds.diff().tolist()
-        pieces = zip(
-            *(x.transpose(0, 1).split(lengths, 1) for x in (query_TND, key, value)), strict=True
-        )
-        out_NTD = torch.cat(
-            [
-                F.scaled_dot_product_attention(*piece, is_causal=True, enable_gqa=grouped)
-                for piece in pieces
-            ],
-            1,
-        )
-        out_TND = out_NTD.transpose(0, 1)
+        pieces = zip(*(x_TND.split(lengths) for x_TND in (query_TND, key, value)), strict=True)
+        out_TND = torch.cat([_attention(*piece) for piece in pieces])
     return _unpacked(out_TND.flatten(1), query_SBND)
+
+
+def _attention(query_TND: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return causal attention over all T tokens, [T, N, D]."""
+    query, key, value = (x.transpose(0, 1)[None] for x in (query_TND, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    out_1NTD = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+    return out_1NTD[0].transpose(0, 1)
 
 
 def with_documents(attention: Any) -> Any:
@@ -83,10 +89,11 @@ def with_documents(attention: Any) -> Any:
             **kwargs: Any,
         ) -> Tensor:
             if packed_seq_params is None:
-                return super().forward(query_SBND, key, value, *args, **kwargs)
+                out: Tensor = super().forward(query_SBND, key, value, *args, **kwargs)
+                return out
             packed = replace(packed_seq_params, qkv_format="thd")
             tensors = (_packed(x) for x in (query_SBND, key, value))
-            out = super().forward(*tensors, *args, packed_seq_params=packed, **kwargs)
-            return _unpacked(out.flatten(1), query_SBND)
+            out_TH = super().forward(*tensors, *args, packed_seq_params=packed, **kwargs)
+            return _unpacked(out_TH.flatten(1), query_SBND)
 
     return DocumentAttention
