@@ -127,8 +127,8 @@ def _read(hf_dir: Path, run: RunConfig) -> _Export:
     verify_in_parallel(hf_dir, files, "export it again, nothing was published")
     averaged = kind == "average" or lineage.get("average")
     average = STEP_SUFFIX.sub("", hf_dir.name) if averaged else None
-    step, unit = lineage["step"], tokens_unit(run.total_steps * run.tokens_per_step)
-    revision = published_name(step, step * run.tokens_per_step, unit=unit, average=average)
+    step, unit = lineage["step"], tokens_unit(run.total_tokens)
+    revision = published_name(step, run.tokens_at(step), unit=unit, average=average)
     if not re.match(NAME_PATTERN, revision):
         raise UserError(f"{hf_dir}: '{revision}' is no name for the hub; rename the directory")
     return _Export(hf_dir, revision, lineage, files, _results(hf_dir, files))

@@ -57,9 +57,7 @@ def show(
     tokenizer: TokenizerDirectory = None,
     gpus: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="say what so many GPUs take, how long, and what it leaves on disk"
-        ),
+        typer.Option(min=1, help="say what so many GPUs take, and how long"),
     ] = None,
     gpu: Annotated[
         str | None, typer.Option(help=f"their kind: {', '.join(GPUS)}", show_default=DEFAULT_GPU)
@@ -73,7 +71,7 @@ def show(
         raise UserError(f"--gpu {gpu} says which GPUs; say with --gpus how many")
     study = wanted(name, root, profile, settings, text, tokenizer)
 
-    from study.machine.estimate import estimate_lines
+    from study.machine.estimate import disk_line, estimate_lines
     from study.machine.hardware import Hardware, planned
     from study.machine.needs import Needs
     from study.pipeline.step import shown
@@ -86,7 +84,7 @@ def show(
     commands = [
         f"{step.name}: {shown(step.command, needs.machine(step))}" for step in steps_of(study)
     ]
-    typer.echo("\n".join((*summary(study), *estimates, *commands)))
+    typer.echo("\n".join((*summary(study), *estimates, disk_line(needs), *commands)))
 
 
 @app.command(cls=TextCommand)
@@ -134,7 +132,7 @@ def run(
     needs = Needs(study, hardware, directory)
     layouts = {name: training.run for name, training in needs.trainings.items()}
     check_text(study, directory)
-    check_room(study, root)
+    check_room(study, root, at_once=needs.at_once)
 
     typer.echo(f"{study.name} on {hardware}", err=True)
     try:

@@ -52,7 +52,12 @@ def _schedule(run: RunConfig) -> str:
 
 def _anneal_tokens(run: RunConfig) -> int:
     anneal = run.schedule.anneal
-    return (run.total_steps - anneal.start_step) * run.tokens_per_step if anneal else 0
+    return run.total_tokens - run.tokens_at(anneal.start_step) if anneal else 0
+
+
+def _batch_warmup(run: RunConfig) -> str:
+    stages = [f"{stage.batch_size} to step {stage.until_step}" for stage in run.batch_warmup]
+    return ", ".join(stages) or "none"
 
 
 QUANTITIES: dict[str, _Quantity] = {  # in the order in which labels have them
@@ -63,13 +68,15 @@ QUANTITIES: dict[str, _Quantity] = {  # in the order in which labels have them
     "schedule": _Quantity("schedule", _schedule),
     "tokens": _Quantity(
         "budget",
-        lambda run: run.total_steps * run.tokens_per_step,
+        lambda run: run.total_tokens,
         "tokens",
         implied_by=("batch_size", "schedule"),
     ),
     "anneal_tokens": _Quantity(
         "anneal", _anneal_tokens, "tokens", implied_by=("batch_size", "schedule", "tokens")
     ),
+    "batch_warmup": _Quantity("smaller batches first", _batch_warmup),
+    "decay": _Quantity("rule of weight decay", lambda run: run.optimizer.decay),
     "seed": _Quantity("seed", lambda run: str(run.seed)),
 }
 

@@ -139,6 +139,13 @@ class Study(Frozen):
         ]
         if len(set(averages)) != len(averages):
             yield f"two averages of run {name} share a name among {', '.join(averages)}"
+        measured = set(self.averaged_steps).intersection(run.save_steps) if run.averages else set()
+        for step in sorted(measured):
+            if not run.saving.writes_averages(step):
+                yield (
+                    f"averages are to be measured at step {step}, {name} writes none there; add it"
+                    " to saving.average_steps"
+                )
         if self.quantization.by_block and len(run.save_steps) < 2:
             yield f"run {name} saves one checkpoint, a slice goes through the last two; save more"
         if run.branch_from:
@@ -147,6 +154,11 @@ class Study(Frozen):
                 yield f"{name} branches from {parent.name}, a branch itself; branch from its parent"
             if step not in parent.save_steps:
                 yield f"{name} branches at step {step}, {parent.name} saves none there"
+            elif not parent.saving.keeps_state(step):
+                yield (
+                    f"{name} branches at step {step}, of which {parent.name} keeps weights only;"
+                    " add it to saving.full_steps"
+                )
             if run.branch_from.fingerprint != fingerprint(parent):
                 yield f"{name} names another fingerprint than that of its parent {parent.name}"
 

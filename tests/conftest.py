@@ -164,6 +164,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2dp2": (4, {"tensor": 2, "micro_batch_size": 2}),
     "sp2": (2, {"tensor": 2, "sequence": True}),
     "recompute": (1, {"recompute": "layers"}),
+    "selective": (1, {"recompute": "selective"}),
     "bf16-dp1": (1, {"precision": "bf16"}),
     "bf16-tp2pp2": (4, {"precision": "bf16", "tensor": 2, "pipeline": 2}),
     "bf16-sp2": (2, {"precision": "bf16", "tensor": 2, "sequence": True}),

@@ -67,6 +67,7 @@ def make_run(
         "micro_batch_size": 4,
         "save_steps": (0, 10, 20),
         "evaluate_every_steps": 10,
+        "observe_every_steps": 10,
     }
     run = RunConfig(**(settings | changes))
     directory.mkdir(parents=True, exist_ok=True)

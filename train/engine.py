@@ -6,13 +6,14 @@ Shapes: B sequences, S tokens, V vocabulary.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from train.data.batches import Batch, Replica
+from train.forward_record import ForwardRecord
 
 
 class StepResult(NamedTuple):
@@ -89,6 +90,25 @@ class Engine(Protocol):
         """Return the fp32 main weights of this rank, flat and live.
 
         The optimizer continues from what is written to them.
+        """
+        ...
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradient of `weights()` before clipping; only while `accept` is asked."""
+        ...
+
+    def by_parameter(self, values: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield an HF name and this rank's part for each parameter, of values like `weights()`.
+
+        A part that several ranks hold is yielded by one of them. A matrix that the engine fuses has
+        the name of its first part.
+        """
+        ...
+
+    def record_forward(self, batch: Batch) -> ForwardRecord:
+        """Return figures of this rank's layers in a forward pass of a few sequences.
+
+        All ranks give the same batch.
         """
         ...
 

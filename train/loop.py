@@ -28,12 +28,15 @@ from train.distributed import from_rank_zero, gathered, largest, start
 from train.engine import Engine, StepResult
 from train.engines import build_engine
 from train.monitoring import RANKS_EVERY_STEPS, RankClock, peak_memory_bytes, speed_of
+from train.observing import forward_figures, observed_step
 from train.prefetch import Prefetch
 from train.run.config import RunConfig, dump_run
 from train.run.directory import PROBE_SEQUENCES, PROBE_TOKENS, RunDirectory
 from train.run.metrics import MetricsWriter
 from train.run.schedules import learning_rate
 from train.spikes import StepJudge
+
+HELD_OUT_LOSS = "held_out_loss"
 
 
 class _Training:
@@ -44,9 +47,10 @@ class _Training:
         device = start()
         self.engine: Engine = build_engine(run, device)
         replica, held_out = self.engine.replica, data.held_out()
-        self.held_out = held_out.of_replica(replica)
+        self.held_out = {use: batch.of_replica(replica) for use, batch in held_out.items()}
         tokens = min(PROBE_TOKENS, run.data.sequence_length)
-        self.probe_BS = held_out.tokens_BS[:PROBE_SEQUENCES, :tokens]
+        first_BS = held_out["held_out"].tokens_BS[:PROBE_SEQUENCES]
+        self.probe_BS, self.observed = first_BS[:, :tokens], Batch.of(first_BS)
 
         def read(step: int) -> Batch:
             batch = data.batch(step, replica)
@@ -82,14 +86,16 @@ class _Training:
         }
         self.averages = Averages(run, self.engine, starts)
         self.judge = StepJudge(run, record.accepted if record else ())
-        self.saver = Saver(run.saving, self.engine, directory, self.attempt, self.log)
+        self.saver = Saver(
+            run.saving, self.engine, directory, self.attempt, self.probe_BS, self.log
+        )
         self.clock = RankClock(directory.ranks, self.attempt.number)
         return begun
 
     def log(self, step: int, **values: float) -> None:
         """Append a row of metrics."""
         if self.metrics:
-            self.metrics.append(step, step * self.run.tokens_per_step, **values)
+            self.metrics.append(step, self.run.tokens_at(step), **values)
 
     def run_to_end(self) -> None:
         """Train until the last step or until asked to stop."""
@@ -117,10 +123,16 @@ class _Training:
         step, run = self.step, self.run
         rate = learning_rate(run, step)
 
+        observes = run.observe_every_steps is not None and step % run.observe_every_steps == 0
+        figures: dict[str, float] = {}
         self.clock.start()
-        result = self.engine.train_step(self.batches(step), rate, self.judge.accept)
+        batch = self.batches(step)
+        if observes:
+            result, figures = observed_step(self.engine, batch, rate, self.judge.accept)
+        else:
+            result = self.engine.train_step(batch, rate, self.judge.accept)
         failure = self.batches.failure(step + 1)
-        speed = speed_of(run, self.clock.stop())
+        speed = speed_of(run, step, self.clock.stop())
         memory_bytes, writing = self.share(failure)
 
         row: dict[str, float] = {
@@ -135,8 +147,12 @@ class _Training:
             if not self.judge.skips:
                 raise self.not_learning(self.judge.objection)
             row["skipped"] = 1
+        if observes:
+            figures |= forward_figures(self.engine, self.observed)
+            if not all(map(math.isfinite, figures.values())):
+                raise self.not_learning("not finite: weights, residual stream or attention logits")
         self.averages.update(step)
-        self.log(step, **row)
+        self.log(step, **row, **figures)
         self.saver.advance(writing=writing)
         return result, speed["tokens_per_second"]
 
@@ -185,25 +201,33 @@ class _Training:
             f"{f'step {kept[-1]}' if kept else 'none'}, lower the peak learning rate"
         )
 
-    def evaluate(self, average: str | None = None) -> float:
-        """Return the held-out loss of the model as it is, logged."""
-        loss = self.engine.evaluate(self.held_out)
-        if not math.isfinite(loss):
-            raise self.not_learning(
-                f"not finite: held-out loss {loss}{f' of {average}' if average else ''}"
-            )
-        self.log(self.step, **{f"held_out_loss/{average}" if average else "held_out_loss": loss})
-        return loss
+    def evaluate(self, average: str | None = None) -> dict[str, float]:
+        """Return the held-out losses of the model as it is, logged.
+
+        They are held_out_loss and, of a further file, held_out_loss.NAME; of an average its name
+        follows in the log.
+        """
+        losses = {
+            use.replace("held_out", HELD_OUT_LOSS, 1): self.engine.evaluate(batch)
+            for use, batch in self.held_out.items()
+        }
+        suffix = f"/{average}" if average else ""
+        for name, loss in losses.items():
+            if not math.isfinite(loss):
+                raise self.not_learning(f"not finite: held-out loss {loss} ({name}{suffix})")
+        self.log(self.step, **{name + suffix: loss for name, loss in losses.items()})
+        return losses
 
     def evaluate_and_save(self, train_loss: float | None) -> None:
         """Evaluate and save where that is due after this step, or where training stops."""
         step, run, directory = self.step, self.run, self.directory
-        permanent = step in run.save_steps
-        every = run.saving.restart_every_steps
-        restart = self.stopping or (every is not None and step > 0 and step % every == 0)
-        held_out_loss = None
+        permanent, every = step in run.save_steps, run.saving.restart_every_steps
+        full = permanent and run.saving.keeps_state(step)
+        due = self.stopping or (every is not None and step > 0 and step % every == 0)
+        restart = due and not full and step < run.total_steps
+        losses: dict[str, float] = {}
         if permanent or step % run.evaluate_every_steps == 0:
-            held_out_loss = self.evaluate()
+            losses = self.evaluate()
         if not permanent and not restart:
             return
 
@@ -215,26 +239,36 @@ class _Training:
         checkpoints = []
         for average in self.averages.present(step) if permanent else ():
             with self.averages.swapped_in(average, step):
-                loss = self.evaluate(average.name)
-                description = self.averages.describe(average, step)
-                fields = self.fields(None, loss) | {"average": description}
-                final = directory.average_checkpoint(average.name, step)
-                checkpoints.append(self.saver.copy(final, probe_BS=self.probe_BS, fields=fields))
-        final = directory.checkpoint(step) if permanent else directory.restart(step)
-        fields = self.fields(train_loss, held_out_loss)
-        checkpoints.append(self.saver.copy(final, probe_BS=self.probe_BS, fields=fields))
+                of_average = self.evaluate(average.name)
+                if run.saving.writes_averages(step):
+                    description = self.averages.describe(average, step)
+                    fields = self.fields(None, of_average) | {"average": description}
+                    final = directory.average_checkpoint(average.name, step)
+                    checkpoints.append(self.saver.copy(final, fields, weights_only=True))
+        fields = self.fields(train_loss, losses)
+        if permanent:
+            final = directory.checkpoint(step)
+            checkpoints.append(self.saver.copy(final, fields, weights_only=not full))
+        if restart:
+            final = directory.restart(step)
+            checkpoints.append(self.saver.copy(final, fields, weights_only=False))
         self.saver.save(step, checkpoints, copying_seconds=time.monotonic() - began_at)
 
-    def fields(self, train_loss: float | None, held_out_loss: float | None) -> dict[str, Any]:
+    def fields(self, train_loss: float | None, losses: dict[str, float]) -> dict[str, Any]:
         """Return the fields of a CheckpointRecord of this step."""
         return {
             "run": self.run.name,
             "fingerprint": fingerprint(self.run),
             "step": self.step,
-            "tokens": self.step * self.run.tokens_per_step,
+            "tokens": self.run.tokens_at(self.step),
             "learning_rate": learning_rate(self.run, self.step),
             "train_loss": train_loss,
-            "held_out_loss": held_out_loss,
+            "held_out_loss": losses.get(HELD_OUT_LOSS),
+            "more_held_out_losses": {
+                name.removeprefix(f"{HELD_OUT_LOSS}."): loss
+                for name, loss in losses.items()
+                if name != HELD_OUT_LOSS
+            },
             "engine": self.run.engine,
             "precision": self.run.precision,
             "world_size": dist.get_world_size(),
@@ -251,6 +285,7 @@ class _Training:
         if self.metrics:
             self.metrics.close()
         if self.step == self.run.total_steps:
+            self.saver.end()
             self.attempt.end("done", self.step, "")
         else:
             place = f"step {self.step} of {self.run.total_steps}"

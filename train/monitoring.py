@@ -24,12 +24,12 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
 
-def speed_of(run: RunConfig, seconds: float) -> dict[str, float]:
-    """Return the speed of a step that took `seconds`; per GPU, and MFU, where there are GPUs.
+def speed_of(run: RunConfig, step: int, seconds: float) -> dict[str, float]:
+    """Return the speed of update `step`, which took `seconds`; per GPU, and MFU, with GPUs.
 
     MFU is against the peak in bf16, whatever the precision.
     """
-    tokens = run.tokens_per_step / seconds
+    tokens = run.batch_size_at(step) * run.data.sequence_length / seconds
     flops = tokens * flops_per_token(run.model, run.data.sequence_length)
     speed = {"tokens_per_second": tokens, "model_flops_per_second": flops}
     if torch.cuda.is_available():

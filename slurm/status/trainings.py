@@ -55,7 +55,7 @@ def training_of(study_dir: Path, run: RunConfig) -> Training:
         if row.get("tokens_per_second", 0) > 0
     ]
     speed, tokens = median(speeds) if speeds else None, int(newest.get("tokens", 0))
-    left = max(0, run.total_steps * run.tokens_per_step - tokens)
+    left = max(0, run.total_tokens - tokens)
     checkpoints = [*directory.complete_steps(), *directory.complete_restarts()]
     return Training(
         ended=ended,

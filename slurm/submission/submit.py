@@ -64,7 +64,7 @@ def training_layouts(study: Study, site: Site) -> dict[str, RunConfig] | None:
     layouts = {}
     for run in study.trained:
         node, world_size = resources.hardware, resources.nodes * resources.ranks
-        changed = fit(run, world_size, gpus_per_node=resources.ranks, gpu_bytes=node.gpu_bytes)
+        changed = fit(run, world_size, gpus_per_node=resources.ranks, gpu=node.gpu)
         if changed is None:
             raise UserError(
                 f"{no_layout(run, study, f'{resources.nodes} nodes of {node}')}; change"

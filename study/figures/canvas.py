@@ -45,7 +45,7 @@ class Canvas:
     def __init__(self, study: Study, table: Sequence[Row], directory: Path) -> None:
         self.study, self.table, self.directory = study, table, directory
         self.runs = runs_of(study)
-        planned = [run.total_steps * run.tokens_per_step for run in study.trained]
+        planned = [run.total_tokens for run in study.trained]
         known = [row["tokens"] for row in table if row["tokens"] is not None]
         self.most_tokens = max([*planned, *known], default=1)
         billions = self.most_tokens >= 1e9
@@ -139,8 +139,8 @@ class Canvas:
             anneal = run.schedule.anneal if isinstance(run, RunConfig) else None
             if anneal is None or not isinstance(run, RunConfig):
                 return []
-            per_step = run.tokens_per_step / self.unit
-            spans.add((anneal.start_step * per_step, run.total_steps * per_step))
+            tokens = (run.tokens_at(anneal.start_step), run.total_tokens)
+            spans.add((tokens[0] / self.unit, tokens[1] / self.unit))
         if len(spans) != 1:
             return []
         ((start, end),) = spans
@@ -206,7 +206,7 @@ def _schedule(run: RunConfig) -> tuple[Span, ...]:
         corners.add(run.schedule.anneal.start_step)
     spaced = range(start, run.total_steps, -(-run.total_steps // MOST_RATES))
     return tuple(
-        (float(step * run.tokens_per_step), round(learning_rate(run, step) / peak, 9))
+        (float(run.tokens_at(step)), round(learning_rate(run, step) / peak, 9))
         for step in sorted({*corners, *spaced})
         if step >= start
     )

@@ -14,7 +14,8 @@ from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 
 GB = 1e9
-CHECKPOINTS, EXPORTS, DENSE = "checkpoints", "exports", "quantized weights"
+CHECKPOINTS, RESTARTS = "checkpoints", "restart checkpoints"
+EXPORTS, DENSE = "exports", "quantized weights"
 
 
 def _linear_parameters(run: RunConfig) -> int:
@@ -26,19 +27,24 @@ def _linear_parameters(run: RunConfig) -> int:
 def needed_bytes(study: Study) -> dict[str, int]:
     """Return the bytes of what a whole study leaves on disk, by kind.
 
-    Checkpoints with optimizer state, restart checkpoints and averages; every exported model; what
-    `--dense` keeps of the linears in fp32. Token files, results, logs and models that are
-    downloaded are not counted.
+    Permanent checkpoints and averages; every exported model; what `--dense` keeps of the linears in
+    fp32. Token files, results, logs and models that are downloaded are not counted.
     """
     runs = study.trained
     models = {run.name: len(study.models_of(run)) for run in runs}
     specs = len(study.quantization.by_block)
     exports = sum(models[run.name] * parameter_count(run) * bytes_of_weight(run) for run in runs)
     return {
-        CHECKPOINTS: sum(checkpoint_bytes(run).trajectory for run in runs),
+        CHECKPOINTS: sum(checkpoint_bytes(run).kept for run in runs),
         EXPORTS: exports,
         DENSE: sum(specs * _linear_parameters(run) * FP32 for run in runs),
     }
+
+
+def restart_bytes(study: Study, at_once: int) -> int:
+    """Return the most bytes of restart checkpoints while so many runs train; none stay."""
+    rotated = sorted((checkpoint_bytes(run).rotated for run in study.trained), reverse=True)
+    return sum(rotated[:at_once])
 
 
 def _size_of(directory: Path) -> int:
@@ -52,19 +58,25 @@ def _size_of(directory: Path) -> int:
     return size
 
 
-def check_room(study: Study, root: Path, reserve_gb: float = 0.0) -> None:
+def check_room(
+    study: Study, root: Path, reserve_gb: float = 0.0, *, at_once: int | None = None
+) -> None:
     """Raise UserError for a study that the filesystem of `root` has no room for.
 
-    Counted is what still has to be written, and what is to be left free.
+    Counted is what still has to be written, with the restart checkpoints of the runs that train
+    `at_once`, by default all of them, and what is to be left free.
     """
-    present = dict.fromkeys((CHECKPOINTS, EXPORTS, DENSE), 0)
+    needed = needed_bytes(study)
+    needed[RESTARTS] = restart_bytes(study, at_once or len(study.runs))
+    present = dict.fromkeys(needed, 0)
     for run in study.trained:
         directory = RunDirectory(root / study.name / run.name)
         dense = sum(_size_of(path) for path in directory.hf.glob("*/blocks/*/dense"))
-        present[CHECKPOINTS] += _size_of(directory.checkpoints) + _size_of(directory.restarts)
+        present[CHECKPOINTS] += _size_of(directory.checkpoints)
+        present[RESTARTS] += _size_of(directory.restarts)
         present[EXPORTS] += _size_of(directory.hf) - dense
         present[DENSE] += dense
-    missing = {kind: max(0, size - present[kind]) for kind, size in needed_bytes(study).items()}
+    missing = {kind: max(0, size - present[kind]) for kind, size in needed.items()}
     there = next(parent for parent in (root, *root.parents) if parent.exists())
     free = shutil.disk_usage(there).free  # quotas of Lustre and the like do not show in it
     if sum(missing.values()) + reserve_gb * GB <= free:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from study.machine.disk import GB, needed_bytes
+from study.machine.disk import GB, needed_bytes, restart_bytes
 from study.machine.needs import HESSIAN, Needs, TrainingLayout
 from study.pipeline.steps import steps_of
 from study.recipes.shown import gpu_hours
@@ -36,10 +36,17 @@ def estimate_lines(needs: Needs) -> Iterator[str]:
         f"    training: {training_hours / len(hardware.gpus):,.3g} hours if no GPU idles,"
         f" {training_hours:,.3g} GPU-hours"
     )
-    needed = needed_bytes(study)
+
+
+def disk_line(needs: Needs) -> str:
+    """Return the bytes that the study leaves on disk, and what more it takes while runs train."""
+    needed, at_once = needed_bytes(needs.study), needs.at_once
     disk = ", ".join(f"{kind} {size / GB:,.1f}" for kind, size in needed.items() if size)
-    yield (
-        f"    disk: {sum(needed.values()) / GB:,.1f} GB ({disk or 'nothing'}); text is not counted"
+    restarts = restart_bytes(needs.study, at_once)
+    more = f", and {restarts / GB:,.1f} GB of restart checkpoints while {at_once} train"
+    return (
+        f"  disk: {sum(needed.values()) / GB:,.1f} GB ({disk or 'nothing'}) at the end"
+        f"{more if restarts else ''}; text is not counted"
     )
 
 

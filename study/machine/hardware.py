@@ -11,7 +11,7 @@ from pathlib import Path
 from base.errors import UserError
 from base.files import write_json
 from base.gpus import check_torch, gpus_here
-from train.planning.flops import GPUS, kind_of
+from train.planning.flops import GPUS, Gpu, kind_of
 
 UNKNOWN_BYTES = sys.maxsize  # memory of GPUs that a site file does not state
 HARDWARE_JSON = "hardware.json"  # in a study's directory
@@ -33,6 +33,11 @@ class Hardware:
     def device(self) -> str:
         """The value of --device for the steps that compute."""
         return "cuda" if self.gpus else "cpu"
+
+    @property
+    def gpu(self) -> Gpu:
+        """One of the GPUs as the planner takes it; an unknown kind has an H100's speeds."""
+        return GPUS.get(self.kind, GPUS["h100"])._replace(memory_bytes=self.gpu_bytes)
 
     @classmethod
     def recorded(cls, directory: Path) -> "Hardware":

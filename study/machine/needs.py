@@ -20,13 +20,14 @@ from study.pipeline.step import Machine, Step, torchrun
 from train.model.families import hf_settings
 from train.planning.flops import GPUS
 from train.planning.plan import fit, memory_if_it_fits
+from train.planning.speed import PESSIMISTIC, Roofline
 from train.run.config import RunConfig
 
 ON_GPU = frozenset({"train", *(kind.name for kind, _ in KINDS)})
 HESSIAN = frozenset(kind.name for kind, _ in KINDS if kind.shares_model)
 SHARED = frozenset(kind.name for kind, _ in KINDS if kind.shares_work)
 GPUS_PER_NODE = 8  # of machines larger than one node
-MACHINES = (1, 2, 4, 8, 16, 32, 64, 128)  # GPUs that are tried for the smallest machine
+MACHINES = (1, 2, 4, 8, 16, 32, 64, 128)  # GPUs that are tried
 # Bytes of a weight in fp32 of the step, of a random one, and of the moved weights.
 STEP_BYTES = 3 * 4
 
@@ -55,27 +56,37 @@ class Needs:
         """By name every run that is trained; UserError where one fits no layout."""
         return {run.name: self._training(run) for run in self.study.trained}
 
-    def _training(self, run: RunConfig) -> TrainingLayout:
-        """Return the run on its share of the GPUs, in its own layout if that fits.
+    @property
+    def at_once(self) -> int:
+        """The most runs that train at once on the hardware."""
+        ranks = min((training.ranks for training in self.trainings.values()), default=1)
+        return max(
+            1, min((len(self.hardware.gpus) or self.hardware.cores) // ranks, len(self.trainings))
+        )
 
-        It takes as few GPUs more as it needs. The share lets all runs train at once that can: four
-        runs on two GPUs each communicate less than one after the other on eight.
+    def _training(self, run: RunConfig) -> TrainingLayout:
+        """Return the run on the GPUs where all runs that train at once are fastest together.
+
+        It has its own layout if that fits. Four runs on two GPUs each communicate less than one
+        after the other on eight.
         """
-        gpus, gpu_bytes = len(self.hardware.gpus), self.hardware.gpu_bytes
+        gpus, gpu = len(self.hardware.gpus), self.hardware.gpu
         if not gpus:
             return TrainingLayout(run, self.study.ranks)
-        counts = range(1, gpus + 1)
-        fitting = {count: run for count in counts if memory_if_it_fits(run, count, gpu_bytes)}
+        counts, node = _counts(gpus), min(gpus, GPUS_PER_NODE)
+        fitting = {n: run for n in counts if memory_if_it_fits(run, n, gpu.memory_bytes)}
         if not fitting:
-            changed = {
-                count: fit(run, count, gpus_per_node=gpus, gpu_bytes=gpu_bytes) for count in counts
-            }
-            fitting = {count: other for count, other in changed.items() if other}
+            changed = {n: fit(run, n, gpus_per_node=node, gpu=gpu) for n in counts}
+            fitting = {n: other for n, other in changed.items() if other}
         if not fitting:
             raise UserError(no_layout(run, self.study, str(self.hardware)))
-        at_once = sum(other.branch_from is None for other in self.study.trained)
-        within = [count for count in fitting if count <= max(1, gpus // at_once)]
-        ranks = max(within) if within else min(fitting)
+        runs = sum(other.branch_from is None for other in self.study.trained)
+
+        def steps_per_second(ranks: int) -> float:
+            speed = Roofline(fitting[ranks], ranks, node, gpu, PESSIMISTIC)
+            return min(runs, gpus // ranks) / speed.seconds
+
+        ranks = max(fitting, key=steps_per_second)
         return TrainingLayout(fitting[ranks], ranks)
 
     def gpus(self, step: Step) -> int:
@@ -111,7 +122,7 @@ class Needs:
         gpus = len(self.hardware.gpus)
         if gpus < 2 or self.hardware.gpu_bytes == UNKNOWN_BYTES:
             return 1
-        for count in (*(count for count in MACHINES if count < gpus), gpus):
+        for count in _counts(gpus):
             memory = self._hessian_bytes(step, count)
             if memory is None or memory <= self.hardware.gpu_bytes:
                 return count
@@ -143,12 +154,17 @@ class Needs:
         return self._configs.get(step.run)
 
 
+def _counts(gpus: int) -> tuple[int, ...]:
+    """Return how many of so many GPUs are tried."""
+    return (*(count for count in MACHINES if count < gpus), gpus)
+
+
 def no_layout(run: RunConfig, study: Study, where: str) -> str:
     """Return the refusal of a run that fits no layout there, which names what takes it."""
     smallest = []
     for kind, gpu in GPUS.items():
         for gpus in MACHINES:
-            if fit(run, gpus, gpus_per_node=min(gpus, GPUS_PER_NODE), gpu_bytes=gpu.memory_bytes):
+            if fit(run, gpus, gpus_per_node=min(gpus, GPUS_PER_NODE), gpu=gpu):
                 smallest.append((gpus, kind))
                 break
     machines = ", ".join(f"{gpus} x {kind}" for gpus, kind in sorted(smallest, key=itemgetter(0)))

@@ -74,7 +74,7 @@ def _train_step(study: Study, run: RunConfig, texts: dict[str, Text]) -> Step:
         settings=fingerprint(run),
         slots=study.ranks,
         resumes=True,
-        expected_seconds=15 + (run.total_steps - first) * run.tokens_per_step / 25_000,
+        expected_seconds=15 + (run.total_tokens - run.tokens_at(first)) / 25_000,
     )
 
 

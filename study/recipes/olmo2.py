@@ -16,6 +16,7 @@ from study.recipes.parts import (
     WEB_SPECS,
     annealed,
     data_of,
+    lean,
     recipe,
     spread,
     study,
@@ -27,7 +28,6 @@ from train.data.config import RepetitionFilter
 from train.model.presets import OLMO2_7B, olmo2
 from train.run.config import RunConfig, SavingConfig
 from train.run.optimization import CosinePhase, Lawa, OptimizerConfig, ScheduleConfig
-from train.run.parallel import ParallelConfig
 
 SOURCES = (
     "the ablation: arXiv 2501.00656, section 4.1, figure 11, table 8",
@@ -166,15 +166,14 @@ def ablation(
             name = f"{parent.name}-anneal{amount_name((end - start) * parent.tokens_per_step)}"
             save_steps = spread(start, end, saves)
             runs.append(annealed(parent, name, start=start, save_steps=save_steps))
+    averaged_steps = sorted({*spread(0, start, averaged), *(one.total_steps for one in runs)})
     defaults: dict[str, Any] = {"ranks": 8, "sized_for": "cuda", "quantization": WEB_QUANTIZATION}
     return study(
-        runs,
+        lean(runs, averaged_steps),
         text=text,
         sources=SOURCES,
         soups=(SoupSettings(name="soup-stable", steps=parents[0].save_steps[-5:]),),
-        averaged_steps=tuple(
-            sorted({*spread(0, start, averaged), *(one.total_steps for one in runs)})
-        ),
+        averaged_steps=tuple(averaged_steps),
         **(defaults | settings),
     )
 
@@ -193,7 +192,7 @@ def small(controls: int = 0, horizon: float = HORIZON, **settings: Any) -> Study
         "model": model.model_copy(update={"vocab_size": SMALL_TEXT.vocab_size}),
         "micro_batch_size": 8,
         "precision": "fp32",
-        "saving": SavingConfig(),
+        "saving": SavingConfig(restart_every_steps=40),
     }
     return ablation(
         (3e-3, 1e-2),
@@ -210,17 +209,16 @@ def small(controls: int = 0, horizon: float = HORIZON, **settings: Any) -> Study
     )
 
 
-# On H100 with 80 GB, 'python -m train plan RUN... --nodes N --gpus-per-node 8 --gpu h100' has a
-# rank of the 7B at 75 GB on one node and 50 GB on eight, of the 1B at 50 GB and of the 190M at 41
-# GB on one. Kernels are torch's, which need nothing installed; '--set kernels=transformer_engine'
-# takes faster ones.
+# 'python -m train plan RUN... --nodes N --gpus-per-node 8 --gpu h100' has the layouts. The 7B as it
+# stands fits an H200; on H100s of 80 GB the planner splits it, on eight nodes into two pipeline
+# stages, with 64 GB of each. A rank of the 1B takes 50 GB, of the 190M 41 GB on one node. Kernels
+# are torch's, which need nothing installed; '--set kernels=transformer_engine' takes faster ones.
 def _olmo2_7b(horizon: float, **settings: Any) -> Study:
     of_runs = {
         "horizon": horizon,
         "batch_size": 1024,
         "model": OLMO2_7B,
         "micro_batch_size": 1,
-        "parallel": ParallelConfig(tensor=2, sequence=True),
     }
     peaks = (3e-4, 6e-4, 9e-4, 1.2e-3)
     return ablation(peaks, of_runs, divisor=1, curvature=TRACES, **settings)

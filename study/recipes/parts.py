@@ -204,8 +204,30 @@ def annealed(parent: RunConfig, name: str, *, start: int, save_steps: tuple[int,
         ),
         "total_steps": save_steps[-1],
         "save_steps": save_steps,
+        # what is kept at which step is the parent's own
+        "saving": parent.saving.model_copy(update={"full_steps": None, "average_steps": None}),
     }
     return RunConfig.model_validate(dict(parent) | changes)
+
+
+def lean(runs: Sequence[RunConfig], averaged_steps: Iterable[int] = ()) -> list[RunConfig]:
+    """Return the runs with state kept where one branches, and averages at `averaged_steps`.
+
+    All other permanent checkpoints keep weights. Without restart checkpoints a run stays as it is:
+    it resumes from its permanent ones.
+    """
+    branches = [run.branch_from for run in runs if run.branch_from]
+    changed = []
+    for run in runs:
+        starts = {branch.step for branch in branches if branch.run == f"../{run.name}"}
+        steps = {
+            "full_steps": tuple(sorted(starts)),
+            "average_steps": tuple(sorted(set(averaged_steps).intersection(run.save_steps))),
+        }
+        saving = run.saving.model_copy(update=steps)
+        lean_run = RunConfig.model_validate(dict(run) | {"saving": saving})
+        changed.append(lean_run if run.saving.restart_every_steps else run)
+    return changed
 
 
 def web_text(tokenizer: str, train: TokenFile | None = None) -> PreparedText:

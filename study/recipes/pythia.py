@@ -15,6 +15,7 @@ from study.recipes.parts import (
     WEB_SPECS,
     annealed,
     data_of,
+    lean,
     learning_rate_name,
     recipe,
     study,
@@ -177,7 +178,7 @@ def cooldowns(
 def measured(runs: Iterable[RunConfig], smoke: bool, **settings: Any) -> Study:
     """Return the study of runs with what all these recipes measure."""
     return study(
-        runs,
+        lean(list(runs), settings.get("averaged_steps", ())),
         sources=SOURCES,
         ranks=2 if smoke else 8,
         sized_for="cpu" if smoke else "cuda",

@@ -20,7 +20,7 @@ SHORTEST_HOURS = 0.1  # of training; less is trained on a CPU
 
 def _tokens(run: RunConfig) -> int:
     """Return the tokens that a run is trained on; a branch counts from its start."""
-    return (run.total_steps - first_step(run)) * run.tokens_per_step
+    return run.total_tokens - run.tokens_at(first_step(run))
 
 
 def trained_tokens(study: Study) -> int:

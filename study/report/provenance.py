@@ -30,14 +30,15 @@ def _schedule(run: RunConfig) -> str:
 def _of_run(run: RunConfig) -> dict[str, str]:
     """The settings of a training in words, by name."""
     model, optimizer = run.model, run.optimizer
+    sizes = " to ".join(map(str, run.batch_sizes))
     return {
         "model": f"{FAMILIES[model.family]}, {model.num_hidden_layers} layers, width"
         f" {model.hidden_size}, vocabulary {model.vocab_size}",
-        "training": f"{run.total_steps} steps of {run.batch_size} x {run.data.sequence_length}"
+        "training": f"{run.total_steps} steps of {sizes} x {run.data.sequence_length}"
         f" tokens, {run.precision}",
         "schedule": _schedule(run),
         "optimizer": f"AdamW, betas {optimizer.beta1:g} and {optimizer.beta2:g}, weight decay"
-        f" {optimizer.weight_decay:g}, seed {run.seed}",
+        f" {optimizer.weight_decay:g} ({optimizer.decay}), seed {run.seed}",
     }
 
 

@@ -82,7 +82,7 @@ def _model_values(directory: Path, run: AnyRun, model: MeasuredModel) -> dict[st
         "seed": run.seed,
     }
     if model.soup_of:  # made of exports: training knows nothing of it
-        tokens, rate = model.step * run.tokens_per_step, learning_rate(run, model.step)
+        tokens, rate = run.tokens_at(model.step), learning_rate(run, model.step)
         return settings | {"tokens": tokens, "learning_rate": rate}
     record = read_checkpoint_record(checkpoint)
     return settings | {

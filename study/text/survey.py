@@ -74,7 +74,7 @@ def needs_of(study: Study) -> Needs:
         sequences = max(sequences, products, curvature.fixed_sequences, curvature.slice_sequences)
     losses = max(quantization.eval_tokens, quantization.block_tokens)
     return Needs(
-        train=max((run.total_steps * run.tokens_per_step for run in study.trained), default=0) + 1,
+        train=max((run.total_tokens for run in study.trained), default=0) + 1,
         held_out=max(losses + LOSS_DOCUMENTS, sequences * length + 1),
         calibration=quantization.calibration_sequences * min(length, BLOCK_TOKENS) + 1,
         document_tokens=max(2, quantization.eval_tokens // LOSS_DOCUMENTS),

@@ -34,6 +34,7 @@ def run_params(run: AnyRun) -> dict[str, str]:
         params = {
             "anneal_steps": run.total_steps - anneal.start_step if anneal else 0,
             "batch_tokens": run.tokens_per_step,
+            "decay": run.optimizer.decay,
             "engine": run.engine,
             "horizon_tokens": getattr(phase, "horizon_tokens", None),
             "parameters": sum(math.prod(shape) for shape in shapes.values()),
@@ -41,7 +42,7 @@ def run_params(run: AnyRun) -> dict[str, str]:
             "precision": run.precision,
             "schedule": f"{phase.kind}+{anneal.shape}" if anneal else phase.kind,
             "seed": run.seed,
-            "total_tokens": run.total_steps * run.tokens_per_step,
+            "total_tokens": run.total_tokens,
             "weight_decay": run.optimizer.weight_decay,
         }
     return {name: str(value) for name, value in params.items() if value is not None}

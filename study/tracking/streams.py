@@ -20,7 +20,7 @@ from train.run.metrics import ROW_KEYS, TRAINED, surviving_rows
 if TYPE_CHECKING:
     from mlflow.entities import Metric
 
-HELD_OUT_LOSS = "held_out_loss"  # with the name of an average after it: of that average
+HELD_OUT_LOSS = "held_out_loss"  # then .NAME of a further file, and /AVERAGE
 FINAL = "final"  # the most telling measurements of the end of a run, for MLflow's own pages
 KINDS = ("quant", "curvature", "tasks")  # the first part of the name of a measurement's column
 HEADLINES = (HELD_OUT_LOSS, "curvature/trace", "curvature/lambda_max")
@@ -48,12 +48,13 @@ class Stream:
 def metric_name(key: str) -> str:
     """Return the name of a figure of metrics.jsonl in MLflow; that of an average comes first.
 
-    >>> [metric_name(key) for key in ("held_out_loss", "held_out_loss/lawa5x500", "grad_norm")]
-    ['held_out_loss', 'lawa5x500/held_out_loss', 'train/grad_norm']
+    >>> [metric_name(key) for key in ("held_out_loss", "held_out_loss.code/ema0.9x1", "grad_norm")]
+    ['held_out_loss', 'ema0.9x1/held_out_loss.code', 'train/grad_norm']
     """
-    if key.startswith(f"{HELD_OUT_LOSS}/"):
-        return f"{key.removeprefix(f'{HELD_OUT_LOSS}/')}/{HELD_OUT_LOSS}"
-    return key if key in ("learning_rate", HELD_OUT_LOSS) else f"train/{key}"
+    if key.startswith(HELD_OUT_LOSS):
+        loss, _, average = key.partition("/")
+        return f"{average}/{loss}" if average else loss
+    return key if key == "learning_rate" else f"train/{key}"
 
 
 def _current(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -254,7 +254,12 @@ def gpu(left: str | None = None) -> Iterator[StandIn]:
         True
     )  # a moved parameter stays the same object, tied or not
     try:
-        with mock.patch.multiple("torch.cuda", **answers), Unnumbered(), StandIn(left) as stand_in:
+        with (
+            mock.patch.multiple("torch.cuda", **answers),
+            mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
+            Unnumbered(),
+            StandIn(left) as stand_in,
+        ):
             yield stand_in
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)

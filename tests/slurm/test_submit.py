@@ -332,7 +332,7 @@ def test_layouts_follow_from_the_gpus_that_a_site_states(tmp_path):
         )
         return site.model_copy(update={"resources": kinds})
 
-    layouts = training_layouts(big, site(2, 8, 80))
+    layouts = training_layouts(big, site(2, 8, 141))
     assert layouts == {run.name: run for run in big.trained}, "the recipe's own layout fits"
     smaller = training_layouts(big, site(2, 8, 64))
     assert smaller is not None

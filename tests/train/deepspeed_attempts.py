@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 -m tests.train.deepspeed_attempts go_through_two_processes OUT ONE
 """
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -121,6 +122,8 @@ def save_at_one_process(root: Path) -> dict:
 
 def go_through_two_processes(root: Path, one: Path) -> dict:
     """Save, continue, resume; then load what one process saved, and what must be refused."""
+    import torch.distributed as dist
+
     report: dict = {}
     for name in ("s1", "s2", "b1", "b2"):
         attempt = Attempt(name, root)
@@ -152,9 +155,10 @@ def go_through_two_processes(root: Path, one: Path) -> dict:
         report[f"{name}-from-{source}"] = attempt.train(SAVED_AT + 1, LAST)
     report["no checkpoint"] = attempt.refusal(one)
     torn = root / "torn"
-    torn.mkdir(exist_ok=True)
-    first = root / "s1" / "sync" / "optimizer-00000-of-00002.safetensors"
-    (torn / first.name).write_bytes(first.read_bytes())
+    if dist.get_rank() == 0:
+        torn.mkdir()
+        shutil.copy(root / "s1" / "sync" / "optimizer-00000-of-00002.safetensors", torn)
+    dist.barrier()
     report["one of two files"] = attempt.refusal(torn)
     attempt.engine.close()
     return report

@@ -1,15 +1,20 @@
 """LAWA and EMA against averages of checkpoints made afterwards, through resuming and export."""
 
+import json
 import shutil
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from ckpt_tools.export import export
 from ckpt_tools.formats.hf_weights import HFWeights
 from tests.ckpt_tools.checkpoints import all_of, read_weights
 from tests.runs import make_run, ranks
 from tests.train.trajectories import numbers, shard_hashes
+from train.data.config import DataConfig
+from train.data.corpus import open_corpus
+from train.data.prepare import prepare
 from train.run.config import SavingConfig
 from train.run.directory import RunDirectory, read_checkpoint_record
 from train.run.optimization import Ema, Lawa
@@ -21,10 +26,21 @@ SAVED = tuple(range(STEPS + 1))
 
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory, inputs):
-    """A run of two ranks that keeps both averages and saves at every step."""
-    directory = RunDirectory(tmp_path_factory.mktemp("averaged") / "run")
+    """A run of two ranks that keeps both averages, saves at every step and holds out two files."""
+    root = tmp_path_factory.mktemp("averaged")
+    (root / "digits.jsonl").write_text(json.dumps({"text": "0123456789" * 40}))
+    prepare([root / "digits.jsonl"], inputs["tokenizer_dir"], root / "digits")
+    directory = RunDirectory(root / "run")
+    data = DataConfig(
+        train=str(inputs["train_prefix"]),
+        held_out=str(inputs["held_out_prefix"]),
+        more_held_out={"digits": str(root / "digits")},
+        tokenizer=str(inputs["tokenizer_dir"]),
+        sequence_length=32,
+        held_out_sequences=5,
+    )
     run = make_run(
-        directory.path, **inputs, averages=(LAWA, EMA), save_steps=(*SAVED, 20),
+        directory.path, **inputs, averages=(LAWA, EMA), save_steps=(*SAVED, 20), data=data,
         saving=SavingConfig(asynchronous=True),
     )  # fmt: skip
     done = ranks(2, "train", "run", str(directory.path))
@@ -93,10 +109,20 @@ def test_averaging_does_not_touch_training_and_its_probe_is_the_averages(
         == {row["step"]: row for row in numbers(trained("dp2"))}[20]["held_out_loss"]
     )
     assert rows[12]["held_out_loss/lawa3x3"] != rows[12]["held_out_loss"]
-    parity = export(
-        directory.average_checkpoint("lawa3x3", 12), tmp_path / "hf"
-    )  # refused unless logits agree
+    checkpoint = directory.average_checkpoint("lawa3x3", 12)
+    parity = export(checkpoint, tmp_path / "hf")  # refused unless logits agree
     assert parity["max_absolute_error"] < 1e-4
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    digits = open_corpus(directory.path.parent / "digits").tokens_T
+    tokens_T = torch.tensor(digits[: 5 * 32 + 1].astype("int64"))
+    inputs_BS, labels_BS = tokens_T[:-1].view(5, 32), tokens_T[1:].view(5, 32)
+    with torch.no_grad():
+        logits = model(inputs_BS).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels_BS.flatten()).item()
+    assert rows[12]["held_out_loss.digits/lawa3x3"] == pytest.approx(loss, abs=1e-5)
+    logged = {"digits": rows[12]["held_out_loss.digits/lawa3x3"]}
+    assert read_checkpoint_record(checkpoint).more_held_out_losses == logged
 
 
 @pytest.mark.parametrize("last", [7, 12])

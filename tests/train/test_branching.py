@@ -76,6 +76,7 @@ def edit(run_dir, changes):
 REFUSED = {
     "has the seed of its parent": {"seed": 8},
     "has the batch_size of its parent": {"batch_size": 4},
+    "has the batch_warmup of its parent": {"batch_warmup": [{"until_step": 3, "batch_size": 4}]},
     "has the precision of its parent": {"precision": "bf16"},
     "has no checkpoint of step 12; it has 0, 10, 20": {"branch_from": {"step": 12}},
     "has fingerprint": {"branch_from": {"fingerprint": "0" * 16}},

@@ -104,7 +104,7 @@ def test_batches_are_a_function_of_seed_and_step(train_prefix, opened):
 
 def test_held_out_sequences_are_the_first(opened, held_out_prefix):
     everything = open_corpus(held_out_prefix).tokens_T
-    held_out = opened().held_out()
+    held_out = opened().held_out()["held_out"]
     expected = [everything[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(5)]
     assert np.array_equal(held_out.tokens_BS, expected)
     assert held_out.counted_BS.all()
@@ -175,7 +175,7 @@ def test_repetitive_sequences_lose_their_labels(opened, tmp_path, tokenizer_dir,
         15,
     ]  # 10 to 15 are the second epoch
     assert np.array_equal(rows_of(data, range(1, 2))[:, :-1], instances[:8])
-    assert data.held_out().counted_BS[:, :-1].all()
+    assert data.held_out()["held_out"].counted_BS[:, :-1].all()
 
 
 def test_tokens_outside_the_vocabulary_stop_the_batch(opened, tmp_path, tokenizer_dir):
@@ -204,6 +204,7 @@ def test_what_is_held_out_must_not_be_trained_on(
         (same | {"held_out": str(copied)}, "hold out another file"),
         ({"train": str(tmp_path / "both")}, "prepare the held-out text from other sources"),
         ({"train": str(mix), "held_out": str(tmp_path / "b")}, r"b\.npy is a file of .*mix too"),
+        ({"more_held_out": {"code": str(train_prefix)}}, "hold out another file"),
     ):
         with pytest.raises(UserError, match=complaint):
             opened(**settings)

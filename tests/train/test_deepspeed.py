@@ -1,6 +1,7 @@
 """The DeepSpeed engine against transformers trained by torch's AdamW in a plain loop."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,7 @@ def train_all(runs_json: str, out: str) -> None:
     from train.deepspeed.engine import DeepSpeedEngine
     from train.distributed import start
     from train.engine import StepResult
+    from train.observing import forward_figures, observed_step
 
     settings.BUCKET_ELEMENTS = 10_000  # several buckets a step
     device, reports = start(), {}
@@ -122,16 +124,19 @@ def train_all(runs_json: str, out: str) -> None:
         probes = [engine.probe(batch_of(1).tokens_BS[:2, :-1])]
         rows = []
         for step in range(1, run.total_steps + 1):
-            result = engine.train_step(
+            result, figures = observed_step(
+                engine,
                 batch_of(step).of_replica(engine.replica),
                 learning_rate(run, step),
                 StepResult.is_finite,
             )
             rows.append(list(result))
+        figures |= forward_figures(engine, first_sequences(2))
         probes.append(engine.probe(batch_of(1).tokens_BS[:2, :-1]))
         assert all(bool(probe) == (dist.get_rank() == 0) for probe in probes)
         reports[run.name] = {
             "rows": rows,
+            "figures": figures,
             # 5 sequences do not fill the microbatches of two ranks
             "held_out": engine.evaluate(first_sequences(5).of_replica(engine.replica)),
             "probes": [
@@ -282,6 +287,16 @@ def test_other_families_with_plainlms_recipe_equal_a_plain_loop(reports, name):
         True,
     )  # the weights of ten updates differ by rounding
     assert gap(reports[name]["rows"], expected["rows"], 2) < 1e-4
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_gradients_by_layer_make_up_the_whole(reports, name):
+    """At every ZeRO stage, precision and family; two layers have an attention each."""
+    figures = reports[name]["figures"]
+    gradients = [value for key, value in figures.items() if key.startswith("gradient_norm/")]
+    assert math.hypot(*gradients) == pytest.approx(reports[name]["rows"][-1][2], rel=1e-5)
+    logits = {key: value for key, value in figures.items() if key.startswith("attention_logit")}
+    assert sorted(logits) == [f"attention_logit_max/layers.{layer}" for layer in (0, 1)]
 
 
 def test_a_whole_run_equals_the_megatron_engines(trained):

@@ -16,6 +16,7 @@ from tests.runs import make_run, ranks
 from train.data.batches import Batch
 from train.data.config import DataConfig
 from train.engines import build_engine
+from train.observing import forward_figures
 from train.run.config import load_run, with_settings
 
 LENGTH, END = 32, 0
@@ -62,6 +63,7 @@ def figures(run_dir: str, hf_dir: str, out: str) -> None:
         Path(out).write_text(json.dumps([*seen, engine.evaluate(own)]))
     else:
         engine.evaluate(own)
+    check_observed_figures(engine)
     if run.engine == "megatron":
         check_transformer_engines_format()
     else:
@@ -69,6 +71,17 @@ def figures(run_dir: str, hf_dir: str, out: str) -> None:
         with pytest.raises(UserError, match="set engine to 'megatron'"):
             build_engine(longer, torch.device("cuda"))
     engine.close()
+
+
+def check_observed_figures(engine) -> None:
+    """Four documents in a sequence have the figures of four sequences."""
+    tokens_BS, starts_BS = batch().tokens_BS[:, :LENGTH], torch.zeros(8, LENGTH, dtype=torch.bool)
+    starts_BS[:, ::8] = True
+    apart = Batch.of(F.pad(tokens_BS.reshape(32, 8), (0, 1)))
+    together = Batch.of(F.pad(tokens_BS, (0, 1)))._replace(starts_BS=starts_BS)
+    figures = forward_figures(engine, together)
+    assert any(key.startswith("attention_logit_max") for key in figures)
+    assert figures == pytest.approx(forward_figures(engine, apart), rel=1e-5)
 
 
 def check_transformer_engines_format() -> None:

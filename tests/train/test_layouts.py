@@ -34,9 +34,10 @@ def test_the_first_loss_is_the_same_bit_for_bit(trained, layout, reference):
     assert losses(trained(layout))[1] == losses(trained(reference))[1]
 
 
-def test_recomputing_activations_changes_nothing(trained):
+@pytest.mark.parametrize("layout", ["recompute", "selective"])
+def test_recomputing_activations_changes_nothing(trained, layout):
     for key in ("loss", "z_loss", "grad_norm", "held_out_loss"):
-        assert losses(trained("recompute"), key) == losses(trained("dp1"), key)
+        assert losses(trained(layout), key) == losses(trained("dp1"), key)
 
 
 def test_grouped_queries_do_not_depend_on_the_layout(trained):

@@ -237,8 +237,8 @@ def test_megatron_engine(tmp_path, measured):
         kept = [found[f"{name}-{layers}"][0]["kept"] for layers in (2, 4)]
         assert (kept[1] - kept[0]) / 2 == pytest.approx(2 * LENGTH * layer, rel=0.04), precision
     disk = checkpoint_bytes(runs[0])
-    assert bytes_below(tmp_path / "dp2" / "whole") == pytest.approx(disk.each, rel=0.05)
-    assert bytes_below(tmp_path / "dp2" / "weights") == pytest.approx(disk.average_each, rel=0.1)
+    assert bytes_below(tmp_path / "dp2" / "whole") == pytest.approx(disk.full_each, rel=0.05)
+    assert bytes_below(tmp_path / "dp2" / "weights") == pytest.approx(disk.weights_each, rel=0.1)
 
 
 def test_deepspeed_engine(tmp_path, measured):
@@ -250,8 +250,8 @@ def test_deepspeed_engine(tmp_path, measured):
     for run in runs:
         assert [rank["held"] for rank in found[run.name]] == [exact_part(run)] * 2
     disk = checkpoint_bytes(runs[0])
-    assert bytes_below(tmp_path / "zero1" / "whole") == pytest.approx(disk.each, rel=0.05)
-    assert bytes_below(tmp_path / "zero1" / "weights") == pytest.approx(disk.average_each, rel=0.05)
+    assert bytes_below(tmp_path / "zero1" / "whole") == pytest.approx(disk.full_each, rel=0.05)
+    assert bytes_below(tmp_path / "zero1" / "weights") == pytest.approx(disk.weights_each, rel=0.05)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -300,7 +300,7 @@ def test_checkpoints_of_real_runs(trained, layout):
     run = load_run(trained(layout) / "run.json")
     for checkpoint in (trained(layout) / "checkpoints").glob("step*"):
         probe = (checkpoint / PROBE).stat().st_size
-        around = bytes_below(checkpoint) - probe - checkpoint_bytes(run).each
+        around = bytes_below(checkpoint) - probe - checkpoint_bytes(run).full_each
         assert 0 < around < 4 * 47 * TENSOR_FILE_BYTES
 
 

@@ -39,6 +39,18 @@ def plain_model(run) -> Olmo2ForCausalLM:
     return model
 
 
+def norms_by_part(values: dict[str, torch.Tensor]) -> dict[str, float]:
+    """L2 norms over the layers, the embedding, the last norm and the head."""
+    parts = {f"layers.{index}": f"model.layers.{index}." for index in range(4)}
+    parts |= {"embed_tokens": "model.embed", "norm": "model.norm", "lm_head": "lm_head"}
+    return {
+        part: torch.cat([v.flatten() for n, v in values.items() if n.startswith(start)])
+        .norm()
+        .item()
+        for part, start in parts.items()
+    }
+
+
 def rate_by_hand(step: int) -> float:
     """Warm-up over 4 steps to 1e-2, cosine to a tenth at 100, from 15 straight to zero at 20."""
 
@@ -63,6 +75,7 @@ def test_twenty_steps_equal_plain_torch(trained):
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
     rows = {row["step"]: row for row in read_metrics(directory.metrics)}
+    named = dict(model.named_parameters())
     for step in range(1, 21):
         tokens = torch.from_numpy(
             batch(corpus, step=step, batch_size=8, sequence_length=32, seed=run.seed)
@@ -74,10 +87,17 @@ def test_twenty_steps_equal_plain_torch(trained):
         z_loss = 1e-5 * logits.logsumexp(-1).square().mean()
         optimizer.zero_grad()
         (cross_entropy + z_loss).backward()
+        gradients = norms_by_part({n: w.grad.clone() for n, w in named.items()})
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = {name: weight.detach().clone() for name, weight in named.items()}
         for group in optimizer.param_groups:
             group["lr"] = rate_by_hand(step)
         optimizer.step()
+        if step == 10:
+            moves = {name: weight.detach() - before[name] for name, weight in named.items()}
+            for kind, norms in (("gradient", gradients), ("update", norms_by_part(moves))):
+                logged = {part: rows[step][f"{kind}_norm/{part}"] for part in norms}
+                assert logged == pytest.approx(norms, rel=1e-3)
         assert rows[step]["learning_rate"] == pytest.approx(rate_by_hand(step), rel=1e-12)
         assert rows[step]["loss"] == pytest.approx(cross_entropy.item(), abs=1e-4)
         assert rows[step]["z_loss"] == pytest.approx(z_loss.item(), rel=1e-3)

@@ -41,6 +41,14 @@ REFUSED = {
         lambda run: run.update(micro_batch_size=3),
         "not a multiple of micro_batch_size 3",
     ),
+    "smaller batch by micro": (
+        lambda run: run.update(batch_warmup=[{"until_step": 3, "batch_size": 2}]),
+        "batch_size 2 is not a multiple of micro_batch_size 4",
+    ),
+    "stages that do not rise": (
+        lambda run: run.update(batch_warmup=[{"until_step": 3, "batch_size": 4}] * 2),
+        "end at [3, 3]; let the steps rise",
+    ),
     "no last checkpoint": (lambda run: run.update(save_steps=[10]), "end with 20"),
     "anneal after the end": (
         lambda run: run["schedule"]["anneal"].update(start_step=30),
@@ -96,7 +104,7 @@ def test_world_size_that_does_not_fit_the_layout(tmp_path, inputs):
 def test_a_run_name_cannot_be_reused_with_another_configuration(trained, tmp_path):
     shutil.copytree(trained("dp1"), tmp_path / "run")
     run_json = tmp_path / "run" / "run.json"
-    run_json.write_text(run_json.read_text().replace('"seed": 7', '"seed": 8'))
+    run_json.write_text(run_json.read_text().replace('"seed": 3', '"seed": 8'))
     assert "use another run name" in error_line(python("train", "run", str(tmp_path / "run")))
     edit(tmp_path / "run", lambda run: None)
     assert "belongs to fingerprint" in error_line(python("train", "run", str(tmp_path / "run")))

@@ -5,7 +5,7 @@ import torch
 from transformers import Olmo2Config
 from transformers.models.olmo2 import modeling_olmo2
 
-from train.model.rotary import rotated
+from train.model.rotary import rotated, rotations
 
 LENGTH, HEADS, WIDTH, BASE = 4096, 2, 128, 500_000.0
 
@@ -13,6 +13,11 @@ LENGTH, HEADS, WIDTH, BASE = 4096, 2, 128, 500_000.0
 @pytest.fixture(scope="module")
 def heads() -> torch.Tensor:
     return torch.randn(LENGTH, 1, HEADS, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+def turned(heads_SBND: torch.Tensor) -> torch.Tensor:
+    turns = rotations(LENGTH, WIDTH, BASE, heads_SBND.device)
+    return rotated(heads_SBND, *turns).to(heads_SBND.dtype)
 
 
 def by_transformers(heads_SBND: torch.Tensor) -> torch.Tensor:
@@ -28,10 +33,14 @@ def by_transformers(heads_SBND: torch.Tensor) -> torch.Tensor:
     return query.permute(2, 0, 1, 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_heads_are_those_of_transformers_bit_for_bit(heads, dtype):
-    heads_SBND = heads.to(dtype)
-    assert torch.equal(rotated(heads_SBND, BASE), by_transformers(heads_SBND))
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-7), (torch.bfloat16, 1e-4)])
+def test_heads_are_those_of_transformers(heads, dtype, most):
+    """Products and sum are rounded together, not one by one: few results differ, by their last bit.
+
+    mcore's own function would be 2e-3 from transformers' in bf16.
+    """
+    ours, expected = turned(heads.to(dtype)).double(), by_transformers(heads.to(dtype)).double()
+    assert (ours - expected).norm() < most * expected.norm()
 
 
 def test_bf16_is_rounded_once(heads):
@@ -42,13 +51,12 @@ def test_bf16_is_rounded_once(heads):
     turns = torch.polar(torch.ones_like(angles_SD), angles_SD)[:, None, None]
     pairs = torch.complex(*heads_SBND.double().chunk(2, -1)) * turns
     exact = torch.cat((pairs.real, pairs.imag), -1)
-    error = (rotated(heads_SBND, BASE).double() - exact).norm() / exact.norm()
+    error = (turned(heads_SBND).double() - exact).norm() / exact.norm()
     assert error < 1.7e-3
 
 
-def test_the_gradient_turns_back(heads):
-    """Rotations are orthogonal: the gradient of <rotated(x), rotated(y)> by x is y."""
-    left, right = heads.clone().requires_grad_(), heads.flip(0)
-    (rotated(left, BASE) * rotated(right, BASE)).sum().backward()
-    assert left.grad is not None
-    torch.testing.assert_close(left.grad, right, rtol=1e-5, atol=1e-5)
+def test_minus_sin_turns_back(heads):
+    """Rotations are orthogonal: this is the gradient, too."""
+    cos, sin = rotations(LENGTH, WIDTH, BASE, heads.device)
+    back = rotated(rotated(heads, cos, sin), cos, -sin)
+    torch.testing.assert_close(back, heads, rtol=1e-5, atol=1e-5)

@@ -13,6 +13,7 @@ from train.run.optimization import (
     CosinePhase,
     OptimizerConfig,
     ScheduleConfig,
+    SmallerBatch,
 )
 from train.run.schedules import learning_rate
 
@@ -143,6 +144,24 @@ def test_anneals_of_the_300b_ablation(run, peak_lr, length, horizon_tokens, shar
         0 if length == 11_921 else start / 2
     )
     assert learning_rate(config, 72_000 + length) == 0
+
+
+def test_smaller_batches_first_are_counted_in_tokens(run):
+    """Four updates of 2 sequences, two of 4, then 8: 8 x 32 tokens are the first four together."""
+    stages = [{"until_step": 4, "batch_size": 2}, {"until_step": 6, "batch_size": 4}]
+    config = run(
+        ScheduleConfig(warmup_tokens=2 * STEP, phase=ConstantPhase(), anneal=Anneal(start_step=8)),
+        10,
+        batch_warmup=tuple(map(SmallerBatch.model_validate, stages)),
+        micro_batch_size=2,
+    )
+    sizes = [config.batch_size_at(step) for step in range(1, 11)]
+    assert sizes == [2, 2, 2, 2, 4, 4, 8, 8, 8, 8]
+    assert [config.tokens_at(step) / 32 for step in (0, 1, 4, 5, 10)] == [0, 2, 8, 12, 48]
+    assert config.total_tokens == 48 * 32
+    assert config.warmup_steps == 6
+    rising = [0, 1 / 8, 2 / 8, 3 / 8, 4 / 8, 6 / 8, 1]
+    assert rates(config) == pytest.approx([*rising, 1, 1, 0.5, 0])
 
 
 def test_pythia_cooldown(run):

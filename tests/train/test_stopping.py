@@ -70,7 +70,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_the_same(trained, tmp_path, 
     assert done.returncode == 0, done.stderr[-3000:]
     assert status(directory)["status"] == "done"
     assert not directory.stop_file.exists()
-    assert len(directory.complete_restarts()) == 2
+    assert directory.complete_restarts() == []
     assert numbers(directory.path) == numbers(trained("dp2"))
     for step in (0, 10, 20):
         assert shard_hashes(directory.checkpoint(step)) == shard_hashes(

@@ -45,9 +45,10 @@ def resume(
     data_sha256: dict[str, str],
     attempt: int,
 ) -> Start:
-    """Load the newest checkpoint, permanent or restart, that is undamaged. All ranks call.
+    """Load the newest full checkpoint, permanent or restart, that is undamaged. All ranks call.
 
-    A damaged one is moved to RUN/quarantine, and the one before it is tried.
+    A damaged one is moved to RUN/quarantine, and the one before it is tried. A run at its end needs
+    no state: weights alone are enough there, and nothing is loaded.
 
     Raises:
         UserError: all are damaged, or the newest is of another configuration or other data, or it
@@ -57,10 +58,15 @@ def resume(
     candidates = from_rank_zero(_candidates(directory) if dist.get_rank() == 0 else None)
     quarantined: list[int] = []
     for step, checkpoint in candidates:
-        record, damage = _verified(checkpoint)
+        record, damage = _record(checkpoint)
         if record:
             _check_belongs(checkpoint, record, run, data_sha256)
-            engine.load(checkpoint)
+            if not record.is_full and step < run.total_steps:
+                continue
+            damage = _damage(checkpoint, record)
+        if record and not damage:
+            if record.is_full:
+                engine.load(checkpoint)
             return Start(step, record, quarantined)
         quarantined.append(step)
         if dist.get_rank() == 0:
@@ -75,9 +81,7 @@ def resume(
         return Start(run.branch_from.step, record, [])
     if run.start_from:
         checkpoint = starting.imported_checkpoint(run, directory)
-        record, damage = _verified(checkpoint)
-        if not record:
-            raise UserError(f"{damage}; import the model again")
+        record = _undamaged(checkpoint, "import the model again")
         starting.start(engine, run, directory, checkpoint, record)
     else:
         engine.start_from(lambda name: initial_parameter(name, run.model, run.seed))
@@ -91,20 +95,32 @@ def _candidates(directory: RunDirectory) -> list[tuple[int, Path]]:
     return [(step, path) for step, _, path in sorted(permanent + restarts, reverse=True)]
 
 
-def _verified(checkpoint: Path) -> tuple[CheckpointRecord | None, str | None]:
-    """Return the record of an undamaged checkpoint, or the damage. Ranks share the hashing."""
+def _record(checkpoint: Path) -> tuple[CheckpointRecord | None, str | None]:
+    """Return the record of a checkpoint, or why it cannot be read."""
     record, damage = None, None
     if dist.get_rank() == 0:
         try:
             record = read_checkpoint_record(checkpoint)
         except UserError as error:
             damage = str(error)
-    record, damage = from_rank_zero((record, damage))
+    return from_rank_zero((record, damage))
+
+
+def _damage(checkpoint: Path, record: CheckpointRecord) -> str | None:
+    """Return the first damage of a file, or None. Ranks share the hashing."""
+    mine = sorted(record.files)[dist.get_rank() :: dist.get_world_size()]
+    damages = gathered(first_damage(checkpoint, {name: record.files[name] for name in mine}))
+    return next((damage for damage in damages if damage), None)
+
+
+def _undamaged(checkpoint: Path, next_action: str) -> CheckpointRecord:
+    """Return the record of a checkpoint; UserError with the next action if it is damaged."""
+    record, damage = _record(checkpoint)
     if record:
-        mine = sorted(record.files)[dist.get_rank() :: dist.get_world_size()]
-        damages = gathered(first_damage(checkpoint, {name: record.files[name] for name in mine}))
-        damage = next((damage for damage in damages if damage), None)
-    return (None, damage) if damage else (record, None)
+        damage = _damage(checkpoint, record)
+    if not record or damage:
+        raise UserError(f"{damage}; {next_action}")
+    return record
 
 
 def _check_belongs(
@@ -137,10 +153,9 @@ def _load_parent(
     parent = RunDirectory(directory.resolve(run.branch_from.run))
     check_parent(run, parent)
     checkpoint = parent.checkpoint(run.branch_from.step)
-    record, damage = _verified(checkpoint)
-    if not record:
-        raise UserError(f"{damage}; restore it, or branch from another checkpoint")
-    if record.data_sha256 != data_sha256:
+    record = _undamaged(checkpoint, "restore it, or branch from another checkpoint")
+    # What else is held out decides nothing: a branch may have more files than its parent.
+    if any(record.data_sha256[use] != data_sha256[use] for use in ("train", "held_out")):
         raise UserError(
             f"{checkpoint} was trained on other data than {directory.path}; give it the same"
         )

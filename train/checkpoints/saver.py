@@ -32,10 +32,11 @@ class Saver:
         engine: Engine,
         directory: RunDirectory,
         attempt: Attempt,
+        probe_BS: torch.Tensor,
         log: Callable[..., None],
     ) -> None:
         self._settings, self._engine, self._log = settings, engine, log
-        self._directory, self._attempt = directory, attempt
+        self._directory, self._attempt, self._probe_BS = directory, attempt, probe_BS
         self._rank_zero = dist.get_rank() == 0
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._pending: list[Checkpoint] = []
@@ -43,10 +44,15 @@ class Saver:
         self._step = 0
         self._began_at = self._stalled_seconds = 0.0
 
-    def copy(self, final: Path, *, probe_BS: torch.Tensor, fields: dict[str, Any]) -> Checkpoint:
-        """Return a copy of the engine's state as it is now, for `save`."""
-        attempt = self._attempt.number
-        return Checkpoint(self._engine, final, attempt=attempt, probe_BS=probe_BS, fields=fields)
+    def copy(self, final: Path, fields: dict[str, Any], *, weights_only: bool) -> Checkpoint:
+        """Return a copy of the engine's weights, or of all its state, as it is now, for `save`."""
+        return Checkpoint(
+            self._engine,
+            final,
+            attempt=self._attempt.number,
+            probe_BS=self._probe_BS,
+            fields=fields | {"weights_only": weights_only},
+        )
 
     def save(self, step: int, checkpoints: list[Checkpoint], *, copying_seconds: float) -> None:
         """Begin to write the checkpoints of a step, once `flush` has ended the save before it."""
@@ -92,11 +98,19 @@ class Saver:
         self._pending = []
         self._stalled_seconds += time.monotonic() - began_at
 
-        if self._rank_zero:
-            for step in self._directory.complete_restarts()[: -self._settings.restart_keep]:
-                remove_checkpoint(self._directory.restart(step))
+        self._rotate(self._settings.restart_keep)
         self._log(
             self._step,
             save_seconds=time.monotonic() - self._began_at,
             save_stall_seconds=self._stalled_seconds,
         )
+
+    def end(self) -> None:
+        """Remove the restart checkpoints of a run that has come to its end."""
+        self._rotate(0)
+
+    def _rotate(self, keep: int) -> None:
+        if self._rank_zero:
+            restarts = self._directory.complete_restarts()
+            for step in restarts[: max(0, len(restarts) - keep)]:
+                remove_checkpoint(self._directory.restart(step))

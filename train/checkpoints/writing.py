@@ -66,7 +66,7 @@ class Checkpoint:
         final: directory of the complete checkpoint.
         attempt: number of this attempt.
         probe_BS: token ids [B, S] for which an export has to reproduce every module's output.
-        fields: the fields of CheckpointRecord but `files`; those of an average say so.
+        fields: the fields of CheckpointRecord but `files`.
     """
 
     def __init__(
@@ -81,8 +81,7 @@ class Checkpoint:
         self.final, self._fields = final, fields
         self._directory = final.parent / f"{UNFINISHED}{final.name}.attempt{attempt}"
         self._probe = {"input_ids": probe_BS.contiguous(), **engine.probe(probe_BS)}
-        weights_only = fields.get("average") is not None
-        self._snapshot = engine.snapshot(self._directory, weights_only=weights_only)
+        self._snapshot = engine.snapshot(self._directory, weights_only=fields["weights_only"])
         self._written: dict[str, FileRecord] = {}  # by this rank
 
     def write(self) -> None:
@@ -114,13 +113,21 @@ class Checkpoint:
         fsync_path(self._directory)
 
     def publish(self) -> None:
-        """Rename the directory: the checkpoint is complete."""
+        """Rename the directory: the checkpoint is complete.
+
+        One that is complete already stays: an earlier attempt came to this step, too, and what was
+        measured of it is of its weights.
+        """
 
         def rename() -> None:
-            if dist.get_rank() == 0:
-                remove_checkpoint(self.final)  # of an earlier attempt, which came to this step too
-                os.rename(self._directory, self.final)
-                fsync_path(self.final.parent)
+            if dist.get_rank() != 0:
+                return
+            if (self.final / CHECKPOINT_JSON).exists():
+                shutil.rmtree(self._directory)
+                return
+            remove_checkpoint(self.final)  # half of one, which somebody removed
+            os.rename(self._directory, self.final)
+            fsync_path(self.final.parent)
 
         agreed(rename, self.final)
 

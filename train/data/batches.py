@@ -94,30 +94,39 @@ class RunData:
     """The data of one run: see `open_data`.
 
     Attributes:
-        sha256: identity of the tokens, "train" and "held_out".
+        sha256: identity of the tokens: "train", "held_out" and, if there are more, "held_out.NAME".
     """
 
     def __init__(
-        self, run: RunConfig, train: TokenSource, held_out: TokenSource, order_directory: Path
+        self,
+        run: RunConfig,
+        train: TokenSource,
+        held_out: dict[str, TokenSource],
+        order_directory: Path,
     ) -> None:
         self._run, self._train, self._held_out = run, train, held_out
         size = train.num_sequences(run.data.sequence_length)
         self._order = Order(run.data.order, size, run.seed, run.batch_size, order_directory)
-        self.sha256 = {"train": train.manifest.sha256, "held_out": held_out.manifest.sha256}
+        sources = {"train": train} | held_out
+        self.sha256 = {use: source.manifest.sha256 for use, source in sources.items()}
 
     def batch(self, step: int, replica: Replica | None = None) -> Batch:
         """Return a replica's rows of the batch of update `step`, from 1; without one, all rows.
 
         UserError for an unknown token.
         """
-        size = self._run.batch_size
+        size = self._run.batch_size_at(step)
         rows_B = replica.rows(size) if replica else np.arange(size)
-        indices_B = self._order((step - 1) * size + rows_B)
+        indices_B = self._order(self._run.sequences_at(step - 1) + rows_B)
         return self._read(self._train, indices_B, self._run.data.repetition_filter)
 
-    def held_out(self) -> Batch:
-        """Return the first sequences of the held-out file, for every held-out loss, unfiltered."""
-        return self._read(self._held_out, np.arange(self._run.data.held_out_sequences), None)
+    def held_out(self) -> dict[str, Batch]:
+        """Return the first sequences of every held-out file, unfiltered, by the keys of `sha256`.
+
+        "held_out" comes first.
+        """
+        indices_B = np.arange(self._run.data.held_out_sequences)
+        return {use: self._read(source, indices_B, None) for use, source in self._held_out.items()}
 
     def _read(
         self, corpus: TokenSource, indices_B: NDArray[np.int64], rule: RepetitionFilter | None
@@ -150,18 +159,23 @@ def open_data(run: RunConfig, directory: RunDirectory, *, verify_hashes: bool) -
             vocabulary, or held-out sequences that are trained on.
     """
     train = open_source(directory.resolve(run.data.train), verify_hashes)
-    held_out = open_source(directory.resolve(run.data.held_out), verify_hashes)
-    for corpus in (train, held_out):
+    files = {"held_out": run.data.held_out}
+    files |= {f"held_out.{name}": file for name, file in run.data.more_held_out.items()}
+    held_out = {
+        use: open_source(directory.resolve(file), verify_hashes) for use, file in files.items()
+    }
+    for corpus in (train, *held_out.values()):
         check_vocabulary(corpus, run.model.vocab_size)
-    _check_tokenizer(run, directory, (train, held_out))
-    _check_unseen(train, held_out)
-    available = held_out.num_sequences(run.data.sequence_length)
-    wanted = run.data.held_out_sequences
-    if available < wanted:
-        raise UserError(
-            f"{held_out.prefix} holds {available} sequences, data.held_out_sequences asks for"
-            f" {wanted}; prepare more held-out text or ask for fewer"
-        )
+    _check_tokenizer(run, directory, (train, *held_out.values()))
+    for source in held_out.values():
+        _check_unseen(train, source)
+        available = source.num_sequences(run.data.sequence_length)
+        wanted = run.data.held_out_sequences
+        if available < wanted:
+            raise UserError(
+                f"{source.prefix} holds {available} sequences, data.held_out_sequences asks for"
+                f" {wanted}; prepare more held-out text or ask for fewer"
+            )
     return RunData(run, train, held_out, directory.order)
 
 

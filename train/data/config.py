@@ -1,6 +1,6 @@
 """The configuration of the data of a run."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -19,17 +19,23 @@ class RepetitionFilter(Frozen):
     max_count: int = Field(default=32, gt=1)
 
 
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+
 class DataConfig(Frozen):
     """Token files of `python -m train prepare` or `index`; relative to the run directory."""
 
     train: str
     held_out: str
+    more_held_out: dict[SetName, str] = Field(
+        default={}, description="further held-out files by name; NAME's loss is held_out_loss.NAME"
+    )
     tokenizer: str = Field(description="directory of the tokenizer, copied into every export")
     sequence_length: int = Field(
         gt=1, description="tokens the model sees at once; also its maximal context"
     )
     held_out_sequences: int = Field(
-        gt=0, description="first sequences of the held-out file, for each held-out loss"
+        gt=0, description="first sequences of a held-out file, for each held-out loss"
     )
     order: Literal["permutation", "olmo", "sequential"] = Field(
         default="permutation",

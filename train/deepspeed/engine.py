@@ -4,7 +4,7 @@ Shapes: B sequences, S tokens, V vocabulary.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.deepspeed.checkpoint import MOMENTS, StateFiles, read_state
-from train.deepspeed.model import build_model, hf_parameters, recorded
+from train.deepspeed.model import build_model, hf_parameters, observed, recorded
 from train.deepspeed.process import join
 from train.deepspeed.settings import deepspeed_config
 from train.deepspeed.sharding import by_piece, sharding_of
 from train.engine import Snapshot, StepResult
+from train.forward_record import ForwardRecord
+from train.model.families import hidden_matrices
 from train.run.config import RunConfig
 
 DENSE_MASK = 1024  # tokens of a sequence, the most with a dense mask on a GPU
@@ -63,20 +65,16 @@ class DeepSpeedEngine:
 
     def _build_adamw(self) -> torch.optim.AdamW:
         """Return torch's fused AdamW: DeepSpeed's own are compiled when first used."""
-        settings = self.run.optimizer
-        groups = [
-            {
-                "params": [
-                    each
-                    for name, each in self._parameters.items()
-                    if settings.decays(name) == decayed
-                ],
-                "weight_decay": settings.weight_decay if decayed else 0.0,
-            }
-            for decayed in (True, False)
-        ]
+        settings, matrices = self.run.optimizer, hidden_matrices(self.run.model)
+        groups: dict[tuple[bool, bool], list[Tensor]] = {}
+        for name, parameter in self._parameters.items():
+            kind = (settings.decays(name), name in matrices)
+            groups.setdefault(kind, []).append(parameter)
         return torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            [
+                {"params": parameters, "decayed": decayed, "hidden": hidden}
+                for (decayed, hidden), parameters in groups.items()
+            ],
             lr=0.0,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
@@ -99,9 +97,12 @@ class DeepSpeedEngine:
         """Run forward and backward on the replica's batch; if accepted, clip and update."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
+            decay = self.run.optimizer.decay_at(learning_rate, hidden=group["hidden"])
+            group["weight_decay"] = decay if group["decayed"] else 0.0
         self._engine.train()
         microbatches = batch.microbatches(self.run.micro_batch_size, self.device)
-        assert len(microbatches) == self._engine.gradient_accumulation_steps()
+        sequences = len(microbatches) * self.run.micro_batch_size * self.data_parallel
+        self._engine.set_train_batch_size(sequences)  # by whose microbatches DeepSpeed divides
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         for index, microbatch in enumerate(microbatches):
             self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
@@ -180,6 +181,27 @@ class DeepSpeedEngine:
     def weights(self) -> list[Tensor]:
         """Return the fp32 main weights of this rank."""
         return [partition.of(partition.owner) for partition in self._partitions]
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradient of `weights()` before clipping."""
+        return [
+            partition.of(gradient)
+            for partition, gradient in zip(
+                self._partitions, self._sharding.gradients(), strict=True
+            )
+        ]
+
+    def by_parameter(self, values: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield HF name and this rank's part for each parameter."""
+        for piece, value in by_piece(self._partitions, values):
+            yield piece.name, value
+
+    def record_forward(self, batch: Batch) -> ForwardRecord:
+        """Return figures of all layers in a forward pass."""
+        record = ForwardRecord()
+        with observed(self._engine.module, record):
+            self.evaluate(batch)
+        return record
 
     def slot(self, name: str) -> list[Tensor]:
         """Return a named fp32 copy of the shape of `weights()`."""

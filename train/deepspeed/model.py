@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from train.forward_record import ForwardRecord
 from train.model.families import hf_settings, parameter_shapes
 from train.run.config import RunConfig
 from train.run.directory import PROBE_OUTPUTS
@@ -69,6 +71,46 @@ def recorded(model: Any) -> Iterator[dict[str, Tensor]]:
     ]
     try:
         yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def observed(model: Any, record: ForwardRecord) -> Iterator[None]:
+    """Record the figures of `Engine.record_forward` in forward passes within the block."""
+    layers = list(model.base_model.layers)
+    current = 0  # the layer that is computed
+
+    def begin(index: int) -> Any:
+        def hook(_module: nn.Module, _inputs: Any) -> None:
+            nonlocal current
+            current = index
+
+        return hook
+
+    def end(_module: nn.Module, _inputs: Any, output_BSH: Tensor) -> None:
+        record.residual(current, output_BSH)
+
+    class Attention(TorchFunctionMode):
+        """Sees queries and keys, after norm and rotation, where transformers hands them over."""
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if func is nn.functional.scaled_dot_product_attention:
+                (query, key), mask_B1SS, documents_BS = args[:2], kwargs["attn_mask"], None
+                if mask_B1SS is not None:  # tokens of a document attend to the same first one
+                    documents_BS = mask_B1SS[:, 0].int().argmax(-1)
+                record.attention(current, query, key, documents_BS)
+            return func(*args, **kwargs)
+
+    handles = [layer.register_forward_pre_hook(begin(i)) for i, layer in enumerate(layers)]
+    handles += [layer.register_forward_hook(end) for layer in layers]
+    try:
+        with Attention():
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -7,6 +7,7 @@ members: look here first when its version changes.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -81,6 +82,14 @@ class Flat:
         """Return the L2 norm of the whole gradient before clipping; infinite if it overflowed."""
         return float(self._optimizer.scaled_global_norm())
 
+    def gradients(self) -> list[Tensor]:
+        """Return the reduced gradients of every group's owner, flat; padding may follow."""
+        gradients = self._optimizer.averaged_gradients
+        return [
+            torch.cat([part.flatten() for part in gradients[group]])
+            for group in range(len(gradients))
+        ]
+
     def drop_gradients(self) -> None:
         """Forget the gradients of this step, as DeepSpeed does where they overflow."""
         self._optimizer.zero_grad()
@@ -102,6 +111,10 @@ class FlatBF16(Flat):
     def gradient_norm(self) -> float:
         """Return the L2 norm of the reduced gradients, which every rank holds whole."""
         return float(get_total_norm(self._optimizer.fp32_groups_gradients_flat))
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's range of the accumulators."""
+        return list(self._optimizer.fp32_groups_gradient_flat_partition)
 
     def drop_gradients(self) -> None:
         """Zero the accumulators."""

@@ -3,7 +3,7 @@
 Shapes: B sequences, S tokens, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.engine import Snapshot, StepResult
+from train.forward_record import ForwardRecord
 from train.megatron import transformer_engine
 from train.megatron.model import (
     global_parameters,
@@ -27,11 +29,13 @@ from train.megatron.model import (
     transformer_config,
     weight_shard,
 )
+from train.megatron.observing import record_forward
 from train.megatron.optimizer import build_optimizer, clip_and_update, gradient_norm
-from train.megatron.optimizer_state import OptimizerState, slots_in
+from train.megatron.optimizer_state import OptimizerState, odd_keys, slots_in
 from train.megatron.pipeline import Pipeline
 from train.megatron.probing import probe
 from train.megatron.shards import ShardedSnapshot
+from train.model import megatron_names
 from train.run.config import RunConfig
 
 
@@ -94,6 +98,23 @@ class MegatronEngine:
         """Return the fp32 main weights of this rank."""
         return self._state.weights()
 
+    def gradients(self) -> list[Tensor]:
+        """Return the gradient of `weights()` before clipping."""
+        return self._state.gradients()
+
+    def by_parameter(self, values: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield an HF name and this rank's part for each parameter, once over the tensor ranks."""
+        named = global_parameters(self._pipeline.model.module)
+        names = {parameter: name for name, parameter in named.items()}
+        for parameter, value in zip(self._state.parameters(), values, strict=True):
+            if param_is_not_tensor_parallel_duplicate(parameter):
+                yield megatron_names.hf_names(names[parameter])[0], value
+
+    def record_forward(self, batch: Batch) -> ForwardRecord:
+        """Return figures of this rank's layers in a forward pass."""
+        with torch.no_grad():
+            return record_forward(self._pipeline, batch)
+
     def slot(self, name: str) -> list[Tensor]:
         """Return a named fp32 copy of the shape of `weights()`."""
         return self._state.slot(name)
@@ -126,24 +147,28 @@ class MegatronEngine:
     def load(self, directory: Path) -> None:
         """Load what a snapshot wrote at any layout. Hash-check it first: it holds pickles.
 
+        The model's weights are the main weights, rounded: they are not read, but published.
+
         Raises:
             UserError: the shards lack a key of this model or hold one more.
         """
-        state = self._model_state()
         try:
             saved = dist_checkpointing.load_tensors_metadata(str(directory))
-            state |= {"optimizer": self._state.to_load(state, slots_in(saved))}
-            loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_ALL)
+            state = {"optimizer": self._state.to_load(self._model_state(), slots_in(saved))}
+            loaded, unread, unsaved = dist_checkpointing.load(
+                state, str(directory), strict=StrictHandling.RETURN_ALL
+            )
+            odd = sorted(odd_keys(saved, unread) | unsaved)
+            if odd:
+                raise CheckpointingException(f"in one of the two only: {', '.join(odd[:3])}")
         except CheckpointingException as error:
             raise UserError(
                 f"{directory} does not fit the model of run.json"
                 f" ({str(error).splitlines()[0][:300]}); restore the run.json it was saved with"
             ) from error
-        keys = self._pipeline.model.module.load_state_dict(loaded["model"], strict=False)
-        assert not keys.unexpected_keys
-        assert all(_is_extra(key) for key in keys.missing_keys)
         self._state.load(loaded["optimizer"])
         self._state.steps = loaded["steps"]
+        self.publish_weights()
 
     def start_from(self, read: Callable[[str], Tensor]) -> None:
         """Set the weights to those that `read` gives by HF name, whole, in fp32."""

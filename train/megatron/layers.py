@@ -1,29 +1,32 @@
-"""OLMo2's layers that megatron-core lacks: reordered norms, a QK-norm over all heads, attention.
+"""OLMo2's layer on megatron-core's linears: reordered norms, a QK-norm over all heads, attention.
+
+mcore builds the modules and shards their state; the forward pass is `Olmo2Layer`'s, the functions
+between its matrix products are in `train.model.elementwise`.
 
 Shapes: S tokens, B sequences, H hidden size, N heads of this rank, D head size.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from train.megatron.packing import attention_in_documents
-from train.model.rotary import rotated
+from train.model.elementwise import normed, normed_and_rotated, swiglu
+from train.model.recomputing import recomputed
+
+FUSED_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 class RMSNorm(nn.Module):
@@ -36,35 +39,30 @@ class RMSNorm(nn.Module):
         # Under sequence parallelism a rank sees some tokens: mcore sums gradients so marked.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise in fp32; return the dtype of `x`."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Normalise and add the residual in fp32; return the dtype of `x`."""
+        return normed(x, self.weight, self.eps, residual)
 
 
-def post_normed(linear: Any, norm: Any) -> Any:
-    """Return a row-parallel linear with a norm of its reduced output, as OLMo2 has it."""
+def post_normed(linear: Any) -> Any:
+    """Return a row-parallel linear that owns the norm of its output, as checkpoints name it."""
 
     class PostNormed(linear):  # type: ignore[misc]
-        """Linear, reduction, norm."""
+        """A linear with `post_norm`, which the layer applies together with the residual."""
 
         def __init__(
             self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
         ) -> None:
             super().__init__(input_size, output_size, config=config, **kwargs)
-            self.post_norm = norm(config, output_size, config.layernorm_epsilon)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-            y, bias = super().forward(x)
-            return self.post_norm(y), bias
+            self.post_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
 
     return PostNormed
 
 
 class FullWidthNorm(nn.Module):
-    """RMSNorm over all heads of all tensor-parallel ranks; a rank holds the weights of its heads.
+    """The weights of an RMSNorm over all heads of all tensor-parallel ranks, for this rank's heads.
 
-    The sum of squares is all-reduced in forward and its gradient in backward: a plain all-reduce
-    gets the forward pass right and the gradient wrong. mcore builds this as `q_layernorm` and
+    The layer applies it with the rotary embedding. mcore builds this as `q_layernorm` and
     `k_layernorm` with `qk_layernorm=False`; with True, it would sum the gradients of these weights
     over ranks as if all held the same ones.
     """
@@ -73,21 +71,10 @@ class FullWidthNorm(nn.Module):
         self, *, hidden_size: int, config: TransformerConfig, eps: float, num_heads: int
     ) -> None:
         super().__init__()
-        self.eps = eps
-        self.full_width = num_heads * hidden_size  # which mcore calls the size of a head
+        assert eps == config.layernorm_epsilon  # which the layer reads
+        width = num_heads * hidden_size  # which mcore calls the size of a head
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-        self.weight = nn.Parameter(torch.ones(self.full_width // ranks, dtype=config.params_dtype))
-
-    def forward(self, x_SBND: Tensor) -> Tensor:
-        """Normalise in fp32; return the dtype of the input."""
-        x_SBH = x_SBND.flatten(2).float()
-        squares_SB1 = x_SBH.square().sum(-1, keepdim=True)
-        if parallel_state.get_tensor_model_parallel_world_size() > 1:
-            squares_SB1 = reduce_from_tensor_model_parallel_region(
-                copy_to_tensor_model_parallel_region(squares_SB1)
-            )
-        normed_SBH = x_SBH * torch.rsqrt(squares_SB1 / self.full_width + self.eps)
-        return (self.weight * normed_SBH).to(x_SBND.dtype).view(x_SBND.shape)
+        self.weight = nn.Parameter(torch.ones(width // ranks, dtype=config.params_dtype))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -104,21 +91,8 @@ class FullWidthNorm(nn.Module):
         return sharded
 
 
-class RotarySelfAttention(SelfAttention):
-    """mcore's self-attention, with `rotated` after the norms of queries and keys."""
-
-    def __init__(self, *args: Any, rotary_base: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.rotary_base = rotary_base
-
-    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """Return queries, keys and values [S, B, N, D]; positions count from 0."""
-        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
-        return rotated(query, self.rotary_base), rotated(key, self.rotary_base), value
-
-
 class CausalAttention(nn.Module):
-    """Causal softmax attention without dropout, by torch's fused kernel.
+    """Causal softmax attention without dropout, by torch's fused kernels.
 
     mcore's DotProductAttention forks the CUDA random state even at dropout 0; OLMo2 has no dropout.
     """
@@ -141,57 +115,109 @@ class CausalAttention(nn.Module):
             return attention_in_documents(query_SBND, key, value, packed_seq_params)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key, value))
         grouped = query.shape[1] != key.shape[1]
-        out_BNSD = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=grouped
-        )
+        with _fused_kernels(query):
+            out_BNSD = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=grouped
+            )
         return out_BNSD.permute(2, 0, 1, 3).flatten(2)
 
 
-class _SwiGlu(torch.autograd.Function):
-    """silu(gate) * up of [gate, up]; keeps its input only, writes its gradient in one piece."""
+def _fused_kernels(query: Tensor) -> AbstractContextManager[Any]:
+    """Have a GPU take cuDNN's attention, else flash attention, else raise RuntimeError.
 
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        gradients = torch.empty_like(gate_up)
-        of_gate, of_up = gradients.chunk(2, -1)
-        torch.mul(gradient, F.silu(gate), out=of_up)
-        of_gate.copy_(torch.ops.aten.silu_backward(gradient * up, gate))
-        return gradients
+    Torch would change to a slower kernel with S x S probabilities in silence. Neither takes fp32,
+    which on a GPU is for comparisons.
+    """
+    if query.device.type == "cpu" or query.dtype == torch.float32:
+        return nullcontext()
+    return sdpa_kernel(FUSED_ATTENTION, set_priority=True)
 
 
-class SwiGluMLP(MLP):
-    """mcore's MLP with the activation in one step; mcore splits and joins the halves again."""
+class Olmo2Layer(TransformerLayer):
+    """h = x + norm(attention(x)); h + norm(mlp(h)).
 
-    def forward(
-        self, hidden_states: Tensor, per_token_scale: None = None, **_: Any
-    ) -> tuple[Tensor, None]:
-        """Apply linear, SwiGLU, linear."""
-        assert per_token_scale is None
-        gate_up, _ = self.linear_fc1(hidden_states)
-        output, _ = self.linear_fc2(_SwiGlu.apply(gate_up))
-        return output, None
-
-
-class RecomputedLayer(TransformerLayer):
-    """A layer that keeps its input only and runs forward once more in backward.
-
-    mcore's own recomputation saves and restores CUDA's random state; nothing here draws random
-    numbers.
+    With recompute "layers" it keeps its input only and runs forward once more in backward; with
+    "selective" it keeps the outputs of matrix products and of attention, and computes the functions
+    between them again. mcore's own recomputation saves and restores CUDA's random state; nothing
+    here draws random numbers.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run TransformerLayer's forward."""
-        if not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)
-        return checkpoint(
-            super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+    def __init__(self, *args: Any, rotary_base: float, recompute: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rotary_base, self.recompute = rotary_base, recompute
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Return the next hidden states [S, B, H], and no context of cross-attention."""
+        inputs = hidden_states, attention_mask, packed_seq_params
+        if self.recompute == "layers" and torch.is_grad_enabled():
+            output = checkpoint(
+                self._computed, *inputs, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            output = self._computed(*inputs)
+        return output, None
+
+    def heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values [S, B, N, D] of the first linear's output.
+
+        Its features are grouped by key: the queries of the group, the key, the value.
+        """
+        attention = self.self_attention
+        size, groups = (
+            attention.hidden_size_per_attention_head,
+            attention.num_query_groups_per_partition,
         )
+        grouped = qkv.unflatten(-1, (groups, -1))
+        query, key, value = grouped.split([grouped.shape[-1] - 2 * size, size, size], -1)
+        return query.reshape(*query.shape[:2], -1, size), key, value
+
+    def _computed(self, x: Tensor, mask: Tensor | None, packed: Any) -> Tensor:
+        attention, mlp = self.self_attention, self.mlp
+
+        qkv, _ = attention.linear_qkv(x)
+        query, key, value = self.heads(qkv)
+        turned = self._normed_and_rotated(query, key)
+        with self._kept(turned, lambda: self._normed_and_rotated(query, key)):
+            mixed = attention.core_attention(
+                *turned,
+                value,
+                mask,
+                attn_mask_type=AttnMaskType.causal,
+                packed_seq_params=packed,
+            )
+        attended, _ = attention.linear_proj(mixed)
+
+        attention_norm = attention.linear_proj.post_norm
+        h = attention_norm(attended, x)
+        with self._kept((h,), lambda: (attention_norm(attended, x),)):
+            gate_up, _ = mlp.linear_fc1(h)
+
+        product = swiglu(gate_up)
+        with self._kept((product,), lambda: (swiglu(gate_up),)):
+            y, _ = mlp.linear_fc2(product)
+        output: Tensor = mlp.linear_fc2.post_norm(y, h)
+        return output
+
+    def _normed_and_rotated(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        attention, group = self.self_attention, parallel_state.get_tensor_model_parallel_group()
+        return normed_and_rotated(
+            query,
+            key,
+            attention.q_layernorm.weight.view(query.shape[2:]),
+            attention.k_layernorm.weight.view(key.shape[2:]),
+            rotary_base=self.rotary_base,
+            eps=self.config.layernorm_epsilon,
+            group=group if group.size() > 1 else None,
+        )
+
+    def _kept(
+        self, outputs: tuple[Tensor, ...], compute: Callable[[], tuple[Tensor, ...]]
+    ) -> AbstractContextManager[None]:
+        selective = self.recompute == "selective"
+        return recomputed(outputs, compute) if selective else nullcontext()

@@ -9,22 +9,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
@@ -34,12 +30,11 @@ from train.megatron import transformer_engine
 from train.megatron.layers import (
     CausalAttention,
     FullWidthNorm,
-    RecomputedLayer,
+    Olmo2Layer,
     RMSNorm,
-    RotarySelfAttention,
-    SwiGluMLP,
     post_normed,
 )
+from train.megatron.loss import Head
 from train.model import megatron_names
 from train.model.config import ModelConfig
 from train.run.config import RunConfig
@@ -102,13 +97,13 @@ def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
     """Return the modules of one pipeline stage of `num_layers` layers."""
     kernels: dict[str, Any] = {
         "column": ColumnParallelLinear,
-        "row": post_normed(RowParallelLinear, RMSNorm),
+        "row": post_normed(RowParallelLinear),
         "attention": CausalAttention,
-        "norm": RMSNorm,
     }
-    recomputed = run.recompute == "layers"
+    recompute = run.recompute
     if run.kernels == "transformer_engine":
-        kernels, recomputed = transformer_engine.kernels(), False  # mcore recomputes these itself
+        kernels = transformer_engine.kernels()
+        recompute = "none" if recompute == "layers" else recompute  # mcore recomputes whole layers
     attention = SelfAttentionSubmodules(
         linear_qkv=kernels["column"],
         core_attention=kernels["attention"],
@@ -116,30 +111,33 @@ def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
         q_layernorm=_full_width(run.model.num_attention_heads),
         k_layernorm=_full_width(run.model.num_key_value_heads),
     )
-    layer = TransformerLayerSubmodules(
-        input_layernorm=IdentityOp,
-        self_attention=ModuleSpec(
-            RotarySelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal, "rotary_base": run.model.rope_theta},
-            submodules=attention,
+    mlp = MLPSubmodules(linear_fc1=kernels["column"], linear_fc2=kernels["row"])
+    layer = ModuleSpec(
+        Olmo2Layer,
+        params={"rotary_base": run.model.rope_theta, "recompute": recompute},
+        submodules=TransformerLayerSubmodules(
+            self_attention=ModuleSpec(SelfAttention, submodules=attention),
+            mlp=ModuleSpec(MLP, submodules=mlp),
         ),
-        self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=IdentityOp,
-        mlp=ModuleSpec(
-            SwiGluMLP,
-            submodules=MLPSubmodules(linear_fc1=kernels["column"], linear_fc2=kernels["row"]),
-        ),
-        mlp_bda=get_bias_dropout_add,
     )
-    layers = [
-        ModuleSpec(RecomputedLayer if recomputed else TransformerLayer, submodules=layer)
-    ] * num_layers
-    return TransformerBlockSubmodules(layers, kernels["norm"])
+    return TransformerBlockSubmodules([layer] * num_layers, RMSNorm)
+
+
+class HeadlessGPT(GPTModel):
+    """A GPT whose last stage returns hidden states, for the loss to call its `Head` with labels."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            self.output_layer.__class__ = Head  # mcore takes no other class for it
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states
 
 
 def build_model(run: RunConfig, config: TransformerConfig, device: torch.device) -> GPTModel:
     """Return the layers of this rank's pipeline stage; `Engine.start_from` sets their weights."""
-    model = GPTModel(
+    model = HeadlessGPT(
         config,
         _block_spec(run, config.num_layers // run.parallel.pipeline),
         vocab_size=run.model.vocab_size,
@@ -147,7 +145,7 @@ def build_model(run: RunConfig, config: TransformerConfig, device: torch.device)
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
-        position_embedding_type="none",  # RotarySelfAttention has it
+        position_embedding_type="none",  # the layer has it
         parallel_output=True,
     )
     for name, parameter in global_parameters(model).items():

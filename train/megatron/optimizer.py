@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 from base.errors import UserError
 from train.megatron.model import PARAMETER_DTYPE, global_parameters
 from train.model import megatron_names
+from train.model.families import hidden_matrices
 from train.run.config import RunConfig
 from train.run.optimization import OptimizerConfig as Settings
 
@@ -80,6 +81,16 @@ def _undecayed(run: RunConfig, model: DistributedDataParallel) -> set[torch.nn.P
     return {named[name] for name in spared & named.keys()}
 
 
+def _hidden(run: RunConfig, model: DistributedDataParallel) -> set[torch.nn.Parameter]:
+    """Return the hidden matrices of this stage."""
+    hidden = hidden_matrices(run.model)
+    return {
+        parameter
+        for name, parameter in global_parameters(model.module).items()
+        if hidden.issuperset(megatron_names.hf_names(name))
+    }
+
+
 def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> MegatronOptimizer:
     """Return the distributed optimizer: fp32 weights and moments, sharded over data ranks.
 
@@ -99,23 +110,31 @@ def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> MegatronO
         params_dtype=PARAMETER_DTYPE[run.precision],
         use_distributed_optimizer=True,
     )
-    spared = _undecayed(run, model)
-    matches = ParamWithNamePredicate("undecayed", lambda parameter, _: parameter in spared)
-    no_decay = {ParamKey(with_name_predicate=matches): {"wd_mult": 0.0}}
+    groups = {
+        _any_of("undecayed", _undecayed(run, model)): {"wd_mult": 0.0},
+        _any_of("hidden", _hidden(run, model)): {"hidden": True},
+    }
     if mcore_optimizer.USING_PYTORCH_OPTIMIZER:  # neither Transformer Engine nor Apex is installed
         torch_adamw = torch.optim.AdamW
         # get_megatron_optimizer takes the class from there.
         torch.optim.AdamW = GroupStepAdamW  # type: ignore[misc, assignment]
         try:
-            optimizer = get_megatron_optimizer(config, [model], config_overrides=no_decay)
+            optimizer = get_megatron_optimizer(config, [model], config_overrides=groups)
         finally:
             torch.optim.AdamW = torch_adamw  # type: ignore[misc]
     else:
-        optimizer = get_megatron_optimizer(config, [model], config_overrides=no_decay)
+        optimizer = get_megatron_optimizer(config, [model], config_overrides=groups)
     for part in optimizer.chained_optimizers:
         # Zero moments, so that a checkpoint can hold them before the first step.
         part.init_state_fn(part.optimizer, part.config)
     return optimizer
+
+
+def _any_of(name: str, parameters: set[torch.nn.Parameter]) -> ParamKey:
+    """Return mcore's key of a set of parameters."""
+    return ParamKey(
+        with_name_predicate=ParamWithNamePredicate(name, lambda each, _: each in parameters)
+    )
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
@@ -134,7 +153,8 @@ def clip_and_update(
     """
     for group in optimizer.param_groups:
         group["lr"] = rate
-        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+        decay = settings.decay_at(rate, hidden=group.get("hidden", False))
+        group["weight_decay"] = decay * group["wd_mult"]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     clip_grad_by_total_norm_fp32(parameters, max_norm=settings.clip_grad_norm, total_norm=grad_norm)
     optimizer.step_with_ready_grads()

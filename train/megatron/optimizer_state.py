@@ -89,6 +89,14 @@ class OptimizerState:
         """Return the fp32 main weights of this rank."""
         return [piece.inner.detach() for piece in self._pieces]
 
+    def gradients(self) -> list[Tensor]:
+        """Return the reduced gradients in the order of `weights`, once they are handed over."""
+        return [_gradient(piece) for piece in self._pieces]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameter of every part of `weights`."""
+        return [piece.parameter for piece in self._pieces]
+
     def slot(self, name: str) -> list[Tensor]:
         """Return a slot in the order of `weights`."""
         return [self._slots[name][piece.parameter] for piece in self._pieces]
@@ -131,16 +139,15 @@ class OptimizerState:
     def to_load(self, model: Any, slots: list[str]) -> dict[str, Any]:
         """Return empty tensors for mcore to load into: weights, moments, and `slots`.
 
-        Those need not be this run's: a branch may average what its parent did not, or the other way
-        round.
+        They hold the rows of a parameter in which this rank's piece is, not the whole parameter.
+        The slots need not be this run's: a branch may average what its parent did not, or the other
+        way round.
         """
-        entries, keys = _entries(model), ("param", *MOMENTS, *(SLOT + name for name in slots))
+        entries, kinds = _entries(model), ("param", *MOMENTS, *(SLOT + name for name in slots))
         return {
-            str(index): self._split_as(
-                entries,
-                piece,
-                {key: torch.empty(piece.parameter.shape, device="cpu") for key in keys},
-            )
+            str(index): {
+                kind: list(_rows(entries[id(piece.parameter)], kind, piece)) for kind in kinds
+            }
             for index, piece in enumerate(self._pieces)
         }
 
@@ -188,9 +195,27 @@ class OptimizerState:
         """Set the state to what mcore loaded into `to_load(...)`; other slots stay as they are."""
         for index, piece in enumerate(self._pieces):
             loaded = state[str(index)]
-            for key, flat in self._tensors(piece).items():
-                if key in loaded or not key.startswith(SLOT):
-                    flat.copy_(loaded[key].flatten()[piece.start : piece.stop])
+            before = piece.start % piece.parameter[0].numel()  # of the first row, another rank's
+            for kind, flat in self._tensors(piece).items():
+                if kind in loaded or not kind.startswith(SLOT):
+                    rows = torch.cat([part.flatten() for part in loaded[kind]])
+                    flat.copy_(rows[before : before + flat.numel()])
+
+
+def odd_keys(saved: Iterable[str], unread: set[str]) -> set[str]:
+    """Return the keys of a checkpoint that are unread, or are a weight without a main weight.
+
+    The model's weights themselves may be unread: they follow from the main weights.
+    """
+    weights = {key for key in saved if not key.startswith(STATE)}
+    prefix = f"{STATE}param."
+    main = {key.removeprefix(prefix) for key in saved if key.startswith(prefix)}
+    return (weights ^ main) | (unread - weights)
+
+
+def _gradient(piece: _Piece) -> Tensor:
+    assert piece.inner.grad is not None
+    return piece.inner.grad
 
 
 def slots_in(keys: Iterable[str]) -> list[str]:
@@ -207,3 +232,31 @@ def _entries(model: Any) -> dict[int, Any]:
     """Return the entries of a sharded state dict by the identity of their parameter."""
     kinds = ShardedTensor | ShardedTensorFactory
     return {id(entry.data): entry for entry in nested_values(model) if isinstance(entry, kinds)}
+
+
+def _rows(entry: Any, kind: str, piece: _Piece) -> Iterator[ShardedTensor]:
+    """Yield empty tensors for the rows of a parameter's state in which a piece of it is."""
+    # mcore splits a fused parameter, gate and up, into one tensor of each, by rows.
+    parts = [entry] if isinstance(entry, ShardedTensor) else nested_values(entry.build())
+    width = piece.parameter[0].numel()
+    before = 0  # elements of the parameter before the part
+    for part in parts:
+        first = max(piece.start - before, 0) // width
+        last = -(-min(piece.stop - before, part.data.numel()) // width)
+        before += part.data.numel()
+        if first >= last:
+            continue
+        stacked = part.prepend_axis_num  # axes of layers, of which this is one
+        shape = (*[1] * stacked, last - first, *part.data.shape[1:])
+        offset = list(part.global_offset)
+        offset[stacked] += first
+        yield replace(
+            part,
+            key=f"{STATE}{kind}.{part.key}",
+            data=torch.empty(shape, device="cpu"),
+            dtype=torch.float32,
+            local_shape=shape,
+            global_offset=tuple(offset),
+            axis_fragmentations=None,  # rows of any number
+            prepend_axis_num=0,
+        )

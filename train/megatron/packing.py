@@ -27,6 +27,13 @@ def packed_documents(starts_BS: Tensor, device: torch.device) -> PackedSeqParams
     return PackedSeqParams("sbhd", on_device, on_device, None, None, longest, longest)
 
 
+def document_numbers(documents: PackedSeqParams, length: int) -> Tensor:
+    """Return the number of every token's document, [B, S] with S = `length`."""
+    bounds = documents.cu_seqlens_q
+    numbers_D = torch.arange(len(bounds) - 1, device=bounds.device)
+    return numbers_D.repeat_interleave(bounds.diff()).view(-1, length)
+
+
 def _packed(x_SBND: Tensor) -> Tensor:
     return x_SBND.transpose(0, 1).flatten(0, 1)
 

@@ -1,6 +1,6 @@
 """The pass of microbatches through this rank's stage: forward, loss and backward at any layout.
 
-Shapes: B sequences, S tokens, V vocabulary (rows of this rank until they are gathered).
+Shapes: B sequences, S tokens, H hidden size, V rows of the vocabulary on this rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from train.data.batches import Batch
+from train.megatron.loss import Targets
 from train.megatron.model import build_model
 from train.megatron.packing import packed_documents
 from train.run.config import RunConfig
@@ -72,12 +72,13 @@ class Pipeline:
         probe = Batch.of(padded_BS.to(self.device))
         probe = probe._replace(counted_BS=probe.counted_BS.to(self.device))
 
-        def keep(_: Batch, logits_BSV: Tensor) -> tuple[Tensor, Report]:
-            return logits_BSV.float().mean(), {"logits": logits_BSV}
+        def keep(_: Batch, hidden_SBH: Tensor) -> tuple[Tensor, Report]:
+            logits_SBV, _ = self.model.module.output_layer(hidden_SBH)
+            return logits_SBV.float().mean(), {"logits": logits_SBV}
 
         with _without_fp8(self.model.config):
             reports = self._run([probe], keep, forward_only=True)
-        return reports[0]["logits"].transpose(0, 1) if reports else None
+        return reports[0]["logits"] if reports else None
 
     def _run(self, microbatches: list[Batch], loss: Loss, *, forward_only: bool) -> list[Report]:
         """Run microbatches through the pipeline; return their reports, on its last stage."""
@@ -109,42 +110,15 @@ class Pipeline:
         output = model(inputs_BS, positions_BS, None, packed_seq_params=documents)
         return output, partial(loss, batch)
 
-    def _loss(self, batch: Batch, logits_BSV: Tensor) -> tuple[Tensor, Report]:
+    def _loss(self, batch: Batch, hidden_SBH: Tensor) -> tuple[Tensor, Report]:
         """Return the loss to differentiate, and sums of both losses and counted labels."""
-        counted_BS, labels_BS = batch.counted_BS, batch.tokens_BS[:, 1:]
-        cross_entropy_BS, log_z_BS = cross_entropy_and_log_normalizer(logits_BSV, labels_BS)
-        cross_entropy_BS = cross_entropy_BS.masked_fill(~counted_BS, 0.0)
-        z_loss_BS = (self.run.optimizer.z_loss * log_z_BS.square()).masked_fill(~counted_BS, 0.0)
-        sums = torch.stack(
-            [x_BS.detach().double().sum() for x_BS in (cross_entropy_BS, z_loss_BS, counted_BS)]
+        targets = Targets(
+            batch.tokens_BS[:, 1:].t().flatten(),
+            batch.counted_BS.t().flatten(),
+            self.run.optimizer.z_loss,
         )
-        return (cross_entropy_BS + z_loss_BS).sum() / batch.counted_BS.numel(), {"sums": sums}
-
-
-def cross_entropy_and_log_normalizer(
-    logits_BSV: Tensor, labels_BS: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return -log softmax(logits)[label] and log Z = logsumexp(logits), [B, S] fp32, in nats.
-
-    Only per-token numbers travel between ranks. First-order gradients are exact; second ones are
-    not (no part of megatron-core differentiates twice through a reduction).
-    """
-    logits_BSV = logits_BSV.float()
-    num_rows = logits_BSV.shape[-1]
-    local_labels_BS = labels_BS - parallel_state.get_tensor_model_parallel_rank() * num_rows
-    is_local_BS = (local_labels_BS >= 0) & (local_labels_BS < num_rows)
-    index_BS1 = local_labels_BS.clamp(0, num_rows - 1).unsqueeze(-1)
-    label_logit_BS = logits_BSV.gather(-1, index_BS1).squeeze(-1) * is_local_BS
-    log_z_BS = torch.logsumexp(logits_BSV, -1)
-    if parallel_state.get_tensor_model_parallel_world_size() > 1:
-        group = parallel_state.get_tensor_model_parallel_group()
-        max_BS = log_z_BS.detach().clone()
-        dist.all_reduce(max_BS, dist.ReduceOp.MAX, group)
-        # mcore reduces in place, unseen by autograd, and exp() keeps its output for backward: copy.
-        share_BS = (log_z_BS - max_BS).exp().clone()
-        log_z_BS = max_BS + reduce_from_tensor_model_parallel_region(share_BS).log()
-        label_logit_BS = reduce_from_tensor_model_parallel_region(label_logit_BS)
-    return log_z_BS - label_logit_BS, log_z_BS
+        loss, sums = self.model.module.output_layer(hidden_SBH, targets)
+        return loss, {"sums": torch.cat([sums, batch.counted_BS.double().sum()[None]])}
 
 
 @contextmanager

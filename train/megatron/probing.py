@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from train.distributed import sent_to_rank_zero
 from train.megatron.pipeline import Pipeline
+from train.model.rotary import rotated, rotations
 from train.run.directory import PROBE_OUTPUTS
 
 
@@ -69,38 +70,46 @@ class _Recorder:
     def _attach_layer(self, layer: Any, name: str) -> None:
         attention, mlp = layer.self_attention, layer.mlp
         of_attention = f"{name}.self_attn"
-        for part, norm in (("q", attention.q_layernorm), ("k", attention.k_layernorm)):
-            names = f"{of_attention}.{part}_proj", f"{of_attention}.{part}_norm"
-            self._norm(norm, *names, self._split)
-        self._after(
-            attention.core_attention,
-            lambda given, _: self._split(f"{of_attention}.v_proj", given[2]),
-        )
+
+        def projected(_: Any, out: tuple[Tensor, None]) -> None:
+            for part, heads_SBND in zip("qkv", layer.heads(out[0]), strict=True):
+                self._split(f"{of_attention}.{part}_proj", heads_SBND)
+
+        self._after(attention.linear_qkv, projected)
+
+        def turned_back(given: Any, _: Any) -> None:
+            for part, heads_SBND in zip("qk", given, strict=False):
+                length, _, _, size = heads_SBND.shape
+                cos, sin = rotations(length, size, layer.rotary_base, heads_SBND.device)
+                self._split(f"{of_attention}.{part}_norm", rotated(heads_SBND, cos, -sin))
+
+        self._after(attention.core_attention, turned_back)
         names = f"{of_attention}.o_proj", f"{name}.post_attention_layernorm"
-        self._norm(attention.linear_proj.post_norm, *names, self._whole)
+        self._norm(attention.linear_proj.post_norm, *names)
 
         def halves(_: Any, out: tuple[Tensor, None]) -> None:
-            gate_SBW, up_SBW = out[0].chunk(2, -1)  # as in SwiGluMLP
+            gate_SBW, up_SBW = out[0].chunk(2, -1)  # as in `swiglu`
             self._split(f"{name}.mlp.gate_proj", gate_SBW)
             self._split(f"{name}.mlp.up_proj", up_SBW)
 
         self._after(mlp.linear_fc1, halves)
         names = f"{name}.mlp.down_proj", f"{name}.post_feedforward_layernorm"
-        self._norm(mlp.linear_fc2.post_norm, *names, self._whole)
+        self._norm(mlp.linear_fc2.post_norm, *names)
         self._after(layer, lambda _, out: self._whole(name, out[0]))
 
     def _after(self, module: nn.Module, see: Callable[[Any, Any], None]) -> None:
         """Call `see` with the arguments and the output of every forward pass of the module."""
         self.handles.append(module.register_forward_hook(lambda _, given, out: see(given, out)))
 
-    def _norm(
-        self, module: nn.Module, before: str, after: str, keep: Callable[[str, Tensor], None]
-    ) -> None:
-        """Record the input of a norm, the output of the linear before it, and its output."""
+    def _norm(self, module: nn.Module, before: str, after: str) -> None:
+        """Record the input of a norm, the output of the linear before it, and the norm of it.
 
-        def see(given: Any, out: Tensor) -> None:
-            keep(before, given[0])
-            keep(after, out)
+        In a layer the residual is added to the norm at once.
+        """
+
+        def see(given: Any, _: Any) -> None:
+            self._whole(before, given[0])
+            self._whole(after, module.forward(given[0]))
 
         self._after(module, see)
 

@@ -4,10 +4,12 @@ The parameters have the names and shapes of `train.megatron.layers`, so checkpoi
 of kernels.
 """
 
+import copy
 import importlib.util
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from base.errors import UserError
 from train.megatron.layers import post_normed
@@ -62,17 +64,32 @@ def config_fields(run: RunConfig) -> dict[str, Any]:
 
 
 def kernels() -> dict[str, Any]:
-    """Return the classes of a layer by role: column, row (with its norm), attention, norm."""
+    """Return the classes of a layer by role: column, row (with its norm), attention."""
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TEDotProductAttention,
-        TENorm,
         TERowParallelLinear,
     )
 
     return {
-        "column": TEColumnParallelLinear,
-        "row": post_normed(TERowParallelLinear, TENorm),
+        "column": _accumulating(TEColumnParallelLinear),
+        "row": post_normed(_accumulating(TERowParallelLinear)),
         "attention": with_documents(TEDotProductAttention),
-        "norm": TENorm,
     }
+
+
+def _accumulating(linear: Any) -> Any:
+    """Return a linear whose matrix product adds the weight's gradient to the fp32 buffer itself.
+
+    The setting is in a copy of the configuration: mcore's own linear, the head, needs Apex for it.
+    """
+
+    class Accumulating(linear):  # type: ignore[misc]
+        """A linear with gradient accumulation fused."""
+
+        def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
+            own = copy.copy(config)
+            own.gradient_accumulation_fusion = True
+            super().__init__(*args, config=own, **kwargs)
+
+    return Accumulating

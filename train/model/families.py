@@ -68,6 +68,15 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
     return {**before, **inside, **after, head: (vocabulary, hidden)}
 
 
+def hidden_matrices(model: ModelConfig) -> frozenset[str]:
+    """Return HF names of the weights of linear layers but the output's."""
+    return frozenset(
+        name
+        for name, shape in parameter_shapes(model).items()
+        if ".layers." in name and len(shape) == 2
+    )
+
+
 def _llama_layer(model: ModelConfig) -> Shapes:
     hidden, wide = model.hidden_size, model.intermediate_size
     key_value = model.num_key_value_heads * model.head_dim

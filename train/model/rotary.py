@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @lru_cache(maxsize=2)  # of the run's context, and of a probe's shorter one
-def _rotations(
+def rotations(
     length: int, head_dim: int, base: float, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of every position and frequency: [S, 1, 1, D / 2] in fp32."""
@@ -20,13 +20,16 @@ def _rotations(
     return angles.cos(), angles.sin()
 
 
-def rotated(x_SBND: Tensor, base: float) -> Tensor:
-    """Return heads with their rotary embedding, computed in fp32 and rounded to their dtype once.
+def rotated(x_SBND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return heads with their rotary embedding, in fp32; by -sin they are turned back.
 
-    transformers and OLMo (rope_full_precision) do the same; mcore rounds cos and sin to bf16 first,
-    which adds as much error again as the rounding of the result.
+    transformers and OLMo (rope_full_precision) compute it in fp32, too; mcore rounds cos and sin to
+    bf16 first, which adds as much error again as the rounding of the result.
     """
-    cos, sin = _rotations(x_SBND.shape[0], x_SBND.shape[-1], base, x_SBND.device)
-    first, second = x_SBND.float().chunk(2, -1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    return turned.to(x_SBND.dtype)
+    x_SBND = x_SBND.float()
+    turned = x_SBND * torch.cat((cos, cos), -1)
+    first, second = turned.chunk(2, -1)
+    first_before, second_before = x_SBND.chunk(2, -1)
+    first.addcmul_(second_before, sin, value=-1)
+    second.addcmul_(first_before, sin)
+    return turned

@@ -39,16 +39,22 @@ class RankMemory(NamedTuple):
 class CheckpointBytes(NamedTuple):
     """The disk space of checkpoints, without the probe and JSON beside the shards."""
 
-    each: int  # weights, fp32 main weights, Adam's moments, averages' slots
-    average_each: int  # weights only
-    permanent: int  # checkpoints with optimizer state
-    averages: int  # checkpoints of averages
-    restarts: int  # rotated ones, at most
+    full_each: int  # weights, fp32 main weights, Adam's moments, averages' slots
+    weights_each: int  # weights as the model computes with them
+    full: int  # permanent checkpoints with optimizer state
+    weights: int  # permanent ones without
+    averages: int  # checkpoints of averages, weights too
+    restarts: int  # full ones while training, with the one being written; none at the end
 
     @property
-    def trajectory(self) -> int:
+    def kept(self) -> int:
         """Return the bytes of everything the run keeps."""
-        return (self.permanent + self.restarts) * self.each + self.averages * self.average_each
+        return self.full * self.full_each + (self.weights + self.averages) * self.weights_each
+
+    @property
+    def rotated(self) -> int:
+        """Return the bytes of restart checkpoints, which a run has while it trains."""
+        return self.restarts * self.full_each
 
 
 def parameter_count(config: RunConfig) -> int:
@@ -185,13 +191,15 @@ def checkpoint_bytes(config: RunConfig) -> CheckpointBytes:
     first = first_step(config)
     averages = sum(  # those with a member: the weights after a multiple of the interval
         step // average.interval_steps * average.interval_steps > first
-        for step in config.save_steps
+        for step in filter(saving.writes_averages, config.save_steps)
         for average in config.averages
     )
+    full = sum(map(saving.keeps_state, config.save_steps))
     return CheckpointBytes(
-        each=count * (bytes_of_weight(config) + MAIN + MOMENTS + FP32 * num_slots(config)),
-        average_each=count * bytes_of_weight(config),
-        permanent=len(config.save_steps),
+        full_each=count * (bytes_of_weight(config) + MAIN + MOMENTS + FP32 * num_slots(config)),
+        weights_each=count * bytes_of_weight(config),
+        full=full,
+        weights=len(config.save_steps) - full,
         averages=averages,
-        restarts=saving.restart_keep if saving.restart_every_steps else 0,
+        restarts=saving.restart_keep + 1 if saving.restart_every_steps else 0,
     )

@@ -1,77 +1,80 @@
-"""The layouts of a run that fit into the memory of GPUs, the simplest first."""
+"""The layouts of a run that fit into the memory of GPUs, the fastest first."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from base.errors import UserError
+from train.planning.flops import Gpu
 from train.planning.memory import RankMemory, rank_memory
+from train.planning.speed import PESSIMISTIC, Roofline
 from train.run.config import RunConfig
-
-# At least, in proposed layouts: a pipeline idles for (stages - 1) / microbatches of its time.
-MICROBATCHES_PER_STAGE = 4
 
 
 class Layout(NamedTuple):
     """A layout of a run that fits into memory."""
 
     words: str  # how a replica is split
-    replicas: int
     changes: dict[str, Any]  # to run.json
     memory: RankMemory
+    speed: Roofline  # at pessimistic rates
 
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _shardings(
-    config: RunConfig, gpus_per_node: int
-) -> Iterator[tuple[int, int, dict[str, Any], str]]:
-    """Yield ways to split a replica, simplest first: GPUs, stages, changes to run.json, words."""
+def _shardings(config: RunConfig, gpus_per_node: int) -> Iterator[tuple[int, dict[str, Any], str]]:
+    """Yield ways to split a replica, the simplest first: its GPUs, changes to run.json, words."""
     if config.engine == "deepspeed":
         for stage in (1, 2):
-            yield 1, 1, {"zero": {"stage": stage}}, f"ZeRO stage {stage}"
+            yield 1, {"zero": {"stage": stage}}, f"ZeRO stage {stage}"
         return
     splits = itertools.product(_divisors(gpus_per_node), _divisors(config.model.num_hidden_layers))
     for tensor, pipeline in sorted(splits, key=lambda split: (split[0] * split[1], split[1])):
         sequence = tensor > 1 and config.data.sequence_length % tensor == 0
         changes = {"tensor": tensor, "pipeline": pipeline, "sequence": sequence}
         words = f"tensor {tensor}{' + sequence' if sequence else ''}, pipeline {pipeline}"
-        yield tensor * pipeline, pipeline, {"parallel": changes}, words
+        yield tensor * pipeline, {"parallel": changes}, words
 
 
 def fitting_layouts(
-    config: RunConfig, world_size: int, *, gpus_per_node: int, gpu_bytes: int
+    config: RunConfig, world_size: int, *, gpus_per_node: int, gpu: Gpu
 ) -> list[Layout]:
-    """Return the layouts that fit into memory, the simplest first, with their largest micro batch.
+    """Return the layouts that fit into memory, the fastest first, with their fastest micro batch.
 
-    That is: fewest GPUs in a replica of the model, then fewest pipeline stages (or the lowest ZeRO
-    stage), then without recomputing activations. Searched are tensor sizes that divide a node,
-    pipeline sizes that divide the layers, micro batches that divide a replica's share of the batch,
-    and `recompute`.
+    Searched are tensor sizes that divide a node, pipeline sizes that divide the layers, micro
+    batches that divide a replica's share of the batch, and `recompute`. They are ranked at the
+    pessimistic rates: what leans least on links and host loses little where these are better. Of
+    equals the simplest comes first.
     """
     layouts = []
-    for ranks, stages, changes, words in _shardings(config, gpus_per_node):
+    for (ranks, split, words), recompute in itertools.product(
+        _shardings(config, gpus_per_node), ("none", "layers")
+    ):
         replicas = world_size // ranks
-        if world_size % ranks or config.batch_size % replicas:
+        common = math.gcd(*config.batch_sizes)
+        if world_size % ranks or common % replicas:
             continue
-        share = config.batch_size // replicas
-        most = share if stages == 1 else share // (MICROBATCHES_PER_STAGE * stages)
-        for recompute in ("none", "layers"):
-            largest: Layout | None = None
-            for micro in (size for size in _divisors(share) if size <= most):
-                tried = changes | {"recompute": recompute, "micro_batch_size": micro}
-                changed = _changed(config, tried)
-                memory = changed and memory_if_it_fits(changed, world_size, gpu_bytes)
-                if not memory:
-                    break
-                largest = Layout(words, replicas, tried, memory)
-            if largest:
-                layouts.append(largest)
-    return layouts
+        fitting = []
+        for micro in _divisors(common // replicas):
+            changes = split | {"recompute": recompute, "micro_batch_size": micro}
+            changed = _changed(config, changes)
+            memory = changed and memory_if_it_fits(changed, world_size, gpu.memory_bytes)
+            if not changed or not memory:
+                break
+            speed = Roofline(changed, world_size, gpus_per_node, gpu, PESSIMISTIC)
+            fitting.append(Layout(words, changes, memory, speed))
+        if fitting:
+            layouts.append(min(fitting, key=_seconds))
+    return sorted(layouts, key=_seconds)
+
+
+def _seconds(layout: Layout) -> float:
+    return layout.speed.seconds
 
 
 def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig | None:
@@ -91,11 +94,9 @@ def memory_if_it_fits(config: RunConfig, world_size: int, gpu_bytes: int) -> Ran
     return memory if memory.bytes <= gpu_bytes else None
 
 
-def fit(
-    config: RunConfig, world_size: int, *, gpus_per_node: int, gpu_bytes: int
-) -> RunConfig | None:
-    """Return the run in its own layout if that fits, else in the simplest that does, or None."""
-    if memory_if_it_fits(config, world_size, gpu_bytes):
+def fit(config: RunConfig, world_size: int, *, gpus_per_node: int, gpu: Gpu) -> RunConfig | None:
+    """Return the run in its own layout if that fits, else in the fastest that does, or None."""
+    if memory_if_it_fits(config, world_size, gpu.memory_bytes):
         return config
-    layouts = fitting_layouts(config, world_size, gpus_per_node=gpus_per_node, gpu_bytes=gpu_bytes)
+    layouts = fitting_layouts(config, world_size, gpus_per_node=gpus_per_node, gpu=gpu)
     return _changed(config, layouts[0].changes) if layouts else None

@@ -31,15 +31,13 @@ def print_plans(runs: Sequence[RunConfig], *, nodes: int, gpus_per_node: int, gp
             console.print(_memory_table(rank_memory(run, gpus), kind.memory_bytes))
         except UserError as error:
             console.print(f"  memory: batch and layout do not divide: {error}")
-        layouts = fitting_layouts(
-            run, gpus, gpus_per_node=gpus_per_node, gpu_bytes=kind.memory_bytes
-        )
+        layouts = fitting_layouts(run, gpus, gpus_per_node=gpus_per_node, gpu=kind)
         if layouts:
             console.print(_layout_table(layouts))
         else:
             console.print(f"  no layout of {gpus} {gpu} fits; give more GPUs or larger ones")
     if len(runs) > 1:
-        disk = sum(checkpoint_bytes(run).trajectory for run in runs)
+        disk = sum(checkpoint_bytes(run).kept for run in runs)
         console.print(
             f"\nin sum: {hours:,.0f} GPU-hours, {hours / gpus / 24:.2f} days one after another,"
             f" {_gigabytes(disk)} of checkpoints"
@@ -54,7 +52,7 @@ def _print_time_and_disk(console: Console, run: RunConfig, peak_flops: float, gp
     """Print them; return the GPU-hours."""
     flops = flops_per_token(run.model, run.data.sequence_length)
     speed = assumed_mfu(run.model) * peak_flops / flops
-    tokens = (run.total_steps - first_step(run)) * run.tokens_per_step  # a branch trains on fewer
+    tokens = run.total_tokens - run.tokens_at(first_step(run))  # a branch trains on fewer
     hours = tokens / speed / 3600
     console.print(
         f"\n{run.name}: {parameter_count(run):,} parameters, {flops / 1e9:.1f} GFLOP per token\n"
@@ -63,9 +61,10 @@ def _print_time_and_disk(console: Console, run: RunConfig, peak_flops: float, gp
     )
     disk = checkpoint_bytes(run)
     console.print(
-        f"  disk: {_gigabytes(disk.each)} a checkpoint; {disk.permanent} permanent and up to"
-        f" {disk.restarts} restart checkpoints, {disk.averages} averages of"
-        f" {_gigabytes(disk.average_each)}: {_gigabytes(disk.trajectory)}"
+        f"  disk: {disk.full} checkpoints of {_gigabytes(disk.full_each)},"
+        f" {disk.weights + disk.averages} of weights or averages, {_gigabytes(disk.weights_each)}:"
+        f" {_gigabytes(disk.kept)}, and {_gigabytes(disk.rotated)} of restart checkpoints until"
+        " the end"
     )
     return hours
 
@@ -82,14 +81,13 @@ def _memory_table(memory: RankMemory, gpu_bytes: int) -> Table:
 
 
 def _layout_table(layouts: list[Layout]) -> Table:
-    title = "  layouts that fit by the estimate, the simplest first"
+    title = "  layouts that fit by the estimate, the fastest first; MFU at pessimistic rates"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("replica")
-    for heading in ("data", "micro batch", "recompute", "memory"):
+    for heading in ("micro batch", "recompute", "memory", "MFU"):
         table.add_column(heading, justify="right")
     for layout in layouts[:SHOWN_LAYOUTS]:
         settings = [str(layout.changes[key]) for key in ("micro_batch_size", "recompute")]
-        table.add_row(
-            layout.words, str(layout.replicas), *settings, _gigabytes(layout.memory.bytes)
-        )
+        figures = (_gigabytes(layout.memory.bytes), f"{layout.speed.mfu:.0%}")
+        table.add_row(layout.words, *settings, *figures)
     return table

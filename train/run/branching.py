@@ -9,12 +9,15 @@ from typing import Any
 from base.errors import UserError
 from base.frozen import fingerprint
 from train.run.config import RunConfig, load_run
-from train.run.directory import RunDirectory
+from train.run.directory import RunDirectory, read_checkpoint_record
 
 # All that decides an update but the learning rate. Kernels and layout may differ, as in resuming.
-MUST_AGREE = ("seed", "engine", "precision", "model", "data", "optimizer", "batch_size")
+MUST_AGREE = (
+    *("seed", "engine", "precision", "model", "data", "optimizer"),
+    *("batch_size", "batch_warmup"),
+)
 # Of the data: the tokens themselves are compared by hash.
-PATHS = ("train", "held_out", "tokenizer")
+PATHS = ("train", "held_out", "more_held_out", "tokenizer")
 
 
 def _compared(run: RunConfig, key: str) -> Any:
@@ -45,3 +48,8 @@ def check_parent(run: RunConfig, parent: RunDirectory) -> None:
     if step not in parent.complete_steps():
         steps = ", ".join(map(str, parent.complete_steps())) or "none"
         raise UserError(f"{parent.path} has no checkpoint of step {step}; it has {steps}")
+    if not read_checkpoint_record(parent.checkpoint(step)).is_full:
+        raise UserError(
+            f"{parent.checkpoint(step)} holds weights only, and a branch continues the optimizer"
+            f" state; train a parent with {step} in saving.full_steps"
+        )

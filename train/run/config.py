@@ -5,6 +5,7 @@ Its parts are in `train.run.optimization`, `train.run.parallel`, `train.data.con
 `train.run.schedules`.
 """
 
+import bisect
 import json
 import re
 from pathlib import Path
@@ -16,20 +17,61 @@ from base.errors import UserError, explain_validation
 from base.frozen import NAME_PATTERN, Frozen, fingerprint
 from train.data.config import DataConfig
 from train.model.config import ModelConfig
-from train.run.optimization import Ema, Lawa, OptimizerConfig, ScheduleConfig, SpikeConfig
+from train.run.optimization import (
+    Ema,
+    Lawa,
+    OptimizerConfig,
+    ScheduleConfig,
+    SmallerBatch,
+    SpikeConfig,
+)
+from train.run.optimization import sequences_at as sequences_at_step
 from train.run.parallel import ParallelConfig, ZeroConfig
 
 
 class SavingConfig(Frozen):
-    """Settings of saving. Permanent checkpoints stay; restart checkpoints are rotated."""
+    """Settings of saving. Permanent checkpoints stay; restart checkpoints are rotated.
+
+    A restart checkpoint holds all that training resumes from. A permanent one may hold the weights
+    alone, as the model computes with them: exports, and averages of exports, read nothing else.
+    """
 
     asynchronous: bool = False
     restart_every_steps: int | None = Field(
         default=None, gt=0, description="None: only permanent ones"
     )
     restart_keep: int = Field(
-        default=2, gt=1, description="restart checkpoints kept; the older ones are removed"
+        default=2,
+        gt=1,
+        description="restart checkpoints kept; the older ones are removed, at the run's end all",
     )
+    full_steps: tuple[int, ...] | None = Field(
+        default=None,
+        description=(
+            "those of save_steps that keep optimizer state and averages' memory, which a branch"
+            " continues; the others keep weights. None: all keep it"
+        ),
+    )
+    average_steps: tuple[int, ...] | None = Field(
+        default=None, description="those of save_steps at which averages are written; None: all"
+    )
+
+    @model_validator(mode="after")
+    def _resumable(self) -> Self:
+        if self.full_steps is not None and self.restart_every_steps is None:
+            raise ValueError(
+                "with saving.full_steps a crash could lose the whole run; set"
+                " saving.restart_every_steps too"
+            )
+        return self
+
+    def keeps_state(self, step: int) -> bool:
+        """Return whether training may resume from the permanent checkpoint of a step."""
+        return self.full_steps is None or step in self.full_steps
+
+    def writes_averages(self, step: int) -> bool:
+        """Return whether a step with a permanent checkpoint has checkpoints of averages."""
+        return self.average_steps is None or step in self.average_steps
 
 
 class BranchFrom(Frozen):
@@ -62,6 +104,7 @@ class RunConfig(Frozen):
 
     NOT_IDENTITY = frozenset(
         {"name", "parallel", "zero", "kernels", "recompute", "micro_batch_size", "saving"}
+        | {"observe_every_steps"}
     )
 
     name: str = Field(pattern=NAME_PATTERN)
@@ -83,18 +126,31 @@ class RunConfig(Frozen):
     kernels: Literal["torch", "transformer_engine"] = Field(
         default="torch", description="megatron only"
     )
-    recompute: Literal["none", "layers"] = Field(
-        default="none", description="layers: activations, layer by layer"
+    recompute: Literal["none", "selective", "layers"] = Field(
+        default="none",
+        description="selective: norms, rotary embedding and SwiGLU, megatron only; layers:"
+        " activations, layer by layer",
     )
     saving: SavingConfig = SavingConfig()
     total_steps: int = Field(gt=0)
     batch_size: int = Field(gt=0, description="sequences per optimizer step, over all ranks")
+    batch_warmup: tuple[SmallerBatch, ...] = Field(
+        default=(), description="smaller batches of the first steps, in the order of training"
+    )
     micro_batch_size: int = Field(gt=0, description="sequences per forward pass of one rank")
     save_steps: tuple[int, ...] = Field(
         description="steps with a permanent checkpoint; the last step is among them"
     )
     evaluate_every_steps: int = Field(
         gt=0, description="held-out loss at its multiples and at every checkpoint"
+    )
+    observe_every_steps: int | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "norms of weights, gradients, updates and residual stream, and the largest attention"
+            " logit, of every layer at its multiples"
+        ),
     )
 
     @model_validator(mode="after")
@@ -105,11 +161,22 @@ class RunConfig(Frozen):
             raise ValueError(
                 f"save_steps must lie in 0..{self.total_steps} and end with {self.total_steps}"
             )
+        for name in ("full_steps", "average_steps"):
+            others = set(getattr(self.saving, name) or ()) - set(self.save_steps)
+            if others:
+                raise ValueError(
+                    f"saving.{name} has {min(others)}, which save_steps has not; add it"
+                )
         self._check_schedule()
-        if self.batch_size % self.micro_batch_size:
-            raise ValueError(
-                f"batch_size is not a multiple of micro_batch_size {self.micro_batch_size}"
-            )
+        for size in self.batch_sizes:
+            if size % self.micro_batch_size:
+                raise ValueError(
+                    f"batch_size {size} is not a multiple of micro_batch_size"
+                    f" {self.micro_batch_size}"
+                )
+        stages = [stage.until_step for stage in self.batch_warmup]
+        if stages != sorted(set(stages)):
+            raise ValueError(f"the stages of batch_warmup end at {stages}; let the steps rise")
         names = [average.name for average in self.averages]
         if len(set(names)) != len(names):
             raise ValueError(f"an average is listed twice among {', '.join(names)}")
@@ -123,7 +190,7 @@ class RunConfig(Frozen):
             raise ValueError(
                 f"the anneal starts at {anneal.start_step}, after the end {self.total_steps}"
             )
-        if anneal and anneal.start_step * self.tokens_per_step < self.schedule.warmup_tokens:
+        if anneal and self.tokens_at(anneal.start_step) < self.schedule.warmup_tokens:
             raise ValueError(f"the anneal starts at step {anneal.start_step}, inside the warm-up")
         if self.branch_from and self.start_from:
             raise ValueError("branch_from and start_from are two beginnings; remove one")
@@ -144,6 +211,8 @@ class RunConfig(Frozen):
             if self.precision == "fp8" and self.kernels != "transformer_engine":
                 raise ValueError("fp8 needs kernels 'transformer_engine'")
             return
+        if self.recompute == "selective":
+            raise ValueError("recompute 'selective' belongs to the megatron engine; set 'layers'")
         if self.parallel != ParallelConfig() or self.kernels != "torch" or self.precision == "fp8":
             raise ValueError("parallel, kernels and fp8 belong to the megatron engine")
 
@@ -167,13 +236,36 @@ class RunConfig(Frozen):
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the training tokens of one optimizer step."""
+        """Return the training tokens of one optimizer step, after the batch-size warm-up."""
         return self.batch_size * self.data.sequence_length
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Return the sequences of a step, of every stage of the warm-up and after it."""
+        return [*(stage.batch_size for stage in self.batch_warmup), self.batch_size]
+
+    def batch_size_at(self, step: int) -> int:
+        """Return the sequences of update `step`, over all ranks."""
+        return self.sequences_at(step) - self.sequences_at(step - 1)
+
+    def sequences_at(self, step: int) -> int:
+        """Return the sequences of all updates up to `step`: where the next one's data begin."""
+        return sequences_at_step(step, self.batch_warmup, self.batch_size)
+
+    def tokens_at(self, step: int) -> int:
+        """Return the training tokens of all updates up to `step`."""
+        return self.sequences_at(step) * self.data.sequence_length
+
+    @property
+    def total_tokens(self) -> int:
+        """Return the training tokens of the run, those before a branch included."""
+        return self.tokens_at(self.total_steps)
 
     @property
     def warmup_steps(self) -> int:
         """Return the updates until the learning rate has reached its peak."""
-        return -(-self.schedule.warmup_tokens // self.tokens_per_step)
+        peak = self.schedule.warmup_tokens
+        return bisect.bisect_left(range(peak), peak, key=self.tokens_at)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of model replicas; UserError where batch or layout do not fit."""
@@ -185,9 +277,11 @@ class RunConfig(Frozen):
                 f" {model_ranks}; start torchrun with a multiple of {model_ranks} processes"
             )
         replicas = world_size // model_ranks
-        if self.batch_size % (replicas * self.micro_batch_size):
+        for size in self.batch_sizes:
+            if size % (replicas * self.micro_batch_size) == 0:
+                continue
             raise UserError(
-                f"batch_size {self.batch_size} is not a multiple of data-parallel size {replicas} x"
+                f"batch_size {size} is not a multiple of data-parallel size {replicas} x"
                 f" micro_batch_size {self.micro_batch_size}; change one of them"
             )
         return replicas

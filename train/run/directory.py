@@ -32,15 +32,18 @@ class CheckpointRecord(Frozen):
     # Losses in nats per token. Of training: None at step 0 and for an average.
     train_loss: float | None
     held_out_loss: float | None  # None where a restart checkpoint was not evaluated
+    more_held_out_losses: dict[str, float] = Field(default={})  # by name of the file
     engine: str
     precision: str
     world_size: int
     layout: dict[str, int]  # tensor, pipeline, data
     attempt: int
-    data_sha256: dict[str, str]  # of the tokens: train, held_out
+    data_sha256: dict[str, str]  # of the tokens: train, held_out, held_out.NAME
     model: dict[str, Any]
     # Kind, interval_steps, window or decay, and steps; None: the weights are not averaged.
     average: dict[str, Any] | None = None
+    # True: training cannot resume from it. So it is of averages and imports, said or not.
+    weights_only: bool = False
     # Source, revision and hashes, if it was made from an HF directory.
     imported: dict[str, Any] | None = None
     # By average: the step after which its first member may be.
@@ -48,6 +51,11 @@ class CheckpointRecord(Frozen):
     # Losses and gradient norms of the steps by which the next spike is judged.
     accepted: tuple[tuple[float, float], ...] = ()
     files: dict[str, FileRecord]
+
+    @property
+    def is_full(self) -> bool:
+        """True where it holds optimizer state and the memory of averages: training can resume."""
+        return not (self.weights_only or self.average or self.imported)
 
     @property
     def dtype(self) -> str:

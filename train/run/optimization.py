@@ -1,4 +1,4 @@
-"""The configuration of optimizer, schedule, averages and spikes."""
+"""The configuration of optimizer, schedule, batch-size warm-up, averages and spikes."""
 
 from typing import ClassVar, Literal, Self
 
@@ -8,13 +8,24 @@ from base.frozen import Frozen
 
 
 class OptimizerConfig(Frozen):
-    """AdamW; by default as Ai2 trained OLMo2: all but the token embedding is decayed."""
+    """AdamW; by default as Ai2 trained OLMo2: all but the token embedding is decayed.
+
+    A step at the learning rate r multiplies what is decayed, with W = `weight_decay`, by
+
+    - adamw: 1 - r W (Loshchilov and Hutter, arXiv 1711.05101)
+    - adamc: 1 - r W r / peak_lr in hidden matrices, elsewhere as adamw (Defazio, arXiv 2506.02285,
+      which counts as normalised "every linear layer ... excluding the output layer")
+    - independent: 1 - W r / peak_lr, whatever the peak (Wortsman et al., arXiv 2309.14322)
+    """
 
     peak_lr: float = Field(ge=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
+    decay: Literal["adamw", "adamc", "independent"] = Field(
+        default="adamw", description="how the learning rate scales the weight decay"
+    )
     undecayed: tuple[str, ...] = Field(
         default=("embed_tokens",),
         description="parts of HF parameter names that are not decayed; plainLM: ['bias', 'norm']",
@@ -27,6 +38,20 @@ class OptimizerConfig(Frozen):
     def decays(self, hf_name: str) -> bool:
         """Return whether weight decay applies to a parameter, by its HF name."""
         return not any(part in hf_name for part in self.undecayed)
+
+    def decay_at(self, rate: float, *, hidden: bool) -> float:
+        """Return AdamW's weight decay at a learning rate, in a hidden matrix or elsewhere."""
+        if self.decay == "independent":
+            return self.weight_decay / self.peak_lr
+        if self.decay == "adamc" and hidden:
+            return self.weight_decay * rate / self.peak_lr
+        return self.weight_decay
+
+    @model_validator(mode="after")
+    def _peak_to_divide_by(self) -> Self:
+        if self.decay != "adamw" and self.peak_lr == 0:
+            raise ValueError(f"decay {self.decay} divides by peak_lr; set a peak_lr above 0")
+        return self
 
 
 class ConstantPhase(Frozen):
@@ -70,6 +95,23 @@ class ScheduleConfig(Frozen):
         if isinstance(self.phase, CosinePhase) and self.phase.horizon_tokens <= self.warmup_tokens:
             raise ValueError(f"the cosine ends within the warm-up of {self.warmup_tokens} tokens")
         return self
+
+
+class SmallerBatch(Frozen):
+    """A stage of the batch-size warm-up."""
+
+    until_step: int = Field(gt=0, description="the last update of the stage")
+    batch_size: int = Field(gt=0, description="sequences per optimizer step, over all ranks")
+
+
+def sequences_at(step: int, stages: tuple[SmallerBatch, ...], batch_size: int) -> int:
+    """Return the sequences of all updates up to `step`: of the stages, then of `batch_size`."""
+    sequences, begin = 0, 0
+    for stage in stages:
+        end = min(step, stage.until_step)
+        sequences += (end - begin) * stage.batch_size
+        begin = end
+    return sequences + (step - begin) * batch_size
 
 
 class Lawa(Frozen):

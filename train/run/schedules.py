@@ -8,7 +8,7 @@ from train.run.optimization import Anneal, ConstantPhase
 
 def _before_anneal(config: RunConfig, step: int) -> float:
     schedule, peak_lr = config.schedule, config.optimizer.peak_lr
-    tokens = step * config.tokens_per_step
+    tokens = config.tokens_at(step)
     if tokens < schedule.warmup_tokens:
         return peak_lr * tokens / schedule.warmup_tokens
     if isinstance(schedule.phase, ConstantPhase):

@@ -9,8 +9,11 @@ from study.machine.hardware import planned
 from study.machine.needs import Needs
 from study.recipes import resolve
 from study.recipes.shown import gpu_hours, trained_tokens
+from train.planning.flops import GPUS
 from train.planning.memory import rank_memory
+from train.planning.plan import fit
 from train.run.config import RunConfig
+from train.run.parallel import ParallelConfig
 from train.run.schedules import learning_rate
 
 STEP = 4_194_304  # tokens of a step of the 7B: 1024 x 4096
@@ -69,9 +72,9 @@ def test_steps_and_tokens():
     # 4 parents, 4 anneals of 11,921 and 3 of 23,842 steps
     total = (4 * 72_000 + 4 * 11_921 + 3 * 23_842) * STEP
     assert trained_tokens(resolve("olmo2-7b-lr", "full")) == total
-    # 47.768 GFLOP a token, as 'train plan' has it, at 40% of 989 TFLOP/s
+    # 47.768 GFLOP a token, as 'train plan' has it, at 45% of 989 TFLOP/s
     assert gpu_hours(resolve("olmo2-7b-lr", "full")) == pytest.approx(
-        total * 47.768e9 / 395.6e12 / 3600, rel=1e-5
+        total * 47.768e9 / 445.05e12 / 3600, rel=1e-5
     )
 
 
@@ -122,19 +125,24 @@ def test_smaller_sizes_go_through_the_same_schedule(recipe, step_tokens, warmup,
 
 
 @pytest.mark.parametrize(
-    ("recipe", "nodes", "gigabytes"),
+    ("recipe", "nodes", "gpu", "pipeline", "gigabytes"),
     [
-        ("olmo2-7b-lr", 1, 75),
-        ("olmo2-7b-lr", 8, 50),
-        ("olmo2-1b-lr", 1, 50),
-        ("olmo2-190m-lr", 1, 41),
-        ("olmo2-30m-lr", 1, 29),
+        ("olmo2-7b-lr", 8, "h100", 2, 64),
+        ("olmo2-7b-lr", 8, "h200", 1, 92),
+        ("olmo2-7b-lr", 1, "h200", 1, 117),
+        ("olmo2-1b-lr", 1, "h100", 1, 50),
+        ("olmo2-190m-lr", 1, "h100", 1, 41),
+        ("olmo2-30m-lr", 1, "h100", 1, 29),
     ],
 )
-def test_runs_fit_gpus_of_80_gb(recipe, nodes, gigabytes):
-    """The figures that the recipe's comment states."""
+def test_layouts_that_the_planner_gives_a_recipe(recipe, nodes, gpu, pipeline, gigabytes):
+    """No model but the 7B is split, and that one only on GPUs of 80 GB."""
     for run in resolve(recipe, "full").trained:
-        assert rank_memory(run, 8 * nodes).bytes / 1e9 == pytest.approx(gigabytes, abs=0.5)
+        fitted = fit(run, 8 * nodes, gpus_per_node=8, gpu=GPUS[gpu])
+        assert fitted is not None
+        assert fitted.parallel == ParallelConfig(pipeline=pipeline)
+        assert (fitted == run) == (pipeline == 1)
+        assert rank_memory(fitted, 8 * nodes).bytes / 1e9 == pytest.approx(gigabytes, abs=0.5)
 
 
 @pytest.mark.parametrize(

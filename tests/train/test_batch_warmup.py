@@ -1,0 +1,83 @@
+"""A run whose first batches are smaller, in both engines: against torch, resumed and branched."""
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from base.frozen import fingerprint
+from tests.runs import make_run, ranks
+from tests.train.test_reference import plain_model
+from tests.train.trajectories import numbers, shard_hashes
+from train.data.batches import batch
+from train.data.corpus import open_corpus
+from train.run.config import BranchFrom
+from train.run.directory import RunDirectory
+from train.run.optimization import ConstantPhase, ScheduleConfig, SmallerBatch
+
+SIZES = [4, 4, 8, 8, 8, 12, 12, 12]
+SETTINGS: dict[str, Any] = {
+    "batch_warmup": (
+        SmallerBatch(until_step=2, batch_size=4),
+        SmallerBatch(until_step=5, batch_size=8),
+    ),
+    "batch_size": 12,
+    "micro_batch_size": 2,
+    "total_steps": 8,
+    "save_steps": (4, 8),
+    # The first five updates have 32 sequences of 32 tokens.
+    "schedule": ScheduleConfig(warmup_tokens=32 * 32, phase=ConstantPhase()),
+}
+RATES = [1e-2 * share for share in (4 / 32, 8 / 32, 16 / 32, 24 / 32, 1, 1, 1, 1)]
+
+
+def losses_by_hand(run) -> list[float]:
+    """Torch's AdamW on consecutive pieces of one order of sequences."""
+    model = plain_model(run)
+    named = dict(model.named_parameters())
+    spared = named.pop("model.embed_tokens.weight")
+    groups = [
+        {"params": list(named.values()), "weight_decay": 0.1},
+        {"params": [spared], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    corpus = open_corpus(run.data.train)
+    rows = batch(corpus, step=1, batch_size=sum(SIZES), sequence_length=32, seed=run.seed)
+    losses = []
+    for tokens_BS, rate in zip(torch.from_numpy(rows).split(SIZES), RATES, strict=True):
+        logits = model(tokens_BS[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten())
+        optimizer.zero_grad()
+        (loss + 1e-5 * logits.logsumexp(-1).square().mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("engine", ["megatron", "deepspeed"])
+def test_smaller_batches_first(tmp_path, inputs, engine):
+    whole = RunDirectory(tmp_path / "run")
+    run = make_run(whole.path, **inputs, engine=engine, **SETTINGS)
+    done = ranks(2, "train", "run", str(whole.path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [row for row in numbers(whole.path) if "loss" in row]
+    assert [row["learning_rate"] for row in rows] == pytest.approx(RATES)
+    assert [row["tokens"] for row in rows] == [32 * sum(SIZES[:step]) for step in range(1, 9)]
+    assert [row["loss"] for row in rows] == pytest.approx(losses_by_hand(run), abs=1e-4)
+
+    # From the middle of a stage: resumed, and as a branch.
+    again, branch = RunDirectory(tmp_path / "again"), RunDirectory(tmp_path / "branch")
+    shutil.copytree(whole.path, again.path)
+    shutil.rmtree(again.checkpoint(8))
+    origin = BranchFrom(run="../run", step=4, fingerprint=fingerprint(run))
+    settings = SETTINGS | {"branch_from": origin, "save_steps": (8,)}
+    make_run(branch.path, **inputs, engine=engine, **settings)
+    for directory in (again, branch):
+        done = ranks(2, "train", "run", str(directory.path))
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert numbers(directory.path)[-4:] == rows[-4:]
+        assert shard_hashes(directory.checkpoint(8)) == shard_hashes(whole.checkpoint(8))

@@ -1,0 +1,125 @@
+"""The rules of weight decay in both engines against AdamW written out, one tensor at a time."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from base.errors import UserError
+from tests.ckpt_tools.checkpoints import read_shards
+from tests.runs import draw_weights, make_run, ranks
+from tests.train.test_reference import plain_model
+from train.run.config import RunConfig, load_run, with_settings
+from train.run.optimization import OptimizerConfig
+from train.run.schedules import learning_rate
+
+DRAWN = torch.Generator().manual_seed(5)
+BATCHES = [torch.randint(0, 320, (8, 33), generator=DRAWN) for _ in range(6)]
+SETTINGS = {"adamc": 2.0, "independent": 0.02}  # rule and a decay that shows
+
+
+def train_all(out: str, *run_dirs: str) -> None:
+    """Worker, on every rank: make one update for each batch; write the weights of every run."""
+    import torch.distributed as dist
+
+    from train.data.batches import Batch
+    from train.distributed import start
+    from train.engines import build_engine
+
+    device = start()
+    for run_dir in map(Path, run_dirs):
+        run = load_run(run_dir / "run.json")
+        engine = build_engine(run, device)
+        draw_weights(engine, run)
+        for step, tokens_BS in enumerate(BATCHES, 1):
+            batch = Batch.of(tokens_BS).of_replica(engine.replica)
+            engine.train_step(batch, learning_rate(run, step), lambda _: True)
+        directory = Path(out) / run_dir.name
+        directory.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        snapshot = engine.snapshot(directory, weights_only=True)
+        snapshot.write()
+        dist.barrier()
+        snapshot.seal()
+        if run.engine == "megatron":
+            from megatron.core import parallel_state
+
+            parallel_state.destroy_model_parallel()
+    engine.close()
+
+
+def decay_by_hand(rule: str, name: str, rate: float, peak: float, strength: float) -> float:
+    """The share of a weight that one step takes away."""
+    if "embed_tokens" in name:
+        return 0.0
+    if rule == "independent":
+        return strength * rate / peak
+    return strength * rate * (rate / peak if "_proj" in name else 1.0)
+
+
+def weights_by_hand(run: RunConfig) -> dict[str, Tensor]:
+    """The weights after the batches, on one process."""
+    model, settings = plain_model(run), run.optimizer
+    named = dict(model.named_parameters())
+    first = {name: torch.zeros_like(weight) for name, weight in named.items()}
+    second = {name: torch.zeros_like(weight) for name, weight in named.items()}
+    for step, tokens_BS in enumerate(BATCHES, 1):
+        logits = model(tokens_BS[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten())
+        model.zero_grad()
+        (loss + 1e-5 * logits.logsumexp(-1).square().mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        rate = learning_rate(run, step)
+        for name, weight in named.items():
+            assert weight.grad is not None
+            first[name] = 0.9 * first[name] + 0.1 * weight.grad
+            second[name] = 0.95 * second[name] + 0.05 * weight.grad**2
+            update = first[name] / (1 - 0.9**step)
+            update /= (second[name] / (1 - 0.95**step)).sqrt() + 1e-8
+            lost = decay_by_hand(settings.decay, name, rate, 1e-2, settings.weight_decay)
+            weight.data = weight.data * (1 - lost) - rate * update
+    return {name: weight.detach() for name, weight in named.items()}
+
+
+def test_rules_of_decay_equal_a_plain_loop(tmp_path, inputs):
+    """Warm-up over 4 steps, then a falling cosine: the rate differs from its peak at most steps."""
+    expected = {}
+    for engine in ("megatron", "deepspeed"):
+        layout = {"tensor": 2} if engine == "megatron" else {}
+        names = []
+        for rule, strength in SETTINGS.items():
+            optimizer = OptimizerConfig(peak_lr=1e-2, decay=rule, weight_decay=strength)
+            directory = tmp_path / f"{engine}-{rule}"
+            run = make_run(directory, **inputs, **layout, engine=engine, optimizer=optimizer)
+            expected[directory.name] = run
+            names.append(str(directory))
+        done = ranks(2, "tests.train.test_decay", str(tmp_path / "out"), *names)
+        assert done.returncode == 0, done.stderr[-3000:]
+    by_rule = {rule: weights_by_hand(expected[f"megatron-{rule}"]) for rule in SETTINGS}
+    start = dict(plain_model(run).named_parameters())
+    for name, run in expected.items():
+        out = tmp_path / "out" / name
+        weights = (
+            read_shards(out, run.model)
+            if run.engine == "megatron"
+            else load_file(out / "model.safetensors")
+        )
+        reference = by_rule[run.optimizer.decay]
+        assert weights.keys() == reference.keys()
+        for key, weight in weights.items():
+            # A gradient near zero moves a weight by the sign of its rounding at first.
+            moved = (reference[key] - start[key]).norm()
+            assert (weight - reference[key]).norm() < 2e-3 * moved, (name, key)
+
+
+def test_a_peak_of_zero_is_refused(tmp_path, inputs):
+    run = make_run(tmp_path / "run", **inputs, peak_lr=0.0)
+    with pytest.raises(UserError, match="set a peak_lr above 0"):
+        with_settings(run, ["optimizer.decay=adamc"])
+
+
+if __name__ == "__main__":
+    train_all(*sys.argv[1:])

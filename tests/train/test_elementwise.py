@@ -1,0 +1,147 @@
+"""The functions between a layer's matrix products: values and gradients against autograd's of plain
+definitions, in transformers where it has them.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import Olmo2Config
+from transformers.models.olmo2 import modeling_olmo2
+
+from train.model import elementwise
+from train.model.elementwise import normed, normed_and_rotated, swiglu
+from train.model.recomputing import recomputed
+
+LENGTH, SEQUENCES, HEADS, WIDTH, EPS, BASE = 64, 2, 4, 16, 1e-6, 500_000.0
+SIZE = HEADS * WIDTH
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def differentiated(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """Return the output, and the gradients of its product with random numbers."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    output = function(*leaves)
+    (output * draw(*output.shape, seed=9)).sum().backward()
+    return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def assert_equal(function: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs) -> None:
+    """fp32 sums of some hundred terms in another order: 1e-6 of the largest."""
+    pairs = zip(differentiated(function, *inputs), differentiated(plain, *inputs), strict=True)
+    for ours, expected in pairs:
+        assert (ours - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+def fused(qkv: Tensor, query_weight: Tensor, key_weight: Tensor) -> Tensor:
+    """Queries and keys as views of one tensor, as a layer has them; both in one output."""
+    query, key, _ = qkv.unflatten(-1, (HEADS, 3 * WIDTH)).split(WIDTH, -1)
+    weights = (weight.view(HEADS, WIDTH) for weight in (query_weight, key_weight))
+    return torch.stack(
+        normed_and_rotated(query, key, *weights, rotary_base=BASE, eps=EPS, group=None)
+    )
+
+
+def by_transformers(qkv: Tensor, query_weight: Tensor, key_weight: Tensor) -> Tensor:
+    config = Olmo2Config(
+        hidden_size=SIZE,
+        num_attention_heads=HEADS,
+        rope_parameters={"rope_type": "default", "rope_theta": BASE},
+    )
+    rotary = modeling_olmo2.Olmo2RotaryEmbedding(config)
+    cos, sin = rotary(qkv, torch.arange(LENGTH)[None])
+    query, key, _ = qkv.unflatten(-1, (HEADS, 3 * WIDTH)).split(WIDTH, -1)
+    heads = []
+    for x_SBND, weight in ((query, query_weight), (key, key_weight)):
+        norm = modeling_olmo2.Olmo2RMSNorm(SIZE, EPS)
+        del norm.weight
+        norm.weight = weight
+        normed_SBND = norm(x_SBND.flatten(2)).unflatten(-1, (HEADS, WIDTH))
+        heads.append(normed_SBND.permute(1, 2, 0, 3))
+    turned = modeling_olmo2.apply_rotary_pos_emb(*heads, cos, sin)
+    return torch.stack([x.permute(2, 0, 1, 3) for x in turned])
+
+
+QKV = draw(LENGTH, SEQUENCES, 3 * SIZE) * 3
+WEIGHTS = draw(SIZE, seed=1).abs() + 0.5, draw(SIZE, seed=2).abs() + 0.5
+
+
+def test_queries_and_keys_are_those_of_transformers():
+    assert_equal(fused, by_transformers, QKV, *WEIGHTS)
+
+
+def test_bf16_queries_and_keys_are_rounded_once():
+    """One rounding to 8 bits leaves 1.65e-3; one more, after the norm, would leave 2.3e-3."""
+    rounded = [x.bfloat16() for x in (QKV, *WEIGHTS)]
+    exact = by_transformers(*(x.float() for x in rounded))
+    error = (fused(*rounded).float() - exact).norm() / exact.norm()
+    assert error < 1.7e-3
+
+
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_a_norm_with_its_residual(with_residual):
+    x, residual, weight = draw(LENGTH, SEQUENCES, SIZE), draw(LENGTH, SEQUENCES, SIZE, seed=3), 0
+
+    def ours(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        return normed(x, weight, EPS, residual if with_residual else None)
+
+    def plain(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        return F.rms_norm(x, (SIZE,), weight, EPS) + (residual if with_residual else 0)
+
+    weight = WEIGHTS[0]
+    assert_equal(ours, plain, x, weight, residual)
+
+
+def test_swiglu():
+    def plain(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return gate / (1 + torch.exp(-gate)) * up
+
+    assert_equal(swiglu, plain, draw(LENGTH, SEQUENCES, 2 * SIZE))
+
+
+def test_torch_compiles_each_into_one_graph():
+    """What a GPU runs: traced whole, forward and backward, and equal to what a CPU runs."""
+    query, key, _ = QKV.unflatten(-1, (HEADS, 3 * WIDTH)).split(WIDTH, -1)
+    heads, weights = [query, key], [weight.view(HEADS, WIDTH) for weight in WEIGHTS]
+    turns = elementwise.rotations(LENGTH, WIDTH, BASE, QKV.device)
+    _, inverses = elementwise._heads(heads, weights, *turns, EPS, None)
+    x, gate_up = draw(LENGTH, SEQUENCES, SIZE), draw(LENGTH, SEQUENCES, 2 * SIZE)
+    _, inverse = elementwise._normed(x, WEIGHTS[0], x, EPS)
+    for function, *arguments in (
+        (elementwise._heads, heads, weights, *turns, EPS, None),
+        (elementwise._heads_gradients, heads, weights, inverses, [key, query], *turns, None),
+        (elementwise._normed, x, WEIGHTS[0], x, EPS),
+        (elementwise._normed_gradients, x, WEIGHTS[0], inverse, x.flip(0)),
+        (elementwise._swiglu, gate_up),
+        (elementwise._swiglu_gradient, gate_up, x),
+    ):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(*arguments), function(*arguments))
+
+
+def test_what_is_recomputed_is_not_kept():
+    """Only the input of SwiGLU is kept for a product with its output, whose gradient is the same."""
+    weight, gate_up = draw(SIZE, 8), draw(LENGTH, SEQUENCES, 2 * SIZE)
+    kept: list[Tensor] = []
+
+    def product(gate_up: Tensor, weight: Tensor) -> Tensor:
+        output = swiglu(gate_up)
+        with recomputed((output,), lambda: (swiglu(gate_up),)):
+            return output @ weight
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    expected = differentiated(lambda x, w: swiglu(x) @ w, gate_up, weight)
+    assert all(map(torch.equal, differentiated(product, gate_up, weight), expected))
+    with saved_tensors_hooks(pack, lambda x: x):
+        product(gate_up.requires_grad_(), weight.requires_grad_())
+    assert {x.untyped_storage().data_ptr() for x in kept} <= {gate_up.untyped_storage().data_ptr()}

@@ -1,0 +1,112 @@
+"""Permanent checkpoints of weights alone: what is written, resumed from, exported and refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from base.errors import UserError
+from ckpt_tools.checkpoint import open_weights, verified_record
+from ckpt_tools.export import export
+from ckpt_tools.formats.weights import read_whole
+from tests.runs import make_run, python, start_ranks
+from tests.train.stalled import stalling
+from tests.train.test_branching import edit, make_branch
+from tests.train.trajectories import numbers, tree
+from tests.waiting import wait_until
+from train.run.branching import check_parent
+from train.run.config import SavingConfig, load_run
+from train.run.directory import CHECKPOINT_JSON, RunDirectory
+from train.run.environment import attempts
+from train.run.optimization import Lawa
+
+SAVING: dict[str, Any] = {"asynchronous": True, "restart_every_steps": 4}
+
+
+def weights_of(checkpoint):
+    weights = open_weights(checkpoint, verified_record(checkpoint))
+    return {name: read_whole(weights, name) for name in weights.tensors}
+
+
+def full(directory: RunDirectory) -> dict[int, bool]:
+    """By step of every permanent checkpoint whether training may resume from it."""
+    return {
+        step: verified_record(directory.checkpoint(step)).is_full
+        for step in directory.complete_steps()
+    }
+
+
+def losses(run_dir, *, after: int = 0) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in numbers(run_dir) if row["step"] > after}
+
+
+def test_weights_alone_lose_nothing(trained, tmp_path, inputs):
+    """Stopped at a permanent step, killed between two, ended, and started once more."""
+    whole, lean = RunDirectory(trained("dp1")), RunDirectory(tmp_path / "lean")
+    steps: dict[str, Any] = {"full_steps": (10,), "average_steps": (20,)}
+    make_run(
+        lean.path,
+        **inputs,
+        save_steps=(1, 10, 13, 20),
+        averages=(Lawa(interval_steps=2, window=2),),
+        saving=SavingConfig(**SAVING, **steps),
+    )
+    command = ["train", "run", str(lean.path)]
+
+    lean.stop_file.touch()  # preempted at step 1, which keeps weights
+    assert python(*command).returncode == 0
+    assert full(lean) == {1: False}
+    assert lean.complete_restarts() == [1]
+
+    never = stalling(tmp_path / "never", step=16)
+    killed = start_ranks(1, "tests.train.stalled", *command, variables=never)
+    wait_until((lean.checkpoint(13) / CHECKPOINT_JSON).exists, "step 13 saved", killed)
+    killed.kill()
+    assert full(lean) == {1: False, 10: True, 13: False}
+    replayed = tree(lean.checkpoint(13))
+
+    assert python(*command).returncode == 0
+    assert attempts(lean.environment_json)[-1]["resumed_from_step"] == 12  # not the weights of 13
+    assert full(lean) == {1: False, 10: True, 13: False, 20: False}
+    assert tree(lean.checkpoint(13)) == replayed  # a complete checkpoint is never replaced
+    assert lean.complete_restarts() == []
+    averages = [path.name for path in lean.checkpoints.glob("lawa*")]
+    assert averages == ["lawa2x2-step00000020"]
+    assert losses(lean.path) == losses(whole.path)
+    for step in (10, 20):
+        found, expected = (weights_of(run.checkpoint(step)) for run in (lean, whole))
+        assert all(found[name].equal(expected[name]) for name in expected), step
+    assert export(lean.checkpoint(20), tmp_path / "hf")["max_absolute_error"] < 1e-4
+
+    before = tree(lean.checkpoints)
+    assert python(*command).returncode == 0
+    assert tree(lean.checkpoints) == before
+    assert json.loads(lean.status_json.read_text())["status"] == "done"
+
+
+def test_a_branch_takes_optimizer_state(tmp_path, inputs):
+    """From where its parent keeps it; from weights alone it is refused. With DeepSpeed."""
+    parent, child = RunDirectory(tmp_path / "parent"), tmp_path / "child"
+    saving, engine = SavingConfig(**SAVING, full_steps=(10,)), {"engine": "deepspeed"}
+    make_run(parent.path, **inputs, **engine, save_steps=(10, 13, 20), saving=saving)
+    assert python("train", "run", str(parent.path)).returncode == 0
+    make_branch(child, parent.path, inputs, **engine)
+    assert python("train", "run", str(child)).returncode == 0
+    assert losses(child) == losses(parent.path, after=10)
+    make_branch(tmp_path / "refused", parent.path, inputs, **engine)
+    edit(tmp_path / "refused", {"branch_from": {"step": 13}})
+    with pytest.raises(UserError, match=r"weights only.* with 13 in saving\.full_steps"):
+        check_parent(load_run(tmp_path / "refused" / "run.json"), parent)
+
+
+@pytest.mark.parametrize(
+    ("saving", "reason"),
+    [
+        ({"full_steps": ()}, "set saving.restart_every_steps too"),
+        ({**SAVING, "full_steps": (11,)}, "saving.full_steps has 11, which save_steps has not"),
+        ({**SAVING, "average_steps": (7,)}, "saving.average_steps has 7, which save_steps has not"),
+    ],
+)
+def test_what_could_lose_a_run_or_names_no_checkpoint_is_refused(tmp_path, inputs, saving, reason):
+    with pytest.raises(ValueError, match=reason):
+        make_run(tmp_path / "run", **inputs, saving=SavingConfig(**saving))

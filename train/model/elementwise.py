@@ -1,0 +1,235 @@
+"""The functions between the matrix products of a layer: in fp32, rounded to their dtype once.
+
+These are the norms of queries and keys with the rotary embedding, a norm with the residual it is
+added to, and SwiGLU. Their gradients are written out, so backward keeps inputs only, and each
+compiles to a pass or two over its tensors on a GPU. `train.megatron.layers` calls them.
+
+Shapes: S tokens, B sequences, N heads of this rank, D head size, H hidden size, F intermediate
+size of this rank. A norm is over all axes after the first two.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from train.model.rotary import rotated, rotations
+
+Group = dist.ProcessGroup | None  # ranks that have other heads of the same tokens
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled_on_gpu(function: Function) -> Function:
+    """Return the function compiled by torch where there is a GPU; a CPU runs it line by line."""
+    return torch.compile(function) if torch.cuda.is_available() else function
+
+
+def _over_ranks(sums: list[Tensor], group: Group) -> list[Tensor]:
+    """Return sums over the features of several tensors, added over ranks in one reduction."""
+    if group is None:
+        return sums
+    stacked = torch.stack(sums)
+    dist.all_reduce(stacked, group=group)
+    return list(stacked)
+
+
+def _num_features(x: Tensor, group: Group) -> int:
+    return x[0, 0].numel() * (1 if group is None else group.size())
+
+
+def _inverse_rms(tensors: Sequence[Tensor], eps: float, group: Group) -> list[Tensor]:
+    """Return 1 / sqrt(mean of squares + eps) per token and tensor: [S, B, 1, ...] in fp32."""
+    norms = [
+        torch.linalg.vector_norm(x, dim=tuple(range(2, x.dim())), keepdim=True, dtype=torch.float32)
+        for x in tensors
+    ]
+    squares = _over_ranks([norm.square() for norm in norms], group)
+    return [
+        torch.rsqrt(square / _num_features(x, group) + eps)
+        for x, square in zip(tensors, squares, strict=True)
+    ]
+
+
+def _norm_gradients(
+    tensors: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    inverses: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    group: Group,
+) -> list[Tensor]:
+    """Return the gradients of norms by their inputs, then by their weights.
+
+    With n = x / rms(x) and y = w n: dw is the sum of dy n over tokens, and
+    dx = (w dy - n <w dy, n> / features) / rms(x).
+    """
+    normed = [x * inverse for x, inverse in zip(tensors, inverses, strict=True)]
+    products = [dy * n for dy, n in zip(gradients, normed, strict=True)]
+    dots = _over_ranks(
+        [
+            (product.flatten(2) @ weight.float().flatten()).view_as(inverse)
+            for product, weight, inverse in zip(products, weights, inverses, strict=True)
+        ],
+        group,
+    )
+    by_input = []
+    for x, n, weight, inverse, dy, dot in zip(
+        tensors, normed, weights, inverses, gradients, dots, strict=True
+    ):
+        along = (dy * weight.float()).mul_(inverse)
+        by_input.append(along.addcmul_(n, dot * inverse / -_num_features(x, group)).to(x.dtype))
+    by_weight = [
+        product.sum((0, 1)).to(w.dtype) for product, w in zip(products, weights, strict=True)
+    ]
+    return by_input + by_weight
+
+
+@compiled_on_gpu
+def _normed(
+    x: Tensor, weight: Tensor, residual: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    (inverse,) = _inverse_rms([x], eps, None)
+    normed = (x * inverse).mul_(weight)
+    if residual is not None:
+        normed.add_(residual)
+    return normed.to(x.dtype), inverse
+
+
+@compiled_on_gpu
+def _normed_gradients(x: Tensor, weight: Tensor, inverse: Tensor, gradient: Tensor) -> list[Tensor]:
+    return _norm_gradients([x], [weight], [inverse], [gradient.float()], None)
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, eps: float) -> Tensor:
+        normed, inverse = _normed(x, weight, residual, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        ctx.has_residual = residual is not None
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        by_input, by_weight = _normed_gradients(*ctx.saved_tensors, gradient)
+        return by_input, by_weight, gradient if ctx.has_residual else None, None
+
+
+def normed(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """Return the RMSNorm of x [S, B, H], added to the residual if there is one."""
+    result: Tensor = _Normed.apply(x, weight, residual, eps)
+    return result
+
+
+@compiled_on_gpu
+def _heads(
+    heads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    group: Group,
+) -> tuple[list[Tensor], list[Tensor]]:
+    inverses = _inverse_rms(heads, eps, group)
+    outputs = [
+        rotated((x * inverse).mul_(weight), cos, sin).to(x.dtype)
+        for x, weight, inverse in zip(heads, weights, inverses, strict=True)
+    ]
+    return outputs, inverses
+
+
+@compiled_on_gpu
+def _heads_gradients(
+    heads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    inverses: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    group: Group,
+) -> list[Tensor]:
+    back = [rotated(gradient, cos, -sin) for gradient in gradients]
+    return _norm_gradients(heads, weights, inverses, back, group)
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        query_weight: Tensor,
+        key_weight: Tensor,
+        turns: tuple[Tensor, Tensor],
+        eps: float,
+        group: Group,
+    ) -> tuple[Tensor, ...]:
+        outputs, inverses = _heads([query, key], [query_weight, key_weight], *turns, eps, group)
+        ctx.save_for_backward(query, key, query_weight, key_weight, *inverses)
+        ctx.turns, ctx.group = turns, group
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+        saved = ctx.saved_tensors
+        inputs = _heads_gradients(
+            saved[:2], saved[2:4], saved[4:], gradients, *ctx.turns, ctx.group
+        )
+        return *inputs, None, None, None
+
+
+def normed_and_rotated(
+    query_SBND: Tensor,
+    key: Tensor,
+    query_weight_ND: Tensor,
+    key_weight: Tensor,
+    *,
+    rotary_base: float,
+    eps: float,
+    group: Group,
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys after their norms over all heads and the rotary embedding.
+
+    A norm is over the heads of all ranks of `group`: one reduction for queries and keys together,
+    forward and backward. A plain all-reduce of the squares alone would get the gradient wrong.
+    Positions count from 0.
+    """
+    length, head_dim = query_SBND.shape[0], query_SBND.shape[-1]
+    turns = rotations(length, head_dim, rotary_base, query_SBND.device)
+    query, key = _Heads.apply(query_SBND, key, query_weight_ND, key_weight, turns, eps, group)
+    return query, key
+
+
+@compiled_on_gpu
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+@compiled_on_gpu
+def _swiglu_gradient(gate_up: Tensor, gradient: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    by_gate = torch.ops.aten.silu_backward(gradient * up, gate)
+    return torch.cat((by_gate, F.silu(gate).mul_(gradient)), -1)
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return _swiglu(gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return _swiglu_gradient(*ctx.saved_tensors, gradient)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up, [S, B, F], of [gate, up] in one tensor [S, B, 2 F]."""
+    result: Tensor = _SwiGlu.apply(gate_up)
+    return result

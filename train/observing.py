@@ -1,0 +1,86 @@
+"""Norms by layer and the largest attention logits, at the steps for which a run asks for them.
+
+`train.loop` calls `observed_step` in place of the engine's, and `forward_figures` after it.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from train.data.batches import Batch
+from train.distributed import gathered
+from train.engine import Engine, StepResult
+
+Accept = Callable[[StepResult], bool]
+Key = TypeVar("Key", str, int)
+
+
+def observed_step(
+    engine: Engine, batch: Batch, learning_rate: float, accept: Accept
+) -> tuple[StepResult, dict[str, float]]:
+    """Run the engine's `train_step`; return also L2 norms by layer, and outside the layers.
+
+    The keys are weight_norm (after the update), gradient_norm (before clipping) and update_norm (of
+    the difference that the update made, decay included), each with /layers.3 or /lm_head.
+    """
+    squares: dict[str, float] = defaultdict(float)
+    before: list[Tensor] = []
+
+    def add(kind: str, values: list[Tensor]) -> None:
+        for name, value in engine.by_parameter(values):
+            norm = torch.linalg.vector_norm(value, dtype=torch.float64).item()
+            squares[f"{kind}/{_part(name)}"] += norm**2
+
+    def observe(result: StepResult) -> bool:
+        """Look at the gradient where it is whole and not yet clipped."""
+        add("gradient_norm", engine.gradients())
+        before.extend(weights.to("cpu", copy=True) for weights in engine.weights())
+        return accept(result)
+
+    result = engine.train_step(batch, learning_rate, observe)
+    add("weight_norm", engine.weights())
+    add(
+        "update_norm",
+        [
+            weights - kept.to(weights.device)
+            for weights, kept in zip(engine.weights(), before, strict=True)
+        ],
+    )
+    totals = _summed(gathered(squares))
+    return result, {key: math.sqrt(total) for key, total in totals.items()}
+
+
+def _summed(dictionaries: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
+    totals: dict[Key, float] = defaultdict(float)
+    for dictionary in dictionaries:
+        for key, value in dictionary.items():
+            totals[key] += value
+    return totals
+
+
+def _part(name: str) -> str:
+    """Return the part of the model of an HF name: 'layers.3', 'embed_tokens', 'norm', 'lm_head'."""
+    layer = re.search(r"layers\.\d+", name)
+    return layer[0] if layer else name.split(".")[-2]
+
+
+def forward_figures(engine: Engine, batch: Batch) -> dict[str, float]:
+    """Return figures of a forward pass, by layer: residual_rms/layers.3, attention_logit_max/...
+
+    Every rank gives the same sequences, so ranks that share a layer add equal or disjoint parts.
+    """
+    records = gathered(engine.record_forward(batch))
+    squares = _summed(record.squares for record in records)
+    elements = _summed(record.elements for record in records)
+    figures = {}
+    for layer in sorted(squares):
+        figures[f"residual_rms/layers.{layer}"] = math.sqrt(squares[layer] / elements[layer])
+        figures[f"attention_logit_max/layers.{layer}"] = max(
+            record.logits[layer] for record in records if layer in record.logits
+        )
+    return figures
