@@ -66,6 +66,14 @@ def gpus_here() -> list[Gpu]:
     return gpus if chosen is None else [_named(name.strip(), gpus) for name in chosen.split(",")]
 
 
+def has_gpu() -> bool:
+    """Return whether there is a GPU that CUDA_VISIBLE_DEVICES leaves."""
+    try:
+        return bool(gpus_here())
+    except UserError:
+        return False
+
+
 def _gpu(number: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(number)
     # Version 2 has what the driver reserves apart.
@@ -92,6 +100,22 @@ def _named(name: str, gpus: list[Gpu]) -> Gpu:
         f"CUDA_VISIBLE_DEVICES names {name}, and the GPUs here are 0 to {len(gpus) - 1} (slices of"
         " MIG are not supported); correct it, or unset it"
     )
+
+
+def near_cpus(uuid: str) -> set[int]:
+    """Return the CPUs of the NUMA node of a GPU; none where the driver cannot tell."""
+    words_of_cpus = -(-(os.cpu_count() or 1) // 64)
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
+        words = pynvml.nvmlDeviceGetCpuAffinityWithinScope(
+            handle, words_of_cpus, pynvml.NVML_AFFINITY_SCOPE_NODE
+        )
+    except pynvml.NVMLError:
+        return set()
+    return {
+        64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1
+    }
 
 
 def check_torch() -> None:

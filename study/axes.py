@@ -76,6 +76,7 @@ QUANTITIES: dict[str, _Quantity] = {  # in the order in which labels have them
         "anneal", _anneal_tokens, "tokens", implied_by=("batch_size", "schedule", "tokens")
     ),
     "batch_warmup": _Quantity("smaller batches first", _batch_warmup),
+    "matrices": _Quantity("optimizer of matrices", lambda run: run.optimizer.matrices),
     "decay": _Quantity("rule of weight decay", lambda run: run.optimizer.decay),
     "seed": _Quantity("seed", lambda run: str(run.seed)),
 }

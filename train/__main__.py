@@ -5,10 +5,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from base.cli import run_command
+from base.cli import options_of, run_command
 from base.environment import is_rank_zero
 from base.errors import UserError
 from train.run.config import RunConfig, load_run, with_settings
+from train.run.directory import RunDirectory
+from train.run.launch import Launch, set_variables
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
@@ -130,8 +132,10 @@ def verify(
 
 
 @app.command()
+@options_of(Launch)
 def run(
     run_dir: Annotated[Path, typer.Argument(help="directory with a run.json")],
+    settings: Launch,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -146,7 +150,8 @@ def run(
     """Train a run to the end of its run.json; resume it from its newest undamaged checkpoint.
 
     SIGUSR1, SIGTERM or a file RUN_DIR/STOP ends it after its next step with a checkpoint;
-    RUN_DIR/status.json says how it ended.
+    RUN_DIR/status.json says how it ended. Ranks that hang are ended, and named; the same command
+    resumes.
 
     Example: torchrun --nproc-per-node 2 -m train run runs/tiny/lr3e-3
     """
@@ -158,11 +163,15 @@ def run(
     if set_:
         run_dir, config = _changed(run_dir.resolve(), set_)
     choose(device)
+    set_variables(config, RunDirectory(run_dir), settings)
+    import torch
+
     from train.loop import train
 
+    torch.use_deterministic_algorithms(settings.deterministic)
     if set_ and is_rank_zero():
         typer.echo(f"training {run_dir}")
-    train(run_dir, config)
+    train(run_dir, config, settings)
 
 
 def _changed(run_dir: Path, settings: list[str]) -> tuple[Path, RunConfig]:

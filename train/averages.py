@@ -96,7 +96,7 @@ class Averages:
             _mean_into(shard, [member[index] for member in members])
         self._engine.publish_weights()
         yield
-        for shard, kept in zip(weights, own, strict=True):
+        for shard, kept in zip(self._engine.weights(), own, strict=True):
             shard.copy_(kept)
         self._engine.publish_weights()
 

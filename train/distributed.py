@@ -1,13 +1,19 @@
 """The processes of one attempt: their device, their groups, and how they agree."""
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
+from base.gpus import near_cpus
 from base.ranks import own_gpu
+
+# Of a collective: until the first step is made, and always where ranks wait for each other's disk.
+PATIENT = timedelta(minutes=30)
 
 # One gloo group for flags and small objects: they never wait for a GPU stream.
 _control: list[dist.ProcessGroup] = []
@@ -19,14 +25,39 @@ def start() -> torch.device:
     Raises:
         UserError: more processes on this node than GPUs.
     """
-    device = own_gpu() if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = own_gpu()
+        _bind_to_numa_node(device)
     if not dist.is_initialized():
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
         for key, value in alone.items():
             os.environ.setdefault(key, value)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    _control[:] = [dist.new_group(backend="gloo")]
+        if device.type == "cuda":  # with its device NCCL connects at once: a bad GPU shows here
+            dist.init_process_group("nccl", timeout=PATIENT, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=PATIENT)
+    _control[:] = [dist.new_group(backend="gloo", timeout=PATIENT)]
     return device
+
+
+def _bind_to_numa_node(device: torch.device) -> None:
+    """Keep this process, and its later threads, on the CPUs beside its GPU.
+
+    That is what torchrun --numa-binding does by numactl, which few containers have. CPUs that the
+    user or SLURM has not given stay out, and where too few are left nothing changes.
+    """
+    allowed = os.sched_getaffinity(0)
+    near = allowed & near_cpus(str(torch.cuda.get_device_properties(device).uuid))
+    if len(near) >= len(allowed) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 0:
+        os.sched_setaffinity(0, near)
+
+
+def limit_collectives(seconds: float) -> None:
+    """Set the timeout of every group that this rank is in, except that of flags and objects."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not _control[0]:
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def from_rank_zero(value: Any) -> Any:

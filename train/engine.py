@@ -89,7 +89,8 @@ class Engine(Protocol):
     def weights(self) -> list[Tensor]:
         """Return the fp32 main weights of this rank, flat and live.
 
-        The optimizer continues from what is written to them.
+        The optimizer continues from what is written to them. Ask again after a snapshot, which may
+        be copying them still: what the GPU computes after the call waits for it.
         """
         ...
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from base import stopping
 from base.environment import is_rank_zero
 from base.errors import UserError
 from base.files import write_json
@@ -24,16 +23,20 @@ from train.checkpoints.resuming import Start, resume
 from train.checkpoints.saver import Saver
 from train.checkpoints.writing import remove_unfinished
 from train.data.batches import Batch, RunData, open_data
-from train.distributed import from_rank_zero, gathered, largest, start
+from train.distributed import start
 from train.engine import Engine, StepResult
 from train.engines import build_engine
-from train.monitoring import RANKS_EVERY_STEPS, RankClock, peak_memory_bytes, speed_of
+from train.monitoring import RANKS_EVERY_STEPS, RankClock, speed_of
 from train.observing import forward_figures, observed_step
 from train.prefetch import Prefetch
 from train.run.config import RunConfig, dump_run
 from train.run.directory import PROBE_SEQUENCES, PROBE_TOKENS, RunDirectory
+from train.run.launch import Launch
 from train.run.metrics import MetricsWriter
 from train.run.schedules import learning_rate
+from train.running.agreement import Agreement
+from train.running.profiling import Profile
+from train.running.watchdog import Phase, Watchdog
 from train.spikes import StepJudge
 
 HELD_OUT_LOSS = "held_out_loss"
@@ -60,10 +63,8 @@ class _Training:
         self.attempt = Attempt(directory, self.engine.layout)
         self.metrics: MetricsWriter | None = None
         self.step = 0
-        self.stop_reason = ""  # what asked this rank to stop
-        self.stopping = False  # any rank was asked to
 
-    def begin(self) -> Start:
+    def begin(self, launch: Launch) -> Start:
         """Load the newest checkpoint, or the origin of the run; set up what logs and saves."""
         run, directory = self.run, self.directory
         if dist.get_rank() == 0:
@@ -74,6 +75,8 @@ class _Training:
             self.engine, run, directory, data_sha256=self.data.sha256, attempt=self.attempt.number
         )
         self.step, record = begun.step, begun.record
+        self.profile = Profile(launch.profiled_steps, directory.profile)
+        self.profile.check(begun.step, run.total_steps)
         self.attempt.amend(
             resumed_from_step=begun.step if record else None, quarantined=begun.quarantined
         )
@@ -89,7 +92,9 @@ class _Training:
         self.saver = Saver(
             run.saving, self.engine, directory, self.attempt, self.probe_BS, self.log
         )
+        self.agreement = Agreement(directory, self.attempt, self.saver)
         self.clock = RankClock(directory.ranks, self.attempt.number)
+        self.watchdog = Watchdog(directory, self.attempt, launch.hang_seconds)
         return begun
 
     def log(self, step: int, **values: float) -> None:
@@ -97,17 +102,18 @@ class _Training:
         if self.metrics:
             self.metrics.append(step, self.run.tokens_at(step), **values)
 
-    def run_to_end(self) -> None:
+    def run_to_end(self, launch: Launch) -> None:
         """Train until the last step or until asked to stop."""
         total = self.run.total_steps
-        begun = self.begin()
+        begun = self.begin(launch)
         if begun.record is None:
             self.evaluate_and_save(None)
-        self.raise_failures(self.batches.failure(self.step + 1))
+        self.agreement.raise_failures(self.step, self.batches.failure(self.step + 1))
         with Progress(self.run.name, total, done=self.step) as progress:
-            while self.step < total and not self.stopping:
+            while self.step < total and not self.agreement.stopping:
                 self.step += 1
-                result, speed = self.train_step()
+                with self.profile.around(self.step):
+                    result, speed = self.train_step()
                 self.evaluate_and_save(result.loss)
                 if self.step % RANKS_EVERY_STEPS == 0:
                     self.clock.report(self.step)
@@ -127,13 +133,17 @@ class _Training:
         figures: dict[str, float] = {}
         self.clock.start()
         batch = self.batches(step)
+        self.watchdog.enter(step, Phase.COMPUTE)
         if observes:
             result, figures = observed_step(self.engine, batch, rate, self.judge.accept)
         else:
             result = self.engine.train_step(batch, rate, self.judge.accept)
+        self.watchdog.enter(step, Phase.READ)
         failure = self.batches.failure(step + 1)
         speed = speed_of(run, step, self.clock.stop())
-        memory_bytes, writing = self.share(failure)
+        self.watchdog.enter(step, Phase.AGREE)
+        memory_bytes, writing = self.agreement.share(step, failure)
+        self.watchdog.enter(step, Phase.SAVE)
 
         row: dict[str, float] = {
             **result._asdict(),
@@ -155,42 +165,6 @@ class _Training:
         self.log(step, **row, **figures)
         self.saver.advance(writing=writing)
         return result, speed["tokens_per_second"]
-
-    def share(self, failure: str | None) -> tuple[float, bool]:
-        """Return the largest peak of memory, in bytes, and whether any rank still writes a save.
-
-        Ranks also learn of each other's requests to stop, and of a `failure` to read.
-
-        Raises:
-            SupersededError: a newer attempt has begun.
-            UserError: a rank cannot read the next batch.
-        """
-        rank_zero = dist.get_rank() == 0
-        stop_file = self.directory.stop_file if rank_zero else None
-        self.stop_reason = stopping.requested(stop_file) or self.stop_reason
-        successor = self.attempt.successor() if rank_zero else None
-        flags = [bool(self.stop_reason), self.saver.writing, successor is not None, bool(failure)]
-        stop, writing, superseded, failed, memory_bytes = largest(
-            [*map(float, flags), float(peak_memory_bytes())]
-        )
-        if superseded:
-            raise SupersededError(from_rank_zero(successor))
-        self.stopping = stop > 0
-        if failed and not self.stopping:
-            self.raise_failures(failure)
-        return memory_bytes, writing > 0
-
-    def raise_failures(self, failure: str | None) -> None:
-        """Raise on every rank that one of them cannot read the next batch, if so.
-
-        Raised there alone, the error would leave the others waiting for it in their next step.
-        """
-        for rank, reason in enumerate(gathered(failure)):
-            if reason:
-                self.saver.flush()
-                raise UserError(
-                    f"rank {rank} cannot read its batch of step {self.step + 1}: {reason}"
-                )
 
     def not_learning(self, figures: str) -> UserError:
         """Return the error of a run that must not continue."""
@@ -223,7 +197,7 @@ class _Training:
         step, run, directory = self.step, self.run, self.directory
         permanent, every = step in run.save_steps, run.saving.restart_every_steps
         full = permanent and run.saving.keeps_state(step)
-        due = self.stopping or (every is not None and step > 0 and step % every == 0)
+        due = self.agreement.stopping or (every is not None and step > 0 and step % every == 0)
         restart = due and not full and step < run.total_steps
         losses: dict[str, float] = {}
         if permanent or step % run.evaluate_every_steps == 0:
@@ -291,8 +265,9 @@ class _Training:
             place = f"step {self.step} of {self.run.total_steps}"
             if is_rank_zero():
                 print(f"stopped at {place}; the same command resumes", flush=True)
-            reason = f"asked to stop by {self.stop_reason or 'another rank'}"
+            reason = f"asked to stop by {self.agreement.stop_reason or 'another rank'}"
             self.attempt.end("preempted", self.step, reason)
+        self.watchdog.close()
         self.engine.close()
 
     def fail(self, reason: str) -> None:
@@ -303,7 +278,7 @@ class _Training:
             self.attempt.end("failed", self.step, reason)
 
 
-def train(run_path: Path, run: RunConfig) -> None:
+def train(run_path: Path, run: RunConfig, launch: Launch) -> None:
     """Train a run to its end, or until it is asked to stop, from its newest checkpoint if any.
 
     status.json says how it ended. UserError for anything that keeps the run from continuing.
@@ -314,9 +289,12 @@ def train(run_path: Path, run: RunConfig) -> None:
     data = open_data(run, directory, verify_hashes=is_rank_zero())
     training = _Training(run, directory, data)
     try:
-        training.run_to_end()
+        training.run_to_end(launch)
     except SupersededError:
         raise
     except BaseException as error:
-        training.fail(" ".join(str(error).split()) or type(error).__name__)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        training.fail(reason)
+        if launch.deterministic and "deterministic implementation" in reason:  # torch's words
+            raise UserError(f"--deterministic: {reason}; train without it") from error
         raise

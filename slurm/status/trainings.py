@@ -73,26 +73,26 @@ def training_of(study_dir: Path, run: RunConfig) -> Training:
 def straggler_of(ranks_jsonl: Path) -> str | None:
     """Describe the slowest rank of the newest report, if beyond STRAGGLER times the median.
 
-    All ranks wait for the slowest, so only the time that each one's own process is busy tells them
-    apart.
+    All ranks wait for the slowest, so only what each does alone tells them apart: the time of a
+    fixed product on its GPU, or the time that its process is busy on a CPU.
     """
     rows = _newest_attempt(tail_rows(ranks_jsonl, RANKS_TAIL_BYTES))
-    last = [
-        row
-        for row in rows
-        if row["step"] == rows[-1]["step"] and row.get("busy_seconds_p50", 0) > 0
-    ]
+    last = [row for row in rows if row["step"] == rows[-1]["step"] and _alone_seconds(row) > 0]
     if len(last) < 2:
         return None
-    typical = median(row["busy_seconds_p50"] for row in last)
-    slowest = max(last, key=lambda row: float(row["busy_seconds_p50"]))
-    ratio = slowest["busy_seconds_p50"] / typical
+    typical = median(map(_alone_seconds, last))
+    slowest = max(last, key=_alone_seconds)
+    ratio = _alone_seconds(slowest) / typical
     if ratio <= STRAGGLER:
         return None
     return (
         f"rank {slowest['rank']} on {slowest['host']} computes {ratio:.2f} times as long as the"
         f" median of {len(last)} ranks"
     )
+
+
+def _alone_seconds(row: dict[str, Any]) -> float:
+    return float(row.get("product_seconds", row.get("busy_seconds_p50", 0)))
 
 
 def tail_rows(path: Path, size: int) -> list[dict[str, Any]]:

@@ -59,7 +59,11 @@ def _in_words(training: TrainingLayout) -> str:
     split = f"ZeRO stage {run.zero.stage}"
     if run.engine == "megatron":
         split = f"tensor {run.parallel.tensor}, pipeline {run.parallel.pipeline}"
-    recomputed = ", layers recomputed" if run.recompute == "layers" else ""
+    recomputed = {
+        "none": "",
+        "selective": ", norms and SwiGLU recomputed",
+        "layers": ", layers recomputed",
+    }[run.recompute]
     return (
         f"{_gpus(ranks)}, {split}, micro batch {run.micro_batch_size}{recomputed};"
         f" {rank_memory(run, ranks).bytes / GB:.1f} GB of each"

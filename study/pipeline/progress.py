@@ -110,6 +110,12 @@ class StudyProgress:
             self._print(line)
         self.refresh()
 
+    def again(self, steps: list[Step], line: str) -> None:
+        """Count steps as open that will be started again, and print why."""
+        for step in steps:
+            del self.running[step.name]
+        self._print(line)
+
     def refresh(self) -> None:
         """Update the bar; without a terminal print the last line of each step now and then."""
         eta = _clock(self.eta_seconds())

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,11 @@ from study.pipeline.ledger import Ledger
 from study.pipeline.progress import StudyProgress
 from study.pipeline.step import COMMAND_PROMPT, Machine, Step, batches, log_path, resolve, shared
 from study.pipeline.steps import ONLINE
+from train.run.launch import HUNG
 
 PROJECT = Path(__file__).resolve().parents[2]
 ERROR_PREFIX = "error: "
+HANGS = 3  # of a step, after each of which it is resumed
 MODELS_PER_PROCESS = 12  # its imports take some seconds, as much as one tiny checkpoint
 
 
@@ -60,12 +63,12 @@ def child_environment(kind: str, gpus: tuple[str, ...] = ()) -> dict[str, str]:
     }
 
 
-def last_error(log: Path, start: int) -> str | None:
-    """Return the last 'error: ...' line a step wrote to its log after byte `start`."""
+def last_error(log: Path, start: int, prefix: str = ERROR_PREFIX) -> str | None:
+    """Return the last line 'error: ...' that a step wrote to its log after byte `start`."""
     with log.open("rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
-    return next((line for line in reversed(lines) if line.startswith(ERROR_PREFIX)), None)
+    return next((line for line in reversed(lines) if line.startswith(prefix)), None)
 
 
 class Runner:
@@ -90,6 +93,7 @@ class Runner:
         self.running: list[_Running] = []
         self.complete: set[str] = set()
         self.failures: list[UserError | StepError] = []  # one per step
+        self.hangs = Counter[str]()  # by step
         self.progress = StudyProgress(directory.name, steps, self._share, self.ledger)
 
     def run(self) -> None:
@@ -216,13 +220,20 @@ class Runner:
         failed = [step for step in running.steps if step not in made]
         if not failed:
             return
+        first = failed[0]
+        hang = last_error(running.log, running.log_start, HUNG) if status else None
+        if hang and first.resumes and self.hangs[first.name] < HANGS:
+            self.hangs[first.name] += 1
+            self.pending |= {step.name: step for step in failed}
+            self.progress.again(failed, f"step {first.name} is resumed: {hang}")
+            return
         reason = last_error(running.log, running.log_start) if status else None
         if status == 0:
-            missing = self.ledger.missing_outputs(failed[0])[0]
+            missing = self.ledger.missing_outputs(first)[0]
             why = f"it ended well but left no {missing}; move what it left away and run again"
         else:
-            why = reason or f"it ended with status {status}; read the log"
-        line = f"step {failed[0].name} failed, log {running.log}: {why}"
+            why = reason or hang or f"it ended with status {status}; read the log"
+        line = f"step {first.name} failed, log {running.log}: {why}"
         self.failures += [UserError(line) if reason else StepError(line)] * len(failed)
         self.progress.closed(failed, line)
 

@@ -17,6 +17,7 @@ from study.recipes.parts import PROFILES, Recipe, learning_rate_name
 from study.recipes.pythia import (
     pythia_70m_kumar,
     pythia_160m_budgets,
+    pythia_160m_decay,
     pythia_160m_lawa,
     pythia_160m_lr,
     pythia_160m_schedules,
@@ -43,7 +44,7 @@ RECIPES: dict[str, Recipe] = {
     for recipe in (
         *(tiny, olmo2_7b_lr, olmo2_7b_lr_cosine300b, olmo2_1b_lr, olmo2_190m_lr, olmo2_30m_lr),
         *(pythia_160m_lr, pythia_160m_schedules, pythia_160m_weight_decay, pythia_160m_budgets),
-        *(pythia_160m_lawa, pythia_70m_kumar),
+        *(pythia_160m_decay, pythia_160m_lawa, pythia_70m_kumar),
     )
 }
 

@@ -26,8 +26,9 @@ from study.recipes.parts import (
 from study.text.kinds import Text, TokenFile
 from train.data.config import RepetitionFilter
 from train.model.presets import OLMO2_7B, olmo2
-from train.run.config import RunConfig, SavingConfig
+from train.run.config import RunConfig
 from train.run.optimization import CosinePhase, Lawa, OptimizerConfig, ScheduleConfig
+from train.run.saving import SavingConfig
 
 SOURCES = (
     "the ablation: arXiv 2501.00656, section 4.1, figure 11, table 8",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from study.axes import amount_name
 from study.definition import Study
@@ -25,7 +25,7 @@ from study.recipes.parts import (
 from study.text.kinds import TokenFile
 from train.model.config import ModelConfig
 from train.model.presets import PYTHIA_70M, PYTHIA_160M, pythia
-from train.run.config import RunConfig, SavingConfig
+from train.run.config import RunConfig
 from train.run.optimization import (
     Anneal,
     ConstantPhase,
@@ -34,6 +34,7 @@ from train.run.optimization import (
     OptimizerConfig,
     ScheduleConfig,
 )
+from train.run.saving import SavingConfig
 
 SOURCES = (
     (
@@ -89,6 +90,7 @@ def run(
     model: ModelConfig = PYTHIA_160M,
     peak_lr: float = PEAK,
     weight_decay: float = 0.1,
+    decay: Literal["adamw", "adamc"] = "adamw",
     anneal: Anneal | None = None,
     averages: tuple[Lawa, ...] = (),
 ) -> RunConfig:
@@ -102,7 +104,11 @@ def run(
         engine="deepspeed",
         model=SMALL_MODEL if smoke else model,
         optimizer=OptimizerConfig(
-            peak_lr=peak_lr, weight_decay=weight_decay, undecayed=("bias", "norm"), z_loss=0.0
+            peak_lr=peak_lr,
+            weight_decay=weight_decay,
+            decay=decay,
+            undecayed=("bias", "norm"),
+            z_loss=0.0,
         ),
         schedule=ScheduleConfig(
             warmup_tokens=tokens_of(4 if smoke else 1_900, smoke),
@@ -228,6 +234,16 @@ def pythia_160m_weight_decay(*, smoke: bool = False) -> Study:
     """
     decays = (0.1, 1.0) if smoke else (0.01, 0.03, 0.1, 0.3, 1.0)
     return measured(sweep(partial(whole, smoke=smoke), weight_decay=decays), smoke)
+
+
+@recipe
+def pythia_160m_decay(*, smoke: bool = False) -> Study:
+    """Pythia-160M under WSD, decayed as in AdamW and as in AdamC, 100B tokens each.
+
+    arXiv 2510.06213, figure 20. In the anneal AdamC (arXiv 2506.02285) decays the linear layers by
+    the square of the learning rate. Peak and weight decay are those of the other recipes.
+    """
+    return measured(sweep(partial(whole, smoke=smoke), decay=("adamw", "adamc")), smoke)
 
 
 @recipe

@@ -30,6 +30,7 @@ def _schedule(run: RunConfig) -> str:
 def _of_run(run: RunConfig) -> dict[str, str]:
     """The settings of a training in words, by name."""
     model, optimizer = run.model, run.optimizer
+    algorithm = "Muon and AdamW" if optimizer.matrices == "muon" else "AdamW"
     sizes = " to ".join(map(str, run.batch_sizes))
     return {
         "model": f"{FAMILIES[model.family]}, {model.num_hidden_layers} layers, width"
@@ -37,7 +38,7 @@ def _of_run(run: RunConfig) -> dict[str, str]:
         "training": f"{run.total_steps} steps of {sizes} x {run.data.sequence_length}"
         f" tokens, {run.precision}",
         "schedule": _schedule(run),
-        "optimizer": f"AdamW, betas {optimizer.beta1:g} and {optimizer.beta2:g}, weight decay"
+        "optimizer": f"{algorithm}, betas {optimizer.beta1:g} and {optimizer.beta2:g}, weight decay"
         f" {optimizer.weight_decay:g} ({optimizer.decay}), seed {run.seed}",
     }
 

@@ -37,6 +37,7 @@ def run_params(run: AnyRun) -> dict[str, str]:
             "decay": run.optimizer.decay,
             "engine": run.engine,
             "horizon_tokens": getattr(phase, "horizon_tokens", None),
+            "matrices": run.optimizer.matrices,
             "parameters": sum(math.prod(shape) for shape in shapes.values()),
             "peak_lr": run.optimizer.peak_lr,
             "precision": run.precision,

@@ -83,6 +83,7 @@ def save_shards(imported: str, out: str) -> None:
     device = start()
     from megatron.core import parallel_state
 
+    from train.host_memory import HostMemory
     from train.megatron.model import (
         build_model,
         global_parameters,
@@ -102,7 +103,8 @@ def save_shards(imported: str, out: str) -> None:
         for name, parameter in global_parameters(megatron).items():
             parameter.copy_(weight_shard(name, lambda each: read_whole(weights, each), model))
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(True)}
-    snapshot = ShardedSnapshot({"model": megatron.sharded_state_dict(metadata=metadata)}, Path(out))
+    state = {"model": megatron.sharded_state_dict(metadata=metadata)}
+    snapshot = ShardedSnapshot(state, Path(out), HostMemory(device))
     snapshot.write()
     snapshot.seal()
     os._exit(0)

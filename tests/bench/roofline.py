@@ -11,31 +11,41 @@ from inspect import getdoc
 from study.recipes import resolve
 from train.planning.flops import GPUS
 from train.planning.plan import fitting_layouts
-from train.planning.speed import EXPECTED, PESSIMISTIC, Passes, Rates, Roofline
+from train.planning.speed import EXPECTED, FUSED, PESSIMISTIC, Kernels, Passes, Rates, Roofline
 from train.run.config import RunConfig
 from train.run.parallel import ParallelConfig
 
 GPUS_OF_STUDY, GPUS_PER_NODE = 64, 8
 
 # Reads and writes of commit ebb3161, kernel by kernel, in bf16; an fp32 tensor counts twice.
-EBB3161 = Passes(
-    # q and k: joined 2; to fp32 3, square 4, sum 2, times root 4, times weight 4, to bf16 3;
-    # backward 3, 4, 8 for the weight, 4, 8 for the root, square 8, sum of two 6, 3.
-    # Rotation: rotate halves 3, times cos 2, times sin 2, sum 3; backward 2, 2, halves 5, sums 6.
-    heads=2 + 20 + 44 + 10 + 15,
-    # silu 2, times up 3; backward silu 2, two products 6, silu's gradient 3, copy 2
-    gate=5 + 13,
+EBB3161 = Kernels(
+    forward=Passes(
+        # joined 2; to fp32 3, square 4, sum 2, times root 4, times weight 4, to bf16 3; halves
+        # turned 3, times cos 2, times sin 2, sum 3
+        heads=2 + 20 + 10,
+        joined=0,
+        gate=2 + 3,  # silu; times up
+        stream=2 * (2 + 3),  # norm; sum
+    ),
+    backward=Passes(
+        # cos 2, sin 2, halves 5, sums 6; to fp32 3, weight 4 and 8, root 4 and 8, square 8, sum 6,
+        # to bf16 3
+        heads=15 + 44,
+        joined=2,
+        gate=2 + 6 + 3 + 2,  # silu, two products, silu's gradient, copy
+        stream=2 * (5 + 3),
+    ),
+    again=Passes(0, 0, 0, 0),
     # to fp32 6, maximum 4, difference 8, exp 8, sum 4; backward difference 8, exp 8, product 8,
     # zeros 4, sum 12, to bf16 6
     logit=76,
-    weight=10,  # bf16 read, fp32 read and written, by a kernel of its own
-    kernels=108,
+    head=10,  # read in bf16, added in fp32
+    count=108,
 )
 RATES_EBB3161 = EXPECTED._replace(
     # FlashAttention-2, which torch takes by itself
     attention_forward=PESSIMISTIC.attention_forward,
     attention_backward=PESSIMISTIC.attention_backward,
-    accumulated=1.0,
     hidden=0.0,
     host=EXPECTED.host + 0.15,  # every rank read the whole batch, in so long on a CPU
 )

@@ -49,6 +49,7 @@ def checks(place: Place) -> dict[str, Callable[[Place], list[Figure]]]:
         "GPTQ, block": gptq.block_seconds,
         "Hessian, seconds": hessian.seconds,
         "saves": training.saves,
+        "snapshots": training.snapshots,
         "Transformer Engine": training.other_kernels,
         "fp8": training.fp8,
     }

@@ -19,9 +19,10 @@ from train.data.manifest import Manifest
 from train.model.config import ModelConfig
 from train.model.families import hf_settings
 from train.model.presets import OLMO2_1B, OLMO2_190M
-from train.run.config import RunConfig, SavingConfig, dump_run
+from train.run.config import RunConfig, dump_run
 from train.run.directory import RunDirectory
 from train.run.optimization import ConstantPhase, OptimizerConfig, ScheduleConfig
+from train.run.saving import SavingConfig
 
 # Processes forked from one that has imported what takes seconds, and that has not asked CUDA for
 # anything. There is one fork server in a process: `tests.gpu.__main__` decides what it imports.

@@ -17,6 +17,7 @@ from ckpt_tools.formats.weights import read_whole
 from tests.gpu.figures import Figure, SkippedError
 from tests.gpu.place import Place, make_run, random_tokens, train
 from train.data.batches import Batch
+from train.host_memory import HostMemory
 from train.model.config import ModelConfig
 from train.model.families import parameter_shapes
 from train.planning.flops import flops_per_token, peak_flops
@@ -43,7 +44,11 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
     sizes = place.sizes
     steps = sizes.compared_steps
     for name in ("cpu", "gpu"):
-        make_run(place.work / name, sizes.compared, sizes.compared_length, steps=steps)
+        make_run(
+            *(place.work / name, sizes.compared, sizes.compared_length),
+            steps=steps,
+            observe_every_steps=steps // 2,
+        )
         train(place.work / name, "cpu" if name == "cpu" else place.device)
     again = place.work / "again"
     shutil.copytree(place.work / "gpu", again)
@@ -142,7 +147,7 @@ def saves(place: Place) -> list[Figure]:
     ]
     stall = statistics.median(row["save_stall_seconds"] for row in rows)
     whole = statistics.median(row["save_seconds"] for row in rows)
-    parameters = _parameters(run)
+    parameters = _parameters_of(run.model)
     size = f"{parameters / 1e6:.0f}M parameters, {14 * parameters / 1e9:.2g} GB"
     note = "an asynchronous save is to hold training up for less than half of its own time"
     return [
@@ -153,8 +158,32 @@ def saves(place: Place) -> list[Figure]:
     ]
 
 
-def _parameters(run: RunConfig) -> int:
-    return sum(torch.Size(shape).numel() for shape in parameter_shapes(run.model).values())
+def snapshots(place: Place) -> list[Figure]:
+    """Two snapshots in a row, each of values that change once it is fenced off."""
+    memory = HostMemory(torch.device(place.device))
+    elements = _parameters_of(place.sizes.saved)
+    live = torch.arange(elements, dtype=torch.int32, device=place.device)
+    waits, apart_by = [], 0.0
+    copies = []
+    for _ in range(2):
+        began_at = time.perf_counter()
+        copies.append(memory.copied([live]))
+        memory.fence()
+        waits.append(time.perf_counter() - began_at)
+        live.add_(1)
+    for index, copy in enumerate(copies):
+        copy.wait()
+        expected = torch.arange(elements, dtype=torch.int32) + index
+        apart_by = max(apart_by, float((copy.tensors[0] - expected).abs().max()))
+    size = f"{4 * elements / 1e9:.2g} GB"
+    return [
+        Figure(f"two snapshots of {size}", apart_by, "largest difference", most=0.0),
+        Figure(f"snapshot of {size}: seconds of the host", waits[1], "s"),
+    ]
+
+
+def _parameters_of(model: ModelConfig) -> int:
+    return sum(torch.Size(shape).numel() for shape in parameter_shapes(model).values())
 
 
 def speed(place: Place, name: str) -> list[Figure]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.gpu.__main__ import checks
 from tests.gpu.place import IN_SMALL, Place
-from tests.rehearsal.stand_in import gpu
+from tests.rehearsal.stand_in import gpu, without_attention_kernels
 
 initialize = dist.init_process_group
 
@@ -19,6 +19,6 @@ def run_one(name: str, work: Path, out: Path) -> None:
     gloo = mock.patch.object(
         dist, "init_process_group", lambda _nccl, **settings: initialize("gloo", **settings)
     )
-    with gloo, gpu():
+    with gloo, gpu(), without_attention_kernels():
         figures = checks(place)[name](place)
     out.write_text(json.dumps([figure.described() for figure in figures]))

@@ -13,7 +13,7 @@ can differentiate.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -228,6 +229,25 @@ def _place() -> str | None:
     return None
 
 
+class Ordered:
+    """A stream of the stand-in, on which everything is done at once."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        pass
+
+    def wait_stream(self, other: "Ordered") -> None:
+        """Nothing to wait for."""
+
+    def record_event(self) -> SimpleNamespace:
+        """An event that has happened."""
+        return SimpleNamespace(synchronize=lambda: None)
+
+
+def without_attention_kernels() -> Any:
+    """Training attends by products of matrices, within the context; enter it after `gpu()`."""
+    return mock.patch("train.megatron.layers.FUSED_ATTENTION", [SDPBackend.MATH])
+
+
 @contextmanager
 def gpu(left: str | None = None) -> Iterator[StandIn]:
     """One stand-in is the GPU of this machine, while it lasts; what was made on it is useless
@@ -245,7 +265,14 @@ def gpu(left: str | None = None) -> Iterator[StandIn]:
         "memory_reserved": lambda device=None: 0,
         "mem_get_info": lambda device=None: (80 * 10**9, 80 * 10**9),
         "synchronize": lambda device=None: None,
-        "get_device_properties": lambda device=None: SimpleNamespace(total_memory=80 * 10**9),
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            total_memory=80 * 10**9, uuid="0"
+        ),
+        "Stream": Ordered,
+        "current_stream": Ordered,
+        "stream": nullcontext,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *memory: 0),
+        "check_error": lambda status: None,
     }
     torch._C._set_only_lift_cpu_tensors(
         True
@@ -256,6 +283,8 @@ def gpu(left: str | None = None) -> Iterator[StandIn]:
     try:
         with (
             mock.patch.multiple("torch.cuda", **answers),
+            # A GPU runs some functions compiled; here they run line by line.
+            mock.patch("torch.compile", lambda function=None, **_: function or (lambda f: f)),
             mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
             Unnumbered(),
             StandIn(left) as stand_in,

@@ -11,9 +11,10 @@ from unittest import mock
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.rehearsal.stand_in import gpu
+from tests.rehearsal.stand_in import gpu, without_attention_kernels
 from train.run.config import load_run
 from train.run.directory import RunDirectory
+from train.run.launch import Launch
 
 initialize = dist.init_process_group
 
@@ -23,7 +24,7 @@ def train(path: Path) -> None:
     from train.loop import train as loop
 
     with sdpa_kernel(SDPBackend.MATH):
-        loop(path, load_run(RunDirectory(path).run_json))
+        loop(path, load_run(RunDirectory(path).run_json), Launch())
 
 
 if __name__ == "__main__":
@@ -32,9 +33,10 @@ if __name__ == "__main__":
         train(Path(path))
     else:
         gloo = mock.patch.object(
-            dist, "init_process_group", lambda _nccl, **settings: initialize("gloo", **settings)
+            dist, "init_process_group", lambda _nccl, timeout, device_id: initialize("gloo")
         )
-        with gloo, gpu(*left) as stand_in:
+        timed = mock.patch("train.monitoring.product_seconds", lambda: 1.0)
+        with gloo, timed, gpu(*left) as stand_in, without_attention_kernels():
             train(Path(path))
         assert stand_in.places
         assert not stand_in.on_cpu, stand_in.on_cpu

@@ -15,9 +15,9 @@ from tests.runs import make_run, ranks, start_ranks
 from tests.train.stalled import stalling
 from tests.train.trajectories import numbers, shard_hashes
 from tests.waiting import wait_until
-from train.run.config import SavingConfig
 from train.run.directory import RunDirectory
 from train.run.environment import attempts
+from train.run.saving import SavingConfig
 
 # An attempt is killed within so many seconds of its first step, and comes no further than so many
 # steps.

@@ -15,9 +15,9 @@ from tests.train.trajectories import numbers, shard_hashes
 from train.data.config import DataConfig
 from train.data.corpus import open_corpus
 from train.data.prepare import prepare
-from train.run.config import SavingConfig
 from train.run.directory import RunDirectory, read_checkpoint_record
 from train.run.optimization import Ema, Lawa
+from train.run.saving import SavingConfig
 
 LAWA, EMA = Lawa(interval_steps=3, window=3), Ema(decay=0.8, interval_steps=2)
 STEPS = 14

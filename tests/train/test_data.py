@@ -114,7 +114,7 @@ def test_documents_start_after_the_end_of_text(opened, mix):
     """In both kinds of token file, in training and held-out sequences, and in a replica's rows."""
     for settings in ({}, {"train": str(mix), "order": "olmo"}):
         data, inside = opened(**settings, document_mask=True), 0
-        for whole in (*map(data.batch, range(1, 9)), data.held_out()):
+        for whole in (*map(data.batch, range(1, 9)), *data.held_out().values()):
             assert whole.starts_BS is not None
             for tokens, starts in zip(whole.tokens_BS.tolist(), whole.starts_BS, strict=True):
                 first = [place == 0 or tokens[place - 1] == 0 for place in range(LENGTH)]

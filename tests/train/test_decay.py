@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,34 +22,70 @@ BATCHES = [torch.randint(0, 320, (8, 33), generator=DRAWN) for _ in range(6)]
 SETTINGS = {"adamc": 2.0, "independent": 0.02}  # rule and a decay that shows
 
 
-def train_all(out: str, *run_dirs: str) -> None:
-    """Worker, on every rank: make one update for each batch; write the weights of every run."""
-    import torch.distributed as dist
+def train_all(out: str, *turns: str) -> None:
+    """Worker, on every rank: make one update for each batch; write the weights at the end.
 
-    from train.data.batches import Batch
+    Runs joined by a comma take turns, each with its share of the batches, and hand over by a
+    checkpoint; the weights are written by the last one's name.
+    """
     from train.distributed import start
-    from train.engines import build_engine
 
     device = start()
-    for run_dir in map(Path, run_dirs):
-        run = load_run(run_dir / "run.json")
-        engine = build_engine(run, device)
-        draw_weights(engine, run)
-        for step, tokens_BS in enumerate(BATCHES, 1):
-            batch = Batch.of(tokens_BS).of_replica(engine.replica)
-            engine.train_step(batch, learning_rate(run, step), lambda _: True)
-        directory = Path(out) / run_dir.name
-        directory.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        snapshot = engine.snapshot(directory, weights_only=True)
-        snapshot.write()
-        dist.barrier()
-        snapshot.seal()
-        if run.engine == "megatron":
-            from megatron.core import parallel_state
+    for turn in turns:
+        run_dirs = [Path(run_dir) for run_dir in turn.split(",")]
+        share = len(BATCHES) // len(run_dirs)
+        for index, run_dir in enumerate(run_dirs):
+            last = index == len(run_dirs) - 1
+            if index:
+                engine = engine_of(run_dir, device, Path(out) / run_dirs[index - 1].name)
+            else:
+                engine = engine_of(run_dir, device, None)
+            train(engine, range(share * index + 1, share * (index + 1) + 1))
+            write(engine, Path(out) / run_dir.name, weights_only=last)
+            if engine.run.engine == "megatron":
+                from megatron.core import parallel_state
 
-            parallel_state.destroy_model_parallel()
+                parallel_state.destroy_model_parallel()
     engine.close()
+
+
+def engine_of(run_dir: Path, device: torch.device, checkpoint: Path | None) -> Any:
+    from train.engines import build_engine
+
+    run = load_run(run_dir / "run.json")
+    engine = build_engine(run, device)
+    if checkpoint:
+        engine.load(checkpoint)
+    else:
+        draw_weights(engine, run)
+    return engine
+
+
+def train(engine: Any, steps: range) -> None:
+    from train.data.batches import Batch
+
+    for step in steps:
+        batch = Batch.of(BATCHES[step - 1]).of_replica(engine.replica)
+        engine.train_step(batch, learning_rate(engine.run, step), lambda _: True)
+
+
+def write(engine: Any, directory: Path, *, weights_only: bool) -> None:
+    import torch.distributed as dist
+
+    directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    snapshot = engine.snapshot(directory, weights_only=weights_only)
+    snapshot.write()
+    dist.barrier()
+    snapshot.seal()
+    dist.barrier()
+
+
+def read(run: RunConfig, directory: Path) -> dict[str, Tensor]:
+    """The whole weights that a run wrote, by HF name."""
+    if run.engine == "megatron":
+        return read_shards(directory, run.model)
+    return load_file(directory / "model.safetensors")
 
 
 def decay_by_hand(rule: str, name: str, rate: float, peak: float, strength: float) -> float:
@@ -88,12 +125,13 @@ def test_rules_of_decay_equal_a_plain_loop(tmp_path, inputs):
     """Warm-up over 4 steps, then a falling cosine: the rate differs from its peak at most steps."""
     expected = {}
     for engine in ("megatron", "deepspeed"):
-        layout = {"tensor": 2} if engine == "megatron" else {}
+        tensor = 2 if engine == "megatron" else 1
         names = []
         for rule, strength in SETTINGS.items():
-            optimizer = OptimizerConfig(peak_lr=1e-2, decay=rule, weight_decay=strength)
+            settings = {"peak_lr": 1e-2, "decay": rule, "weight_decay": strength}
+            optimizer = OptimizerConfig.model_validate(settings)
             directory = tmp_path / f"{engine}-{rule}"
-            run = make_run(directory, **inputs, **layout, engine=engine, optimizer=optimizer)
+            run = make_run(directory, **inputs, tensor=tensor, engine=engine, optimizer=optimizer)
             expected[directory.name] = run
             names.append(str(directory))
         done = ranks(2, "tests.train.test_decay", str(tmp_path / "out"), *names)
@@ -101,12 +139,7 @@ def test_rules_of_decay_equal_a_plain_loop(tmp_path, inputs):
     by_rule = {rule: weights_by_hand(expected[f"megatron-{rule}"]) for rule in SETTINGS}
     start = dict(plain_model(run).named_parameters())
     for name, run in expected.items():
-        out = tmp_path / "out" / name
-        weights = (
-            read_shards(out, run.model)
-            if run.engine == "megatron"
-            else load_file(out / "model.safetensors")
-        )
+        weights = read(run, tmp_path / "out" / name)
         reference = by_rule[run.optimizer.decay]
         assert weights.keys() == reference.keys()
         for key, weight in weights.items():

@@ -16,6 +16,7 @@ from tests.runs import make_run, ranks
 from train.data.batches import Batch
 from train.data.config import DataConfig
 from train.engines import build_engine
+from train.model.documents import attention_in_documents, document_bounds
 from train.observing import forward_figures
 from train.run.config import load_run, with_settings
 
@@ -86,7 +87,9 @@ def check_observed_figures(engine) -> None:
 
 def check_transformer_engines_format() -> None:
     """Its attention is given [T, N, D] and bounds, and returns [T, N x D]."""
-    from train.megatron.packing import attention_in_documents, packed_documents, with_documents
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from train.megatron.transformer_engine import with_documents
 
     class Attention(torch.nn.Module):
         def forward(self, query_TND, key, value, mask, packed_seq_params):
@@ -102,9 +105,11 @@ def check_transformer_engines_format() -> None:
 
     starts_BS = batch().starts_BS
     assert starts_BS is not None
-    documents = packed_documents(starts_BS, torch.device("cpu"))
+    bounds = document_bounds(starts_BS)
+    longest = int(bounds.diff().max())
+    documents = PackedSeqParams("sbhd", bounds, bounds, None, None, longest, longest)
     query, key, value = torch.randn(3, LENGTH, 8, 2, 4, generator=torch.Generator().manual_seed(1))
-    ours = attention_in_documents(query, key, value, documents)
+    ours = attention_in_documents(query, key, value, bounds, longest)
     theirs = with_documents(Attention)()(query, key, value, None, packed_seq_params=documents)
     torch.testing.assert_close(theirs, ours)
 

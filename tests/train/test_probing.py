@@ -71,7 +71,7 @@ def test_every_module_puts_out_what_it_does_in_transformers(trained, tmp_path, l
     assert probe.keys() == outside | inside
     model = exported_model(checkpoint, tmp_path / "hf")
     assert largest_error(probe, plain_probe(model, input_ids)) < (
-        3e-2 if "bf16" in layout else 3e-6
+        2e-2 if "bf16" in layout else 3e-6
     )
 
 

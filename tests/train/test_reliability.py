@@ -12,10 +12,10 @@ from tests.interpreter import interpreter
 from tests.runs import error_line, execute, make_run, python, torchrun
 from tests.train.trajectories import flip_a_byte, last_step, numbers, shard_hashes, started
 from tests.waiting import HANG_SECONDS, wait_until
-from train.run.config import SavingConfig
 from train.run.directory import CHECKPOINT_JSON, RunDirectory
 from train.run.environment import attempts, record_attempt
 from train.run.optimization import SpikeConfig
+from train.run.saving import SavingConfig
 
 FILE_LIMIT = 100_000  # bytes: metrics fit, shards do not
 

@@ -9,9 +9,9 @@ from tests.runs import ended, execute, make_run, ranks, start_ranks, torchrun
 from tests.train.stalled import stalling
 from tests.train.trajectories import last_step, numbers, shard_hashes, started
 from tests.waiting import HANG_SECONDS, wait_until
-from train.run.config import SavingConfig
 from train.run.directory import RunDirectory
 from train.run.environment import attempts
+from train.run.saving import SavingConfig
 
 
 def status(directory):

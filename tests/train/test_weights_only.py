@@ -15,10 +15,11 @@ from tests.train.test_branching import edit, make_branch
 from tests.train.trajectories import numbers, tree
 from tests.waiting import wait_until
 from train.run.branching import check_parent
-from train.run.config import SavingConfig, load_run
+from train.run.config import load_run
 from train.run.directory import CHECKPOINT_JSON, RunDirectory
 from train.run.environment import attempts
 from train.run.optimization import Lawa
+from train.run.saving import SavingConfig
 
 SAVING: dict[str, Any] = {"asynchronous": True, "restart_every_steps": 4}
 
@@ -87,7 +88,8 @@ def test_weights_alone_lose_nothing(trained, tmp_path, inputs):
 def test_a_branch_takes_optimizer_state(tmp_path, inputs):
     """From where its parent keeps it; from weights alone it is refused. With DeepSpeed."""
     parent, child = RunDirectory(tmp_path / "parent"), tmp_path / "child"
-    saving, engine = SavingConfig(**SAVING, full_steps=(10,)), {"engine": "deepspeed"}
+    saving = SavingConfig(**SAVING, full_steps=(10,))
+    engine: dict[str, Any] = {"engine": "deepspeed"}
     make_run(parent.path, **inputs, **engine, save_steps=(10, 13, 20), saving=saving)
     assert python("train", "run", str(parent.path)).returncode == 0
     make_branch(child, parent.path, inputs, **engine)

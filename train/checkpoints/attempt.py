@@ -6,6 +6,7 @@ import socket
 import time
 from typing import IO, Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from base import stopping
@@ -14,6 +15,7 @@ from base.files import write_json
 from train.distributed import from_rank_zero, gathered
 from train.run.directory import RunDirectory
 from train.run.environment import amend_attempt, attempts, record_attempt
+from train.run.launch import recorded_variables
 
 
 class SupersededError(UserError):
@@ -42,7 +44,13 @@ class Attempt:
         if self._rank_zero:
             directory.path.mkdir(exist_ok=True)
             if self._take_lock():
-                number = record_attempt(directory.environment_json, hosts=hosts, layout=layout)
+                number = record_attempt(
+                    directory.environment_json,
+                    hosts=hosts,
+                    layout=layout,
+                    variables=recorded_variables(),
+                    deterministic=torch.are_deterministic_algorithms_enabled(),
+                )
         self.number: int = from_rank_zero(number)
         if not self.number:
             raise UserError(
@@ -90,6 +98,10 @@ class Attempt:
         if self._rank_zero:
             if status != "failed":
                 self._directory.stop_file.unlink(missing_ok=True)
-            marker = {"status": status, "step": step, "attempt": self.number, "reason": reason}
-            write_json(self._directory.status_json, marker | {"time": time.time()})
+            self.record_end(status, step, reason)
         stopping.ignore()
+
+    def record_end(self, status: str, step: int, reason: str) -> None:
+        """Write status.json."""
+        marker = {"status": status, "step": step, "attempt": self.number, "reason": reason}
+        write_json(self._directory.status_json, marker | {"time": time.time()})

@@ -103,7 +103,8 @@ def _record(checkpoint: Path) -> tuple[CheckpointRecord | None, str | None]:
             record = read_checkpoint_record(checkpoint)
         except UserError as error:
             damage = str(error)
-    return from_rank_zero((record, damage))
+    record, damage = from_rank_zero((record, damage))
+    return record, damage
 
 
 def _damage(checkpoint: Path, record: CheckpointRecord) -> str | None:

@@ -16,8 +16,8 @@ from train.checkpoints.attempt import Attempt, SupersededError
 from train.checkpoints.writing import Checkpoint, agreed, remove_checkpoint
 from train.distributed import from_rank_zero
 from train.engine import Engine
-from train.run.config import SavingConfig
 from train.run.directory import RunDirectory
+from train.run.saving import SavingConfig
 
 
 class Saver:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from base.errors import UserError
 from train.deepspeed.sharding import Partition, Piece, by_piece
+from train.host_memory import Copies, HostMemory
 from train.run.directory import MODEL_WEIGHTS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -31,14 +32,18 @@ RESTORE = "restore it, or move it away to resume from the checkpoint before it"
 class StateFiles:
     """A copy of this rank's state, independent of the engine: `train.engine.Snapshot`."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, memory: HostMemory) -> None:
+        self._directory, self._memory = directory, memory
+        self._copies: list[Copies] = []
         self._files: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {}
 
     def add_model(self, parameters: dict[str, Tensor]) -> None:
         """Copy the weights that the model computes with."""
-        model = {name: each.detach().to("cpu", copy=True) for name, each in parameters.items()}
-        self._files[MODEL_WEIGHTS] = (model, {"format": "pt"})
+        self._files[MODEL_WEIGHTS] = (self._copied(parameters), {"format": "pt"})
+
+    def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        self._copies.append(self._memory.copied(list(tensors.values())))
+        return dict(zip(tensors, self._copies[-1].tensors, strict=True))
 
     def add_state(
         self, partitions: list[Partition], kinds: dict[str, list[Tensor]], step: int
@@ -53,18 +58,22 @@ class StateFiles:
         tensors, starts = {}, {}
         for kind, values in kinds.items():
             for piece, value in by_piece(partitions, values):
-                tensors[f"{kind}/{piece.name}"] = value.detach().to("cpu", copy=True)
+                tensors[f"{kind}/{piece.name}"] = value
                 starts[piece.name] = piece.start
         world_size = dist.get_world_size()
         metadata = {"world_size": world_size, "step": step, "starts": starts}
         name = f"optimizer-{dist.get_rank():05d}-of-{world_size:05d}.safetensors"
-        self._files[name] = (tensors, {"state": json.dumps(metadata)})
+        self._files[name] = (self._copied(tensors), {"state": json.dumps(metadata)})
 
     def write(self) -> list[str]:
         """Write this rank's files, without a collective; return their names."""
+        for copies in self._copies:
+            copies.wait()
         for name, (tensors, metadata) in self._files.items():
             save_file(tensors, self._directory / name, metadata)
             (self._directory / name).chmod(0o644)
+        for copies in self._copies:
+            copies.release()
         return sorted(self._files)
 
     def seal(self) -> list[str]:

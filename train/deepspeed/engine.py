@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from base.errors import UserError
+from train import muon
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.deepspeed.checkpoint import MOMENTS, StateFiles, read_state
@@ -23,6 +24,7 @@ from train.deepspeed.settings import deepspeed_config
 from train.deepspeed.sharding import by_piece, sharding_of
 from train.engine import Snapshot, StepResult
 from train.forward_record import ForwardRecord
+from train.host_memory import HostMemory
 from train.model.families import hidden_matrices
 from train.run.config import RunConfig
 
@@ -51,6 +53,7 @@ class DeepSpeedEngine:
         )
         self._sharding = sharding_of(self._engine, self._parameters)
         self._partitions = self._sharding.partitions()
+        self._memory = HostMemory(device)
         for owner, *_ in self._partitions:
             # The state that AdamW makes at its first step: a checkpoint can hold it before.
             moments = {
@@ -58,6 +61,10 @@ class DeepSpeedEngine:
                 for moment in MOMENTS
             }
             self._adamw.state[owner] = {"step": torch.zeros((), device=owner.device), **moments}
+        if run.optimizer.matrices == "muon":
+            dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
+            parts = self._sharding.matrices(hidden_matrices(run.model), dtype)
+            muon.register(self._adamw, parts, None)
         self._slots = {
             name: [torch.zeros_like(weights) for weights in self.weights()]
             for name in slot_names(run)
@@ -116,6 +123,7 @@ class DeepSpeedEngine:
         result = StepResult(cross_entropy, z_loss, norm, fraction)
         if accept(result):
             assert result.is_finite(), "DeepSpeed would not take this step"
+            self._memory.fence()
             self._engine.step()
         else:
             self._sharding.drop_gradients()
@@ -180,6 +188,7 @@ class DeepSpeedEngine:
 
     def weights(self) -> list[Tensor]:
         """Return the fp32 main weights of this rank."""
+        self._memory.fence()
         return [partition.of(partition.owner) for partition in self._partitions]
 
     def gradients(self) -> list[Tensor]:
@@ -205,6 +214,7 @@ class DeepSpeedEngine:
 
     def slot(self, name: str) -> list[Tensor]:
         """Return a named fp32 copy of the shape of `weights()`."""
+        self._memory.fence()
         return self._slots[name]
 
     def publish_weights(self) -> None:
@@ -222,7 +232,7 @@ class DeepSpeedEngine:
 
     def snapshot(self, directory: Path, *, weights_only: bool) -> Snapshot:
         """Copy the weights and, unless `weights_only`, optimizer state and slots."""
-        files = StateFiles(directory)
+        files = StateFiles(directory, self._memory)
         if dist.get_rank() == 0:
             files.add_model(self._parameters)
         if not weights_only:

@@ -4,7 +4,9 @@ The rest of the engine knows only ranges of parameters. This file reaches into D
 members: look here first when its version changes.
 """
 
+import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,8 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 from torch.nn.utils import get_total_norm
+
+from train import muon
 
 
 class Piece(NamedTuple):
@@ -78,6 +82,24 @@ class Flat:
             partitions.append(Partition(weights, pieces))
         return partitions
 
+    def matrices(self, names: frozenset[str], dtype: torch.dtype) -> list[muon.Part]:
+        """Return this rank's parts of the matrices with these names; one is computed in `dtype`."""
+        parts, rank = [], dist.get_rank()
+        for parameters, weights in self._groups():
+            size, begin = weights.numel(), 0
+            for parameter in parameters:
+                end = begin + parameter.numel()
+                ranks = range(begin // size, (end - 1) // size + 1)
+                if self._names[parameter] in names and rank in ranks:
+                    bounds = [begin, *(size * each for each in ranks[1:]), end]
+                    spans = tuple((a - begin, b - begin) for a, b in itertools.pairwise(bounds))
+                    start, stop = (begin + at - rank * size for at in spans[rank - ranks[0]])
+                    orthogonalize = partial(_flat_orthogonalized, parameter.shape, dtype)
+                    place = slice(start, stop)
+                    parts.append(muon.Part(weights, place, ranks[0], spans, orthogonalize))
+                begin = end
+        return parts
+
     def gradient_norm(self) -> float:
         """Return the L2 norm of the whole gradient before clipping; infinite if it overflowed."""
         return float(self._optimizer.scaled_global_norm())
@@ -119,6 +141,10 @@ class FlatBF16(Flat):
     def drop_gradients(self) -> None:
         """Zero the accumulators."""
         self._optimizer.zero_grad()
+
+
+def _flat_orthogonalized(shape: torch.Size, dtype: torch.dtype, flat: Tensor) -> Tensor:
+    return muon.orthogonalized(flat.view(shape), dtype).flatten()
 
 
 def sharding_of(engine: DeepSpeedEngine, parameters: dict[str, Tensor]) -> Flat:

@@ -8,6 +8,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -60,6 +61,23 @@ def _stand_in_for_cuda() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
 
+def _accumulate(inputs: torch.Tensor, of_outputs: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add the gradient of a linear's weight to the gradient buffer."""
+    if inputs.dtype == gradient.dtype:
+        gradient.addmm_(of_outputs.t(), inputs)  # in one pass, without another gradient
+    else:
+        gradient.add_(of_outputs.t() @ inputs)
+
+
+def _stand_in_for_apex() -> None:
+    """Give mcore's linears what they call of Apex under `gradient_accumulation_fusion`."""
+    from megatron.core.tensor_parallel import layers
+
+    linears: Any = layers
+    linears.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate)
+    linears._grad_accum_fusion_available = True
+
+
 def _import_without_compiler() -> None:
     """Import megatron-core without torch.compile: 1.5 s, for functions that no CPU calls."""
     module: Any = torch
@@ -69,12 +87,19 @@ def _import_without_compiler() -> None:
     module.compile = compiler
 
 
-# megatron-core announces at import that Apex and Transformer Engine are missing; on CPU neither
-# could be used.
-warnings.filterwarnings("ignore", module=r"megatron\.core.*")
-warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
-warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated")
-logging.getLogger("megatron.core").setLevel(logging.ERROR)
+def _silence_megatron() -> None:
+    """Drop the announcements that Apex and Transformer Engine are missing: no CPU could use them.
+
+    With GPUs they stay: they also name the environment variables that cost speed.
+    """
+    warnings.filterwarnings("ignore", module=r"megatron\.core.*")
+    warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+
+
 if not torch.cuda.is_available():
+    _silence_megatron()
     _stand_in_for_cuda()
     _import_without_compiler()
+    _stand_in_for_apex()

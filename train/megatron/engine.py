@@ -3,6 +3,7 @@
 Shapes: B sequences, S tokens, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.engine import Snapshot, StepResult
 from train.forward_record import ForwardRecord
-from train.megatron import transformer_engine
+from train.host_memory import HostMemory
+from train.megatron import muon, transformer_engine
 from train.megatron.model import (
     global_parameters,
     initialize_groups,
@@ -30,7 +32,7 @@ from train.megatron.model import (
     weight_shard,
 )
 from train.megatron.observing import record_forward
-from train.megatron.optimizer import build_optimizer, clip_and_update, gradient_norm
+from train.megatron.optimizer import build_optimizer, clip_and_update, squared_gradient_norm
 from train.megatron.optimizer_state import OptimizerState, odd_keys, slots_in
 from train.megatron.pipeline import Pipeline
 from train.megatron.probing import probe
@@ -53,6 +55,9 @@ class MegatronEngine:
         self._pipeline = Pipeline(run, config, device)
         self._optimizer = build_optimizer(run, self._pipeline.model)
         self._state = OptimizerState(self._optimizer, slot_names(run))
+        self._memory = HostMemory(device)
+        if run.optimizer.matrices == "muon":
+            muon.register(run, self._pipeline.model.module, self._state)
         config.finalize_model_grads_func = finalize_model_grads
 
     @property
@@ -77,18 +82,25 @@ class MegatronEngine:
         """Run forward and backward on the replica's batch; if accepted, clip and update."""
         self._pipeline.model.zero_grad_buffer()
         self._optimizer.zero_grad()
-        cross_entropy, z_loss, counted = self._pipeline.losses(batch, forward_only=False)
-        norm = gradient_norm(self._optimizer)
+        sums = self._pipeline.losses(batch, forward_only=False)
+        parts = torch.cat([sums, squared_gradient_norm(self._optimizer)])
+        cross_entropy, z_loss, counted, square = _over_all_ranks(parts)
+
         fraction = counted / (batch.counted_BS.numel() * self.data_parallel)
-        result = StepResult(cross_entropy, z_loss, norm, fraction)
+        means = cross_entropy / max(counted, 1), z_loss / max(counted, 1)
+        result = StepResult(*means, math.sqrt(square), fraction)
         if accept(result):
+            self._memory.fence()
             clip_and_update(self._optimizer, result.grad_norm, learning_rate, self.run.optimizer)
+            self._pipeline.model.start_gather()
         return result
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
         """Return the mean cross-entropy over the counted labels, nats per token."""
-        return self._pipeline.losses(batch, forward_only=True)[0]
+        sums = self._pipeline.losses(batch, forward_only=True)
+        cross_entropy, _, counted = _over_all_ranks(sums)
+        return cross_entropy / max(counted, 1)
 
     def probe(self, inputs_BS: Tensor) -> dict[str, Tensor]:
         """Return logits and the outputs of all modules, whole, on rank 0."""
@@ -96,6 +108,8 @@ class MegatronEngine:
 
     def weights(self) -> list[Tensor]:
         """Return the fp32 main weights of this rank."""
+        self._memory.fence()
+        self._pipeline.model.finish_gather()  # in fp32 they are the model's own: nothing sends them
         return self._state.weights()
 
     def gradients(self) -> list[Tensor]:
@@ -117,16 +131,19 @@ class MegatronEngine:
 
     def slot(self, name: str) -> list[Tensor]:
         """Return a named fp32 copy of the shape of `weights()`."""
+        self._memory.fence()
         return self._state.slot(name)
 
     @torch.no_grad()
     def publish_weights(self) -> None:
         """Make the model compute with the current `weights()`, on all data-parallel ranks."""
+        self._pipeline.model.finish_gather()
         for part in self._optimizer.chained_optimizers:
             part._copy_main_params_to_model_params()
-        self._pipeline.model.start_param_sync()
+        self._pipeline.model.start_param_sync(force_sync=True)
 
     def _model_state(self) -> dict[str, Any]:
+        self._pipeline.model.finish_gather()
         metadata = {
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)
         }
@@ -142,7 +159,7 @@ class MegatronEngine:
         optimizer = self._state.to_save(state)  # also says which rank writes which weight
         if not weights_only:
             state |= {"optimizer": optimizer, "steps": self._state.steps}
-        return ShardedSnapshot(state, directory)
+        return ShardedSnapshot(state, directory, self._memory)
 
     def load(self, directory: Path) -> None:
         """Load what a snapshot wrote at any layout. Hash-check it first: it holds pickles.
@@ -172,6 +189,7 @@ class MegatronEngine:
 
     def start_from(self, read: Callable[[str], Tensor]) -> None:
         """Set the weights to those that `read` gives by HF name, whole, in fp32."""
+        self._pipeline.model.finish_gather()
         parameters = global_parameters(self._pipeline.model.module)
         names = {parameter: name for name, parameter in parameters.items()}
         self._state.assign(lambda parameter: weight_shard(names[parameter], read, self.run.model))
@@ -182,6 +200,12 @@ class MegatronEngine:
         dist.barrier()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _over_all_ranks(parts: Tensor) -> list[float]:
+    """Return the sum of all ranks' parts: the one transfer from the device in a step."""
+    dist.all_reduce(parts)
+    return list(parts.tolist())
 
 
 def _is_extra(key: str) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from train.megatron.packing import attention_in_documents
+from train.model.documents import attention_in_documents
 from train.model.elementwise import normed, normed_and_rotated, swiglu
 from train.model.recomputing import recomputed
 
@@ -112,7 +112,8 @@ class CausalAttention(nn.Module):
         """Return [S, B, N x D]; the mask is None, for attention is causal everywhere."""
         assert attention_mask is None
         if packed_seq_params is not None:
-            return attention_in_documents(query_SBND, key, value, packed_seq_params)
+            bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+            return attention_in_documents(query_SBND, key, value, bounds, longest)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key, value))
         grouped = query.shape[1] != key.shape[1]
         with _fused_kernels(query):

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from train.model.elementwise import compiled_on_gpu
-
-CHUNK_TOKENS = 2048  # at 100,352 rows in bf16: 0.8 GB for logits and their gradient
+from train.run.parallel import LOSS_CHUNK_TOKENS
 
 
 class Targets(NamedTuple):
@@ -68,8 +67,8 @@ class _HeadLosses(torch.autograd.Function):
         if differentiate:
             by_hidden_TH, by_weight_VH = torch.empty_like(hidden_TH), torch.zeros_like(weight_VH)
 
-        for start in range(0, num_labels, CHUNK_TOKENS):
-            part = slice(start, start + CHUNK_TOKENS)
+        for start in range(0, num_labels, LOSS_CHUNK_TOKENS):
+            part = slice(start, start + LOSS_CHUNK_TOKENS)
             chunk = Targets(targets.labels_T[part], targets.counted_T[part], targets.z_loss)
             hidden_CH = hidden_TH[part]
             logits_CV = hidden_CH @ weight_VH.t()

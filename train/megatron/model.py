@@ -71,12 +71,13 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         pipeline_dtype=dtype,
         autocast_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=not torch.cuda.is_available(),  # by `train.megatron.cpu`
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         **fields,
     )
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from train.data.batches import Batch
 from train.forward_record import ForwardRecord
-from train.megatron.packing import document_numbers
 from train.megatron.pipeline import Pipeline
+from train.model.documents import document_numbers
 
 
 def record_forward(pipeline: Pipeline, batch: Batch) -> ForwardRecord:
@@ -22,7 +22,7 @@ def record_forward(pipeline: Pipeline, batch: Batch) -> ForwardRecord:
             query_BNSD, key_BNSD = (x_SBND.permute(1, 2, 0, 3) for x_SBND in given[:2])
             packed, documents_BS = named["packed_seq_params"], None
             if packed is not None:
-                documents_BS = document_numbers(packed, query_BNSD.shape[2])
+                documents_BS = document_numbers(packed.cu_seqlens_q, query_BNSD.shape[2])
             record.attention(index, query_BNSD, key_BNSD, documents_BS)
 
         core = layer.self_attention.core_attention

@@ -1,16 +1,16 @@
 """AdamW under megatron-core's distributed optimizer, with the run's weight-decay groups."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import megatron.core.optimizer as mcore_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
-from torch.optim.adamw import adamw
+from torch import Tensor
 
 from base.errors import UserError
 from train.megatron.model import PARAMETER_DTYPE, global_parameters
@@ -21,14 +21,15 @@ from train.run.optimization import OptimizerConfig as Settings
 
 
 class GroupStepAdamW(torch.optim.AdamW):
-    """torch's AdamW with the step count in the parameter group, as in Apex and Transformer Engine.
+    """torch's fused AdamW with one step count, in its groups and in one tensor on the device.
 
     A checkpoint that loads at every layout holds what has the shape of a parameter, and one count
-    for all of them.
+    for all of them. A count for each parameter would also be copied to the GPU at every step.
     """
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
+        self._step = torch.zeros((), device=self.param_groups[0]["params"][0].device)
         for group in self.param_groups:
             group["step"] = 0
 
@@ -37,28 +38,27 @@ class GroupStepAdamW(torch.optim.AdamW):
         """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
+            group["step"] += 1
+            self._step.fill_(group["step"])
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
             states = [self.state[parameter] for parameter in parameters]
-            adamw(
+            torch._fused_adamw_(
                 parameters,
                 [parameter.grad for parameter in parameters],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [],
-                [
-                    torch.tensor(float(group["step"]), device=parameter.device)
-                    for parameter in parameters
-                ],
-                fused=True,
-                amsgrad=False,
+                [self._step] * len(parameters),
+                lr=group["lr"],
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
-                lr=group["lr"],
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
+                amsgrad=False,
                 maximize=False,
             )
-            group["step"] += 1
 
 
 def _undecayed(run: RunConfig, model: DistributedDataParallel) -> set[torch.nn.Parameter]:
@@ -91,6 +91,23 @@ def _hidden(run: RunConfig, model: DistributedDataParallel) -> set[torch.nn.Para
     }
 
 
+@contextmanager
+def _adamw_for_mcore() -> Iterator[None]:
+    """Have mcore build GroupStepAdamW within the block.
+
+    Where Transformer Engine or Apex is installed it would take theirs, whatever the run's kernels:
+    the same run would be another on another machine.
+    """
+    module: Any = mcore_optimizer
+    before = module.USING_PYTORCH_OPTIMIZER, torch.optim.AdamW
+    module.USING_PYTORCH_OPTIMIZER = True
+    torch.optim.AdamW = GroupStepAdamW  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        module.USING_PYTORCH_OPTIMIZER, torch.optim.AdamW = before  # type: ignore[misc]
+
+
 def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> MegatronOptimizer:
     """Return the distributed optimizer: fp32 weights and moments, sharded over data ranks.
 
@@ -109,20 +126,13 @@ def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> MegatronO
         bf16=run.precision != "fp32",
         params_dtype=PARAMETER_DTYPE[run.precision],
         use_distributed_optimizer=True,
+        overlap_param_gather=model.ddp_config.overlap_param_gather,
     )
     groups = {
         _any_of("undecayed", _undecayed(run, model)): {"wd_mult": 0.0},
         _any_of("hidden", _hidden(run, model)): {"hidden": True},
     }
-    if mcore_optimizer.USING_PYTORCH_OPTIMIZER:  # neither Transformer Engine nor Apex is installed
-        torch_adamw = torch.optim.AdamW
-        # get_megatron_optimizer takes the class from there.
-        torch.optim.AdamW = GroupStepAdamW  # type: ignore[misc, assignment]
-        try:
-            optimizer = get_megatron_optimizer(config, [model], config_overrides=groups)
-        finally:
-            torch.optim.AdamW = torch_adamw  # type: ignore[misc]
-    else:
+    with _adamw_for_mcore():
         optimizer = get_megatron_optimizer(config, [model], config_overrides=groups)
     for part in optimizer.chained_optimizers:
         # Zero moments, so that a checkpoint can hold them before the first step.
@@ -137,17 +147,26 @@ def _any_of(name: str, parameters: set[torch.nn.Parameter]) -> ParamKey:
     )
 
 
-def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Return the L2 norm of the whole gradient; hand the reduced gradients to the optimizer."""
+@torch.no_grad()
+def squared_gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
+    """Return this rank's part of the squared L2 norm of the whole gradient: [1] fp64.
+
+    The sum over all ranks counts every weight once. Hands the reduced gradients to the optimizer.
+    """
     overflowed = optimizer.prepare_grads()
     assert not overflowed  # only a loss scaler looks for it, and there is none
-    return float(optimizer.get_grad_norm())
+    (part,) = optimizer.chained_optimizers
+    gradients = part.get_main_grads_for_grad_norm()
+    if not gradients:
+        return torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
+    norms = torch.stack(torch._foreach_norm(gradients))
+    return norms.double().square().sum(0, keepdim=True)
 
 
 def clip_and_update(
     optimizer: MegatronOptimizer, grad_norm: float, rate: float, settings: Settings
 ) -> None:
-    """Clip by the norm that `gradient_norm` returned, and update weights and moments.
+    """Clip by the norm of the whole gradient, and update weights and moments.
 
     megatron-core leaves the rate, and the multiplier of the decay, to a scheduler.
     """
@@ -155,6 +174,8 @@ def clip_and_update(
         group["lr"] = rate
         decay = settings.decay_at(rate, hidden=group.get("hidden", False))
         group["weight_decay"] = decay * group["wd_mult"]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    clip_grad_by_total_norm_fp32(parameters, max_norm=settings.clip_grad_norm, total_norm=grad_norm)
+    factor = settings.clip_grad_norm / (grad_norm + 1e-6)
+    if factor < 1:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        torch._foreach_mul_([each.grad for each in parameters if each.grad is not None], factor)
     optimizer.step_with_ready_grads()

@@ -31,7 +31,7 @@ EMBEDDING = "embedding.word_embeddings.weight"  # a parameter that every model h
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """The part of one parameter on this rank."""
 
     parameter: torch.nn.Parameter
@@ -44,7 +44,11 @@ class _Piece:
 
 
 class OptimizerState:
-    """Main weights, moments and slots of one rank."""
+    """Main weights, moments and slots of one rank.
+
+    Attributes:
+        pieces: this rank's parts of parameters, in the order of `weights`.
+    """
 
     def __init__(self, optimizer: MegatronOptimizer, slot_names: list[str]) -> None:
         (part,) = optimizer.chained_optimizers
@@ -52,18 +56,18 @@ class OptimizerState:
         self._part: Any = part
         self._group = self._part.data_parallel_group_gloo  # pieces travel between CPUs
         self._rank = dist.get_rank(self._group)
-        self._pieces = [
+        self.pieces = [
             piece for buffer in range(len(self._part.buffers)) for piece in self._pieces_of(buffer)
         ]
         self._slots = {
             name: {
                 piece.parameter: torch.zeros_like(piece.inner, requires_grad=False)
-                for piece in self._pieces
+                for piece in self.pieces
             }
             for name in slot_names
         }
 
-    def _pieces_of(self, buffer_index: int) -> Iterator[_Piece]:
+    def _pieces_of(self, buffer_index: int) -> Iterator[Piece]:
         part = self._part
         buffer = part.buffers[buffer_index]
         (ranges_by_bucket,) = part.gbuf_ranges[buffer_index].values()
@@ -75,7 +79,7 @@ class OptimizerState:
                 owner, last = begin // stretch, (end - 1) // stretch
                 bounds = [begin, *(stretch * rank for rank in range(owner + 1, last + 1)), end]
                 group_index, order = part.model_param_group_index_map[parameter]
-                yield _Piece(
+                yield Piece(
                     parameter,
                     held["param"].start,
                     held["param"].end,
@@ -85,35 +89,39 @@ class OptimizerState:
                     part.optimizer.param_groups[group_index]["params"][order],
                 )
 
+    @property
+    def inner_optimizer(self) -> torch.optim.Optimizer:
+        """Return the AdamW that updates the pieces."""
+        inner: torch.optim.Optimizer = self._part.optimizer
+        return inner
+
     def weights(self) -> list[Tensor]:
         """Return the fp32 main weights of this rank."""
-        return [piece.inner.detach() for piece in self._pieces]
+        return [piece.inner.detach() for piece in self.pieces]
 
     def gradients(self) -> list[Tensor]:
         """Return the reduced gradients in the order of `weights`, once they are handed over."""
-        return [_gradient(piece) for piece in self._pieces]
+        return [_gradient(piece) for piece in self.pieces]
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameter of every part of `weights`."""
-        return [piece.parameter for piece in self._pieces]
+        return [piece.parameter for piece in self.pieces]
 
     def slot(self, name: str) -> list[Tensor]:
         """Return a slot in the order of `weights`."""
-        return [self._slots[name][piece.parameter] for piece in self._pieces]
+        return [self._slots[name][piece.parameter] for piece in self.pieces]
 
     @property
     def steps(self) -> int:
         """Return the updates so far, for Adam's bias correction; the same in every group."""
-        # Apex and Transformer Engine count from their first update on, and never in a group without
-        # parameters here.
-        return max(int(group.get("step", 0)) for group in self._part.param_groups)
+        return int(self._part.param_groups[0]["step"])
 
     @steps.setter
     def steps(self, value: int) -> None:
         for group in self._part.param_groups:
             group["step"] = value
 
-    def _tensors(self, piece: _Piece) -> dict[str, Tensor]:
+    def _tensors(self, piece: Piece) -> dict[str, Tensor]:
         """Return all state of a piece by its part of the checkpoint key, flat."""
         moments = self._part.optimizer.state[piece.inner]
         slots = {SLOT + name: tensors[piece.parameter] for name, tensors in self._slots.items()}
@@ -128,10 +136,10 @@ class OptimizerState:
         """
         entries = _entries(model)
         state = {}
-        for index, piece in enumerate(self._pieces):
+        for index, piece in enumerate(self.pieces):
             wholes = {key: self._whole(piece, flat) for key, flat in self._tensors(piece).items()}
             state[str(index)] = self._split_as(entries, piece, wholes)
-        owners = {id(piece.parameter): piece.owner for piece in self._pieces}
+        owners = {id(piece.parameter): piece.owner for piece in self.pieces}
         for parameter, entry in entries.items():
             entry.replica_id = (*entry.replica_id[:-1], int(owners.get(parameter) != self._rank))
         return state
@@ -148,11 +156,11 @@ class OptimizerState:
             str(index): {
                 kind: list(_rows(entries[id(piece.parameter)], kind, piece)) for kind in kinds
             }
-            for index, piece in enumerate(self._pieces)
+            for index, piece in enumerate(self.pieces)
         }
 
     def _split_as(
-        self, entries: dict[int, Any], piece: _Piece, wholes: dict[str, Tensor | None]
+        self, entries: dict[int, Any], piece: Piece, wholes: dict[str, Tensor | None]
     ) -> dict[str, Any]:
         """Return a parameter's state split over ranks as the parameter is, written by its owner."""
         entry = entries[id(piece.parameter)]
@@ -170,7 +178,7 @@ class OptimizerState:
                 state[key] = replace(entry, **changes)
         return state
 
-    def _whole(self, piece: _Piece, flat: Tensor) -> Tensor | None:
+    def _whole(self, piece: Piece, flat: Tensor) -> Tensor | None:
         """Return a whole parameter's state on its owner, live if all of it is there; else None."""
         if piece.owner == piece.last:
             return flat.view(piece.parameter.shape)
@@ -186,14 +194,14 @@ class OptimizerState:
 
     def assign(self, weight_of: Callable[[torch.nn.Parameter], Tensor]) -> None:
         """Set the main weights to what `weight_of` returns, in the shape of the parameter."""
-        for piece in self._pieces:
+        for piece in self.pieces:
             piece.inner.detach().copy_(
                 weight_of(piece.parameter).flatten()[piece.start : piece.stop]
             )
 
     def load(self, state: dict[str, Any]) -> None:
         """Set the state to what mcore loaded into `to_load(...)`; other slots stay as they are."""
-        for index, piece in enumerate(self._pieces):
+        for index, piece in enumerate(self.pieces):
             loaded = state[str(index)]
             before = piece.start % piece.parameter[0].numel()  # of the first row, another rank's
             for kind, flat in self._tensors(piece).items():
@@ -213,7 +221,7 @@ def odd_keys(saved: Iterable[str], unread: set[str]) -> set[str]:
     return (weights ^ main) | (unread - weights)
 
 
-def _gradient(piece: _Piece) -> Tensor:
+def _gradient(piece: Piece) -> Tensor:
     assert piece.inner.grad is not None
     return piece.inner.grad
 
@@ -234,7 +242,7 @@ def _entries(model: Any) -> dict[int, Any]:
     return {id(entry.data): entry for entry in nested_values(model) if isinstance(entry, kinds)}
 
 
-def _rows(entry: Any, kind: str, piece: _Piece) -> Iterator[ShardedTensor]:
+def _rows(entry: Any, kind: str, piece: Piece) -> Iterator[ShardedTensor]:
     """Yield empty tensors for the rows of a parameter's state in which a piece of it is."""
     # mcore splits a fused parameter, gate and up, into one tensor of each, by rows.
     parts = [entry] if isinstance(entry, ShardedTensor) else nested_values(entry.build())

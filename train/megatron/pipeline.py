@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from train.data.batches import Batch
+from train.megatron.data_parallel import DataParallel
 from train.megatron.loss import Targets
 from train.megatron.model import build_model
-from train.megatron.packing import packed_documents
+from train.model.documents import document_bounds
 from train.run.config import RunConfig
 
 Report = dict[str, Tensor]
@@ -26,36 +26,28 @@ Loss = Callable[[Batch, Tensor], tuple[Tensor, Report]]
 
 
 class Pipeline:
-    """The pipeline stage of one rank, in mcore's DDP, and mcore's schedule over the stages."""
+    """The pipeline stage of one rank, and mcore's schedule over the stages."""
 
     def __init__(self, run: RunConfig, config: TransformerConfig, device: torch.device) -> None:
         self.run, self.device = run, device
-        self.data_parallel = parallel_state.get_data_parallel_world_size()
-        ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True
-        )
-        self.model = DistributedDataParallel(config, ddp, build_model(run, config, device))
+        self.model = DataParallel(config, build_model(run, config, device), device)
         self._schedule = get_forward_backward_func()
 
-    def losses(self, batch: Batch, *, forward_only: bool) -> tuple[float, float, int]:
-        """Return mean cross-entropy and z-loss per counted label, and their number over all ranks.
+    def losses(self, batch: Batch, *, forward_only: bool) -> Tensor:
+        """Return sums of cross-entropy and z-loss over this replica's counted labels, and their
+        number: [3] fp64.
 
-        The batch is that of this rank's replica; the means of nothing are 0.
+        One rank of a replica returns them, the others zeros: the sum over all ranks is that over
+        all replicas.
         Unless `forward_only`, the gradients of what `StepResult` says is minimised are added to the
         gradient buffers.
         """
         self.model.train(not forward_only)
         microbatches = batch.microbatches(self.run.micro_batch_size, self.device)
         reports = self._run(microbatches, self._loss, forward_only=forward_only)
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        if parallel_state.is_pipeline_last_stage():
-            sums = torch.stack([report["sums"] for report in reports]).sum(0)
-            dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-        if self.run.parallel.pipeline > 1:
-            group = parallel_state.get_pipeline_model_parallel_group()
-            dist.broadcast(sums, parallel_state.get_pipeline_model_parallel_last_rank(), group)
-        cross_entropy, z_loss, counted = sums.tolist()
-        return cross_entropy / max(counted, 1), z_loss / max(counted, 1), int(counted)
+        if reports and parallel_state.get_tensor_model_parallel_rank() == 0:
+            return torch.stack([report["sums"] for report in reports]).sum(0)
+        return torch.zeros(3, dtype=torch.float64, device=self.device)
 
     @torch.no_grad()
     def logits(self, inputs_BS: Tensor) -> Tensor | None:
@@ -91,13 +83,11 @@ class Pipeline:
             micro_batch_size=sequences,
             seq_length=length,
             forward_only=forward_only,
-            # gloo's reduce-scatter is an all-reduce with further copies.
-            force_all_reduce=self.device.type == "cpu",
         )
         return reports
 
     def _forward_step(
-        self, loss: Loss, microbatches: Iterator[Batch], model: DistributedDataParallel
+        self, loss: Loss, microbatches: Iterator[Batch], model: DataParallel
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Report]]]:
         batch = next(microbatches)
         inputs_BS = batch.tokens_BS[:, :-1]
@@ -106,9 +96,16 @@ class Pipeline:
         )
         documents = None
         if batch.starts_BS is not None:
-            documents = packed_documents(batch.starts_BS, self.device)
+            documents = self._packed(batch.starts_BS)
         output = model(inputs_BS, positions_BS, None, packed_seq_params=documents)
         return output, partial(loss, batch)
+
+    def _packed(self, starts_BS: Tensor) -> PackedSeqParams:
+        """Return the documents of a microbatch for the attention; mcore itself packs nothing."""
+        bounds = document_bounds(starts_BS)
+        longest = int(bounds.diff().max())
+        bounds = bounds.to(self.device, non_blocking=True)
+        return PackedSeqParams("sbhd", bounds, bounds, None, None, longest, longest)
 
     def _loss(self, batch: Batch, hidden_SBH: Tensor) -> tuple[Tensor, Report]:
         """Return the loss to differentiate, and sums of both losses and counted labels."""

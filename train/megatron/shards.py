@@ -24,6 +24,8 @@ from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from train.host_memory import HostMemory
+
 METADATA = ".metadata"
 
 
@@ -45,12 +47,16 @@ class _Plan(TorchDistSaveShardedStrategy):
 class ShardedSnapshot:
     """A sharded state dict as it is now: `train.engine.Snapshot`."""
 
-    def __init__(self, state: dict[str, Any], directory: Path) -> None:
+    def __init__(self, state: dict[str, Any], directory: Path, memory: HostMemory) -> None:
         sharded, self._common = save_preprocess(state)
-        for entry in nested_values(sharded):
-            if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id):
-                live = entry.data.detach()
-                entry.data = torch.empty(live.shape, dtype=live.dtype, device="cpu").copy_(live)
+        written = [
+            entry
+            for entry in nested_values(sharded)
+            if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id)
+        ]
+        self._copies = memory.copied([entry.data for entry in written])
+        for entry, copy in zip(written, self._copies.tensors, strict=True):
+            entry.data = copy
         plan = _Plan(sharded, directory)
         self._directory, self._planned, self._writer = directory, plan.planned, plan.writer
         self._writer.results_queue = queue.Queue()
@@ -58,6 +64,7 @@ class ShardedSnapshot:
 
     def write(self) -> list[str]:
         """Write and sync this rank's file."""
+        self._copies.wait()
         written: dict[int, Any] = {}
         for index, bucket in enumerate(self._writer.write_buckets):
             outcomes: queue.Queue = queue.Queue()
@@ -72,6 +79,7 @@ class ShardedSnapshot:
                 raise outcome
             written[index] = outcome
         self._writer.results_queue.put(written)
+        self._copies.release()
         return [name for _, name, _ in self._writer.write_buckets]
 
     def seal(self) -> list[str]:

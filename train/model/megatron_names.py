@@ -119,6 +119,15 @@ def shard(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
     return whole.chunk(size, dim=entry.shard_axis)[rank]
 
 
+def unshard(name: str, shards: list[Tensor]) -> Tensor:
+    """Return the whole megatron tensor `name` of the parts that `shard` makes, by rank."""
+    entry, _ = _entry(name)
+    if entry.fusion == "gate_up":
+        gates, ups = zip(*(part.chunk(2) for part in shards), strict=True)
+        return torch.cat([*gates, *ups])
+    return torch.cat(shards, dim=entry.shard_axis or 0)
+
+
 def shard_axis(name: str) -> int | None:
     """Return the axis of `name` that tensor parallelism splits; None for a whole tensor."""
     return _entry(name)[0].shard_axis

@@ -15,6 +15,7 @@ from train.model import megatron_names
 from train.model.config import ModelConfig
 from train.model.families import parameter_shapes
 from train.run.config import RunConfig
+from train.run.parallel import LOSS_CHUNK_TOKENS
 from train.run.schedules import first_step
 
 # CUDA context, NCCL's buffers, cuBLAS workspaces, transients, slack of the allocator
@@ -103,20 +104,18 @@ def layer_activation_bytes(config: RunConfig) -> tuple[int, int]:
 
     Counted tensor by tensor as by Korthikanti et al. 2022 (arXiv 2205.05198, section 4), with a
     fused attention that keeps its inputs and its output and nothing of size sequence_length^2.
-    Without fused kernels a norm keeps its input and the normalised values in fp32, and
-    transformers' gated MLP the activated gate beside gate, up and their product.
+    The megatron engine's norms and SwiGLU keep their inputs only, and with recompute "selective"
+    the matrix products do not keep the outputs of these. In transformers a norm keeps its input and
+    the normalised values in fp32, and a gated MLP the activated gate beside gate, up and product.
     """
     model, d = config.model, bytes_of_weight(config)
     h, k, f = model.hidden_size, model.num_key_value_heads * model.head_dim, model.intermediate_size
     norm = 2 * FP32  # input and normalised values
-    if config.kernels == "transformer_engine":
-        # Inputs of two norms, qkv and MLP; qkv, q and k normed, rotated.
-        return 4 * h * d, (4 * h + 4 * k + 3 * f) * d
-    if config.engine == "megatron":
-        # qkv, q and k rotated, the attention's output; gate, up and their product. The norms of q
-        # and k keep normalised values, and their input where they had to cast it.
-        head_norm = FP32 if d == FP32 else norm
-        return 2 * h * d + 2 * h * norm, (h + k) * head_norm + (3 * h + 3 * k + 3 * f) * d
+    if config.engine == "megatron" and config.recompute == "selective":
+        # The layer's input, two norms' inputs; qkv, the attention's output; gate and up.
+        return 3 * h * d, (2 * h + 2 * k + 2 * f) * d
+    if config.engine == "megatron":  # also the MLP's input; q and k rotated; the MLP's product
+        return 4 * h * d, (3 * h + 3 * k + 3 * f) * d
     if model.family == "olmo2":
         return (4 * h + 2 * k + 4 * f) * d + (3 * h + k) * norm, 0
     if model.family == "llama":  # casts before it multiplies with the norm's weight
@@ -144,11 +143,20 @@ def _activations(config: RunConfig, stage: int, num_micro: int) -> dict[str, int
         components = {"activations": layers * layer}
 
     if stage == parallel.pipeline - 1:
-        # Logits in fp32, the softmax in the gradient of logsumexp, and the gradient, beside what
-        # the model returned.
-        logit = 3 * FP32 + (d if d != FP32 else 0)
-        components["logits and loss"] = tokens * model.vocab_size // parallel.tensor * logit
+        components["logits and loss"] = _loss_bytes(config, tokens)
     return components
+
+
+def _loss_bytes(config: RunConfig, tokens: int) -> int:
+    """Return the bytes of the head and the loss of a microbatch."""
+    d, rows = bytes_of_weight(config), config.model.vocab_size // config.parallel.tensor
+    if config.engine == "megatron":
+        # A chunk's logits and their gradient; the gradients by hidden states and the head's weight.
+        logits = 2 * min(tokens, LOSS_CHUNK_TOKENS) * rows
+        return (logits + (tokens + rows) * config.model.hidden_size) * d
+    # Logits in fp32, the softmax in the gradient of logsumexp, and the gradient, beside what the
+    # model returned.
+    return tokens * rows * (3 * FP32 + (d if d != FP32 else 0))
 
 
 def _state(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:
@@ -183,6 +191,21 @@ def rank_memory(config: RunConfig, world_size: int) -> RankMemory:
         parts["framework"] = FRAMEWORK_BYTES
         stages.append(RankMemory(stage, {name: size for name, size in parts.items() if size}))
     return max(stages, key=lambda memory: memory.bytes)
+
+
+def snapshot_bytes(config: RunConfig, world_size: int) -> int:
+    """Return the host memory of a rank that the copies of a save take, and keep for the next.
+
+    At a permanent step these are the full state, and weights once more for every average and for a
+    permanent checkpoint of weights alone. A rank of megatron writes its share of the weights, rank
+    0 of DeepSpeed all.
+    """
+    count = max(rank_parameters(config, stage) for stage in range(config.parallel.pipeline))
+    share = -(-count // config.data_parallel_size(world_size))
+    weights = share if config.engine == "megatron" else count
+    copies = 1 + (config.saving.full_steps is not None) + len(config.averages)
+    state = share * (MAIN + MOMENTS + FP32 * num_slots(config))
+    return state + copies * weights * bytes_of_weight(config)
 
 
 def checkpoint_bytes(config: RunConfig) -> CheckpointBytes:

@@ -53,7 +53,7 @@ def fitting_layouts(
     """
     layouts = []
     for (ranks, split, words), recompute in itertools.product(
-        _shardings(config, gpus_per_node), ("none", "layers")
+        _shardings(config, gpus_per_node), ("none", "selective", "layers")
     ):
         replicas = world_size // ranks
         common = math.gcd(*config.batch_sizes)

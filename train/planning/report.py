@@ -8,7 +8,13 @@ from rich.table import Table
 
 from base.errors import UserError
 from train.planning.flops import GPUS, assumed_mfu, flops_per_token
-from train.planning.memory import RankMemory, checkpoint_bytes, parameter_count, rank_memory
+from train.planning.memory import (
+    RankMemory,
+    checkpoint_bytes,
+    parameter_count,
+    rank_memory,
+    snapshot_bytes,
+)
 from train.planning.plan import Layout, fitting_layouts
 from train.run.config import RunConfig
 from train.run.schedules import first_step
@@ -29,6 +35,8 @@ def print_plans(runs: Sequence[RunConfig], *, nodes: int, gpus_per_node: int, gp
         hours += _print_time_and_disk(console, run, kind.peak_flops, gpus)
         try:
             console.print(_memory_table(rank_memory(run, gpus), kind.memory_bytes))
+            host = snapshot_bytes(run, gpus)
+            console.print(f"  host memory of a rank for the copies of a save: {_gigabytes(host)}")
         except UserError as error:
             console.print(f"  memory: batch and layout do not divide: {error}")
         layouts = fitting_layouts(run, gpus, gpus_per_node=gpus_per_node, gpu=kind)

@@ -54,28 +54,52 @@ PESSIMISTIC = Rates(0.61, 0.32, 0.27, 0.8, 1.0, 8e-6, 200e9, 40e-6, 23e9, 0.4, 0
 
 
 class Passes(NamedTuple):
-    """Reads and writes of a tensor by kernels beside products and attention, backward included.
+    """Reads and writes of an element by the kernels between products and attention in a layer.
 
     Attributes:
-        heads: per element of queries and keys: norm and rotary embedding.
-        joined: per element of queries, keys and values: their gradients become one tensor.
-        gate: per element of the MLP's width: SwiGLU.
-        stream: per element of the residual stream: two norms, two sums.
-        logit: bytes per logit: cross-entropy and its gradient.
-        weight: bytes per weight and microbatch on the way of its gradient to the fp32 sum.
-        kernels: of a layer, with those of products and attention.
+        heads: of queries and keys: norm and rotary embedding.
+        joined: of queries, keys and values: their gradients become one tensor.
+        gate: of the MLP's width: SwiGLU.
+        stream: of the residual stream: two norms, two sums.
     """
 
-    heads: float = 2 + 3  # read, write; read input and gradient, write
-    joined: float = 2
-    gate: float = 3 + 5  # read both halves, write; read them and the gradient, write both
-    stream: float = 2 * (2 + 3) + 2 * (3 + 3)  # read both terms, write; so do gradients
-    logit: float = 8
-    weight: float = 2 * FP32
-    kernels: int = 36
+    heads: float
+    joined: float
+    gate: float
+    stream: float
 
 
-FUSED = Passes()
+class Kernels(NamedTuple):
+    """What the kernels of an engine read and write.
+
+    Attributes:
+        forward, backward: passes over the tensors of a layer.
+        again: those that recompute "selective" adds.
+        logit: bytes per logit beside the products: cross-entropy and its gradient.
+        head: bytes per weight of the output layer and microbatch, of its gradient.
+        count: of kernels in a layer and microbatch, with those of products and attention.
+    """
+
+    forward: Passes
+    backward: Passes
+    again: Passes
+    logit: float
+    head: float
+    count: int
+
+
+# `train.model.elementwise` as torch compiles it, by its own count (`tests.bench.roofline`). In
+# backward the gradients of norms read their inputs twice, for inputs and for weights; where the
+# residual is read twice its gradients are summed. The head's gradient is zeroed, scaled and added
+# to its fp32 sum.
+FUSED = Kernels(
+    forward=Passes(heads=2, joined=0, gate=3, stream=2 * 3),
+    backward=Passes(heads=7, joined=2, gate=5, stream=2 * (5 + 3)),
+    again=Passes(heads=2, joined=0, gate=3, stream=3),
+    logit=6,
+    head=2 + 4 + 10,
+    count=40,
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +114,7 @@ class Roofline:
     gpus_per_node: int
     gpu: Gpu
     rates: Rates = EXPECTED
-    passes: Passes = FUSED
+    kernels: Kernels = FUSED
 
     @property
     def peak_flops(self) -> float:
@@ -131,8 +155,6 @@ class Roofline:
         run, stages = self.run, self.run.parallel.pipeline
         layers = run.model.num_hidden_layers // stages
         causes = {cause: layers * seconds for cause, seconds in self._layer().items()}
-        if run.recompute == "layers":
-            causes["recomputed"] = sum(causes.values()) / 3
         if stage == stages - 1:
             causes["output layer and loss"] = self._output_layer()
         if stage == 0:
@@ -163,40 +185,56 @@ class Roofline:
         return flops / (self.rates.products * self.peak_flops)
 
     def _accumulated(self, weights: int) -> float:
-        return self._moved(weights * self.passes.weight * self.rates.accumulated)
+        """Return the seconds in which gradients are added to their fp32 sum, beside products."""
+        if self.run.kernels == "transformer_engine":  # whose products add to it themselves
+            return self._moved(weights * 2 * FP32 * self.rates.accumulated)
+        return self._moved(weights * (self._d + 2 * FP32))
 
     def _layer(self) -> dict[str, float]:
         """Return the seconds of a layer and microbatch."""
-        run, rates, passes = self.run, self.rates, self.passes
+        run, rates = self.run, self.rates
         model, parallel = run.model, run.parallel
-        h, k = model.hidden_size, model.num_key_value_heads * model.head_dim
+        h = model.hidden_size
         weights, _ = product_weights(model)
         # Scores of causal attention are half a square; 2 products forward, 5 backward.
         product = run.data.sequence_length * h * self._tokens / parallel.tensor / self.peak_flops
-        split = (
-            passes.heads * (h + k)
-            + passes.joined * (h + 2 * k)
-            + passes.gate * model.intermediate_size
-        )
-        whole = passes.stream * h * (1 if parallel.sequence else parallel.tensor)
+        passed = self._passed(self.kernels.forward) + self._passed(self.kernels.backward)
         causes = {
             "matrix products": self._multiplied(weights),
             "attention": product * (2 / rates.attention_forward + 5 / rates.attention_backward),
-            "other kernels": self._moved((split + whole) * self._tokens * self._d),
+            "other kernels": passed,
             "sums of gradients": self._accumulated(weights),
-            "starts of kernels": passes.kernels * rates.kernel,
+            "starts of kernels": self.kernels.count * rates.kernel,
         }
         if parallel.tensor > 1:
             # Gathers and reductions of the residual stream: 4 forward; of 6 backward products hide
             # 4. Norms of queries and keys take one more each way.
             sent = self._tokens * h * self._d * (parallel.tensor - 1) / parallel.tensor
             causes["between tensor ranks"] = 6 * sent / rates.link + 8 * rates.latency
+        if run.recompute == "selective":
+            causes["recomputed"] = self._passed(self.kernels.again)
+        if run.recompute == "layers":
+            causes["recomputed"] = sum(causes.values()) / 3
         return causes
+
+    def _passed(self, passes: Passes) -> float:
+        """Return the seconds of passes over the tensors of a layer."""
+        model, parallel = self.run.model, self.run.parallel
+        h, k = model.hidden_size, model.num_key_value_heads * model.head_dim
+        whole = h if parallel.sequence else h * parallel.tensor
+        elements = (
+            passes.heads * (h + k)
+            + passes.joined * (h + 2 * k)
+            + passes.gate * model.intermediate_size
+            + passes.stream * whole
+        )
+        return self._moved(elements * self._tokens * self._d)
 
     def _output_layer(self) -> float:
         _, weights = product_weights(self.run.model)
-        logits = self._moved(self._tokens * self.run.model.vocab_size * self.passes.logit)
-        return self._multiplied(weights) + self._accumulated(weights) + logits
+        logits = self._tokens * self.run.model.vocab_size
+        moved = weights * self.kernels.head + logits * self.kernels.logit
+        return self._multiplied(weights) + self._moved(moved)
 
     def _between_replicas(self, replicas: int, microbatch: float) -> float:
         """Return the seconds of reducing gradients and gathering weights that nothing hides."""

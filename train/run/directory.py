@@ -82,6 +82,9 @@ class RunDirectory:
         self.environment_json = path / "environment.json"
         self.metrics = path / "metrics.jsonl"
         self.ranks = path / "ranks.jsonl"
+        self.watch = path / "watch"
+        self.flight_recorder = self.watch / "flight_recorder_"  # torch adds the rank
+        self.profile = path / "profile"
         self.status_json = path / "status.json"
         self.stop_file = path / "STOP"
         self.checkpoints = path / "checkpoints"
@@ -113,6 +116,14 @@ class RunDirectory:
     def average_checkpoint(self, name: str, step: int) -> Path:
         """Return the directory of the checkpoint of an average as of update `step`."""
         return self.checkpoints / self.average_name(name, step)
+
+    def heartbeat(self, rank: int) -> Path:
+        """Return the file that a rank shows by that it is alive."""
+        return self.watch / f"rank{rank}.json"
+
+    def stacks(self, rank: int) -> Path:
+        """Return the file with the stacks of a rank that the watchdog has ended."""
+        return self.watch / f"rank{rank}.stacks"
 
     def resolve(self, path: str) -> Path:
         """Return a path of run.json, relative to the run directory, as an absolute one."""

@@ -22,6 +22,13 @@ class OptimizerConfig(Frozen):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
+    matrices: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description=(
+            "optimizer of the hidden matrices, in the shapes they have in HF; muon: train/muon.py,"
+            " with AdamW for the rest"
+        ),
+    )
     weight_decay: float = Field(default=0.1, ge=0)
     decay: Literal["adamw", "adamc", "independent"] = Field(
         default="adamw", description="how the learning rate scales the weight decay"

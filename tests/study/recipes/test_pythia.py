@@ -11,7 +11,7 @@ STEP = 524_288  # 256 x 2048 tokens
 ENDS = (20_000, 54_000, 88_000, 122_000, 156_000, 190_000)  # landscape.py
 RECIPES = (
     *("pythia-160m-lr", "pythia-160m-schedules", "pythia-160m-weight-decay", "pythia-160m-budgets"),
-    *("pythia-160m-lawa", "pythia-70m-kumar"),
+    *("pythia-160m-decay", "pythia-160m-lawa", "pythia-70m-kumar"),
 )
 
 
@@ -50,6 +50,15 @@ def test_weight_decay_alone_varies():
         for run in runs.values()
     ]
     assert settings == [settings[0]] * 5
+
+
+def test_the_rule_of_decay_alone_varies():
+    runs = runs_of("pythia-160m-decay")
+    assert list(runs) == ["adamw", "adamc"]
+    settings = [run.model_dump(exclude={"name"}) for run in runs.values()]
+    rules = [setting["optimizer"].pop("decay") for setting in settings]
+    assert rules == list(runs)
+    assert settings[0] == settings[1]
 
 
 def test_schedules_share_all_but_the_way_down():

@@ -27,6 +27,7 @@ ISSUE = (
     "olmo2-30m-lr",
     *(
         "pythia-160m-lr",
+        "pythia-160m-decay",
         "pythia-160m-lawa",
         "pythia-160m-schedules",
         "pythia-160m-weight-decay",

@@ -1,0 +1,83 @@
+"""The settings of a start: they leave their traces and change no number."""
+
+import gzip
+import json
+
+import pytest
+
+from tests.runs import error_line, make_run, python, ranks
+from tests.train.trajectories import numbers
+from train.run import launch
+from train.run.directory import RunDirectory
+from train.run.environment import attempts
+from train.run.launch import Launch, set_variables
+from train.run.parallel import ParallelConfig
+
+
+def test_a_profiled_run_has_the_same_losses(trained, tmp_path, inputs):
+    directory = RunDirectory(tmp_path / "dp2")
+    make_run(directory.path, **inputs)
+    done = ranks(2, "train", "run", str(directory.path), "--profile", "3:5")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert numbers(directory.path) == numbers(trained("dp2"))
+
+    (trace,) = directory.profile.iterdir()
+    assert trace.name == "steps3-4.json.gz"
+    with gzip.open(trace) as file:
+        names = [event["name"] for event in json.load(file)["traceEvents"]]
+    layers, steps, matrices = 4, 2, 4  # qkv, out, gate and up, down: one product forward, two back
+    assert names.count("aten::mm") >= 3 * layers * steps * matrices
+    assert not directory.watch.exists(), "of heartbeats nothing is left"
+
+    (attempt,) = attempts(directory.environment_json)
+    assert not attempt["deterministic"]
+    assert attempt["variables"]["TORCH_FR_DUMP_TEMP_FILE"] == str(directory.flight_recorder)
+
+
+def test_a_deterministic_run_says_so_and_has_the_losses_but_for_their_last_bits(
+    trained, tmp_path, inputs
+):
+    """The sums of the embedding's gradient are added in another order."""
+    directory = RunDirectory(tmp_path / "dp1")
+    make_run(directory.path, **inputs)
+    done = python("train", "run", str(directory.path), "--deterministic")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert attempts(directory.environment_json)[0]["deterministic"]
+    losses, usual = (
+        [row["loss"] for row in numbers(path) if "loss" in row]
+        for path in (directory.path, trained("dp1"))
+    )
+    assert losses == pytest.approx(usual, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [("5:5", "holds no step"), ("0:2", "holds no step"), ("19:23", "1 to 20")]
+)
+def test_steps_that_are_never_made_are_refused(tmp_path, inputs, given, words):
+    make_run(tmp_path / "run", **inputs)
+    done = python("train", "run", str(tmp_path / "run"), "--profile", given)
+    assert words in error_line(done)
+
+
+def test_variables_of_gpus_are_set_unless_the_user_has(tmp_path, inputs, monkeypatch, capsys):
+    run = make_run(tmp_path / "run", **inputs, tensor=2)
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "backend:native"}
+    monkeypatch.setattr("os.environ", environment)
+    monkeypatch.setattr(launch, "has_gpu", lambda: True)
+    set_variables(run, RunDirectory(tmp_path / "run"), Launch(deterministic=True))
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert environment["PYTORCH_ALLOC_CONF"] == "backend:native"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
+    assert environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+    said = capsys.readouterr().out
+    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in said
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in said
+
+    environment.clear()
+    set_variables(run, RunDirectory(tmp_path / "run"), Launch())
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    alone = run.model_copy(update={"parallel": ParallelConfig()})
+    environment.clear()
+    set_variables(alone, RunDirectory(tmp_path / "run"), Launch())
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environment
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"

@@ -1,0 +1,146 @@
+"""Collectives beside computation change no number: the engine with and without, on real ranks."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from base.environment import is_rank_zero
+from base.files import write_json
+from tests.ckpt_tools.checkpoints import read_shards
+from tests.runs import draw_weights, make_run, ranks
+from train.run.config import load_run
+from train.run.optimization import Lawa, OptimizerConfig
+
+DRAWN = torch.Generator().manual_seed(5)
+BATCHES = [torch.randint(0, 320, (8, 33), generator=DRAWN) for _ in range(4)]
+OVERLAPPED = {"overlaps": lambda _: True, "BUCKET_ELEMENTS": 2000}  # a bucket for every matrix
+
+
+class Rank:
+    """One rank of an engine, which keeps the figures of what it does."""
+
+    def __init__(self, run_dir: Path, mode: str) -> None:
+        from train.distributed import start
+        from train.megatron.engine import MegatronEngine
+
+        run, self.out = load_run(run_dir / "run.json"), run_dir / mode
+        self.engine = MegatronEngine(run, start())
+        self.figures: list[Any] = []
+        draw_weights(self.engine, run)
+
+    def step(self, index: int, *, accepted: bool = True) -> None:
+        self.figures.append(
+            self.engine.train_step(self.batch(index), 1e-2, lambda _: accepted)._asdict()
+        )
+
+    def evaluate(self) -> None:
+        self.figures.append(self.engine.evaluate(self.batch(3)))
+
+    def batch(self, index: int):
+        from train.data.batches import Batch
+
+        return Batch.of(BATCHES[index]).of_replica(self.engine.replica)
+
+    def save(self, name: str) -> None:
+        import torch.distributed as dist
+
+        (self.out / name).mkdir(parents=True, exist_ok=True)
+        snapshot = self.engine.snapshot(self.out / name, weights_only=False)
+        snapshot.write()
+        dist.barrier()
+        snapshot.seal()
+
+    def average(self) -> None:
+        """Evaluate with other weights, right after an update, and return to the own."""
+        weights = self.engine.weights()
+        own = [shard.clone() for shard in weights]
+        for shard in weights:
+            shard.mul_(0.5)
+        self.engine.publish_weights()
+        self.evaluate()
+        for shard, kept in zip(weights, own, strict=True):
+            shard.copy_(kept)
+        self.engine.publish_weights()
+
+
+def use_engine(run_dir: str, mode: str) -> None:
+    """Worker, on every rank: whatever reads or writes weights, each right after an update."""
+    if mode == "overlapped":
+        mock.patch.multiple("train.megatron.data_parallel", **OVERLAPPED).start()
+    rank = Rank(Path(run_dir), mode)
+    rank.step(0)
+    if mode == "overlapped":
+        buckets = rank.engine._pipeline.model.bucket_groups
+        assert len(buckets) > 4
+        assert buckets[-1].param_gather_handle  # in flight
+        assert not buckets[0].param_gather_dispatched
+    rank.save("fork")
+    rank.step(1)
+    rank.evaluate()
+    rank.step(2)
+    rank.step(3, accepted=False)
+    rank.evaluate()
+    rank.step(1)
+    rank.average()
+    rank.step(2)
+    logits = rank.engine.probe(BATCHES[0][:2, :-1]).get("logits")
+    rank.figures.append([] if logits is None else logits.tolist())
+
+    rank.step(0)
+    rank.engine.load(rank.out / "fork")
+    rank.step(1)
+    rank.evaluate()
+    rank.save("resumed")
+    if mode == "plain":
+        equals_overlapped(rank)
+    if is_rank_zero():
+        write_json(rank.out / "figures.json", rank.figures)
+    rank.engine.close()
+
+
+def equals_overlapped(rank: Rank) -> None:
+    """Weights and moments are those that the engine of the other mode saved."""
+    state = rank.engine._state
+    own = [tensor.clone() for piece in state._pieces for tensor in state._tensors(piece).values()]
+    rank.engine.load(rank.out.parent / "overlapped" / "resumed")
+    other = [tensor for piece in state._pieces for tensor in state._tensors(piece).values()]
+    assert len(own) == 5 * len(state._pieces)  # and two slots
+    assert all(map(torch.equal, own, other))
+
+
+@pytest.mark.parametrize(("processes", "pipeline"), [(2, 1), (4, 2)])
+def test_overlap_changes_nothing(tmp_path, inputs, processes, pipeline):
+    """Bit for bit: two ranks' gradients have one sum, and nothing is clipped.
+
+    The norm, which is summed by buckets, may differ in its last bits.
+    """
+    settings: dict[str, Any] = {
+        "micro_batch_size": 2,
+        "optimizer": OptimizerConfig(peak_lr=1e-2, clip_grad_norm=1e6),
+        "averages": (Lawa(interval_steps=1, window=2),),
+    }
+    run = make_run(tmp_path, **inputs, **settings, pipeline=pipeline)
+    figures = {}
+    for mode in ("overlapped", "plain"):
+        done = ranks(processes, "tests.train.test_overlap", str(tmp_path), mode)
+        assert done.returncode == 0, done.stderr[-3000:]
+        figures[mode] = json.loads((tmp_path / mode / "figures.json").read_text())
+    norms = {
+        mode: [row.pop("grad_norm") for row in rows if isinstance(row, dict)]
+        for mode, rows in figures.items()
+    }
+    assert figures["overlapped"] == figures["plain"]
+    assert norms["overlapped"] == pytest.approx(norms["plain"], rel=1e-6)
+    for place in ("fork", "resumed"):
+        weights, others = (read_shards(tmp_path / mode / place, run.model) for mode in figures)
+        assert weights.keys() == others.keys()
+        assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+if __name__ == "__main__":
+    use_engine(*sys.argv[1:])

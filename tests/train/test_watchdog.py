@@ -1,0 +1,94 @@
+"""A rank that hangs is named, its attempt ended, and the run resumed as if nothing had been."""
+
+import json
+import os
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.runs import ended, make_run, ranks, start_ranks
+from tests.train.stalled import stalling
+from tests.train.trajectories import last_step, numbers
+from tests.waiting import wait_until
+from train.run.directory import RunDirectory
+from train.run.environment import attempts
+from train.run.launch import HUNG
+from train.running.watchdog import Heartbeat, Phase, diagnosis
+
+HANG = "6"  # seconds; longer than a step takes on a busy machine
+
+
+def test_a_stopped_rank_is_named_and_the_run_resumed(trained, tmp_path, inputs):
+    """SIGSTOP, which no rank can answer."""
+    directory, released = RunDirectory(tmp_path / "dp2"), tmp_path / "released"
+    make_run(directory.path, **inputs)
+    command = ("train", "run", str(directory.path), "--hang-seconds", HANG)
+    training = start_ranks(
+        2, "tests.train.stalled", *command, variables=stalling(released, step=14)
+    )
+    wait_until(lambda: last_step(directory.path) == 12, "step 12", training)
+    wait_until(directory.heartbeat(1).exists, "a heartbeat", training)
+    stopped = Heartbeat(*json.loads(directory.heartbeat(1).read_text()))
+    assert stopped.pid == training.pid(rank=1)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    released.touch()  # rank 0 waits for rank 1 in step 13
+    wait_until(lambda: training.poll() is not None, "the end of rank 0")
+    training.kill()  # as torchrun does
+    ended_by_watchdog = ended(training)
+    assert ended_by_watchdog.returncode == os.EX_TEMPFAIL
+
+    (line,) = [each for each in ended_by_watchdog.stderr.splitlines() if each.startswith(HUNG)]
+    words = f"no step for 6 s after step 12: no sign of life of {stopped}"
+    assert line.startswith(f"{HUNG}{words}; ")
+    status = json.loads(directory.status_json.read_text())
+    assert (status["status"], status["step"], status["reason"]) == ("failed", 12, words)
+    assert "in train_step" in directory.stacks(0).read_text()
+    trace = Path(f"{directory.flight_recorder}0")
+    newest = pickle.loads(trace.read_bytes())["entries"][-1]
+    assert newest["state"] != "completed"
+
+    done = ranks(2, *command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    resumed_from = [each["resumed_from_step"] for each in attempts(directory.environment_json)]
+    assert resumed_from == [None, 10]
+    assert numbers(directory.path) == numbers(trained("dp2"))
+
+
+def beat(rank: int, step: int, phase: Phase) -> Heartbeat:
+    return Heartbeat(rank, f"node{rank // 2}", 100 + rank, 7, step, phase)
+
+
+@pytest.mark.parametrize(
+    ("living", "dead", "words"),
+    [
+        (
+            [beat(0, 9, Phase.COMPUTE), beat(2, 9, Phase.READ)],
+            [beat(1, 9, Phase.COMPUTE), Heartbeat(3)],
+            "no sign of life of rank 1 on node0 (pid 101), rank 3 on an unknown host (pid 0)",
+        ),
+        (
+            [beat(0, 9, Phase.AGREE), beat(1, 9, Phase.READ), beat(2, 9, Phase.AGREE)],
+            [],
+            "rank 1 on node0 (pid 101) still reads its batch after step 9",
+        ),
+        (
+            [beat(0, 8, Phase.SAVE), beat(1, 9, Phase.COMPUTE), beat(2, 9, Phase.COMPUTE)],
+            [],
+            "rank 0 on node0 (pid 100) still logs, evaluates or saves after step 8",
+        ),
+        (
+            [beat(rank, 9, Phase.COMPUTE) for rank in range(8)],
+            [],
+            "every rank computes step 9: a collective or a kernel does not end",
+        ),
+        (
+            [beat(0, 9, Phase.READ)],
+            [],
+            "rank 0 on node0 (pid 100) still reads its batch after step 9",
+        ),
+    ],
+)
+def test_diagnosis(living, dead, words):
+    assert diagnosis(living, dead) == words

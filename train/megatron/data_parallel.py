@@ -1,0 +1,95 @@
+"""mcore's DDP of one pipeline stage: gradients reduced, and weights gathered, by buckets.
+
+On GPUs both overlap with computation. A bucket is reduced once the last microbatch has added to its
+gradients. After an update every rank has its own shard of the weights; the next forward pass
+gathers each bucket while it computes with the one before it. So whoever reads the model's weights
+otherwise, or writes weights, calls `finish_gather` first.
+
+Over gloo nothing overlaps: its threads would take the cores that compute.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from train.megatron import gloo
+
+BUCKET_ELEMENTS: int | None = None  # megatron-core's: 40 million, more on more than 40 ranks
+
+
+def overlaps(device: torch.device) -> bool:
+    """Return whether collectives run beside computation."""
+    return device.type == "cuda"
+
+
+class DataParallel(DistributedDataParallel):
+    """One stage with its buffers of weights and gradients, and what is in flight of them."""
+
+    def __init__(self, config: TransformerConfig, model: GPTModel, device: torch.device) -> None:
+        self.overlaps = overlaps(device)
+        settings = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=self.overlaps,
+            overlap_param_gather=self.overlaps,
+            bucket_size=BUCKET_ELEMENTS,
+        )
+        super().__init__(config, settings, model, pg_collection=_groups())
+        if self.overlaps:
+            config.no_sync_func = self.no_sync
+            self._gather_before_layers(model)
+        elif device.type == "cpu":
+            gloo.use_collectives_in_place()
+
+    def _gather_before_layers(self, model: Any) -> None:
+        """Have a layer wait for all its weights, and the final norm also for the head's.
+
+        mcore's modules wait for their own; fused kernels read weights of other modules.
+        """
+        for layer in model.decoder.layers:
+            self._gather_before(layer, layer.parameters())
+        if model.post_process:
+            last = model.decoder.final_layernorm
+            self._gather_before(last, [*last.parameters(), *model.output_layer.parameters()])
+
+    def _gather_before(
+        self, module: torch.nn.Module, parameters: Iterable[torch.nn.Parameter]
+    ) -> None:
+        buckets = dict.fromkeys(self.param_to_bucket_group[each] for each in parameters)
+
+        def wait(*_: Any) -> None:
+            for bucket in buckets:
+                bucket.finish_param_sync()
+
+        module.register_forward_pre_hook(wait)
+
+    def start_gather(self) -> None:
+        """Begin to gather the first layers' weights, which an update has changed."""
+        if self.overlaps:
+            self.bucket_groups[-1].start_param_sync()
+
+    def finish_gather(self) -> None:
+        """Wait until this rank has all updated weights; every rank calls."""
+        if self.overlaps:
+            for bucket in self.bucket_groups:
+                if bucket.param_gather_handle or not bucket.param_gather_dispatched:
+                    bucket.start_param_sync(force_sync=True)
+
+
+def _groups() -> ProcessGroupCollection:
+    """Return the process groups of this rank as mcore's DDP takes them."""
+    groups = ProcessGroupCollection()
+    groups.dp = groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    groups.expt_dp = parallel_state.get_expert_data_parallel_group()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.ep = parallel_state.get_expert_model_parallel_group()
+    # mcore's DDP looks here for the stage, and puts a later one into a single bucket. A group of
+    # this rank alone says it is the first.
+    groups.pp = parallel_state.get_context_parallel_group()
+    return groups

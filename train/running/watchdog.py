@@ -1,0 +1,194 @@
+"""A watchdog on the age of the last step: it ends an attempt that hangs and names the rank.
+
+It is a thread of every rank, so that every start of a run has it: by hand, by a study, by SLURM.
+`train.loop` says where its rank is. The thread writes that to RUN/watch, a heartbeat, and once its
+own rank makes no step it looks at all of them. A rank whose heart stands still is stopped, or its
+node is lost; else the rank that is farthest back holds up the others. The lowest living rank says
+so, and all that live exit with EX_TEMPFAIL; torchrun then kills the rest. The run is resumed by
+`study.pipeline.runner`, by SLURM's requeueing, or by the user's same command. (Not by torchrun
+--max-restarts: its new ranks find the old ones' addresses in its store, pytorch issue 135712.)
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from enum import IntEnum
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace
+
+from train.checkpoints.attempt import Attempt
+from train.distributed import limit_collectives
+from train.run.directory import RunDirectory
+from train.run.launch import HUNG
+
+USUAL_STEPS = 10  # of time without a step, and at least `hang_seconds`
+BEATS = 30  # of a heart in `hang_seconds`
+COLLECTIVES_LATER = 1.2  # they time out after the verdict, which alone names a rank
+STILL_BEATS = 2  # a rank that misses so many is not alive
+SPEAKING_SECONDS = 5.0  # that the others leave to the rank that speaks: their exit would end it
+LEAVING_SECONDS = 60.0  # for what is written at the end: the disk may be what hangs
+NAMED_RANKS = 4
+
+
+class Phase(IntEnum):
+    """The parts of a step, in order. The last may take as long as it needs."""
+
+    COMPUTE, READ, AGREE, SAVE = range(4)
+
+
+WORDS = {
+    Phase.COMPUTE: "computes step {}",
+    Phase.READ: "reads its batch after step {}",
+    Phase.AGREE: "exchanges flags after step {}",
+    Phase.SAVE: "logs, evaluates or saves after step {}",
+}
+
+
+class Heartbeat(NamedTuple):
+    """A heartbeat of a rank, and the place where its training is."""
+
+    rank: int
+    host: str = "an unknown host"
+    pid: int = 0
+    beat: int = 0
+    step: int = 0
+    phase: int = Phase.COMPUTE
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Step and phase; a rank that is farther back has a smaller one."""
+        return self.step, self.phase
+
+    def __str__(self) -> str:
+        """Return the rank in words."""
+        return f"rank {self.rank} on {self.host} (pid {self.pid})"
+
+
+def diagnosis(living: list[Heartbeat], dead: list[Heartbeat]) -> str:
+    """Return which ranks hold up the others."""
+    if dead:
+        return f"no sign of life of {_named(dead)}"
+    place = min(beat.place for beat in living)
+    behind = [beat for beat in living if beat.place == place]
+    doing = WORDS[Phase(place[1])].format(place[0])
+    if len(behind) == len(living) > 1:
+        return f"every rank {doing}: a collective or a kernel does not end"
+    return f"{_named(behind)} still {doing}"
+
+
+def _named(beats: list[Heartbeat]) -> str:
+    more = f" and {len(beats) - NAMED_RANKS} more" if len(beats) > NAMED_RANKS else ""
+    return f"{', '.join(map(str, beats[:NAMED_RANKS]))}{more}"
+
+
+class Watchdog:
+    """The watchdog of one rank."""
+
+    def __init__(self, directory: RunDirectory, attempt: Attempt, hang_seconds: float) -> None:
+        self._directory, self._attempt, self._hang_seconds = directory, attempt, hang_seconds
+        self._rank, self._beats = dist.get_rank(), 0
+        self._place = (0, Phase.SAVE)
+        self._began_at = 0.0
+        self._step_seconds: deque[float] = deque(maxlen=50)
+        self._over = threading.Event()
+        directory.watch.mkdir(exist_ok=True)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def enter(self, step: int, phase: Phase) -> None:
+        """Say what this rank does next; every step goes through all phases."""
+        self._place = (step, phase)
+        if phase == Phase.COMPUTE:
+            self._began_at = time.monotonic()
+        if phase == Phase.SAVE:
+            self._step_seconds.append(time.monotonic() - self._began_at)
+            if len(self._step_seconds) == 1:  # the first step compiles and connects
+                limit_collectives(COLLECTIVES_LATER * self._allowed_seconds())
+
+    def close(self) -> None:
+        """End the thread and remove the heartbeat."""
+        self._over.set()
+        self._thread.join()
+        self._directory.heartbeat(self._rank).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other ranks' files, or those of a hang
+            self._directory.watch.rmdir()
+
+    def _allowed_seconds(self) -> float:
+        return max(self._hang_seconds, USUAL_STEPS * median(self._step_seconds))
+
+    def _watch(self) -> None:
+        """Count the beats since the last step, not the time: suspended processes count none."""
+        seen, silent = self._place, 0
+        while self._alive():
+            place = self._place
+            if place != seen or place[1] == Phase.SAVE or not self._step_seconds:
+                seen, silent = place, 0
+                continue
+            silent += 1
+            if silent >= BEATS * self._allowed_seconds() / self._hang_seconds - STILL_BEATS:
+                self._judge(place)
+                silent = 0
+
+    def _alive(self) -> bool:
+        """Write a heartbeat and wait until the next one is due; return False at the end."""
+        self._beats += 1
+        beat = Heartbeat(self._rank, socket.gethostname(), os.getpid(), self._beats, *self._place)
+        path = self._directory.heartbeat(self._rank)
+        with contextlib.suppress(OSError):  # a full disk ends a run by its checkpoints
+            aside = path.with_suffix(".aside")
+            aside.write_text(json.dumps(beat))
+            aside.replace(path)
+        return not self._over.wait(self._hang_seconds / BEATS)
+
+    def _judge(self, place: tuple[int, Phase]) -> None:
+        """End the attempt, unless this rank comes further meanwhile."""
+        earlier = self._heartbeats()
+        for _ in range(STILL_BEATS):
+            if not self._alive() or self._place != place:
+                return
+        now = self._heartbeats()
+        dead = [beat for beat in now if beat == earlier[beat.rank] and beat.rank != self._rank]
+        living = [beat for beat in now if beat not in dead]
+        self._end(diagnosis(living, dead), speaks=living[0].rank == self._rank)
+
+    def _heartbeats(self) -> list[Heartbeat]:
+        beats = []
+        for rank in range(dist.get_world_size()):
+            beat = Heartbeat(rank)
+            with contextlib.suppress(OSError, ValueError):
+                beat = Heartbeat(*json.loads(self._directory.heartbeat(rank).read_text()))
+            beats.append(beat)
+        return beats
+
+    def _end(self, reason: str, *, speaks: bool) -> None:
+        """Leave the stacks of this rank and its newest collectives in RUN/watch, and exit."""
+        last = threading.Timer(LEAVING_SECONDS, os._exit, [os.EX_TEMPFAIL])
+        last.daemon = True
+        last.start()
+        line = (
+            f"no step for {self._allowed_seconds():.0f} s after step {self._place[0] - 1}: {reason}"
+        )
+        if speaks:
+            print(
+                f"{HUNG}{line}; stacks are in {self._directory.watch}", file=sys.stderr, flush=True
+            )
+        with contextlib.suppress(OSError):
+            with self._directory.stacks(self._rank).open("w") as file:
+                faulthandler.dump_traceback(file)
+            trace = Path(f"{self._directory.flight_recorder}{self._rank}")
+            trace.write_bytes(_dump_fr_trace())
+            if speaks:
+                self._attempt.record_end("failed", self._place[0] - 1, line)
+        if not speaks:
+            time.sleep(SPEAKING_SECONDS)
+        os._exit(os.EX_TEMPFAIL)
