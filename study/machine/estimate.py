@@ -43,7 +43,7 @@ def disk_line(needs: Needs) -> str:
     needed, at_once = needed_bytes(needs.study), needs.at_once
     disk = ", ".join(f"{kind} {size / GB:,.1f}" for kind, size in needed.items() if size)
     restarts = restart_bytes(needs.study, at_once)
-    more = f", and {restarts / GB:,.1f} GB of restart checkpoints while {at_once} train"
+    more = f", and {restarts / GB:,.1f} GB of restart checkpoints with {at_once} in training"
     return (
         f"  disk: {sum(needed.values()) / GB:,.1f} GB ({disk or 'nothing'}) at the end"
         f"{more if restarts else ''}; text is not counted"

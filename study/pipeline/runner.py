@@ -63,12 +63,12 @@ def child_environment(kind: str, gpus: tuple[str, ...] = ()) -> dict[str, str]:
     }
 
 
-def last_error(log: Path, start: int, prefix: str = ERROR_PREFIX) -> str | None:
-    """Return the last line 'error: ...' that a step wrote to its log after byte `start`."""
+def last_error(log: Path, start: int) -> str | None:
+    """Return the last 'error: ...' line a step wrote to its log after byte `start`."""
     with log.open("rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
-    return next((line for line in reversed(lines) if line.startswith(prefix)), None)
+    return next((line for line in reversed(lines) if line.startswith(ERROR_PREFIX)), None)
 
 
 class Runner:
@@ -221,18 +221,17 @@ class Runner:
         if not failed:
             return
         first = failed[0]
-        hang = last_error(running.log, running.log_start, HUNG) if status else None
-        if hang and first.resumes and self.hangs[first.name] < HANGS:
+        reason = last_error(running.log, running.log_start) if status else None
+        if reason and reason.startswith(HUNG) and self.hangs[first.name] < HANGS:
             self.hangs[first.name] += 1
             self.pending |= {step.name: step for step in failed}
-            self.progress.again(failed, f"step {first.name} is resumed: {hang}")
+            self.progress.again(failed, f"step {first.name} is resumed, {reason}")
             return
-        reason = last_error(running.log, running.log_start) if status else None
         if status == 0:
             missing = self.ledger.missing_outputs(first)[0]
             why = f"it ended well but left no {missing}; move what it left away and run again"
         else:
-            why = reason or hang or f"it ended with status {status}; read the log"
+            why = reason or f"it ended with status {status}; read the log"
         line = f"step {first.name} failed, log {running.log}: {why}"
         self.failures += [UserError(line) if reason else StepError(line)] * len(failed)
         self.progress.closed(failed, line)

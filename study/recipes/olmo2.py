@@ -210,10 +210,11 @@ def small(controls: int = 0, horizon: float = HORIZON, **settings: Any) -> Study
     )
 
 
-# 'python -m train plan RUN... --nodes N --gpus-per-node 8 --gpu h100' has the layouts. The 7B as it
-# stands fits an H200; on H100s of 80 GB the planner splits it, on eight nodes into two pipeline
-# stages, with 64 GB of each. A rank of the 1B takes 50 GB, of the 190M 41 GB on one node. Kernels
-# are torch's, which need nothing installed; '--set kernels=transformer_engine' takes faster ones.
+# 'python -m train plan RUN... --nodes N --gpus-per-node 8 --gpu h100' has the layouts. A rank of
+# the 7B takes 73 GB on eight nodes and 98 GB on one: of an H200, or for H100s of 80 GB the planner
+# splits it into two pipeline stages. On one node a rank of the 1B takes 44 GB, of the 190M 34 GB.
+# Kernels are torch's, which need nothing installed; '--set kernels=transformer_engine' takes faster
+# ones.
 def _olmo2_7b(horizon: float, **settings: Any) -> Study:
     of_runs = {
         "horizon": horizon,

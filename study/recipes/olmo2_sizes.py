@@ -32,7 +32,7 @@ def olmo2_1b_lr(*, smoke: bool = False) -> Study:
         return small()
     return ablation(
         (4e-4, 8e-4, 1.2e-3, 1.6e-3),
-        {"batch_size": 512, "model": OLMO2_1B, "micro_batch_size": 2},
+        {"batch_size": 512, "model": OLMO2_1B, "micro_batch_size": 4},
         divisor=5,
         quantization=WEB_QUANTIZATION.model_copy(update={"by_block": WEB_SPECS}),
         curvature=CURVATURE.model_copy(update={"dtype": "bf16"}),
@@ -50,7 +50,7 @@ def olmo2_190m_lr(*, smoke: bool = False) -> Study:
         return small()
     return ablation(
         (1e-3, 2e-3, 3e-3, 4e-3),
-        {"batch_size": 256, "model": OLMO2_190M, "micro_batch_size": 4},
+        {"batch_size": 256, "model": OLMO2_190M, "micro_batch_size": 16},
         divisor=25,
         quantization=WEB_QUANTIZATION.model_copy(update={"by_block": WEB_SPECS, "dtype": "fp32"}),
         curvature=CURVATURE,

@@ -219,14 +219,16 @@ def lean(runs: Sequence[RunConfig], averaged_steps: Iterable[int] = ()) -> list[
     branches = [run.branch_from for run in runs if run.branch_from]
     changed = []
     for run in runs:
+        if not run.saving.restart_every_steps:
+            changed.append(run)
+            continue
         starts = {branch.step for branch in branches if branch.run == f"../{run.name}"}
         steps = {
             "full_steps": tuple(sorted(starts)),
             "average_steps": tuple(sorted(set(averaged_steps).intersection(run.save_steps))),
         }
         saving = run.saving.model_copy(update=steps)
-        lean_run = RunConfig.model_validate(dict(run) | {"saving": saving})
-        changed.append(lean_run if run.saving.restart_every_steps else run)
+        changed.append(RunConfig.model_validate(dict(run) | {"saving": saving}))
     return changed
 
 

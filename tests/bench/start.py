@@ -77,7 +77,7 @@ def start_again(path: Path) -> None:
     with (
         mock.patch.object(engine, "load", timed("load", engine.load)),
         mock.patch.object(initialization, "draw_normal") as draw,
-        mock.patch.object(resuming, "_verified", timed("hashes", resuming._verified)),
+        mock.patch.object(resuming, "_damage", timed("hashes", resuming._damage)),
     ):
         begun = resuming.resume(engine, run, directory, data_sha256=data, attempt=2)
     assert begun.step == 1

@@ -196,10 +196,10 @@ def make_run(
     return run
 
 
-def train(directory: Path, device: str) -> None:
+def train(directory: Path, device: str, *options: str) -> None:
     """`python -m train run` in a process of its own, which sees a GPU or sees none."""
     errors = directory / "errors.log"
-    child = FORKS.Process(target=_train, args=(directory, device, errors))
+    child = FORKS.Process(target=_train, args=(directory, device, errors, options))
     child.start()
     child.join()
     if child.exitcode:
@@ -208,11 +208,11 @@ def train(directory: Path, device: str) -> None:
         )
 
 
-def _train(directory: Path, device: str, errors: Path) -> None:
+def _train(directory: Path, device: str, errors: Path, options: tuple[str, ...]) -> None:
     if device != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    sys.argv = ["train", "run", str(directory)]
+    sys.argv = ["train", "run", str(directory), *options]
     runpy.run_module("train", run_name="__main__", alter_sys=True)
 
 

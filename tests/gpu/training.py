@@ -49,13 +49,14 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
             steps=steps,
             observe_every_steps=steps // 2,
         )
-        train(place.work / name, "cpu" if name == "cpu" else place.device)
+        train(place.work / name, "cpu" if name == "cpu" else place.device, "--deterministic")
     again = place.work / "again"
     shutil.copytree(place.work / "gpu", again)
     directory = RunDirectory(again)
     shutil.rmtree(directory.checkpoint(steps))
     directory.status_json.unlink()
-    train(again, place.device)
+    train(again, place.device, "--deterministic", "--profile", f"{steps - 1}:{steps + 1}")
+    assert {"cpu": 1, "cuda": 2}[place.device] == len(list(directory.profile.iterdir()))
     first, resumed = (
         _weights(place.work / name, steps, sizes.compared) for name in ("gpu", "again")
     )

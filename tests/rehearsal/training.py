@@ -33,9 +33,9 @@ if __name__ == "__main__":
         train(Path(path))
     else:
         gloo = mock.patch.object(
-            dist, "init_process_group", lambda _nccl, timeout, device_id: initialize("gloo")
+            dist, "init_process_group", side_effect=lambda *_, **_settings: initialize("gloo")
         )
-        timed = mock.patch("train.monitoring.product_seconds", lambda: 1.0)
+        timed = mock.patch("train.monitoring.product_seconds", return_value=1.0)
         with gloo, timed, gpu(*left) as stand_in, without_attention_kernels():
             train(Path(path))
         assert stand_in.places

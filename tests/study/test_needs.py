@@ -121,8 +121,8 @@ def test_a_model_that_one_gpu_does_not_hold_is_shared():
 
 
 def test_layouts_of_the_hardware_at_hand_are_written_and_nothing_else_changes(tmp_path):
-    study = recipe("olmo2-1b-lr", "full")
-    for gpus in (1, 8):
+    study = recipe("olmo2-7b-lr", "full")
+    for gpus in (4, 8):
         trainings = needs_on(study, gpus).trainings
         write_run_configurations(
             tmp_path, study, {name: training.run for name, training in trainings.items()}
@@ -132,5 +132,6 @@ def test_layouts_of_the_hardware_at_hand_are_written_and_nothing_else_changes(tm
             path = tmp_path / run.name / "run.json"
             assert load_run(path) == trainings[run.name].run
             assert json.loads(path.read_text())["fingerprint"] == fingerprint(run)
-    assert needs_on(study, 1).trainings["lr4e-4"].run != needs_on(study, 8).trainings["lr4e-4"].run
+    four, eight = (needs_on(study, gpus).trainings["lr3e-4"].run for gpus in (4, 8))
+    assert four != eight
     assert load_study(tmp_path) == study

@@ -17,7 +17,7 @@ from base.errors import UserError
 from study.machine.hardware import Hardware
 from study.pipeline.ledger import Ledger
 from study.pipeline.locks import locked
-from study.pipeline.runner import Runner, StepError
+from study.pipeline.runner import HANGS, Runner, StepError
 from study.pipeline.step import Machine, Step
 from tests.waiting import HANG_SECONDS, interruptible, wait_until
 
@@ -226,6 +226,28 @@ def test_a_resuming_step_keeps_its_own_unfinished_outputs(tmp_path):
     (tmp_path / "one").write_text("x")
     run_steps(tmp_path, [python_step("train", code, ("one",), resumes=True)], workers=1)
     assert (tmp_path / "one").read_text() == "xx"
+
+
+HANGING = """
+import sys, pathlib
+starts = pathlib.Path(sys.argv[1]) / 'starts'
+starts.write_text((starts.read_text() if starts.exists() else '') + 'x')
+if len(starts.read_text()) <= {hangs}:
+    print('error: hung: no step for 600 s; rank 1')
+    sys.exit(1)
+(pathlib.Path(sys.argv[1]) / 'last').write_text('')
+"""
+
+
+@pytest.mark.parametrize(("hangs", "starts"), [(HANGS, HANGS + 1), (HANGS + 5, HANGS + 1)])
+def test_a_training_that_hung_is_resumed_so_many_times(tmp_path, hangs, starts):
+    step = python_step("train", HANGING.format(hangs=hangs), ("last",), resumes=True)
+    if hangs <= HANGS:
+        run_steps(tmp_path, [step], workers=1)
+    else:
+        with pytest.raises(UserError, match="hung: no step for 600 s; rank 1"):
+            run_steps(tmp_path, [step], workers=1)
+    assert len((tmp_path / "starts").read_text()) == starts
 
 
 # The grandchild lives in a session of its own, as torchrun's workers do, and shows by a growing

@@ -1,7 +1,8 @@
 """kill -9 of a run at random moments of training and saving, again and again.
 
 What holds after every kill: no complete checkpoint is lost or damaged, and the next attempt goes on
-from the newest. At the end all weights and figures are those of a run that was never killed.
+from the newest full one; most permanent ones hold weights alone. At the end all weights and figures
+are those of a run that was never killed.
 """
 
 import random
@@ -15,7 +16,7 @@ from tests.runs import make_run, ranks, start_ranks
 from tests.train.stalled import stalling
 from tests.train.trajectories import numbers, shard_hashes
 from tests.waiting import wait_until
-from train.run.directory import RunDirectory
+from train.run.directory import RunDirectory, read_checkpoint_record
 from train.run.environment import attempts
 from train.run.saving import SavingConfig
 
@@ -25,13 +26,16 @@ KILLED_WITHIN_SECONDS, STEPS_PER_ATTEMPT = 1.0, 15
 
 
 def newest(directory: RunDirectory) -> int | None:
-    """The step of the newest complete checkpoint, which must be whole."""
+    """The step of the newest full checkpoint; it, the newest of weights and restarts are whole."""
     permanent, restarts = directory.complete_steps(), directory.complete_restarts()
     for step in permanent[-1:]:
         verified_record(directory.checkpoint(step))
     for step in restarts:
-        verified_record(directory.restart(step))
-    return max(permanent + restarts, default=None)
+        assert verified_record(directory.restart(step)).is_full
+    full = [
+        step for step in permanent if read_checkpoint_record(directory.checkpoint(step)).is_full
+    ]
+    return max(full + restarts, default=None)
 
 
 def has_rows(directory: RunDirectory, attempt: int) -> bool:
@@ -48,14 +52,10 @@ def survive(
         "total_steps": total,
         "save_steps": (*range(0, total, 7), total),
         "evaluate_every_steps": 3,
+        "saving": SavingConfig(asynchronous=True, restart_every_steps=2, full_steps=(14,)),
     }
     killed, whole = RunDirectory(root / "killed"), RunDirectory(root / "whole")
-    make_run(
-        killed.path,
-        **inputs,
-        **settings,
-        saving=SavingConfig(asynchronous=True, restart_every_steps=2),
-    )
+    make_run(killed.path, **inputs, **settings)
     make_run(whole.path, **inputs, **settings)
     command = ("tests.train.stalled", "train", "run", str(killed.path))
     chance = random.Random(7)

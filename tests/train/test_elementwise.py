@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 from transformers import Olmo2Config
 from transformers.models.olmo2 import modeling_olmo2
 
 from train.model import elementwise
 from train.model.elementwise import normed, normed_and_rotated, swiglu
 from train.model.recomputing import recomputed
+from train.model.rotary import rotations
 
 LENGTH, SEQUENCES, HEADS, WIDTH, EPS, BASE = 64, 2, 4, 16, 1e-6, 500_000.0
 SIZE = HEADS * WIDTH
@@ -60,9 +62,8 @@ def by_transformers(qkv: Tensor, query_weight: Tensor, key_weight: Tensor) -> Te
     heads = []
     for x_SBND, weight in ((query, query_weight), (key, key_weight)):
         norm = modeling_olmo2.Olmo2RMSNorm(SIZE, EPS)
-        del norm.weight
-        norm.weight = weight
-        normed_SBND = norm(x_SBND.flatten(2)).unflatten(-1, (HEADS, WIDTH))
+        flat_SBH = functional_call(norm, {"weight": weight}, x_SBND.flatten(2))
+        normed_SBND = flat_SBH.unflatten(-1, (HEADS, WIDTH))
         heads.append(normed_SBND.permute(1, 2, 0, 3))
     turned = modeling_olmo2.apply_rotary_pos_emb(*heads, cos, sin)
     return torch.stack([x.permute(2, 0, 1, 3) for x in turned])
@@ -86,7 +87,7 @@ def test_bf16_queries_and_keys_are_rounded_once():
 
 @pytest.mark.parametrize("with_residual", [True, False])
 def test_a_norm_with_its_residual(with_residual):
-    x, residual, weight = draw(LENGTH, SEQUENCES, SIZE), draw(LENGTH, SEQUENCES, SIZE, seed=3), 0
+    x, residual = draw(LENGTH, SEQUENCES, SIZE), draw(LENGTH, SEQUENCES, SIZE, seed=3)
 
     def ours(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
         return normed(x, weight, EPS, residual if with_residual else None)
@@ -94,8 +95,7 @@ def test_a_norm_with_its_residual(with_residual):
     def plain(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
         return F.rms_norm(x, (SIZE,), weight, EPS) + (residual if with_residual else 0)
 
-    weight = WEIGHTS[0]
-    assert_equal(ours, plain, x, weight, residual)
+    assert_equal(ours, plain, x, WEIGHTS[0], residual)
 
 
 def test_swiglu():
@@ -110,7 +110,7 @@ def test_torch_compiles_each_into_one_graph():
     """What a GPU runs: traced whole, forward and backward, and equal to what a CPU runs."""
     query, key, _ = QKV.unflatten(-1, (HEADS, 3 * WIDTH)).split(WIDTH, -1)
     heads, weights = [query, key], [weight.view(HEADS, WIDTH) for weight in WEIGHTS]
-    turns = elementwise.rotations(LENGTH, WIDTH, BASE, QKV.device)
+    turns = rotations(LENGTH, WIDTH, BASE, QKV.device)
     _, inverses = elementwise._heads(heads, weights, *turns, EPS, None)
     x, gate_up = draw(LENGTH, SEQUENCES, SIZE), draw(LENGTH, SEQUENCES, 2 * SIZE)
     _, inverse = elementwise._normed(x, WEIGHTS[0], x, EPS)

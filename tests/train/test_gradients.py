@@ -53,7 +53,9 @@ def gradients_of_engine(run_dir: str, hf_dir: str, out: str) -> None:
     from train.megatron import loss
     from train.megatron.engine import MegatronEngine
 
-    loss.LOSS_CHUNK_TOKENS = 48  # three chunks of a microbatch of 128 tokens, the last one shorter
+    vars(loss)["LOSS_CHUNK_TOKENS"] = (
+        48  # three chunks of a microbatch of 128 tokens, the last one shorter
+    )
     engine = MegatronEngine(load_run(Path(run_dir) / "run.json"), start())
     parameters = load_weights(engine, hf_dir)
     seen = engine.train_step(Batch(*sequences()).of_replica(engine.replica), 1.0, lambda _: False)

@@ -5,14 +5,20 @@ import os
 import pickle
 import signal
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
+from study.machine.hardware import Hardware
+from study.pipeline.locks import locked
+from study.pipeline.runner import Runner
+from study.pipeline.step import Machine, Step, log_path, torchrun
+from tests.interpreter import interpreter
 from tests.runs import ended, make_run, ranks, start_ranks
 from tests.train.stalled import stalling
 from tests.train.trajectories import last_step, numbers
 from tests.waiting import wait_until
-from train.run.directory import RunDirectory
+from train.run.directory import CHECKPOINT_JSON, RunDirectory
 from train.run.environment import attempts
 from train.run.launch import HUNG
 from train.running.watchdog import Heartbeat, Phase, diagnosis
@@ -49,10 +55,39 @@ def test_a_stopped_rank_is_named_and_the_run_resumed(trained, tmp_path, inputs):
     newest = pickle.loads(trace.read_bytes())["entries"][-1]
     assert newest["state"] != "completed"
 
-    done = ranks(2, *command)
+    done = ranks(2, *command[:3])
     assert done.returncode == 0, done.stderr[-3000:]
     resumed_from = [each["resumed_from_step"] for each in attempts(directory.environment_json)]
     assert resumed_from == [None, 10]
+    assert numbers(directory.path) == numbers(trained("dp2"))
+
+
+@pytest.mark.stress
+def test_a_study_resumes_a_training_that_hung(trained, tmp_path, inputs, monkeypatch):
+    """By torchrun, which needs half a minute to kill a stopped rank, below the local runner."""
+    directory, released = RunDirectory(tmp_path / "dp2"), tmp_path / "released"
+    make_run(directory.path, **inputs)
+    for name, value in stalling(released, step=14).items():
+        monkeypatch.setenv(name, value)
+
+    def stop_rank_one() -> None:
+        wait_until(lambda: last_step(directory.path) == 12, "step 12")
+        wait_until(directory.heartbeat(1).exists, "a heartbeat")
+        os.kill(Heartbeat(*json.loads(directory.heartbeat(1).read_text())).pid, signal.SIGSTOP)
+        released.touch()
+
+    words = ("tests.train.stalled", "train", "run", "{study}/dp2", "--hang-seconds", HANG)
+    last = directory.checkpoint(20) / CHECKPOINT_JSON
+    output = str(last.relative_to(tmp_path))
+    step = Step("train-dp2", "train", ("{launch}", "-m", *words), (output,), resumes=True)
+    machine = Machine(torchrun(2), python=interpreter())
+    stopping = Thread(target=stop_rank_one)
+    stopping.start()
+    with locked(tmp_path) as lock_fd:
+        Runner(tmp_path, [step], Hardware(2), lock_fd, lambda _: machine).run()
+    stopping.join()
+    lines = log_path(tmp_path, step).read_text().splitlines()
+    assert sum(line.startswith(HUNG) and "life of rank 1" in line for line in lines) == 1
     assert numbers(directory.path) == numbers(trained("dp2"))
 
 

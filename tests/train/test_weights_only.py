@@ -6,19 +6,21 @@ from typing import Any
 import pytest
 
 from base.errors import UserError
+from base.files import write_json
 from ckpt_tools.checkpoint import open_weights, verified_record
 from ckpt_tools.export import export
 from ckpt_tools.formats.weights import read_whole
+from study.recipes.parts import annealed, lean
 from tests.runs import make_run, python, start_ranks
 from tests.train.stalled import stalling
-from tests.train.test_branching import edit, make_branch
+from tests.train.test_branching import edit
 from tests.train.trajectories import numbers, tree
 from tests.waiting import wait_until
 from train.run.branching import check_parent
-from train.run.config import load_run
+from train.run.config import dump_run, load_run
 from train.run.directory import CHECKPOINT_JSON, RunDirectory
 from train.run.environment import attempts
-from train.run.optimization import Lawa
+from train.run.optimization import CosinePhase, Lawa, ScheduleConfig
 from train.run.saving import SavingConfig
 
 SAVING: dict[str, Any] = {"asynchronous": True, "restart_every_steps": 4}
@@ -85,20 +87,38 @@ def test_weights_alone_lose_nothing(trained, tmp_path, inputs):
     assert json.loads(lean.status_json.read_text())["status"] == "done"
 
 
-def test_a_branch_takes_optimizer_state(tmp_path, inputs):
-    """From where its parent keeps it; from weights alone it is refused. With DeepSpeed."""
-    parent, child = RunDirectory(tmp_path / "parent"), tmp_path / "child"
-    saving = SavingConfig(**SAVING, full_steps=(10,))
-    engine: dict[str, Any] = {"engine": "deepspeed"}
-    make_run(parent.path, **inputs, **engine, save_steps=(10, 13, 20), saving=saving)
-    assert python("train", "run", str(parent.path)).returncode == 0
-    make_branch(child, parent.path, inputs, **engine)
-    assert python("train", "run", str(child)).returncode == 0
-    assert losses(child) == losses(parent.path, after=10)
-    make_branch(tmp_path / "refused", parent.path, inputs, **engine)
-    edit(tmp_path / "refused", {"branch_from": {"step": 13}})
+def test_an_ablation_keeps_state_where_its_anneals_leave(tmp_path, inputs):
+    """As recipes make it, with DeepSpeed; an anneal from weights alone is refused."""
+    parent = make_run(
+        tmp_path / "parent",
+        **inputs,
+        engine="deepspeed",
+        save_steps=(10, 13, 20),
+        schedule=ScheduleConfig(warmup_tokens=4 * 256, phase=CosinePhase(horizon_tokens=25_600)),
+        averages=(Lawa(interval_steps=2, window=2),),
+        saving=SavingConfig(**SAVING),
+    )
+    anneal = annealed(parent, "anneal", start=10, save_steps=(14, 20))
+    runs = lean([parent, anneal], averaged_steps=(20,))
+    directories = [RunDirectory(tmp_path / run.name) for run in runs]
+    for directory, run in zip(directories, runs, strict=True):
+        directory.path.mkdir(exist_ok=True)
+        write_json(directory.run_json, dump_run(run))
+        assert python("train", "run", str(directory.path)).returncode == 0
+    assert list(map(full, directories)) == [
+        {10: True, 13: False, 20: False},
+        {14: False, 20: False},
+    ]
+    kept = [[path.name for path in run.checkpoints.glob("lawa*")] for run in directories]
+    assert kept == [["lawa2x2-step00000020"]] * 2
+    before, after = (losses(run.path, after=10) for run in directories)
+    assert before[11] == after[11]
+    assert before[20] != after[20]
+
+    start = {"branch_from": {"step": 13}, "save_steps": [14, 20]}
+    edit(directories[1].path, start)
     with pytest.raises(UserError, match=r"weights only.* with 13 in saving\.full_steps"):
-        check_parent(load_run(tmp_path / "refused" / "run.json"), parent)
+        check_parent(load_run(directories[1].run_json), directories[0])
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,17 @@ from pathlib import Path
 PACKAGE = "transformer_engine"
 VERSIONS = ("2.9.0", "2.10.0", "2.11.0")  # PyPI's in the range that megatron-core 0.16.1 states
 RECORD = Path(__file__).with_suffix(".json")
+# What `train.megatron.transformer_engine` has megatron-core ask of a class.
+OWN = {"transformer_engine.pytorch.module.linear.Linear(fuse_wgrad_accumulation)"}
 
 
 def taken_names() -> set[str]:
-    """Names that the installed megatron-core imports or reaches as attributes of a module."""
+    """Names that the installed megatron-core imports or reaches as attributes of a module; OWN."""
     spec = importlib.util.find_spec("megatron.core")
     assert spec is not None
     assert spec.origin is not None
     texts = [path.read_text() for path in Path(spec.origin).parent.rglob("*.py")]
-    return set().union(*(names_of(ast.parse(text)) for text in texts if PACKAGE in text))
+    return OWN.union(*(names_of(ast.parse(text)) for text in texts if PACKAGE in text))
 
 
 def names_of(module: ast.Module) -> set[str]:
@@ -68,11 +70,14 @@ class Release:
         )
 
     def has(self, name: str) -> bool:
-        """Whether a name of `taken_names` is defined.
+        """Whether a name of `taken_names` is defined, with the parameter named in parentheses.
 
         Attributes of classes and functions are not looked for, nor what it imports by name from
         other packages.
         """
+        name, _, parameter = name.rstrip(")").partition("(")
+        if parameter:
+            return self.takes(name, parameter)
         module, *rest = name.split(".")
         while rest and self.path(f"{module}.{rest[0]}"):
             module = f"{module}.{rest.pop(0)}"
@@ -87,6 +92,19 @@ class Release:
             or source.split(".")[0] != PACKAGE
             or self.has(".".join([source, *rest[1:]]))
         )
+
+    def takes(self, name: str, parameter: str) -> bool:
+        """Whether a class, defined in the module that it is named in, is made with a parameter."""
+        module, _, kind = name.rpartition(".")
+        tree = ast.parse(self.sources[self.path(module) or ""])
+        made = [
+            method
+            for node in tree.body
+            if isinstance(node, ast.ClassDef) and node.name == kind
+            for method in node.body
+            if isinstance(method, ast.FunctionDef) and method.name == "__init__"
+        ]
+        return any(each.arg == parameter for method in made for each in method.args.args)
 
     def defined(self, module: str) -> dict[str, str | None]:
         """What a module defines: None, or for what it imports the dotted name of that."""

@@ -26,7 +26,6 @@ from train.host_memory import Copies, HostMemory
 from train.run.directory import MODEL_WEIGHTS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-RESTORE = "restore it, or move it away to resume from the checkpoint before it"
 
 
 class StateFiles:
@@ -98,7 +97,7 @@ def read_state(directory: Path, partitions: list[Partition], kinds: dict[str, li
         if not headers or len(headers) != headers[0]["world_size"]:
             raise UserError(
                 f"{directory} holds {len(paths)} files of optimizer state, not one of every rank;"
-                f" {RESTORE}"
+                " restore the others"
             )
         # By key: the file of every rank with a range of it, and where the range starts.
         ranges: dict[str, list[tuple[Any, int]]] = {}
@@ -114,7 +113,8 @@ def read_state(directory: Path, partitions: list[Partition], kinds: dict[str, li
                 key = f"{kind}/{piece.name}"
                 if not _fill(out, piece, ranges.get(key, [])):
                     raise UserError(
-                        f"{directory} does not fit the model of run.json ({key}); {RESTORE}"
+                        f"{directory} does not fit the model of run.json ({key}); restore the"
+                        " run.json it was saved with"
                     )
         return int(headers[0]["step"])
 

@@ -25,7 +25,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def compiled_on_gpu(function: Function) -> Function:
     """Return the function compiled by torch where there is a GPU; a CPU runs it line by line."""
-    return torch.compile(function) if torch.cuda.is_available() else function
+    compiled: Any = torch.compile(function) if torch.cuda.is_available() else function
+    return compiled  # type: ignore[no-any-return]
 
 
 def _over_ranks(sums: list[Tensor], group: Group) -> list[Tensor]:
@@ -114,7 +115,8 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        by_input, by_weight = _normed_gradients(*ctx.saved_tensors, gradient)
+        x, weight, inverse = ctx.saved_tensors
+        by_input, by_weight = _normed_gradients(x, weight, inverse, gradient)
         return by_input, by_weight, gradient if ctx.has_residual else None, None
 
 
@@ -175,10 +177,8 @@ class _Heads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
-        saved = ctx.saved_tensors
-        inputs = _heads_gradients(
-            saved[:2], saved[2:4], saved[4:], gradients, *ctx.turns, ctx.group
-        )
+        saved, (cos, sin) = ctx.saved_tensors, ctx.turns
+        inputs = _heads_gradients(saved[:2], saved[2:4], saved[4:], gradients, cos, sin, ctx.group)
         return *inputs, None, None, None
 
 
@@ -226,7 +226,8 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return _swiglu_gradient(*ctx.saved_tensors, gradient)
+        (gate_up,) = ctx.saved_tensors
+        return _swiglu_gradient(gate_up, gradient)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

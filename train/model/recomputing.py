@@ -28,7 +28,8 @@ def recomputed(
         if isinstance(kept, Tensor):
             return kept
         index, *view = kept
-        return again()[index].detach().as_strided(*view)
+        output: Tensor = again()[index].detach()
+        return output.as_strided(*view)
 
     with saved_tensors_hooks(pack, unpack):
         yield

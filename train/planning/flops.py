@@ -8,7 +8,7 @@ from typing import NamedTuple
 from train.model.config import ModelConfig
 from train.model.families import parameter_shapes
 
-# Of a 7B on 64 H100 the roofline has 45% at pessimistic rates and 54% at expected ones
+# The roofline of the 7B on 64 H100 has 46% at pessimistic rates and 55% at expected ones
 # (`python -m tests.bench.roofline`); OLMo-core reports 47 to 48% of its own engine.
 MFU = 0.45
 

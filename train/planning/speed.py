@@ -70,14 +70,14 @@ class Passes(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What the kernels of an engine read and write.
+    """Reads and writes of an engine's kernels.
 
     Attributes:
         forward, backward: passes over the tensors of a layer.
         again: those that recompute "selective" adds.
         logit: bytes per logit beside the products: cross-entropy and its gradient.
         head: bytes per weight of the output layer and microbatch, of its gradient.
-        count: of kernels in a layer and microbatch, with those of products and attention.
+        starts: kernels that a layer starts in a microbatch, with products and attention.
     """
 
     forward: Passes
@@ -85,7 +85,7 @@ class Kernels(NamedTuple):
     again: Passes
     logit: float
     head: float
-    count: int
+    starts: int
 
 
 # `train.model.elementwise` as torch compiles it, by its own count (`tests.bench.roofline`). In
@@ -94,11 +94,11 @@ class Kernels(NamedTuple):
 # to its fp32 sum.
 FUSED = Kernels(
     forward=Passes(heads=2, joined=0, gate=3, stream=2 * 3),
-    backward=Passes(heads=7, joined=2, gate=5, stream=2 * (5 + 3)),
+    backward=Passes(heads=8, joined=2, gate=5, stream=2 * (5 + 3)),
     again=Passes(heads=2, joined=0, gate=3, stream=3),
     logit=6,
     head=2 + 4 + 10,
-    count=40,
+    starts=40,
 )
 
 
@@ -204,7 +204,7 @@ class Roofline:
             "attention": product * (2 / rates.attention_forward + 5 / rates.attention_backward),
             "other kernels": passed,
             "sums of gradients": self._accumulated(weights),
-            "starts of kernels": self.kernels.count * rates.kernel,
+            "starts of kernels": self.kernels.starts * rates.kernel,
         }
         if parallel.tensor > 1:
             # Gathers and reductions of the residual stream: 4 forward; of 6 backward products hide

@@ -15,7 +15,7 @@ from base.gpus import has_gpu
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 
-HUNG = "hung: "  # begins the line by which `train.running.watchdog` ends a run that can be resumed
+HUNG = "error: hung: "  # begins the line by which `train.running.watchdog` ends a run
 # Of variables that decide how GPUs and their network are used; environment.json records them.
 RECORDED = ("CUBLAS_", "CUDA_DEVICE_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH_FR_", "TORCH_NCCL_")
 DETERMINISTIC = {

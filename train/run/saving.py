@@ -1,4 +1,4 @@
-"""What a run saves, and what its permanent checkpoints hold; a part of `train.run.config`."""
+"""Settings of saving: when, and what permanent checkpoints hold; a part of `train.run.config`."""
 
 from typing import Self
 

@@ -24,7 +24,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import _dump_fr_trace
+from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
 
 from train.checkpoints.attempt import Attempt
 from train.distributed import limit_collectives
@@ -175,20 +175,18 @@ class Watchdog:
         last = threading.Timer(LEAVING_SECONDS, os._exit, [os.EX_TEMPFAIL])
         last.daemon = True
         last.start()
-        line = (
-            f"no step for {self._allowed_seconds():.0f} s after step {self._place[0] - 1}: {reason}"
-        )
+        last_step = self._place[0] - 1
+        line = f"no step for {self._allowed_seconds():.0f} s after step {last_step}: {reason}"
         if speaks:
-            print(
-                f"{HUNG}{line}; stacks are in {self._directory.watch}", file=sys.stderr, flush=True
-            )
+            stacks = f"stacks are in {self._directory.watch}"
+            print(f"{HUNG}{line}; {stacks}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
             with self._directory.stacks(self._rank).open("w") as file:
                 faulthandler.dump_traceback(file)
             trace = Path(f"{self._directory.flight_recorder}{self._rank}")
             trace.write_bytes(_dump_fr_trace())
             if speaks:
-                self._attempt.record_end("failed", self._place[0] - 1, line)
+                self._attempt.record_end("failed", last_step, line)
         if not speaks:
             time.sleep(SPEAKING_SECONDS)
         os._exit(os.EX_TEMPFAIL)
