@@ -7,6 +7,7 @@ that it cannot run.
 import importlib.util
 import os
 import runpy
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,12 @@ import pynvml
 from base.errors import UserError
 
 FREE_SHARE = 0.9  # of a GPU's memory; what is missing belongs to somebody else
+C_COMPILERS = ("gcc", "clang", "cc")
+
+
+def has_compiler() -> bool:
+    """Return whether torch.compile finds the C compiler with which it builds kernels' launchers."""
+    return any(map(shutil.which, (os.environ.get("CC", ""), *C_COMPILERS)))
 
 
 @dataclass(frozen=True)

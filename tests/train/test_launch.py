@@ -93,3 +93,14 @@ def test_variables_of_gpus_are_set_unless_the_user_has(tmp_path, inputs, monkeyp
     set_variables(alone, RunDirectory(tmp_path / "run"), Launch())
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environment
     assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_a_gpu_without_a_c_compiler_is_slower_and_says_so(tmp_path, inputs, monkeypatch, capsys):
+    """As torch does, it looks for gcc and others on the PATH."""
+    run = make_run(tmp_path / "run", **inputs)
+    (tmp_path / "clang").touch(mode=0o755)
+    monkeypatch.setattr(launch, "has_gpu", lambda: True)
+    for path, says_so in (("/nowhere", True), (str(tmp_path), False)):
+        monkeypatch.setattr("os.environ", {"PATH": path})
+        set_variables(run, RunDirectory(tmp_path / "run"), Launch())
+        assert ("install gcc" in capsys.readouterr().out) == says_so

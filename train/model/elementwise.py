@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from base.gpus import has_compiler
 from train.model.rotary import rotated, rotations
 
 Group = dist.ProcessGroup | None  # ranks that have other heads of the same tokens
@@ -24,8 +25,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled_on_gpu(function: Function) -> Function:
-    """Return the function compiled by torch where there is a GPU; a CPU runs it line by line."""
-    compiled: Any = torch.compile(function) if torch.cuda.is_available() else function
+    """Return the function compiled by torch where there are a GPU and a C compiler.
+
+    Elsewhere it runs line by line, in more passes; `train.run.launch` says so of a GPU.
+    """
+    compiles = torch.cuda.is_available() and has_compiler()
+    compiled: Any = torch.compile(function) if compiles else function
     return compiled  # type: ignore[no-any-return]
 
 
