@@ -31,11 +31,10 @@ from train.megatron.model import (
     transformer_config,
     weight_shard,
 )
-from train.megatron.observing import record_forward
 from train.megatron.optimizer import build_optimizer, clip_and_update, squared_gradient_norm
 from train.megatron.optimizer_state import OptimizerState, odd_keys, slots_in
 from train.megatron.pipeline import Pipeline
-from train.megatron.probing import probe
+from train.megatron.probing import probe, record_forward
 from train.megatron.shards import ShardedSnapshot
 from train.model import megatron_names
 from train.run.config import RunConfig
@@ -156,9 +155,9 @@ class MegatronEngine:
     def snapshot(self, directory: Path, *, weights_only: bool) -> Snapshot:
         """Copy the weights and, unless `weights_only`, optimizer state and slots."""
         state = self._model_state()
-        optimizer = self._state.to_save(state)  # also says which rank writes which weight
+        self._state.spread(state)
         if not weights_only:
-            state |= {"optimizer": optimizer, "steps": self._state.steps}
+            state |= {"optimizer": self._state.to_save(state), "steps": self._state.steps}
         return ShardedSnapshot(state, directory, self._memory)
 
     def load(self, directory: Path) -> None:

@@ -4,7 +4,7 @@ They are recorded while mcore computes, without `train.model.megatron_names`: wh
 keys begin is what the attention used. So they check an export, whose weights
 `train.model.megatron_names` took apart.
 
-Shapes: S tokens, B sequences, W width of an output on this rank.
+Shapes: S tokens, B sequences, N heads, D head size, W width of an output on this rank.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from train.data.batches import Batch
 from train.distributed import sent_to_rank_zero
+from train.forward_record import ForwardRecord
 from train.megatron.pipeline import Pipeline
 from train.model.rotary import rotated, rotations
 from train.run.directory import PROBE_OUTPUTS
@@ -129,3 +131,32 @@ class _Recorder:
         replicas = parallel_state.get_data_parallel_rank()
         if replicas == 0 and (own_features or parallel_state.get_tensor_model_parallel_rank() == 0):
             self.kept[name] = output.to("cpu", torch.float32, copy=True)
+
+
+def record_forward(pipeline: Pipeline, batch: Batch) -> ForwardRecord:
+    """Return what `Engine.record_forward` does, of this rank's layers and heads."""
+    record, handles = ForwardRecord(), []
+
+    def watch(layer: Any) -> None:
+        index = layer.layer_number - 1  # in the whole model
+
+        def residual(_: Any, __: Any, out: Any) -> None:
+            record.residual(index, out[0])
+
+        def attention(_: Any, given: Any, __: Any) -> None:
+            query_BNSD, key_BNSD = (x_SBND.permute(1, 2, 0, 3) for x_SBND in given[:2])
+            record.attention(index, query_BNSD, key_BNSD)
+
+        core = layer.self_attention.core_attention
+        handles.extend(
+            [layer.register_forward_hook(residual), core.register_forward_hook(attention)]
+        )
+
+    try:
+        for layer in pipeline.model.module.decoder.layers:
+            watch(layer)
+        pipeline.losses(batch, forward_only=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return record
