@@ -102,9 +102,13 @@ def observed(model: Any, record: ForwardRecord) -> Iterator[None]:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
+            kwargs = kwargs or {}
             if func is nn.functional.scaled_dot_product_attention:
-                record.attention(current, *args[:2])
-            return func(*args, **(kwargs or {}))
+                (query, key), mask_B1SS, documents_BS = args[:2], kwargs["attn_mask"], None
+                if mask_B1SS is not None:  # tokens of a document attend to the same first one
+                    documents_BS = mask_B1SS[:, 0].int().argmax(-1)
+                record.attention(current, query, key, documents_BS)
+            return func(*args, **kwargs)
 
     handles = [layer.register_forward_pre_hook(begin(i)) for i, layer in enumerate(layers)]
     handles += [layer.register_forward_hook(end) for layer in layers]

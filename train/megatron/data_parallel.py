@@ -24,8 +24,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-PIECE_ELEMENTS = 1 << 20  # sent at once over gloo: what arrives is added while it is in the cache
 BUCKET_ELEMENTS: int | None = None  # megatron-core's: 40 million, more on more than 40 ranks
+PIECE_ELEMENTS = 1 << 20  # sent at once: what arrives is added while it is in the cache
 
 
 def overlaps(device: torch.device) -> bool:
@@ -49,8 +49,8 @@ class DataParallel(DistributedDataParallel):
         if self.overlaps:
             config.no_sync_func = self.no_sync
             self._gather_before_layers(model)
-        else:
-            _use_collectives_in_place()
+        elif device.type == "cpu":
+            _use_gloo_in_place()
 
     def _gather_before_layers(self, model: Any) -> None:
         """Have a layer wait for all its weights, and the final norm also for the head's.
@@ -100,10 +100,10 @@ def _groups() -> ProcessGroupCollection:
     return groups
 
 
-def _use_collectives_in_place() -> None:
-    """Have megatron-core's buffers of parameters and gradients use the two collectives below.
+def _use_gloo_in_place() -> None:
+    """Have mcore's buffers use `_all_gather` and `_reduce_scatter`.
 
-    torch's all-gather over gloo copies all it gathers, its reduce-scatter is an all-reduce that
+    torch's all-gather over gloo copies all it gathers, and its reduce-scatter is an all-reduce that
     copies all it reduces: together a twentieth of a step on CPUs.
     """
     module: Any = param_and_grad_buffer
