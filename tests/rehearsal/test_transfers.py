@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.rehearsal.stand_in import COPIES, OnGPU, aten, gpu
 from tests.runs import draw_weights, make_run, python
+from train.engine import StepResult
 from train.run.config import load_run
 
 READ_ON_HOST = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal}
@@ -54,6 +56,10 @@ def transfers() -> Iterator[Counter[str]]:
         yield mode.counted
 
 
+def _answer(accepted: bool, _: StepResult) -> bool:
+    return accepted
+
+
 def count(run_dir: str) -> None:
     """Worker: prints the transfers of a step that is accepted, and clipped, and of one that is not."""
     from train.data.batches import Batch
@@ -72,7 +78,7 @@ def count(run_dir: str) -> None:
         engine.train_step(batch, 1e-2, lambda _: True)
         for accepted in (True, False):
             with transfers() as counted:
-                engine.train_step(batch, 1e-2, lambda _, accepted=accepted: accepted)
+                engine.train_step(batch, 1e-2, partial(_answer, accepted))
             print(counted["to host"], counted["to GPU"])
 
 

@@ -18,7 +18,10 @@ from train.run.optimization import Lawa, OptimizerConfig
 
 DRAWN = torch.Generator().manual_seed(5)
 BATCHES = [torch.randint(0, 320, (8, 33), generator=DRAWN) for _ in range(4)]
-OVERLAPPED = {"overlaps": lambda _: True, "BUCKET_ELEMENTS": 2000}  # a bucket for every matrix
+OVERLAPPED: dict[str, Any] = {
+    "overlaps": lambda _: True,
+    "BUCKET_ELEMENTS": 2000,
+}  # a bucket for every matrix
 
 
 class Rank:

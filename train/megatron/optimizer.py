@@ -29,7 +29,7 @@ class GroupStepAdamW(torch.optim.AdamW):
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
-        self._step = torch.zeros((), device=self.param_groups[0]["params"][0].device)
+        self._step = torch.zeros((), device=torch.cuda.current_device())
         for group in self.param_groups:
             group["step"] = 0
 
