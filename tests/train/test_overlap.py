@@ -106,10 +106,10 @@ def use_engine(run_dir: str, mode: str) -> None:
 def equals_overlapped(rank: Rank) -> None:
     """Weights and moments are those that the engine of the other mode saved."""
     state = rank.engine._state
-    own = [tensor.clone() for piece in state._pieces for tensor in state._tensors(piece).values()]
+    own = [tensor.clone() for piece in state.pieces for tensor in state._tensors(piece).values()]
     rank.engine.load(rank.out.parent / "overlapped" / "resumed")
-    other = [tensor for piece in state._pieces for tensor in state._tensors(piece).values()]
-    assert len(own) == 5 * len(state._pieces)  # and two slots
+    other = [tensor for piece in state.pieces for tensor in state._tensors(piece).values()]
+    assert len(own) == 5 * len(state.pieces)  # and two slots
     assert all(map(torch.equal, own, other))
 
 
