@@ -23,8 +23,8 @@ from train.run.directory import PROBE_OUTPUTS
 # times as large. Measured at 2 to 64 layers and widths of 32 to 1024 are up to 1e-6 in fp32, which
 # is the same arithmetic in another order. In bf16 they are 1.1e-2 with initial weights and 5e-3
 # after training: the engine rounds a dozen activations of a layer to 8 bits of mantissa, and
-# transformers in fp32 does not. The limit is nearly twice the larger. A rotary embedding in bf16 would be one
-# rounding more, which it does not show: `tests.train.test_rotary` does.
+# transformers in fp32 does not. The limit is nearly twice the larger. It would not show a rotary
+# embedding in bf16, which is one rounding more: `tests.train.test_rotary` does.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 ATTENTION = (".self_attn.o_proj", ".attention.dense")  # output of attention, in all families
 # A layer's modules in the order of the data flow, in all families. Modules of one stage do not feed

@@ -23,14 +23,25 @@ class ForwardRecord:
         self.squares[layer] += x.float().square().sum(dtype=torch.float64).item()
         self.elements[layer] += x.numel()
 
-    def attention(self, layer: int, query_BNSD: Tensor, key_BNSD: Tensor) -> None:
+    def attention(
+        self, layer: int, query_BNSD: Tensor, key_BNSD: Tensor, documents_BS: Tensor | None
+    ) -> None:
         """Take in queries and keys of some heads as they enter the attention."""
-        logit = largest_logit(query_BNSD, key_BNSD)
+        logit = largest_logit(query_BNSD, key_BNSD, documents_BS)
         self.logits[layer] = max(logit, self.logits.get(layer, -math.inf))
 
 
-def largest_logit(query_BNSD: Tensor, key_BNSD: Tensor, *, queries_at_once: int = 256) -> float:
-    """Return the largest q . k / sqrt(D) of a query and a key at or before it, in fp32."""
+def largest_logit(
+    query_BNSD: Tensor,
+    key_BNSD: Tensor,
+    documents_BS: Tensor | None,
+    *,
+    queries_at_once: int = 256,
+) -> float:
+    """Return the largest q . k / sqrt(D) of a query and a key at or before it, in fp32.
+
+    Where tokens are of `documents_BS`, numbers that differ, both are of one document.
+    """
     heads, length, head_dim = query_BNSD.shape[1:]
     key_BNSD = key_BNSD.float().repeat_interleave(heads // key_BNSD.shape[1], 1)
     largest = -math.inf
@@ -38,6 +49,9 @@ def largest_logit(query_BNSD: Tensor, key_BNSD: Tensor, *, queries_at_once: int 
         stop = min(start + queries_at_once, length)
         query_BNQD = query_BNSD[:, :, start:stop].float()
         logits_BNQK = query_BNQD @ key_BNSD[:, :, :stop].transpose(-1, -2)
-        later_QK = torch.ones_like(logits_BNQK[0, 0], dtype=torch.bool).triu(start + 1)
-        largest = max(largest, logits_BNQK.masked_fill_(later_QK, -math.inf).max().item())
+        unseen = torch.ones_like(logits_BNQK[0, 0], dtype=torch.bool).triu(start + 1)
+        if documents_BS is not None:
+            queries, keys = documents_BS[:, start:stop], documents_BS[:, :stop]
+            unseen = unseen | (queries[:, None, :, None] != keys[:, None, None, :])
+        largest = max(largest, logits_BNQK.masked_fill_(unseen, -math.inf).max().item())
     return largest / math.sqrt(head_dim)

@@ -39,6 +39,7 @@ def checks(place: Place) -> dict[str, Callable[[Place], list[Figure]]]:
     found: dict[str, Callable[[Place], list[Figure]]] = {
         "nccl": kernels.nccl,
         "rope": kernels.rope,
+        "documents": kernels.documents,
         "training, CPU and GPU": training.cpu_and_gpu,
         "GPTQ, CPU and GPU": gptq.cpu_and_gpu,
         "Hessian, CPU and GPU": hessian.cpu_and_gpu,

@@ -1,4 +1,4 @@
-"""Single kernels: norm and rotary embedding in bf16, and NCCL with one rank."""
+"""Single kernels in bf16: norm, rotary embedding, attention inside documents; NCCL, one rank."""
 
 import os
 import time
@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tests.gpu.figures import Figure
 from tests.gpu.place import Place
+from train.model.documents import attention_in_documents, document_bounds
 from train.model.elementwise import normed_and_rotated
 
 ROPE_BASE = 500_000.0
@@ -38,6 +39,36 @@ def rope(place: Place) -> list[Figure]:
             most=1.7e-3,
             note="rounding once leaves 1.64e-3",
         ),
+    ]
+
+
+def documents(place: Place) -> list[Figure]:
+    """Attention inside documents of 1 to hundreds of tokens in bf16, and its gradients, against
+    fp32 document after document; a part of the heads shares keys.
+    """
+    length, device = place.sizes.timed_length, place.torch_device
+    generator = torch.Generator().manual_seed(0)
+    starts_BS = torch.rand(2, length, generator=generator) < 0.01
+    starts_BS[:, 0] = True
+    bounds = document_bounds(starts_BS)
+    longest = int(bounds.diff().max())
+    drawn = [torch.randn(length, 2, heads, HEAD, generator=generator) for heads in (4, 2, 2)]
+    outcomes = []
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = [x.bfloat16().to(device, dtype).requires_grad_() for x in drawn]
+        output = attention_in_documents(inputs[0], inputs[1], inputs[2], bounds.to(device), longest)
+        output.float().square().sum().backward()
+        outcomes.append([output.detach(), *(x.grad for x in inputs if x.grad is not None)])
+    return [
+        Figure(
+            f"attention inside documents in bf16, {name}",
+            _relative(found.double(), exact.double()),
+            "relative error",
+            most=1e-2,
+        )
+        for name, found, exact in zip(
+            ("output", "gradient of q", "gradient of k", "gradient of v"), *outcomes, strict=True
+        )
     ]
 
 

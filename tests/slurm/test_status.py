@@ -246,6 +246,13 @@ def test_stragglers(tmp_path, busy, words):
     assert told is None if words is None else words in (told or "")
 
 
+def test_a_slow_gpu_is_a_straggler(tmp_path):
+    """By the product that each times: their processes are all as busy."""
+    write_ranks(tmp_path, "run", 50, 1, [2e-4, 2e-4, 3e-4, 2e-4], figure="product_seconds")
+    told = straggler_of(RunDirectory(tmp_path / "run").ranks)
+    assert told == "rank 2 on node2 computes 1.50 times as long as the median of 4 ranks"
+
+
 def test_the_error_of_a_log(tmp_path):
     log = tmp_path / "log"
     assert last_error(log) is None

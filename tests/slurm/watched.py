@@ -92,14 +92,21 @@ def write_metrics(study_dir: Path, run: str, steps: range, attempt: int, **chang
             file.write(json.dumps(row | {"held_out_loss": 9.0}) + "\n")
 
 
-def write_ranks(study_dir: Path, run: str, step: int, attempt: int, busy: list[float]) -> None:
-    """A report of ranks, two on a node."""
+def write_ranks(
+    study_dir: Path,
+    run: str,
+    step: int,
+    attempt: int,
+    alone: list[float],
+    figure: str = "busy_seconds_p50",
+) -> None:
+    """A report of ranks, two on a node: what each does alone."""
     path = RunDirectory(study_dir / run).ranks
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        for rank, seconds in enumerate(busy):
+        for rank, seconds in enumerate(alone):
             row = {"step": step, "attempt": attempt, "rank": rank, "host": f"node{rank // 2 + 1}"}
-            file.write(json.dumps(row | {"busy_seconds_p50": seconds}) + "\n")
+            file.write(json.dumps(row | {figure: seconds}) + "\n")
 
 
 def write_attempts(study_dir: Path, run: str, count: int) -> None:

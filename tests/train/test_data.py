@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from base.errors import UserError
 from base.files import sha256_of
 from tests.runs import make_run
-from train.data.batches import RunData, batch, open_data
+from train.data.batches import Replica, RunData, batch, open_data
 from train.data.config import DataConfig, RepetitionFilter
 from train.data.corpus import open_corpus
 from train.data.indexing import index
@@ -107,6 +108,23 @@ def test_held_out_sequences_are_the_first(opened, held_out_prefix):
     expected = [everything[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(5)]
     assert np.array_equal(held_out.tokens_BS, expected)
     assert held_out.counted_BS.all()
+
+
+def test_documents_start_after_the_end_of_text(opened, mix):
+    """In both kinds of token file, in training and held-out sequences, and in a replica's rows."""
+    for settings in ({}, {"train": str(mix), "order": "olmo"}):
+        data, inside = opened(**settings, document_mask=True), 0
+        for whole in (*map(data.batch, range(1, 9)), *data.held_out().values()):
+            assert whole.starts_BS is not None
+            for tokens, starts in zip(whole.tokens_BS.tolist(), whole.starts_BS, strict=True):
+                first = [place == 0 or tokens[place - 1] == 0 for place in range(LENGTH)]
+                assert starts.tolist() == first
+                inside += sum(first[1:])
+        assert inside > 0
+        replica = Replica(1, 2, 2)
+        own, of_all = data.batch(1, replica), data.batch(1).of_replica(replica)
+        assert all(map(torch.equal, own, of_all))
+    assert opened().batch(1).starts_BS is None
 
 
 def test_sequential_order(opened, train_prefix):

@@ -5,6 +5,7 @@ import math
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -116,6 +117,8 @@ def train_all(runs_json: str, out: str) -> None:
     from train.observing import forward_figures, observed_step
 
     settings.BUCKET_ELEMENTS = 10_000  # several buckets a step
+    # It reads positions on the host: every microbatch would wait for the GPU.
+    mock.patch("transformers.masking_utils.find_packed_sequence_indices", None).start()
     device, reports = start(), {}
     for path in json.loads(runs_json):
         run = load_run(Path(path))

@@ -18,7 +18,7 @@ def test_fifty_steps_of_both_engines_are_the_same_run(tmp_path, inputs):
         "total_steps": 50,
         "save_steps": (50,),
         "evaluate_every_steps": 25,
-        "peak_lr": 3e-3,
+        "peak_lr": 2e-3,
     }
     variants: dict[str, dict[str, Any]] = {
         "megatron": {},
@@ -35,7 +35,7 @@ def test_fifty_steps_of_both_engines_are_the_same_run(tmp_path, inputs):
     for name in ("zero1", "zero2"):
         rows = _rows(tmp_path / name)
         assert rows.keys() == expected.keys()
-        assert rows == pytest.approx(expected, rel=1e-4, abs=1e-4)
+        assert rows == pytest.approx(expected, rel=1e-5, abs=1e-5)
         assert rows != expected, "two engines that agree to the last bit would be one"
 
 

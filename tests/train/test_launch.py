@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from base import gpus
 from tests.runs import error_line, make_run, python, ranks
 from tests.train.trajectories import numbers
 from train.run import launch
@@ -57,6 +58,17 @@ def test_steps_that_are_never_made_are_refused(tmp_path, inputs, given, words):
     make_run(tmp_path / "run", **inputs)
     done = python("train", "run", str(tmp_path / "run"), "--profile", given)
     assert words in error_line(done)
+
+
+def test_cpus_beside_a_gpu(monkeypatch):
+    """As NVML has them: 64 to a word."""
+    for name, answer in {
+        "nvmlInit": None,
+        "nvmlDeviceGetHandleByUUID": None,
+        "nvmlDeviceGetCpuAffinityWithinScope": [0b101, 0b10],
+    }.items():
+        monkeypatch.setattr(f"pynvml.{name}", lambda *_, answer=answer: answer)
+    assert gpus.near_cpus("GPU-0") == {0, 2, 65}
 
 
 def test_variables_of_gpus_are_set_unless_the_user_has(tmp_path, inputs, monkeypatch, capsys):

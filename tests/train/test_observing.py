@@ -95,4 +95,11 @@ def test_the_largest_logit_in_pieces_is_that_of_the_whole():
             for q in range(50):
                 for k in range(q + 1):
                     whole = max(whole, (query[b, n, q] @ key[b, n // 2, k]).item() / math.sqrt(8))
-    assert largest_logit(query, key, queries_at_once=16) == pytest.approx(whole, rel=1e-6)
+    assert largest_logit(query, key, None, queries_at_once=16) == pytest.approx(whole, rel=1e-6)
+    # Its own document has one query that sees this key.
+    key[:, :, 10] *= 40
+    documents = (torch.arange(50) > 10).long().expand(2, -1)
+    parts = slice(11), slice(11, 50)
+    alone = max(largest_logit(query[:, :, part], key[:, :, part], None) for part in parts)
+    assert largest_logit(query, key, None) > 1.1 * alone
+    assert largest_logit(query, key, documents, queries_at_once=16) == pytest.approx(alone)

@@ -27,7 +27,7 @@ def test_replicas_share_a_batch_microbatch_by_microbatch(count, ranks, size):
 
     tokens_BS = torch.arange(4 * count).view(count, 4)
     own = Batch.of(tokens_BS).of_replica(Replica(ranks - 1, ranks, size))
-    for row, tokens, counted in zip(replicas[-1], *own, strict=True):
+    for row, tokens, counted in zip(replicas[-1], *own[:2], strict=True):
         assert torch.equal(tokens, tokens_BS[max(row, 0)])
         assert counted.all() if row >= 0 else not counted.any()
     parts = own.microbatches(size, torch.device("cpu"))

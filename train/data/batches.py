@@ -49,6 +49,8 @@ class Batch(NamedTuple):
 
     tokens_BS: Tensor  # int64 [B, S + 1]: inputs are [:, :-1], labels [:, 1:]
     counted_BS: Tensor  # bool [B, S]: the labels that enter the loss
+    # bool [B, S], on the CPU: inputs that begin a document, if attention stays inside documents.
+    starts_BS: Tensor | None = None
 
     @staticmethod
     def of(tokens_BS: Tensor) -> "Batch":
@@ -62,17 +64,20 @@ class Batch(NamedTuple):
         """
         rows = torch.from_numpy(replica.rows(len(self.tokens_BS)))
         counted_BS = self.counted_BS[rows] & (rows >= 0)[:, None]
-        return Batch(self.tokens_BS[rows.clamp(min=0)], counted_BS)
+        rows = rows.clamp(min=0)
+        starts_BS = None if self.starts_BS is None else self.starts_BS[rows]
+        return Batch(self.tokens_BS[rows], counted_BS, starts_BS)
 
     def microbatches(self, size: int, device: torch.device) -> list["Batch"]:
         """Return the sequences in pieces of `size`, on the device."""
-        tokens_BS, counted_BS = (part.to(device, non_blocking=True) for part in self)
-        pieces = zip(tokens_BS.split(size), counted_BS.split(size), strict=True)
-        return [Batch(*piece) for piece in pieces]
+        tokens = self.tokens_BS.to(device, non_blocking=True).split(size)
+        counted = self.counted_BS.to(device, non_blocking=True).split(size)
+        starts = [None] * len(tokens) if self.starts_BS is None else self.starts_BS.split(size)
+        return [Batch(*piece) for piece in zip(tokens, counted, starts, strict=True)]
 
     def pinned(self) -> "Batch":
         """Return the batch in memory that a GPU copies from while the host goes on."""
-        return Batch(self.tokens_BS.pin_memory(), self.counted_BS.pin_memory())
+        return Batch(self.tokens_BS.pin_memory(), self.counted_BS.pin_memory(), self.starts_BS)
 
 
 def batch(
@@ -137,7 +142,11 @@ class RunData:
         counted_BS[:, -1] = corpus.last_label_counts
         if rule:
             counted_BS[repetitive(tokens_BS[:, :-1], rule)] = False
-        return Batch(torch.from_numpy(tokens_BS), torch.from_numpy(counted_BS))
+        starts_BS = None
+        if self._run.data.document_mask:
+            starts_BS = torch.ones(counted_BS.shape, dtype=torch.bool)
+            starts_BS[:, 1:] = torch.from_numpy(tokens_BS[:, :-2] == corpus.manifest.eos_token_id)
+        return Batch(torch.from_numpy(tokens_BS), torch.from_numpy(counted_BS), starts_BS)
 
 
 def open_data(run: RunConfig, directory: RunDirectory, *, verify_hashes: bool) -> RunData:

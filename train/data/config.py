@@ -45,3 +45,10 @@ class DataConfig(Frozen):
         ),
     )
     repetition_filter: RepetitionFilter | None = None
+    document_mask: bool = Field(
+        default=False,
+        description=(
+            "attention stays inside a document, which ends with the end-of-text token, in training"
+            " and in held-out losses; the probe of a checkpoint is computed without"
+        ),
+    )

@@ -147,11 +147,15 @@ class NpyCorpus:
             sequences_BL[row, :-1] = tokens.tokens_T[start : start + sequence_length]
         return sequences_BL
 
+    @functools.cached_property
+    def _sizes(self) -> Tokens:
+        """Return the tokens of each file; there are thousands of files, and a batch every step."""
+        sizes = np.array([file.bytes for file in self.manifest.files], np.int64)
+        return sizes // np.dtype(self.manifest.dtype).itemsize
+
     def _stops(self, sequence_length: int) -> Tokens:
         """Return the number of sequences up to the end of each file."""
-        item_bytes = np.dtype(self.manifest.dtype).itemsize
-        sizes = np.array([file.bytes for file in self.manifest.files], np.int64)
-        stops: Tokens = np.cumsum(sizes // (item_bytes * sequence_length))
+        stops: Tokens = np.cumsum(self._sizes // sequence_length)
         return stops
 
     def _map(self, file: int) -> TokenMap:

@@ -113,7 +113,7 @@ def _shuffled(size: int, seed: int) -> NDArray[np.uint32]:
 def _mapped(directory: Path, size: int, seed: int) -> NDArray[np.uint32]:
     """Return the shuffled numbers from a file that every rank, and every later attempt, maps.
 
-    The first rank to come makes it, in 4 bytes of its memory for each number and some 20 ns; the
+    The first rank to come makes it, in 4 bytes of its memory for each number and some 50 ns; the
     others wait for its lock. A step reads the few pages that hold its positions, one after another:
     a node keeps no more of the file than that.
     """

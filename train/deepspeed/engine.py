@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from base.errors import UserError
 from train import muon
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
@@ -27,12 +28,20 @@ from train.host_memory import HostMemory
 from train.model.families import hidden_matrices
 from train.run.config import RunConfig
 
+DENSE_MASK = 1024  # tokens of a sequence, the most with a dense mask on a GPU
+
 
 class DeepSpeedEngine:
     """One rank of a run, as `train.engine.Engine` says."""
 
     def __init__(self, run: RunConfig, device: torch.device) -> None:
         self.run, self.device = run, device
+        data = run.data
+        if data.document_mask and data.sequence_length > DENSE_MASK and device.type == "cuda":
+            raise UserError(
+                f"data.document_mask takes S x S masks under deepspeed, too slow on a GPU above"
+                f" {DENSE_MASK} tokens; set engine to 'megatron'"
+            )
         self.data_parallel = run.data_parallel_size(dist.get_world_size())
         config = deepspeed_config(run, self.data_parallel)
         join(device)
@@ -108,10 +117,14 @@ class DeepSpeedEngine:
             # DeepSpeed divides by the microbatches and averages over the ranks.
             self._engine.backward(sums[:2].sum() / microbatch.counted_BS.numel())
             totals += sums.detach()
-        cross_entropy, z_loss, counted = self._means(totals)
+        dist.all_reduce(totals)
+        norm = self._sharding.gradient_norm().to(totals)
+        # The one transfer from the device in a step, but for DeepSpeed's own.
+        cross_entropy, z_loss, counted, grad_norm = torch.cat([totals, norm.view(1)]).tolist()
+
         fraction = counted / (batch.counted_BS.numel() * self.data_parallel)
-        norm = self._sharding.gradient_norm()
-        result = StepResult(cross_entropy, z_loss, norm, fraction)
+        means = cross_entropy / max(counted, 1), z_loss / max(counted, 1)
+        result = StepResult(*means, grad_norm, fraction)
         if accept(result):
             assert result.is_finite(), "DeepSpeed would not take this step"
             self._memory.fence()
@@ -127,20 +140,31 @@ class DeepSpeedEngine:
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         for microbatch in batch.microbatches(self.run.micro_batch_size, self.device):
             totals += self._losses(self._engine.module, microbatch)
-        return self._means(totals)[0]
+        dist.all_reduce(totals)
+        cross_entropy, _, counted = totals.tolist()
+        return float(cross_entropy / max(counted, 1))
 
-    def _logits(self, model: Any, inputs_BS: Tensor) -> Tensor:
-        """Return logits [B, S, V] in fp32."""
+    def _logits(self, model: Any, inputs_BS: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
+        """Return logits [B, S, V] in fp32; the mask says what attends to what, None: causally."""
         positions_BS = torch.arange(inputs_BS.shape[1], device=inputs_BS.device).expand_as(
             inputs_BS
         )
-        output = model(input_ids=inputs_BS, position_ids=positions_BS, use_cache=False)
+        output = model(
+            input_ids=inputs_BS,
+            position_ids=positions_BS,
+            attention_mask=mask_B1SS,
+            use_cache=False,
+        )
         logits_BSV: Tensor = output.logits
         return logits_BSV.float()
 
     def _losses(self, model: Any, batch: Batch) -> Tensor:
         """Return sums of cross-entropy and z-loss over counted labels, and their number: [3]."""
-        logits_BSV = self._logits(model, batch.tokens_BS[:, :-1])
+        mask_B1SS = None
+        if batch.starts_BS is not None:
+            documents_BS = batch.starts_BS.to(self.device).cumsum(1)
+            mask_B1SS = (documents_BS[:, None, :, None] == documents_BS[:, None, None, :]).tril()
+        logits_BSV = self._logits(model, batch.tokens_BS[:, :-1], mask_B1SS)
         log_z_BS = logits_BSV.logsumexp(-1)
         cross_entropy_BS = log_z_BS - logits_BSV.gather(-1, batch.tokens_BS[:, 1:, None]).squeeze(
             -1
@@ -152,13 +176,6 @@ class DeepSpeedEngine:
             for values_BS in (cross_entropy_BS, z_loss_BS)
         ]
         return torch.stack([*sums, batch.counted_BS.sum().to(sums[0].dtype)])
-
-    @staticmethod
-    def _means(totals: Tensor) -> tuple[float, float, int]:
-        """Return mean cross-entropy and z-loss, 0 for none, and the counted labels of all ranks."""
-        dist.all_reduce(totals)
-        cross_entropy, z_loss, counted = totals.tolist()
-        return cross_entropy / max(counted, 1), z_loss / max(counted, 1), int(counted)
 
     @torch.no_grad()
     def probe(self, inputs_BS: Tensor) -> dict[str, Tensor]:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from train.forward_record import ForwardRecord
 from train.model.families import hf_settings, parameter_shapes
@@ -37,9 +38,12 @@ def build_model(run: RunConfig) -> PreTrainedModel:
     hf_config = AutoConfig.for_model(
         run.model.family, **hf_settings(run.model, run.data.sequence_length, 0)
     )
+    # Under a name of our own transformers makes no mask: to make none for "sdpa" it would read the
+    # positions of every microbatch, and wait for the GPU.
+    AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
     with no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            hf_config, dtype=torch.float32, attn_implementation="sdpa"
+            hf_config, dtype=torch.float32, attn_implementation="causal_sdpa"
         )
     parameters = hf_parameters(model)
     shapes = {name: tuple(each.shape) for name, each in parameters.items()}
@@ -98,9 +102,13 @@ def observed(model: Any, record: ForwardRecord) -> Iterator[None]:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
+            kwargs = kwargs or {}
             if func is nn.functional.scaled_dot_product_attention:
-                record.attention(current, *args[:2])
-            return func(*args, **(kwargs or {}))
+                (query, key), mask_B1SS, documents_BS = args[:2], kwargs["attn_mask"], None
+                if mask_B1SS is not None:  # tokens of a document attend to the same first one
+                    documents_BS = mask_B1SS[:, 0].int().argmax(-1)
+                record.attention(current, query, key, documents_BS)
+            return func(*args, **kwargs)
 
     handles = [layer.register_forward_pre_hook(begin(i)) for i, layer in enumerate(layers)]
     handles += [layer.register_forward_hook(end) for layer in layers]

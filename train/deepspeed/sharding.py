@@ -100,9 +100,9 @@ class Flat:
                 begin = end
         return parts
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self) -> Tensor:
         """Return the L2 norm of the whole gradient before clipping; infinite if it overflowed."""
-        return float(self._optimizer.scaled_global_norm())
+        return torch.as_tensor(self._optimizer.scaled_global_norm())
 
     def gradients(self) -> list[Tensor]:
         """Return the reduced gradients of every group's owner, flat; padding may follow."""
@@ -130,9 +130,9 @@ class FlatBF16(Flat):
         optimizer = self._optimizer
         return zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self) -> Tensor:
         """Return the L2 norm of the reduced gradients, which every rank holds whole."""
-        return float(get_total_norm(self._optimizer.fp32_groups_gradients_flat))
+        return get_total_norm(self._optimizer.fp32_groups_gradients_flat)
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's range of the accumulators."""

@@ -12,15 +12,20 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    param_and_grad_buffer,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-from train.megatron import gloo
+from torch import Tensor
 
 BUCKET_ELEMENTS: int | None = None  # megatron-core's: 40 million, more on more than 40 ranks
+PIECE_ELEMENTS = 1 << 20  # sent at once: what arrives is added while it is in the cache
 
 
 def overlaps(device: torch.device) -> bool:
@@ -45,7 +50,7 @@ class DataParallel(DistributedDataParallel):
             config.no_sync_func = self.no_sync
             self._gather_before_layers(model)
         elif device.type == "cpu":
-            gloo.use_collectives_in_place()
+            _use_gloo_in_place()
 
     def _gather_before_layers(self, model: Any) -> None:
         """Have a layer wait for all its weights, and the final norm also for the head's.
@@ -93,3 +98,45 @@ def _groups() -> ProcessGroupCollection:
     # this rank alone says it is the first.
     groups.pp = parallel_state.get_context_parallel_group()
     return groups
+
+
+def _use_gloo_in_place() -> None:
+    """Have mcore's buffers use `_all_gather` and `_reduce_scatter`.
+
+    torch's all-gather over gloo copies all it gathers, and its reduce-scatter is an all-reduce that
+    copies all it reduces: together a twentieth of a step on CPUs.
+    """
+    module: Any = param_and_grad_buffer
+    module.dist_all_gather_func, module.dist_reduce_scatter_func = _all_gather, _reduce_scatter
+
+
+def _all_gather(whole: Tensor, _own: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> None:
+    """Fill `whole` with the shards of all ranks; it holds this rank's already."""
+    assert not async_op
+    works = [
+        dist.broadcast(shard, group=group, group_src=rank, async_op=True)
+        for rank, shard in enumerate(whole.chunk(group.size()))
+    ]
+    for work in works:
+        work.wait()
+
+
+def _reduce_scatter(
+    _own: Tensor, whole: Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool
+) -> None:
+    """Add the other ranks' values to this rank's shard of `whole`; the other shards stay."""
+    assert op == dist.ReduceOp.SUM
+    assert not async_op
+    own, size = group.rank(), group.size()
+    peers = [rank for rank in range(size) if rank != own]
+    for pieces in zip(*(shard.split(PIECE_ELEMENTS) for shard in whole.chunk(size)), strict=True):
+        received = [torch.empty_like(pieces[own]) for _ in peers]
+        works: list[Any] = [dist.isend(pieces[peer], group=group, group_dst=peer) for peer in peers]
+        works += [
+            dist.irecv(part, group=group, group_src=peer)
+            for peer, part in zip(peers, received, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        for part in received:
+            pieces[own].add_(part)

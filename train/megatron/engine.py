@@ -155,9 +155,9 @@ class MegatronEngine:
     def snapshot(self, directory: Path, *, weights_only: bool) -> Snapshot:
         """Copy the weights and, unless `weights_only`, optimizer state and slots."""
         state = self._model_state()
-        optimizer = self._state.to_save(state)  # also says which rank writes which weight
+        self._state.spread(state)
         if not weights_only:
-            state |= {"optimizer": optimizer, "steps": self._state.steps}
+            state |= {"optimizer": self._state.to_save(state), "steps": self._state.steps}
         return ShardedSnapshot(state, directory, self._memory)
 
     def load(self, directory: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from train.model.documents import attention_in_documents
 from train.model.elementwise import normed, normed_and_rotated, swiglu
 from train.model.recomputing import recomputed
 
@@ -104,10 +106,14 @@ class CausalAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
+        packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
         """Return [S, B, N x D]; the mask is None, for attention is causal everywhere."""
         assert attention_mask is None
+        if packed_seq_params is not None:
+            bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+            return attention_in_documents(query_SBND, key, value, bounds, longest)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key, value))
         grouped = query.shape[1] != key.shape[1]
         with _fused_kernels(query):

@@ -132,17 +132,20 @@ class OptimizerState:
 
         Args:
             model: sharded state dict of the model, made with `keep_vars`; it says how every
-                parameter is split. Its own entries are handed to the parameters' owners too.
+                parameter is split.
         """
         entries = _entries(model)
         state = {}
         for index, piece in enumerate(self.pieces):
             wholes = {key: self._whole(piece, flat) for key, flat in self._tensors(piece).items()}
             state[str(index)] = self._split_as(entries, piece, wholes)
-        owners = {id(piece.parameter): piece.owner for piece in self.pieces}
-        for parameter, entry in entries.items():
-            entry.replica_id = (*entry.replica_id[:-1], int(owners.get(parameter) != self._rank))
         return state
+
+    def spread(self, model: Any) -> None:
+        """Let every weight of a sharded state dict be written by its owner."""
+        owners = {id(piece.parameter): piece.owner for piece in self.pieces}
+        for parameter, entry in _entries(model).items():
+            entry.replica_id = (*entry.replica_id[:-1], int(owners.get(parameter) != self._rank))
 
     def to_load(self, model: Any, slots: list[str]) -> dict[str, Any]:
         """Return empty tensors for mcore to load into: weights, moments, and `slots`.

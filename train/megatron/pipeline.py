@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -18,6 +18,7 @@ from train.data.batches import Batch
 from train.megatron.data_parallel import DataParallel
 from train.megatron.loss import Targets
 from train.megatron.model import build_model
+from train.model.documents import document_bounds
 from train.run.config import RunConfig
 
 Report = dict[str, Tensor]
@@ -93,7 +94,18 @@ class Pipeline:
         positions_BS = torch.arange(batch.counted_BS.shape[1], device=self.device).expand_as(
             batch.counted_BS
         )
-        return model(inputs_BS, positions_BS, None), partial(loss, batch)
+        documents = None
+        if batch.starts_BS is not None:
+            documents = self._packed(batch.starts_BS)
+        output = model(inputs_BS, positions_BS, None, packed_seq_params=documents)
+        return output, partial(loss, batch)
+
+    def _packed(self, starts_BS: Tensor) -> PackedSeqParams:
+        """Return the documents of a microbatch for the attention; mcore itself packs nothing."""
+        bounds = document_bounds(starts_BS)
+        longest = int(bounds.diff().max())
+        bounds = bounds.to(self.device, non_blocking=True)
+        return PackedSeqParams("sbhd", bounds, bounds, None, None, longest, longest)
 
     def _loss(self, batch: Batch, hidden_SBH: Tensor) -> tuple[Tensor, Report]:
         """Return the loss to differentiate, and sums of both losses and counted labels."""

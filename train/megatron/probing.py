@@ -20,6 +20,7 @@ from train.data.batches import Batch
 from train.distributed import sent_to_rank_zero
 from train.forward_record import ForwardRecord
 from train.megatron.pipeline import Pipeline
+from train.model.documents import document_numbers
 from train.model.rotary import rotated, rotations
 from train.run.directory import PROBE_OUTPUTS
 
@@ -143,14 +144,16 @@ def record_forward(pipeline: Pipeline, batch: Batch) -> ForwardRecord:
         def residual(_: Any, __: Any, out: Any) -> None:
             record.residual(index, out[0])
 
-        def attention(_: Any, given: Any, __: Any) -> None:
+        def attention(_: Any, given: Any, named: Any, __: Any) -> None:
             query_BNSD, key_BNSD = (x_SBND.permute(1, 2, 0, 3) for x_SBND in given[:2])
-            record.attention(index, query_BNSD, key_BNSD)
+            packed, documents_BS = named["packed_seq_params"], None
+            if packed is not None:
+                documents_BS = document_numbers(packed.cu_seqlens_q, query_BNSD.shape[2])
+            record.attention(index, query_BNSD, key_BNSD, documents_BS)
 
         core = layer.self_attention.core_attention
-        handles.extend(
-            [layer.register_forward_hook(residual), core.register_forward_hook(attention)]
-        )
+        handles.append(layer.register_forward_hook(residual))
+        handles.append(core.register_forward_hook(attention, with_kwargs=True))
 
     try:
         for layer in pipeline.model.module.decoder.layers:

@@ -6,13 +6,17 @@ of kernels.
 
 import copy
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from base.errors import UserError
 from train.megatron.layers import post_normed
+from train.model.documents import packed, unpacked
 from train.run.config import RunConfig
 
 
@@ -73,7 +77,7 @@ def kernels() -> dict[str, Any]:
     return {
         "column": _accumulating(TEColumnParallelLinear),
         "row": post_normed(_accumulating(TERowParallelLinear)),
-        "attention": TEDotProductAttention,
+        "attention": with_documents(TEDotProductAttention),
     }
 
 
@@ -92,3 +96,29 @@ def _accumulating(linear: Any) -> Any:
             super().__init__(*args, config=own, **kwargs)
 
     return Accumulating
+
+
+def with_documents(attention: Any) -> Any:
+    """Return Transformer Engine's attention, given documents in its format of packed sequences."""
+
+    class DocumentAttention(attention):  # type: ignore[misc]
+        """Attention over sequences, or inside documents."""
+
+        def forward(
+            self,
+            query_SBND: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *args: Any,
+            packed_seq_params: PackedSeqParams | None = None,
+            **kwargs: Any,
+        ) -> Tensor:
+            if packed_seq_params is None:
+                out: Tensor = super().forward(query_SBND, key, value, *args, **kwargs)
+                return out
+            documents = replace(packed_seq_params, qkv_format="thd")
+            tensors = (packed(x) for x in (query_SBND, key, value))
+            out_TH = super().forward(*tensors, *args, packed_seq_params=documents, **kwargs)
+            return unpacked(out_TH.flatten(1), query_SBND)
+
+    return DocumentAttention
