@@ -19,15 +19,14 @@ class Prefetch:
 
     def __init__(self, read: Callable[[int], Batch], last_step: int) -> None:
         self._read, self._last_step = read, last_step
-        self._wanted: SimpleQueue[int] = SimpleQueue()
+        self._wanted: SimpleQueue[tuple[int, Future[Batch]]] = SimpleQueue()
         self._reading: dict[int, Future[Batch]] = {}
         # A daemon: a file system that hangs must not keep a run that was stopped from ending.
         Thread(target=self._work, name="data", daemon=True).start()
 
     def _work(self) -> None:
         while True:
-            step = self._wanted.get()
-            future = self._reading[step]
+            step, future = self._wanted.get()
             try:
                 future.set_result(self._read(step))
             except Exception as error:  # noqa: BLE001  raised where the batch is asked for
@@ -57,4 +56,4 @@ class Prefetch:
         for ahead in range(step, min(step + STEPS_AHEAD, self._last_step) + 1):
             if ahead not in self._reading:
                 self._reading[ahead] = Future()
-                self._wanted.put(ahead)
+                self._wanted.put((ahead, self._reading[ahead]))
