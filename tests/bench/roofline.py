@@ -7,15 +7,8 @@ of commit ebb3161, which had no fused kernel and no overlap.
 
 import re
 from inspect import getdoc
-from typing import Any
-from unittest import mock
-
-import torch
-from torch._inductor import compile_fx, metrics
 
 from study.recipes import resolve
-from train.model import elementwise
-from train.model.rotary import rotations
 from train.planning.flops import GPUS
 from train.planning.plan import fit
 from train.planning.speed import EXPECTED, PESSIMISTIC, Kernels, Passes, Rates, Roofline
@@ -77,44 +70,6 @@ def planned(kind: str, rates: Rates) -> Roofline:
     return Roofline(run, GPUS_OF_STUDY, GPUS_PER_NODE, GPUS[kind], rates)
 
 
-def compiled_passes() -> dict[str, float]:
-    """Reads and writes of an element that torch's compiler counts in `train.model.elementwise`.
-
-    On a CPU, whose kernels it fuses as those of a GPU but for how sums are split.
-    """
-    tokens, heads, width, gate = 256, 32, 128, 11_008
-    x = torch.randn(tokens, 1, heads * width).bfloat16()
-    weight, inverse = torch.ones(heads * width).bfloat16(), torch.ones(tokens, 1, 1)
-    qk, by_qk = (
-        [torch.randn(tokens, 1, heads, width).bfloat16() for _ in range(2)] for _ in range(2)
-    )
-    weights = [torch.ones(heads, width).bfloat16() for _ in range(2)]
-    turns = rotations(tokens, width, 5e5, x.device)
-    halves, half = (torch.randn(tokens, 1, size).bfloat16() for size in (2 * gate, gate))
-    group = None
-
-    def passes(elements: int, function: Any, *arguments: Any) -> float:
-        metrics.reset()
-        torch.compile(function)(*arguments)
-        return float(metrics.num_bytes_accessed / (2 * tokens * elements))
-
-    log = mock.Mock(wraps=compile_fx.inductor_metrics_log)  # it counts for this log alone
-    log.isEnabledFor.return_value, log.info = True, mock.Mock()
-    both, inverses = 2 * heads * width, [inverse[..., None], inverse[..., None] + 1]
-    back = elementwise._heads_gradients
-    with mock.patch.object(compile_fx, "inductor_metrics_log", log):
-        return {
-            "heads": passes(both, elementwise._heads, qk, weights, *turns, 1e-6, group),
-            "heads, backward": passes(both, back, qk, weights, inverses, by_qk, *turns, group),
-            "gate": passes(gate, elementwise._swiglu, halves),
-            "gate, backward": passes(gate, elementwise._swiglu_gradient, halves, half),
-            "norm": passes(both // 2, elementwise._normed, x, weight, x + 1, 1e-6),
-            "norm, backward": passes(
-                both // 2, elementwise._normed_gradients, x, weight, inverse, x + 1
-            ),
-        }
-
-
 def _layout(run: RunConfig) -> str:
     return f"TP{run.parallel.tensor} PP{run.parallel.pipeline}, micro batch {run.micro_batch_size}"
 
@@ -140,8 +95,6 @@ def main() -> None:
     print(f"{'MFU':26}" + "".join(f"{line.mfu:>12.1%}" for line in columns.values()))
     for name in ("ebb3161", "h100", "h200"):
         print(f"{name}: {_layout(columns[name].run)}")
-    for name, found in compiled_passes().items():
-        print(f"compiled {name}: {found:.2f} reads and writes of an element")
     documented = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", getdoc(Rates) or "", re.M)
     print("rates, expected and pessimistic:")
     for name, text in documented:

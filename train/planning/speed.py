@@ -88,10 +88,10 @@ class Kernels(NamedTuple):
     starts: int
 
 
-# `train.model.elementwise` as torch compiles it, by its own count (`tests.bench.roofline`). In
-# backward the gradients of norms read their inputs twice, for inputs and for weights; where the
-# residual is read twice its gradients are summed. The head's gradient is zeroed, scaled and added
-# to its fp32 sum.
+# `train.model.elementwise` as torch compiles it, by its own count: in a layer of the 7B 69.8 times
+# the residual stream (`tests.bench.passes`), here 69.5. In backward the gradients of norms read
+# their inputs twice, for inputs and for weights; where the residual is read twice its gradients are
+# summed. The head's gradient is zeroed, scaled and added to its fp32 sum.
 FUSED = Kernels(
     forward=Passes(heads=2, joined=0, gate=3, stream=2 * 3),
     backward=Passes(heads=8, joined=2, gate=5, stream=2 * (5 + 3)),
