@@ -15,6 +15,7 @@ from study.results.table import TABLE
 from train.model.families import parameter_shapes
 from train.run.directory import CHECKPOINT_JSON, RunDirectory
 from train.run.environment import attempts
+from train.run.optimization import OptimizerConfig
 
 PARENT_TAG = "mlflow.parentRunId"
 STATUSES = {"done": "FINISHED", "failed": "FAILED"}  # of status.json; a preempted run is resumed
@@ -34,10 +35,9 @@ def run_params(run: AnyRun) -> dict[str, str]:
         params = {
             "anneal_steps": run.total_steps - anneal.start_step if anneal else 0,
             "batch_tokens": run.tokens_per_step,
-            "decay": run.optimizer.decay,
             "engine": run.engine,
             "horizon_tokens": getattr(phase, "horizon_tokens", None),
-            "matrices": run.optimizer.matrices,
+            "optimizer": _optimizer_name(run.optimizer),
             "parameters": sum(math.prod(shape) for shape in shapes.values()),
             "peak_lr": run.optimizer.peak_lr,
             "precision": run.precision,
@@ -47,6 +47,10 @@ def run_params(run: AnyRun) -> dict[str, str]:
             "weight_decay": run.optimizer.weight_decay,
         }
     return {name: str(value) for name, value in params.items() if value is not None}
+
+
+def _optimizer_name(optimizer: OptimizerConfig) -> str:
+    return f"muon+{optimizer.decay}" if optimizer.matrices == "muon" else optimizer.decay
 
 
 def is_final(directory: RunDirectory, run: AnyRun) -> bool:

@@ -17,7 +17,7 @@ def run_one(name: str, work: Path, out: Path) -> None:
     """Writes the figures of a check whose device is `cuda`; gloo takes the place of NCCL."""
     place = Place("cuda", IN_SMALL, work)
     gloo = mock.patch.object(
-        dist, "init_process_group", lambda _nccl, **settings: initialize("gloo", **settings)
+        dist, "init_process_group", side_effect=lambda *_, **_settings: initialize("gloo")
     )
     with gloo, gpu(), without_attention_kernels():
         figures = checks(place)[name](place)

@@ -37,7 +37,7 @@ def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path, inputs, preci
 
 def test_a_tensor_left_on_the_cpu_is_found(tmp_path, inputs):
     make_run(tmp_path / "run", **inputs, **SHORT)
-    left = "train/data/batches.py Batch.microbatches.<locals>.<genexpr>"
+    left = "train/data/batches.py Batch.microbatches"
     done = python("tests.rehearsal.training", "gpu", str(tmp_path / "run"), left)
     assert done.returncode != 0
     assert "MixedDevicesError" in done.stderr

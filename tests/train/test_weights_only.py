@@ -23,7 +23,7 @@ from train.run.environment import attempts
 from train.run.optimization import CosinePhase, Lawa, ScheduleConfig
 from train.run.saving import SavingConfig
 
-SAVING: dict[str, Any] = {"asynchronous": True, "restart_every_steps": 4}
+SAVING: dict[str, Any] = {"restart_every_steps": 4}
 
 
 def weights_of(checkpoint):
