@@ -83,7 +83,6 @@ def save_shards(imported: str, out: str) -> None:
     device = start()
     from megatron.core import parallel_state
 
-    from train.host_memory import HostMemory
     from train.megatron.model import (
         build_model,
         global_parameters,
@@ -92,6 +91,7 @@ def save_shards(imported: str, out: str) -> None:
         weight_shard,
     )
     from train.megatron.shards import ShardedSnapshot
+    from train.snapshot_memory import SnapshotMemory
 
     model = ModelConfig(**read_checkpoint_record(Path(imported)).model)
     parallel = ParallelConfig(tensor=PROCESSES)
@@ -104,7 +104,7 @@ def save_shards(imported: str, out: str) -> None:
             parameter.copy_(weight_shard(name, lambda each: read_whole(weights, each), model))
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(True)}
     state = {"model": megatron.sharded_state_dict(metadata=metadata)}
-    snapshot = ShardedSnapshot(state, Path(out), HostMemory(device))
+    snapshot = ShardedSnapshot(state, Path(out), SnapshotMemory(device))
     snapshot.write()
     snapshot.seal()
     os._exit(0)

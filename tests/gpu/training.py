@@ -17,7 +17,6 @@ from ckpt_tools.formats.weights import read_whole
 from tests.gpu.figures import Figure, SkippedError
 from tests.gpu.place import Place, make_run, random_tokens, train
 from train.data.batches import Batch
-from train.host_memory import HostMemory
 from train.model.config import ModelConfig
 from train.model.families import parameter_shapes
 from train.planning.flops import flops_per_token, peak_flops
@@ -25,6 +24,7 @@ from train.planning.memory import rank_memory
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
+from train.snapshot_memory import SnapshotMemory
 
 ROUNDS = 6  # timed steps, after two that warm up
 
@@ -161,7 +161,7 @@ def saves(place: Place) -> list[Figure]:
 
 def snapshots(place: Place) -> list[Figure]:
     """Two snapshots in a row, each of values that change once it is fenced off."""
-    memory = HostMemory(torch.device(place.device))
+    memory = SnapshotMemory(torch.device(place.device))
     elements = _parameters_of(place.sizes.saved)
     live = torch.arange(elements, dtype=torch.int32, device=place.device)
     waits, apart_by = [], 0.0

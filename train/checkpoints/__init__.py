@@ -3,7 +3,7 @@
 A checkpoint becomes complete in six steps, and fails whole in any of them:
 
 1. `Saver.copy`: every rank copies its state of this step, or weights alone, to host memory that is
-   kept (`train.host_memory`); training may continue.
+   kept (`train.snapshot_memory`); training may continue.
 2. `Checkpoint.write`: every rank writes, syncs and hashes its files in an unfinished directory
    `.unfinished.NAME.attemptN` beside the final one, in a thread if `saving.asynchronous`.
 3. `Checkpoint.seal`: once every rank has written, the files that ranks share; then rank 0 writes

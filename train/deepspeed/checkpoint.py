@@ -22,8 +22,8 @@ from torch import Tensor
 
 from base.errors import UserError
 from train.deepspeed.sharding import Partition, Piece, by_piece
-from train.host_memory import Copies, HostMemory
 from train.run.directory import MODEL_WEIGHTS
+from train.snapshot_memory import Copies, SnapshotMemory
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -31,7 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class StateFiles:
     """A copy of this rank's state, independent of the engine: `train.engine.Snapshot`."""
 
-    def __init__(self, directory: Path, memory: HostMemory) -> None:
+    def __init__(self, directory: Path, memory: SnapshotMemory) -> None:
         self._directory, self._memory = directory, memory
         self._copies: list[Copies] = []
         self._files: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {}

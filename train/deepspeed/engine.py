@@ -24,9 +24,9 @@ from train.deepspeed.settings import deepspeed_config
 from train.deepspeed.sharding import by_piece, sharding_of
 from train.engine import Snapshot, StepResult
 from train.forward_record import ForwardRecord
-from train.host_memory import HostMemory
 from train.model.families import hidden_matrices
 from train.run.config import RunConfig
+from train.snapshot_memory import SnapshotMemory
 
 DENSE_MASK = 1024  # tokens of a sequence, the most with a dense mask on a GPU
 
@@ -53,7 +53,7 @@ class DeepSpeedEngine:
         )
         self._sharding = sharding_of(self._engine, self._parameters)
         self._partitions = self._sharding.partitions()
-        self._memory = HostMemory(device)
+        self._memory = SnapshotMemory(device)
         for owner, *_ in self._partitions:
             # The state that AdamW makes at its first step: a checkpoint can hold it before.
             moments = {

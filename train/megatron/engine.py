@@ -23,7 +23,6 @@ from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.engine import Snapshot, StepResult
 from train.forward_record import ForwardRecord
-from train.host_memory import HostMemory
 from train.megatron import muon, transformer_engine
 from train.megatron.model import (
     global_parameters,
@@ -38,6 +37,7 @@ from train.megatron.probing import probe, record_forward
 from train.megatron.shards import ShardedSnapshot
 from train.model import megatron_names
 from train.run.config import RunConfig
+from train.snapshot_memory import SnapshotMemory
 
 
 class MegatronEngine:
@@ -54,7 +54,7 @@ class MegatronEngine:
         self._pipeline = Pipeline(run, config, device)
         self._optimizer = build_optimizer(run, self._pipeline.model)
         self._state = OptimizerState(self._optimizer, slot_names(run))
-        self._memory = HostMemory(device)
+        self._memory = SnapshotMemory(device)
         if run.optimizer.matrices == "muon":
             muon.register(run, self._pipeline.model.module, self._state)
         config.finalize_model_grads_func = finalize_model_grads

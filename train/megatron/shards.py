@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from train.host_memory import HostMemory
+from train.snapshot_memory import SnapshotMemory
 
 METADATA = ".metadata"
 
@@ -47,7 +47,7 @@ class _Plan(TorchDistSaveShardedStrategy):
 class ShardedSnapshot:
     """A sharded state dict as it is now: `train.engine.Snapshot`."""
 
-    def __init__(self, state: dict[str, Any], directory: Path, memory: HostMemory) -> None:
+    def __init__(self, state: dict[str, Any], directory: Path, memory: SnapshotMemory) -> None:
         sharded, self._common = save_preprocess(state)
         written = [
             entry

@@ -42,7 +42,7 @@ class Copies:
         self._free.append(self._block)
 
 
-class HostMemory:
+class SnapshotMemory:
     """Blocks of host memory for the copies of one rank."""
 
     def __init__(self, device: torch.device) -> None:

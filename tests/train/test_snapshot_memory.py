@@ -2,7 +2,7 @@
 
 import torch
 
-from train.host_memory import HostMemory
+from train.snapshot_memory import SnapshotMemory
 
 
 def tensors() -> list[torch.Tensor]:
@@ -14,7 +14,7 @@ def tensors() -> list[torch.Tensor]:
 
 def test_two_saves_in_a_row_keep_their_copies():
     """The second is made, of changed values, while the first is still being written."""
-    memory, live = HostMemory(torch.device("cpu")), tensors()
+    memory, live = SnapshotMemory(torch.device("cpu")), tensors()
     first = memory.copied(live)
     for tensor in live:
         tensor.add_(1)
@@ -33,7 +33,7 @@ def test_two_saves_in_a_row_keep_their_copies():
 
 def test_every_copy_is_saved_alone(tmp_path):
     """torch.save writes a tensor's storage, which must not be the block of all."""
-    copies = HostMemory(torch.device("cpu")).copied([torch.zeros(1000), torch.ones(3)])
+    copies = SnapshotMemory(torch.device("cpu")).copied([torch.zeros(1000), torch.ones(3)])
     torch.save(copies.tensors[1], tmp_path / "one")
     assert (tmp_path / "one").stat().st_size < 4000
-    assert HostMemory(torch.device("cpu")).copied([]).tensors == []
+    assert SnapshotMemory(torch.device("cpu")).copied([]).tensors == []
