@@ -1,6 +1,5 @@
 """The stores of MLflow: SQLite below the root, PostgreSQL, or a server; reached in bounded time."""
 
-import fcntl
 import logging
 import os
 import shlex
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from base.errors import UserError
+from base.files import fsync_path, locked, scratch_directory
 from study.paths import MLFLOW_STORE
 
 if TYPE_CHECKING:
@@ -81,15 +81,6 @@ def artifacts_of(root: Path) -> Path:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which the end of its process frees; other processes wait."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@contextmanager
 def _explained(uri: str) -> Iterator[None]:
     """UserError, one line without a password, where the store cannot be reached or refuses."""
     from mlflow.exceptions import MlflowException
@@ -156,6 +147,25 @@ def open_store(uri: str) -> Iterator["MlflowClient"]:
             # fails at once, where MLflow itself would try ten times
             sqlalchemy.create_engine(uri, poolclass=sqlalchemy.NullPool).connect().close()
         with turn(uri):  # one importer makes the schema
+            if uri.startswith(SQLITE):
+                _make_file(Path(uri.removeprefix(SQLITE)))
             client = MlflowClient(tracking_uri=uri)
             client.search_experiments(max_results=1)
         yield client
+
+
+def _make_file(path: Path) -> None:
+    """Let MLflow make the file of a SQLite store where it is missing; its name comes last.
+
+    MLflow makes the schema in some fifty transactions, and refuses one that was left between them.
+    """
+    from mlflow import MlflowClient
+
+    if path.exists():
+        return
+    with scratch_directory(path.with_name(f".{path.name}.unfinished")) as directory:
+        made = directory.absolute() / path.name
+        MlflowClient(tracking_uri=f"{SQLITE}{made}").search_experiments(max_results=1)
+        fsync_path(made)
+        made.rename(path)
+        fsync_path(path.parent)

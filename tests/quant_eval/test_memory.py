@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import make_hf_directory
 from tests.interpreter import interpreter
 
-BLOCKS = (2, 10)
+BLOCKS = (2, 18)
 HIDDEN, INTERMEDIATE = 512, 1536
 BLOCK_MIB = 4 * (4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE) / 2**20  # 13
 # getrusage would tell the peak of the process that started it, too: of the tests before, and of
@@ -58,9 +58,9 @@ def peaks(tmp_path_factory, train_prefix, held_out_prefix) -> list[float]:
 
 
 def test_memory_does_not_grow_with_the_number_of_blocks(peaks):
-    """Eight more blocks hold 104 MiB; half of that is left for holes between what is freed (3
-    to 5 MiB were seen).
+    """Sixteen more blocks hold 208 MiB; peaks of equal processes differed by up to 60 MiB under
+    load: pages of libraries, and what malloc keeps.
     """
     more = (BLOCKS[1] - BLOCKS[0]) * BLOCK_MIB
-    assert more > 100
+    assert more > 200
     assert peaks[1] - peaks[0] < 0.5 * more

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import subprocess
 
 import pytest
 
@@ -13,8 +14,10 @@ from study.tracking.store import (
     store_uri,
     tracking_uri,
 )
+from tests.interpreter import interpreter
 from tests.runs import error_line, python
 from tests.study.tracking.stores import write_small_study
+from tests.waiting import wait_until
 
 
 def test_the_server_listens_here_alone_and_says_nothing_elsewhere(tmp_path):
@@ -94,3 +97,18 @@ def test_open_store_explains_what_fails_inside(tmp_path):
         open_store(store_uri(tmp_path)) as client,
     ):
         client.get_experiment("77")
+
+
+def test_an_importer_that_is_killed_in_making_the_schema_leaves_no_store(tmp_path):
+    """MLflow refuses a schema that was half made, and would at every later start."""
+    store = tmp_path / "mlflow.db"
+    making = "from study.tracking.store import create_store; import sys; create_store(sys.argv[1])"
+    killed = subprocess.Popen([interpreter(), "-c", making, store_uri(tmp_path)])
+    begun = lambda: any(path.stat().st_size for path in tmp_path.rglob("mlflow.db"))  # noqa: E731
+    wait_until(begun, "a schema that is begun", killed)
+    killed.kill()
+    killed.wait()
+    assert not store.exists()
+    with open_store(store_uri(tmp_path)) as client:
+        assert [one.name for one in client.search_experiments()] == ["Default"]
+    assert store.exists()
