@@ -60,6 +60,15 @@ def write_json(path: Path, content: Any) -> None:
 
 
 @contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which the end of its process frees; other processes wait."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
 def scratch_directory(unfinished: Path) -> Iterator[Path]:
     """Yield an empty directory of this process alone, removed at the end.
 

@@ -32,14 +32,12 @@ from train.prefetch import Prefetch
 from train.run.config import RunConfig, dump_run
 from train.run.directory import PROBE_SEQUENCES, PROBE_TOKENS, RunDirectory
 from train.run.launch import Launch
-from train.run.metrics import MetricsWriter
+from train.run.metrics import HELD_OUT_LOSS, MetricsWriter
 from train.run.schedules import learning_rate
 from train.running.agreement import Agreement
 from train.running.profiling import Profile
 from train.running.watchdog import Phase, Watchdog
 from train.spikes import StepJudge
-
-HELD_OUT_LOSS = "held_out_loss"
 
 
 class _Training:

@@ -26,13 +26,13 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from base.errors import UserError
-from base.files import write_json
+from base.files import locked, write_json
 from base.frozen import fingerprint
 from study.axes import AnyRun
 from study.definition import Study
 from study.results.table import Row, read_table
 from study.tracking import described
-from study.tracking.store import HTTP, artifacts_of, locked, masked, open_store, turn
+from study.tracking.store import HTTP, artifacts_of, masked, open_store, turn
 from study.tracking.streams import Stream, metrics_stream, table_stream
 from train.run.directory import RunDirectory
 

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from base.errors import UserError
 from study.results.table import Row
-from train.run.metrics import ROW_KEYS, TRAINED, surviving_rows
+from train.run.metrics import HELD_OUT_LOSS, ROW_KEYS, TRAINED, surviving_rows
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
 
-HELD_OUT_LOSS = "held_out_loss"  # then .NAME of a further file, and /AVERAGE
 FINAL = "final"  # the most telling measurements of the end of a run, for MLflow's own pages
 KINDS = ("quant", "curvature", "tasks")  # the first part of the name of a measurement's column
 HEADLINES = (HELD_OUT_LOSS, "curvature/trace", "curvature/lambda_max")

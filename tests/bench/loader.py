@@ -1,4 +1,4 @@
-"""What reading costs against megatron-core's GPTDataset on the same .bin/.idx, what starting on
+"""The cost of reading against megatron-core's GPTDataset on the same .bin/.idx, what starting on
 10^12 tokens takes, and how long a step of the 7B recipe waits for its rows.
 
 Runs in a process of its own, as megatron-core does without CUDA. Both read from the page cache, in

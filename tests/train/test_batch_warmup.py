@@ -8,7 +8,7 @@ import torch
 
 from base.frozen import fingerprint
 from tests.runs import make_run, ranks
-from tests.train.test_reference import plain_model
+from tests.train.test_reference import differentiate, plain_model
 from tests.train.trajectories import numbers, shard_hashes
 from train.data.batches import batch
 from train.data.corpus import open_corpus
@@ -46,15 +46,10 @@ def losses_by_hand(run) -> list[float]:
     rows = batch(corpus, step=1, batch_size=sum(SIZES), sequence_length=32, seed=run.seed)
     losses = []
     for tokens_BS, rate in zip(torch.from_numpy(rows).split(SIZES), RATES, strict=True):
-        logits = model(tokens_BS[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten())
-        optimizer.zero_grad()
-        (loss + 1e-5 * logits.logsumexp(-1).square().mean()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        losses.append(differentiate(model, tokens_BS))
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-        losses.append(loss.item())
     return losses
 
 

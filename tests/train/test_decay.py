@@ -12,7 +12,7 @@ from torch import Tensor
 from base.errors import UserError
 from tests.ckpt_tools.checkpoints import read_shards
 from tests.runs import draw_weights, make_run, ranks
-from tests.train.test_reference import plain_model
+from tests.train.test_reference import differentiate, plain_model
 from train.run.config import RunConfig, load_run, with_settings
 from train.run.optimization import OptimizerConfig
 from train.run.schedules import learning_rate
@@ -104,11 +104,7 @@ def weights_by_hand(run: RunConfig) -> dict[str, Tensor]:
     first = {name: torch.zeros_like(weight) for name, weight in named.items()}
     second = {name: torch.zeros_like(weight) for name, weight in named.items()}
     for step, tokens_BS in enumerate(BATCHES, 1):
-        logits = model(tokens_BS[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten())
-        model.zero_grad()
-        (loss + 1e-5 * logits.logsumexp(-1).square().mean()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        differentiate(model, tokens_BS)
         rate = learning_rate(run, step)
         for name, weight in named.items():
             assert weight.grad is not None

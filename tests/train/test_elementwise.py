@@ -107,7 +107,7 @@ def test_swiglu():
 
 
 def test_torch_compiles_each_into_one_graph():
-    """What a GPU runs: traced whole, forward and backward, and equal to what a CPU runs."""
+    """The function a GPU runs is traced whole, forward and backward, and equals the CPU's."""
     query, key, _ = QKV.unflatten(-1, (HEADS, 3 * WIDTH)).split(WIDTH, -1)
     heads, weights = [query, key], [weight.view(HEADS, WIDTH) for weight in WEIGHTS]
     turns = rotations(LENGTH, WIDTH, BASE, QKV.device)

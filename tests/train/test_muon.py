@@ -10,7 +10,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from tests.runs import make_run, ranks
 from tests.train.test_decay import BATCHES, read
-from tests.train.test_reference import plain_model
+from tests.train.test_reference import differentiate, plain_model
 from train.model.config import ModelConfig
 from train.muon import orthogonalized
 from train.run.config import RunConfig
@@ -65,11 +65,7 @@ def weights_by_hand(run: RunConfig) -> dict[str, Tensor]:
     adamw = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
     momentum = {name: torch.zeros_like(weight) for name, weight in matrices.items()}
     for step, tokens_BS in enumerate(BATCHES, 1):
-        logits = model(tokens_BS[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten())
-        model.zero_grad()
-        (loss + 1e-5 * logits.logsumexp(-1).square().mean()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        differentiate(model, tokens_BS)
         rate = learning_rate(run, step)
         for name, weight in matrices.items():
             assert weight.grad is not None

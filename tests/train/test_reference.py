@@ -1,9 +1,11 @@
 """The engine against OLMo2 in transformers, trained by torch's own AdamW in a plain loop."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from tests.ckpt_tools.checkpoints import read_shards
@@ -60,6 +62,16 @@ def rate_by_hand(step: int) -> float:
     if step < 4:
         return 1e-2 * step / 4
     return cosine(step) if step <= 15 else cosine(15) * (20 - step) / 5
+
+
+def differentiate(model: Any, tokens_BS: Tensor) -> float:
+    """Set the clipped gradients of cross-entropy and z-loss; return the former before the update."""
+    logits = model(tokens_BS[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten())
+    model.zero_grad()
+    (loss + 1e-5 * logits.logsumexp(-1).square().mean()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return loss.item()
 
 
 def test_twenty_steps_equal_plain_torch(trained):

@@ -16,6 +16,7 @@ from ckpt_tools.importing import import_checkpoint
 from tests.ckpt_tools.checkpoints import read_weights, seal
 from tests.conftest import make_hf_directory
 from tests.runs import error_line, make_run, python, ranks
+from tests.train.test_reference import differentiate
 from train.data.batches import batch
 from train.data.corpus import open_corpus
 from train.data.prepare import prepare
@@ -75,15 +76,10 @@ def losses_by_hand(source: Path, run_dir: Path) -> list[float]:
         tokens = torch.from_numpy(
             batch(corpus, step=step, batch_size=8, sequence_length=32, seed=3)
         )
-        logits = model(tokens[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        (loss + 1e-5 * logits.logsumexp(-1).square().mean()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        losses.append(differentiate(model, tokens))
         for group in optimizer.param_groups:
             group["lr"] = RATE * (1 - step / STEPS)
         optimizer.step()
-        losses.append(loss.item())
     return losses
 
 

@@ -70,7 +70,7 @@ class Release:
         )
 
     def has(self, name: str) -> bool:
-        """Whether a name of `taken_names` is defined, with the parameter named in parentheses.
+        """Return whether a name of `taken_names` is defined, with the parameter in its parentheses.
 
         Attributes of classes and functions are not looked for, nor what it imports by name from
         other packages.
@@ -94,7 +94,7 @@ class Release:
         )
 
     def takes(self, name: str, parameter: str) -> bool:
-        """Whether a class, defined in the module that it is named in, is made with a parameter."""
+        """Return whether a class, defined in the module that names it, is made with a parameter."""
         module, _, kind = name.rpartition(".")
         tree = ast.parse(self.sources[self.path(module) or ""])
         made = [

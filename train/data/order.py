@@ -4,7 +4,6 @@ Neither the world size nor the length of the run enters, so a cooldown sees the 
 came from. Every epoch visits every sequence once, in an order of its own.
 """
 
-import fcntl
 import os
 import socket
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from base.errors import UserError
-from base.files import fsync_path
+from base.files import fsync_path, locked
 
 Indices = NDArray[np.int64]
 SHUFFLE_IN_MEMORY_BYTES = 64 << 20  # a larger one is in a file that all ranks map
@@ -117,10 +116,8 @@ def _mapped(directory: Path, size: int, seed: int) -> NDArray[np.uint32]:
     others wait for its lock. A step reads the few pages that hold its positions, one after another:
     a node keeps no more of the file than that.
     """
-    directory.mkdir(exist_ok=True)
     path = directory / f"olmo-{size}-{seed}.u32"
-    with (directory / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(directory / ".lock"):
         if not path.exists() or path.stat().st_size != size * np.dtype(np.uint32).itemsize:
             # On some file systems the lock holds back the ranks of one node only. What a killed
             # rank left is written again.

@@ -51,12 +51,11 @@ def fitting_layouts(
     pessimistic rates: what leans least on links and host loses little where these are better. Of
     equals the simplest comes first.
     """
-    layouts = []
+    layouts, common = [], math.gcd(*config.batch_sizes)
     for (ranks, split, words), recompute in itertools.product(
         _shardings(config, gpus_per_node), ("none", "selective", "layers")
     ):
         replicas = world_size // ranks
-        common = math.gcd(*config.batch_sizes)
         if world_size % ranks or common % replicas:
             continue
         fitting = []

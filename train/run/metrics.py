@@ -9,6 +9,7 @@ from typing import Any
 from base.errors import UserError
 
 TRAINED = "learning_rate"  # every row of an update has it, of a skipped one as well
+HELD_OUT_LOSS = "held_out_loss"  # then .NAME of a further file, and /AVERAGE
 ROW_KEYS = {"step", "tokens", "attempt", "time"}  # of every row; all other keys are figures
 
 
