@@ -63,8 +63,13 @@ class RunSettings(CalibrationSettings):
     eval_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="take documents until they hold this many targets; if not given all",
+        description=(
+            "draw documents, the same for every model and spec, until they hold this many targets;"
+            " if not given all"
+        ),
     )
+    # Of the draw of documents: not that of the calibration, whose draws share the documents.
+    eval_seed: int = Field(default=0, ge=0)
     documents: Literal["separate", "concatenated"] = Field(
         default="separate",
         description=(
@@ -94,7 +99,9 @@ class RunSettings(CalibrationSettings):
                 "sha256": evaluation,
                 "sequence_length": length,
                 "max_tokens": self.eval_tokens,
+                "seed": self.eval_seed,
                 "documents": self.documents,
+                "logits": "fp32",  # of both models, whatever their dtype
             },
         }
 

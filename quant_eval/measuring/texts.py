@@ -45,7 +45,9 @@ def open_texts(hf_dir: Path, model: StreamedModel, settings: RunSettings) -> Tex
         calibration_draw(calibration, settings, model, draw)
         for draw in range(settings.calibration_seeds)
     ]
-    data = evaluation_set(evaluation, length, settings.eval_tokens, settings.documents)
+    data = evaluation_set(
+        evaluation, length, settings.eval_tokens, settings.documents, settings.eval_seed
+    )
     copied = check_apart(calibration, draws, evaluation, data)
     sha256 = (calibration.manifest.sha256, evaluation.manifest.sha256)
     described = settings.texts(length, *sha256)

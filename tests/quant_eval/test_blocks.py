@@ -38,7 +38,7 @@ def loss_of(model, held_out_prefix, max_tokens=1500):
     from quant_eval.measuring.losses import evaluation_set
     from train.data.corpus import open_corpus
 
-    data = evaluation_set(open_corpus(held_out_prefix), 64, max_tokens, "separate")
+    data = evaluation_set(open_corpus(held_out_prefix), 64, max_tokens, "separate", 0)
     nll = tokens = 0.0
     for block_T in data.blocks:
         block = torch.from_numpy(block_T)[None]

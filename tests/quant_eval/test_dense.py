@@ -77,7 +77,7 @@ def kept(measured):
 @torch.no_grad()
 def loss_of(model, prefix):
     """Sum of the losses of whole blocks one at a time, over their tokens."""
-    data = evaluation_set(open_corpus(prefix), 64, 600, "separate")
+    data = evaluation_set(open_corpus(prefix), 64, 600, "separate", 0)
     total = tokens = 0.0
     for block_T in data.blocks:
         ids = torch.from_numpy(block_T)[None]

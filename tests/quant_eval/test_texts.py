@@ -88,7 +88,7 @@ def test_a_text_of_another_tokenizer_is_refused(tmp_path, train_prefix, tokenize
 def apart(calibration, evaluation, draws):
     corpus = open_corpus(evaluation)
     return check_apart(
-        open_corpus(calibration), draws, corpus, evaluation_set(corpus, 48, None, "separate")
+        open_corpus(calibration), draws, corpus, evaluation_set(corpus, 48, None, "separate", 0)
     )
 
 
