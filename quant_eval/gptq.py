@@ -54,8 +54,10 @@ def row_output_errors(
     return torch.cat(errors), torch.cat(wholes)
 
 
-def prepare(hessian_II: Tensor, spec: QuantSpec, name: str) -> Preparation:
-    """The order of the columns and the factor of the damped inverse Hessian.
+def prepare(
+    hessian_II: Tensor, spec: QuantSpec, name: str, products: torch.dtype = torch.float64
+) -> Preparation:
+    """Return the order of the columns and the factor of the damped inverse Hessian.
 
     Order: `actorder` by falling diag(H); `groupaware` (arXiv:2505.14638) whole groups by their
     largest diag(H), and by falling diag(H) within a group, as in gptqmodel 7.6; ties in natural
@@ -66,8 +68,9 @@ def prepare(hessian_II: Tensor, spec: QuantSpec, name: str) -> Preparation:
     before they damp and order; that depends on the unit of H, in which the two differ. Here neither
     damping nor order sees dead columns: they come last.
 
-    The scale of H = X X^T, float64, is free. UserError, which calls the weight `name`, if H holds
-    no live column, or is not positive definite; nothing else is tried.
+    The scale of H = X X^T, float64, is free; `products` is the dtype its products were summed in.
+    UserError, which calls the weight `name`, if H holds no live column, or is not positive definite
+    beyond what its precision can tell; nothing else is tried.
     """
     assert spec.damping is not None
     diagonal_I = hessian_II.diagonal()
@@ -77,7 +80,13 @@ def prepare(hessian_II: Tensor, spec: QuantSpec, name: str) -> Preparation:
     order_I = _order(diagonal_I, spec)
     live_mean = diagonal_I[~dead_I].mean()
     added_I = (dead_I + spec.damping) * live_mean
-    return Preparation(order_I, dead_I, _factor(hessian_II, added_I, order_I, name, spec.damping))
+    factor_II = _factor(hessian_II, added_I, order_I, products)
+    if factor_II is None:
+        raise UserError(
+            f"{name}: the calibration Hessian with damping {spec.damping:g} is not positive"
+            " definite; use a spec with a larger damp or more calibration sequences"
+        )
+    return Preparation(order_I, dead_I, factor_II)
 
 
 def _order(diagonal_I: Tensor, spec: QuantSpec) -> Tensor:
@@ -95,21 +104,26 @@ def _order(diagonal_I: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _factor(
-    hessian_II: Tensor, added_I: Tensor, order_I: Tensor, name: str, damping: float
-) -> Tensor:
+    hessian_II: Tensor, added_I: Tensor, order_I: Tensor, products: torch.dtype
+) -> Tensor | None:
     """Return diag(U)^-1 U for the upper triangular U with U^T U = (H + diag(added))^-1.
 
     A = H + diag(added) is R R^T with R upper triangular, its Cholesky factor with columns in
     reverse; so U = R^-1. With F the factor, a pivot R_ii^2 is F_i A F_i^T: what remains of A_ii
-    given all later columns. Rounding every A_jk by eps sqrt(A_jj A_kk) moves it by up to eps (sum_j
-    |F_ij| sqrt(A_jj))^2. A pivot that such noise alone could have made counts as zero, since F is
-    noise too. (Measured: singular matrices stay below 0.02 of this bound whatever the order and the
-    sizes of the inputs; regular ones of condition 1e13 are above by 78 or more.)
+    given all later columns. None if a pivot is no larger than noise could make it, as F is noise
+    then too:
+
+    - Rounding every A_jk by eps sqrt(A_jj A_kk) in float64 moves it by up to eps (sum_j |F_ij|
+      sqrt(A_jj))^2. (Measured: singular matrices stay below 0.02 of this bound whatever the order
+      and the sizes of the inputs; regular ones of condition 1e13 are above by 78 or more.)
+    - Sums of `products` round every A_jk by about eps sqrt(A_jj A_kk) independently, which moves it
+      by about eps sum_j F_ij^2 A_jj. (Measured in fp32 on bf16 inputs: singular matrices stay below
+      1e-8 of this, regular ones without damping are above by 20 or more, with damping 1e-4 by 800.)
     """
     reverse_I = order_I.flip(0)
     damped_II = hessian_II[reverse_I[:, None], reverse_I]
     damped_II.diagonal().add_(added_I[reverse_I])
-    size_I = damped_II.diagonal().sqrt()
+    diagonal_I = damped_II.diagonal().clone()
     lower_II, failed_at = torch.linalg.cholesky_ex(damped_II)
     root_I = lower_II.diagonal().clone()
     del damped_II  # of 11,008 inputs each of these takes 1 GB
@@ -118,13 +132,14 @@ def _factor(
         lower_II, root_I.diag(), upper=False, left=False
     )
     del lower_II
-    moved_I = torch.cat([part_II.abs() @ size_I for part_II in factor_II.split(CHUNK_ROWS)])
-    noise_I = torch.finfo(torch.float64).eps * moved_I.square()
+    size_I, parts = diagonal_I.sqrt(), factor_II.split(CHUNK_ROWS)
+    moved_I = torch.cat([part_CI.abs() @ size_I for part_CI in parts]).square()
+    noise_I = torch.finfo(torch.float64).eps * moved_I
+    if products != torch.float64:
+        moved_I = torch.cat([part_CI.square() @ diagonal_I for part_CI in parts])
+        noise_I = noise_I.maximum(torch.finfo(products).eps * moved_I)
     if bool(failed_at) or not bool((root_I.square() > noise_I).all()):
-        raise UserError(
-            f"{name}: the calibration Hessian with damping {damping:g} is not positive definite; "
-            "use a spec with a larger damp or more calibration sequences"
-        )
+        return None
     return factor_II.float().flip(0, 1)
 
 

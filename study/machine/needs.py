@@ -101,7 +101,7 @@ class Needs:
         """Return the values of a command's placeholders when the local runner starts the step."""
         gpus = self.gpus(step)
         ranks = self.trainings[step.run].ranks if step.kind == "train" else max(gpus, 1)
-        launch = torchrun(ranks) if step.kind == "train" or ranks > 1 else ("{python}",)
+        launch = torchrun(ranks) if ranks > 1 else ("{python}",)
         return Machine(launch, self.hardware.device, gpus, self.sharding(step))
 
     def ranks(self, step: Step, given: int) -> int:

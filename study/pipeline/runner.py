@@ -29,6 +29,19 @@ HANGS = 3  # of a step, after each of which it is resumed
 MODELS_PER_PROCESS = 12  # its imports take some seconds, as much as one tiny checkpoint
 
 
+# glibc returns freed memory to the kernel, which clears it page by page for the next tensor: a
+# tenth of a training step. Here a process keeps what it frees, within bounds, and in huge pages.
+KEEP_MEMORY = ":".join(
+    f"glibc.malloc.{name}={value}"
+    for name, value in {
+        "hugetlb": 1,  # 1 asks for transparent ones
+        "mmap_threshold": 64 << 20,
+        "trim_threshold": 256 << 20,
+        "top_pad": 16 << 20,
+    }.items()
+)
+
+
 class StepError(Exception):
     """A step ended badly without saying why in one line; the command exits with code 1."""
 
@@ -53,6 +66,7 @@ def child_environment(kind: str, gpus: tuple[str, ...] = ()) -> dict[str, str]:
         "PYTHONPATH": path,
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEP_MEMORY),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as the numbers of the hardware are counted
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "RAYON_NUM_THREADS": "1",

@@ -35,6 +35,10 @@ FOLDERS = tuple(
 )
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.matmul, aten.linear}  # of matrices
+# What torch has for CUDA only, by what the CPU has instead.
+ON_CUDA_ONLY = {
+    aten.mm.dtype: lambda left, right, dtype: left.to(dtype) @ right.to(dtype),
+}
 COPIES = {aten._to_copy, aten.copy_, aten._foreach_copy_}
 INDEXING = {aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_}
 
@@ -166,7 +170,7 @@ def _computed(
             places.add(place)
             stays = place != left
     wrappers = {id(tensor.held): tensor for tensor in on_gpu}
-    made = func(
+    made = ON_CUDA_ONLY.get(func, func)(
         *_each(_held, args), **{name: _each(_held, value) for name, value in kwargs.items()}
     )
     return _each(lambda leaf: _wrapped(leaf, wrappers), made) if stays else made

@@ -60,7 +60,7 @@ def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):
     shown = study_command("show", "tiny", *setting).stdout
     assert shown.startswith("tiny-engine=deepspeed-stage=2: ")
     assert "lr3e-2: peak 0.03" in shown
-    assert "-m torch.distributed.run" in shown
+    assert "python -m train run" in shown
     changed = resolve("tiny", "full", ("engine=deepspeed", "zero.stage=2"))
     directory = write_study(tmp_path / changed.name, changed)
     name = study_command("collect", changed.name, "--root", str(tmp_path))

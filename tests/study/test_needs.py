@@ -80,7 +80,7 @@ def test_runs_that_can_train_at_once_have_a_share_each():
 
 
 def test_on_the_cpu_everything_is_as_the_recipe_has_it():
-    study = recipe("tiny", "full")
+    study = recipe("tiny", "smoke")
     needs = Needs(study, Hardware(2), NOWHERE)
     steps = steps_by_kind(study)
     launch = needs.machine(steps["train"]).launch
@@ -90,6 +90,13 @@ def test_on_the_cpu_everything_is_as_the_recipe_has_it():
         assert (machine.device, machine.gpus, machine.sharding) == ("cpu", 0, "none")
         assert step.kind == "train" or machine.launch == ("{python}",)
     assert [training.run for training in needs.trainings.values()] == list(study.trained)
+
+
+def test_runs_of_one_rank_train_on_all_cores_without_torchrun():
+    study = recipe("tiny", "full")
+    needs = Needs(study, Hardware(2), NOWHERE)
+    train = steps_by_kind(study)["train"]
+    assert (needs.at_once, train.slots, needs.machine(train).launch) == (2, 1, ("{python}",))
 
 
 def test_ranks_of_a_job_share_what_can_be_shared():
