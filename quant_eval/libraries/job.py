@@ -66,7 +66,7 @@ class Report(Frozen):
 def library_model(
     hf_dir: Path,
     spec: QuantSpec,
-    draw_NL: Tensor,
+    draw_NL: Tensor | None,
     compute: ComputeSettings,
     work: Path,
     ranks: Ranks,
@@ -78,6 +78,7 @@ def library_model(
     """
     if spec.method not in MODULES:
         return None, None
+    assert draw_NL is not None  # of these methods every one is calibrated
     if ranks.rank == 0:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)

@@ -28,7 +28,7 @@ class Variant:
     """One quantized model to be made.
 
     Attributes:
-        calibration_NL: token ids its Hessians are estimated on.
+        calibration_NL: token ids its Hessians are estimated on; None for methods without them.
         given: the model as another project's library left it; None for own methods.
         keep: takes the codes of every linear, for a checkpoint.
         finished: takes every quantized block.
@@ -36,7 +36,7 @@ class Variant:
     """
 
     spec: QuantSpec
-    calibration_NL: Tensor
+    calibration_NL: Tensor | None
     given: StreamedModel | None = None
     keep: Keep | None = None
     finished: Finished | None = None
@@ -184,10 +184,10 @@ def walk(
 def _quantizer(
     model: StreamedModel, variant: Variant, compute: ComputeSettings, ranks: Ranks
 ) -> BlockQuantizer:
-    share = ranks.share(len(variant.calibration_NL))
-    own_NL = variant.calibration_NL[share.start : share.stop]
-    # LLM.int8() mixes the sequences of a batch: see Block.mixes_sequences
-    batch_size = 1 if variant.spec.method == "int8" else compute.batch_size
-    batches = own_NL.split(batch_size) if len(own_NL) else []
+    batches: Sequence[Tensor] = []
+    if variant.calibration_NL is not None:
+        share = ranks.share(len(variant.calibration_NL))
+        own_NL = variant.calibration_NL[share.start : share.stop]
+        batches = own_NL.split(compute.batch_size) if len(own_NL) else []
     stream = Stream(model, batches)
     return BlockQuantizer(variant.spec, stream.activations, stream.contexts, ranks, variant.keep)

@@ -167,7 +167,7 @@ def test_a_walk_that_fails_leaves_the_weights_of_the_one_before(measured, kept, 
     ("spec", "seeds", "message"),
     [
         ("int8-t6", 1, "int8-t6 rounds activations.*leave --dense out"),
-        ("rtn-b3-g32", 2, "leave --calibration-seeds out"),
+        ("gptq-b3-g32", 2, "leave --calibration-seeds out"),
     ],
 )
 def test_what_no_weights_reproduce_is_refused(measured, tmp_path, spec, seeds, message):
