@@ -43,13 +43,21 @@ def work_of(settings: CurvatureSettings) -> Work:
         eigenvalues = 1 if settings.lambda_max else 0
     else:
         products += settings.starts * settings.steps * microbatches
-        vectors = settings.steps + 4
+        vectors = settings.steps + 3
         eigenvalues = settings.largest + settings.smallest
     if eigenvalues:
         products += (settings.max_iterations + eigenvalues) * microbatches
-        # The basis, the start, a pair that is judged, and three of its product.
+        # The basis and its next vector, the start, a pair that is judged: x, Hx, and their
+        # difference.
         vectors = max(vectors, settings.max_iterations + 5)
     return Work(products, gradients, vectors)
+
+
+def _sums_gradients(settings: CurvatureSettings, ranks: int) -> bool:
+    """Return whether a rank sums gradients over microbatches of the fixed batch."""
+    microbatches = math.ceil(settings.fixed_sequences / settings.microbatch_sequences)
+    uses_it = not isinstance(settings, HutchinsonSettings) or settings.lambda_max
+    return uses_it and microbatches > ranks
 
 
 def tangent_bytes(settings: ProductSettings) -> int:
@@ -70,11 +78,13 @@ def gpu_memory(
     shards = world_size if settings.sharding == "fsdp" else 1
     held, tangent = sum(sizes.values()) / shards, tangent_bytes(settings)
     vectors = work_of(settings).vectors
+    summed = held if _sums_gradients(settings, 1 if shards > 1 else world_size) else 0
     memory = {
         "weights, fp32": FP32 * held,
         f"tangents, {settings.dtype}": tangent * held,
         "vectors": FP32 * held * vectors if settings.vectors == "device" else 0.0,
         "activations and gradients": activations,
+        "gradients of several microbatches": FP32 * summed,
         "signs of the guard": FP32 * SIGNS * largest / shards,
         "framework": float(FRAMEWORK_BYTES),
     }
@@ -112,7 +122,9 @@ def check_loading(config: PretrainedConfig, settings: ProductSettings, ranks: Ra
         )
 
 
-def check_room(settings: CurvatureSettings, entries: int, place: torch.device) -> None:
+def check_room(
+    settings: CurvatureSettings, entries: int, place: torch.device, ranks: Ranks
+) -> None:
     """Raise UserError where vectors of so many entries on this rank find no room.
 
     The weights are in memory by now and what a pass takes is known from the guard; seen here, what
@@ -130,6 +142,8 @@ def check_room(settings: CurvatureSettings, entries: int, place: torch.device) -
         most, now = (int(kilobytes[name].split()[0]) for name in ("VmHWM", "VmRSS"))
         of_pass, free = 1024 * (most - now), free_memory() // _ranks_here()
     count = work_of(settings).vectors
+    if settings.vectors == "device":
+        count += _sums_gradients(settings, 1 if settings.sharding == "fsdp" else ranks.size)
     needed = FP32 * count * entries + of_pass
     if needed > free:
         raise UserError(

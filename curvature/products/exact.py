@@ -7,12 +7,13 @@ Shapes: B sequences of a batch, S positions of a sequence, p parameters of this 
     picture.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from curvature.products.model import CurvedModel
+from curvature.products.moving import copy
 from curvature.products.parameters import Parameters, Probe, dot, local
 from curvature.products.sketch import CountSketch
 
@@ -61,12 +62,34 @@ class DualHessian:
 
     def product(self, tokens_BS1: Tensor, v_p: Tensor) -> HessianProduct:
         """Return Hv, kept whole."""
+        return self.mean_product([tokens_BS1], v_p)
+
+    def mean_product(self, batches_BS1: Sequence[Tensor], v_p: Tensor) -> HessianProduct:
+        """Return Hv of the mean loss over the sequences of several batches.
+
+        The tangents are set once. Gradients of more than one batch add up beside the weights, and
+        leave for Hv in the last backward pass.
+        """
+        weights = self.parameters.weights
         self._model.set_tangents(self.parameters.split(v_p).__getitem__)
-        loss, slope = self._model.dual_loss(tokens_BS1)
         hv_p = self.parameters.zeros()
         parts = self.parameters.split(hv_p)
-        collected(self.parameters, slope.share, lambda name, hv: parts[name].copy_(hv))
-        return HessianProduct(loss, slope.value, hv_p)
+        loss = along = 0.0
+        sequences = sum(map(len, batches_BS1))
+        try:
+            for index, tokens_BS1 in enumerate(batches_BS1, start=1):
+                share = len(tokens_BS1) / sequences
+                batch_loss, slope = self._model.dual_loss(tokens_BS1)
+                loss, along = loss + share * batch_loss, along + share * slope.value
+                objective = slope.share * share
+                if index < len(batches_BS1):
+                    objective.backward()  # type: ignore[no-untyped-call]
+                else:
+                    collected(self.parameters, objective, lambda name, hv: copy(parts[name], hv))
+        finally:
+            for weight in weights.values():
+                weight.grad = None
+        return HessianProduct(loss, along, hv_p)
 
     def quadratic(self, tokens_BS1: Tensor, v_p: Tensor) -> Quadratic:
         """Return v_t'(Hv)_t of every tensor t; in bf16 v is the rounded one on both sides."""

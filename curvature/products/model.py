@@ -25,6 +25,7 @@ from base.ranks import Ranks
 from curvature.architectures import architecture_of
 from curvature.architectures.parts import Block, Context, parameter
 from curvature.products.dual import Dual, rematerialised, summed_cross_entropy, widened
+from curvature.products.moving import copy
 from curvature.products.parameters import TANGENT, Parameters, local
 
 Sharding = Literal["none", "fsdp"]
@@ -102,7 +103,7 @@ class CurvedModel:
     def set_tangents(self, direction: Callable[[str], Tensor]) -> None:
         """Set v by this rank's part of every tensor, rounded to the dual layers' precision."""
         for name in self.parameters.weights:
-            self.tangent(name).copy_(direction(name))
+            copy(self.tangent(name), direction(name))
 
     def tangent(self, name: str) -> Tensor:
         """Return this rank's part of the direction v in one tensor."""

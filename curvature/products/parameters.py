@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from curvature.products.moving import copy
 from curvature.products.probes import rademacher
 
 LAYER_NAME = re.compile(r".*\.layers\.(\d+)\.")
@@ -90,7 +91,7 @@ class Parameters:
         """Return a copy of the parameters themselves, theta_p."""
         theta_p = self.zeros()
         for name, part in self.split(theta_p).items():
-            part.copy_(local(self.weights[name]).detach())
+            copy(part, local(self.weights[name]))
         return theta_p
 
     @torch.no_grad()
@@ -99,7 +100,7 @@ class Parameters:
     ) -> None:
         """Set the parameters to theta, or to theta + step v where v is given tensor by tensor."""
         for name, values in self.split(theta_p).items():
-            weight = local(self.weights[name]).copy_(values)
+            weight = copy(local(self.weights[name]), values)
             if direction:
                 weight.add_(direction(name).to(weight.device), alpha=step)
 
@@ -133,7 +134,7 @@ class Parameters:
         """Return a probe as a vector v_p."""
         v_p = self.zeros()
         for name, part in self.split(v_p).items():
-            part.copy_(self.signs(name, probe))
+            copy(part, self.signs(name, probe))
         return v_p
 
     def inner(self, vectors_Kp: Sequence[Tensor] | Tensor, b_p: Tensor) -> Tensor:

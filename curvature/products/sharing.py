@@ -65,9 +65,12 @@ class Sharing:
         total = sum(len(tokens_BS1) for tokens_BS1 in batches_BS1)
 
         def product(v_p: Tensor) -> Tensor:
-            hv_p = torch.zeros_like(v_p)
-            for tokens_BS1 in self._own(batches_BS1):
-                hv_p.add_(hessian.product(tokens_BS1, v_p).hv_p, alpha=len(tokens_BS1) / total)
+            own_BS1 = self._own(batches_BS1)
+            share = sum(map(len, own_BS1)) / total
+            # A rank without a batch joins the sum with 0.
+            hv_p = hessian.mean_product(own_BS1, v_p).hv_p if own_BS1 else torch.zeros_like(v_p)
+            if share < 1:
+                hv_p.mul_(share)
             on_product()
             return hv_p if self._sharded else self.ranks.sum(hv_p)
 

@@ -93,6 +93,18 @@ def test_saving_memory_changes_no_number(case, options):
     assert thrifty.loss == pytest.approx(plain.loss, rel=1e-14)
 
 
+def test_a_product_of_several_batches_is_that_of_all_their_sequences(case):
+    """Batches of 2 and 1 sequences weigh by their sizes; only the order of sums differs."""
+    tokens, v_P = random_tokens(3), gaussian(len(case.dense.hessian_PP))
+    model = tiny_model(**case.config)
+    hessian = dual_hessian(model)
+    together = hessian.product(tokens, v_P)
+    parts = hessian.mean_product(tokens.split(2), v_P)
+    assert relative(parts.hv_p, together.hv_p) < 1e-13
+    assert parts[:2] == pytest.approx(together[:2], rel=1e-13)
+    assert all(weight.grad is None for weight in model.parameters())
+
+
 def test_checkpointing_keeps_less_for_the_backward_pass():
     """Bytes that autograd saves in the forward pass, counted by its own hook; tangents of zeros
     take as many.

@@ -1,0 +1,32 @@
+"""Copies between vectors on the host and tensors on a GPU; `exact.py` and `model.py` call them."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+ENTRIES_AT_ONCE = 1 << 24  # 64 MB in fp32
+
+
+def copy(target: Tensor, source: Tensor) -> Tensor:
+    """Copy a contiguous tensor into another of the same shape, and return that one.
+
+    Between host and GPU slices pass through one pinned buffer: the GPU reads and writes pinned
+    memory at the full speed of its bus, and the copy on the host uses all of its threads. Whole
+    vectors are not pinned: a basis of many would lock most of a node's memory. The GPU changes the
+    precision.
+    """
+    source = source.detach()
+    if target.device.type == source.device.type:
+        return target.copy_(source)
+    pinned = _buffer(source.dtype)
+    slices = (flat.split(ENTRIES_AT_ONCE) for flat in (target.view(-1), source.reshape(-1)))
+    for into, part in zip(*slices, strict=True):
+        staged = pinned[: len(part)].copy_(part)
+        into.copy_(staged.to(into.device))
+    return target
+
+
+@functools.cache
+def _buffer(dtype: torch.dtype) -> Tensor:
+    return torch.empty(ENTRIES_AT_ONCE, dtype=dtype, pin_memory=True)
