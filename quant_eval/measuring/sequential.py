@@ -207,10 +207,12 @@ class BlockQuantizer:
                 own = round_to_nearest(own_OI, self.spec)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
-        gathered = [
-            ranks.gather(part, rows) for part in (own.codes_OI, own.scales_OG, own.zeros_OG)
-        ]
-        return Rounded(*gathered, own.groups_I)
+        return Rounded(
+            ranks.gather(own.codes_OI, rows),
+            ranks.gather(own.scales_OG, rows),
+            ranks.gather(own.zeros_OG, rows),
+            own.groups_I,
+        )
 
     def _errors(
         self, linears: Linears, weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 class _Ahead(NamedTuple):
     """A batch on its way to the GPU."""
 
-    index: int
+    number: int
     batch_BLD: Tensor
     arrival: torch.cuda.Event
 
@@ -58,7 +58,7 @@ class Activations:
         if self._copying is None:
             return self._batches[index]
         asked = self._ahead
-        if asked is None or asked.index != index:
+        if asked is None or asked.number != index:
             asked = self._fetch(index, self._copying)
         self._ahead = self._fetch(index + 1, self._copying) if index + 1 < len(self) else None
         computing = torch.cuda.current_stream(self._device)
@@ -71,7 +71,7 @@ class Activations:
         if self._copying is None:
             self._batches[index].copy_(batch_BLD)
             return
-        if self._ahead and self._ahead.index == index:
+        if self._ahead and self._ahead.number == index:
             self._ahead = None  # read before it was replaced
         self._copying.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copying):
