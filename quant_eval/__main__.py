@@ -25,7 +25,7 @@ from quant_eval.kept import kept_run, kept_tasks
 from quant_eval.measuring.statistics import UNITS
 from quant_eval.methods import METHODS
 from quant_eval.model.families import ARCHITECTURES
-from quant_eval.settings import RunSettings, TaskSettings
+from quant_eval.settings import CalibrationSettings, RunSettings, TaskSettings
 from quant_eval.specs import EXAMPLES, QuantSpec, parse_spec
 from train.data.corpus import open_corpus
 
@@ -72,9 +72,10 @@ def run(
     """
     specs = [parse_spec(text) for text in spec]
     outs = result_directories(hf_dirs, "quant", [one.name for one in specs], out)
+    settings = settings.of_specs(specs)
     for hf_dir in hf_dirs:
         read_hf_config(hf_dir, ARCHITECTURES)
-    texts = open_corpus(settings.calibration), open_corpus(settings.eval)
+    texts = _calibration_sha256(settings), open_corpus(settings.eval).manifest.sha256
     todo = _pending(hf_dirs, specs, outs, partial(kept_run, settings=settings, texts=texts))
     if not todo:
         return
@@ -104,9 +105,10 @@ def tasks(hf_dirs: Models, spec: Specs, settings: TaskSettings) -> None:
     specs = [parse_spec(text) for text in spec]
     outs = result_directories(hf_dirs, "tasks", [one.name for one in specs], None)
     one_process_only("quant_eval tasks")
+    settings = settings.of_specs(specs)
     for hf_dir in hf_dirs:
         read_hf_config(hf_dir, ARCHITECTURES)
-    calibration = open_corpus(settings.calibration)
+    calibration = _calibration_sha256(settings)
     kept = partial(kept_tasks, settings=settings, calibration=calibration)
     todo = _pending(hf_dirs, specs, outs, kept)
     if not todo:
@@ -163,6 +165,10 @@ def compare_command(
     sources = " or of ".join(sorted({each.sources for each in comparisons}))
     note = f"Intervals cover the draw of {sources}."
     report(read, comparisons, settings | BOOTSTRAP, note, out)
+
+
+def _calibration_sha256(settings: CalibrationSettings) -> str | None:
+    return open_corpus(settings.calibration).manifest.sha256 if settings.calibration else None
 
 
 def _pending(

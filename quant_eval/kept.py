@@ -14,7 +14,6 @@ from ckpt_tools.hf.model import identify, read_hf_config
 from ckpt_tools.hf.results import Kind, Result, read_result
 from quant_eval.settings import CHECKPOINT, RunSettings, TaskSettings
 from quant_eval.specs import QuantSpec
-from train.data.corpus import Corpus
 
 PLACES = ("prefix", "path")  # of texts, which may have moved
 
@@ -24,15 +23,14 @@ def kept_run(
     hf_dir: Path,
     spec: QuantSpec,
     settings: RunSettings,
-    texts: tuple[Corpus, Corpus],
+    texts: tuple[str | None, str],
 ) -> Result[Quantization] | None:
     """Return the result in a directory if `run` would measure the same; None otherwise.
 
-    `texts` are those for calibration and evaluation.
+    `texts` are the hashes of those for calibration, if any spec reads it, and evaluation.
     """
     context = int(read_hf_config(hf_dir).get("max_position_embeddings", 0))
-    hashes = [text.manifest.sha256 for text in texts]
-    wanted = settings.texts(settings.block_length(context), *hashes)
+    wanted = settings.of_specs([spec]).texts(settings.block_length(context), *texts)
     result = _same(directory, hf_dir, spec, wanted | {"dtype": settings.dtype}, Quantization)
     if result is None or (settings.per_block and not result.measured.blocks):
         return None
@@ -45,11 +43,17 @@ def kept_run(
 
 
 def kept_tasks(
-    directory: Path, hf_dir: Path, spec: QuantSpec, settings: TaskSettings, calibration: Corpus
+    directory: Path,
+    hf_dir: Path,
+    spec: QuantSpec,
+    settings: TaskSettings,
+    calibration: str | None,
 ) -> Result[Tasks] | None:
-    """Return the result in a directory if `tasks` would measure the same; None otherwise."""
-    sha256 = calibration.manifest.sha256
-    wanted = settings.described(sha256) | {"dtype": settings.dtype}
+    """Return the result in a directory if `tasks` would measure the same; None otherwise.
+
+    `calibration` is the hash of that text, if any spec reads it.
+    """
+    wanted = settings.of_specs([spec]).described(calibration) | {"dtype": settings.dtype}
     result = _same(directory, hf_dir, spec, wanted, Tasks)
     if result is None or set(result.settings["tasks"]) != set(settings.names):
         return None

@@ -1,12 +1,14 @@
 """The options that decide the numbers, besides the model and the spec."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
 from base.errors import UserError
 from base.frozen import Frozen
+from quant_eval.specs import QuantSpec
 from quant_eval.tasks.table import choose_tasks
 
 CHECKPOINT = "checkpoint"  # saved in GPTQ's format below a result's directory
@@ -25,9 +27,14 @@ class ComputeSettings(Frozen):
 
 
 class CalibrationSettings(ComputeSettings):
-    """The text that the Hessians are estimated on."""
+    """The text that methods are calibrated on, their Hessians estimated on, say."""
 
-    calibration: Path = Field(description="token file PREFIX the Hessians are estimated on")
+    calibration: Path | None = Field(
+        default=None,
+        description=(
+            "token file PREFIX to calibrate on; rtn, int8 and nf4 do without, and do not read it"
+        ),
+    )
     calibration_sequences: int = Field(
         default=128, ge=1, description="sequences drawn for calibration, none twice"
     )
@@ -45,8 +52,20 @@ class CalibrationSettings(ComputeSettings):
             )
         return self.sequence_length or min(BLOCK_TOKENS, context)
 
-    def calibration_text(self, sha256: str, length: int | None) -> dict[str, Any]:
+    def of_specs(self, specs: Sequence[QuantSpec]) -> Self:
+        """Return the settings of these specs: without a text where none of them reads it.
+
+        UserError if one needs the text and there is none.
+        """
+        calibrated = [spec.name for spec in specs if spec.row.needs_calibration]
+        if calibrated and self.calibration is None:
+            raise UserError(f"{calibrated[0]} is calibrated on text; give it with --calibration")
+        return self if calibrated else self.model_copy(update={"calibration": None})
+
+    def calibration_text(self, sha256: str | None, length: int | None) -> dict[str, Any] | None:
         """Return what a result says of the text, given the hash of its token file."""
+        if self.calibration is None:
+            return None
         return {
             "prefix": str(self.calibration),
             "sha256": sha256,
@@ -63,8 +82,13 @@ class RunSettings(CalibrationSettings):
     eval_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="take documents until they hold this many targets; if not given all",
+        description=(
+            "draw documents, the same for every model and spec, until they hold this many targets;"
+            " if not given all"
+        ),
     )
+    # Of the draw of documents: not that of the calibration, whose draws share the documents.
+    eval_seed: int = Field(default=0, ge=0)
     documents: Literal["separate", "concatenated"] = Field(
         default="separate",
         description=(
@@ -72,7 +96,9 @@ class RunSettings(CalibrationSettings):
         ),
     )
     calibration_seeds: int = Field(
-        default=1, ge=1, description="calibration draws, each quantized and measured"
+        default=1,
+        ge=1,
+        description="calibration draws, each quantized and measured by methods that calibrate",
     )
     per_block: bool = Field(
         default=False, description="also quantize each block alone, and all but it"
@@ -84,17 +110,19 @@ class RunSettings(CalibrationSettings):
         default=False, description="also write the dequantized weights, to the result's dense/"
     )
 
-    def texts(self, length: int, calibration: str, evaluation: str) -> dict[str, dict[str, Any]]:
+    def texts(self, length: int, calibration: str | None, evaluation: str) -> dict[str, Any]:
         """Return what a result says of its texts, given the hashes of their token files."""
+        drawn = self.calibration_text(calibration, length)
         return {
-            "calibration": self.calibration_text(calibration, length)
-            | {"seeds": self.calibration_seeds},
+            "calibration": drawn and drawn | {"seeds": self.calibration_seeds},
             "evaluation": {
                 "prefix": str(self.eval),
                 "sha256": evaluation,
                 "sequence_length": length,
                 "max_tokens": self.eval_tokens,
+                "seed": self.eval_seed,
                 "documents": self.documents,
+                "logits": "fp32",  # of both models, whatever their dtype
             },
         }
 
@@ -125,7 +153,7 @@ class TaskSettings(CalibrationSettings):
         """The tasks, in the order of the table."""
         return choose_tasks(self.tasks)
 
-    def described(self, calibration_sha256: str) -> dict[str, Any]:
+    def described(self, calibration_sha256: str | None) -> dict[str, Any]:
         """Return what a result says of them, the tasks' documents aside."""
         return {
             "calibration": self.calibration_text(calibration_sha256, self.sequence_length),

@@ -51,7 +51,10 @@ class Block(Read):
 
 
 class Linear(Read):
-    """The errors of a linear; None where the method moved scales between linears."""
+    """The errors of a linear; None where the method moved scales between linears.
+
+    The error of its outputs is on the calibration text: None too of methods that take none.
+    """
 
     name: str
     relative_output_error: float | None = None

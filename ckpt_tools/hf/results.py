@@ -20,11 +20,12 @@ class Model(Read):
 
 
 class Evaluation(Read):
-    """The text of losses, and how it was cut."""
+    """The text of losses, how it was cut, and the type of the logits."""
 
     sha256: str | None = None
     sequence_length: int | None = None
     documents: str | None = None
+    logits: str | None = None
 
 
 class Sequences(Read):

@@ -71,7 +71,7 @@ Given = Callable[[], AbstractContextManager[tuple[StreamedModel, Report]]]
 def library_model(
     hf_dir: Path,
     spec: QuantSpec,
-    draw_NL: Tensor,
+    draw_NL: Tensor | None,
     compute: ComputeSettings,
     work: Path,
     ranks: Ranks,
@@ -90,11 +90,12 @@ def library_model(
 def _opened(
     hf_dir: Path,
     spec: QuantSpec,
-    draw_NL: Tensor,
+    draw_NL: Tensor | None,
     compute: ComputeSettings,
     work: Path,
     ranks: Ranks,
 ) -> Iterator[tuple[StreamedModel, Report]]:
+    assert draw_NL is not None  # of these methods every one is calibrated
     if ranks.rank == 0:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)

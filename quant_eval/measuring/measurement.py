@@ -53,12 +53,12 @@ def measure(
     """
     identity = identify(hf_dir, ARCHITECTURES) if ranks.rank == 0 else {}
     model = StreamedModel(hf_dir, HFWeights(hf_dir), DTYPES[settings.dtype], ranks.device)
-    texts = open_texts(hf_dir, model, settings)
+    texts = open_texts(hf_dir, model, settings.of_specs(specs))
     _check(model, specs, settings)
     quantized, dense = _quantize(hf_dir, specs, outs, settings, identity, model, texts, ranks)
-    here, draws, results = environment(), len(texts.draws), []
+    here, results = environment(), []
     for number, (spec, out) in enumerate(zip(specs, outs, strict=True)):
-        of_draws = quantized[number * draws : (number + 1) * draws]
+        of_draws = quantized[number]
         measured = summarize(spec, of_draws, settings, texts.data)
         losses, report = of_draws[0].losses, of_draws[0].report
         if settings.save and losses:
@@ -70,7 +70,7 @@ def measure(
         described["library"] = spec.row.library
         if report:
             described |= {"library_settings": report.settings, "library_version": report.version}
-        described |= texts.described | {
+        described |= texts.described_for(spec) | {
             "dtype": settings.dtype,
             "attention": "sdpa",
             "batch_size": settings.batch_size,
@@ -93,12 +93,12 @@ def _quantize(
     model: StreamedModel,
     texts: Texts,
     ranks: Ranks,
-) -> tuple[list[Quantized], list[str]]:
+) -> tuple[list[list[Quantized]], list[str]]:
     """Walk through the model for all specs and draws, and write what is to be saved of them.
 
     Returns:
-        Quantized models, draw by draw of each spec, and the hash of each spec's dense.json if dense
-        weights were asked for.
+        The quantized models of each spec, one for each draw, and the hash of its dense.json if
+        dense weights were asked for.
     """
     variants, savers = list[Variant](), list[CheckpointWriter]()
     keepers: list[DenseWriter] = []
@@ -118,13 +118,14 @@ def _quantize(
                     place = cleanup.enter_context(committed_directory((out / DENSE_JSON).parent))
                     keepers.append(DenseWriter(hf_dir, place, spec, settings.dtype))
                     finished = keepers[number].add
-            for draw, draw_NL in enumerate(texts.draws):
+            for draw, draw_NL in enumerate(texts.draws_for(spec)):
                 work = out / LIBRARY_WORK / str(draw)
                 given = library_model(hf_dir, spec, draw_NL, settings, work, ranks)
                 variants.append(Variant(spec, draw_NL, given, keep, finished, settings.per_block))
-        quantized = walk(model, variants, texts.data, settings, ranks)
-        for saver in savers if ranks.rank == 0 else []:
-            saver.finish({"model": identity} | texts.described)
+        walked = iter(walk(model, variants, texts.data, settings, ranks))
+        quantized = [[next(walked) for _ in texts.draws_for(spec)] for spec in specs]
+        for spec, saver in zip(specs, savers, strict=True) if ranks.rank == 0 and savers else ():
+            saver.finish({"model": identity} | texts.described_for(spec))
         dense = [keeper.finish(identity["weights_sha256"]) for keeper in keepers]
         ranks.wait()
     return quantized, dense
@@ -132,12 +133,13 @@ def _quantize(
 
 def _check(model: StreamedModel, specs: Sequence[QuantSpec], settings: RunSettings) -> None:
     """Refuse what cannot be done, before a library works for an hour."""
-    if (settings.save or settings.dense) and settings.calibration_seeds > 1:
-        raise UserError(
-            "--save and --dense keep the weights of one calibration draw; leave"
-            " --calibration-seeds out"
-        )
     for spec in specs:
+        keeps = settings.save or settings.dense
+        if keeps and settings.calibration_seeds > 1 and spec.row.needs_calibration:
+            raise UserError(
+                "--save and --dense keep the weights of one calibration draw; leave"
+                " --calibration-seeds out"
+            )
         if settings.dense and spec.method == "int8":
             raise UserError(
                 f"{spec.name} rounds activations too, no weights alone reproduce it; leave"

@@ -20,7 +20,7 @@ from quant_eval.model.streamed import Block, StreamedModel
 from quant_eval.specs import QuantSpec
 
 Keep = Callable[[str, Rounded], None]
-Buffers = dict[tuple[str, int], Activations]  # by what is in them, and number of batches
+Buffers = dict[str, Activations]  # by what is in them
 Linears = dict[str, nn.Linear]  # those that read one input, by their names in the model
 # Methods that move scales between linears: what one linear computes means nothing by itself.
 FOLDING = ("awq",)
@@ -73,6 +73,9 @@ class BlockQuantizer:
             assert given is not None
             block.module.load_state_dict(given.module.state_dict(), assign=True)
             return [Linear(name=name, folded=True) for group in block.linears() for name in group]
+        if not self.spec.row.needs_calibration:
+            groups = block.linears()
+            return [error for one in groups for error in self._quantize_group(block, one, None)]
         reads = (self._qkv_reads, self._output_reads, self._up_reads, self._down_reads)
         groups, errors = block.linears(), list[Linear]()
         of_library = given.linears() if given else [None] * len(groups)
@@ -134,10 +137,9 @@ class BlockQuantizer:
 
     def _buffer(self, linears: Linears, name: str) -> Activations:
         width = next(iter(linears.values())).in_features
-        key = name, len(self._x)  # variants differ in their batches by the number of these alone
-        if key not in self._buffers:
-            self._buffers[key] = self._x.like(width)
-        return self._buffers[key]
+        if name not in self._buffers:
+            self._buffers[name] = self._x.like(width)  # all draws have the same shapes
+        return self._buffers[name]
 
     def _hessian(self, linears: Linears, inputs: Iterator[Tensor]) -> Tensor:
         """Return the mean of x x^T over the tokens of all ranks."""
@@ -150,9 +152,16 @@ class BlockQuantizer:
         return hessian.mean(name)
 
     def _quantize_group(
-        self, block: Block, linears: Linears, hessian_II: Tensor, given: Linears | None
+        self,
+        block: Block,
+        linears: Linears,
+        hessian_II: Tensor | None,
+        given: Linears | None = None,
     ) -> list[Linear]:
-        """Quantize linears of one input. One Hessian serves all: rows do not interact."""
+        """Quantize linears of one input. One Hessian serves all: rows do not interact.
+
+        Methods without calibration have none, and so no errors of outputs.
+        """
         stacked_OI = torch.cat([linear.weight for linear in linears.values()])
         if self.spec.method == "int8":
             return self._errors(linears, stacked_OI, self._int8(block, linears), hessian_II)
@@ -173,7 +182,7 @@ class BlockQuantizer:
         return torch.cat([dense_weight(block.module.get_submodule(name)) for name in relative])
 
     def _dense(
-        self, linears: Linears, stacked_OI: Tensor, hessian_II: Tensor, given: Linears | None
+        self, linears: Linears, stacked_OI: Tensor, hessian_II: Tensor | None, given: Linears | None
     ) -> Tensor:
         """Return the stacked weights after quantization and dequantization."""
         if given is not None:
@@ -193,13 +202,13 @@ class BlockQuantizer:
                 self._keep(f"{key}.weight", Rounded(codes_OI, scales_OG, zeros_OG, groups_I))
         return rounded.dense()
 
-    def _round(self, weight_OI: Tensor, hessian_II: Tensor, name: str) -> Rounded:
+    def _round(self, weight_OI: Tensor, hessian_II: Tensor | None, name: str) -> Rounded:
         """Round this rank's share of the rows; return those of all."""
         ranks, rows = self._ranks, len(weight_OI)
         share = ranks.share(rows)
         own_OI = weight_OI[share.start : share.stop]
         # a Hessian that is refused is refused on every rank
-        prepared = prepare(hessian_II, self.spec, name) if self.spec.method == "gptq" else None
+        prepared = prepare(hessian_II, self.spec, name) if hessian_II is not None else None
         try:
             if prepared:
                 own = gptq(own_OI, prepared, self.spec)
@@ -215,25 +224,26 @@ class BlockQuantizer:
         )
 
     def _errors(
-        self, linears: Linears, weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor
+        self, linears: Linears, weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor | None
     ) -> list[Linear]:
         """Return the errors of stacked linears; each rank works out its share of the rows."""
         share = self._ranks.share(len(weight_OI))
         own = slice(share.start, share.stop)
-        output_errors = row_output_errors(weight_OI[own], quantized_OI[own], hessian_II)
         difference_OI = weight_OI[own].double() - quantized_OI[own].double()
-        squares = (difference_OI.square().sum(1), weight_OI[own].double().square().sum(1))
-        own_O4 = torch.stack([*output_errors, *squares], dim=1)
-        sums_O4 = self._ranks.gather(own_O4, len(weight_OI))
+        sums = [difference_OI.square().sum(1), weight_OI[own].double().square().sum(1)]
+        if hessian_II is not None:
+            sums += row_output_errors(weight_OI[own], quantized_OI[own], hessian_II)
+        sums_OE = self._ranks.gather(torch.stack(sums, dim=1), len(weight_OI))
         sizes = [linear.out_features for linear in linears.values()]
         errors = []
-        for name, rows_O4 in zip(linears, sums_O4.split(sizes), strict=True):
-            output, whole, weight, norm = rows_O4.sum(0).tolist()
+        for name, rows_OE in zip(linears, sums_OE.split(sizes), strict=True):
+            pairs = rows_OE.sum(0).view(-1, 2).tolist()
+            weight, *output = [_relative(error, whole, name) for error, whole in pairs]
             errors.append(
                 Linear(
                     name=name,
-                    relative_output_error=_relative(output, whole, name),
-                    relative_weight_error=_relative(weight, norm, name),
+                    relative_output_error=output[0] if output else None,
+                    relative_weight_error=weight,
                 )
             )
         return errors

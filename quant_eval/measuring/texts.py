@@ -1,8 +1,11 @@
 """The texts of a measurement, and the refusals that keep a number honest.
 
-Shapes: N calibration sequences, L tokens of a sequence, T tokens, W tokens of a window.
+Shapes: N calibration sequences or evaluated blocks, L tokens of a sequence, T tokens, W tokens of a
+    window, U units that intervals resample.
 """
 
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +20,7 @@ from base.files import sha256_of
 from quant_eval.measuring.losses import EvaluationSet, evaluation_set
 from quant_eval.model.streamed import StreamedModel
 from quant_eval.settings import CalibrationSettings, RunSettings
+from quant_eval.specs import QuantSpec
 from train.data.batches import batch
 from train.data.corpus import Corpus, check_vocabulary, open_corpus
 from train.data.tokenizer import TOKENIZER_JSON
@@ -29,27 +33,52 @@ MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # of the polynomial hash, modulo 2^6
 class Texts(NamedTuple):
     """The calibration draws and the evaluated documents, and how a result describes them."""
 
-    draws: list[Tensor]
+    draws: list[Tensor]  # none without a calibration text
     data: EvaluationSet
-    described: dict[str, dict[str, Any]]
+    described: dict[str, Any]
+
+    def draws_for(self, spec: QuantSpec) -> Sequence[Tensor | None]:
+        """Return the draws a spec is calibrated on, or a single None: it is quantized once."""
+        return self.draws if spec.row.needs_calibration else [None]
+
+    def described_for(self, spec: QuantSpec) -> dict[str, Any]:
+        """Return what the result of a spec says of them."""
+        unread = {} if spec.row.needs_calibration else {"calibration": None}
+        return self.described | unread
 
 
 def open_texts(hf_dir: Path, model: StreamedModel, settings: RunSettings) -> Texts:
     """Open and check both texts; UserError if they do not fit the model or each other."""
-    calibration, evaluation = (
-        open_text(prefix, hf_dir, model.config.vocab_size)
-        for prefix in (settings.calibration, settings.eval)
-    )
     length = settings.block_length(model.config.max_position_embeddings)
+    evaluation = open_text(settings.eval, hf_dir, model.config.vocab_size)
+    if settings.calibration is None:
+        return _texts(settings, length, None, evaluation.manifest.sha256)
+    calibration = open_text(settings.calibration, hf_dir, model.config.vocab_size)
+    texts = _texts(settings, length, calibration.manifest.sha256, evaluation.manifest.sha256)
+    for draw_NL in texts.draws:
+        _check_draw(draw_NL, calibration, model)
+    return texts
+
+
+@functools.lru_cache(maxsize=1)  # for all models of a process
+def _texts(
+    settings: RunSettings, length: int, calibration_sha256: str | None, eval_sha256: str
+) -> Texts:
+    """Return the texts with these hashes, in sequences of that many tokens."""
+    evaluation = open_corpus(settings.eval)
+    data = evaluation_set(
+        evaluation, length, settings.eval_tokens, settings.documents, settings.eval_seed
+    )
+    described = settings.texts(length, calibration_sha256, eval_sha256)
+    if settings.calibration is None:
+        return Texts([], data, described)
+    calibration = open_corpus(settings.calibration)
     draws = [
-        calibration_draw(calibration, settings, model, draw)
+        _draw(calibration, settings, length, settings.seed + draw)
         for draw in range(settings.calibration_seeds)
     ]
-    data = evaluation_set(evaluation, length, settings.eval_tokens, settings.documents)
     copied = check_apart(calibration, draws, evaluation, data)
-    sha256 = (calibration.manifest.sha256, evaluation.manifest.sha256)
-    described = settings.texts(length, *sha256)
-    described["evaluation"]["windows_in_calibration"] = copied
+    described["calibration"]["share_of_evaluated_windows"] = copied
     return Texts(draws, data, described)
 
 
@@ -71,42 +100,43 @@ def calibration_draw(
 ) -> Tensor:
     """Return draw `draw` (from 0), int64 [N, L]: packed sequences, none twice and none padded."""
     length = settings.block_length(model.config.max_position_embeddings)
+    draw_NL = _draw(corpus, settings, length, settings.seed + draw)
+    _check_draw(draw_NL, corpus, model)
+    return draw_NL
+
+
+def _draw(corpus: Corpus, settings: CalibrationSettings, length: int, seed: int) -> Tensor:
     sequences, available = settings.calibration_sequences, corpus.num_sequences(length)
     if sequences > available:
         raise UserError(
             f"{corpus.prefix} holds {available} sequences of {length} tokens, fewer than"
             f" {sequences}; lower --calibration-sequences or prepare more text"
         )
-    drawn = batch(
-        corpus,
-        step=1,
-        batch_size=sequences,
-        sequence_length=length,
-        seed=settings.seed + draw,
-    )[:, :-1].copy()
-    if _is_padded(drawn, corpus.manifest.eos_token_id, model.config):
+    drawn = batch(corpus, step=1, batch_size=sequences, sequence_length=length, seed=seed)
+    return torch.from_numpy(drawn[:, :-1].copy())
+
+
+def _check_draw(draw_NL: Tensor, corpus: Corpus, model: StreamedModel) -> None:
+    """Raise UserError for padding, or fewer tokens than a linear of the model has inputs."""
+    if _is_padded(draw_NL.numpy(), corpus.manifest.eos_token_id, model.config):
         raise UserError(
             f"{corpus.prefix}: calibration sequences hold padding, which would enter the Hessians;"
             " prepare the text without it"
         )
     widths = {name: linear.in_features for name, linear in model.empty_linears().items()}
     name, widest = max(widths.items(), key=lambda item: item[1])
-    if drawn.size < widest:
+    if draw_NL.numel() < widest:
         raise UserError(
-            f"{drawn.size} calibration tokens are too few for the {widest} inputs of {name}: their"
-            " Hessian would be decided by the damping; raise --calibration-sequences"
+            f"{draw_NL.numel()} calibration tokens are too few for the {widest} inputs of {name}:"
+            " their Hessian would be decided by the damping; raise --calibration-sequences"
         )
-    return torch.from_numpy(drawn)
 
 
 def _is_padded(drawn_NL: NDArray[np.int64], eos: int, config: PretrainedConfig) -> bool:
     """Return whether a sequence holds the padding token, or several ends of text in a row."""
     if config.pad_token_id not in (None, eos) and (drawn_NL == config.pad_token_id).any():
         return True
-    ends_NW = np.lib.stride_tricks.sliding_window_view(
-        drawn_NL == eos, min(PADDING_RUN, drawn_NL.shape[1]), axis=1
-    )
-    return drawn_NL.shape[1] >= PADDING_RUN and bool(ends_NW.all(-1).any())
+    return bool((_sliding(drawn_NL, PADDING_RUN) == eos).all(-1).any())
 
 
 def check_apart(
@@ -121,35 +151,38 @@ def check_apart(
             f"{calibration.prefix} and {evaluation.prefix} are the same text; calibrate on text"
             " that is not evaluated"
         )
-    seen = [
-        _hashes(row_L, np.arange(len(row_L) - WINDOW_TOKENS + 1))
-        for draw in draws
-        for row_L in draw.numpy()
-    ]
-    known = np.unique(np.concatenate(seen))
-    if not len(known):  # sequences shorter than a window
+    # of a calibration sequence every window, of an evaluated block every sixteenth
+    seen = [_hashes(_sliding(draw_NL.numpy(), WINDOW_TOKENS)) for draw_NL in draws]
+    known = np.unique(np.concatenate([hashes.ravel() for hashes in seen]))
+    counts_N = [len(block_T) // WINDOW_TOKENS for block_T in data.blocks]
+    whole = [block_T[: len(block_T) // WINDOW_TOKENS * WINDOW_TOKENS] for block_T in data.blocks]
+    hashes = _hashes(np.concatenate(whole).reshape(-1, WINDOW_TOKENS))
+    if not len(known) or not len(hashes):  # all are shorter than a window
         return 0.0
-    per_unit = np.zeros((len(data.documents), 2), np.int64)
-    for block_T, unit in zip(data.blocks, data.owner, strict=True):
-        starts = np.arange(0, len(block_T) - WINDOW_TOKENS + 1, WINDOW_TOKENS)
-        hashes = _hashes(block_T, starts)
-        nearest = known[np.minimum(np.searchsorted(known, hashes), len(known) - 1)]
-        per_unit[unit] += (len(hashes), int((nearest == hashes).sum()))
-    windows, copied = per_unit.sum(0).tolist()
-    mostly = np.flatnonzero(per_unit[:, 1] * 2 > per_unit[:, 0])
+    is_copied = known[np.minimum(np.searchsorted(known, hashes), len(known) - 1)] == hashes
+    units = np.repeat(data.owner, counts_N)
+    windows_U = np.bincount(units, minlength=len(data.documents))
+    copied_U = np.bincount(units, weights=is_copied, minlength=len(data.documents))
+    mostly = np.flatnonzero(copied_U * 2 > windows_U)
     if len(mostly):
         raise UserError(
             f"{len(mostly)} evaluated documents of {evaluation.prefix}, the first"
             f" {data.documents[mostly[0]]}, are also in the calibration text {calibration.prefix};"
             " take one of them from another file"
         )
-    return float(copied / max(1, windows))
+    return float(is_copied.mean())
 
 
-def _hashes(tokens_T: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a hash of the window at each start."""
-    hashes: NDArray[np.uint64] = np.zeros(len(starts), np.uint64)
-    tokens = tokens_T.astype(np.uint64)
-    for place in range(WINDOW_TOKENS):
-        hashes = hashes * MULTIPLIER + tokens[starts + place] + np.uint64(1)
+def _sliding(tokens_NL: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+    """Return every window of `width` tokens, [N, windows, W]; none of a shorter sequence."""
+    if tokens_NL.shape[1] < width:
+        return np.empty((len(tokens_NL), 0, width), np.int64)
+    return np.lib.stride_tricks.sliding_window_view(tokens_NL, width, axis=1)
+
+
+def _hashes(windows: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return a hash of each window of W tokens, [..., W] -> [...]."""
+    hashes = np.zeros(windows.shape[:-1], np.uint64)
+    for tokens in np.moveaxis(windows, -1, 0):
+        hashes = hashes * MULTIPLIER + tokens.astype(np.uint64) + np.uint64(1)
     return hashes

@@ -32,7 +32,7 @@ class Variant:
     """One quantized model to be made.
 
     Attributes:
-        calibration_NL: token ids its Hessians are estimated on.
+        calibration_NL: token ids its Hessians are estimated on; None for methods without them.
         given: opens the model as another project's library leaves it; None for own methods.
         keep: takes the codes of every linear, for a checkpoint.
         finished: takes every quantized block.
@@ -40,7 +40,7 @@ class Variant:
     """
 
     spec: QuantSpec
-    calibration_NL: Tensor
+    calibration_NL: Tensor | None
     given: Given | None = None
     keep: Keep | None = None
     finished: Finished | None = None
@@ -118,13 +118,13 @@ class _Passes:
         self._model, self._data, self._compute, self._ranks = model, data, compute, ranks
         self._share = data.batches(compute.batch_size)[ranks.rank :: ranks.size] if data else []
         self._final: Activations | None = None  # the full-precision model's, after the last block
-        own = [len(ranks.share(len(variant.calibration_NL))) for variant in variants]
-        length = max(variant.calibration_NL.shape[1] for variant in variants)
+        draws = [each.calibration_NL for each in variants if each.calibration_NL is not None]
+        sequences, length = draws[0].shape if draws else (0, 0)
         evaluated = [data.padded(batch)[:, :-1].shape for batch in self._share] if data else []
         by_block = any(variant.by_block for variant in variants)
         sizes = sizes_of(
             model,
-            calibration=max(own) * length,
+            calibration=len(ranks.share(sequences)) * length,
             evaluated=sum(rows * columns for rows, columns in evaluated),
             forks=1 + 2 * model.num_blocks if by_block else 1,
             batch=max(
@@ -199,11 +199,11 @@ class _Passes:
     def _quantizers(self, variants: Sequence[Variant]) -> list[BlockQuantizer]:
         quantizers, buffers = list[BlockQuantizer](), Buffers()
         for variant in variants:
-            share = self._ranks.share(len(variant.calibration_NL))
-            own_NL = variant.calibration_NL[share.start : share.stop]
-            # LLM.int8() mixes the sequences of a batch: see Block.mixes_sequences
-            size = 1 if variant.spec.method == "int8" else self._compute.batch_size
-            batches = own_NL.split(size) if len(own_NL) else []
+            batches: Sequence[Tensor] = []
+            if variant.calibration_NL is not None:
+                share = self._ranks.share(len(variant.calibration_NL))
+                own_NL = variant.calibration_NL[share.start : share.stop]
+                batches = own_NL.split(self._compute.batch_size) if len(own_NL) else []
             stream = Stream(self._model, batches, on_device=self.room.on_device)
             quantizers.append(
                 BlockQuantizer(

@@ -162,9 +162,12 @@ class StreamedModel:
         return module
 
     def head(self) -> nn.Sequential:
-        """Return the map of the last block's output, any shape [..., D], to logits [..., V]."""
+        """Return the map of the last block's output, fp32 [..., D], to fp32 logits [..., V].
+
+        Its weights are those of the model's dtype, which fp32 holds exactly.
+        """
         norm = f"{self.family.decoder}.{self.family.final_norm}"
-        return nn.Sequential(self._load(norm), self._load(self.family.head))
+        return nn.Sequential(self._load(norm), self._load(self.family.head)).float()
 
     def _load(self, name: str) -> Any:
         module = copy.deepcopy(self._empty.get_submodule(name))

@@ -44,8 +44,11 @@ def measure(
     model = identify(hf_dir, ARCHITECTURES)
     full: Any = load_hf_model(hf_dir, DTYPES[settings.dtype], "sdpa", ARCHITECTURES)
     tokenizer = _tokenizer(hf_dir, full.config.vocab_size)
-    text = open_text(settings.calibration, hf_dir, full.config.vocab_size)
-    shared = settings.described(text.manifest.sha256) | {
+    sha256 = None
+    if settings.calibration:
+        text = open_text(settings.calibration, hf_dir, full.config.vocab_size)
+        sha256 = text.manifest.sha256
+    shared = {
         "tasks": {task.name: task.source for task in tasks},
         "metric": "acc",
         "dtype": settings.dtype,
@@ -64,7 +67,12 @@ def measure(
         del quantized
         yield {
             "model": model,
-            "spec": {"name": spec.name} | spec.model_dump(mode="json") | shared,
+            "spec": {
+                "name": spec.name,
+                **spec.model_dump(mode="json"),
+                **settings.of_specs([spec]).described(sha256),
+                **shared,
+            },
             "measured": compare(full_answers, answers, tasks, settings.seed),
             "environment": here,
         }
@@ -99,8 +107,10 @@ def quantized_model(
     whole: Any = load_hf_model(hf_dir, DTYPES[settings.dtype], "sdpa", ARCHITECTURES)
     model = StreamedModel(hf_dir, HFWeights(hf_dir), DTYPES[settings.dtype], ranks.device)
     check_groups(model, spec)
-    corpus = open_text(settings.calibration, hf_dir, model.config.vocab_size)
-    draw_NL = calibration_draw(corpus, settings, model, 0)
+    draw_NL, calibration = None, settings.of_specs([spec]).calibration
+    if calibration:
+        corpus = open_text(calibration, hf_dir, model.config.vocab_size)
+        draw_NL = calibration_draw(corpus, settings, model, 0)
     layers = getattr(getattr(whole, model.family.decoder), LAYERS)
 
     def keep(index: int, block: Block) -> None:

@@ -3,7 +3,7 @@
 At the last one of each run also by further methods, and block by block.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, Self
 
@@ -26,7 +26,6 @@ FIGURES = (
     "top1_agreement",
 )
 COUNTS = ("tokens", "documents")
-TEXTS = ("calibration", "held_out")
 
 
 class QuantizationSettings(Frozen):
@@ -80,11 +79,36 @@ def check_specs(specs: tuple[str, ...]) -> None:
         raise ValueError("a spec is listed twice")
 
 
-def _options(settings: QuantizationSettings, subject: Subject, tokens: int) -> tuple[str, ...]:
+def is_calibrated(specs: Iterable[str]) -> bool:
+    """Return whether any of these specs needs the calibration text."""
+    return any(parse_spec(spec).row.needs_calibration for spec in specs)
+
+
+def calibration_options(
+    specs: Iterable[str], settings: QuantizationSettings, subject: Subject
+) -> tuple[str, ...]:
+    """Return the options that name the calibration text, for a process that measures these specs.
+
+    Those that need none do not read it: they share the process, and its pass through the full
+    model, with those that do.
+    """
+    if not is_calibrated(specs):
+        return ()
+    sequences = str(settings.calibration_sequences)
+    prefix = subject.texts["calibration"].prefix
+    return ("--calibration", prefix, "--calibration-sequences", sequences)
+
+
+def _uses(specs: Iterable[str]) -> tuple[str, ...]:
+    return ("calibration", "held_out") if is_calibrated(specs) else ("held_out",)
+
+
+def _options(
+    specs: tuple[str, ...], settings: QuantizationSettings, subject: Subject, tokens: int
+) -> tuple[str, ...]:
     return (
-        *("--calibration", subject.texts["calibration"].prefix),
+        *calibration_options(specs, settings, subject),
         *("--eval", subject.texts["held_out"].prefix),
-        *("--calibration-sequences", str(settings.calibration_sequences)),
         *("--eval-tokens", str(tokens)),
         *("--dtype", settings.dtype, "--device", "{device}"),
     )
@@ -108,10 +132,10 @@ def _steps(
             f"{kind}-{model}-{spec}",
             python("quant_eval", "run") if is_method else _launched((spec,)),
             (quantization_result(subject.run, subject.model, spec),),
-            uses=TEXTS,
+            uses=_uses((spec,)),
             models=(subject.hf,),
             specs=("--spec", spec),
-            tail=_options(settings, subject, settings.eval_tokens),
+            tail=_options(specs, settings, subject, settings.eval_tokens),
             expected_seconds=12.0 if is_method else 4.0,
         )
         for spec in specs
@@ -127,13 +151,15 @@ def _block_steps(
         *_launched(specs),
         subject.hf,
         *(word for spec in specs for word in ("--spec", spec)),
-        *_options(settings, subject, settings.block_tokens),
+        *_options(specs, settings, subject, settings.block_tokens),
         *("--per-block", "--dense"),
         *(word for path in results for word in ("--out", f"{{study}}/{Path(path).parent}")),
     )
     seconds = 5.0 + 6.0 * len(specs)
     name = f"blocks-{subject.run}"
-    return [subject.step("blocks", name, command, results, uses=TEXTS, expected_seconds=seconds)]
+    return [
+        subject.step("blocks", name, command, results, uses=_uses(specs), expected_seconds=seconds)
+    ]
 
 
 def _tabled(specs: tuple[str, ...]) -> list[Result]:

@@ -9,7 +9,12 @@ from base.frozen import Frozen
 from ckpt_tools.hf.measured import Tasks
 from quant_eval.tasks.table import PAPER_TASKS
 from study.measurements.kind import Kind, Result, Subject, bounded
-from study.measurements.quantization import QuantizationSettings, check_specs
+from study.measurements.quantization import (
+    QuantizationSettings,
+    calibration_options,
+    check_specs,
+    is_calibrated,
+)
 from study.paths import result
 from study.pipeline.step import Step, python
 
@@ -50,8 +55,7 @@ class Accuracies(NamedTuple):
 def _steps(settings: Accuracies, subject: Subject, _: Mapping[str, list[Step]]) -> list[Step]:
     tasks, quantization = settings
     options = (
-        *("--calibration", subject.texts["calibration"].prefix),
-        *("--calibration-sequences", str(quantization.calibration_sequences)),
+        *calibration_options(tasks.specs, quantization, subject),
         *("--tasks", ",".join(tasks.tasks), "--shots", str(tasks.shots)),
         *(("--limit", str(tasks.documents)) if tasks.documents else ()),
         *("--dtype", quantization.dtype, "--device", "{device}"),
@@ -62,7 +66,7 @@ def _steps(settings: Accuracies, subject: Subject, _: Mapping[str, list[Step]]) 
             f"tasks-{subject.run}-{spec}",
             python("quant_eval", "tasks"),
             (result(subject.run, subject.model, "tasks", spec),),
-            uses=("calibration",),
+            uses=("calibration",) if is_calibrated((spec,)) else (),
             models=(subject.hf,),
             specs=("--spec", spec),
             tail=options,

@@ -218,8 +218,8 @@ def test_what_is_there_is_kept_and_printed(command, printed, monkeypatch, tmp_pa
         kept = run()
     assert kept == [first[0].replace("measured,", "kept, measured before,"), first[1]]
     assert path.read_bytes() == content
-    for changes in ({"eval_tokens": 1400}, {"calibration_sequences": 20}):
-        assert "kept, measured" not in run(**changes)[0]
+    assert "kept, measured" in run(calibration="/not/read")[0]
+    assert "kept, measured" not in run(eval_tokens=1400)[0]
     assert "kept, measured" not in run()[0]  # the last one was of other settings
     with_weight(hf_dir, tmp_path / "other", "model.norm.weight", 0.5)
     shutil.copy(tmp_path / "other/model.safetensors", model / "model.safetensors")
@@ -229,12 +229,14 @@ def test_what_is_there_is_kept_and_printed(command, printed, monkeypatch, tmp_pa
 
 
 def test_asking_for_more_measures_again(command, printed, tmp_path):
+    out = ("--spec", "gptq-b3-g16", "--out", tmp_path / "out")
     for number, options in enumerate([(), ("--dense",), ("--dense",), ("--per-block",)]):
-        out = ("--spec", "rtn-b3-g16", "--out", tmp_path / "out")
         assert command(*out, *options)[0] == 0
         assert ("kept, measured" in printed[0]) == (number == 2)
     assert command(*out, "--dense")[0] == 0
     assert "kept, measured" not in printed[0]  # the result without them replaced theirs
+    assert command(*out, calibration_sequences=20)[0] == 0
+    assert "kept, measured" not in printed[0]
 
 
 def test_bad_input_is_refused_before_torch_is_imported(hf_dir, train_prefix, held_out_prefix):
@@ -248,8 +250,10 @@ def test_bad_input_is_refused_before_torch_is_imported(hf_dir, train_prefix, hel
         (hf_dir, "rtn-b3-g16", ["--eval", "/nowhere/text"], "/nowhere/text.json does not exist"),
         (hf_dir, "rtn-b3-g16", ["--out", hf_dir / "config.json"], "is a file"),
         (hf_dir, "rtn-b3-g16", ["--calibration-seeds", "0"], "calibration_seeds"),
+        (hf_dir, "gptq-b3-g16", None, "gptq-b3-g16 is calibrated on text; give it"),
     ]:
-        words = ["run", model, "--spec", spec, *texts, *more]
+        given = texts[2:] if more is None else [*texts, *more]
+        words = ["run", model, "--spec", spec, *given]
         done = subprocess.run(
             [sys.executable, "-c", refuse, *map(str, words)],
             capture_output=True,
@@ -382,7 +386,9 @@ def short_prefix(tmp_path_factory, tokenizer_dir):
 
 def test_a_corpus_shorter_than_one_sequence_is_refused(command, tmp_path, short_prefix):
     out = ("--spec", "rtn-b3-g16", "--out", tmp_path / "out")
-    assert_refused(command(*out, calibration=short_prefix), tmp_path, "fewer than one sequence")
+    calibrated = ("--spec", "gptq-b3-g16", "--out", tmp_path / "out")
+    short = command(*calibrated, calibration=short_prefix)
+    assert_refused(short, tmp_path, "fewer than one sequence")
     assert_refused(command(*out, eval=short_prefix), tmp_path, "at least 2")
 
 

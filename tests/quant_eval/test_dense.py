@@ -77,7 +77,7 @@ def kept(measured):
 @torch.no_grad()
 def loss_of(model, prefix):
     """Sum of the losses of whole blocks one at a time, over their tokens."""
-    data = evaluation_set(open_corpus(prefix), 64, 600, "separate")
+    data = evaluation_set(open_corpus(prefix), 64, 600, "separate", 0)
     total = tokens = 0.0
     for block_T in data.blocks:
         ids = torch.from_numpy(block_T)[None]
@@ -167,7 +167,7 @@ def test_a_walk_that_fails_leaves_the_weights_of_the_one_before(measured, kept, 
     ("spec", "seeds", "message"),
     [
         ("int8-t6", 1, "int8-t6 rounds activations.*leave --dense out"),
-        ("rtn-b3-g32", 2, "leave --calibration-seeds out"),
+        ("gptq-b3-g32", 2, "leave --calibration-seeds out"),
     ],
 )
 def test_what_no_weights_reproduce_is_refused(measured, tmp_path, spec, seeds, message):

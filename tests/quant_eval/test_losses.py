@@ -3,10 +3,12 @@ transformers shifts itself.
 """
 
 from types import SimpleNamespace
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributions import Categorical, kl_divergence
 
 from base.errors import UserError
@@ -19,6 +21,7 @@ from quant_eval.model.streamed import StreamedModel
 from train.data.corpus import open_corpus
 
 SEQUENCE_LENGTH = 50
+MODES: tuple[Literal["separate", "concatenated"], ...] = ("separate", "concatenated")
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, CPU)
 
@@ -26,10 +29,10 @@ ALONE = Ranks(0, 1, CPU)
 def corpus_of(*documents):
     """A corpus in memory with the members that cutting reads."""
     arrays = [np.array(document, np.int64) for document in documents]
-    bounds_D = np.concatenate([[0], np.cumsum([len(array) for array in arrays])])
+    lengths_D = np.array([len(array) for array in arrays], np.int32)
     manifest = SimpleNamespace(eos_token_id=0)
     return SimpleNamespace(
-        prefix="memory", bounds_D=bounds_D, document=lambda index: arrays[index], manifest=manifest
+        prefix="memory", lengths_D=lengths_D, document=arrays.__getitem__, manifest=manifest
     )
 
 
@@ -52,23 +55,30 @@ def directories(hf_dir, tmp_path_factory):
     return hf_dir, [root / "near", root / "far"]
 
 
-def losses_of(directories, data, batch_size):
-    """All blocks of every model, then the losses, through the streaming code."""
-    batches, streams = data.batches(batch_size), []
-    for directory in (directories[0], *directories[1]):
-        model = StreamedModel(directory, HFWeights(directory), torch.float32, CPU)
+def streams_of(directories, data, batches, dtype=torch.float32):
+    """The residual stream of every model after all of its blocks."""
+    streams = []
+    for directory in directories:
+        model = StreamedModel(directory, HFWeights(directory), dtype, CPU)
         stream = Stream(model, [data.padded(batch)[:, :-1] for batch in batches])
         for index in range(model.num_blocks):
             stream.advance(model.block(index))
         streams.append(stream.activations)
+    return streams
+
+
+def losses_of(directories, data, batch_size):
+    """All blocks of every model, then the losses, through the streaming code."""
+    batches = data.batches(batch_size)
+    streams = streams_of((directories[0], *directories[1]), data, batches)
     head = StreamedModel(directories[0], HFWeights(directories[0]), torch.float32, CPU).head()
     return paired_losses(head, streams[0], streams[1:], data, batches, ALONE)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7])
-@pytest.mark.parametrize("mode", ["separate", "concatenated"])
+@pytest.mark.parametrize("mode", MODES)
 def test_losses_are_those_of_plain_forward_passes(directories, held_out_prefix, batch_size, mode):
-    data = evaluation_set(open_corpus(held_out_prefix), SEQUENCE_LENGTH, None, mode)
+    data = evaluation_set(open_corpus(held_out_prefix), SEQUENCE_LENGTH, None, mode, 0)
     full = load_hf_model(directories[0], torch.float32, "eager")
     measured_of = losses_of(directories, data, batch_size)
     for directory, measured in zip(directories[1], measured_of, strict=True):
@@ -94,7 +104,7 @@ def test_losses_are_those_of_plain_forward_passes(directories, held_out_prefix, 
 
 
 def test_a_model_beside_itself_costs_nothing(directories, held_out_prefix):
-    data = evaluation_set(open_corpus(held_out_prefix), SEQUENCE_LENGTH, 500, "separate")
+    data = evaluation_set(open_corpus(held_out_prefix), SEQUENCE_LENGTH, 500, "separate", 0)
     (same,) = losses_of((directories[0], [directories[0]]), data, 4)
     assert np.array_equal(same.nll, same.nll_quantized)
     assert not same.kl.any()
@@ -102,7 +112,7 @@ def test_a_model_beside_itself_costs_nothing(directories, held_out_prefix):
 
 
 def test_chunks_of_the_logits_change_nothing(directories, held_out_prefix, monkeypatch):
-    data = evaluation_set(open_corpus(held_out_prefix), SEQUENCE_LENGTH, 500, "separate")
+    data = evaluation_set(open_corpus(held_out_prefix), SEQUENCE_LENGTH, 500, "separate", 0)
     whole = losses_of(directories, data, 4)
     monkeypatch.setattr(
         "quant_eval.measuring.losses.LOGITS_BYTES", 7 * 320 * 4
@@ -119,7 +129,7 @@ def test_every_token_but_the_first_of_its_document_is_a_target_once():
     corpus = corpus_of(
         *(range(start, start + length) for start, length in zip(starts, lengths, strict=False))
     )
-    data = evaluation_set(corpus, 8, None, "separate")
+    data = evaluation_set(corpus, 8, None, "separate", 0)
     targets = [int(token) for block in data.blocks for token in block[1:]]
     assert targets == [
         start + k for start, n in zip(starts, lengths, strict=False) for k in range(1, n)
@@ -138,25 +148,103 @@ def test_concatenated_documents_are_cut_as_the_paper_cuts_them():
     rest is dropped.
     """
     data = evaluation_set(
-        corpus_of([1, 2, 3, 0], [4, 5, 6, 7, 8, 0], [9, 0], [10, 11, 0]), 4, None, "concatenated"
+        corpus_of([1, 2, 3, 0], [4, 5, 6, 7, 8, 0], [9, 0], [10, 11, 0]), 4, None, "concatenated", 0
     )
     assert [block.tolist() for block in data.blocks] == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert data.documents == data.owner == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("cap", "documents"), [(1, None), (5, None), (6, 2), (10, 2), (11, 3), (99, 4)]
-)
-def test_whole_documents_are_taken_in_file_order_until_the_cap_is_reached(cap, documents):
-    corpus = corpus_of([1] * 6, [2] * 6, [3] * 6, [4] * 6)  # 5 targets each
-    if documents is None:
-        with pytest.raises(UserError, match=r"1 evaluated document.*at least 2"):
-            evaluation_set(corpus, 4, cap, "separate")
-    else:
-        assert evaluation_set(corpus, 4, cap, "separate").documents == list(range(documents))
+def test_whole_documents_are_drawn_until_the_cap_is_reached_and_read_in_file_order():
+    corpus = corpus_of(*([1] * 6 for _ in range(40)), [1], [])  # 5 targets each, two without
+
+    def drawn(cap, seed=0):
+        return evaluation_set(corpus, 4, cap, "separate", seed).documents
+
+    for cap, count in ((6, 2), (10, 2), (11, 3), (96, 20), (100, 20)):
+        assert len(drawn(cap)) == count
+        assert drawn(cap) == sorted(drawn(cap))
+        assert set(drawn(6)) <= set(drawn(cap))  # a larger cap adds documents
+    assert drawn(10**6) == drawn(None) == list(range(40))
+    assert evaluation_set(corpus, 4, 10**6, "separate", 0).without_target == 2
+    with pytest.raises(UserError, match=r"1 evaluated document.*at least 2"):
+        drawn(5)
+
+
+def test_every_document_is_drawn_equally_often():
+    """Over 400 seeds 20 of 40 are drawn: 200 times each, with a standard deviation of 10."""
+    corpus = corpus_of(*([1] * 6 for _ in range(40)))
+    times = np.zeros(40)
+    for seed in range(400):
+        times[evaluation_set(corpus, 4, 100, "separate", seed).documents] += 1
+    assert times.sum() == 400 * 20
+    assert 150 < times.min() < times.max() < 250
+
+
+def test_documents_added_to_a_file_move_none_before_another():
+    few, many = (corpus_of(*([1] * 6 for _ in range(count))) for count in (30, 60))
+    kept = [index for index in evaluation_set(many, 4, 150, "separate", 0).documents if index < 30]
+    drawn = evaluation_set(few, 4, 5 * len(kept), "separate", 0).documents
+    assert drawn == kept
+
+
+def test_concatenated_documents_are_those_that_are_drawn():
+    corpus = corpus_of(*([index, index, index, 0] for index in range(1, 21)))
+    separate, joined = (evaluation_set(corpus, 3, 24, mode, 1) for mode in MODES)
+    tokens = [index for index in separate.documents for _ in range(3)]
+    assert len(tokens) == 24
+    assert [int(token) - 1 for block in joined.blocks for token in block] == tokens
 
 
 def test_a_far_model_costs_more_than_a_near_one(directories, held_out_prefix):
-    data = evaluation_set(open_corpus(held_out_prefix), SEQUENCE_LENGTH, 500, "separate")
+    data = evaluation_set(open_corpus(held_out_prefix), SEQUENCE_LENGTH, 500, "separate", 0)
     near, far = losses_of(directories, data, 4)
     assert 0 < near.kl.sum() < far.kl.sum()
+
+
+def test_losses_in_bf16_are_those_of_float64_logits(hf_dir, held_out_prefix):
+    """The final norm and the head by hand in float64, on two bf16 residual streams.
+
+    Logits are made as large as those of trained models, with a standard deviation of 3.5, and the
+    second stream is so near that the divergence is that of 8 bits.
+    """
+    data = evaluation_set(open_corpus(held_out_prefix), SEQUENCE_LENGTH, 2000, "separate", 0)
+    batches = data.batches(4)
+    (full,) = streams_of([hf_dir], data, batches, torch.bfloat16)
+    near, generator = full.fork(), torch.Generator().manual_seed(0)
+    for index, x_BLD in enumerate(full.read(index) for index in range(len(full))):
+        noise_BLD = torch.randn(x_BLD.shape, generator=generator) * x_BLD.float().std() / 128
+        near.write(index, x_BLD + noise_BLD)
+    head = StreamedModel(hf_dir, HFWeights(hf_dir), torch.bfloat16, CPU).head()
+    head.get_submodule("1").get_parameter("weight").mul_(4)  # exact
+    (measured,) = paired_losses(head, full, [near], data, batches, ALONE)
+
+    held = load_file(hf_dir / "model.safetensors")
+    norm_D, head_VD = (
+        held[name].bfloat16().double() for name in ("model.norm.weight", "lm_head.weight")
+    )
+
+    def logits(stream, index, is_real_BL):
+        x_TD = stream.read(index)[is_real_BL].double()
+        squares_T1 = x_TD.square().mean(-1, keepdim=True) + 1e-6
+        return norm_D * x_TD / squares_T1.sqrt() @ (4 * head_VD).T
+
+    sums = {dtype: np.zeros(3) for dtype in (torch.float64, torch.bfloat16)}
+    for index, batch in enumerate(batches):
+        lengths_B = torch.tensor([len(data.blocks[block]) - 1 for block in batch])
+        is_real_BL = torch.arange(int(lengths_B.max())) < lengths_B[:, None]
+        target_T = data.padded(batch)[:, 1:][is_real_BL]
+        exact = [logits(stream, index, is_real_BL) for stream in (full, near)]
+        assert 3 < exact[0].std() < 4
+        for dtype, values in sums.items():
+            p, q = (Categorical(logits=logits_TV.to(dtype).double()) for logits_TV in exact)
+            agrees_T = p.logits.argmax(-1) == q.logits.argmax(-1)
+            each = (-q.log_prob(target_T), kl_divergence(p, q), agrees_T)
+            values += [float(of_T.sum()) for of_T in each]
+    nll, kl, agreements = sums[torch.float64] / measured.tokens.sum()
+    assert 2e-4 < kl < 8e-4
+    assert measured.nll_quantized.sum() / measured.tokens.sum() == pytest.approx(nll, rel=1e-6)
+    # fp32 logarithms of some 10 nats are off by 1e-6, and nearly cancel over the vocabulary
+    assert measured.kl.sum() / measured.tokens.sum() == pytest.approx(kl, rel=1e-3)
+    assert measured.agreements.sum() == round(agreements * measured.tokens.sum())
+    # what the test tells apart: logits that a bf16 head rounds
+    assert sums[torch.bfloat16][1] / measured.tokens.sum() > 1.3 * kl

@@ -10,7 +10,7 @@ import torch
 from transformers import Olmo2Config
 
 from base.errors import UserError
-from quant_eval.measuring.losses import evaluation_set
+from quant_eval.measuring.losses import EvaluationSet, evaluation_set
 from quant_eval.measuring.texts import calibration_draw, check_apart, open_text
 from quant_eval.settings import CalibrationSettings
 from train.data.corpus import open_corpus
@@ -88,7 +88,7 @@ def test_a_text_of_another_tokenizer_is_refused(tmp_path, train_prefix, tokenize
 def apart(calibration, evaluation, draws):
     corpus = open_corpus(evaluation)
     return check_apart(
-        open_corpus(calibration), draws, corpus, evaluation_set(corpus, 48, None, "separate")
+        open_corpus(calibration), draws, corpus, evaluation_set(corpus, 48, None, "separate", 0)
     )
 
 
@@ -111,6 +111,31 @@ def test_an_evaluated_document_in_the_calibration_draw_is_named(tmp_path, tokeni
         corpus.sequences(np.arange(3), 48)[:, :-1].copy()
     )  # those before the copy
     assert apart(calibration, evaluation, [sequences]) == 0.0
+
+
+def test_the_share_of_copied_windows_is_that_of_sets_of_them():
+    """Two draws of three sequences; of the documents some windows are copies, at any place."""
+    generator = np.random.default_rng(0)
+    draws = [torch.from_numpy(generator.integers(50, size=(3, 200))) for _ in range(2)]
+    documents = [generator.integers(50, size=length) for length in (300, 15, 90, 16)]
+    documents[0][32:64] = draws[0][2, 7:39]  # windows 2 and 3 of 18
+    documents[2][10:60] = draws[1][0, :50]  # windows 1 and 2 of 5, and parts of two more
+    blocks = [part for text in documents for part in np.split(text, [160]) if len(part)]
+    data = EvaluationSet(blocks, [0, 0, 1, 2, 3], list(range(4)), 0)
+    known = {
+        tuple(row_L[start : start + 16].tolist())
+        for draw_NL in draws
+        for row_L in draw_NL
+        for start in range(200 - 15)
+    }
+    windows = [
+        tuple(block_T[start : start + 16].tolist())
+        for block_T in blocks
+        for start in range(0, len(block_T) - 15, 16)
+    ]
+    corpora: Any = [SimpleNamespace(prefix=n, manifest=SimpleNamespace(sha256=n)) for n in "ab"]
+    share = check_apart(corpora[0], draws, corpora[1], data)
+    assert share == np.mean([window in known for window in windows]) == 4 / len(windows)
 
 
 def test_texts_of_one_kind_are_apart(train_prefix, held_out_prefix):

@@ -150,7 +150,7 @@ def test_a_real_result_is_drawn_and_equals_the_one_without_blocks(
     (plain,), (by_block,) = (
         measure(
             hf_dir,
-            (parse_spec("rtn-b2-g16"),),
+            (parse_spec("gptq-b2-g16"),),
             (tmp_path,),
             settings.model_copy(update={"per_block": per_block}),
             start("cpu"),
@@ -164,5 +164,5 @@ def test_a_real_result_is_drawn_and_equals_the_one_without_blocks(
     assert measured == plain["measured"]
     read = read_result(tmp_path, Quantization).measured
     (look,) = looks_for(["one"])
-    found = blocks_of(Runs("model", {"one": look}), [(look, read)], "RTN")
+    found = blocks_of(Runs("model", {"one": look}), [(look, read)], "GPTQ")
     assert [row["decoder block"] for row in found.rows] == [0, 1], "2 bits of nothing have no share"

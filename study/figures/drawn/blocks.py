@@ -15,7 +15,8 @@ from study.paths import blocks_result
 
 INCREASE = "absolute_error"
 MANY_BLOCKS = 12  # from here on the intervals are bands
-NO_SHARE = "no clear increase"
+EMPTY = "no clear increase"
+EMPTY_OUTPUT = "not calibrated"
 BLOCK = "decoder block"
 ALONE = Quantity("loss increase / that of the whole model", is_percent=True, holds_zero=True)
 NEEDED = Quantity("1 - loss increase / that of the whole model", is_percent=True, holds_zero=True)
@@ -42,7 +43,8 @@ Share = tuple[float, float, float]  # of the loss increase, and the ends of its 
     " differ, and do not sum to one, as far as errors of one block change what those of another"
     " cost. Bars are the intervals of the increases, with the whole model's taken as known; a model"
     " without a significant increase has no shares. Right: relative error of the outputs of the"
-    " block's linears on the calibration text: mean, smallest and largest.",
+    " block's linears on the calibration text, for a method that takes one: mean, smallest and"
+    " largest.",
     lambda study: bool(study.quantization.by_block),
 )
 def blocks(canvas: Canvas) -> Drawn | None:
@@ -113,7 +115,8 @@ def blocks_of(runs: Runs, results: list[tuple[Look, Quantization]], title: str) 
 def _panel(runs: Runs, rows: Rows, quantity: Quantity, title: str, depth: int) -> Chart:
     head = f"{title}\n{TITLES[quantity]}"
     if not rows:
-        note = {"type": "text", "text": NO_SHARE, "color": "#777777"}
+        text = EMPTY_OUTPUT if quantity is OUTPUT else EMPTY
+        note = {"type": "text", "text": text, "color": "#777777"}
         return panel([{"data": {"values": [{}]}, "mark": note}], head, 3)
     y = quantity.logarithmic_for(rows) if quantity is OUTPUT else quantity
     lines = [] if quantity is OUTPUT else [level(0.0), level(1 / depth, strokeDash=[5, 3])]

@@ -64,14 +64,15 @@ def test_results_of_two_specs(
         return pair.quantized if spec.bits == 3 else pair.full
 
     given = {"model": copied_model, "quantizer": quantizer, "shots": 2, "tasks": "winogrande,mmlu"}
-    code, printed, lines = command("--spec", "rtn-b4-g16", **given)
+    given["spec"] = "gptq-b3-g16"
+    code, printed, lines = command("--spec", "gptq-b4-g16", **given)
     assert code == 0, lines
-    paths = [copied_model / f"tasks/rtn-b{bits}-g16/result.json" for bits in (3, 4)]
+    paths = [copied_model / f"tasks/gptq-b{bits}-g16/result.json" for bits in (3, 4)]
     first, second = (json.loads(path.read_text()) for path in paths)
-    assert asked == [(copied_model, f"rtn-b{bits}-g16", train_prefix, 128) for bits in (4, 3)]
+    assert asked == [(copied_model, f"gptq-b{bits}-g16", train_prefix, 128) for bits in (4, 3)]
     for path in paths:
         assert any("measured" in line and str(path) in line for line in printed)
-    again = command("--spec", "rtn-b4-g16", **given)[1]  # both are kept, and printed as before
+    again = command("--spec", "gptq-b4-g16", **given)[1]  # both are kept, and printed as before
     assert [line.replace("kept, measured before", "measured") for line in again] == printed
     assert len(asked) == 2
     assert [json.loads(path.read_text()) for path in paths] == [first, second]
@@ -116,6 +117,7 @@ def test_without_examples_and_with_a_limit(command, copied_model, pair):
     )
     assert code == 0, lines
     result = json.loads((copied_model / "tasks/rtn-b3-g16/result.json").read_text())
+    assert result["spec"]["calibration"] is None  # given, and not read
     measured = result["measured"]["tasks"]
     assert measured["sciq"]["items"] == 4
     assert measured["mmlu"]["leaves"] == {
@@ -189,7 +191,7 @@ def test_a_model_that_overflows_is_refused(tmp_path, pair, settings_of, measure_
         ({"spec": "gptq"}, "needs its bits"),
         ({"shots": -1}, "shots"),
         ({"limit": 0}, "limit"),
-        ({"calibration": "nowhere/text"}, "nowhere/text"),
+        ({"spec": "gptq-b3-g16", "calibration": "nowhere/text"}, "nowhere/text"),
         ({"task_files": "nowhere"}, "nowhere/piqa.jsonl does not exist"),
     ],
 )
