@@ -36,6 +36,18 @@ class Ranks(NamedTuple):
                     part.copy_(moved)
         return tensor
 
+    def gather(self, own: Tensor, count: int) -> Tensor:
+        """Return all `count` rows, from every rank's `share` of them; every rank has to call it."""
+        if self.size == 1:
+            return own
+        sizes = [len(self._replace(rank=rank).share(count)) for rank in range(self.size)]
+        padded = own.new_zeros(max(sizes), *own.shape[1:])  # all send as many
+        padded[: len(own)] = own
+        everyone = own.new_empty(self.size * max(sizes), *own.shape[1:])
+        dist.all_gather_into_tensor(everyone, padded)
+        parts = zip(everyone.split(max(sizes)), sizes, strict=True)
+        return torch.cat([part[:size] for part, size in parts])
+
     def wait(self) -> None:
         """Wait until every rank is here."""
         if self.size > 1:

@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,6 +66,9 @@ class Report(Frozen):
     settings: dict[str, Any] = Field(description="every argument the library was given")
 
 
+Given = Callable[[], AbstractContextManager[tuple[StreamedModel, Report]]]
+
+
 def library_model(
     hf_dir: Path,
     spec: QuantSpec,
@@ -71,18 +76,31 @@ def library_model(
     compute: ComputeSettings,
     work: Path,
     ranks: Ranks,
-) -> tuple[StreamedModel, Report] | tuple[None, None]:
-    """Return the model as the library of the spec's method quantizes it; None for own methods.
+) -> Given | None:
+    """Return what opens the model as the spec's library quantizes it; None for own methods.
 
-    Rank 0 runs the library. `work` is a directory that all ranks see; the weights in it are read
-    until the model is done with.
+    The library runs on rank 0 when it is opened. Its weights are in `work`, a directory that all
+    ranks see, until it is closed.
     """
     if spec.method not in MODULES:
-        return None, None
+        return None
+    return partial(_opened, hf_dir, spec, draw_NL, compute, work, ranks)
+
+
+@contextmanager
+def _opened(
+    hf_dir: Path,
+    spec: QuantSpec,
+    draw_NL: Tensor | None,
+    compute: ComputeSettings,
+    work: Path,
+    ranks: Ranks,
+) -> Iterator[tuple[StreamedModel, Report]]:
     assert draw_NL is not None  # of these methods every one is calibrated
     if ranks.rank == 0:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
+        torch.cuda.empty_cache()  # what an earlier pass freed is for the library's process
         save_file({"input_ids": draw_NL}, work / "calibration.safetensors")
         job = Job(
             hf_dir=hf_dir,
@@ -99,7 +117,10 @@ def library_model(
     report = Report.model_validate_json((work / "out" / REPORT).read_text())
     weights = HFWeights(hf_dir)
     weights.tensors |= read_header(work / "out" / WEIGHTS)
-    return StreamedModel(hf_dir, weights, DTYPES[compute.dtype], ranks.device), report
+    yield StreamedModel(hf_dir, weights, DTYPES[compute.dtype], ranks.device), report
+    ranks.wait()
+    if ranks.rank == 0:
+        shutil.rmtree(work)
 
 
 def process_environment(threads: int, device: str = "cpu") -> dict[str, str]:

@@ -19,7 +19,7 @@ from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.directory import DENSE_JSON
 from ckpt_tools.hf.model import identify
 from quant_eval.gptq_format.writer import CheckpointWriter
-from quant_eval.libraries.job import Report, library_model
+from quant_eval.libraries.job import library_model
 from quant_eval.measuring.dense import DenseWriter
 from quant_eval.measuring.losses import EvaluationSet, PairedLosses
 from quant_eval.measuring.saving import prove_saved
@@ -55,13 +55,12 @@ def measure(
     model = StreamedModel(hf_dir, HFWeights(hf_dir), DTYPES[settings.dtype], ranks.device)
     texts = open_texts(hf_dir, model, settings.of_specs(specs))
     _check(model, specs, settings)
-    quantized, reports, dense = _quantize(
-        hf_dir, specs, outs, settings, identity, model, texts, ranks
-    )
+    quantized, dense = _quantize(hf_dir, specs, outs, settings, identity, model, texts, ranks)
     here, results = environment(), []
     for number, (spec, out) in enumerate(zip(specs, outs, strict=True)):
-        measured = summarize(spec, quantized[number], settings, texts.data)
-        losses, report = quantized[number][0].losses, reports[number]
+        of_draws = quantized[number]
+        measured = summarize(spec, of_draws, settings, texts.data)
+        losses, report = of_draws[0].losses, of_draws[0].report
         if settings.save and losses:
             checkpoint = out / CHECKPOINT
             measured["reloaded"] = prove_saved(checkpoint, losses, texts.data, settings, ranks)
@@ -77,6 +76,7 @@ def measure(
             "batch_size": settings.batch_size,
             "device": settings.device,
             "ranks": ranks.size,
+            "streams": asdict(of_draws[0].room),
         }
         results.append(
             {"model": identity, "spec": described, "measured": measured, "environment": here}
@@ -93,15 +93,14 @@ def _quantize(
     model: StreamedModel,
     texts: Texts,
     ranks: Ranks,
-) -> tuple[list[list[Quantized]], list[Report | None], list[str]]:
+) -> tuple[list[list[Quantized]], list[str]]:
     """Walk through the model for all specs and draws, and write what is to be saved of them.
 
     Returns:
-        The quantized models of each spec, one for each draw, the library's report on the first, and
-        the hash of its dense.json if dense weights were asked for.
+        The quantized models of each spec, one for each draw, and the hash of its dense.json if
+        dense weights were asked for.
     """
-    variants, reports = list[Variant](), list[Report | None]()
-    savers: list[CheckpointWriter] = []
+    variants, savers = list[Variant](), list[CheckpointWriter]()
     keepers: list[DenseWriter] = []
     if settings.save:  # refused on every rank alike
         savers = [
@@ -121,17 +120,15 @@ def _quantize(
                     finished = keepers[number].add
             for draw, draw_NL in enumerate(texts.draws_for(spec)):
                 work = out / LIBRARY_WORK / str(draw)
-                given, report = library_model(hf_dir, spec, draw_NL, settings, work, ranks)
+                given = library_model(hf_dir, spec, draw_NL, settings, work, ranks)
                 variants.append(Variant(spec, draw_NL, given, keep, finished, settings.per_block))
-                if draw == 0:
-                    reports.append(report)
         walked = iter(walk(model, variants, texts.data, settings, ranks))
         quantized = [[next(walked) for _ in texts.draws_for(spec)] for spec in specs]
         for spec, saver in zip(specs, savers, strict=True) if ranks.rank == 0 and savers else ():
             saver.finish({"model": identity} | texts.described_for(spec))
         dense = [keeper.finish(identity["weights_sha256"]) for keeper in keepers]
         ranks.wait()
-    return quantized, reports, dense
+    return quantized, dense
 
 
 def _check(model: StreamedModel, specs: Sequence[QuantSpec], settings: RunSettings) -> None:

@@ -16,7 +16,7 @@ from ckpt_tools.formats.weights import DTYPES, Described, read_whole
 from quant_eval.gptq_format.layout import PACKED, SETTINGS, Layout, unpack
 from quant_eval.grid import Rounded
 from quant_eval.measuring.losses import EvaluationSet, PairedLosses, paired_losses
-from quant_eval.measuring.walk import evaluated_stream
+from quant_eval.measuring.streams import evaluated_stream
 from quant_eval.model.streamed import StreamedModel
 from quant_eval.settings import ComputeSettings
 

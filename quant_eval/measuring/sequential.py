@@ -20,6 +20,7 @@ from quant_eval.model.streamed import Block, StreamedModel
 from quant_eval.specs import QuantSpec
 
 Keep = Callable[[str, Rounded], None]
+Buffers = dict[str, Activations]  # by what is in them
 Linears = dict[str, nn.Linear]  # those that read one input, by their names in the model
 # Methods that move scales between linears: what one linear computes means nothing by itself.
 FOLDING = ("awq",)
@@ -41,6 +42,9 @@ class BlockQuantizer:
     Args of the constructor:
         calibration: this rank's sequences as the first block reads them; advanced in place.
         contexts: per batch, what the blocks need besides.
+        buffers: what every block writes anew, shared by all quantizers of a walk.
+        keeps_gated: whether what the MLP's last linear reads is kept until its output is computed;
+            otherwise it is computed twice.
         keep: called with every linear's codes, for methods that have them, on every rank.
     """
 
@@ -50,11 +54,13 @@ class BlockQuantizer:
         calibration: Activations,
         contexts: list[dict[str, Any]],
         ranks: Ranks,
+        buffers: Buffers,
+        keeps_gated: bool,
         keep: Keep | None = None,
     ) -> None:
         self.spec, self._x, self._contexts = spec, calibration, contexts
         self._ranks, self._keep = ranks, keep
-        self._attended: Activations | None = None  # what the attention's last linear reads
+        self._buffers, self._keeps_gated = buffers, keeps_gated
 
     @torch.no_grad()
     def __call__(self, block: Block, given: Block | None, is_last: bool) -> list[Linear]:
@@ -86,38 +92,54 @@ class BlockQuantizer:
             yield block.attention_input(self._x.read(index))
 
     def _output_reads(self, block: Block) -> Iterator[Tensor]:
-        width = next(iter(block.linears()[1].values())).in_features
-        self._attended = self._attended or self._x.like(width)
+        held = self._attended(block)
         for index in range(len(self._x)):
             attended = block.attended(self._x.read(index), self._contexts[index])
-            self._attended.write(index, attended)
+            held.write(index, attended)
             yield attended
 
-    def _residual(self, block: Block) -> Activations:
-        """Return what the MLP's output is added to; in parallel blocks the MLP still reads x."""
-        assert self._attended is not None
-        return self._attended if block.is_parallel else self._x
-
     def _up_reads(self, block: Block) -> Iterator[Tensor]:
-        assert self._attended is not None
+        held, residual = self._attended(block), self._residual(block)
         for index in range(len(self._x)):
-            attended = self._attended.read(index)
-            stream, added = block.after_attention(self._x.read(index), attended)
-            self._residual(block).write(index, added)
+            stream, added = block.after_attention(self._x.read(index), held.read(index))
+            residual.write(index, added)
             yield block.mlp_input(stream)
 
     def _down_reads(self, block: Block) -> Iterator[Tensor]:
-        # Computed again in `_advance` rather than kept: these are the widest of all, and would
-        # double what is in memory.
-        for index in range(len(self._x)):
-            yield block.gated(self._x.read(index))
-
-    def _advance(self, block: Block) -> None:
-        residual = self._residual(block)
+        held = self._gated(block)
         for index in range(len(self._x)):
             gated = block.gated(self._x.read(index))
+            if held is not None:
+                held.write(index, gated)
+            yield gated
+
+    def _advance(self, block: Block) -> None:
+        held, residual = self._gated(block), self._residual(block)
+        for index in range(len(self._x)):
             added = residual.read(index)
+            if held is not None:
+                gated = held.read(index)
+            else:
+                gated = block.gated(self._x.read(index) if block.is_parallel else added)
             self._x.write(index, block.after_mlp(added, gated))
+
+    def _attended(self, block: Block) -> Activations:
+        """Return the buffer of what the attention's last linear reads."""
+        return self._buffer(block.linears()[1], "attended")
+
+    def _gated(self, block: Block) -> Activations | None:
+        """Return the buffer of what the MLP's last linear reads; None if it is computed twice."""
+        return self._buffer(block.linears()[3], "gated") if self._keeps_gated else None
+
+    def _residual(self, block: Block) -> Activations:
+        """Return what the MLP's output is added to; in parallel blocks the MLP still reads x."""
+        return self._attended(block) if block.is_parallel else self._x
+
+    def _buffer(self, linears: Linears, name: str) -> Activations:
+        width = next(iter(linears.values())).in_features
+        if name not in self._buffers:
+            self._buffers[name] = self._x.like(width)  # all draws have the same shapes
+        return self._buffers[name]
 
     def _hessian(self, linears: Linears, inputs: Iterator[Tensor]) -> Tensor:
         """Return the mean of x x^T over the tokens of all ranks."""
@@ -196,16 +218,11 @@ class BlockQuantizer:
                 own = round_to_nearest(own_OI, self.spec)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
-        if ranks.size == 1:
-            return own
-
-        def gathered(part: Tensor) -> Tensor:
-            whole = part.new_zeros(rows, part.shape[1])
-            whole[share.start : share.stop] = part
-            return ranks.sum(whole)
-
         return Rounded(
-            gathered(own.codes_OI), gathered(own.scales_OG), gathered(own.zeros_OG), own.groups_I
+            ranks.gather(own.codes_OI, rows),
+            ranks.gather(own.scales_OG, rows),
+            ranks.gather(own.zeros_OG, rows),
+            own.groups_I,
         )
 
     def _errors(
@@ -218,11 +235,10 @@ class BlockQuantizer:
         sums = [difference_OI.square().sum(1), weight_OI[own].double().square().sum(1)]
         if hessian_II is not None:
             sums += row_output_errors(weight_OI[own], quantized_OI[own], hessian_II)
-        sums_OE = sums[0].new_zeros(len(weight_OI), len(sums))
-        sums_OE[own] = torch.stack(sums, dim=1)
+        sums_OE = self._ranks.gather(torch.stack(sums, dim=1), len(weight_OI))
         sizes = [linear.out_features for linear in linears.values()]
         errors = []
-        for name, rows_OE in zip(linears, self._ranks.sum(sums_OE).split(sizes), strict=True):
+        for name, rows_OE in zip(linears, sums_OE.split(sizes), strict=True):
             pairs = rows_OE.sum(0).view(-1, 2).tolist()
             weight, *output = [_relative(error, whole, name) for error, whole in pairs]
             errors.append(

@@ -3,9 +3,10 @@
 Shapes: N calibration sequences, L tokens of a sequence, B sequences of a batch.
 """
 
-import copy
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -13,8 +14,11 @@ from torch import Tensor
 from base.progress import Progress
 from base.ranks import Ranks
 from ckpt_tools.hf.measured import Linear
+from quant_eval.libraries.job import Given, Report
 from quant_eval.measuring.losses import EvaluationSet, PairedLosses, paired_losses
-from quant_eval.measuring.sequential import BlockQuantizer, Keep
+from quant_eval.measuring.room import Room, room_for, sizes_of
+from quant_eval.measuring.sequential import BlockQuantizer, Buffers, Keep
+from quant_eval.measuring.streams import Evaluated, Stream, evaluated_stream
 from quant_eval.model.activations import Activations
 from quant_eval.model.streamed import Block, StreamedModel
 from quant_eval.settings import ComputeSettings
@@ -29,7 +33,7 @@ class Variant:
 
     Attributes:
         calibration_NL: token ids its Hessians are estimated on; None for methods without them.
-        given: the model as another project's library left it; None for own methods.
+        given: opens the model as another project's library leaves it; None for own methods.
         keep: takes the codes of every linear, for a checkpoint.
         finished: takes every quantized block.
         by_block: whether each block is also quantized alone, and all but it.
@@ -37,7 +41,7 @@ class Variant:
 
     spec: QuantSpec
     calibration_NL: Tensor | None
-    given: StreamedModel | None = None
+    given: Given | None = None
     keep: Keep | None = None
     finished: Finished | None = None
     by_block: bool = False
@@ -48,90 +52,20 @@ class Quantized:
     """One quantized model, measured.
 
     Attributes:
+        room: where its streams were kept.
+        report: of the library that quantized it.
         errors: of every linear, in the order in which they compute.
         losses: beside those of the full-precision model; None if nothing was evaluated.
         alone: for each block, the losses with that block quantized alone.
         others: for each block, the losses with all blocks but that quantized.
     """
 
+    room: Room
+    report: Report | None
     errors: list[Linear]
     losses: PairedLosses | None
     alone: list[PairedLosses]
     others: list[PairedLosses]
-
-
-class Stream:
-    """Token batches on their way through the blocks."""
-
-    def __init__(
-        self,
-        model: StreamedModel,
-        batches: Sequence[Tensor],
-        lengths: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        """`lengths` of the sequences of each batch without their padding; None: there is none."""
-        self._model = model
-        self._lengths = lengths or [[tokens.shape[1]] * len(tokens) for tokens in batches]
-        shapes = [(len(tokens_BL), tokens_BL.shape[1]) for tokens_BL in batches]
-        self.activations = Activations(shapes, model.config.hidden_size, model.dtype, model.device)
-        embedding = model.embedding()
-        for index, tokens_BL in enumerate(batches):
-            self.activations.write(index, embedding(tokens_BL.to(model.device)))
-        by_length = {length: model.context(length) for length in {length for _, length in shapes}}
-        self.contexts = [by_length[length] for _, length in shapes]
-
-    def fork(self) -> "Stream":
-        """Return another at the same place."""
-        other = copy.copy(self)
-        other.activations = self.activations.fork()
-        return other
-
-    @torch.no_grad()
-    def advance(self, block: Block) -> None:
-        """Compute one block."""
-        for index, context in enumerate(self.contexts):
-            x_BLD = self.activations.read(index)
-            if block.mixes_sequences:  # so each sequence alone, and without its padding
-                made_BLD = torch.zeros_like(x_BLD)
-                for row, length in enumerate(self._lengths[index]):
-                    alone_1LD = x_BLD[row : row + 1, :length]
-                    made_BLD[row, :length] = block(alone_1LD, self._model.context(length))[0]
-            else:
-                made_BLD = block(x_BLD, context)
-            self.activations.write(index, made_BLD)
-
-
-def evaluated_stream(
-    model: StreamedModel, data: EvaluationSet, share: Sequence[Sequence[int]]
-) -> Stream:
-    """Return the evaluated batches of this rank, as the first block reads them."""
-    lengths = [[len(data.blocks[block]) - 1 for block in batch] for batch in share]
-    return Stream(model, [data.padded(batch)[:, :-1] for batch in share], lengths)
-
-
-class _Evaluated:
-    """The evaluated text in one quantized model and, if asked for, in partly quantized ones."""
-
-    def __init__(self, full: Stream, by_block: bool) -> None:
-        self.quantized = full.fork()
-        self.alone: list[Stream] = []
-        self.others: list[Stream] = []
-        self._by_block = by_block
-
-    def advance(self, full: Stream, block: Block, quantized: Block) -> None:
-        """Compute one block, which `full` has still before it."""
-        for stream in self.alone:
-            stream.advance(block)
-        for stream in self.others:
-            stream.advance(quantized)
-        if self._by_block:
-            # this block alone quantized parts from the full model here, all but it from the
-            # quantized one
-            self.alone.append(full.fork())
-            self.alone[-1].advance(quantized)
-            self.others.append(self.quantized.fork())
-            self.others[-1].advance(block)
-        self.quantized.advance(quantized)
 
 
 @torch.no_grad()
@@ -142,52 +76,144 @@ def walk(
     compute: ComputeSettings,
     ranks: Ranks,
 ) -> list[Quantized]:
-    """Quantize and, if `data` is given, evaluate every variant; the full model runs once for all.
+    """Quantize and, if `data` is given, evaluate every variant.
+
+    As many variants as there is room for go through the model together; those of another project's
+    library one at a time, since its weights are files. What the full-precision model computes is
+    kept from the first to the last.
 
     Calibration sequences and evaluated batches are shared out over the ranks; every rank returns
     the losses of all.
 
-    UserError if a weight is not finite, or a Hessian or a weight does not fit the spec.
+    UserError if a weight is not finite, a Hessian or a weight does not fit the spec, or the streams
+    do not fit the memory.
     """
-    share = data.batches(compute.batch_size)[ranks.rank :: ranks.size] if data else []
-    full = evaluated_stream(model, data, share) if data else None
-    quantizers = [_quantizer(model, variant, compute, ranks) for variant in variants]
-    evaluated = [_Evaluated(full, variant.by_block) for variant in variants] if full else []
-    errors: list[list[Linear]] = [[] for _ in variants]
-    with Progress("quantize", total=model.num_blocks * len(variants)) as progress:
-        for index in range(model.num_blocks):
-            block = model.block(index)
-            for number, (variant, quantizer) in enumerate(zip(variants, quantizers, strict=True)):
-                quantized = block.copy()
-                given = variant.given.block(index) if variant.given else None
-                errors[number] += quantizer(quantized, given, index == model.num_blocks - 1)
-                if variant.finished:
-                    variant.finished(index, quantized)
-                if full:
-                    evaluated[number].advance(full, block, quantized)
-                progress.advance()
-            if full:
-                full.advance(block)
-    if not full or not data:
-        return [Quantized(own, None, [], []) for own in errors]
-    streams = [each for one in evaluated for each in (one.quantized, *one.alone, *one.others)]
-    activations = [stream.activations for stream in streams]
-    losses = iter(paired_losses(model.head(), full.activations, activations, data, share, ranks))
-    return [
-        Quantized(
-            own, next(losses), [next(losses) for _ in one.alone], [next(losses) for _ in one.others]
+    passes = _Passes(model, variants, data, compute, ranks)
+    own = [number for number, variant in enumerate(variants) if not variant.given]
+    together = passes.room.together
+    groups = [[number] for number, variant in enumerate(variants) if variant.given]  # may fail
+    groups += [own[start : start + together] for start in range(0, len(own), together)]
+    quantized: dict[int, Quantized] = {}
+    for numbers in groups:
+        results = passes.quantize([variants[number] for number in numbers])
+        quantized |= dict(zip(numbers, results, strict=True))
+    return [quantized[number] for number in range(len(variants))]
+
+
+class _Passes:
+    """Passes through one model, for some of the variants each.
+
+    Attributes:
+        room: where the streams are kept.
+    """
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        variants: Sequence[Variant],
+        data: EvaluationSet | None,
+        compute: ComputeSettings,
+        ranks: Ranks,
+    ) -> None:
+        self._model, self._data, self._compute, self._ranks = model, data, compute, ranks
+        self._share = data.batches(compute.batch_size)[ranks.rank :: ranks.size] if data else []
+        self._final: Activations | None = None  # the full-precision model's, after the last block
+        draws = [each.calibration_NL for each in variants if each.calibration_NL is not None]
+        sequences, length = draws[0].shape if draws else (0, 0)
+        evaluated = [data.padded(batch)[:, :-1].shape for batch in self._share] if data else []
+        by_block = any(variant.by_block for variant in variants)
+        sizes = sizes_of(
+            model,
+            calibration=len(ranks.share(sequences)) * length,
+            evaluated=sum(rows * columns for rows, columns in evaluated),
+            forks=1 + 2 * model.num_blocks if by_block else 1,
+            batch=max(
+                [compute.batch_size * length, *(rows * columns for rows, columns in evaluated)]
+            ),
         )
-        for own, one in zip(errors, evaluated, strict=True)
-    ]
+        self.room = room_for(sizes, len(variants), ranks)
 
+    def quantize(self, variants: Sequence[Variant]) -> list[Quantized]:
+        """Quantize and evaluate variants in one pass through the model."""
+        with ExitStack() as opened:
+            given = [
+                variant.given and opened.enter_context(variant.given()) for variant in variants
+            ]
+            errors, evaluated = self._pass(variants, [made[0] if made else None for made in given])
+        losses = iter(self._losses(evaluated))
+        reports = [made[1] if made else None for made in given]
+        return [
+            Quantized(
+                self.room,
+                report,
+                own,
+                next(losses, None),
+                [next(losses) for _ in one.alone] if one else [],
+                [next(losses) for _ in one.others] if one else [],
+            )
+            for report, own, one in zip_longest(reports, errors, evaluated)
+        ]
 
-def _quantizer(
-    model: StreamedModel, variant: Variant, compute: ComputeSettings, ranks: Ranks
-) -> BlockQuantizer:
-    batches: Sequence[Tensor] = []
-    if variant.calibration_NL is not None:
-        share = ranks.share(len(variant.calibration_NL))
-        own_NL = variant.calibration_NL[share.start : share.stop]
-        batches = own_NL.split(compute.batch_size) if len(own_NL) else []
-    stream = Stream(model, batches)
-    return BlockQuantizer(variant.spec, stream.activations, stream.contexts, ranks, variant.keep)
+    def _pass(
+        self, variants: Sequence[Variant], given: Sequence[StreamedModel | None]
+    ) -> tuple[list[list[Linear]], list[Evaluated]]:
+        """Return the errors of each variant's linears, and its evaluated text after all blocks."""
+        model, full = self._model, self._evaluated()
+        runs_full = self._final is None or any(variant.by_block for variant in variants)
+        evaluated = [Evaluated(full, variant.by_block) for variant in variants] if full else []
+        quantizers = self._quantizers(variants)
+        errors: list[list[Linear]] = [[] for _ in variants]
+        with Progress("quantize", total=model.num_blocks * len(variants)) as progress:
+            for index in range(model.num_blocks):
+                block = model.block(index)
+                for number, (variant, library) in enumerate(zip(variants, given, strict=True)):
+                    quantized = block.copy()
+                    made = library.block(index) if library else None
+                    is_last = index == model.num_blocks - 1
+                    errors[number] += quantizers[number](quantized, made, is_last)
+                    if variant.finished:
+                        variant.finished(index, quantized)
+                    if full:
+                        evaluated[number].advance(full, block, quantized)
+                    progress.advance()
+                if full and runs_full:
+                    full.advance(block)
+        if full and self._final is None:
+            self._final = full.activations
+        return errors, evaluated
+
+    def _losses(self, evaluated: Sequence[Evaluated]) -> list[PairedLosses]:
+        """Return those of each variant, and of its blocks alone, then of all but each block."""
+        if self._data is None or self._final is None:
+            return []
+        streams = [each for one in evaluated for each in (one.quantized, *one.alone, *one.others)]
+        activations = [stream.activations for stream in streams]
+        head = self._model.head()
+        return paired_losses(head, self._final, activations, self._data, self._share, self._ranks)
+
+    def _evaluated(self) -> Stream | None:
+        if self._data is None:
+            return None
+        return evaluated_stream(self._model, self._data, self._share, self.room.on_device)
+
+    def _quantizers(self, variants: Sequence[Variant]) -> list[BlockQuantizer]:
+        quantizers, buffers = list[BlockQuantizer](), Buffers()
+        for variant in variants:
+            batches: Sequence[Tensor] = []
+            if variant.calibration_NL is not None:
+                share = self._ranks.share(len(variant.calibration_NL))
+                own_NL = variant.calibration_NL[share.start : share.stop]
+                batches = own_NL.split(self._compute.batch_size) if len(own_NL) else []
+            stream = Stream(self._model, batches, on_device=self.room.on_device)
+            quantizers.append(
+                BlockQuantizer(
+                    variant.spec,
+                    stream.activations,
+                    stream.contexts,
+                    self._ranks,
+                    buffers,
+                    self.room.keeps_gated,
+                    variant.keep,
+                )
+            )
+        return quantizers

@@ -37,8 +37,10 @@ class Block:
         self._norms = getattr(module, family.attention_norm), getattr(module, family.mlp_norm)
 
     def copy(self) -> "Block":
-        """One with weights of its own."""
-        return Block(copy.deepcopy(self.module), self.prefix, self.family, self.is_parallel)
+        """Return one with modules of its own; weights are shared until a linear's is replaced."""
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
+        return Block(module, self.prefix, self.family, self.is_parallel)
 
     def linears(self) -> list[dict[str, nn.Linear]]:
         """Linears by name in groups of one input, in the order in which they compute."""

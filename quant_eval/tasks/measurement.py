@@ -117,6 +117,6 @@ def quantized_model(
         layers[index] = block.module
 
     with tempfile.TemporaryDirectory() as work:
-        given, _ = library_model(hf_dir, spec, draw_NL, settings, Path(work) / "job", ranks)
+        given = library_model(hf_dir, spec, draw_NL, settings, Path(work) / "job", ranks)
         walk(model, [Variant(spec, draw_NL, given, finished=keep)], None, settings, ranks)
     return whole.to(ranks.device)  # type: ignore[no-any-return]

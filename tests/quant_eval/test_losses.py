@@ -16,7 +16,7 @@ from base.ranks import Ranks
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.hf.model import load_hf_model
 from quant_eval.measuring.losses import evaluation_set, paired_losses
-from quant_eval.measuring.walk import Stream
+from quant_eval.measuring.streams import Stream
 from quant_eval.model.streamed import StreamedModel
 from train.data.corpus import open_corpus
 

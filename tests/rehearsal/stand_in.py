@@ -169,6 +169,7 @@ def _computed(
         if stays and not on_gpu and (place := _place()):
             places.add(place)
             stays = place != left
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     wrappers = {id(tensor.held): tensor for tensor in on_gpu}
     made = ON_CUDA_ONLY.get(func, func)(
         *_each(_held, args), **{name: _each(_held, value) for name, value in kwargs.items()}
@@ -246,6 +247,12 @@ class Ordered:
         """An event that has happened."""
         return SimpleNamespace(synchronize=lambda: None)
 
+    def wait_event(self, event: SimpleNamespace) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
 
 def without_attention_kernels() -> Any:
     """Training attends by products of matrices, within the context; enter it after `gpu()`."""
@@ -290,6 +297,7 @@ def gpu(left: str | None = None) -> Iterator[StandIn]:
             # A GPU runs some functions compiled; here they run line by line.
             mock.patch("torch.compile", lambda function=None, **_: function or (lambda f: f)),
             mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
+            mock.patch.object(torch.Tensor, "record_stream"),
             Unnumbered(),
             StandIn(left) as stand_in,
         ):

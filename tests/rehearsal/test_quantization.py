@@ -1,5 +1,7 @@
 """`quant_eval run --device cuda`: the walk through the blocks, GPTQ and the paired losses."""
 
+import json
+
 import pytest
 
 from tests.conftest import make_hf_directory
@@ -34,6 +36,17 @@ def test_a_quantization_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, option
     rehearse(tmp_path, "quant_eval", "run", model, "--spec", spec, *options, *more)
 
 
+def test_streams_that_find_no_room_on_a_gpu_are_copied_there_batch_by_batch(
+    tmp_path, options, monkeypatch
+):
+    """A free GPU of less than the gigabyte that kernels take."""
+    model = make_hf_directory(tmp_path / "model")
+    monkeypatch.setattr("quant_eval.measuring.room.OTHER_BYTES", 81 * 10**9)
+    rehearse(tmp_path, "quant_eval", "run", model, "--spec", "gptq-b3-g16", "--per-block", *options)
+    streams = json.loads((tmp_path / "gpu" / "result.json").read_text())["spec"]["streams"]
+    assert streams == {"on_device": False, "keeps_gated": False, "together": 1}
+
+
 @pytest.mark.parametrize("architecture", ["llama-tied", "gpt_neox", "smollm3"])
 def test_blocks_of_other_architectures_go_to_the_gpu_whole(tmp_path, options, architecture):
     model = make_model(tmp_path / "model", architecture, num_hidden_layers=1)
@@ -45,8 +58,8 @@ def test_blocks_of_other_architectures_go_to_the_gpu_whole(tmp_path, options, ar
     [
         "quant_eval/model/streamed.py StreamedModel._load",
         "quant_eval/model/streamed.py StreamedModel.context",
-        "quant_eval/measuring/walk.py Stream.__init__",
-        "quant_eval/model/activations.py Activations.read",
+        "quant_eval/measuring/streams.py Stream.__init__",
+        "quant_eval/model/activations.py Activations.__init__",
         "quant_eval/hessian.py InputHessian.__init__",
         "quant_eval/gptq.py gptq",
         "quant_eval/measuring/losses.py paired_losses",
