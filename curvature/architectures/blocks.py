@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from curvature.architectures.parts import (
     Architecture,
@@ -32,7 +31,7 @@ from curvature.architectures.parts import (
     parameter,
     project,
     rms_normed,
-    rotated,
+    turned,
 )
 from curvature.products.dual import Dual, clipped, gelu, standardised, xielu
 
@@ -120,24 +119,18 @@ def _olmo2_attention(attention: Any, x_BSD: Dual, context: Context) -> Dual:
 def _olmo2_block(layer: Any, hidden_BSD: Dual, context: Context) -> Dual:
     dtype = context.dtype
     written = _olmo2_attention(layer.self_attn, hidden_BSD, context)
-    hidden_BSD = hidden_BSD + rms_normed(layer.post_attention_layernorm, written, dtype)
+    hidden_BSD = rms_normed(layer.post_attention_layernorm, written, dtype, hidden_BSD)
     written = gated_mlp(layer.mlp, hidden_BSD, dtype)
-    return hidden_BSD + rms_normed(layer.post_feedforward_layernorm, written, dtype)
+    return rms_normed(layer.post_feedforward_layernorm, written, dtype, hidden_BSD)
 
 
 OLMO2 = Architecture(_olmo2_block, rms_normed, SILU)
 
 
-def _partly_rotated(x_BHSE: Tensor, context: Context) -> Tensor:
-    """Apply rotary embedding to each head's first features; the others pass."""
-    turning = context.cos_SE.shape[-1]
-    return torch.cat((rotated(x_BHSE[..., :turning], context), x_BHSE[..., turning:]), dim=-1)
-
-
 def _neox_attention(attention: Any, x_BSD: Dual, context: Context) -> Dual:
     fused = heads(project(attention.query_key_value, x_BSD, context.dtype), 3 * attention.head_size)
     query, key, value = map(Dual, fused.value.chunk(3, dim=-1), fused.tangent.chunk(3, dim=-1))
-    query, key = (one.map(lambda t: _partly_rotated(t, context)) for one in (query, key))
+    query, key = turned(query, context), turned(key, context)
     return project(
         attention.dense, attend(query, key, value, attention.scaling, context), context.dtype
     )

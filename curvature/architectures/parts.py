@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from curvature.products.dual import Dual, causal_attention, layer_norm, linear, rms_norm, swiglu
+from curvature.fused.attention import causal_attention
+from curvature.fused.elementwise import layer_norm, rms_norm, rotated, swiglu
+from curvature.products.dual import Dual, linear
 from curvature.products.parameters import TANGENT
 
 
@@ -61,9 +63,9 @@ def project(module: Any, x: Dual, dtype: torch.dtype) -> Dual:
     return y if module.bias is None else y + parameter(module, dtype, "bias")
 
 
-def rms_normed(module: Any, x: Dual, dtype: torch.dtype) -> Dual:
-    """Apply an RMSNorm over the last axis."""
-    return rms_norm(x, parameter(module, dtype), module.variance_epsilon)
+def rms_normed(module: Any, x: Dual, dtype: torch.dtype, residual: Dual | None = None) -> Dual:
+    """Apply an RMSNorm over the last axis, and add the residual if there is one."""
+    return rms_norm(x, parameter(module, dtype), module.variance_epsilon, residual)
 
 
 def layer_normed(module: Any, x: Dual, dtype: torch.dtype) -> Dual:
@@ -77,11 +79,9 @@ def heads(x_BSO: Dual, head_dim: int) -> Dual:
     return x_BSO.map(lambda t: t.view(batch, positions, -1, head_dim).transpose(1, 2))
 
 
-def rotated(x_BHSE: Tensor, context: Context) -> Tensor:
-    """Apply rotary embedding (Su et al. 2021) over pairs (i, i + E/2), which is linear in x."""
-    first, second = x_BHSE.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return x_BHSE * context.cos_SE.to(x_BHSE.dtype) + turned * context.sin_SE.to(x_BHSE.dtype)
+def turned(x_BHSE: Dual, context: Context) -> Dual:
+    """Apply the model's rotary embedding."""
+    return rotated(x_BHSE, context.cos_SE, context.sin_SE, context.dtype)
 
 
 def attend(
@@ -89,7 +89,7 @@ def attend(
 ) -> Dual:
     """Return causal attention of all heads, [B, S, H E]; H / K of queries share one of keys."""
     batch, num_kv_heads, positions, head_dim = key_BKSE.value.shape
-    mixed_BKGSE = causal_attention(
+    return causal_attention(
         query_BHSE.map(
             lambda t: t.to(context.dtype).reshape(batch, num_kv_heads, -1, positions, head_dim)
         ),
@@ -98,7 +98,6 @@ def attend(
         scale=scale,
         queries_per_chunk=context.queries_per_chunk,
     )
-    return mixed_BKGSE.map(lambda t: t.flatten(1, 2).transpose(1, 2).flatten(2))
 
 
 def attended(
@@ -106,9 +105,7 @@ def attended(
 ) -> Dual:
     """Return an attention's output [B, S, D] of queries and keys before their rotary embedding."""
     if getattr(attention, "use_rope", True):  # SmolLM3 leaves some blocks without
-        query_BHSE, key_BKSE = (
-            one.map(lambda t: rotated(t, context)) for one in (query_BHSE, key_BKSE)
-        )
+        query_BHSE, key_BKSE = turned(query_BHSE, context), turned(key_BKSE, context)
     mixed_BSO = attend(query_BHSE, key_BKSE, value_BKSE, attention.scaling, context)
     return project(attention.o_proj, mixed_BSO, context.dtype)
 

@@ -7,7 +7,7 @@ config.json is enough.
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from base.ranks import Ranks
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.model import quiet_transformers
+from curvature.fused.one_pass import observed
 from curvature.products.model import CurvedModel, cross_entropy
 from curvature.products.parameters import Parameters, Probe, dot
 from curvature.settings import ProductSettings
@@ -55,7 +56,8 @@ class Pass(NamedTuple):
     Attributes:
         flops: floating-point operations of matrix products, recomputation included.
         bf16_flops: those of them in bf16; the others are in fp32.
-        moved: bytes that all other operations read and write.
+        moved: bytes that all other operations read and write; a function of `curvature.fused`, as
+            a GPU's compiler fuses it, its arguments and results alone.
         bytes: most that activations and gradients take at once; weights and tangents come on top.
     """
 
@@ -77,7 +79,8 @@ class Count(TorchDispatchMode):
     def __init__(self, known: set[int]) -> None:
         super().__init__()
         self._known, self._sizes = known, dict[int, int]()
-        self._now = self.peak = self.flops = self.bf16_flops = self.moved = 0
+        self._now = self.peak = self.flops = self.bf16_flops = self.moved = self.kernels = 0
+        self._inside = False
 
     def __torch_dispatch__(
         self,
@@ -101,21 +104,32 @@ class Count(TorchDispatchMode):
                     weakref.finalize(storage, self._gone, key)
         return result
 
+    def one_pass(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Run a function that a GPU's compiler fuses; it moves its arguments and its results."""
+        self._inside = True
+        result = function(*arguments)
+        self._inside = False
+        self._move([leaf for leaf in tree_leaves((arguments, result)) if isinstance(leaf, Tensor)])
+        return result
+
+    def _move(self, tensors: list[Tensor]) -> None:
+        self.kernels += 1
+        self.moved += sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in tensors)
+
     def _count(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         packet = func._overloadpacket
-        if func.namespace != "aten" or func.is_view or packet in NO_KERNEL:
+        if self._inside or func.namespace != "aten" or func.is_view or packet in NO_KERNEL:
             return
         read = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
         if packet in COUNTED:
             flops = COUNTED[packet](*args, **named, out_val=result)
+            self.kernels += 1
             self.flops += flops
             self.bf16_flops += flops if read[0].dtype == torch.bfloat16 else 0
             return
         written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         read = read[1:] if packet in OVERWRITING else read
-        self.moved += sum(
-            min(one.nbytes, one.untyped_storage().nbytes()) for one in (*read, *written)
-        )
+        self._move([*read, *written])
 
     def _gone(self, key: int) -> None:
         self._now -= self._sizes.pop(key)
@@ -155,7 +169,8 @@ def _at_depth(
         storages = [
             tensor.untyped_storage() for tensor in (*loaded.parameters(), *loaded.buffers())
         ]
-        with Count({id(storage) for storage in storages}) as count:
+        count = Count({id(storage) for storage in storages})
+        with count, observed(count.one_pass):
             loss = model.entry(tokens_BS1, None if dual else cross_entropy, range(len(tokens_BS1)))
             (loss.tangent if dual else loss).backward()
         return Pass(*map(float, (count.flops, count.bf16_flops, count.moved, count.peak)))

@@ -90,32 +90,14 @@ def normalised(x: Dual, epsilon: float) -> Dual:
     return Dual(normed, scale * (x.tangent - normed * (normed * x.tangent).mean(-1, keepdim=True)))
 
 
+def centred(x: Dual) -> Dual:
+    """Return x less the mean of its last axis."""
+    return widened(x).map(lambda t: t - t.mean(-1, keepdim=True))
+
+
 def standardised(x: Dual, epsilon: float) -> Dual:
     """Return x less its mean, normalised: a LayerNorm (Ba et al. 2016) without parameters."""
-    return normalised(widened(x).map(lambda t: t - t.mean(-1, keepdim=True)), epsilon)
-
-
-def rms_norm(x: Dual, weight: Dual, epsilon: float) -> Dual:
-    """Return the RMSNorm w n of x (Zhang and Sennrich 2019)."""
-    return weight * normalised(x, epsilon)
-
-
-def layer_norm(x: Dual, weight: Dual, bias: Dual, epsilon: float) -> Dual:
-    """Return the LayerNorm of x (Ba et al. 2016)."""
-    return weight * standardised(x, epsilon) + bias
-
-
-def silu(x: Dual) -> Dual:
-    """Return the SiLU x s with s = sigmoid(x), of slope s + x s (1 - s) (Elfwing et al. 2018)."""
-    x = widened(x)
-    sigmoid = torch.sigmoid(x.value)
-    value = x.value * sigmoid
-    return Dual(value, (sigmoid + value * (1 - sigmoid)) * x.tangent)
-
-
-def swiglu(gate: Dual, up: Dual) -> Dual:
-    """Return silu(a) u (Shazeer 2020)."""
-    return silu(gate) * widened(up)
+    return normalised(centred(x), epsilon)
 
 
 def gelu(x: Dual) -> Dual:
@@ -161,80 +143,3 @@ def clipped(x: Dual, limit: float) -> Dual:
     The slope's jump at the limit is no part of the Hessian.
     """
     return Dual(x.value.clamp(-limit, limit), x.tangent * (x.value.abs() <= limit))
-
-
-def _attend(query: Dual, key: Dual, value: Dual, first_query: int, scale: float) -> Dual:
-    """Return the causal attention of queries from position `first_query` on to keys 0, 1, ..."""
-    keys = key.map(lambda t: t.transpose(-1, -2))
-    scores = (query.value * scale) @ keys.value
-    scores_tangent = (query.tangent * scale) @ keys.value + (query.value * scale) @ keys.tangent
-    dtype = scores.dtype
-    scores, scores_tangent = widened(Dual(scores, scores_tangent))
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(
-        first_query + 1
-    )
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    # A hidden key has weight 0, so what its tangent is does not matter.
-    centre = (weights * scores_tangent).sum(-1, keepdim=True)
-    weights_tangent = (weights * (scores_tangent - centre)).to(dtype)
-    weights = weights.to(dtype)
-    return Dual(weights @ value.value, weights_tangent @ value.value + weights @ value.tangent)
-
-
-def causal_attention(
-    query_BKGSE: Dual, key_BKSE: Dual, value_BKSE: Dual, *, scale: float, queries_per_chunk: int
-) -> Dual:
-    """Return causal attention softmax(scale Q K') V (Vaswani et al. 2017), [B, K, G, S, E].
-
-    With weights p and scores s: p_dot = p (s_dot - sum p s_dot). Queries go through in chunks; more
-    than one chunk are rematerialised in the backward pass, so the S x S weights are never in memory
-    all at once.
-    """
-    num_positions = query_BKGSE.value.shape[-2]
-    keys, values = key_BKSE.map(lambda t: t.unsqueeze(2)), value_BKSE.map(lambda t: t.unsqueeze(2))
-    if num_positions <= queries_per_chunk:
-        return _attend(query_BKGSE, keys, values, 0, scale)
-    chunks = []
-    for start in range(0, num_positions, queries_per_chunk):
-        stop = min(start + queries_per_chunk, num_positions)
-        query = Dual(query_BKGSE.value[..., start:stop, :], query_BKGSE.tangent[..., start:stop, :])
-        past_key, past_value = (
-            Dual(t.value[..., :stop, :], t.tangent[..., :stop, :]) for t in (keys, values)
-        )
-        chunks.append(rematerialised(_attend, query, past_key, past_value, start, scale))
-    return Dual(
-        torch.cat([c.value for c in chunks], -2), torch.cat([c.tangent for c in chunks], -2)
-    )
-
-
-def _summed_cross_entropy(hidden_NI: Dual, weight_VI: Dual, labels_N: Tensor) -> Dual:
-    logits_NV = widened(linear(hidden_NI, weight_VI))
-    weights_NV = logits_NV.value.softmax(-1)
-    # Only the tangent is differentiated; logsumexp z = z_j - log p_j for every j, here the largest.
-    with torch.no_grad():
-        largest_N, index_N = logits_NV.value.max(-1, keepdim=True)
-        log_total_N = largest_N - weights_NV.gather(-1, index_N).log()
-        loss = (log_total_N - logits_NV.value.gather(-1, labels_N[:, None])).sum()
-    expected = (weights_NV * logits_NV.tangent).sum()
-    return Dual(loss, expected - logits_NV.tangent.gather(-1, labels_N[:, None]).sum())
-
-
-def summed_cross_entropy(
-    hidden_NI: Dual, weight_VI: Dual, labels_N: Tensor, *, tokens_per_chunk: int
-) -> Dual:
-    """Return the sum over tokens of -log softmax(W h)[label], nats.
-
-    With logits z and p = softmax(z) its derivative is sum(sum_V p z_dot - z_dot[label]). Tokens go
-    through in chunks; more than one chunk are rematerialised, so the N x V logits are
-    never in memory whole. The value carries no gradient, the tangent does.
-    """
-    num_tokens = len(labels_N)
-    if num_tokens <= tokens_per_chunk:
-        return _summed_cross_entropy(hidden_NI, weight_VI, labels_N)
-    sums = []
-    for start in range(0, num_tokens, tokens_per_chunk):
-        rows = slice(start, start + tokens_per_chunk)
-        hidden = Dual(hidden_NI.value[rows], hidden_NI.tangent[rows])
-        sums.append(rematerialised(_summed_cross_entropy, hidden, weight_VI, labels_N[rows]))
-    values, tangents = zip(*sums, strict=True)
-    return Dual(torch.stack(values).sum(), torch.stack(tangents).sum())

@@ -24,7 +24,8 @@ from base.errors import UserError
 from base.ranks import Ranks
 from curvature.architectures import architecture_of
 from curvature.architectures.parts import Block, Context, parameter
-from curvature.products.dual import Dual, rematerialised, summed_cross_entropy, widened
+from curvature.fused.cross_entropy import summed_cross_entropy
+from curvature.products.dual import Dual, rematerialised, widened
 from curvature.products.moving import copy
 from curvature.products.parameters import TANGENT, Parameters, local
 

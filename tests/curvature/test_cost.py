@@ -107,7 +107,7 @@ def test_operations_are_those_of_a_pass_that_is_made(dual, checkpointing, dtype)
 
 def test_operations_by_hand():
     """Of y = Wx: 1 product forward and 2 backward; in dual numbers 3 and 5, in two products of
-    activations 3 and 6.
+    activations 3 and 6, and the 3 of the scores once more in the backward pass.
     """
     depth, tokens = 3, B * S
     block = 2 * D * D + 2 * D * KEY_HEADS * E + 3 * D * F
@@ -118,10 +118,11 @@ def test_operations_by_hand():
     kernels = attention // 2  # the kernel's backward pass computes the scores once more
     assert plain.flops == 3 * (linears + attention) + kernels + rotary
     dual = simulate(config_of(depth), settings_of(), S, dual=True)
+    attention = attention * (S // 2 + S) // (2 * S)  # the first half of the queries sees half
     constant = (
         2 * tokens * (D * D + 2 * D * KEY_HEADS * E)
     )  # the first block's input has a tangent that nobody varies
-    assert dual.flops == 8 * linears + 9 * attention + rotary - constant
+    assert dual.flops == 8 * linears + (9 + 3 / 2) * attention + rotary - constant
     thrifty = simulate(config_of(depth), settings_of(checkpointing=True), S, dual=True)
     assert thrifty.flops - dual.flops == 3 * (2 * tokens * depth * block + attention)
 
@@ -150,7 +151,7 @@ def test_bytes_are_those_that_a_process_grows_by():
     found = json.loads(done.stdout.splitlines()[-1])
     for kind, (measured, simulated) in zip(PASSES, found, strict=True):
         assert simulated == pytest.approx(measured, rel=0.1), kind
-    assert found[0][0] > 100e6
+    assert found[0][0] > 60e6
 
 
 FIXED: dict[str, Any] = {"fixed_sequences": 3, "tolerance": 1e-30, "sequence_length": 8}
@@ -281,17 +282,17 @@ def test_vectors_and_models_of_all_ranks_of_a_node_count(tmp_path, simulated_onc
     )
 
 
-def test_the_time_is_bound_by_bandwidth(tmp_path, simulated_once):
-    """Of OLMo2-7B, 4,096 tokens in bf16 with checkpointing: 16 to 20% of the peak, by a count
-    made apart from this.
+def test_the_time_is_of_products_and_of_bytes(tmp_path, simulated_once):
+    """Of OLMo2-7B, 4,096 tokens in bf16 with checkpointing: operation by operation and without a
+    fused function it was 6.7 TB and 3.4 s, 16 to 20% of the peak, by a count made apart from this.
     """
     hf_dir = giant(tmp_path, "7B")
     settings = HutchinsonSettings(lambda_max=False, **THRIFTY)
     h100, h200 = (
         estimate(read_config(hf_dir), settings, H100._replace(gpu=gpu)) for gpu in ("h100", "h200")
     )
-    assert 3.4 <= h100.product_seconds <= 3.7
-    assert 0.16 < h100.product_flops / h100.product_seconds / 989e12 < 0.20
+    assert 1.5 <= h100.product_seconds <= 1.7
+    assert 0.40 < h100.product_flops / h100.product_seconds / 989e12 < 0.45
     matrices = h100.product_flops / (0.65 * 989e12)
     assert h200.product_seconds - matrices == pytest.approx(
         (h100.product_seconds - matrices) * 3.35 / 4.8
@@ -336,7 +337,7 @@ def test_ranks_that_find_no_work_save_no_time(tmp_path):
     shared: dict[str, Any] = {"sharding": "fsdp", "microbatch_sequences": 2}
     alone, two = seconds(1, **shared), seconds(2, **shared)
     assert two == pytest.approx(
-        alone / 2, rel=0.02
+        alone / 2, rel=0.05
     )  # kernels of less: what does not grow with the batch stays
     assert 0.9 * two < seconds(8, **shared) <= two, (
         "only a probe's signs and products are shared further"

@@ -5,7 +5,7 @@ said to be.
 import pytest
 import torch
 
-import curvature.products.dual
+import curvature.architectures.parts
 from base.errors import UserError
 from base.ranks import Ranks
 from curvature.products.dual import Dual
@@ -84,11 +84,12 @@ def test_another_forward_is_refused():
 def test_a_wrong_product_of_the_right_loss_is_refused(monkeypatch):
     """A derivative rule with one term missing: every value is right, every shape is right."""
 
-    def wrong_silu(x: Dual) -> Dual:
-        sigmoid = torch.sigmoid(x.value)
-        return Dual(x.value * sigmoid, sigmoid * x.tangent)
+    def wrong_swiglu(gate: Dual, up: Dual) -> Dual:
+        sigmoid = torch.sigmoid(gate.value)
+        silu = Dual(gate.value * sigmoid, sigmoid * gate.tangent)
+        return silu * up
 
-    monkeypatch.setattr(curvature.products.dual, "silu", wrong_silu)
+    monkeypatch.setattr(curvature.architectures.parts, "swiglu", wrong_swiglu)
     with pytest.raises(UserError, match=r"refusing to measure: Hv in fp32 is off .*limit 0.01"):
         check(CurvedModel(tiny_model(torch.float32), ranks=ALONE))
 

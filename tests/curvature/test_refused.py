@@ -13,7 +13,7 @@ import torch
 from transformers import Olmo2ForCausalLM
 
 from curvature.architectures import parts
-from curvature.products.dual import rms_norm
+from curvature.fused.elementwise import rms_norm
 from tests.conftest import make_hf_directory
 from tests.curvature.test_command import command, quantized_model
 
@@ -158,7 +158,7 @@ def test_text_that_is_not_what_was_prepared(refusal, tmp_path, hf_dir, held_out_
 
 
 def test_a_product_that_differs_from_finite_differences(refusal, monkeypatch, hf_dir):
-    monkeypatch.setattr(parts, "rms_norm", lambda x, weight, epsilon: rms_norm(x, weight, 0.1))
+    monkeypatch.setattr(parts, "rms_norm", lambda x, weight, _, *to: rms_norm(x, weight, 0.1, *to))
     assert "refusing to measure" in refusal(hf_dir)
 
 

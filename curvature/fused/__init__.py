@@ -1,0 +1,1 @@
+"""Layers of dual numbers in few passes, with their derivatives written out."""
