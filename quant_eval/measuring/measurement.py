@@ -128,7 +128,7 @@ def _quantize(
         quantized = walk(model, variants, texts.data, settings, ranks)
         for saver in savers if ranks.rank == 0 else []:
             saver.finish({"model": identity} | texts.described)
-        dense = [keeper.finish(identity["weights_sha256"]) for keeper in keepers]
+        dense = [keeper.finish(identity["weights_digests"]) for keeper in keepers]
         ranks.wait()
     return quantized, reports, dense
 
