@@ -1,7 +1,6 @@
 """Files and directories that are there whole or not at all, and their hashes."""
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -11,14 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pydantic import Field
+
+from base.digests import PATTERN, Algorithm, digest_of
 from base.errors import UserError
 from base.frozen import Frozen
 
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return digest_of(path, "sha256").removeprefix("sha256:")
 
 
 def fsync_path(path: Path) -> None:
@@ -120,19 +121,29 @@ class FileRecord(Frozen):
     """Size and hash of one file of a directory."""
 
     bytes: int
-    sha256: str
+    digest: str = Field(pattern=PATTERN)  # ALGORITHM:HEX
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm of the hash."""
+        return "sha256" if self.digest.startswith("sha256:") else "blake3"
 
 
-def record_file(path: Path) -> FileRecord:
-    """Return size and SHA-256 of a file, which is synced to disk first."""
+def hash_file(path: Path, algorithm: Algorithm = "blake3") -> FileRecord:
+    """Return size and hash of a file."""
+    return FileRecord(bytes=path.stat().st_size, digest=digest_of(path, algorithm))
+
+
+def record_file(path: Path, algorithm: Algorithm = "blake3") -> FileRecord:
+    """Return size and hash of a file, which is synced to disk first."""
     fsync_path(path)
-    return FileRecord(bytes=path.stat().st_size, sha256=sha256_of(path))
+    return hash_file(path, algorithm)
 
 
-def record_files(directory: Path) -> dict[str, FileRecord]:
-    """Return size and SHA-256 of every file of a directory, synced first, by relative path."""
+def record_files(directory: Path, algorithm: Algorithm = "blake3") -> dict[str, FileRecord]:
+    """Return size and hash of every file of a directory, synced first, by relative path."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): record_file(path) for path in paths}
+    return {str(path.relative_to(directory)): record_file(path, algorithm) for path in paths}
 
 
 def check_inside(source: Path, names: Iterable[str]) -> None:
@@ -151,8 +162,8 @@ def first_damage(directory: Path, records: dict[str, FileRecord]) -> str | None:
             return f"{path} is missing"
         if path.stat().st_size != record.bytes:
             return f"{path} has {path.stat().st_size} bytes instead of {record.bytes}"
-        if sha256_of(path) != record.sha256:
-            return f"{path} was changed after it was written (its SHA-256 differs)"
+        if digest_of(path, record.algorithm) != record.digest:
+            return f"{path} was changed after it was written (its hash differs)"
     return None
 
 

@@ -1,5 +1,6 @@
 """Checkpoints of either engine, opened: hash-checked, of the run beside it, weights by HF name."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -7,7 +8,7 @@ from pydantic import ValidationError
 from base.errors import UserError, explain_validation
 from base.frozen import fingerprint
 from ckpt_tools.formats.hf_weights import HFWeights
-from ckpt_tools.formats.megatron_shards import MegatronWeights
+from ckpt_tools.formats.megatron_shards import METADATA, MegatronWeights
 from ckpt_tools.formats.parallel import verify_in_parallel
 from ckpt_tools.formats.weights import Weights, check_tensors
 from train.model.config import ModelConfig
@@ -15,6 +16,7 @@ from train.model.families import parameter_shapes
 from train.run.config import RunConfig, load_run
 from train.run.directory import (
     CHECKPOINT_JSON,
+    MODEL_WEIGHTS,
     CheckpointRecord,
     RunDirectory,
     read_checkpoint_record,
@@ -24,14 +26,24 @@ from train.run.directory import (
 def verified_record(checkpoint: Path) -> CheckpointRecord:
     """Return the record of a checkpoint, if every file has the recorded size and hash.
 
-    Nothing opens a file of a checkpoint before this has passed: sharded ones hold pickles.
-
     Raises:
         UserError: a file is missing or was changed.
     """
     record = read_checkpoint_record(checkpoint)
-    verify_in_parallel(checkpoint, record.files, "restore it or give another checkpoint")
+    verify_recorded(checkpoint, record, record.files)
     return record
+
+
+def verify_recorded(checkpoint: Path, record: CheckpointRecord, names: Collection[str]) -> None:
+    """Raise UserError unless files have the size and hash that checkpoint.json records of them."""
+    for name in names:
+        if name not in record.files:
+            raise UserError(
+                f"{checkpoint / name} is not in {CHECKPOINT_JSON}; restore both or give another"
+                " checkpoint"
+            )
+    files = {name: record.files[name] for name in names}
+    verify_in_parallel(checkpoint, files, "restore it or give another checkpoint")
 
 
 def run_of(checkpoint: Path, record: CheckpointRecord) -> tuple[RunDirectory, RunConfig]:
@@ -59,15 +71,23 @@ def model_of(checkpoint: Path, record: CheckpointRecord) -> ModelConfig:
 
 
 def open_weights(checkpoint: Path, record: CheckpointRecord) -> Weights:
-    """Open the weights of a hash-checked checkpoint, which the model computed with, by HF name.
+    """Open the weights of a checkpoint, which the model computed with, by HF name.
+
+    Only what is opened is hashed: the pickled `.metadata` before it is read, then the files that
+    weights are in. Optimizer state has files of its own, several times as large, that stay closed.
 
     Raises:
-        UserError: its keys or shapes are not those of its model.
+        UserError: a file was changed, or its keys or shapes are not those of its model.
     """
     model = model_of(checkpoint, record)
     if record.engine == "megatron":
-        return MegatronWeights(checkpoint, model)
+        verify_recorded(checkpoint, record, [METADATA])
+        sharded = MegatronWeights(checkpoint, model)
+        verify_recorded(checkpoint, record, sharded.files)
+        return sharded
     # DeepSpeed checkpoints and imports hold them whole.
+    whole = [name for name in record.files if name.startswith(Path(MODEL_WEIGHTS).stem)]
+    verify_recorded(checkpoint, record, whole)
     weights, shapes = HFWeights(checkpoint), parameter_shapes(model)
     check_tensors(weights.tensors, shapes, checkpoint, "give another checkpoint")
     weights.tensors = {name: weights.tensors[name] for name in shapes}

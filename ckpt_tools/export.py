@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from base.errors import UserError
 from base.files import committed_directory, sha256_of
 from base.progress import Progress
-from ckpt_tools.checkpoint import model_of, open_weights, run_of, verified_record
+from ckpt_tools.checkpoint import model_of, open_weights, run_of, verify_recorded
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.formats.parallel import is_whole
 from ckpt_tools.formats.weights import dtype_of
@@ -24,7 +24,13 @@ from ckpt_tools.hf.directory import (
 from ckpt_tools.probe import check_probe
 from train.data.tokenizer import load_tokenizer
 from train.model.families import hf_settings
-from train.run.directory import CHECKPOINT_JSON, IMPORTED_FROM, PROBE, CheckpointRecord
+from train.run.directory import (
+    CHECKPOINT_JSON,
+    IMPORTED_FROM,
+    PROBE,
+    CheckpointRecord,
+    read_checkpoint_record,
+)
 
 FACTS = {  # of a checkpoint, in the lineage of its export
     *("run", "fingerprint", "step", "tokens", "learning_rate", "train_loss", "held_out_loss"),
@@ -45,10 +51,13 @@ def export_all(pairs: list[tuple[Path, Path]]) -> None:
 def export(checkpoint: Path, out: Path) -> dict[str, Any]:
     """Write an HF directory: weights, configuration, tokenizer, probe, and lineage.json last.
 
-    Weights go from the sharded files to the HF files some rows at a time.
+    Weights go from the sharded files to the HF files some rows at a time. Two things vouch for
+    them: the files that they are in have the hashes of checkpoint.json, which are compared before
+    the first row is copied, and transformers computes from the written files what the engine did.
+    Files of optimizer state are not read; `ckpt_tools inspect --verify` hashes those too.
 
     Args:
-        checkpoint: of either engine; its files are hashed before any is opened.
+        checkpoint: of either engine.
         out: the directory to write, whole or not at all; an export of another checkpoint there is
             replaced.
 
@@ -59,7 +68,7 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
         UserError: the checkpoint is damaged or not of its run, or HF computes something else than
             its engine did.
     """
-    record = verified_record(checkpoint)
+    record = read_checkpoint_record(checkpoint)
     lineage = {
         "kind": "export",
         "checkpoint": str(checkpoint.resolve()),
@@ -72,6 +81,8 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
     if current:
         return current
     with committed_directory(out) as aside:
+        copied = [name for name in record.files if name.startswith(f"{IMPORTED_FROM}/")]
+        verify_recorded(checkpoint, record, [PROBE, *copied])
         weights = open_weights(checkpoint, record)
         dtype_of(weights, (record.dtype,), checkpoint)
         files = write_weights(aside, weights)

@@ -9,7 +9,7 @@ from base.errors import UserError
 from base.files import committed_directory, fsync_path, record_file, sha256_of, write_json
 from ckpt_tools.formats.hf_weights import HFWeights, weight_files
 from ckpt_tools.formats.hf_writer import write_weights
-from ckpt_tools.formats.parallel import is_whole, record_in_parallel, verify_in_parallel
+from ckpt_tools.formats.parallel import hash_in_parallel, is_whole, verify_in_parallel
 from ckpt_tools.formats.weights import dtype_of
 from ckpt_tools.hf.directory import CONFIGURATION_FILES, TOKENIZER_FILES, copy_files
 from ckpt_tools.hf.forward import check_shapes, empty_model, spread_ids
@@ -53,7 +53,7 @@ def import_checkpoint(source: str, out: Path) -> None:
     weights.tensors = {name: weights.tensors[name] for name in parameter_shapes(model)}
     files = [path.name for path in weight_files(origin.path)]
     tokenizer = [name for name in TOKENIZER_FILES if (origin.path / name).is_file()]
-    hashes = record_in_parallel(origin.path, [*files, *tokenizer], origin.files)
+    hashes = hash_in_parallel(origin.path, [*files, *tokenizer], origin.files)
     record = CheckpointRecord(
         run=IMPORTED,
         fingerprint=IMPORTED,
@@ -72,8 +72,8 @@ def import_checkpoint(source: str, out: Path) -> None:
         imported={
             "source": origin.repository or str(origin.path.resolve()),
             "revision": origin.revision,
-            "weights_sha256": {name: hashes[name].sha256 for name in files},
-            "tokenizer_sha256": {name: hashes[name].sha256 for name in tokenizer},
+            "weights_digests": {name: hashes[name].digest for name in files},
+            "tokenizer_digests": {name: hashes[name].digest for name in tokenizer},
             "optimizer_state": False,
         },
         files={},

@@ -12,7 +12,7 @@ from base.errors import UserError
 from base.files import FileRecord, committed_directory, fsync_path, write_json
 from base.frozen import NAME_PATTERN, fingerprint
 from base.progress import Progress
-from ckpt_tools.formats.parallel import verify_in_parallel
+from ckpt_tools.formats.parallel import hash_in_parallel, verify_in_parallel
 from ckpt_tools.hf.directory import (
     CONFIGURATION_FILES,
     RESULT_JSON,
@@ -138,8 +138,8 @@ def _results(hf_dir: Path, files: dict[str, FileRecord]) -> list[Result[Any]]:
     """Return every result of an HF directory, of any kind; UserError for one of other weights."""
     results = [read_result(path) for path in sorted(hf_dir.glob(f"*/*/{RESULT_JSON}"))]
     for result in results:
-        for name, digest in result.model.weights_sha256.items():
-            if name not in files or files[name].sha256 != digest:
+        for name, digest in result.model.weights_digests.items():
+            if name not in files or files[name].digest != digest:
                 raise UserError(
                     f"{result.path} was measured of other weights than those of {hf_dir}; measure"
                     " again, or move it away"
@@ -167,9 +167,11 @@ def _lay_out(
     license: str,
 ) -> None:
     """Link what is published unchanged, and write the rest without places, and the card."""
-    known = {name: record for name, record in one.files.items() if name not in REWRITTEN}
-    for name in known:
+    unchanged = one.files.keys() - REWRITTEN
+    for name in unchanged:
         _link(one.directory / name, aside / name)
+    # SHA-256 is what the hub shows of a file, and what others have a program for.
+    known = hash_in_parallel(aside, sorted(unchanged), {}, "sha256")
     for name in REWRITTEN & one.files.keys():
         content = json.loads((one.directory / name).read_text())
         places = {key for key in content if key.endswith(PLACE_KEYS) and _is_place(content[key])}
@@ -177,7 +179,10 @@ def _lay_out(
     for result in one.results:
         target = aside / result.path.relative_to(one.directory)
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_json(target, _without_places(json.loads(result.path.read_text()), run_dir))
+        content = _without_places(json.loads(result.path.read_text()), run_dir)
+        digests = {name: known[name].digest for name in result.model.weights_digests}
+        content["model"] |= {"weights_digests": digests}
+        write_json(target, content)
     lineage = {"environment": {}} | one.lineage
     if "ingredients" in lineage:
         parent = one.directory.resolve().parent
@@ -186,7 +191,7 @@ def _lay_out(
             held["path"] = revisions.get(place, str(place))
     lineage["published"] = {"fingerprint": fingerprint(run), "revision": one.revision}
     lineage = _without_places(lineage, run_dir)
-    write_lineage(aside, lineage, known)
+    write_lineage(aside, lineage, known, "sha256")
     settings = _without_places(run.model_dump(mode="json"), run_dir)
     card = model_card(one.revision, settings, lineage, one.results, license)
     (aside / README).write_text(card)

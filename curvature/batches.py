@@ -54,7 +54,7 @@ class Batches:
             )
         self.described: dict[str, Any] = {
             "prefix": str(prefix),
-            "bin_sha256": self._corpus.manifest.bin.sha256,
+            "bin_sha256": self._corpus.manifest.sha256,
             "sequence_length": length,
         }
 

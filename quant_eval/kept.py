@@ -82,7 +82,7 @@ def _same(
     if not _holds(result.settings, spec.model_dump(mode="json") | wanted):
         return None
     # last, for it may read all weights
-    same = identify(hf_dir)["weights_sha256"] == result.model.weights_sha256
+    same = identify(hf_dir)["weights_digests"] == result.model.weights_digests
     return result if same else None
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from base.errors import UserError, explain_validation
 from base.files import FileRecord, sha256_of
 from ckpt_tools.formats.hf_weights import HFWeights, weight_files
-from ckpt_tools.formats.parallel import record_in_parallel, verify_in_parallel
+from ckpt_tools.formats.parallel import hash_in_parallel, verify_in_parallel
 from ckpt_tools.formats.weights import DTYPES, dtype_of
 from ckpt_tools.hf.directory import LINEAGE_JSON, TOKENIZER_FILES, read_lineage
 from ckpt_tools.hf.forward import check_shapes, empty_model, read_config
@@ -81,7 +81,7 @@ def _open(path: Path) -> Input:
         path=path,
         weights=weights,
         dtype=dtype_of(weights, tuple(DTYPES), path),
-        files=record_in_parallel(path, [file.name for file in weight_files(path)], recorded),
+        files=hash_in_parallel(path, [file.name for file in weight_files(path)], recorded),
         facts=facts.model_dump(exclude_none=True, include=known),
     )
 

@@ -1,11 +1,11 @@
 """Writer of safetensors shards with an index, some rows at a time, hashed on their way to disk."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from base.digests import new_hasher
 from base.files import FileRecord, record_file, write_json
 from ckpt_tools.formats.hf_weights import HEADER_DTYPES, INDEX_JSON
 from ckpt_tools.formats.parallel import each
@@ -59,7 +59,7 @@ def write_weights(
         shard_bytes: of one file at most.
 
     Returns:
-        Size and SHA-256 of every file.
+        Size and hash of every file.
     """
     shards = {shard.name: shard for shard in _divide(weights.tensors, shard_bytes)}
     largest_first = sorted(shards, key=lambda name: -shards[name].nbytes)
@@ -94,21 +94,21 @@ def _divide(tensors: Mapping[str, Described], shard_bytes: int) -> list[Shard]:
 
 
 def write_shard(directory: Path, shard: Shard, weights: Weights) -> FileRecord:
-    """Write one file and return its size and SHA-256.
+    """Write one file and return its size and hash.
 
     It is not synced to disk: it can be made again, and whoever reads it compares its hash.
     """
-    digest, header = hashlib.sha256(), shard.header()
+    hasher, header = new_hasher(), shard.header()
     with (directory / shard.name).open("wb", buffering=0) as file:
         file.write(header)
-        digest.update(header)
+        hasher.update(header)
         for name, tensor in shard.tensors.items():
             rows = tensor.shape[0] if tensor.shape else 1
             step = max(1, CHUNK_BYTES // max(tensor.row_bytes, 1))
             for start in range(0, rows, step):
                 chunk = weights.read(name, start, min(start + step, rows)).to(tensor.dtype)
                 payload = bytes_of(chunk.contiguous())
-                digest.update(payload)
+                hasher.update(payload)
                 while payload:
                     payload = payload[file.write(payload) :]
-    return FileRecord(bytes=len(header) + shard.nbytes, sha256=digest.hexdigest())
+    return FileRecord(bytes=len(header) + shard.nbytes, digest=f"blake3:{hasher.hexdigest()}")

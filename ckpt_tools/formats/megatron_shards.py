@@ -25,6 +25,7 @@ from train.model import megatron_names
 from train.model.config import ModelConfig
 from train.model.families import parameter_shapes
 
+METADATA = ".metadata"  # a pickle: the place of each part
 OPTIMIZER = "optimizer.state."
 FP8_SCALES = "._extra_state"  # within the keys of Transformer Engine's objects, never opened here
 
@@ -155,7 +156,7 @@ def _of_layer(key: str, layer: int | None) -> str:
 
 
 class MegatronWeights:
-    """The weights of a hash-checked megatron checkpoint by HF name.
+    """The weights of a megatron checkpoint, whose `.metadata` was hash-checked, by HF name.
 
     Args:
         checkpoint: its directory.
@@ -163,6 +164,7 @@ class MegatronWeights:
 
     Attributes:
         tensors: shape and type of every HF tensor, in the order of the model.
+        files: names of those that hold them.
 
     Raises:
         UserError: a key or a shape is not the model's, or a key is missing.
@@ -178,6 +180,7 @@ class MegatronWeights:
         names = megatron_names.megatron_names(model.num_hidden_layers)
         wanted = {name: megatron_names.whole_shape(name, model) for name in names}
         check_tensors(held, wanted, checkpoint, "give another checkpoint")
+        self.files = sorted({box.path.name for name in names for box in self._stored.boxes[name]})
         self._rows: dict[str, tuple[str, list[tuple[int, int]]]] = {}
         described: dict[str, Described] = {}
         for name in names:

@@ -1,13 +1,14 @@
 """Work on files in several threads: reading, hashing and writing need no interpreter."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from base.digests import Algorithm
 from base.errors import UserError
-from base.files import FileRecord, record_file, verify_files
+from base.files import FileRecord, hash_file, verify_files
 
 MOST_THREADS = 8  # more wait for the disk
 
@@ -43,10 +44,14 @@ def is_whole(directory: Path, records: dict[str, FileRecord]) -> bool:
     return True
 
 
-def record_in_parallel(
-    directory: Path, names: list[str], known: dict[str, FileRecord]
+def hash_in_parallel(
+    directory: Path,
+    names: Iterable[str],
+    known: dict[str, FileRecord],
+    algorithm: Algorithm = "blake3",
 ) -> dict[str, FileRecord]:
-    """Return size and SHA-256 of files by name; those that are `known` are not read again."""
+    """Return size and hash of files by name; those that are `known` are not read again."""
+    names = list(names)
     unknown = [name for name in names if name not in known]
-    records = known | each(lambda name: record_file(directory / name), unknown)
+    records = known | each(lambda name: hash_file(directory / name, algorithm), unknown)
     return {name: records[name] for name in names}

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+from base.digests import Algorithm
 from base.environment import environment
 from base.errors import UserError
 from base.files import FileRecord, check_inside, record_file, write_json
@@ -80,7 +81,12 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> list[str]:
     return present
 
 
-def write_lineage(directory: Path, lineage: dict[str, Any], known: dict[str, FileRecord]) -> None:
+def write_lineage(
+    directory: Path,
+    lineage: dict[str, Any],
+    known: dict[str, FileRecord],
+    algorithm: Algorithm = "blake3",
+) -> None:
     """Write lineage.json, the last file of a directory, with size and hash of all others.
 
     The environment is this process's, unless `lineage` has one.
@@ -89,10 +95,11 @@ def write_lineage(directory: Path, lineage: dict[str, Any], known: dict[str, Fil
         directory: an HF directory.
         lineage: what it was made from, and how.
         known: sizes and hashes of files that need not be read again.
+        algorithm: of the other files' hashes.
     """
     paths = [path for path in directory.rglob("*") if path.is_file()]
     names = sorted(str(path.relative_to(directory)) for path in paths)
-    files = {name: known.get(name) or record_file(directory / name) for name in names}
+    files = {name: known.get(name) or record_file(directory / name, algorithm) for name in names}
     recorded = {name: record.model_dump() for name, record in files.items()}
     content = {**lineage, "files": recorded}
     write_json(directory / LINEAGE_JSON, {"environment": environment(), **content})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from base.errors import UserError
-from base.files import sha256_of, verify_files
+from ckpt_tools.formats.parallel import hash_in_parallel, verify_in_parallel
 from ckpt_tools.hf.directory import read_lineage
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] | None = None) -
 
 
 def identify(hf_dir: Path, architectures: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """Return what a result says of its model: path, SHA-256 of the weight files, and lineage.
+    """Return what a result says of its model: path, hashes of the weight files, and lineage.
 
     Raises:
         UserError: a file that the lineage names is missing or was changed, the architecture is
@@ -65,12 +65,10 @@ def identify(hf_dir: Path, architectures: tuple[str, ...] | None = None) -> dict
             f"{hf_dir} was not proven to compute what its training engine did (lineage.json has no"
             " parity); export the checkpoint to another directory"
         )
-    verify_files(hf_dir, files, "export the checkpoint again")
-    weights_sha256 = {
-        path.name: files[path.name].sha256 if path.name in files else sha256_of(path)
-        for path in weights
-    }
-    identity: dict[str, Any] = {"path": str(hf_dir), "weights_sha256": weights_sha256}
+    verify_in_parallel(hf_dir, files, "export the checkpoint again")
+    records = hash_in_parallel(hf_dir, [path.name for path in weights], files)
+    digests = {name: record.digest for name, record in records.items()}
+    identity: dict[str, Any] = {"path": str(hf_dir), "weights_digests": digests}
     if lineage:
         identity["lineage"] = {key: value for key, value in lineage.items() if key != "environment"}
     return identity

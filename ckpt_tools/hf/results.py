@@ -16,7 +16,7 @@ class Model(Read):
     """The model that was measured."""
 
     path: str = ""
-    weights_sha256: dict[str, str] = Field(default={})
+    weights_digests: dict[str, str] = Field(default={})
 
 
 class Evaluation(Read):

@@ -185,9 +185,10 @@ def _fetch(api: "HfApi", repo: str, plan: "ModelInfo", target: Path) -> None:
     api.snapshot_download(repo, revision=plan.sha, local_dir=target, allow_patterns=list(wanted))
     files = {}
     for name, file in sorted(wanted.items()):
-        files[name] = record_file(target / name)
-        sha256 = file.lfs.sha256 if file.lfs else files[name].sha256  # of large files alone
-        if files[name] != FileRecord(bytes=file.size or 0, sha256=sha256):
+        files[name] = record_file(target / name, "sha256")
+        # the hub tells it of large files alone
+        digest = f"sha256:{file.lfs.sha256}" if file.lfs else files[name].digest
+        if files[name] != FileRecord(bytes=file.size or 0, digest=digest):
             (target / name).unlink()
             raise UserError(
                 f"{name} of {repo} at {target.name} came with other bytes than the hub says; run"
@@ -219,7 +220,8 @@ def _copy(source: Path, target: Path, repo: str, names: list[str]) -> None:
         for name in names:
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, aside / name)
-            files[name] = record_file(aside / name)
+            algorithm = vouched[name].algorithm if name in vouched else "sha256"
+            files[name] = record_file(aside / name, algorithm)
             if vouched.get(name, files[name]) != files[name]:
                 raise UserError(f"{source / name} was changed after it was written; restore it")
         commit = known.commit if known else None

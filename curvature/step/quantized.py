@@ -17,7 +17,7 @@ from ckpt_tools.hf.results import read_result
 
 
 class _Base(Frozen):
-    weights_sha256: dict[str, str]
+    weights_digests: dict[str, str]
 
 
 class _Dense(Frozen):
@@ -74,7 +74,7 @@ def read_step(hf_dir: Path, result_dir: Path) -> Step:
     dense = _Dense.model_validate_json(path.read_text())
     check_inside(path, dense.files)
     verify_files(path.parent, dense.files, again)
-    if identify(hf_dir)["weights_sha256"] != dense.base.weights_sha256:
+    if identify(hf_dir)["weights_digests"] != dense.base.weights_digests:
         raise UserError(
             f"{result_dir} is of another model than {hf_dir}; give the one that was quantized"
         )

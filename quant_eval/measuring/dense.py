@@ -43,11 +43,11 @@ class DenseWriter:
         save_file(changed, self._directory / file, metadata={"format": "pt"})
         self._files[file] = record_file(self._directory / file)
 
-    def finish(self, weights_sha256: dict[str, str]) -> str:
+    def finish(self, weights_digests: dict[str, str]) -> str:
         """Write dense.json, given the hashes of the base's files; return its own."""
         content = {
             "spec": self._spec.name,
-            "base": {"weights_sha256": weights_sha256},
+            "base": {"weights_digests": weights_digests},
             "dtype": self._dtype,
             "files": {name: record.model_dump() for name, record in self._files.items()},
         }

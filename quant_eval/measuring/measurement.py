@@ -126,7 +126,7 @@ def _quantize(
         quantized = [[next(walked) for _ in texts.draws_for(spec)] for spec in specs]
         for spec, saver in zip(specs, savers, strict=True) if ranks.rank == 0 and savers else ():
             saver.finish({"model": identity} | texts.described_for(spec))
-        dense = [keeper.finish(identity["weights_sha256"]) for keeper in keepers]
+        dense = [keeper.finish(identity["weights_digests"]) for keeper in keepers]
         ranks.wait()
     return quantized, dense
 

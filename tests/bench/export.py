@@ -69,7 +69,7 @@ def make_checkpoint(root: Path) -> Path:
     import_checkpoint(str(source), imported)
     shutil.rmtree(source)
     shutil.copytree(imported, checkpoint, ignore=shutil.ignore_patterns("model*"))
-    timed(torchrun(PROCESSES, "tests.bench_export", "shards", str(imported), str(checkpoint)))
+    timed(torchrun(PROCESSES, "tests.bench.export", "shards", str(imported), str(checkpoint)))
     shutil.rmtree(imported)
     seal(checkpoint, engine="megatron")
     return checkpoint
@@ -77,7 +77,7 @@ def make_checkpoint(root: Path) -> Path:
 
 def save_shards(imported: str, out: str) -> None:
     """Worker, on every rank: builds the megatron model of an import and saves its shards."""
-    from tests.bench_training import bench_run
+    from tests.bench.training import bench_run
     from train.distributed import start
 
     device = start()

@@ -22,6 +22,7 @@ from ckpt_tools.export import export
 from ckpt_tools.importing import import_checkpoint
 from ckpt_tools.released.download_record import DOWNLOAD_JSON, DownloadRecord
 from tests.conftest import VOCAB_SIZE, make_hf_directory
+from tests.digests import blake3_of
 from tests.runs import make_run, ranks
 from train.model.config import ModelConfig
 from train.run.config import StartFrom, load_run
@@ -104,11 +105,11 @@ def test_there_and_back_again_every_bit_is_the_same(tmp_path, capsys, name, dtyp
     record = verified_record(checkpoint)
     assert (record.precision, record.step, record.tokens) == (dtype, 0, 0)
     assert record.imported is not None
-    assert record.imported["weights_sha256"] == {
-        "model.safetensors": sha256_of(source / "model.safetensors")
+    assert record.imported["weights_digests"] == {
+        "model.safetensors": blake3_of(source / "model.safetensors")
     }
-    assert record.imported["tokenizer_sha256"] == {
-        "tokenizer.json": sha256_of(source / "tokenizer.json")
+    assert record.imported["tokenizer_digests"] == {
+        "tokenizer.json": blake3_of(source / "tokenizer.json")
     }
     assert record.files.keys() == record_files(checkpoint).keys() - {"checkpoint.json"}
     export(checkpoint, tmp_path / "back")

@@ -3,6 +3,7 @@ is refused.
 """
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -95,7 +96,7 @@ def measure_by_hand(
     """A result.json of quant_eval, with a prefix that must not be published."""
     model = {
         "path": str(hf_dir),
-        "weights_sha256": {"model.safetensors": record_file(weights_of(hf_dir)).sha256},
+        "weights_digests": {"model.safetensors": record_file(weights_of(hf_dir)).digest},
     }
     settings = {"name": spec, "bits": 3, "dtype": "fp32", "batch_size": 8}
     settings["evaluation"] = {
@@ -112,7 +113,7 @@ def curve_by_hand(hf_dir: Path) -> None:
     """Results of a trace, a slice, and of a version that told less, with an argv that is not
     published.
     """
-    model = {"weights_sha256": {"model.safetensors": record_file(weights_of(hf_dir)).sha256}}
+    model = {"weights_digests": {"model.safetensors": record_file(weights_of(hf_dir)).digest}}
     top = {"value": 5.25, "residual": 1e-4, "converged": False, "iterations": 50}
     trace = {"mean": 123.5, "standard_error": 4.5, "probes": 32}
     point = {"name": "base", "x": 0.0, "y": 0.0, "loss": 3.4}
@@ -203,6 +204,18 @@ def test_published_directories_hold_the_exported_weights(exported_run, published
             for place in (published / LAST, exported_run / "hf/step00000020")
         )
         assert found["measured"] == measured["measured"]
+
+
+def test_what_is_published_has_the_hashes_that_others_compute(published):
+    """SHA-256 in lineages, and in results for the weights they are of, which name the same file."""
+    for revision in REVISIONS:
+        files = json.loads((published / revision / "lineage.json").read_text())["files"]
+        for name, record in files.items():
+            content = (published / revision / name).read_bytes()
+            assert record["digest"] == f"sha256:{hashlib.sha256(content).hexdigest()}"
+        for result in (published / revision).glob("*/*/result.json"):
+            digests = json.loads(result.read_text())["model"]["weights_digests"]
+            assert all(files[name]["digest"] == digest for name, digest in digests.items())
 
 
 def test_nothing_of_this_machine_is_published(exported_run, published, tmp_path_factory):

@@ -118,7 +118,7 @@ def test_bad_models(refusal, tmp_path):
     assert "was not proven to compute what its training engine did" in refusal(model)
     lineage |= {
         "parity": {"largest_difference": 1e-6},
-        "files": {"model.safetensors": {"bytes": 1, "sha256": "ab"}},
+        "files": {"model.safetensors": {"bytes": 1, "digest": "blake3:" + "ab" * 32}},
     }
     (model / "lineage.json").write_text(json.dumps(lineage))
     assert "; export the checkpoint again" in refusal(model)

@@ -17,6 +17,7 @@ from base.files import sha256_of
 from quant_eval.__main__ import app
 from quant_eval.measuring.statistics import UNITS
 from tests.conftest import make_hf_directory
+from tests.digests import blake3_of
 from tests.runs import python
 from train.data.prepare import prepare
 
@@ -89,8 +90,8 @@ def results(tmp_path_factory, hf_dir, train_prefix, held_out_prefix):
 def test_a_result_is_complete(results, hf_dir, held_out_prefix):
     gptq, rtn = read(results[0]), read(results[1])
     assert gptq.keys() == {"model", "spec", "measured", "environment"}
-    assert gptq["model"]["weights_sha256"] == {
-        "model.safetensors": sha256_of(hf_dir / "model.safetensors")
+    assert gptq["model"]["weights_digests"] == {
+        "model.safetensors": blake3_of(hf_dir / "model.safetensors")
     }
     assert [result["spec"]["name"] for result in (gptq, rtn)] == ["gptq-b3-g16", "rtn-b3-g16"]
     assert gptq["spec"]["calibration"]["sequences"] == 24

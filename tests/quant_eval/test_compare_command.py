@@ -32,7 +32,7 @@ def content(
     if values:
         calibration = {"seeds": len(values), "figures": {"absolute_error": {"values": values}}}
     return {
-        "model": {"path": model, "weights_sha256": {}},
+        "model": {"path": model, "weights_digests": {}},
         "spec": {
             "name": name,
             "method": method,

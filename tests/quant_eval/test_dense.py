@@ -15,6 +15,7 @@ from base.ranks import Ranks
 from quant_eval.measuring.losses import evaluation_set
 from quant_eval.measuring.measurement import measure
 from quant_eval.specs import parse_spec
+from tests.digests import blake3_of
 from tests.quant_eval.models import make_model, run_settings
 from train.data.corpus import open_corpus
 
@@ -135,14 +136,14 @@ def test_dense_json_vouches_for_the_files_and_the_result_for_it(kept):
         told = json.loads((out / "dense" / "dense.json").read_text())
         assert result["measured"]["dense"] == sha256_of(out / "dense" / "dense.json")
         assert (told["spec"], told["dtype"]) == (spec, dtype)
-        assert told["base"]["weights_sha256"] == {
-            "model.safetensors": sha256_of(base / "model.safetensors")
+        assert told["base"]["weights_digests"] == {
+            "model.safetensors": blake3_of(base / "model.safetensors")
         }
         assert list(told["files"]) == [f"block{index:05d}.safetensors" for index in range(3)]
         assert {path.name for path in out.iterdir()} == {"dense"}
         for index, (file, record) in enumerate(told["files"].items()):
             path = out / "dense" / file
-            assert record == {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            assert record == {"bytes": path.stat().st_size, "digest": blake3_of(path)}
             assert all(f".layers.{index}." in key and key in tensors for key in load_file(path))
 
 

@@ -72,7 +72,9 @@ def test_every_format_holds_the_same_documents(tmp_path, tokenizer_dir):
         (tmp_path / name).write_bytes(content)
         manifest = prepare(bodies(tmp_path / name), tokenizer_dir, tmp_path / "out")
         made.add(manifest.sha256)
-        assert manifest.sources[str(tmp_path / name)].sha256 == sha256_of(tmp_path / name)
+        assert manifest.sources[str(tmp_path / name)].digest == (
+            f"sha256:{sha256_of(tmp_path / name)}"
+        )
     assert len(made) == 1
     corpus = open_corpus(tmp_path / "out", verify_hashes=True)
     assert corpus.manifest.documents == len(TEXTS)

@@ -7,7 +7,7 @@ A checkpoint becomes complete in six steps, and fails whole in any of them:
 2. `Checkpoint.write`: every rank writes, syncs and hashes its files in an unfinished directory
    `.unfinished.NAME.attemptN` beside the final one, in a thread if `saving.asynchronous`.
 3. `Checkpoint.seal`: once every rank has written, the files that ranks share; then rank 0 writes
-   the probe and checkpoint.json, which records size and SHA-256 of every file.
+   the probe and checkpoint.json, which records size and BLAKE3 of every file.
 4. Rank 0 looks into environment.json: where a newer attempt has begun, this one ends.
 5. `Checkpoint.publish`: rank 0 renames the directory. From here on the checkpoint is complete.
 6. Restart checkpoints beyond `saving.restart_keep` go, checkpoint.json first; at the end all do.

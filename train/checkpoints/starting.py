@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from base.digests import digest_of
 from base.errors import UserError
 from base.files import sha256_of
 from train.data.tokenizer import TOKENIZER_JSON
@@ -73,7 +74,7 @@ def start(
             )
     tokenizer = record.files.get(f"{IMPORTED_FROM}/{TOKENIZER_JSON}")
     own_tokenizer = directory.resolve(run.data.tokenizer) / TOKENIZER_JSON
-    if tokenizer and sha256_of(own_tokenizer) != tokenizer.sha256:
+    if tokenizer and digest_of(own_tokenizer, tokenizer.algorithm) != tokenizer.digest:
         raise UserError(
             f"{own_tokenizer} is not the tokenizer of {checkpoint}; set data.tokenizer to"
             f" {checkpoint / IMPORTED_FROM} and prepare the data with it"

@@ -196,11 +196,11 @@ def _check_tokenizer(
 def _files(corpus: TokenSource) -> set[str]:
     """Return the real path and, where recorded, the hash of every token file of a corpus."""
     files = [
-        (path, sha256)
-        for path, _, sha256 in token_files(corpus.prefix, corpus.manifest)
+        (path, digest)
+        for path, _, digest in token_files(corpus.prefix, corpus.manifest)
         if path.suffix != ".idx"  # documents of equal lengths have equal ones
     ]
-    return {str(path.resolve()) for path, _ in files} | {sha256 for _, sha256 in files if sha256}
+    return {str(path.resolve()) for path, _ in files} | {digest for _, digest in files if digest}
 
 
 def _check_unseen(corpus: TokenSource, held_out: TokenSource) -> None:
@@ -215,9 +215,9 @@ def _check_unseen(corpus: TokenSource, held_out: TokenSource) -> None:
     shares = corpus.manifest.share, held_out.manifest.share
     if shares[0] and shares[1] and not shares[0].overlaps(shares[1]):
         return
-    made_from = {record.sha256 for record in corpus.manifest.sources.values() if record.bytes}
+    made_from = {record.digest for record in corpus.manifest.sources.values() if record.bytes}
     for name, record in held_out.manifest.sources.items():
-        if record.sha256 in made_from or (
+        if record.digest in made_from or (
             name.startswith("dataset:") and name in corpus.manifest.sources
         ):
             raise UserError(

@@ -24,7 +24,7 @@ def join_pieces(
             with path.open("rb") as file:
                 shutil.copyfileobj(file, joined)
     _write_index(directory / "idx", [lengths_D for _, lengths_D in pieces], dtype)
-    return record_files(directory)
+    return record_files(directory, "sha256")  # the identity of the tokens
 
 
 def _write_index(path: Path, lengths: list[np.ndarray], dtype: np.dtype[Any]) -> None:

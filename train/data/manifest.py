@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from base.digests import digest_of
 from base.errors import UserError, explain_validation
-from base.files import FileRecord, sha256_of
+from base.files import FileRecord
 from base.frozen import Frozen
 from train.data.share import Share
 
@@ -38,7 +39,7 @@ class Manifest(Frozen):
     @property
     def sha256(self) -> str:
         """Return the identity of the tokens: the hash of the token file."""
-        return self.bin.sha256
+        return self.bin.digest.removeprefix("sha256:")
 
 
 class TokenFile(Frozen):
@@ -92,21 +93,21 @@ def read_manifest(prefix: Path) -> Manifest | NpyManifest:
 def token_files(
     prefix: Path, manifest: Manifest | NpyManifest
 ) -> list[tuple[Path, int, str | None]]:
-    """Return path, size in bytes and, where recorded, SHA-256 of every file of a manifest."""
+    """Return path, size in bytes and, where recorded, `sha256:HEX` of every file of a manifest."""
     if isinstance(manifest, NpyManifest):
         return [(prefix.parent / file.path, file.bytes, None) for file in manifest.files]
     records = (("bin", manifest.bin), ("idx", manifest.idx))
-    return [(Path(f"{prefix}.{suffix}"), record.bytes, record.sha256) for suffix, record in records]
+    return [(Path(f"{prefix}.{suffix}"), record.bytes, record.digest) for suffix, record in records]
 
 
 def check_files(prefix: Path, manifest: Manifest | NpyManifest, verify_hashes: bool) -> int:
     """Return the bytes of all files; UserError for one missing, or of another size or hash."""
     remake = REMAKE if isinstance(manifest, Manifest) else "restore it, or index the files again"
     files = token_files(prefix, manifest)
-    for path, size, sha256 in files:
+    for path, size, digest in files:
         if not path.is_file() or path.stat().st_size != size:
             raise UserError(f"{path} is missing or truncated; {remake}")
-        if verify_hashes and sha256 and sha256_of(path) != sha256:
+        if verify_hashes and digest and digest_of(path, "sha256") != digest:
             raise UserError(f"{path} was changed after it was prepared; {remake}")
     return sum(size for _, size, _ in files)
 

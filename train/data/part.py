@@ -15,7 +15,14 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from base.errors import UserError
-from base.files import FileRecord, committed_directory, record_file, sha256_of, write_json
+from base.files import (
+    FileRecord,
+    committed_directory,
+    hash_file,
+    record_file,
+    sha256_of,
+    write_json,
+)
 from base.frozen import Frozen
 from train.data.corpus import open_corpus
 from train.data.documents import Source, TextFile, TokenDocuments
@@ -112,7 +119,7 @@ def make_part(source: Source, tokenizer_dir: Path, directory: Path, chosen: Chos
                 max_token_id = max(max_token_id, int(joined.max()))
         part = Part(
             made=made,
-            bin=record_file(unfinished / "bin"),
+            bin=record_file(unfinished / "bin", "sha256"),
             documents=documents,
             tokens=tokens,
             max_token_id=max_token_id,
@@ -125,7 +132,7 @@ def _record_of(source: Source) -> FileRecord | None:
     if isinstance(source, TokenDocuments):
         return open_corpus(source.prefix).manifest.bin
     if isinstance(source, TextFile) and source.path.is_file():
-        return FileRecord(bytes=source.path.stat().st_size, sha256=sha256_of(source.path))
+        return hash_file(source.path, "sha256")
     return None
 
 

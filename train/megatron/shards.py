@@ -1,7 +1,7 @@
 """Sharded checkpoints in three parts: plan and copy (collective), write (alone), seal (collective).
 
 megatron-core 0.16 writes every save through forked processes and a manager process, and waits
-forever when one of them is killed. Here the rank writes its own file, in the thread that calls it.
+forever when one of them is killed. Here the rank writes its own files, in the thread that calls it.
 This file uses private members of megatron-core: look here first when its version changes.
 """
 
@@ -27,13 +27,16 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from train.snapshot_memory import SnapshotMemory
 
 METADATA = ".metadata"
+# Begins the names of the files of optimizer state and, in the state dict, its keys: files of their
+# own, so that an export hashes and reads those of the weights only.
+OPTIMIZER = "optimizer"
 
 
 class _Plan(TorchDistSaveShardedStrategy):
-    """mcore's torch_dist format, one file per rank, planned and not yet written."""
+    """mcore's torch_dist format, a file of weights and one of state per rank, not yet written."""
 
     def __init__(self, state: dict[str, Any], directory: Path) -> None:
-        super().__init__("torch_dist", 1, thread_count=1)
+        super().__init__("torch_dist", 1, thread_count=2, separation_hint=OPTIMIZER)
         filesystem_async._results_queue = queue.Queue()  # or mcore starts a manager process for it
         self.async_save(state, directory)
 
@@ -63,7 +66,7 @@ class ShardedSnapshot:
         self._config = CheckpointingConfig(plan.backend, plan.version)
 
     def write(self) -> list[str]:
-        """Write and sync this rank's file."""
+        """Write and sync this rank's files."""
         self._copies.wait()
         written: dict[int, Any] = {}
         for index, bucket in enumerate(self._writer.write_buckets):

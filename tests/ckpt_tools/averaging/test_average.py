@@ -14,7 +14,6 @@ from torch.optim.swa_utils import AveragedModel
 from transformers import AutoModelForCausalLM
 
 from base.errors import UserError
-from base.files import sha256_of
 from ckpt_tools.averaging.average import average_models
 from ckpt_tools.export import export_all
 from ckpt_tools.formats.hf_weights import HFWeights
@@ -22,6 +21,7 @@ from ckpt_tools.hf.model import identify, load_hf_model
 from ckpt_tools.verify import verify
 from tests.ckpt_tools.checkpoints import all_of, read_weights
 from tests.conftest import make_hf_directory
+from tests.digests import blake3_of
 from train.run.directory import RunDirectory
 
 UNIT_ROUNDOFF = 2.0**-24  # of fp32
@@ -225,8 +225,8 @@ def test_soups_of_one_run_and_over_runs_and_engines(trained, tmp_path):
         assert lineage[key] == newest[key]
     assert lineage["steps"] == [10, 20]
     assert [each["path"] for each in lineage["ingredients"]] == ["first", "last"]
-    assert identify(soup)["weights_sha256"] == {
-        "model.safetensors": sha256_of(soup / "model.safetensors")
+    assert identify(soup)["weights_digests"] == {
+        "model.safetensors": blake3_of(soup / "model.safetensors")
     }
     assert load_hf_model(soup, torch.float32).num_parameters() == sum(
         weight.numel() for weight in first.values()

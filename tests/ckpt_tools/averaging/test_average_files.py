@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from base.files import sha256_of
 from ckpt_tools.averaging.average import average_models
 from ckpt_tools.formats import parallel
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
 from tests.ckpt_tools.checkpoints import all_of
 from tests.conftest import make_hf_directory
+from tests.digests import blake3_of
 from tests.interpreter import interpreter
 from tests.runs import PROJECT, execute, python
 
@@ -47,8 +47,8 @@ def sharded(models, tmp_path_factory) -> list[Path]:
 
 def check_hashes(out: Path, inputs: list[Path]) -> None:
     for path, told in zip(inputs, lineage_of(out)["ingredients"], strict=True):
-        files = {file.name: sha256_of(file) for file in path.glob("*.safetensors")}
-        assert {name: record["sha256"] for name, record in told["files"].items()} == files
+        files = {file.name: blake3_of(file) for file in path.glob("*.safetensors")}
+        assert {name: record["digest"] for name, record in told["files"].items()} == files
 
 
 def test_files_do_not_depend_on_the_number_of_threads(models, sharded, tmp_path, monkeypatch):

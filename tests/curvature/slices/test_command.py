@@ -158,7 +158,7 @@ def test_result_holds_numbers_with_their_conditions(result, alone, held_out_pref
         "checkpoints",
         "rtn-b3-g16",
     )
-    assert spec["data"]["bin_sha256"] == open_corpus(held_out_prefix).manifest.bin.sha256
+    assert spec["data"]["bin_sha256"] == open_corpus(held_out_prefix).manifest.sha256
 
 
 def test_two_ranks_find_the_same(tmp_path, result, family, held_out_prefix):

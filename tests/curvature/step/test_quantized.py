@@ -16,6 +16,7 @@ from curvature.step.quantized import read_step
 from quant_eval.measuring.measurement import measure
 from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
+from tests.digests import blake3_of
 from tests.quant_eval.models import run_settings
 
 SPEC = parse_spec("rtn-b3-g32")
@@ -193,7 +194,7 @@ def test_files_elsewhere_are_refused(place):
 def test_tensors_that_the_base_lacks_are_refused(place):
     path = place / "result" / BLOCK
     save_file({"model.layers.1.mlp.up.weight": torch.ones(2)}, path)
-    record = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    record = {"bytes": path.stat().st_size, "digest": blake3_of(path)}
     rewrite(place, lambda content: content["files"].update({BLOCK[6:]: record}))
     with pytest.raises(UserError, match=r"'model\.layers\.1\.mlp\.up\.weight' does not fit"):
         read_step(place / "base", place / "result")

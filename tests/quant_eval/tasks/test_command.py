@@ -12,6 +12,7 @@ from base.files import sha256_of
 from quant_eval.__main__ import app
 from quant_eval.tasks.paired import UNITS
 from tests.conftest import make_hf_directory
+from tests.digests import blake3_of
 
 
 @pytest.fixture
@@ -84,8 +85,8 @@ def test_results_of_two_specs(
     )
     assert first["measured"] == expected
     assert first.keys() == {"model", "spec", "measured", "environment"}
-    assert first["model"]["weights_sha256"] == {
-        "model.safetensors": sha256_of(copied_model / "model.safetensors")
+    assert first["model"]["weights_digests"] == {
+        "model.safetensors": blake3_of(copied_model / "model.safetensors")
     }
     assert first["spec"]["num_fewshot"] == 2
     files = first["spec"]["tasks"]["mmlu"]["files"]
