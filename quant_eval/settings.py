@@ -27,12 +27,12 @@ class ComputeSettings(Frozen):
 
 
 class CalibrationSettings(ComputeSettings):
-    """The text that methods are calibrated on, their Hessians estimated on, say."""
+    """The text that methods are calibrated on."""
 
     calibration: Path | None = Field(
         default=None,
         description=(
-            "token file PREFIX to calibrate on; rtn, int8 and nf4 do without, and do not read it"
+            "token file PREFIX to calibrate on; rtn, int8 and nf4 take none and do not read it"
         ),
     )
     calibration_sequences: int = Field(
@@ -98,7 +98,7 @@ class RunSettings(CalibrationSettings):
     calibration_seeds: int = Field(
         default=1,
         ge=1,
-        description="calibration draws, each quantized and measured by methods that calibrate",
+        description="calibration draws, each quantized and measured; one for rtn, int8 and nf4",
     )
     per_block: bool = Field(
         default=False, description="also quantize each block alone, and all but it"

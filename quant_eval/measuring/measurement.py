@@ -124,8 +124,9 @@ def _quantize(
                 variants.append(Variant(spec, draw_NL, given, keep, finished, settings.per_block))
         walked = iter(walk(model, variants, texts.data, settings, ranks))
         quantized = [[next(walked) for _ in texts.draws_for(spec)] for spec in specs]
-        for spec, saver in zip(specs, savers, strict=True) if ranks.rank == 0 and savers else ():
-            saver.finish({"model": identity} | texts.described_for(spec))
+        if settings.save and ranks.rank == 0:
+            for spec, saver in zip(specs, savers, strict=True):
+                saver.finish({"model": identity} | texts.described_for(spec))
         dense = [keeper.finish(identity["weights_digests"]) for keeper in keepers]
         ranks.wait()
     return quantized, dense
@@ -133,9 +134,9 @@ def _quantize(
 
 def _check(model: StreamedModel, specs: Sequence[QuantSpec], settings: RunSettings) -> None:
     """Refuse what cannot be done, before a library works for an hour."""
+    keeps_one = (settings.save or settings.dense) and settings.calibration_seeds > 1
     for spec in specs:
-        keeps = settings.save or settings.dense
-        if keeps and settings.calibration_seeds > 1 and spec.row.needs_calibration:
+        if keeps_one and spec.row.needs_calibration:
             raise UserError(
                 "--save and --dense keep the weights of one calibration draw; leave"
                 " --calibration-seeds out"

@@ -52,6 +52,17 @@ def test_tasks_are_measured_at_the_end_and_read_into_the_table(study_dir, study)
     assert (row[f"{column}/piqa/accuracy_quantized"], row[f"{column}/sciq/accuracy"]) == (0.4, None)
 
 
+def test_methods_without_calibration_wait_for_no_calibration_text():
+    """They name it where they share a process with methods that read it."""
+    for profile, named in (("full", True), ("smoke", False)):
+        steps = [step for step in steps_of(resolve("tiny", profile)) if step.kind == "methods"]
+        assert len({step.process for step in steps if step.run == "lr3e-3"}) == 1
+        for step in steps:
+            assert ("--calibration" in step.command) is named
+            needed = step.specs[1].startswith(("gptqmodel", "awq"))
+            assert ("data/train.json" in step.reads) is needed
+
+
 def test_a_table_of_an_older_version_has_its_new_columns_empty(study_dir, study, tmp_path):
     write_table(tmp_path, study, collect_rows(study_dir, study).rows)
     tasks = TasksSettings(specs=("gptq-b3-g32",), tasks=("piqa",))
