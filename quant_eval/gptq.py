@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from base.errors import UserError
+from quant_eval.columns import block_rounding
 from quant_eval.grid import Grid, Rounded, check_scales, fit_grid
 from quant_eval.specs import QuantSpec
 
@@ -48,14 +49,32 @@ def row_output_errors(
         weight_OI.split(CHUNK_ROWS), quantized_OI.split(CHUNK_ROWS), strict=True
     ):
         whole_CI = weight_CI.double()
-        error_CI = whole_CI - quantized_CI.double()
-        errors.append(((error_CI @ hessian_II) * error_CI).sum(1))
-        wholes.append(((whole_CI @ hessian_II) * whole_CI).sum(1))
+        errors.append(_quadratic_forms(whole_CI - quantized_CI.double(), hessian_II))
+        wholes.append(_quadratic_forms(whole_CI, hessian_II))
     return torch.cat(errors), torch.cat(wholes)
 
 
-def prepare(hessian_II: Tensor, spec: QuantSpec, name: str) -> Preparation:
-    """The order of the columns and the factor of the damped inverse Hessian.
+def _quadratic_forms(rows_CI: Tensor, hessian_II: Tensor) -> Tensor:
+    """Return x H x^T of each row x in float64.
+
+    H is symmetric, so blocks of columns left of the diagonal are not read, and those right of it
+    count twice: 9/16 of the products.
+    """
+    forms_C = rows_CI.new_zeros(len(rows_CI))
+    size = -(-len(hessian_II) // 8)
+    for start in range(0, len(hessian_II), size):
+        own = slice(start, start + size)
+        own_CK = rows_CI[:, own]
+        product_CK = own_CK @ hessian_II[own, own]
+        product_CK.addmm_(rows_CI[:, :start], hessian_II[:start, own], alpha=2)
+        forms_C += product_CK.mul_(own_CK).sum(1)
+    return forms_C
+
+
+def prepare(
+    hessian_II: Tensor, spec: QuantSpec, name: str, products: torch.dtype = torch.float64
+) -> Preparation:
+    """Return the order of the columns and the factor of the damped inverse Hessian.
 
     Order: `actorder` by falling diag(H); `groupaware` (arXiv:2505.14638) whole groups by their
     largest diag(H), and by falling diag(H) within a group, as in gptqmodel 7.6; ties in natural
@@ -66,8 +85,9 @@ def prepare(hessian_II: Tensor, spec: QuantSpec, name: str) -> Preparation:
     before they damp and order; that depends on the unit of H, in which the two differ. Here neither
     damping nor order sees dead columns: they come last.
 
-    The scale of H = X X^T, float64, is free. UserError, which calls the weight `name`, if H holds
-    no live column, or is not positive definite; nothing else is tried.
+    The scale of H = X X^T, float64, is free; `products` is the dtype its products were summed in.
+    UserError, which calls the weight `name`, if H holds no live column, or is not positive definite
+    beyond what its precision can tell; nothing else is tried.
     """
     assert spec.damping is not None
     diagonal_I = hessian_II.diagonal()
@@ -77,7 +97,13 @@ def prepare(hessian_II: Tensor, spec: QuantSpec, name: str) -> Preparation:
     order_I = _order(diagonal_I, spec)
     live_mean = diagonal_I[~dead_I].mean()
     added_I = (dead_I + spec.damping) * live_mean
-    return Preparation(order_I, dead_I, _factor(hessian_II, added_I, order_I, name, spec.damping))
+    factor_II = _factor(hessian_II, added_I, order_I, products)
+    if factor_II is None:
+        raise UserError(
+            f"{name}: the calibration Hessian with damping {spec.damping:g} is not positive"
+            " definite; use a spec with a larger damp or more calibration sequences"
+        )
+    return Preparation(order_I, dead_I, factor_II)
 
 
 def _order(diagonal_I: Tensor, spec: QuantSpec) -> Tensor:
@@ -95,21 +121,26 @@ def _order(diagonal_I: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _factor(
-    hessian_II: Tensor, added_I: Tensor, order_I: Tensor, name: str, damping: float
-) -> Tensor:
+    hessian_II: Tensor, added_I: Tensor, order_I: Tensor, products: torch.dtype
+) -> Tensor | None:
     """Return diag(U)^-1 U for the upper triangular U with U^T U = (H + diag(added))^-1.
 
     A = H + diag(added) is R R^T with R upper triangular, its Cholesky factor with columns in
     reverse; so U = R^-1. With F the factor, a pivot R_ii^2 is F_i A F_i^T: what remains of A_ii
-    given all later columns. Rounding every A_jk by eps sqrt(A_jj A_kk) moves it by up to eps (sum_j
-    |F_ij| sqrt(A_jj))^2. A pivot that such noise alone could have made counts as zero, since F is
-    noise too. (Measured: singular matrices stay below 0.02 of this bound whatever the order and the
-    sizes of the inputs; regular ones of condition 1e13 are above by 78 or more.)
+    given all later columns. None if a pivot is no larger than noise could make it, as F is noise
+    then too:
+
+    - Rounding every A_jk by eps sqrt(A_jj A_kk) in float64 moves it by up to eps (sum_j |F_ij|
+      sqrt(A_jj))^2. (Measured: singular matrices stay below 0.02 of this bound whatever the order
+      and the sizes of the inputs; regular ones of condition 1e13 are above by 78 or more.)
+    - Sums of `products` round every A_jk by about eps sqrt(A_jj A_kk) independently, which moves it
+      by about eps sum_j F_ij^2 A_jj. (Measured in fp32 on bf16 inputs: singular matrices stay below
+      1e-8 of this, regular ones without damping are above by 20 or more, with damping 1e-4 by 800.)
     """
     reverse_I = order_I.flip(0)
     damped_II = hessian_II[reverse_I[:, None], reverse_I]
     damped_II.diagonal().add_(added_I[reverse_I])
-    size_I = damped_II.diagonal().sqrt()
+    diagonal_I = damped_II.diagonal().clone()
     lower_II, failed_at = torch.linalg.cholesky_ex(damped_II)
     root_I = lower_II.diagonal().clone()
     del damped_II  # of 11,008 inputs each of these takes 1 GB
@@ -118,13 +149,14 @@ def _factor(
         lower_II, root_I.diag(), upper=False, left=False
     )
     del lower_II
-    moved_I = torch.cat([part_II.abs() @ size_I for part_II in factor_II.split(CHUNK_ROWS)])
-    noise_I = torch.finfo(torch.float64).eps * moved_I.square()
+    size_I, parts = diagonal_I.sqrt(), factor_II.split(CHUNK_ROWS)
+    moved_I = torch.cat([part_CI.abs() @ size_I for part_CI in parts]).square()
+    noise_I = torch.finfo(torch.float64).eps * moved_I
+    if products != torch.float64:
+        moved_I = torch.cat([part_CI.square() @ diagonal_I for part_CI in parts])
+        noise_I = noise_I.maximum(torch.finfo(products).eps * moved_I)
     if bool(failed_at) or not bool((root_I.square() > noise_I).all()):
-        raise UserError(
-            f"{name}: the calibration Hessian with damping {damping:g} is not positive definite; "
-            "use a spec with a larger damp or more calibration sequences"
-        )
+        return None
     return factor_II.float().flip(0, 1)
 
 
@@ -152,55 +184,47 @@ def gptq(weight_OI: Tensor, preparation: Preparation, spec: QuantSpec) -> Rounde
         num_inputs, -(-num_outputs // ROW_MULTIPLE) * ROW_MULTIPLE, dtype=torch.float32
     )
     weight_IO[:, :num_outputs] = weight_OI.T
-    grids: dict[int, Grid] = {}
+
+    # grids [G, O] of all groups at once, or each as its first column is reached
+    fit_first = spec.group_size is None or bool(spec.static_groups)
+    grid = Grid(*weight_IO.new_empty(3, num_inputs // group_size, weight_IO.shape[1]))
     if spec.group_size is None:
-        grids = {0: fit_grid(weight_IO, spec)}
+        grid = _group_grids(weight_IO, group_size, spec)
     weight_IO.masked_fill_(preparation.dead_I[:, None], 0.0)
-    if spec.static_groups and not grids:
-        grids = {
-            group: fit_grid(part, spec) for group, part in enumerate(weight_IO.split(group_size))
-        }
-    fixed = bool(grids)
+    if fit_first and spec.group_size is not None:
+        grid = _group_grids(weight_IO, group_size, spec)
     weight_IO = weight_IO[order_I]
 
     along_order = spec.order == "actorder" and not spec.static_groups
     position_I = torch.arange(num_inputs, device=order_I.device)
     group_I = (position_I if along_order else order_I) // group_size  # by position
-    groups = group_I.tolist()
     codes_IO = torch.empty_like(weight_IO, dtype=torch.uint8)
+    steps_CO = torch.empty_like(weight_IO[:BLOCK_COLUMNS])
     for start in range(0, num_inputs, BLOCK_COLUMNS):
         end = min(start + BLOCK_COLUMNS, num_inputs)
-        if not fixed:
-            for first in range(-(-start // group_size) * group_size, end, group_size):
-                grids[groups[first]] = fit_grid(weight_IO[first : first + group_size], spec)
-        of_columns = [grids[group] for group in groups[start:end]]
+        firsts = range(-(-start // group_size) * group_size, end, group_size)
+        if firsts and not fit_first:
+            members = slice(firsts[0], firsts[-1] + group_size)
+            grid.copy_(
+                _group_grids(weight_IO[members], group_size, spec), group_I[members][::group_size]
+            )
         error_CO, factor_CI = weight_IO[start:end], preparation.factor_II[start:end]
-        codes_IO[order_I[start:end]] = _round_block(error_CO, factor_CI[:, start:end], of_columns)
+        group_C, steps_CO = group_I[start:end], steps_CO[: end - start]
+        round_block = block_rounding(*error_CO.shape, weight_IO.device)
+        round_block(error_CO, factor_CI[:, start:end], grid, group_C, steps_CO)
+        codes_IO[order_I[start:end]] = (steps_CO - grid.lowest[group_C]).to(torch.uint8)
         weight_IO[end:].addmm_(factor_CI[:, end:].T, error_CO, alpha=-1)
 
-    in_order = [grids[group] for group in range(len(grids))]
-    scales_OG = torch.stack([grid.scale[:num_outputs] for grid in in_order], dim=1)
-    zeros_OG = torch.stack([-grid.lowest[:num_outputs] for grid in in_order], dim=1).to(torch.uint8)
+    scales_OG = grid.scale[:, :num_outputs].T.contiguous()
+    zeros_OG = (-grid.lowest[:, :num_outputs]).T.to(
+        torch.uint8, memory_format=torch.contiguous_format
+    )
     check_scales(scales_OG, weight_OI, spec)
     groups_I = torch.empty_like(group_I, dtype=torch.int32).index_copy_(0, order_I, group_I.int())
     codes_OI = codes_IO[:, :num_outputs].T.contiguous()
     return Rounded(codes_OI, scales_OG, zeros_OG, groups_I)
 
 
-def _round_block(weight_CO: Tensor, factor_CC: Tensor, grids: list[Grid]) -> Tensor:
-    """Return codes, uint8 [C, O], of a block of columns; its weights become rounding errors.
-
-    After column k (from 1), the last s columns reach the next s, s the largest power of two that
-    divides k: so every column is reached by all before it when its turn comes, in products rather
-    than one column at a time.
-    """
-    codes_CO = torch.empty_like(weight_CO)
-    for k, grid in enumerate(grids, start=1):
-        step_O = grid.steps(weight_CO[k - 1])
-        weight_CO[k - 1].sub_(step_O * grid.scale)
-        torch.sub(step_O, grid.lowest, out=codes_CO[k - 1])
-        s = k & -k
-        weight_CO[k : k + s].addmm_(
-            factor_CC[k - s : k, k : k + s].T, weight_CO[k - s : k], alpha=-1
-        )
-    return codes_CO.to(torch.uint8)
+def _group_grids(weight_IO: Tensor, group_size: int, spec: QuantSpec) -> Grid:
+    """Fit the grids [G, O] of successive groups of inputs."""
+    return fit_grid(weight_IO.unflatten(0, (-1, group_size)).transpose(0, 1), spec)

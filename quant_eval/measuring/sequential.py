@@ -14,7 +14,7 @@ from base.ranks import Ranks
 from ckpt_tools.hf.measured import Linear
 from quant_eval.gptq import gptq, prepare, row_output_errors
 from quant_eval.grid import Rounded, round_to_nearest
-from quant_eval.hessian import InputHessian
+from quant_eval.hessian import InputHessian, product_dtype
 from quant_eval.model.activations import Activations
 from quant_eval.model.streamed import Block, StreamedModel
 from quant_eval.specs import QuantSpec
@@ -144,7 +144,7 @@ class BlockQuantizer:
     def _hessian(self, linears: Linears, inputs: Iterator[Tensor]) -> Tensor:
         """Return the mean of x x^T over the tokens of all ranks."""
         name, first = next(iter(linears.items()))
-        hessian = InputHessian(first.in_features, self._ranks.device)
+        hessian = InputHessian(first.in_features, self._ranks.device, first.weight.dtype)
         for batch in inputs:
             hessian.add(batch)
         self._ranks.sum(hessian.sum_II)
@@ -208,7 +208,9 @@ class BlockQuantizer:
         share = ranks.share(rows)
         own_OI = weight_OI[share.start : share.stop]
         # a Hessian that is refused is refused on every rank
-        prepared = prepare(hessian_II, self.spec, name) if hessian_II is not None else None
+        prepared = None
+        if hessian_II is not None:
+            prepared = prepare(hessian_II, self.spec, name, product_dtype(weight_OI.dtype))
         try:
             if prepared:
                 own = gptq(own_OI, prepared, self.spec)

@@ -42,6 +42,8 @@ def checks(place: Place) -> dict[str, Callable[[Place], list[Figure]]]:
         "documents": kernels.documents,
         "training, CPU and GPU": training.cpu_and_gpu,
         "GPTQ, CPU and GPU": gptq.cpu_and_gpu,
+        "GPTQ, CUDA graph": gptq.graph_and_plain,
+        "GPTQ, bf16 Hessian": gptq.bf16_hessian,
         "Hessian, CPU and GPU": hessian.cpu_and_gpu,
     }
     found |= {f"speed, {name}": partial(training.speed, name=name) for name in place.sizes.timed}

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 from typing import Literal, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -11,7 +12,10 @@ from torch import Tensor
 from base.ranks import Ranks
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
+from quant_eval.columns import round_columns
+from quant_eval.gptq import gptq, prepare
 from quant_eval.grid import Rounded
+from quant_eval.hessian import InputHessian
 from quant_eval.measuring.losses import EvaluationSet, PairedLosses
 from quant_eval.measuring.walk import Variant, walk
 from quant_eval.model.streamed import StreamedModel
@@ -26,7 +30,7 @@ FP64_FLOPS = (
     0.67 * 67e12
 )  # an H100's or H200's tensor cores, of which large products reach about two thirds
 FP32_FLOPS = 0.75 * 67e12
-COLUMN_SECONDS = 65e-6  # of a column's launches, some 15 of them
+COLUMN_SECONDS = 16e-6  # of a column's six kernels within a CUDA graph
 
 
 class Walked(NamedTuple):
@@ -59,6 +63,56 @@ def walked(
     (quantized,) = walk(streamed, [variant], data, compute, Ranks(0, 1, device))
     assert quantized.losses
     return Walked(codes, quantized.losses, time.perf_counter() - began_at)
+
+
+def graph_and_plain(place: Place) -> list[Figure]:
+    """The columns of one linear as a CUDA graph and kernel by kernel: equal codes, seconds."""
+    width, device = place.sizes.block.hidden_size, place.torch_device
+    generator = torch.Generator().manual_seed(0)
+    inputs_NI, weight_OI = (torch.randn(2 * width, width, generator=generator) for _ in range(2))
+    hessian = InputHessian(width, device, torch.float32)
+    hessian.add(inputs_NI.to(device))
+    spec = parse_spec(SPEC)
+    prepared, weight_OI = prepare(hessian.mean("linear"), spec, "linear"), weight_OI.to(device)
+
+    def codes_and_seconds() -> tuple[Tensor, float]:
+        for _ in range(2):  # the first makes the graph
+            place.synchronize()
+            began_at = time.perf_counter()
+            codes_OI = gptq(weight_OI, prepared, spec).codes_OI
+            place.synchronize()
+        return codes_OI, time.perf_counter() - began_at
+
+    graph_OI, graph_seconds = codes_and_seconds()
+    with mock.patch("quant_eval.gptq.block_rounding", return_value=round_columns):
+        plain_OI, plain_seconds = codes_and_seconds()
+    each = 1e6 * graph_seconds / width
+    note = f"{each:.3g} us a column; expected 13 to 20 on an H100"
+    return [
+        Figure(
+            "GPTQ, columns as a CUDA graph: codes of the plain kernels",
+            float((graph_OI == plain_OI).double().mean()),
+            "of all",
+            least=1.0,
+        ),
+        Figure(
+            "GPTQ, plain columns over the graph's", plain_seconds / graph_seconds, "x", note=note
+        ),
+    ]
+
+
+def bf16_hessian(place: Place) -> list[Figure]:
+    """The sums of bf16 products on tensor cores against float64."""
+    width = place.sizes.block.hidden_size
+    generator = torch.Generator().manual_seed(0)
+    inputs_NI = torch.randn(4096, width, generator=generator).add(0.3).bfloat16()
+    inputs_NI = inputs_NI.to(place.torch_device)
+    hessian = InputHessian(width, place.torch_device, torch.bfloat16)
+    hessian.add(inputs_NI)
+    exact_II = inputs_NI.double().T @ inputs_NI.double() / len(inputs_NI)
+    size_I = exact_II.diagonal().sqrt()
+    error = (hessian.mean("linear") - exact_II).abs() / (size_I[:, None] * size_I)
+    return [Figure("Hessian of bf16 inputs against float64", float(error.max()), "", most=2e-6)]
 
 
 def evaluation(vocabulary: int, length: int) -> EvaluationSet:
@@ -114,7 +168,7 @@ def block_seconds(place: Place) -> list[Figure]:
     expected = roofline_seconds(model, sequences * length)
     note = (
         f"roofline {expected:.2g} s: Hessians in fp64 at 45 TFLOP/s, forward passes in fp32 at 50,"
-        " 65 us of launches a column; without host copies; the embedding and the evaluation are"
+        " 16 us a column; without host copies; the embedding and the evaluation are"
         " counted as the blocks'"
     )
     most = 4 * expected if place.device == "cuda" else None

@@ -35,6 +35,10 @@ FOLDERS = tuple(
 )
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.matmul, aten.linear}  # of matrices
+# What torch has for CUDA only, by what the CPU has instead.
+ON_CUDA_ONLY = {
+    aten.mm.dtype: lambda left, right, dtype: left.to(dtype) @ right.to(dtype),
+}
 COPIES = {aten._to_copy, aten.copy_, aten._foreach_copy_}
 INDEXING = {aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_}
 
@@ -145,6 +149,34 @@ class StandIn(TorchDispatchMode):
         return _computed(func, args, kwargs or {}, self.places, self.left)
 
 
+class RecordedGraph:
+    """A CUDA graph of the stand-in: `capture` records what writes to tensors, and computes none."""
+
+    open: "RecordedGraph | None" = None
+
+    def __init__(self) -> None:
+        self._operations: list[Callable[[], Any]] = []
+
+    @classmethod
+    @contextmanager
+    def capture(cls, graph: "RecordedGraph") -> Iterator[None]:
+        """Record the operations of the context."""
+        cls.open = graph
+        try:
+            yield
+        finally:
+            cls.open = None
+
+    def record(self, operation: Callable[[], Any]) -> None:
+        """Keep an operation for every replay."""
+        self._operations.append(operation)
+
+    def replay(self) -> None:
+        """Compute all operations on the tensors as they are now."""
+        for operation in self._operations:
+            operation()
+
+
 def _computed(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], places: set[str], left: str | None
 ) -> Any:
@@ -167,9 +199,11 @@ def _computed(
             stays = place != left
     kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     wrappers = {id(tensor.held): tensor for tensor in on_gpu}
-    made = func(
-        *_each(_held, args), **{name: _each(_held, value) for name, value in kwargs.items()}
-    )
+    held = _each(_held, args), {name: _each(_held, value) for name, value in kwargs.items()}
+    if RecordedGraph.open and on_gpu and func._schema.is_mutable:
+        RecordedGraph.open.record(lambda: func(*held[0], **held[1]))
+        return kwargs.get("out", args[0])
+    made = ON_CUDA_ONLY.get(func, func)(*held[0], **held[1])
     return _each(lambda leaf: _wrapped(leaf, wrappers), made) if stays else made
 
 
@@ -278,6 +312,8 @@ def gpu(left: str | None = None) -> Iterator[StandIn]:
         "Stream": Ordered,
         "current_stream": Ordered,
         "stream": nullcontext,
+        "CUDAGraph": RecordedGraph,
+        "graph": RecordedGraph.capture,
         "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *memory: 0),
         "check_error": lambda status: None,
     }

@@ -1,0 +1,83 @@
+"""Rounding of one block of columns, each on the errors of those before it.
+
+`gptq.gptq` calls `block_rounding` for each block of a weight.
+
+Shapes: C columns of a block, O output features (rows), G groups of a row.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from quant_eval.grid import Grid
+
+Rounding = Callable[[Tensor, Tensor, Grid, Tensor, Tensor], None]
+
+
+def block_rounding(num_columns: int, num_rows: int, device: torch.device) -> Rounding:
+    """Return `round_columns`, on a GPU as a CUDA graph, which is kept for the next weight."""
+    if device.type == "cuda":
+        return _graph(num_columns, num_rows, device)
+    return round_columns
+
+
+def round_columns(
+    weight_CO: Tensor, factor_CC: Tensor, grid: Grid, group_C: Tensor, steps_CO: Tensor
+) -> None:
+    """Write the steps of a block of columns to `steps_CO`; its weights become rounding errors.
+
+    `grid` [G, O] has the rows that `group_C` names. After column k (from 1), the last s columns
+    reach the next s, s the largest power of two that divides k: so every column is reached by all
+    before it when its turn comes, in products rather than one column at a time.
+    """
+    groups = group_C.tolist()
+    grids = {group: grid.of(group) for group in set(groups)}
+    restored_O = torch.empty_like(weight_CO[0])
+    columns = zip(weight_CO.unbind(), steps_CO.unbind(), groups, strict=True)
+    for k, (weight_O, step_O, group) in enumerate(columns, start=1):
+        grids[group].steps(weight_O, out=step_O)
+        weight_O.sub_(torch.mul(step_O, grids[group].scale, out=restored_O))
+        s = k & -k
+        weight_CO[k : k + s].addmm_(
+            factor_CC[k - s : k, k : k + s].T, weight_CO[k - s : k], alpha=-1
+        )
+
+
+class _Graph:
+    """`round_columns` of one shape as a CUDA graph: hundreds of kernels in one launch."""
+
+    def __init__(self, num_columns: int, num_rows: int, device: torch.device) -> None:
+        shape = (num_columns, num_rows)
+        self._weight_CO, self._steps_CO, *bounds = torch.ones(5, *shape, device=device)
+        self._factor_CC = torch.ones(num_columns, num_columns, device=device)
+        self._grid = Grid(*bounds)
+
+        # the first products make what cuBLAS keeps, which no graph may record
+        beside, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        beside.wait_stream(current)
+        with torch.cuda.stream(beside):
+            self._round()
+        current.wait_stream(beside)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._round()
+
+    def _round(self) -> None:
+        group_C = torch.arange(len(self._weight_CO))  # here each column has a row of its own
+        round_columns(self._weight_CO, self._factor_CC, self._grid, group_C, self._steps_CO)
+
+    def __call__(
+        self, weight_CO: Tensor, factor_CC: Tensor, grid: Grid, group_C: Tensor, steps_CO: Tensor
+    ) -> None:
+        """Copy a block in, replay the graph, and copy its errors and steps out."""
+        self._weight_CO.copy_(weight_CO)
+        self._factor_CC.copy_(factor_CC)
+        self._grid.copy_(grid.of(group_C))
+        self._graph.replay()
+        weight_CO.copy_(self._weight_CO)
+        steps_CO.copy_(self._steps_CO)
+
+
+_graph = lru_cache(maxsize=4)(_Graph)  # the groups of linears of a block differ in their rows
