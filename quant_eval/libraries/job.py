@@ -52,6 +52,7 @@ class Job(Frozen):
     dtype: Literal["fp32", "bf16"] = Field(
         description="the model's while it is quantized, and that of the weights"
     )
+    device: Literal["cpu", "cuda"] = Field(description="cuda: the first GPU that is visible")
     batch_size: int = Field(ge=1)
     threads: int = Field(ge=1)
     out: Path
@@ -106,6 +107,7 @@ def _opened(
             spec=spec,
             calibration=work / "calibration.safetensors",
             dtype=compute.dtype,
+            device=compute.device,
             batch_size=compute.batch_size,
             threads=torch.get_num_threads(),
             out=work / "out",
@@ -121,13 +123,18 @@ def _opened(
         shutil.rmtree(work)
 
 
-def process_environment(threads: int) -> dict[str, str]:
-    """Return that of a process which finds this project from anywhere and asks no hub."""
+def process_environment(threads: int, device: str = "cpu") -> dict[str, str]:
+    """Return that of a process which finds this project from anywhere and asks no hub.
+
+    Libraries take a GPU where they see one: on the CPU every GPU is hidden.
+    """
     paths = [
         str(Path(__file__).resolve().parents[2]),
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
     settings = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if device == "cpu":
+        settings["CUDA_VISIBLE_DEVICES"] = ""
     return os.environ | settings | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -152,7 +159,7 @@ def run_job(job: Job) -> Report:
             text=True,
             errors="replace",
             check=False,
-            env=process_environment(job.threads),
+            env=process_environment(job.threads, job.device),
             cwd=place,  # where a library leaves its logs
         )
     if done.returncode:
@@ -163,9 +170,17 @@ def run_job(job: Job) -> Report:
 def write_report(
     job: Job, weights: dict[str, Tensor], library: str, version: str, settings: dict[str, Any]
 ) -> None:
-    """Leave the outcome of a job where `run_job` looks for it."""
+    """Leave the outcome of a job where `run_job` looks for it.
+
+    UserError if the library did not compute on the job's device.
+    """
+    on_gpu = torch.cuda.is_initialized() and torch.cuda.max_memory_allocated() > 0
+    used = "cuda" if on_gpu else "cpu"
+    if used != job.device:
+        raise UserError(f"{library} computed on {used}, not on {job.device}; give --device {used}")
     save_file(weights, job.out / WEIGHTS)
-    report = Report(library=library, version=version, settings=settings | {"threads": job.threads})
+    settings = settings | {"threads": job.threads, "device": used}
+    report = Report(library=library, version=version, settings=settings)
     write_json(job.out / REPORT, report.model_dump(mode="json"))
 
 

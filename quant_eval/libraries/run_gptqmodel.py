@@ -203,14 +203,13 @@ def quantize(job: Job) -> None:
     }
     os.environ.update(ENVIRONMENT)
     pcre.stand_in()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
 
     import gptqmodel
     from gptqmodel.models._const import normalize_device
     from gptqmodel.models.auto import check_and_get_model_definition
     from gptqmodel.quantization import GPTQ
 
-    settings = quantize_config(spec, device)
+    settings = quantize_config(spec, job.device)
     config = gptqmodel.QuantizeConfig(**settings, compute_device_filter=lambda devices: devices[:1])
     for key, value in settings.items():
         if isinstance(value, int | float | None) and getattr(config, key) != value:
@@ -218,7 +217,7 @@ def quantize(job: Job) -> None:
                 f"spec {spec.name}: gptqmodel takes {getattr(config, key)} instead of {value} for"
                 f" {key}"
             )
-    config.device = normalize_device(device)
+    config.device = normalize_device(job.device)
     # Not through GPTQModel.load: that wants a tokenizer beside the model, and has no use for it.
     definition = check_and_get_model_definition(str(job.hf_dir))
     model = definition(

@@ -79,7 +79,7 @@ class NotingAWQModifier(AWQModifier):
                 " weights"
             )
         scales_I: Tensor = super()._compute_best_scale(mapping, *arguments)
-        self._found[mapping.smooth_name] = scales_I
+        self._found[mapping.smooth_name] = scales_I.cpu()
         return scales_I
 
 

@@ -141,6 +141,7 @@ def run_gptqmodel(place: Path, _: Tensor) -> Cost:
         spec=parse_spec(SPEC),
         calibration=place / "ids.safetensors",
         dtype="fp32",
+        device="cpu",
         batch_size=BATCH_SIZE,
         threads=1,
         out=place,

@@ -33,7 +33,7 @@ def make_job(hf_dir, out, spec, dtype):
         "spec": parse_spec(spec),
         "calibration": out / "calibration.safetensors",
     }
-    return Job(**values, dtype=dtype, batch_size=BATCH, threads=1, out=out)
+    return Job(**values, dtype=dtype, device="cpu", batch_size=BATCH, threads=1, out=out)
 
 
 def load_original(hf_dir):

@@ -84,6 +84,7 @@ def job(wide_hf_dir, tmp_path_factory) -> Job:
         spec=parse_spec(f"gptqmodel-b3-g{GROUP}-asym-damp0.02"),
         calibration=place / "ids.safetensors",
         dtype="fp32",
+        device="cpu",
         batch_size=8,
         threads=1,
         out=place / "out",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from base.errors import UserError
-from quant_eval.libraries.job import REPORT, WEIGHTS, Job, run_job
+from quant_eval.libraries.job import REPORT, WEIGHTS, Job, run_job, write_report
 from quant_eval.specs import parse_spec
 
 
@@ -34,6 +34,7 @@ def job_in(out: Path) -> Job:
         spec=parse_spec("gptqmodel-b4-g128"),
         calibration=Path("calibration.safetensors"),
         dtype="fp32",
+        device="cpu",
         batch_size=2,
         threads=3,
         out=out,
@@ -61,6 +62,24 @@ def test_the_process_gets_the_job_and_its_report_comes_back(tmp_path, monkeypatc
     assert place != tmp_path
     assert not place.exists()
     assert "OMP_NUM_THREADS=3\n" in (tmp_path / "env").read_text()
+
+
+@pytest.mark.parametrize(("device", "visible"), [("cpu", ""), ("cuda", "2,3")])
+def test_the_process_sees_gpus_only_where_it_is_to_use_one(
+    tmp_path, monkeypatch, process, device, visible
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    process(f"env > {tmp_path}/env; exit 1")
+    with pytest.raises(UserError):
+        run_job(job_in(tmp_path / "out").model_copy(update={"device": device}))
+    assert f"\nCUDA_VISIBLE_DEVICES={visible}\n" in (tmp_path / "env").read_text()
+
+
+def test_a_library_that_computed_elsewhere_is_refused(tmp_path):
+    job = job_in(tmp_path).model_copy(update={"device": "cuda"})
+    with pytest.raises(UserError, match="other computed on cpu, not on cuda; give --device cpu"):
+        write_report(job, {}, "other", "1", {})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
