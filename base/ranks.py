@@ -36,6 +36,11 @@ class Ranks(NamedTuple):
                     part.copy_(moved)
         return tensor
 
+    def broadcast(self, tensor: Tensor, owner: int) -> None:
+        """Give a contiguous tensor the values of rank `owner`; every rank has to call it."""
+        if self.size > 1:
+            dist.broadcast(tensor, owner)
+
     def gather(self, own: Tensor, count: int) -> Tensor:
         """Return all `count` rows, from every rank's `share` of them; every rank has to call it."""
         if self.size == 1:
@@ -52,6 +57,9 @@ class Ranks(NamedTuple):
         """Wait until every rank is here."""
         if self.size > 1:
             dist.barrier()
+
+
+ALONE = Ranks(0, 1, torch.device("cpu"))  # a process by itself
 
 
 def own_gpu() -> torch.device:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from base.errors import UserError
+from base.ranks import ALONE, Ranks
 from quant_eval.columns import block_rounding
 from quant_eval.grid import Grid, Rounded, check_scales, fit_grid
+from quant_eval.inverse import scaled_inverse
 from quant_eval.specs import QuantSpec
 
 # Columns whose errors reach the columns right of them together. Part of the definition: see `gptq`
@@ -72,7 +74,11 @@ def _quadratic_forms(rows_CI: Tensor, hessian_II: Tensor) -> Tensor:
 
 
 def prepare(
-    hessian_II: Tensor, spec: QuantSpec, name: str, products: torch.dtype = torch.float64
+    hessian_II: Tensor,
+    spec: QuantSpec,
+    name: str,
+    products: torch.dtype = torch.float64,
+    ranks: Ranks = ALONE,
 ) -> Preparation:
     """Return the order of the columns and the factor of the damped inverse Hessian.
 
@@ -86,8 +92,9 @@ def prepare(
     damping nor order sees dead columns: they come last.
 
     The scale of H = X X^T, float64, is free; `products` is the dtype its products were summed in.
-    UserError, which calls the weight `name`, if H holds no live column, or is not positive definite
-    beyond what its precision can tell; nothing else is tried.
+    All `ranks` call it with the same H and share the work. UserError, which calls the weight
+    `name`, if H holds no live column, or is not positive definite beyond what its precision can
+    tell; nothing else is tried.
     """
     assert spec.damping is not None
     diagonal_I = hessian_II.diagonal()
@@ -97,7 +104,7 @@ def prepare(
     order_I = _order(diagonal_I, spec)
     live_mean = diagonal_I[~dead_I].mean()
     added_I = (dead_I + spec.damping) * live_mean
-    factor_II = _factor(hessian_II, added_I, order_I, products)
+    factor_II = _factor(hessian_II, added_I, order_I, products, ranks)
     if factor_II is None:
         raise UserError(
             f"{name}: the calibration Hessian with damping {spec.damping:g} is not positive"
@@ -121,7 +128,7 @@ def _order(diagonal_I: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _factor(
-    hessian_II: Tensor, added_I: Tensor, order_I: Tensor, products: torch.dtype
+    hessian_II: Tensor, added_I: Tensor, order_I: Tensor, products: torch.dtype, ranks: Ranks
 ) -> Tensor | None:
     """Return diag(U)^-1 U for the upper triangular U with U^T U = (H + diag(added))^-1.
 
@@ -144,10 +151,7 @@ def _factor(
     lower_II, failed_at = torch.linalg.cholesky_ex(damped_II)
     root_I = lower_II.diagonal().clone()
     del damped_II  # of 11,008 inputs each of these takes 1 GB
-    # F lower = diag(lower), both in reverse
-    factor_II: Tensor = torch.linalg.solve_triangular(
-        lower_II, root_I.diag(), upper=False, left=False
-    )
+    factor_II = scaled_inverse(lower_II, ranks)  # F lower = diag(lower), both in reverse
     del lower_II
     size_I, parts = diagonal_I.sqrt(), factor_II.split(CHUNK_ROWS)
     moved_I = torch.cat([part_CI.abs() @ size_I for part_CI in parts]).square()

@@ -210,7 +210,8 @@ class BlockQuantizer:
         # a Hessian that is refused is refused on every rank
         prepared = None
         if hessian_II is not None:
-            prepared = prepare(hessian_II, self.spec, name, product_dtype(weight_OI.dtype))
+            products = product_dtype(weight_OI.dtype)
+            prepared = prepare(hessian_II, self.spec, name, products, ranks)
         try:
             if prepared:
                 own = gptq(own_OI, prepared, self.spec)

@@ -185,5 +185,5 @@ def roofline_seconds(model: ModelConfig, tokens: int) -> float:
         width**3 for width in inputs
     )  # Cholesky a third, the inverse a third, errors of the rows the rest
     attention, mlp = 4 * hidden**2, 3 * hidden * wide
-    forward = 2 * tokens * (attention + 2 * mlp)  # gate and up run twice more than once
+    forward = 2 * tokens * (attention + mlp)
     return (hessians + factors) / FP64_FLOPS + forward / FP32_FLOPS + sum(inputs) * COLUMN_SECONDS

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from base.errors import UserError
-from base.ranks import Ranks, start
+from base.ranks import ALONE, Ranks, start
+from quant_eval.inverse import scaled_inverse
 from quant_eval.measuring.saving import SavedWeights
 from tests.quant_eval.models import make_model
 from tests.runs import ranks
@@ -23,7 +24,7 @@ def results(tmp_path_factory, train_prefix, held_out_prefix):
     """
     root = tmp_path_factory.mktemp("ranks")
     model = make_model(
-        root / "model", "llama", hidden_size=64, intermediate_size=128, attention_bias=False
+        root / "model", "llama", hidden_size=64, intermediate_size=288, attention_bias=False
     )
     found = {}
     for size in (1, 3):
@@ -88,6 +89,25 @@ def test_shares_cover_everything_once():
             shares = [Ranks(rank, size, torch.device("cpu")).share(count) for rank in range(size)]
             assert [index for share in shares for index in share] == list(range(count))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+class _Silent(Ranks):
+    """A rank that others hear nothing from."""
+
+    def broadcast(self, tensor, owner):
+        """Keep what this rank computed."""
+
+
+def test_parts_of_the_inverse_have_the_same_bits_on_any_number_of_ranks():
+    generator = torch.Generator().manual_seed(0)
+    rows_NI = torch.randn(900, 700, dtype=torch.float64, generator=generator)
+    lower_II = torch.linalg.cholesky(rows_NI.T @ rows_NI)
+    whole_II = scaled_inverse(lower_II, ALONE)
+    expected_II = lower_II.diagonal()[:, None] * torch.linalg.inv(lower_II)
+    torch.testing.assert_close(whole_II, expected_II, rtol=1e-12, atol=1e-12)
+    parts = [scaled_inverse(lower_II, _Silent(rank, 4, ALONE.device)) for rank in range(4)]
+    assert torch.equal(sum(parts), whole_II)  # each part is one rank's alone
+    assert all(part_II.any() for part_II in parts)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
