@@ -168,7 +168,8 @@ def run(
 
     from train.loop import train
 
-    torch.use_deterministic_algorithms(settings.deterministic)
+    if settings.deterministic:  # the call imports torch's compiler, a second of a start
+        torch.use_deterministic_algorithms(True)
     if set_ and is_rank_zero():
         typer.echo(f"training {run_dir}")
     train(run_dir, config, settings)

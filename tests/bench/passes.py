@@ -76,7 +76,7 @@ def heads(x: Tensor, weights: dict[str, Tensor]) -> tuple[Tensor, ...]:
 def fused(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
     """A layer as `train.megatron.layers.Olmo2Layer` computes it."""
     query, key, value = heads(x, weights)
-    norms = (weights[name].view(HEADS, WIDTH) for name in ("q_norm", "k_norm"))
+    norms = weights["q_norm"], weights["k_norm"]
     query, key = elementwise.normed_and_rotated(
         query, key, *norms, rotary_base=BASE, eps=EPS, group=None
     )

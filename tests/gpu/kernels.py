@@ -20,14 +20,14 @@ def rope(place: Place) -> list[Figure]:
     length, device = place.sizes.timed_length, place.torch_device
     generator = torch.Generator().manual_seed(0)
     query_SBNE = torch.randn(length, 1, 4, HEAD, generator=generator).bfloat16()
-    weight_NE = torch.ones(4, HEAD, dtype=torch.bfloat16)
+    weight_W = torch.ones(4 * HEAD, dtype=torch.bfloat16)
     inverse_E2 = ROPE_BASE ** (-torch.arange(0, HEAD, 2).double() / HEAD)
     angles_SE = torch.outer(torch.arange(length).double(), inverse_E2).repeat(1, 2)[:, None, None]
     squares_SB11 = query_SBNE.double().square().mean((2, 3), keepdim=True)
     normed_SBNE = query_SBNE.double() / (squares_SB11 + 1e-6).sqrt()
     first, second = normed_SBNE.chunk(2, -1)
     exact = normed_SBNE * angles_SE.cos() + torch.cat((-second, first), -1) * angles_SE.sin()
-    query, weight = query_SBNE.to(device), weight_NE.to(device)
+    query, weight = query_SBNE.to(device), weight_W.to(device)
     turned, _ = normed_and_rotated(
         query, query, weight, weight, rotary_base=ROPE_BASE, eps=1e-6, group=None
     )

@@ -44,7 +44,7 @@ def assert_equal(function: Callable[..., Tensor], plain: Callable[..., Tensor], 
 def fused(qkv: Tensor, query_weight: Tensor, key_weight: Tensor) -> Tensor:
     """Queries and keys as views of one tensor, as a layer has them; both in one output."""
     query, key, _ = qkv.unflatten(-1, (HEADS, 3 * WIDTH)).split(WIDTH, -1)
-    weights = (weight.view(HEADS, WIDTH) for weight in (query_weight, key_weight))
+    weights = query_weight, key_weight
     return torch.stack(
         normed_and_rotated(query, key, *weights, rotary_base=BASE, eps=EPS, group=None)
     )
@@ -109,7 +109,7 @@ def test_swiglu():
 def test_torch_compiles_each_into_one_graph():
     """The function a GPU runs is traced whole, forward and backward, and equals the CPU's."""
     query, key, _ = QKV.unflatten(-1, (HEADS, 3 * WIDTH)).split(WIDTH, -1)
-    heads, weights = [query, key], [weight.view(HEADS, WIDTH) for weight in WEIGHTS]
+    heads, weights = [query, key], list(WEIGHTS)
     turns = rotations(LENGTH, WIDTH, BASE, QKV.device)
     _, inverses = elementwise._heads(heads, weights, *turns, EPS, None)
     x, gate_up = draw(LENGTH, SEQUENCES, SIZE), draw(LENGTH, SEQUENCES, 2 * SIZE)

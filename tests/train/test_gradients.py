@@ -53,7 +53,7 @@ def gradients_of_engine(run_dir: str, hf_dir: str, out: str) -> None:
     from train.megatron import loss
     from train.megatron.engine import MegatronEngine
 
-    vars(loss)["LOSS_CHUNK_TOKENS"] = (
+    vars(loss)["CPU_CHUNK_TOKENS"] = (
         48  # three chunks of a microbatch of 128 tokens, the last one shorter
     )
     engine = MegatronEngine(load_run(Path(run_dir) / "run.json"), start())

@@ -210,8 +210,8 @@ class Olmo2Layer(TransformerLayer):
         return normed_and_rotated(
             query,
             key,
-            attention.q_layernorm.weight.view(query.shape[2:]),
-            attention.k_layernorm.weight.view(key.shape[2:]),
+            attention.q_layernorm.weight,
+            attention.k_layernorm.weight,
             rotary_base=self.rotary_base,
             eps=self.config.layernorm_epsilon,
             group=group if group.size() > 1 else None,

@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 from train.model.elementwise import compiled_on_gpu
 from train.run.parallel import LOSS_CHUNK_TOKENS
 
+CPU_CHUNK_TOKENS = 256  # whose logits at a few thousand rows stay in the cache of a core
+
 
 class Targets(NamedTuple):
     """The labels of all tokens, which of them count, and the factor of z-loss."""
@@ -64,11 +66,12 @@ class _HeadLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         sums = torch.zeros(2, dtype=torch.float64, device=hidden_TH.device)
         num_labels = len(targets.labels_T)
+        chunk_tokens = CPU_CHUNK_TOKENS if hidden_TH.is_cpu else LOSS_CHUNK_TOKENS
         if differentiate:
             by_hidden_TH, by_weight_VH = torch.empty_like(hidden_TH), torch.zeros_like(weight_VH)
 
-        for start in range(0, num_labels, LOSS_CHUNK_TOKENS):
-            part = slice(start, start + LOSS_CHUNK_TOKENS)
+        for start in range(0, num_labels, chunk_tokens):
+            part = slice(start, start + chunk_tokens)
             chunk = Targets(targets.labels_T[part], targets.counted_T[part], targets.z_loss)
             hidden_CH = hidden_TH[part]
             logits_CV = hidden_CH @ weight_VH.t()

@@ -5,7 +5,8 @@ added to, and SwiGLU. Their gradients are written out, so backward keeps inputs 
 compiles to a pass or two over its tensors on a GPU. `train.megatron.layers` calls them.
 
 Shapes: S tokens, B sequences, N heads of this rank, D head size, H hidden size, F intermediate
-size of this rank. A norm is over all axes after the first two.
+size of this rank, W features of a norm: hidden size, or N x D. A CPU is slow on the rows of a head
+in the output of a linear, which are short and apart: norms take [S, B, W].
 """
 
 from collections.abc import Callable, Sequence
@@ -43,15 +44,14 @@ def _over_ranks(sums: list[Tensor], group: Group) -> list[Tensor]:
     return list(stacked)
 
 
-def _num_features(x: Tensor, group: Group) -> int:
-    return x[0, 0].numel() * (1 if group is None else group.size())
+def _num_features(x_SBW: Tensor, group: Group) -> int:
+    return x_SBW.shape[-1] * (1 if group is None else group.size())
 
 
 def _inverse_rms(tensors: Sequence[Tensor], eps: float, group: Group) -> list[Tensor]:
-    """Return 1 / sqrt(mean of squares + eps) per token and tensor: [S, B, 1, ...] in fp32."""
+    """Return 1 / sqrt(mean of squares + eps) per token and tensor: [S, B, 1] in fp32."""
     norms = [
-        torch.linalg.vector_norm(x, dim=tuple(range(2, x.dim())), keepdim=True, dtype=torch.float32)
-        for x in tensors
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32) for x in tensors
     ]
     squares = _over_ranks([norm.square() for norm in norms], group)
     return [
@@ -76,8 +76,8 @@ def _norm_gradients(
     products = [dy * n for dy, n in zip(gradients, normed, strict=True)]
     dots = _over_ranks(
         [
-            (product.flatten(2) @ weight.float().flatten()).view_as(inverse)
-            for product, weight, inverse in zip(products, weights, inverses, strict=True)
+            (product @ weight.float()).unsqueeze(-1)
+            for product, weight in zip(products, weights, strict=True)
         ],
         group,
     )
@@ -140,10 +140,11 @@ def _heads(
     eps: float,
     group: Group,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    inverses = _inverse_rms(heads, eps, group)
+    rows = [head.flatten(2) for head in heads]
+    inverses = _inverse_rms(rows, eps, group)
     outputs = [
-        rotated((x * inverse).mul_(weight), cos, sin).to(x.dtype)
-        for x, weight, inverse in zip(heads, weights, inverses, strict=True)
+        rotated((x * inverse).mul_(weight).view(head.shape), cos, sin).to(x.dtype)
+        for head, x, weight, inverse in zip(heads, rows, weights, inverses, strict=True)
     ]
     return outputs, inverses
 
@@ -158,8 +159,11 @@ def _heads_gradients(
     sin: Tensor,
     group: Group,
 ) -> list[Tensor]:
-    back = [rotated(gradient, cos, -sin) for gradient in gradients]
-    return _norm_gradients(heads, weights, inverses, back, group)
+    rows = [head.flatten(2) for head in heads]
+    back = [rotated(gradient.contiguous(), cos, -sin).flatten(2) for gradient in gradients]
+    *by_rows, by_query_weight, by_key_weight = _norm_gradients(rows, weights, inverses, back, group)
+    by_heads = [by_x.view(head.shape) for by_x, head in zip(by_rows, heads, strict=True)]
+    return [*by_heads, by_query_weight, by_key_weight]
 
 
 class _Heads(torch.autograd.Function):
@@ -190,7 +194,7 @@ class _Heads(torch.autograd.Function):
 def normed_and_rotated(
     query_SBND: Tensor,
     key: Tensor,
-    query_weight_ND: Tensor,
+    query_weight_W: Tensor,
     key_weight: Tensor,
     *,
     rotary_base: float,
@@ -203,9 +207,10 @@ def normed_and_rotated(
     forward and backward. A plain all-reduce of the squares alone would get the gradient wrong.
     Positions count from 0.
     """
-    length, head_dim = query_SBND.shape[0], query_SBND.shape[-1]
-    turns = rotations(length, head_dim, rotary_base, query_SBND.device)
-    query, key = _Heads.apply(query_SBND, key, query_weight_ND, key_weight, turns, eps, group)
+    length, _, heads, head_dim = query_SBND.shape
+    repeats = heads if query_SBND.device.type == "cpu" and key.shape[2] == heads else 1
+    turns = rotations(length, head_dim, rotary_base, query_SBND.device, repeats)
+    query, key = _Heads.apply(query_SBND, key, query_weight_W, key_weight, turns, eps, group)
     return query, key
 
 
