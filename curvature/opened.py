@@ -13,10 +13,11 @@ from base.environment import environment
 from base.ranks import Ranks
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.forward import read_config
-from ckpt_tools.hf.model import identify, load_hf_model
+from ckpt_tools.hf.model import identify
 from curvature.architectures import architecture_of
 from curvature.batches import Batches
 from curvature.cost.memory import check_loading
+from curvature.loading import WeightFiles
 from curvature.products.exact import DualHessian
 from curvature.products.finite_difference import RELATIVE_CHANGE, difference_product
 from curvature.products.guard import check_product
@@ -94,19 +95,20 @@ def open_model(
         needed=needed,
     )
     check_loading(config, settings, ranks)
-    # The guard's reference runs HF's code on another attention kernel than the formula that the
-    # dual layers spell out.
-    loaded = load_hf_model(hf_dir, torch.float32, "sdpa")
-    if not (sharded and ranks.size > 1):  # FSDP2 moves block by block what no GPU might hold
-        loaded.to(ranks.device)  # type: ignore[arg-type]
+    files = WeightFiles(hf_dir, config)
+    # The guard's reference runs HF's code with sdpa, another attention kernel than the formula that
+    # the dual layers spell out. FSDP2 takes from the CPU what it shards: there empty tensors take
+    # no memory.
+    place = torch.device("cpu") if sharded and ranks.size > 1 else ranks.device
     model = CurvedModel(
-        loaded,
+        files.empty(place),
         ranks=ranks,
         sharding=settings.sharding,
         dtype=DTYPES[settings.dtype],
         checkpointing=settings.checkpointing,
         vectors=torch.device("cpu") if settings.vectors == "host" else None,
     )
+    files.fill(model.parameters)
     hessian = DualHessian(model)
     first_BS1 = batches.number(0, settings.microbatch_sequences)
     sketch = CountSketch(model.parameters, Probe(settings.seed, 0))

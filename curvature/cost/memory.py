@@ -96,29 +96,25 @@ def gpu_memory(
 
 
 def host_memory(parameters: int, settings: CurvatureSettings, world_size: int) -> float:
-    """Return the most bytes of a rank on its host: models on their way, vectors after that."""
-    sharded = settings.sharding == "fsdp" and world_size > 1
-    held = parameters / (world_size if sharded else 1)
+    """Return the most bytes of a GPU's rank on its host; weights are read by rows."""
+    held = parameters / (world_size if settings.sharding == "fsdp" else 1)
     vectors = FP32 * held * work_of(settings).vectors if settings.vectors == "host" else 0.0
-    return PROCESS_BYTES + max(_loading_bytes(parameters, settings, sharded), vectors)
-
-
-def _loading_bytes(parameters: int, settings: ProductSettings, sharded: bool) -> float:
-    """Return a rank's whole model; what is to be sharded gets its tangents on the host too."""
-    return parameters * (FP32 + (tangent_bytes(settings) if sharded else 0))
+    return PROCESS_BYTES + vectors
 
 
 def check_loading(config: PretrainedConfig, settings: ProductSettings, ranks: Ranks) -> None:
-    """Raise UserError where the models of this machine's ranks find no room while they load."""
+    """Raise UserError where the host has no room for the models of its ranks without GPUs."""
+    if ranks.device.type != "cpu":
+        return
     parameters = sum(weight.numel() for weight in empty_model(config).parameters())
-    sharded = settings.sharding == "fsdp" and ranks.size > 1
-    needed = _loading_bytes(parameters, settings, sharded)
+    held = parameters / (ranks.size if settings.sharding == "fsdp" else 1)
+    needed = held * (FP32 + tangent_bytes(settings))
     beside, free = _ranks_here(), free_memory()
     if needed * beside > free:
         raise UserError(
-            f"{beside} times {needed / 1e9:.3g} GB of host memory are needed while the model is"
-            f" loaded, {free / 1e9:.3g} GB are free; ask for more memory, or start fewer ranks on a"
-            " machine"
+            f"{beside} times {needed / 1e9:.3g} GB of host memory are needed for weights and"
+            f" tangents, {free / 1e9:.3g} GB are free; ask for more memory, or start fewer ranks"
+            " on a machine"
         )
 
 

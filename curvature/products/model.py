@@ -67,7 +67,8 @@ class CurvedModel:
         """Take over `model`.
 
         Args:
-            model: in eval mode and on the rank's device.
+            model: in eval mode, on the rank's device, or on the CPU if it is to be sharded. Its
+                weights may be filled in later.
             ranks: see above.
             sharding: see above.
             dtype: of the dual layers' products of matrices; by default the parameters' own.
@@ -91,6 +92,8 @@ class CurvedModel:
         self.parameters = Parameters(
             model, ranks.sum if self._sharded else lambda summed: summed, vectors
         )
+        for name in self.parameters.weights:
+            self.tangent(name).zero_()
 
     def _shard(self, model: Any) -> None:
         mesh = init_device_mesh(self._ranks.device.type, (self._ranks.size,))
@@ -206,13 +209,16 @@ def _extended(layer: Any, block: Block, checkpointing: bool) -> Callable[..., An
 
 
 def _add_tangents(model: nn.Module, dtype: torch.dtype) -> None:
-    """Put `weight_tangent` beside every `weight`; a tied parameter has one tangent too."""
+    """Put `weight_tangent` beside every `weight`; a tied parameter has one tangent too.
+
+    They are empty, so that of a model to be sharded no tangent takes memory as a whole.
+    """
     tangents: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
         for name, weight in list(module.named_parameters(recurse=False)):
             if id(weight) not in tangents:
-                zeros = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
-                tangents[id(weight)] = nn.Parameter(zeros, requires_grad=False)
+                empty = torch.empty_like(weight, dtype=dtype, requires_grad=False)
+                tangents[id(weight)] = nn.Parameter(empty, requires_grad=False)
             module.register_parameter(name + TANGENT, tangents[id(weight)])
 
 

@@ -104,6 +104,10 @@ class Parameters:
             if direction:
                 weight.add_(direction(name).to(weight.device), alpha=step)
 
+    def first_row(self, name: str) -> int:
+        """Return the row of a whole tensor that this rank's part begins at."""
+        return self._starts[name] // max(1, self.shapes[name][1:].numel())
+
     def take(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return this rank's part of the vector made of whole tensors by name; 0 for the others."""
         v_p = self.zeros()

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BITS_PER_WORD = 64
-# 2 million signs: what is made at once does not grow with the parameter. A GPU waits for every
-# launch.
-WORDS_PER_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 18}
+# What is made at once does not grow with the parameter: on a CPU 1 MB of signs, which stays in its
+# cache; on a GPU, which waits for every launch, 67 million signs. A probe of 7 billion parameters
+# takes 8,700 launches.
+WORDS_PER_CHUNK = {"cpu": 1 << 12, "cuda": 1 << 20}
 MASK = (1 << BITS_PER_WORD) - 1
 
 

@@ -111,7 +111,7 @@ def test_bad_models(refusal, tmp_path):
     (model / "model.safetensors").unlink()
     assert "holds no .safetensors weights; give a complete HF directory" in refusal(model)
     (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    assert "a weight file is damaged" in refusal(model)
+    assert "model.safetensors is damaged" in refusal(model)
     (model / "model.safetensors").write_bytes(weights)
     lineage: dict[str, Any] = {"kind": "export", "files": {}, "parity": None}
     (model / "lineage.json").write_text(json.dumps(lineage))

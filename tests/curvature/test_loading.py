@@ -1,0 +1,53 @@
+"""Models filled row by row against transformers' own loading."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ckpt_tools.hf.forward import read_config
+from curvature.loading import WeightFiles
+from curvature.products.model import CurvedModel
+from tests.curvature.architectures.variants import VARIANTS
+from tests.curvature.conftest import ALONE, tiny_model
+
+CPU = torch.device("cpu")
+
+
+def resident_mib() -> float:
+    """Memory of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_weight_and_constant_is_the_files(tmp_path, monkeypatch, variant, dtype):
+    """Rows are read one at a time, as those of a large matrix are in parts."""
+    monkeypatch.setattr("curvature.loading.BYTES_AT_ONCE", 1)
+    tiny_model(torch.float32, **VARIANTS[variant]).to(dtype).save_pretrained(tmp_path)
+    files = WeightFiles(tmp_path, read_config(tmp_path))
+    model = files.empty(CPU)
+    curved = CurvedModel(model, ranks=ALONE)
+    files.fill(curved.parameters)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert set(curved.parameters.weights) == dict(expected.named_parameters()).keys()
+    for name, weight in curved.parameters.weights.items():
+        assert torch.equal(weight, expected.get_parameter(name)), name
+    buffers = dict(model.named_buffers())
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+
+
+def test_an_empty_model_takes_no_memory_before_it_is_filled(tmp_path):
+    """Of more than 100 million weights, 400 MiB."""
+    tiny_model(torch.float32).save_pretrained(tmp_path)
+    files = WeightFiles(tmp_path, read_config(tmp_path))
+    wide = read_config(tmp_path)
+    wide.hidden_size, wide.intermediate_size, wide.num_hidden_layers = 2048, 8192, 2
+    files._config = wide
+    before = resident_mib()
+    empty = files.empty(CPU)
+    assert sum(weight.numel() for weight in empty.parameters()) > 100e6
+    assert resident_mib() - before < 64
