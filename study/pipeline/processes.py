@@ -6,6 +6,7 @@ and an interpreter of its own.
 """
 
 import json
+import select
 import signal
 import socket
 import subprocess
@@ -29,10 +30,6 @@ class Process:
     ) -> None:
         """Hold the leash of a process, and the process itself unless another one started it."""
         self.leash, self._started = leash, started
-
-    def is_alive(self) -> bool:
-        """Return whether a process of this one's own is at work."""
-        return self._started is not None and self._started.poll() is None
 
     def end(self) -> None:
         """Have the command ended, with all its descendants."""
@@ -61,6 +58,7 @@ class Processes:
         """Start commands in a directory; they inherit `lock_fd`."""
         self.directory, self.lock_fd = directory, lock_fd
         self._server: Process | None = None
+        self._is_ready = False
         self._environment: dict[str, str] = {}
 
     def __enter__(self) -> Self:
@@ -77,10 +75,21 @@ class Processes:
             command = [sys.executable, "-m", warm.__name__]
             self._server = self._new(command, subprocess.DEVNULL, environment)
 
+    def is_warm(self) -> bool:
+        """Return whether the process that forks has its imports and is alive.
+
+        Before that a new interpreter is no slower.
+        """
+        if self._server and select.select([self._server.leash], [], [], 0)[0]:
+            self._is_ready = False  # it ended, unless it says that it is ready
+            with suppress(ConnectionResetError):
+                self._is_ready = self._server.leash.recv(len(warm.READY)) == warm.READY
+        return self._is_ready
+
     def start(self, command: list[str], output: IO[bytes], environment: dict[str, str]) -> Process:
         """Start a command that writes to `output`."""
         fork = command[:2] == [sys.executable, "-m"] and command[2] in warm.COMMANDS
-        if self._server and fork and environment == self._environment and self._server.is_alive():
+        if self._server and fork and environment == self._environment and self.is_warm():
             ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
             with theirs:
                 request = json.dumps(command).encode()
@@ -96,7 +105,7 @@ class Processes:
         with theirs:
             started = subprocess.Popen(
                 command,
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,

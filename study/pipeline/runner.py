@@ -86,7 +86,6 @@ class Runner:
         """
         self.directory, self.hardware = directory, hardware
         self.processes = Processes(PROJECT, lock_fd)
-        self.warm = any(warm.COMMANDS.intersection(step.head[2:3]) for step in steps)
         self.machine_of = machine_of
         self.ledger = Ledger(directory, steps)
         self.pending = {step.name: step for step in steps}
@@ -144,6 +143,8 @@ class Runner:
         ready = self._ready()
         if not ready:
             return
+        if any(warm.MEASURING.intersection(step.head[2:3]) for step in self.pending.values()):
+            self.processes.warm_up(child_environment(""))
         at_work = {step.name for running in self.running for step in running.steps}
         # A process that a step could share is not started while what that step waits for is at
         # work.
@@ -174,8 +175,6 @@ class Runner:
         log = log_path(self.directory, first)
         log.parent.mkdir(parents=True, exist_ok=True)
         command = resolve(shared(batch), self.directory, machine)
-        if self.warm:
-            self.processes.warm_up(child_environment(""))
         with log.open("ab") as output:
             output.write(f"{COMMAND_PROMPT}{shlex.join(command)}\n".encode())
             output.flush()

@@ -26,9 +26,14 @@ IMPORTED = (
     "curvature.slices.measurement",
     "curvature.step.measurement",
     "quant_eval.measuring.measurement",
+    "study.report.report",
+    "study.results.collect",
+    "study.tracking.importer",
     "transformers.models.olmo2.modeling_olmo2",
 )
-COMMANDS = {name.partition(".")[0] for name in IMPORTED} - {"transformers"}
+MEASURING = {"ckpt_tools", "curvature", "quant_eval"}  # commands that a fork is worth starting for
+COMMANDS = MEASURING | {"study"}
+READY = b"ready"
 REQUEST_BYTES = 100_000
 
 
@@ -39,6 +44,7 @@ def main() -> None:
             importlib.import_module(name)
     gc.freeze()  # a collection in a fork would copy every page of what is imported
     server = socket.socket(fileno=os.dup(0))
+    server.send(READY)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks answer the runner, not this process
     while True:
         request, files, _, _ = socket.recv_fds(server, REQUEST_BYTES, 2)

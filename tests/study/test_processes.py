@@ -28,6 +28,7 @@ def processes(tmp_path, monkeypatch):
     monkeypatch.setattr(warm, "COMMANDS", {"ckpt_tools", "timeit"})
     with (tmp_path / "lock").open("a") as lock, Processes(PROJECT, lock.fileno()) as processes:
         processes.warm_up(child_environment(""))
+        wait_until(processes.is_warm, "the imports")
         yield processes
 
 
