@@ -6,8 +6,6 @@ A step runs below `supervise.py`, which ends it with all its descendants when th
 import os
 import select
 import shlex
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,8 +14,9 @@ from pathlib import Path
 
 from base.errors import UserError
 from study.machine.hardware import Hardware
-from study.pipeline import supervise
+from study.pipeline import warm
 from study.pipeline.ledger import Ledger
+from study.pipeline.processes import Process, Processes
 from study.pipeline.progress import StudyProgress
 from study.pipeline.step import COMMAND_PROMPT, Machine, Step, batches, log_path, resolve, shared
 from study.pipeline.steps import ONLINE
@@ -51,8 +50,7 @@ class _Running:
     steps: list[Step]
     slots: int
     gpus: tuple[str, ...]
-    process: subprocess.Popen
-    pidfd: int
+    process: Process
     log: Path
     log_start: int
     fingerprints: dict[str, str]
@@ -100,7 +98,8 @@ class Runner:
 
         Steps inherit `lock_fd`. `machine_of` says what a step takes of the hardware.
         """
-        self.directory, self.hardware, self.lock_fd = directory, hardware, lock_fd
+        self.directory, self.hardware = directory, hardware
+        self.processes = Processes(PROJECT, lock_fd)
         self.machine_of = machine_of
         self.ledger = Ledger(directory, steps)
         self.pending = {step.name: step for step in steps}
@@ -118,7 +117,7 @@ class Runner:
             StepError: a step failed without one.
         """
         try:
-            with self.progress.bar:
+            with self.progress.bar, self.processes:
                 self._start_ready()
                 while self.running:
                     self._wait()
@@ -158,6 +157,8 @@ class Runner:
         ready = self._ready()
         if not ready:
             return
+        if any(warm.MEASURING.intersection(step.head[2:3]) for step in self.pending.values()):
+            self.processes.warm_up(child_environment(""))
         at_work = {step.name for running in self.running for step in running.steps}
         # A process that a step could share is not started while what that step waits for is at
         # work.
@@ -192,35 +193,24 @@ class Runner:
             output.write(f"{COMMAND_PROMPT}{shlex.join(command)}\n".encode())
             output.flush()
             start = output.tell()
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(supervise.__file__), str(self.lock_fd), *command],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=child_environment(first.kind, gpus),
-                cwd=PROJECT,
-                pass_fds=[self.lock_fd],
-                start_new_session=True,  # Ctrl-C reaches this process alone, which ends them
-            )
-        pidfd = os.pidfd_open(process.pid)
+            process = self.processes.start(command, output, child_environment(first.kind, gpus))
         slots = self._slots(first)
         self.running.append(
-            _Running(batch, slots, gpus, process, pidfd, log, start, fingerprints, time.monotonic())
+            _Running(batch, slots, gpus, process, log, start, fingerprints, time.monotonic())
         )
         self.progress.started(batch, log)
 
     def _wait(self) -> None:
-        by_fd = {running.pidfd: running for running in self.running}
-        ready, _, _ = select.select(list(by_fd), [], [], self.progress.interval_seconds)
-        for pidfd in ready:
-            self._finished(by_fd[pidfd])
+        by_leash = {running.process.leash: running for running in self.running}
+        ready, _, _ = select.select(list(by_leash), [], [], self.progress.interval_seconds)
+        for leash in ready:
+            self._finished(by_leash[leash])
         self.progress.refresh()
 
     def _finished(self, running: _Running) -> None:
         self.running.remove(running)
         seconds = time.monotonic() - running.started_at
         status = running.process.wait()
-        _close(running)
         # Outputs are written whole and were removed before: one that is there is the process's own,
         # however it ended.
         several = len(running.steps) > 1
@@ -251,15 +241,9 @@ class Runner:
         self.progress.closed(failed, line)
 
     def _end_running(self) -> None:
-        """Close the standard input of every supervise.py, which ends its step; then await each."""
+        """End every step, then await each."""
         for running in self.running:
-            _close(running)
+            running.process.end()
         for running in self.running:
             running.process.wait()
         self.running.clear()
-
-
-def _close(running: _Running) -> None:
-    os.close(running.pidfd)
-    assert running.process.stdin is not None
-    running.process.stdin.close()

@@ -1,7 +1,8 @@
-"""Run one command and leave no process of it: `python -I -S supervise.py LOCK_FD COMMAND...`.
+"""Run one command and leave no process of it: `python -I -S supervise.py COMMAND...`.
 
-The runner holds the other end of this process's standard input. When that end closes - the runner
-finished, was interrupted or killed with SIGKILL - every descendant of the command is ended.
+Standard input is a socket whose other end the runner holds. When that end closes - the runner
+finished, was interrupted or killed with SIGKILL - every descendant of the command is ended. The
+command's exit status is sent there.
 torchrun starts its workers in sessions of their own, so killing the runner's process group would
 leave them training; as the reaper of orphans (PR_SET_CHILD_SUBREAPER) this process finds them all.
 It runs by path and imports the standard library alone, so that starting it costs milliseconds.
@@ -11,9 +12,10 @@ import ctypes
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -61,28 +63,29 @@ def end_descendants() -> None:
         time.sleep(0.01)
 
 
-def main() -> int:
-    """Return the exit status of the command, 128 + number for a signal."""
-    lock_fd, command = int(sys.argv[1]), sys.argv[2:]
+def supervise(run: Callable[[], object]) -> None:
+    """Call `run` in a fork, and send the runner the status it ends with.
+
+    Of a signal the status is 128 + its number.
+    """
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        pass_fds=[lock_fd],
-        # should this process itself be killed, the command goes with it
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
-    )
-    exited = os.pidfd_open(child.pid)
+    command = os.fork()
+    if command == 0:
+        # should the supervising process itself be killed, the command goes with it
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        run()
+        sys.exit()
+    exited = os.pidfd_open(command)
     ready, _, _ = select.select([0, exited], [], [])
     if exited not in ready:
         end_descendants()
-        child.wait()
-        return 128 + signal.SIGKILL
-    status = child.wait()
+    status = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
     end_descendants()
-    return status if status >= 0 else 128 - status
+    with suppress(OSError):  # the runner is gone
+        os.write(0, bytes([status if status >= 0 else 128 - status]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    supervise(lambda: os.execvp(sys.argv[1], sys.argv[1:]))  # noqa: S606  the words, no shell

@@ -1,0 +1,70 @@
+"""A process that has imported what measuring imports, and forks for each command.
+
+Importing torch and transformers takes 6 s of a core, more than most steps of a small study compute.
+A fork has them in 0.1 s, and nothing that another command left: nothing is computed here. The
+runner starts it (`study.pipeline.processes`) with a socket for standard input. A request is the
+words of a command, with the files that become standard input and output of its supervisor, which
+is a fork too.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+from study.pipeline.supervise import supervise
+
+IMPORTED = (
+    "ckpt_tools.averaging.average",
+    "ckpt_tools.export",
+    "curvature.measurement",
+    "curvature.slices.measurement",
+    "curvature.step.measurement",
+    "quant_eval.measuring.measurement",
+    "study.report.report",
+    "study.results.collect",
+    "study.tracking.importer",
+    "transformers.models.olmo2.modeling_olmo2",
+)
+MEASURING = {"ckpt_tools", "curvature", "quant_eval"}  # commands that a fork is worth starting for
+COMMANDS = MEASURING | {"study"}
+READY = b"ready"
+REQUEST_BYTES = 100_000
+
+
+def main() -> None:
+    """Import, then fork for each request until the runner is gone."""
+    for name in IMPORTED:
+        with suppress(ImportError):  # the command shows what is wrong where it is looked for
+            importlib.import_module(name)
+    gc.freeze()  # a collection in a fork would copy every page of what is imported
+    server = socket.socket(fileno=os.dup(0))
+    server.send(READY)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks answer the runner, not this process
+    while True:
+        request, files, _, _ = socket.recv_fds(server, REQUEST_BYTES, 2)
+        if not request:
+            return
+        if os.fork() == 0:
+            break
+        for file in files:
+            os.close(file)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    server.close()
+    os.setsid()
+    for file, number in zip((*files, files[1]), range(3), strict=True):
+        os.dup2(file, number)
+    for file in files:
+        os.close(file)
+    _, _, module, *arguments = json.loads(request)
+    sys.argv[1:] = arguments
+    supervise(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
+
+
+if __name__ == "__main__":
+    main()
