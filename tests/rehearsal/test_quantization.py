@@ -1,11 +1,15 @@
 """`quant_eval run --device cuda`: the walk through the blocks, GPTQ and the paired losses."""
 
 import pytest
+import torch
 
+from quant_eval.gptq import gptq, prepare
+from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
+from tests.quant_eval.gptq_reference import problem
 from tests.quant_eval.models import make_model
 from tests.rehearsal.conftest import command, rehearse
-from tests.rehearsal.stand_in import MixedDevicesError, gpu
+from tests.rehearsal.stand_in import GPU, MixedDevicesError, gpu
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +36,20 @@ def test_a_quantization_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, option
         tmp_path / "model", num_key_value_heads=2
     )  # of two blocks: what one hands to the next
     rehearse(tmp_path, "quant_eval", "run", model, "--spec", spec, *options, *more)
+
+
+@pytest.mark.parametrize("groups", ["g32", "g144-asym", "perchannel", "g32-actorder-static"])
+def test_columns_of_a_graph_have_the_codes_of_the_cpu(groups):
+    """Two blocks of 128 columns and one of 32; a second weight takes the graphs of the first."""
+    spec = parse_spec(f"gptq-b3-{groups}")
+    for seed in range(2):
+        weight_OI, hessian_II = problem(seed)
+        expected = gptq(weight_OI, prepare(hessian_II, spec, "layer"), spec)
+        with gpu():
+            prepared = prepare(hessian_II.to(GPU), spec, "layer")
+            rounded = gptq(weight_OI.to(GPU), prepared, spec)
+            assert torch.equal(rounded.codes_OI.cpu(), expected.codes_OI)
+            assert torch.equal(rounded.scales_OG.cpu(), expected.scales_OG)
 
 
 @pytest.mark.parametrize("architecture", ["llama-tied", "gpt_neox", "smollm3"])
