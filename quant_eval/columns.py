@@ -16,11 +16,11 @@ from quant_eval.grid import Grid
 Rounding = Callable[[Tensor, Tensor, Grid, Tensor, Tensor], None]
 
 
-def block_rounding(num_columns: int, num_rows: int, device: torch.device) -> Rounding:
-    """Return `round_columns`, on a GPU as a CUDA graph, which is kept for the next weight."""
-    if device.type == "cpu":
+def block_rounding(weight_CO: Tensor) -> Rounding:
+    """Return `round_columns`, on a GPU as a CUDA graph, which is kept for other weights."""
+    if weight_CO.device.type == "cpu":
         return round_columns
-    return _graph(num_columns, num_rows, device)
+    return _graph(len(weight_CO), weight_CO.shape[1], weight_CO.device)
 
 
 def round_columns(

@@ -213,7 +213,7 @@ def gptq(weight_OI: Tensor, preparation: Preparation, spec: QuantSpec) -> Rounde
             )
         error_CO, factor_CI = weight_IO[start:end], preparation.factor_II[start:end]
         group_C, steps_CO = group_I[start:end], steps_CO[: end - start]
-        round_block = block_rounding(*error_CO.shape, weight_IO.device)
+        round_block = block_rounding(error_CO)
         round_block(error_CO, factor_CI[:, start:end], grid, group_C, steps_CO)
         codes_IO[order_I[start:end]] = (steps_CO - grid.lowest[group_C]).to(torch.uint8)
         weight_IO[end:].addmm_(factor_CI[:, end:].T, error_CO, alpha=-1)

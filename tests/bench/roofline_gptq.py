@@ -199,7 +199,7 @@ class HollowModel(StreamedModel):
 def counted(num_blocks: int, num_batches: int) -> Parts:
     """Count the kernels of a walk through some blocks with some batches of calibration text."""
     count = Count()
-    cuda = {
+    cuda: dict[str, Any] = {
         "CUDAGraph": SimpleNamespace,
         "graph": count.capture,
         "Stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
