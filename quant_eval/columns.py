@@ -16,11 +16,11 @@ from quant_eval.grid import Grid
 Rounding = Callable[[Tensor, Tensor, Grid, Tensor, Tensor], None]
 
 
-def block_rounding(num_columns: int, num_rows: int, device: torch.device) -> Rounding:
-    """Return `round_columns`, on a GPU as a CUDA graph, which is kept for the next weight."""
-    if device.type == "cuda":
-        return _graph(num_columns, num_rows, device)
-    return round_columns
+def block_rounding(weight_CO: Tensor) -> Rounding:
+    """Return `round_columns`, on a GPU as a CUDA graph, which is kept for other weights."""
+    if weight_CO.device.type == "cpu":
+        return round_columns
+    return _graph(len(weight_CO), weight_CO.shape[1], weight_CO.device)
 
 
 def round_columns(
@@ -61,7 +61,8 @@ class _Graph:
             self._round()
         current.wait_stream(beside)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # other threads may use the GPU meanwhile, to read the next block
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._round()
 
     def _round(self) -> None:
@@ -80,4 +81,4 @@ class _Graph:
         steps_CO.copy_(self._steps_CO)
 
 
-_graph = lru_cache(maxsize=4)(_Graph)  # the groups of linears of a block differ in their rows
+_graph = lru_cache(maxsize=8)(_Graph)  # the groups of linears of a block differ in their rows

@@ -99,10 +99,10 @@ def prepare(
     assert spec.damping is not None
     diagonal_I = hessian_II.diagonal()
     dead_I = diagonal_I == 0
-    if bool(dead_I.all()):
+    if not bool((~dead_I).any()):
         raise UserError(f"{name}: every calibration input is zero; check the checkpoint's weights")
     order_I = _order(diagonal_I, spec)
-    live_mean = diagonal_I[~dead_I].mean()
+    live_mean = diagonal_I.sum() / (~dead_I).sum()
     added_I = (dead_I + spec.damping) * live_mean
     factor_II = _factor(hessian_II, added_I, order_I, products, ranks)
     if factor_II is None:
@@ -159,9 +159,8 @@ def _factor(
     if products != torch.float64:
         moved_I = torch.cat([part_CI.square() @ diagonal_I for part_CI in parts])
         noise_I = noise_I.maximum(torch.finfo(products).eps * moved_I)
-    if bool(failed_at) or not bool((root_I.square() > noise_I).all()):
-        return None
-    return factor_II.float().flip(0, 1)
+    is_regular = (failed_at == 0) & (root_I.square() > noise_I).all()
+    return factor_II.float().flip(0, 1) if bool(is_regular) else None
 
 
 @torch.no_grad()
@@ -214,7 +213,7 @@ def gptq(weight_OI: Tensor, preparation: Preparation, spec: QuantSpec) -> Rounde
             )
         error_CO, factor_CI = weight_IO[start:end], preparation.factor_II[start:end]
         group_C, steps_CO = group_I[start:end], steps_CO[: end - start]
-        round_block = block_rounding(*error_CO.shape, weight_IO.device)
+        round_block = block_rounding(error_CO)
         round_block(error_CO, factor_CI[:, start:end], grid, group_C, steps_CO)
         codes_IO[order_I[start:end]] = (steps_CO - grid.lowest[group_C]).to(torch.uint8)
         weight_IO[end:].addmm_(factor_CI[:, end:].T, error_CO, alpha=-1)

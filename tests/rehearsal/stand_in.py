@@ -159,7 +159,7 @@ class RecordedGraph:
 
     @classmethod
     @contextmanager
-    def capture(cls, graph: "RecordedGraph") -> Iterator[None]:
+    def capture(cls, graph: "RecordedGraph", **_: str) -> Iterator[None]:
         """Record the operations of the context."""
         cls.open = graph
         try:

@@ -3,11 +3,15 @@
 import json
 
 import pytest
+import torch
 
+from quant_eval.gptq import gptq, prepare
+from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
+from tests.quant_eval.gptq_reference import problem
 from tests.quant_eval.models import make_model
 from tests.rehearsal.conftest import command, rehearse
-from tests.rehearsal.stand_in import MixedDevicesError, gpu
+from tests.rehearsal.stand_in import GPU, MixedDevicesError, gpu
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +49,20 @@ def test_streams_that_find_no_room_on_a_gpu_are_copied_there_batch_by_batch(
     rehearse(tmp_path, "quant_eval", "run", model, "--spec", "gptq-b3-g16", "--per-block", *options)
     streams = json.loads((tmp_path / "gpu" / "result.json").read_text())["spec"]["streams"]
     assert streams == {"on_device": False, "keeps_gated": False, "together": 1}
+
+
+@pytest.mark.parametrize("groups", ["g32", "g144-asym", "perchannel", "g32-actorder-static"])
+def test_columns_of_a_graph_have_the_codes_of_the_cpu(groups):
+    """Two blocks of 128 columns and one of 32; a second weight takes the graphs of the first."""
+    spec = parse_spec(f"gptq-b3-{groups}")
+    for seed in range(2):
+        weight_OI, hessian_II = problem(seed)
+        expected = gptq(weight_OI, prepare(hessian_II, spec, "layer"), spec)
+        with gpu():
+            prepared = prepare(hessian_II.to(GPU), spec, "layer")
+            rounded = gptq(weight_OI.to(GPU), prepared, spec)
+            assert torch.equal(rounded.codes_OI.cpu(), expected.codes_OI)
+            assert torch.equal(rounded.scales_OG.cpu(), expected.scales_OG)
 
 
 @pytest.mark.parametrize("architecture", ["llama-tied", "gpt_neox", "smollm3"])

@@ -110,6 +110,21 @@ def test_values_do_not_leave_it_unasked():
             there.numpy()
 
 
+def test_a_graph_computes_when_it_is_replayed_and_on_the_values_of_then():
+    with gpu():
+        x, twice = torch.ones(2, device=GPU), torch.zeros(2, device=GPU)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch.mul(x, 2, out=twice)
+            x.add_(1)
+        assert (x.tolist(), twice.tolist()) == ([1, 1], [0, 0])
+        graph.replay()
+        assert (x.tolist(), twice.tolist()) == ([2, 2], [2, 2])
+        x.fill_(5)
+        graph.replay()
+        assert (x.tolist(), twice.tolist()) == ([6, 6], [10, 10])
+
+
 def test_a_place_that_leaves_its_tensors_behind_is_named():
     from curvature.products.probes import words
 
