@@ -38,6 +38,7 @@ class Ranks(NamedTuple):
 
     def broadcast(self, tensor: Tensor, owner: int) -> None:
         """Give a contiguous tensor the values of rank `owner`; every rank has to call it."""
+        assert tensor.is_contiguous()
         if self.size > 1:
             dist.broadcast(tensor, owner)
 

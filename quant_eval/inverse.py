@@ -21,7 +21,8 @@ def scaled_inverse(lower_II: Tensor, ranks: Ranks) -> Tensor:
     longer.
     """
     rows = max(MIN_ROWS, -(-len(lower_II) // PARTS))
-    diagonal_I, inverse_II = lower_II.diagonal(), torch.zeros_like(lower_II)
+    diagonal_I = lower_II.diagonal()
+    inverse_II = lower_II.new_zeros(lower_II.shape)  # by rows, as L is not
     starts = range(0, len(lower_II), rows)
     turns = [*range(ranks.size), *reversed(range(ranks.size))]
     owners = [turns[part % len(turns)] for part in range(len(starts))]

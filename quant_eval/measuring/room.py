@@ -118,7 +118,9 @@ def room_for(sizes: Sizes, variants: int, ranks: Ranks) -> Room:
             ranks.device
         )
         device = torch.cuda.mem_get_info(ranks.device)[0] + cached
-    own = torch.tensor([[*astuple(sizes), -device, -host]], device=ranks.device)
-    *most, device, host = ranks.gather(own, ranks.size).amax(0).tolist()
     on_gpu = ranks.device.type == "cuda"
-    return plan(Sizes(*most), variants, -device if on_gpu else None, -host)
+    if ranks.size > 1:
+        own = torch.tensor([[*astuple(sizes), -device, -host]], device=ranks.device)
+        *most, device, host = ranks.gather(own, ranks.size).amax(0).tolist()
+        sizes, device, host = Sizes(*most), -device, -host
+    return plan(sizes, variants, device if on_gpu else None, host)

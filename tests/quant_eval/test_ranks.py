@@ -106,7 +106,7 @@ def test_parts_of_the_inverse_have_the_same_bits_on_any_number_of_ranks():
     expected_II = lower_II.diagonal()[:, None] * torch.linalg.inv(lower_II)
     torch.testing.assert_close(whole_II, expected_II, rtol=1e-12, atol=1e-12)
     parts = [scaled_inverse(lower_II, _Silent(rank, 4, ALONE.device)) for rank in range(4)]
-    assert torch.equal(sum(parts), whole_II)  # each part is one rank's alone
+    assert torch.equal(torch.stack(parts).sum(0), whole_II)  # each part is one rank's alone
     assert all(part_II.any() for part_II in parts)
 
 
