@@ -11,7 +11,7 @@ from quant_eval.tasks.table import PAPER_TASKS
 from study.measurements.kind import Kind, Result, Subject, bounded
 from study.measurements.quantization import QuantizationSettings, check_specs
 from study.paths import result
-from study.pipeline.step import Step, python
+from study.pipeline.step import Step
 
 FIGURES = ("accuracy", "accuracy_quantized", "degradation")
 
@@ -60,7 +60,7 @@ def _steps(settings: Accuracies, subject: Subject, _: Mapping[str, list[Step]]) 
         subject.step(
             "tasks",
             f"tasks-{subject.run}-{spec}",
-            python("quant_eval", "tasks"),
+            ("{launch}", "-m", "quant_eval", "tasks"),
             (result(subject.run, subject.model, "tasks", spec),),
             uses=("calibration",),
             models=(subject.hf,),
@@ -85,4 +85,4 @@ def _tabled(settings: Accuracies) -> list[Result]:
     return results
 
 
-TASKS = Kind[Accuracies]("tasks", "last", _steps, _tabled, online=True)
+TASKS = Kind[Accuracies]("tasks", "last", _steps, _tabled, online=True, shares_work=True)
