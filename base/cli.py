@@ -23,12 +23,6 @@ from base.errors import UserError, explain_validation
 SILENCE_OF_OTHER_RANKS_SECONDS = 5.0
 
 
-def one_process_only(name: str) -> None:
-    """Raise UserError under torchrun with several processes: each would write everything."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(f"{name} measures in one process; start it without torchrun")
-
-
 def options_of(settings: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one option for each described field of settings, and call it with them.
 

@@ -6,8 +6,9 @@ what is published, and texts, whose hash names them.
 """
 
 import hashlib
+from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from blake3 import blake3
 
@@ -18,7 +19,7 @@ PATTERN = r"^(blake3|sha256):[0-9a-f]{64}$"
 class Hasher(Protocol):
     """A hash of all bytes that it was updated with, in their order."""
 
-    def update(self, data: memoryview, /) -> object:
+    def update(self, data: bytes | memoryview, /) -> object:
         """Add bytes; other threads run meanwhile."""
         ...
 
@@ -34,6 +35,7 @@ def new_hasher(algorithm: Algorithm = "blake3") -> Hasher:
 
 def digest_of(path: Path, algorithm: Algorithm = "blake3") -> str:
     """Return the hash of a file's bytes as ALGORITHM:HEX."""
+    new: Any = partial(new_hasher, algorithm)
     with path.open("rb") as file:
-        hashed = hashlib.file_digest(file, lambda: new_hasher(algorithm))  # type: ignore[arg-type]
+        hashed = hashlib.file_digest(file, new)
     return f"{algorithm}:{hashed.hexdigest()}"

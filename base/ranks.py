@@ -2,7 +2,7 @@
 
 import os
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from base.errors import UserError
 from base.gpus import refuse_cuda
 
 WAIT = timedelta(hours=12)  # for rank 0, while it runs another project's library
+T = TypeVar("T")
 ENTRIES_PER_SUM = 1 << 26  # a tensor on the host takes at most 256 MB of the GPU
 
 
@@ -53,6 +54,13 @@ class Ranks(NamedTuple):
         dist.all_gather_into_tensor(everyone, padded)
         parts = zip(everyone.split(max(sizes)), sizes, strict=True)
         return torch.cat([part[:size] for part, size in parts])
+
+    def gather_values(self, value: T) -> list[T]:
+        """Return the value of every rank, in their order; every rank has to call it."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
 
     def wait(self) -> None:
         """Wait until every rank is here."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from base.cli import one_process_only, options_of, run_command
+from base.cli import options_of, run_command
 from base.environment import is_rank_zero
 from base.errors import UserError
 from base.statistics import pairs_of
@@ -97,14 +97,14 @@ def run(
 def tasks(hf_dirs: Models, spec: Specs, settings: TaskSettings) -> None:
     """Write HF_DIR/tasks/SPEC/result.json: accuracy before and after quantization, by item.
 
-    A result of the same model, spec and settings is kept.
+    Under torchrun all processes share the questions. A result of the same model, spec and settings
+    is kept.
 
     Example: python -m quant_eval tasks run/hf/step00012000 --spec gptq-b3-g128
     --calibration data/train --tasks arc_easy,piqa
     """
     specs = [parse_spec(text) for text in spec]
     outs = result_directories(hf_dirs, "tasks", [one.name for one in specs], None)
-    one_process_only("quant_eval tasks")
     settings = settings.of_specs(specs)
     for hf_dir in hf_dirs:
         read_hf_config(hf_dir, ARCHITECTURES)
@@ -121,8 +121,9 @@ def tasks(hf_dirs: Models, spec: Specs, settings: TaskSettings) -> None:
     for hf_dir, chosen, directories in todo:
         contents = measure(hf_dir, chosen, loaded, settings)
         for directory, content in zip(directories, contents, strict=True):
-            write_result(directory, content)
-            _show(read_result(directory, Tasks), "measured")
+            if is_rank_zero():
+                write_result(directory, content)
+                _show(read_result(directory, Tasks), "measured")
 
 
 @app.command()

@@ -1,19 +1,19 @@
 """Writer of safetensors shards with an index, some rows at a time, hashed on their way to disk."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from base.digests import new_hasher
 from base.files import FileRecord, record_file, write_json
 from ckpt_tools.formats.hf_weights import HEADER_DTYPES, INDEX_JSON
-from ckpt_tools.formats.parallel import each
+from ckpt_tools.formats.parallel import ahead, default_threads, each
 from ckpt_tools.formats.weights import Described, Weights, bytes_of
 from train.run.directory import MODEL_WEIGHTS
 
 SHARD_BYTES = 1 << 30  # written by one process; a larger tensor is a shard of its own
-CHUNK_BYTES = 4 << 20  # in memory at once; larger pieces leave the caches, mapped anew each time
+CHUNK_BYTES = 1 << 20  # of a tensor at once: read, summed, hashed and written in the cache
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,14 @@ class Shard:
     def nbytes(self) -> int:
         """Size of its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def pieces(self) -> Iterator[tuple[str, int, int]]:
+        """Yield name and rows [start, stop) of `CHUNK_BYTES` after `CHUNK_BYTES`."""
+        for name, tensor in self.tensors.items():
+            rows = tensor.shape[0] if tensor.shape else 1
+            step = max(1, CHUNK_BYTES // max(tensor.row_bytes, 1))
+            for start in range(0, rows, step):
+                yield name, start, min(start + step, rows)
 
     def header(self) -> bytes:
         """Return the beginning of the file: the header's length, then the header, in 8 bytes."""
@@ -50,8 +58,8 @@ def write_weights(
 ) -> dict[str, FileRecord]:
     """Write all weights as `model.safetensors`, or as shards with their index.
 
-    The bytes do not depend on the number of threads; each holds `CHUNK_BYTES` of a tensor at a
-    time.
+    The bytes do not depend on the number of threads. Threads write a shard each; those that are
+    left read ahead of them, up to two pieces each of `CHUNK_BYTES` of a tensor.
 
     Args:
         directory: an empty one.
@@ -63,7 +71,8 @@ def write_weights(
     """
     shards = {shard.name: shard for shard in _divide(weights.tensors, shard_bytes)}
     largest_first = sorted(shards, key=lambda name: -shards[name].nbytes)
-    files = each(lambda name: write_shard(directory, shards[name], weights), largest_first)
+    readers = max(1, default_threads() // len(shards))
+    files = each(lambda name: write_shard(directory, shards[name], weights, readers), largest_first)
     if list(shards) != [MODEL_WEIGHTS]:
         total = {"total_size": sum(shard.nbytes for shard in shards.values())}
         places = {name: shard.name for shard in shards.values() for name in shard.tensors}
@@ -93,8 +102,8 @@ def _divide(tensors: Mapping[str, Described], shard_bytes: int) -> list[Shard]:
     ]
 
 
-def write_shard(directory: Path, shard: Shard, weights: Weights) -> FileRecord:
-    """Write one file and return its size and hash.
+def write_shard(directory: Path, shard: Shard, weights: Weights, readers: int) -> FileRecord:
+    """Write one file, hashed on the way, while threads read; return its size and hash.
 
     It is not synced to disk: it can be made again, and whoever reads it compares its hash.
     """
@@ -102,13 +111,16 @@ def write_shard(directory: Path, shard: Shard, weights: Weights) -> FileRecord:
     with (directory / shard.name).open("wb", buffering=0) as file:
         file.write(header)
         hasher.update(header)
-        for name, tensor in shard.tensors.items():
-            rows = tensor.shape[0] if tensor.shape else 1
-            step = max(1, CHUNK_BYTES // max(tensor.row_bytes, 1))
-            for start in range(0, rows, step):
-                chunk = weights.read(name, start, min(start + step, rows)).to(tensor.dtype)
-                payload = bytes_of(chunk.contiguous())
-                hasher.update(payload)
-                while payload:
-                    payload = payload[file.write(payload) :]
+        for payload in ahead(
+            lambda piece: _payload(weights, shard, piece), shard.pieces(), readers
+        ):
+            hasher.update(payload)
+            while payload:
+                payload = payload[file.write(payload) :]
     return FileRecord(bytes=len(header) + shard.nbytes, digest=f"blake3:{hasher.hexdigest()}")
+
+
+def _payload(weights: Weights, shard: Shard, piece: tuple[str, int, int]) -> memoryview:
+    """Return the bytes of some rows, in the type of the file."""
+    rows = weights.read(*piece).to(shard.tensors[piece[0]].dtype)
+    return bytes_of(rows.contiguous())

@@ -1,8 +1,9 @@
 """Work on files in several threads: reading, hashing and writing need no interpreter."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from base.files import FileRecord, hash_file, verify_files
 
 MOST_THREADS = 8  # more wait for the disk
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -24,6 +26,18 @@ def each(work: Callable[[str], Result], names: Sequence[str]) -> dict[str, Resul
     """Return the result for every name; they begin in that order, the first error is raised."""
     with ThreadPoolExecutor(default_threads()) as pool:
         return dict(zip(names, pool.map(work, names), strict=True))
+
+
+def ahead(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+    """Yield the result for every item in order, while threads work on the next, two each."""
+    with ThreadPoolExecutor(threads) as pool:
+        begun: deque[Future[Result]] = deque()
+        for item in items:
+            begun.append(pool.submit(work, item))
+            if len(begun) > 2 * threads:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
 
 
 def verify_in_parallel(directory: Path, records: dict[str, FileRecord], next_action: str) -> None:

@@ -1,6 +1,6 @@
 """The content of result.json, made from an HF directory, specs and tasks."""
 
-import tempfile
+import shutil
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +15,7 @@ from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.model import identify, load_hf_model
 from quant_eval.libraries.job import library_model
+from quant_eval.measuring.measurement import LIBRARY_WORK
 from quant_eval.measuring.sequential import check_groups
 from quant_eval.measuring.texts import calibration_draw, open_text
 from quant_eval.measuring.walk import Variant, walk
@@ -37,11 +38,12 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Yield the content of result.json of each spec, as soon as it is known.
 
-    The full-precision model is asked once. One model is in memory at a time.
+    The full-precision model is asked once. One model is in memory at a time. Ranks share the
+    requests, and every one of them yields.
     """
     here = environment()
-    device = start(settings.device).device
-    model = identify(hf_dir, ARCHITECTURES)
+    ranks = start(settings.device)
+    model = identify(hf_dir, ARCHITECTURES) if ranks.rank == 0 else {}
     full: Any = load_hf_model(hf_dir, DTYPES[settings.dtype], "sdpa", ARCHITECTURES)
     tokenizer = _tokenizer(hf_dir, full.config.vocab_size)
     sha256 = None
@@ -54,16 +56,19 @@ def measure(
         "dtype": settings.dtype,
         "softmax_dtype": SOFTMAX_DTYPE,
         "attention": "sdpa",
-        "batch_size": settings.batch_size,
         "device": settings.device,
         "libraries": {name: metadata.version(name) for name in LIBRARIES},
     }
-    full.to(device)
-    full_answers = evaluate_tasks(full, tokenizer, tasks, settings, "tasks, full")
+    full.to(ranks.device)
+    full_answers = evaluate_tasks(full, tokenizer, tasks, settings, "tasks, full", ranks)
     del full
     for spec in specs:
         quantized = quantized_model(hf_dir, spec, settings)
-        answers = evaluate_tasks(quantized, tokenizer, tasks, settings, f"tasks, {spec.name}")
+        label = f"tasks, {spec.name}"
+        # LLM.int8() mixes the sequences of a batch, and their padding.
+        size = 1 if spec.method == "int8" else settings.batch_size
+        asked = settings.model_copy(update={"batch_size": size})
+        answers = evaluate_tasks(quantized, tokenizer, tasks, asked, label, ranks)
         del quantized
         yield {
             "model": model,
@@ -72,6 +77,7 @@ def measure(
                 **spec.model_dump(mode="json"),
                 **settings.of_specs([spec]).described(sha256),
                 **shared,
+                "batch_size": size,
             },
             "measured": compare(full_answers, answers, tasks, settings.seed),
             "environment": here,
@@ -116,7 +122,12 @@ def quantized_model(
     def keep(index: int, block: Block) -> None:
         layers[index] = block.module
 
-    with tempfile.TemporaryDirectory() as work:
-        given = library_model(hf_dir, spec, draw_NL, settings, Path(work) / "job", ranks)
+    work = hf_dir / "tasks" / spec.name / LIBRARY_WORK  # where all ranks see it
+    try:
+        given = library_model(hf_dir, spec, draw_NL, settings, work, ranks)
         walk(model, [Variant(spec, draw_NL, given, finished=keep)], None, settings, ranks)
+        ranks.wait()
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(work, ignore_errors=True)
     return whole.to(ranks.device)  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@
 Shapes: N items of a task.
 """
 
+import copy
 import hashlib
 import io
 import json
@@ -15,6 +16,7 @@ from typing import Any, Self
 
 import lm_eval
 import numpy as np
+import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from numpy.typing import NDArray
@@ -22,9 +24,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from base.errors import UserError
 from base.progress import Progress
+from base.ranks import Ranks
 from quant_eval.settings import TaskSettings
 from quant_eval.tasks.loading import LoadedTask
 
+ALONE = Ranks(0, 1, torch.device("cpu"))
 SOFTMAX_DTYPE = "float32"  # in bf16, choices would tie by rounding
 
 
@@ -53,11 +57,11 @@ Request = tuple[tuple[str, str], list[int], list[int]]  # (context, continuation
 
 
 class _Model(HFLM):
-    """lm-eval's own model, which notes what did not fit and shows our progress."""
+    """lm-eval's own model: it shares requests with other ranks and notes what did not fit."""
 
-    def noting(self, label: str) -> Self:
-        """Return it, ready to note what does not fit and to show its progress under a label."""
-        self.label, self.stderr = label, sys.stderr
+    def sharing(self, label: str, ranks: Ranks) -> Self:
+        """Return it, ready to share requests, and to show its progress under a label."""
+        self.label, self.stderr, self.ranks = label, sys.stderr, ranks
         self.truncated: set[tuple[str, str]] = set()
         return self
 
@@ -73,12 +77,19 @@ class _Model(HFLM):
             # the last token is only predicted
             if len(context) + len(continuation) > self.max_length + 1:
                 self.truncated.add(asked)
-        # lm-eval runs prompts that differ in the last token of the choice once.
-        runs = {hash((*context, *continuation[:-1])) for _, context, continuation in requests}
-        with redirect_stderr(self.stderr), Progress(self.label, total=len(runs)) as self._progress:
-            answers: list[tuple[float, bool]] = super()._loglikelihood_tokens(
-                requests, **(settings | {"disable_tqdm": True})
-            )
+        mine = _batches(requests, int(self.batch_size))[self.ranks.rank :: self.ranks.size]
+        own: dict[int, tuple[float, bool]] = {}
+        total = sum(map(len, mine))
+        with redirect_stderr(self.stderr), Progress(self.label, total=total) as progress:
+            for batch in mine:
+                answered = super()._loglikelihood_tokens(
+                    [requests[index] for index in batch], **(settings | {"disable_tqdm": True})
+                )
+                own |= zip(batch, answered, strict=True)
+                progress.advance(len(batch))
+        for part in self.ranks.gather_values(own):
+            own |= part
+        answers = [own[index] for index in range(len(requests))]
         if not all(math.isfinite(value) for value, _ in answers):
             raise UserError(
                 f"{self.label}: a log-likelihood is not finite; check the model's weights for"
@@ -86,10 +97,38 @@ class _Model(HFLM):
             )
         return answers
 
-    def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
-        logits = super()._model_call(inps, attn_mask, labels)
-        self._progress.advance(len(inps))
-        return logits
+
+def _batches(requests: Sequence[Request], size: int) -> list[list[int]]:
+    """Return the requests of each batch by index, the longest first.
+
+    lm-eval runs requests that differ in the last token of the choice once: they share a batch,
+    which holds `size` such runs. The batches depend on the requests alone, not on the number of
+    ranks, so neither do the bits of an answer.
+    """
+
+    def longest_first(index: int) -> tuple[int, list[int]]:
+        tokens = requests[index][1] + requests[index][2]
+        return -len(tokens), tokens
+
+    runs: dict[tuple[int, ...], list[int]] = {}
+    for index in sorted(range(len(requests)), key=longest_first):
+        _, context, continuation = requests[index]
+        runs.setdefault((*context, *continuation[:-1]), []).append(index)
+    each = list(runs.values())
+    return [
+        [index for run in each[start : start + size] for index in run]
+        for start in range(0, len(each), size)
+    ]
+
+
+def exact_head(model: PreTrainedModel) -> None:
+    """Let the head compute logits in fp32 from the model's own weights.
+
+    Logits rounded to bf16 are off by up to 2^-8 of themselves, as much as options differ by.
+    """
+    head: Any = copy.deepcopy(model.get_output_embeddings()).float()
+    head.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+    model.set_output_embeddings(head)
 
 
 def evaluate_tasks(
@@ -98,15 +137,21 @@ def evaluate_tasks(
     tasks: Sequence[LoadedTask],
     settings: TaskSettings,
     label: str,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Answers]:
-    """The model's answers by task. The same tasks and settings ask every model the same."""
+    """The model's answers by task, on every rank; each computes its share of the batches.
+
+    The same tasks and settings ask every model the same.
+    """
+    if model.dtype != torch.float32:
+        exact_head(model)
     asked = _Model(
         pretrained=model,
         tokenizer=tokenizer,
         batch_size=settings.batch_size,
         softmax_dtype=SOFTMAX_DTYPE,
         backend="causal",
-    ).noting(label)
+    ).sharing(label, ranks)
     # lm-eval draws a bar for each of up to 68 tasks; what is wrong, it raises
     with redirect_stderr(io.StringIO()):
         found = lm_eval.simple_evaluate(
@@ -121,14 +166,13 @@ def evaluate_tasks(
             torch_random_seed=None,
             fewshot_random_seed=settings.seed,
         )
-    assert found is not None  # on the only rank
     answers = {}
-    for task in tasks:
+    for task in tasks if found else ():  # lm-eval tells the first rank of a machine only
         samples = {leaf: found["samples"][leaf] for leaf in task.leaves}
         answers[task.name] = _answers(samples, asked.truncated)
         reported = found["results"][task.name]["acc,none"]
         assert math.isclose(answers[task.name].correct_N.mean(), reported, rel_tol=1e-12)
-    return answers
+    return ranks.gather_values(answers)[0]
 
 
 def _answers(samples: dict[str, list[dict[str, Any]]], truncated: set[tuple[str, str]]) -> Answers:

@@ -16,7 +16,7 @@ from study.measurements.quantization import (
     is_calibrated,
 )
 from study.paths import result
-from study.pipeline.step import Step, python
+from study.pipeline.step import Step
 
 FIGURES = ("accuracy", "accuracy_quantized", "degradation")
 
@@ -64,7 +64,7 @@ def _steps(settings: Accuracies, subject: Subject, _: Mapping[str, list[Step]]) 
         subject.step(
             "tasks",
             f"tasks-{subject.run}-{spec}",
-            python("quant_eval", "tasks"),
+            ("{launch}", "-m", "quant_eval", "tasks"),
             (result(subject.run, subject.model, "tasks", spec),),
             uses=("calibration",) if is_calibrated((spec,)) else (),
             models=(subject.hf,),
@@ -89,4 +89,4 @@ def _tabled(settings: Accuracies) -> list[Result]:
     return results
 
 
-TASKS = Kind[Accuracies]("tasks", "last", _steps, _tabled, online=True)
+TASKS = Kind[Accuracies]("tasks", "last", _steps, _tabled, online=True, shares_work=True)

@@ -34,7 +34,7 @@ def test_tasks_are_measured_at_the_end_and_read_into_the_table(study_dir, study)
     steps = [step for step in steps_of(changed) if step.kind == "tasks"]
     assert len(steps) == 4
     assert " ".join(steps[0].command) == (
-        "{python} -m quant_eval tasks {study}/lr1e-3/hf/step00000640 --spec gptq-b3-g32"
+        "{launch} -m quant_eval tasks {study}/lr1e-3/hf/step00000640 --spec gptq-b3-g32"
         " --calibration {study}/data/train --calibration-sequences 64 --tasks piqa,sciq"
         " --shots 2 --limit 9 --dtype fp32 --device {device}"
     )
