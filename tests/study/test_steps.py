@@ -66,7 +66,7 @@ def test_tiny_has_a_step_for_everything_that_is_measured(tiny, by_name):
     }
     train = by_name["train-lr1e-3"]
     assert len(train.outputs) == 7 + 3
-    assert train.slots == 2
+    assert train.slots == 1
     assert train.outputs[-2:] == (
         "lr1e-3/checkpoints/step00000640/checkpoint.json",
         "lr1e-3/checkpoints/lawa5x16-step00000640/checkpoint.json",
