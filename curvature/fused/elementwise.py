@@ -127,15 +127,16 @@ def _gated_gradients(
     """Return the gradients by a, a_dot, u and u_dot.
 
     By u_dot: G f,    by u: H f + G f' a_dot,    by a_dot: G f' u,
-    by a: u (H f' + G f'' a_dot) + G f' u_dot, with f'' = 2 s (1 - s) + (f' - s) (1 - 2 s).
+    by a: u (H f' + G f'' a_dot) + G f' u_dot, with f'' = s (1 - s) (2 + a - 2 f).
     """
-    s, f, slope = _silu(wide(a))
-    complement = 1 - 2 * s
-    bend = (slope - s).mul_(complement).addcmul_(s, 1 - s, value=2)
-    by_slope = by_y_dot * slope
-    by_u = (by_y * f).addcmul_(by_slope, a_dot)
-    by_a = bend.mul_(by_y_dot).mul_(a_dot).addcmul_(by_y, slope).mul_(u).addcmul_(by_slope, u_dot)
-    return [one.to(a.dtype) for one in (by_a, by_slope.mul_(u), by_u, f.mul_(by_y_dot))]
+    dtype, a = a.dtype, wide(a)
+    s, f, slope = _silu(a)
+    bend = torch.ops.aten.sigmoid_backward(wide(by_y_dot * a_dot), s)
+    bend.mul_(torch.sub(a, f, alpha=2).add_(2))
+    by_slope = slope * by_y_dot
+    by_u = (f * by_y).addcmul_(by_slope, a_dot)
+    by_a = bend.addcmul_(slope, by_y).mul_(u).addcmul_(by_slope, u_dot)
+    return [one.to(dtype) for one in (by_a, by_slope.mul_(u), by_u, f.mul_(by_y_dot))]
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -8,7 +8,8 @@ reverse mode.
 
 Why not torch.func.jvp(grad(loss)), or the gradient of g.v through the graph of g:
 - Fast attention kernels have no second derivative; eager ones keep the S x S weights of every
-  block. Here queries go through in chunks.
+  block. Here queries go through in chunks (`curvature.fused`, where norms, SwiGLU, attention and
+  loss have their backward pass written out).
 - The graph of g records the backward pass too: of 7 billion parameters at 4,096 tokens about 310
   GB by an estimate, against 63 GB here with checkpointing.
 - jvp(grad) hands over all of Hv at the end. Here one weight comes after the other, so that
@@ -21,8 +22,7 @@ Products of matrices are computed in the precision of the weights; norms, activa
 losses in that precision too, but not below fp32. So float64 weights give float64 results, and bf16
 ones what mixed precision means.
 
-Shapes: B sequences, S positions of a sequence, K key/value heads, G query heads per key/value head,
-    E features of a head, I and O input and output features, N tokens (B x S), V vocabulary.
+Shapes: I and O input and output features.
 """
 
 import math
@@ -75,8 +75,10 @@ def widened(x: Dual) -> Dual:
 def linear(x: Dual, weight_OI: Dual) -> Dual:
     """Return y = x W' with y_dot = x_dot W' + x W_dot'."""
     x = x.map(lambda t: t.to(weight_OI.value.dtype))
-    tangent = F.linear(x.tangent, weight_OI.value) + F.linear(x.value, weight_OI.tangent)
-    return Dual(F.linear(x.value, weight_OI.value), tangent)
+    rows = x.map(lambda t: t.flatten(0, -2))
+    tangent = torch.addmm(rows.tangent @ weight_OI.value.T, rows.value, weight_OI.tangent.T)
+    y = Dual(rows.value @ weight_OI.value.T, tangent)
+    return y.map(lambda t: t.view(*x.value.shape[:-1], -1))
 
 
 def normalised(x: Dual, epsilon: float) -> Dual:

@@ -324,7 +324,7 @@ def test_bytes_moved_by_hand(monkeypatch):
 
 def test_ranks_that_find_no_work_save_no_time(tmp_path):
     """Two sequences keep two ranks of a sharded model busy."""
-    hf_dir = make_hf_directory(tmp_path / "model")
+    hf_dir = make_hf_directory(tmp_path / "model", max_position_embeddings=512)
 
     def seconds(world_size: int, **settings) -> float:
         chosen = HutchinsonSettings(**settings)
@@ -333,7 +333,7 @@ def test_ranks_that_find_no_work_save_no_time(tmp_path):
     shared: dict[str, Any] = {"sharding": "fsdp", "microbatch_sequences": 2}
     alone, two = seconds(1, **shared), seconds(2, **shared)
     assert two == pytest.approx(
-        alone / 2, rel=0.05
+        alone / 2, rel=0.02
     )  # kernels of less: what does not grow with the batch stays
     assert 0.9 * two < seconds(8, **shared) <= two, (
         "only a probe's signs and products are shared further"

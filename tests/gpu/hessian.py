@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from base.ranks import Ranks
 from curvature.cost.plan import Plan, estimate
+from curvature.fused.one_pass import observed
 from curvature.products.exact import DualHessian, HessianProduct
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
@@ -43,6 +44,8 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
         curved = CurvedModel(made.to(device), ranks=Ranks(0, 1, device))
         hessian = DualHessian(curved)
         found.append(hessian.product(tokens_BS1, hessian.parameters.probe(Probe(0, 0))))
+        with observed(lambda function, arguments: function(*arguments)):
+            line_by_line = hessian.product(tokens_BS1, hessian.parameters.probe(Probe(0, 0)))
         made = random_model(model, length, torch.device("cpu"))
     here, there = (one.hv_p.cpu().double() for one in found)
     return [
@@ -51,6 +54,12 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
             float((there - here).norm() / here.norm()),
             "relative",
             most=1e-4,
+        ),
+        Figure(
+            "Hv in fp32, functions compiled against line by line",
+            float((line_by_line.hv_p.cpu().double() - there).norm() / there.norm()),
+            "relative",
+            most=1e-5,
         ),
         Figure(
             "loss beside it",
