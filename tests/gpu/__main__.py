@@ -45,6 +45,7 @@ def checks(place: Place) -> dict[str, Callable[[Place], list[Figure]]]:
         "GPTQ, CUDA graph": gptq.graph_and_plain,
         "GPTQ, bf16 Hessian": gptq.bf16_hessian,
         "Hessian, CPU and GPU": hessian.cpu_and_gpu,
+        "Hessian, vectors on the host": hessian.vectors_on_the_host,
     }
     found |= {f"speed, {name}": partial(training.speed, name=name) for name in place.sizes.timed}
     return found | {

@@ -76,6 +76,28 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
     ]
 
 
+def vectors_on_the_host(place: Place) -> list[Figure]:
+    """A product of two batches with its vectors on the host, which pass through a pinned buffer."""
+    model, length = place.sizes.compared, place.sizes.compared_length
+    batches_BS1 = random_tokens(3, length + 1, model.vocab_size).split(2)
+    device = place.torch_device
+    found = []
+    for vectors in (device, torch.device("cpu")):
+        made = random_model(model, length, torch.device("cpu")).to(device)
+        hessian = DualHessian(CurvedModel(made, ranks=Ranks(0, 1, device), vectors=vectors))
+        v_p = hessian.parameters.probe(Probe(0, 0))
+        found.append(hessian.mean_product(batches_BS1, v_p).hv_p.cpu().double())
+    on_device, on_host = found
+    return [
+        Figure(
+            "Hv of two batches, vectors on the host against the GPU",
+            float((on_host - on_device).norm() / on_device.norm()),
+            "relative",
+            most=1e-5,  # gradients of embeddings are summed by atomics, in any order
+        )
+    ]
+
+
 def seconds(place: Place) -> list[Figure]:
     """A product of one sequence in bf16 at the largest shape that is timed, against the
     estimate.
