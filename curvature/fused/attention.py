@@ -5,9 +5,10 @@ et al. 2022, arXiv 2205.14135), here with tangents: with scores s, weights p = s
 mean slope c = sum_S p s_dot,
     p_dot = p t with t = s_dot - c,    o = p v,    o_dot = p_dot v + p v_dot.
 For gradients H by o and G by o_dot
-    by p: b = H v' + G v_dot',    by p_dot: a = G v',    u = a - G.o,
-    by s_dot: p u,    by s: p (b + u t - H.o - G.o_dot),
-in which products of rows G.o, H.o and G.o_dot stand for the sums over keys of p a, p b and p_dot a.
+    by p: b = H v' + G v_dot',    by p_dot: a = G v',    u = a - sum_S p a,
+    by s_dot: p u,    by s: p (w - sum_S p w) with w = b + u t.
+FlashAttention has the row's product G.o for sum_S p a. In fp32 that leaves rounding where u is 0, at
+a query that sees one key, and a narrow norm of queries and keys amplifies it.
 
 Shapes: B sequences, S positions of a sequence, K key/value heads, G query heads per key/value head,
     E features of a head, N batches of products (B x K), Q queries of a chunk (times G), T keys up
@@ -103,27 +104,17 @@ def _score_gradients(
     slopes_NQT: Tensor,
     by_p_NQT: Tensor,
     by_p_dot_NQT: Tensor,
-    sums_NQ1: tuple[Tensor, ...],
+    centre_NQ1: Tensor,
     hidden_CC: Tensor,
 ) -> list[Tensor]:
-    """Return p, p_dot and the gradients by s and s_dot; the scores are overwritten.
-
-    `sums_NQ1` are c, H.o + G.o_dot and G.o.
-    """
-    centre_NQ1, of_p_NQ1, of_p_dot_NQ1 = sums_NQ1
+    """Return p, p_dot and the gradients by s and s_dot; the scores are overwritten."""
     p_NQT = _softmax(scores_NQT, hidden_CC)
-    t_NQT, u_NQT = slopes_NQT - centre_NQ1, by_p_dot_NQT - of_p_dot_NQ1
-    by_s_NQT = (by_p_NQT - of_p_NQ1).addcmul_(u_NQT, t_NQT)
-    products = p_NQT, t_NQT.mul_(p_NQT), by_s_NQT.mul_(p_NQT), u_NQT.mul_(p_NQT)
+    t_NQT = slopes_NQT - centre_NQ1
+    u_NQT = by_p_dot_NQT - (p_NQT * by_p_dot_NQT).sum(-1, keepdim=True)
+    w_NQT = torch.addcmul(by_p_NQT, u_NQT, t_NQT)
+    w_NQT = w_NQT - (p_NQT * w_NQT).sum(-1, keepdim=True)
+    products = p_NQT, t_NQT.mul_(p_NQT), w_NQT.mul_(p_NQT), u_NQT.mul_(p_NQT)
     return [one.to(scores_NQT.dtype) for one in products]
-
-
-@one_pass
-def _row_sums(o: Tensor, o_dot: Tensor, by_o: Tensor, by_o_dot: Tensor) -> tuple[Tensor, Tensor]:
-    """Return H.o + G.o_dot and G.o of every query, [..., 1]."""
-    o, o_dot, by_o, by_o_dot = map(wide, (o, o_dot, by_o, by_o_dot))
-    of_p = (by_o * o).addcmul_(by_o_dot, o_dot).sum(-1, keepdim=True)
-    return of_p, (by_o_dot * o).sum(-1, keepdim=True)
 
 
 class _Attention(torch.autograd.Function):
@@ -146,15 +137,14 @@ class _Attention(torch.autograd.Function):
             chunk.put(o_dot_NGSE, torch.baddbmm(p_dot @ v, p, v_dot))
             chunk.put(centre_NGS1, centre)
         ctx.rows = rows
-        ctx.save_for_backward(*tensors, o_NGSE, o_dot_NGSE, centre_NGS1)
+        ctx.save_for_backward(*tensors, centre_NGS1)
         return o_NGSE, o_dot_NGSE
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_o_NGSE: Tensor, by_o_dot_NGSE: Tensor) -> Any:  # type: ignore[override]
-        q_NGSE, q_dot_NGSE, *others, o_NGSE, o_dot_NGSE, centre_NGS1 = ctx.saved_tensors
+        q_NGSE, q_dot_NGSE, *others, centre_NGS1 = ctx.saved_tensors
         k_NSE, k_dot_NSE, v_NSE, v_dot_NSE = (one.contiguous() for one in others)
-        sums_NGS1 = centre_NGS1, *_row_sums(o_NGSE, o_dot_NGSE, by_o_NGSE, by_o_dot_NGSE)
         by_q_NGSE, by_q_dot_NGSE = torch.empty_like(q_NGSE), torch.empty_like(q_NGSE)
         by_k, by_k_dot, by_v, by_v_dot = (torch.zeros_like(k_NSE) for _ in range(4))
         for chunk in _chunks(q_NGSE.shape[2], ctx.rows, q_NGSE.device):
@@ -167,7 +157,7 @@ class _Attention(torch.autograd.Function):
                 *_scores((q, q_dot), (k, k_dot)),
                 by_p,
                 by_p_dot,
-                tuple(chunk.rows(one) for one in sums_NGS1),
+                chunk.rows(centre_NGS1),
                 chunk.hidden_CC,
             )
             chunk.put(by_q_NGSE, torch.baddbmm(by_s @ k, by_s_dot, k_dot))

@@ -66,9 +66,12 @@ def _normed_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients by x, x_dot and w.
 
-    With q = w G, b = w H + w_dot G, m = mean(n x_dot), k = mean(n q), e = mean(q x_dot):
-        by x_dot: r (q - n k),    by w: sum over tokens of H n + G n_dot,
-        by x: r (b - r m q - r k x_dot - n (mean(n b) + r e - 3 r k m)).
+    With q = w G, b = w H + w_dot G, m = mean(n x_dot), k = mean(n q), and what of x_dot and q lies
+    across n, t = x_dot - n m and u = q - n k:
+        by x_dot: r u,    by w: sum over tokens of H n + G n_dot, n_dot = r t,
+        by x: r (b - n mean(n b) - r (m u + k t + n (mean(u t) + k m epsilon r^2))).
+    Written in x_dot and q the last one would be a small difference of large numbers where m and k
+    are large.
     """
     dtype, x, x_dot = x.dtype, wide(x), wide(x_dot)
     scale = torch.rsqrt(_mean(x.square()) + epsilon)
@@ -76,13 +79,12 @@ def _normed_gradients(
     q = by_y_dot * weight_I
     b = (by_y * weight_I).addcmul_(by_y_dot, weight_dot_I)
     m, k = _mean(n * x_dot), _mean(n * q)
-    along = _mean(n * b) + scale * (_mean(q * x_dot) - 3 * k * m)
-    n_dot = (x_dot - n * m).mul_(scale)
-    by_weight_I = (by_y * n).addcmul_(by_y_dot, n_dot).flatten(0, -2).sum(0)
-    by_x = b.addcmul_(q, scale * m, value=-1).addcmul_(x_dot, scale * k, value=-1)
-    by_x = by_x.addcmul_(n, along, value=-1).mul_(scale)
-    by_x_dot = q.addcmul_(n, k, value=-1).mul_(scale)
-    return by_x.to(dtype), by_x_dot.to(dtype), by_weight_I.to(weight_I.dtype)
+    t, u = x_dot - n * m, q.addcmul_(n, k, value=-1)
+    along = _mean(n * b) + scale * (_mean(u * t) + epsilon * scale.square() * k * m)
+    by_x = b.addcmul_(n, along, value=-1).addcmul_(u, scale * m, value=-1)
+    by_x = by_x.addcmul_(t, scale * k, value=-1).mul_(scale)
+    by_weight_I = (by_y * n).addcmul_(by_y_dot, t.mul_(scale)).flatten(0, -2).sum(0)
+    return by_x.to(dtype), u.mul_(scale).to(dtype), by_weight_I.to(weight_I.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
