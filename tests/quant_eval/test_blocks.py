@@ -94,6 +94,7 @@ def test_methods_without_calibration_are_quantized_once_and_read_no_text(
     assert gptq["measured"]["calibration"]["seeds"] == gptq["spec"]["calibration"]["seeds"] == 2
     for one, same in zip((rtn, nf4), alone, strict=True):
         assert one["measured"] == same["measured"]
+        del one["spec"]["streams"], same["spec"]["streams"]  # of all that walk together
         assert one["spec"] == same["spec"]
         assert one["measured"]["calibration"] is one["spec"]["calibration"] is None
         for layer in one["measured"]["layers"]:

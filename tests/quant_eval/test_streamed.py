@@ -1,5 +1,6 @@
 """A model read block by block, and blocks taken apart, against transformers' whole model."""
 
+import copy
 import json
 
 import pytest
@@ -31,7 +32,7 @@ def run(model, block_output):
     x, context = model.embedding()(TOKENS), model.context(TOKENS.shape[1])
     for index in range(model.num_blocks):
         x = block_output(model.block(index), x, context)
-    return model.head()(x)
+    return model.head()(x.float())
 
 
 def taken_apart(block, x, context):
@@ -41,10 +42,16 @@ def taken_apart(block, x, context):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_logits_are_those_of_the_whole_model(directory, dtype):
+    """Bit for bit in fp32; in bf16 the blocks' are, whose norm and head are cast here to fp32."""
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
+    model = open_model(directory, dtype)
+    norm = whole.get_submodule(f"{model.family.decoder}.{model.family.final_norm}")
+    norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+    norm.float()
+    whole.set_output_embeddings(copy.deepcopy(whole.get_output_embeddings()).float())  # untied
     with torch.no_grad():
         expected = whole(TOKENS, use_cache=False).logits
-    got = run(open_model(directory, dtype), lambda block, x, context: block(x, context))
+    got = run(model, lambda block, x, context: block(x, context))
     assert torch.equal(got, expected)
 
 
