@@ -133,7 +133,9 @@ def test_bf16_computation_with_fp32_shards(shared, alone):
     """
     found, expected = shared.figures[0]["bf16"], alone.figures[0]["bf16"]
     assert found["of the form"] == pytest.approx(expected["of the form"], rel=2**-9)
-    assert quadratic_of(found) == pytest.approx(quadratic_of(expected), rel=2**-7)
+    exactly = quadratic_of(alone.figures[0]["fp32"])
+    for figures in (found, expected):  # each off on its own: what is summed cancels in part
+        assert quadratic_of(figures) == pytest.approx(exactly, rel=2**-6)
     exact = vector(alone, alone, "fp32").double()
     one, several = vector(alone, alone, "bf16"), vector(shared, alone, "bf16")
     assert 0.002 < relative(one, exact) < 0.05
