@@ -1,13 +1,15 @@
 """One model quantized by another project's library in its own process; files go both ways.
 
-The library's module is started as `python -m quant_eval.libraries.MODULE JOB.json` and leaves in
-`Job.out`: `weights.safetensors`, the dense values of every parameter it changed, and `report.json`,
-written last.
+The library's module is started as `python -m quant_eval.libraries.MODULE JOB.json`, or in a fork
+where that is as good, and leaves in `Job.out`: `weights.safetensors`, the dense values of every
+parameter it changed, and `report.json`, written last.
 
 Shapes: N calibration sequences, L tokens of a sequence.
 """
 
+import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -132,10 +134,12 @@ def process_environment(threads: int, device: str = "cpu") -> dict[str, str]:
         str(Path(__file__).resolve().parents[2]),
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
-    settings = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    if device == "cpu":
-        settings["CUDA_VISIBLE_DEVICES"] = ""
-    return os.environ | settings | {"PYTHONPATH": os.pathsep.join(paths)}
+    return os.environ | _settings(threads, device) | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _settings(threads: int, device: str) -> dict[str, str]:
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    return {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | hidden
 
 
 def run_job(job: Job) -> Report:
@@ -153,18 +157,57 @@ def run_job(job: Job) -> Report:
     write_json(path, job.model_dump(mode="json"))
     module = f"quant_eval.libraries.{MODULES[job.spec.method]}"
     with tempfile.TemporaryDirectory() as place:
-        done = subprocess.run(
-            [sys.executable, "-m", module, str(path)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            env=process_environment(job.threads, job.device),
-            cwd=place,  # where a library leaves its logs
-        )
+        if _may_fork(job):
+            done = _fork(module, path, place)
+        else:
+            done = subprocess.run(
+                [sys.executable, "-m", module, str(path)],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+                env=process_environment(job.threads, job.device),
+                cwd=place,  # where a library leaves its logs
+            )
     if done.returncode:
         raise UserError(f"spec {job.spec.name}: {_reason(module, done)}")
     return Report.model_validate_json((job.out / REPORT).read_bytes())
+
+
+def _may_fork(job: Job) -> bool:
+    """Return whether a fork of this process is as good for a job as a new interpreter.
+
+    It saves the seconds that importing torch and transformers takes. But CUDA and threads, such as
+    OpenMP's, do not survive a fork, and libraries read the environment as they are imported.
+    """
+    has_environment = _settings(job.threads, job.device).items() <= os.environ.items()
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    return job.device == "cpu" and has_environment and threads == 1
+
+
+def _fork(module: str, path: Path, place: str) -> "subprocess.CompletedProcess[str]":
+    with tempfile.TemporaryFile("w+", errors="replace") as stderr:
+        process = multiprocessing.get_context("fork").Process(
+            target=_become, args=(module, path, place, stderr.fileno())
+        )
+        process.start()
+        try:
+            process.join()
+        finally:  # also when interrupted
+            process.kill()
+            process.join()
+        stderr.seek(0)
+        assert process.exitcode is not None
+        return subprocess.CompletedProcess([module], process.exitcode, stderr=stderr.read())
+
+
+def _become(module: str, path: Path, place: str, stderr: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(stderr, 2)
+    os.chdir(place)
+    sys.argv[1:] = [str(path)]
+    with torch.enable_grad():  # as in a new interpreter; the walk is without
+        runpy.run_module(module, run_name="__main__")
 
 
 def write_report(

@@ -25,6 +25,7 @@ IMPORTED = (
     "curvature.measurement",
     "curvature.slices.measurement",
     "curvature.step.measurement",
+    "quant_eval.libraries.bitsandbytes",
     "quant_eval.measuring.measurement",
     "study.report.report",
     "study.results.collect",

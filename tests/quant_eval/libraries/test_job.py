@@ -3,6 +3,8 @@ fails.
 """
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,9 @@ import pytest
 from base.errors import UserError
 from quant_eval.libraries.job import REPORT, WEIGHTS, Job, run_job, write_report
 from quant_eval.specs import parse_spec
+from tests.interpreter import interpreter
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -107,3 +112,52 @@ def test_a_failure_is_one_line_and_leaves_no_result(tmp_path, process, script, l
     assert "\n" not in str(refused.value)
     assert not (tmp_path / WEIGHTS).exists()
     assert not (tmp_path / REPORT).exists()
+
+
+LIBRARY = """
+import os, sys, torch
+from quant_eval.libraries.job import run_process, write_report
+
+def quantize(job):
+    sys.left_behind = True
+    told = {"parent": os.getppid(), "gradients": torch.is_grad_enabled(), "place": os.getcwd()}
+    write_report(job, {}, "stand-in", "1", told)
+    if job.batch_size > 2:
+        raise ValueError("too large")
+
+run_process(quantize)
+"""
+STUDY = """
+import os, sys, torch
+from pathlib import Path
+from base.errors import UserError
+from quant_eval import libraries
+from quant_eval.libraries import job
+libraries.__path__.append(sys.argv[1])
+job.MODULES["gptqmodel"] = "stand_in"
+task = job.Job.model_validate_json(Path(sys.argv[1], "task.json").read_text())
+with torch.no_grad():
+    told = job.run_job(task).settings
+    assert told["parent"] == os.getpid() and told["gradients"]
+    assert told["place"] != os.getcwd() and not hasattr(sys, "left_behind")
+    try:
+        job.run_job(task.model_copy(update={"batch_size": 3}))
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_a_job_is_a_fork_in_a_process_of_one_thread_with_its_environment(tmp_path):
+    (tmp_path / "stand_in.py").write_text(LIBRARY)
+    task = job_in(tmp_path / "out").model_copy(update={"threads": 1})
+    (tmp_path / "task.json").write_text(task.model_dump_json())
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # a new interpreter would not find the stand-in
+    done = subprocess.run(
+        [interpreter(), "-c", STUDY, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout.endswith("stand_in ended with exit code 1: ValueError: too large\n")
