@@ -20,6 +20,7 @@ from quant_eval.model.activations import Activations
 from train.data.corpus import Corpus
 
 LOGITS_BYTES = 64 << 20  # of fp32 in memory at once, per model
+CACHED_ROWS = 256  # of logits on a CPU: few enough to stay in its cache, enough to multiply well
 
 
 @dataclass(frozen=True)
@@ -149,18 +150,18 @@ def paired_losses(
             targets_T1 = tokens_BL[:, 1:][is_real_BL][:, None].to(device)
             owner_T = torch.tensor(batch).repeat_interleave(lengths_B)
             streams = [stream.read(index)[is_real_BL.to(device)] for stream in (full, *quantized)]
-            rows = rows or max(1, LOGITS_BYTES // (4 * head(streams[0][:1].float()).shape[-1]))
+            rows = rows or _rows_at_once(head(streams[0][:1].float()).shape[-1], device)
             for start in range(0, len(owner_T), rows):
                 some = slice(start, start + rows)
                 target_T1, owner = targets_T1[some], owner_T[some]
                 log_p_TV = torch.log_softmax(head(streams[0][some].float()), dim=-1)
-                p_TV, top_T = log_p_TV.exp(), log_p_TV.argmax(-1)
+                p_TV, top_T1 = log_p_TV.exp(), log_p_TV.max(-1, keepdim=True).indices
                 nll_N.index_add_(0, owner, -log_p_TV.gather(1, target_T1).squeeze(1).double().cpu())
                 for stream, sums_N3 in zip(streams[1:], sums_SN3, strict=True):
                     log_q_TV = torch.log_softmax(head(stream[some].float()), dim=-1)
                     nll_T = -log_q_TV.gather(1, target_T1).squeeze(1)
-                    agrees_T = log_q_TV.argmax(-1) == top_T
-                    kl_T = (log_p_TV - log_q_TV).mul_(p_TV).sum(-1)
+                    agrees_T = log_q_TV.gather(1, top_T1).squeeze(1) == log_q_TV.amax(-1)
+                    kl_T = torch.sub(log_p_TV, log_q_TV, out=log_q_TV).mul_(p_TV).sum(-1)
                     sums_N3.index_add_(
                         0, owner, torch.stack([nll_T, kl_T, agrees_T.float()], dim=1).double().cpu()
                     )
@@ -179,3 +180,8 @@ def paired_losses(
         PairedLosses(tokens, nll, *(by_unit(column_N) for column_N in sums_N3.unbind(1)))
         for sums_N3 in sums_SN3
     ]
+
+
+def _rows_at_once(vocab_size: int, device: torch.device) -> int:
+    rows = max(1, LOGITS_BYTES // (4 * vocab_size))
+    return min(rows, CACHED_ROWS) if device.type == "cpu" else rows
