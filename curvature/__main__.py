@@ -178,8 +178,8 @@ def step(
     from curvature.step.measurement import measure
 
     ranks = start(settings.device)
-    for result_dir, directory in zip(quantized, directories, strict=True):
-        result = measure(hf_dir, result_dir, settings, data, ranks)
+    results = measure(hf_dir, quantized, settings, data, ranks)
+    for directory, result in zip(directories, results, strict=True):
         if ranks.rank == 0:
             write_result(directory, result)
             whole = result["measured"]["whole"]

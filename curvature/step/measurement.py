@@ -1,6 +1,7 @@
-"""Curvature along the quantization step of one result: model, step and products put together."""
+"""Curvature along quantization steps of a model: model, steps and products put together."""
 
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,18 @@ from curvature.step.quantized import Step, read_step
 
 
 def measure(
-    hf_dir: Path, result_dir: Path, settings: StepSettings, data_prefix: Path, ranks: Ranks
-) -> dict[str, Any]:
-    """Return the content of result.json for a quantized model's result; write nothing.
+    hf_dir: Path,
+    result_dirs: Sequence[Path],
+    settings: StepSettings,
+    data_prefix: Path,
+    ranks: Ranks,
+) -> Iterator[dict[str, Any]]:
+    """Yield the content of result.json for each result of a quantized model; write nothing.
+
+    The model is opened and guarded once for all of them.
 
     Raises:
-        UserError: the quantized model is another's, model, text, settings and ranks do not fit, a
+        UserError: a quantized model is another's, model, text, settings and ranks do not fit, a
             figure is not finite, or the guard refuses.
     """
     if ranks.size > 1 and settings.sharding == "none":
@@ -32,15 +39,18 @@ def measure(
             " process"
         )
     clock = time.perf_counter()
-    step = read_step(hf_dir, result_dir)
+    steps = [read_step(hf_dir, result_dir) for result_dir in result_dirs]
     needed = settings.microbatches * settings.microbatch_sequences
     opened = open_model(hf_dir, settings, data_prefix, ranks, needed=needed)
-    measured = _predicted(opened, step, settings) | {
-        "quantization": step.measured,
-        "units": UNITS | {"quantization": "nats per token, on its own text"},
-    }
-    more = {"name": f"step-{step.spec}", "quantized": {"path": str(result_dir), "spec": step.spec}}
-    return opened.result(measured, more, {"all": time.perf_counter() - clock})
+    for result_dir, step in zip(result_dirs, steps, strict=True):
+        measured = _predicted(opened, step, settings) | {
+            "quantization": step.measured,
+            "units": UNITS | {"quantization": "nats per token, on its own text"},
+        }
+        quantized = {"path": str(result_dir), "spec": step.spec}
+        more = {"name": f"step-{step.spec}", "quantized": quantized}
+        yield opened.result(measured, more, {"all": time.perf_counter() - clock})
+        clock = time.perf_counter()
 
 
 def _predicted(opened: Opened, step: Step, settings: StepSettings) -> dict[str, Any]:
