@@ -7,8 +7,8 @@ mean slope c = sum_S p s_dot,
 For gradients H by o and G by o_dot
     by p: b = H v' + G v_dot',    by p_dot: a = G v',    u = a - sum_S p a,
     by s_dot: p u,    by s: p (w - sum_S p w) with w = b + u t.
-FlashAttention has the row's product G.o for sum_S p a. In fp32 that leaves rounding where u is 0, at
-a query that sees one key, and a narrow norm of queries and keys amplifies it.
+FlashAttention has the row's product G.o for sum_S p a. In fp32 that leaves rounding where u is 0,
+at a query that sees one key, and a narrow norm of queries and keys amplifies it.
 
 Shapes: B sequences, S positions of a sequence, K key/value heads, G query heads per key/value head,
     E features of a head, N batches of products (B x K), Q queries of a chunk (times G), T keys up
