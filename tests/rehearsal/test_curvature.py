@@ -99,7 +99,7 @@ def test_a_slice_on_a_gpu_reaches_the_figures_of_the_cpu(
 @pytest.mark.parametrize(
     ("left", "spec"),
     [
-        ("curvature/opened.py open_model", "hutchinson"),
+        ("curvature/loading.py WeightFiles.empty", "hutchinson"),
         ("curvature/products/model.py CurvedModel._share", "hutchinson"),
         ("curvature/products/model.py _Entry._dual_loss", "hutchinson"),
         ("curvature/fused/attention.py _chunks", "hutchinson"),

@@ -21,7 +21,7 @@ class StoppedError(Exception):
 class Alone(Ranks):
     """One of several ranks, without the others."""
 
-    def gather(self, value):
+    def gather_values(self, value):
         raise StoppedError(value)
 
 
