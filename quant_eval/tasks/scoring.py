@@ -24,11 +24,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from base.errors import UserError
 from base.progress import Progress
-from base.ranks import Ranks
+from base.ranks import ALONE, Ranks
 from quant_eval.settings import TaskSettings
 from quant_eval.tasks.loading import LoadedTask
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
 SOFTMAX_DTYPE = "float32"  # in bf16, choices would tie by rounding
 
 
