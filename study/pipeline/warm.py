@@ -33,7 +33,7 @@ IMPORTED = (
     "transformers.models.olmo2.modeling_olmo2",
 )
 MEASURING = {"ckpt_tools", "curvature", "quant_eval"}  # commands that a fork is worth starting for
-COMMANDS = MEASURING | {"study"}
+COMMANDS = MEASURING | {"study", "train"}
 READY = b"ready"
 REQUEST_BYTES = 100_000
 
