@@ -2,11 +2,7 @@
 
 import csv
 import json
-import multiprocessing
-import os
 import re
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +15,7 @@ from PIL import Image
 from base.files import replaced_file
 from study.definition import Study
 from study.discovery import discovered
-from study.figures import drawn as figures
+from study.figures import drawn
 from study.figures.canvas import Canvas
 from study.figures.charts import Chart, Rows
 from study.figures.figure import Figure
@@ -44,7 +40,7 @@ class Shown(NamedTuple):
 
 def figures_of(study: Study) -> list[Figure]:
     """Return the figures that the study can have, in the order of the report."""
-    return [one for one in discovered(figures, Figure) if one.applies(study)]
+    return [one for one in discovered(drawn, Figure) if one.applies(study)]
 
 
 def draw_all(canvas: Canvas) -> tuple[list[Shown], list[str]]:
@@ -56,33 +52,22 @@ def draw_all(canvas: Canvas) -> tuple[list[Shown], list[str]]:
     shown, empty = [], []
     folder = canvas.directory / DIRECTORY
     folder.mkdir(exist_ok=True)
-    found = [(one, one.draw(canvas)) for one in figures_of(canvas.study)]
-    pictures = _pictures([drawn.chart for _, drawn in found if drawn])
-    for one, drawn in found:
+    for one in figures_of(canvas.study):
         paths = {kind: folder / f"{one.name}.{kind}" for kind in ("csv", "png", "pdf")}
-        if drawn is None:
+        found = one.draw(canvas)
+        if found is None:
             empty.append(one.name)
             for path in paths.values():
                 path.unlink(missing_ok=True)
             continue
-        write_rows(drawn.rows, paths["csv"])
-        contents = next(pictures)
-        for kind, content in contents.items():
+        pictures = {kind: picture_of(found.chart, kind) for kind in METADATA}
+        write_rows(found.rows, paths["csv"])
+        for kind, content in pictures.items():
             with replaced_file(paths[kind]) as aside:
                 aside.write_bytes(content)
-        chart = None if isinstance(drawn.chart, Picture) else drawn.chart
-        shown.append(Shown(one.name, one.caption, contents["png"], chart))
+        chart = None if isinstance(found.chart, Picture) else found.chart
+        shown.append(Shown(one.name, one.caption, pictures["png"], chart))
     return shown, empty
-
-
-def _pictures(charts: Sequence[Chart | Picture]) -> Iterator[dict[str, bytes]]:
-    """Yield the pictures of each chart by their kind, drawn on all cores."""
-    tasks = [(chart, kind) for chart in charts for kind in METADATA]
-    forks = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), forks) as pool:
-        made = pool.map(picture_of, *zip(*tasks, strict=True)) if tasks else iter(())
-        for _ in charts:
-            yield {kind: next(made) for kind in METADATA}
 
 
 def _in_order(lines: re.Match[bytes]) -> bytes:
