@@ -58,7 +58,8 @@ def _training_rows(directory: Path, study: Study) -> dict[str, str]:
     run = study.trained[0]
     zero = f", ZeRO stage {run.zero.stage}" if run.engine == "deepspeed" else ""
     ranks = Needs(study, Hardware.recorded(directory), directory).trainings[run.name].ranks
-    rows["engine"] = f"{ENGINE_PACKAGES[run.engine]}{zero}, {ranks} ranks"
+    counted = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    rows["engine"] = f"{ENGINE_PACKAGES[run.engine]}{zero}, {counted}"
     path = RunDirectory(directory / run.name).environment_json
     if path.exists():
         last = attempts(path)[-1]

@@ -21,9 +21,9 @@ from tests.curvature.on_ranks import ORDINARY
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def check(curved: CurvedModel, dtype: str = "fp32") -> dict:
+def check(curved: CurvedModel, dtype: str = "fp32", sequences: int = 2) -> dict:
     """The guard as a measurement calls it."""
-    tokens_BS1, sketch = random_tokens(), sketch_of(curved)
+    tokens_BS1, sketch = random_tokens(sequences), sketch_of(curved)
     product = DualHessian(curved).sketched(tokens_BS1, sketch)
     return check_product(product, difference_product(curved, tokens_BS1, sketch), sketch, dtype)
 
@@ -68,7 +68,8 @@ def test_a_right_product_passes_with_room_to_spare():
 
 def test_bf16_passes_by_its_own_limits_and_not_by_those_of_fp32():
     curved = CurvedModel(tiny_model(torch.float32, **ORDINARY), ranks=ALONE, dtype=torch.bfloat16)
-    assert 1e-3 < check(curved, "bf16")["product_relative_difference"] < 0.05
+    # 16 whose v'Hv is large: of a random model it cancels in most batches to what bf16 rounds off
+    assert 1e-3 < check(curved, "bf16", 16)["product_relative_difference"] < 0.05
     with pytest.raises(UserError, match="refusing to measure"):
         check(curved)
 

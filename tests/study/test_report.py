@@ -154,13 +154,13 @@ def told(page: Page) -> dict[str, str]:
 
 
 def test_the_engine_and_its_version_are_named(page, tmp_path):
-    assert told(page)["engine"] == "megatron-core, 2 ranks"
+    assert told(page)["engine"] == "megatron-core, 1 rank"
     assert "megatron-core 0.16.1" in told(page)["software"]
     assert "deepspeed" not in told(page)["software"]
     changed = resolve("tiny", "full", ("engine=deepspeed",))
     directory = write_study(tmp_path / "other" / changed.name, changed)
     settings = settings_of(directory, changed)
-    assert settings["engine"] == "deepspeed, ZeRO stage 1, 2 ranks"
+    assert settings["engine"] == "deepspeed, ZeRO stage 1, 1 rank"
     assert "deepspeed 0.19.8" in settings["software"]
     assert "megatron" not in settings["software"]
     again = 'study run tiny --profile full --set engine=deepspeed --root "$STUDY/.."'
