@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from base.ranks import Ranks
-from quant_eval.tasks.scoring import ALONE, _Model, exact_head
+from base.ranks import ALONE, Ranks
+from quant_eval.tasks.scoring import _Model, exact_head
 from tests.runs import ranks
 
 
