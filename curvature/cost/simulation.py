@@ -24,7 +24,7 @@ from torch.utils.flop_counter import (
 )
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from base.ranks import Ranks
+from base.ranks import ALONE
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.model import quiet_transformers
 from curvature.fused.one_pass import observed
@@ -159,7 +159,7 @@ def _at_depth(
         )
         model = CurvedModel(
             loaded.eval(),
-            ranks=Ranks(0, 1, torch.device("cpu")),
+            ranks=ALONE,
             dtype=DTYPES[settings.dtype],
             checkpointing=settings.checkpointing,
         )

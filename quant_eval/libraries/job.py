@@ -86,43 +86,39 @@ def library_model(
     """
     if spec.method not in MODULES:
         return None
-    return partial(_opened, hf_dir, spec, draw_NL, compute, work, ranks)
+    assert draw_NL is not None  # of these methods every one is calibrated
+    job = Job(
+        hf_dir=hf_dir,
+        spec=spec,
+        calibration=work / "calibration.safetensors",
+        dtype=compute.dtype,
+        device=compute.device,
+        batch_size=compute.batch_size,
+        threads=torch.get_num_threads(),
+        out=work / "out",
+    )
+    return partial(_opened, job, draw_NL, ranks)
 
 
 @contextmanager
-def _opened(
-    hf_dir: Path,
-    spec: QuantSpec,
-    draw_NL: Tensor | None,
-    compute: ComputeSettings,
-    work: Path,
-    ranks: Ranks,
-) -> Iterator[tuple[StreamedModel, Report]]:
-    assert draw_NL is not None  # of these methods every one is calibrated
-    if ranks.rank == 0:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        torch.cuda.empty_cache()  # what an earlier pass freed is for the library's process
-        save_file({"input_ids": draw_NL}, work / "calibration.safetensors")
-        job = Job(
-            hf_dir=hf_dir,
-            spec=spec,
-            calibration=work / "calibration.safetensors",
-            dtype=compute.dtype,
-            device=compute.device,
-            batch_size=compute.batch_size,
-            threads=torch.get_num_threads(),
-            out=work / "out",
-        )
-        run_job(job)
-    ranks.wait()
-    report = Report.model_validate_json((work / "out" / REPORT).read_text())
-    weights = HFWeights(hf_dir)
-    weights.tensors |= read_header(work / "out" / WEIGHTS)
-    yield StreamedModel(hf_dir, weights, DTYPES[compute.dtype], ranks.device), report
-    ranks.wait()
-    if ranks.rank == 0:
-        shutil.rmtree(work)
+def _opened(job: Job, draw_NL: Tensor, ranks: Ranks) -> Iterator[tuple[StreamedModel, Report]]:
+    work = job.out.parent
+    try:
+        if ranks.rank == 0:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            torch.cuda.empty_cache()  # what an earlier pass freed is for the library's process
+            save_file({"input_ids": draw_NL}, job.calibration)
+            run_job(job)
+        ranks.wait()
+        report = Report.model_validate_json((job.out / REPORT).read_text())
+        weights = HFWeights(job.hf_dir)
+        weights.tensors |= read_header(job.out / WEIGHTS)
+        yield StreamedModel(job.hf_dir, weights, DTYPES[job.dtype], ranks.device), report
+        ranks.wait()
+    finally:
+        if ranks.rank == 0:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def process_environment(threads: int, device: str = "cpu") -> dict[str, str]:

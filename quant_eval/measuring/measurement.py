@@ -1,7 +1,6 @@
 """The content of result.json, made from an HF directory and specs."""
 
 import math
-import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -111,15 +110,14 @@ def _quantize(
         for number, (spec, out) in enumerate(zip(specs, outs, strict=True)):
             keep = finished = None
             if ranks.rank == 0:  # it alone writes
-                cleanup.callback(shutil.rmtree, out / LIBRARY_WORK, ignore_errors=True)
                 if settings.save:
                     keep = cleanup.enter_context(savers[number].collecting()).add
                 if settings.dense:
                     place = cleanup.enter_context(committed_directory((out / DENSE_JSON).parent))
                     keepers.append(DenseWriter(hf_dir, place, spec, settings.dtype))
                     finished = keepers[number].add
-            for draw, draw_NL in enumerate(texts.draws_for(spec)):
-                work = out / LIBRARY_WORK / str(draw)
+            for draw_NL in texts.draws_for(spec):
+                work = out / LIBRARY_WORK  # of one draw after the other
                 given = library_model(hf_dir, spec, draw_NL, settings, work, ranks)
                 variants.append(Variant(spec, draw_NL, given, keep, finished, settings.per_block))
         walked = iter(walk(model, variants, texts.data, settings, ranks))

@@ -1,6 +1,5 @@
 """The content of result.json, made from an HF directory, specs and tasks."""
 
-import shutil
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -123,11 +122,6 @@ def quantized_model(
         layers[index] = block.module
 
     work = hf_dir / "tasks" / spec.name / LIBRARY_WORK  # where all ranks see it
-    try:
-        given = library_model(hf_dir, spec, draw_NL, settings, work, ranks)
-        walk(model, [Variant(spec, draw_NL, given, finished=keep)], None, settings, ranks)
-        ranks.wait()
-    finally:
-        if ranks.rank == 0:
-            shutil.rmtree(work, ignore_errors=True)
+    given = library_model(hf_dir, spec, draw_NL, settings, work, ranks)
+    walk(model, [Variant(spec, draw_NL, given, finished=keep)], None, settings, ranks)
     return whole.to(ranks.device)  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ cannot do without.
     python -m tests.bench.average [DIRECTORY]      # needs 3 GB there
 
 Times without the start of Python, in two processes or threads each, with the files in the page cache and
-without. Reading is done by plain readinto; with the SHA-256 that makes sure of the ingredients; and
+without. Reading is done by plain readinto; with the BLAKE3 that makes sure of the ingredients; and
 by safetensors, every tensor touched.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from base.files import sha256_of
+from base.digests import digest_of
 from ckpt_tools.averaging.average import average_models
 from ckpt_tools.formats import parallel
 from ckpt_tools.formats.hf_writer import write_weights
@@ -92,7 +92,7 @@ def average_lines(directory: Path | None = None) -> list[str]:
         ways: dict[str, Callable[[], object]] = {
             "ours": lambda: average_models(root / "out", models),
             "reading": lambda: in_processes(read_plainly, files),
-            "reading and SHA-256": lambda: in_processes(sha256_of, files),
+            "reading and BLAKE3": lambda: in_processes(digest_of, files),
             "safetensors load_file": lambda: in_processes(load, files),
         }
         lines = []

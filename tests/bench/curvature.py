@@ -40,7 +40,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from base.ranks import Ranks
+from base.ranks import ALONE
 from curvature.products.exact import DualHessian
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
@@ -55,7 +55,6 @@ PAIRS, SEEDS = 64, 10
 REPETITIONS, TIMED_PROBES = 5, 4
 SHARES = (1, 2, 4, 8, 16, 32, 64)  # batches of a library's data set
 M_MMAP_THRESHOLD = -3  # of malloc.h
-ALONE = Ranks(0, 1, torch.device("cpu"))
 OURS = ("ours", "ours, checkpointing")
 
 

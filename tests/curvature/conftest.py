@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from base.ranks import Ranks
+from base.ranks import ALONE
 from curvature.products.exact import DualHessian
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Parameters, dot
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
 TINY: dict[str, Any] = {
     "vocab_size": 24,
     "hidden_size": 8,

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Olmo2Config
 
+from base.ranks import ALONE
 from ckpt_tools.formats.weights import DTYPES
 from curvature.cost.simulation import simulate
 from curvature.products.exact import DualHessian, streamed
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
 from curvature.settings import HutchinsonSettings
-from tests.curvature.conftest import ALONE
 from tests.curvature.streaming_memory import resident
 
 SEQUENCES, LENGTH, VOCABULARY, DEPTH = 3, 192, 2048, 3

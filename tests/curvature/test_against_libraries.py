@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from base.ranks import Ranks
+from base.ranks import ALONE
 from curvature.products.exact import DualHessian
 from curvature.products.model import CurvedModel
 from tests.curvature.conftest import random_tokens, relative, tiny_model
 from tests.curvature.libraries import LIBRARIES
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
 # Wide enough, and with weights small enough, that fp32 rounds as it does in use.
 MODEL: dict[str, Any] = {
     "hidden_size": 64,

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, Olmo2Config
 import curvature.products.parameters
 import curvature.spectrum.lanczos
 from base.errors import UserError
+from base.ranks import ALONE
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.forward import read_config
 from curvature.cost import plan, simulation
@@ -35,7 +36,6 @@ from curvature.products.model import CurvedModel
 from curvature.products.parameters import Parameters, Probe
 from curvature.settings import HutchinsonSettings, LanczosSettings
 from tests.conftest import make_hf_directory
-from tests.curvature.conftest import ALONE
 from tests.curvature.pass_memory import PASSES
 from tests.runs import PROJECT, environment
 
@@ -279,8 +279,8 @@ def test_vectors_and_models_of_all_ranks_of_a_node_count(tmp_path, simulated_onc
 
 
 def test_the_time_is_of_products_and_of_bytes(tmp_path, simulated_once):
-    """Of OLMo2-7B, 4,096 tokens in bf16 with checkpointing: operation by operation and without a
-    fused function it was 6.7 TB and 3.4 s, 16 to 20% of the peak, by a count made apart from this.
+    """A product of OLMo2-7B, 4,096 tokens in bf16, checkpointing. Operation by operation, without a
+    fused function, it was 6.7 TB and 3.4 s, 16 to 20% of the peak, by a count made apart from this.
     """
     hf_dir = giant(tmp_path, "7B")
     settings = HutchinsonSettings(lambda_max=False, **THRIFTY)

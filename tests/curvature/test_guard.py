@@ -7,7 +7,7 @@ import torch
 
 import curvature.architectures.parts
 from base.errors import UserError
-from base.ranks import Ranks
+from base.ranks import ALONE
 from curvature.products.dual import Dual
 from curvature.products.exact import DualHessian, HessianProduct, SketchedProduct
 from curvature.products.finite_difference import difference_product
@@ -17,8 +17,6 @@ from curvature.products.parameters import Probe
 from curvature.products.sketch import CountSketch
 from tests.curvature.conftest import random_tokens, tiny_model
 from tests.curvature.on_ranks import ORDINARY
-
-ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def check(curved: CurvedModel, dtype: str = "fp32", sequences: int = 2) -> dict:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from base.ranks import ALONE
 from ckpt_tools.hf.forward import read_config
 from curvature.loading import WeightFiles
 from curvature.products.model import CurvedModel
 from tests.curvature.architectures.variants import VARIANTS
-from tests.curvature.conftest import ALONE, tiny_model
+from tests.curvature.conftest import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -41,7 +42,7 @@ def test_every_weight_and_constant_is_the_files(tmp_path, monkeypatch, variant, 
 
 
 def test_an_empty_model_takes_no_memory_before_it_is_filled(tmp_path):
-    """Of more than 100 million weights, 400 MiB."""
+    """A model of more than 100 million weights, 400 MiB."""
     tiny_model(torch.float32).save_pretrained(tmp_path)
     files = WeightFiles(tmp_path, read_config(tmp_path))
     wide = read_config(tmp_path)

@@ -9,12 +9,12 @@ import statistics
 import pytest
 import torch
 
+from base.ranks import ALONE
 from curvature.products.finite_difference import difference_product
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
 from curvature.products.sketch import CountSketch
 from tests.curvature.conftest import (
-    ALONE,
     TINY,
     dense_hessian,
     differentiable_gradient,

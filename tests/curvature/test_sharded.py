@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from base.ranks import Ranks
+from base.ranks import ALONE
 from curvature.products.exact import DualHessian
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
@@ -18,7 +18,6 @@ from tests.curvature import on_ranks
 from tests.curvature.conftest import random_tokens, relative, tiny_model
 from tests.runs import python, ranks
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
 EXACT = [
     f"tied={tied} checkpointing={checkpointing} batch={batch}"
     for tied, checkpointing in on_ranks.VARIANTS

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from base.errors import UserError
-from base.ranks import Ranks
+from base.ranks import ALONE
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.hf.model import load_hf_model
 from quant_eval.measuring.measurement import measure
@@ -18,7 +18,6 @@ from quant_eval.specs import parse_spec
 from quant_eval.tasks.measurement import quantized_model
 from tests.quant_eval.models import run_settings
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
 SPEC = parse_spec("gptq-b2-g16")
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from base.errors import UserError
 from base.files import sha256_of
-from base.ranks import Ranks
+from base.ranks import ALONE
 from quant_eval.measuring.losses import evaluation_set
 from quant_eval.measuring.measurement import measure
 from quant_eval.specs import parse_spec
@@ -52,8 +52,7 @@ def measured(tmp_path_factory, train_prefix, held_out_prefix):
             dtype=dtype,
             dense=True,
         )
-        alone = Ranks(0, 1, torch.device("cpu"))
-        results = measure(base, list(map(parse_spec, specs)), outs, settings, alone)
+        results = measure(base, list(map(parse_spec, specs)), outs, settings, ALONE)
         return base, dict(zip(specs, zip(outs, results, strict=True), strict=True))
 
     return run

@@ -45,8 +45,8 @@ def close(ours_II: torch.Tensor, expected_II: torch.Tensor, limit: float = 1e-13
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_it_is_the_mean_of_outer_products(num_tokens, width, dtype):
-    """Of float64 products; of bf16 inputs of products summed in fp32 over 1,024 tokens, each of
-    whose roundings moves a sum of positive terms by at most 6e-8 (measured: 2.3e-7 in all).
+    """The mean of float64 products; of bf16 inputs of products summed in fp32 over 1,024 tokens, each
+    of whose roundings moves a sum of positive terms by at most 6e-8 (measured: 2.3e-7 in all).
     """
     inputs_NI = (
         inputs_of(num_tokens, width, dtype)

@@ -1,10 +1,9 @@
 """Methods of other projects in the same walk as our own, through `measure`."""
 
 import pytest
-import torch
 
 from base.errors import UserError
-from base.ranks import Ranks
+from base.ranks import ALONE
 from quant_eval.libraries.job import Report, run_job
 from quant_eval.measuring.measurement import measure
 from quant_eval.specs import parse_spec
@@ -13,9 +12,6 @@ from tests.quant_eval.models import make_model, run_settings
 SPECS = tuple(
     parse_spec(name) for name in ("gptq-b3-g32", "gptqmodel-b3-g32", "awq-b3-g32", "rtn-b3-g32")
 )
-
-
-ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ def sleeping() -> list[psutil.Process]:
 
 @pytest.fixture
 def processes(tmp_path, monkeypatch):
-    """Of this test; `timeit` is a command that runs a line of Python."""
+    """Processes of this test; `timeit` is a command that runs a line of Python."""
     monkeypatch.setattr(sys, "executable", interpreter())
     monkeypatch.setattr(warm, "COMMANDS", {"ckpt_tools", "timeit"})
     with (tmp_path / "lock").open("a") as lock, Processes(PROJECT, lock.fileno()) as processes:

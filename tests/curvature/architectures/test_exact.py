@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from base.ranks import ALONE
 from curvature.architectures import ARCHITECTURES
 from curvature.products.finite_difference import difference_product
 from curvature.products.model import CurvedModel
@@ -17,7 +18,6 @@ from curvature.products.parameters import Probe
 from curvature.products.sketch import CountSketch
 from tests.curvature.architectures.variants import VARIANTS
 from tests.curvature.conftest import (
-    ALONE,
     Dense,
     dense_hessian,
     differentiable_gradient,

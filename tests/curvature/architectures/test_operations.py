@@ -31,7 +31,7 @@ def directions_of(leaves):
 
 
 def joint(value, slope):
-    """What a later layer makes of a value and of its slope: both have gradients."""
+    """A later layer, which gives value and slope gradients."""
     also = torch.randn(value.shape, generator=generator(8)).double()
     return slope + (also * value.square()).sum()
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from base.ranks import ALONE
 from tests.curvature.architectures.on_ranks import products
 from tests.curvature.architectures.variants import VARIANTS
-from tests.curvature.conftest import ALONE
 from tests.runs import ranks
 
 SOME = ["llama-tied", "qwen2-tied", "apertus", "gpt_neox"]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from base.errors import UserError
 from base.files import sha256_of
-from base.ranks import Ranks
+from base.ranks import ALONE
 from curvature.step.quantized import read_step
 from quant_eval.measuring.measurement import measure
 from quant_eval.specs import parse_spec
@@ -43,8 +43,7 @@ def measured(tmp_path_factory, train_prefix, held_out_prefix):
                 per_block=held == dtype == "fp32",
                 dense=True,
             )
-            alone = Ranks(0, 1, torch.device("cpu"))
-            (result,) = measure(base, (SPEC,), (out,), settings, alone)
+            (result,) = measure(base, (SPEC,), (out,), settings, ALONE)
             (out / "result.json").write_text(json.dumps(result))
     return root
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from base.ranks import ALONE
 from curvature.products.exact import Quadratic
 from curvature.products.parameters import block_of
 from curvature.products.sharing import Sharing
 from curvature.trace.hutchinson import TraceEstimate, estimate_trace
-from tests.curvature.conftest import ALONE
 from tests.curvature.trace.conftest import Population
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import curvature.trace.gauss_newton as module
+from base.ranks import ALONE
 from curvature.products.exact import Quadratic
 from curvature.products.probes import words
 from curvature.products.sharing import Sharing
@@ -23,7 +24,6 @@ from curvature.trace.gauss_newton import (
     token_uniforms,
 )
 from curvature.trace.hutchinson import estimate_trace
-from tests.curvature.conftest import ALONE
 from tests.curvature.trace.conftest import VOCABULARY, sequences, trained_model
 
 

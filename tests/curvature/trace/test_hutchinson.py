@@ -9,12 +9,12 @@ import scipy.stats
 import torch
 
 from base.errors import UserError
+from base.ranks import ALONE
 from curvature.products.exact import Quadratic
 from curvature.products.parameters import block_of
 from curvature.products.sharing import Sharing
 from curvature.trace.estimates import estimate_mean
 from curvature.trace.hutchinson import estimate_trace
-from tests.curvature.conftest import ALONE
 from tests.curvature.trace.conftest import Population
 
 

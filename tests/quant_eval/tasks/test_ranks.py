@@ -15,7 +15,7 @@ from tests.runs import ranks
 
 
 class StoppedError(Exception):
-    """What a rank of these tests ends with, once it has answered its share."""
+    """The end of a rank of these tests, once it has answered its share."""
 
 
 class Alone(Ranks):
