@@ -42,8 +42,9 @@ def measure(
     steps = [read_step(hf_dir, result_dir) for result_dir in result_dirs]
     needed = settings.microbatches * settings.microbatch_sequences
     opened = open_model(hf_dir, settings, data_prefix, ranks, needed=needed)
+    common = _Common(opened, settings)
     for result_dir, step in zip(result_dirs, steps, strict=True):
-        measured = _predicted(opened, step, settings) | {
+        measured = _predicted(opened, step, settings, common) | {
             "quantization": step.measured,
             "units": UNITS | {"quantization": "nats per token, on its own text"},
         }
@@ -53,14 +54,45 @@ def measure(
         clock = time.perf_counter()
 
 
-def _predicted(opened: Opened, step: Step, settings: StepSettings) -> dict[str, Any]:
+class _Common:
+    """Figures of a microbatch that do not depend on the step, computed once for all steps."""
+
+    def __init__(self, opened: Opened, settings: StepSettings) -> None:
+        self._opened, self._seed = opened, settings.seed
+        self._losses: dict[int, float] = {}
+        self._products: dict[tuple[int, frozenset[str]], dict[str, float]] = {}
+
+    def loss(self, index: int) -> float:
+        """Return the loss before a step."""
+        if index not in self._losses:
+            self._losses[index] = self._opened.model.loss(self._opened.microbatch(index)).value
+        return self._losses[index]
+
+    def random(self, index: int, delta: Vector) -> tuple[Vector, dict[str, float]]:
+        """Return signs v for the tensors of delta, and v_t'(Hv)_t."""
+        hessian = self._opened.hessian
+        which: dict[str, Any] = {"seed": self._seed, "probe": index}
+        signs = {
+            name: rademacher(name, 0, moved.numel(), dtype=moved.dtype, **which).view_as(moved)
+            for name, moved in delta.items()
+        }
+        key = index, frozenset(delta)
+        if key not in self._products:
+            v = hessian.parameters.take(signs)
+            self._products[key] = hessian.quadratic(self._opened.microbatch(index), v).dots
+        return signs, self._products[key]
+
+
+def _predicted(
+    opened: Opened, step: Step, settings: StepSettings, common: _Common
+) -> dict[str, Any]:
     parameters, files = opened.hessian.parameters, names_in_files(opened.model.entry.model)
     delta = {
         name: moved.view(parameters.shapes[name])
         for name in parameters.weights
         if (moved := step.delta(files[name])) is not None
     }
-    total = settings.microbatches * (3 + len({block_of(name) for name in delta}))
+    total = settings.microbatches * (2 + len({block_of(name) for name in delta}))
 
     with Progress(f"step of {step.spec}", total=total) as progress:
 
@@ -69,26 +101,20 @@ def _predicted(opened: Opened, step: Step, settings: StepSettings) -> dict[str, 
             return opened.hessian.quadratic(opened.microbatch(index), parameters.take(v))
 
         def loss_moved(index: int, v: Vector) -> float:
+            if not v:
+                return common.loss(index)
             theta_p = parameters.point()
             try:
-                if v:
-                    parameters.move(theta_p + parameters.take(v))
+                parameters.move(theta_p + parameters.take(v))
                 return opened.model.loss(opened.microbatch(index)).value
             finally:
                 parameters.move(theta_p)
-
-        def signs(index: int) -> Vector:
-            which: dict[str, Any] = {"seed": settings.seed, "probe": index}
-            return {
-                name: rademacher(name, 0, moved.numel(), dtype=moved.dtype, **which).view_as(moved)
-                for name, moved in delta.items()
-            }
 
         return predict(
             evaluate,
             loss_moved,
             delta,
-            signs,
+            lambda index: common.random(index, delta),
             microbatches=settings.microbatches,
             level=settings.level,
         )

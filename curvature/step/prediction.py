@@ -14,7 +14,7 @@ microbatches are of one size and independent, and stand for the text.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -66,7 +66,11 @@ class _Part:
         self.values: dict[str, list[float]] = {figure: [] for figure in (*INCREASE, *CURVATURE)}
 
     def add(
-        self, along: Quadratic, increase: float, signed: dict[str, float], probed: dict[str, float]
+        self,
+        along: Quadratic,
+        increase: float,
+        signed: Mapping[str, float],
+        probed: Mapping[str, float],
     ) -> None:
         """Take in a microbatch: the product with the part, the measured increase, random signs."""
         curvature, with_signs, trace = (
@@ -118,22 +122,23 @@ def predict(
     evaluate: Callable[[int, Vector], Quadratic],
     loss_moved: Callable[[int, Vector], float],
     delta: Vector,
-    random: Callable[[int], Vector],
+    random: Callable[[int], tuple[Vector, Mapping[str, float]]],
     *,
     microbatches: int,
     level: float = 0.95,
 ) -> dict[str, Any]:
     """Return predicted and measured loss increase of a step and of each block's part, for JSON.
 
-    Every microbatch takes 3 + B products and 2 + B losses, B blocks. Each figure is an `Estimate`
-    over microbatches, its unit in `UNITS`; a ratio to 0 is None.
+    Every microbatch takes 2 + B products, besides that of `random`, and 2 + B losses, B blocks.
+    Each figure is an `Estimate` over microbatches, its unit in `UNITS`; a ratio to 0 is None.
 
     Args:
         evaluate: loss, g.v and v_t'(Hv)_t by tensor of microbatch `index` at theta, for a v that is
             0 in tensors that it does not name.
         loss_moved: the loss of microbatch `index` at theta + v, in fp32, with the same convention.
         delta: the step, no tensor of zeros.
-        random: signs (Rademacher) of probe `index`, at least for the tensors of delta.
+        random: signs v (Rademacher) of probe `index` for the tensors of delta, and v_t'(Hv)_t on
+            microbatch `index`.
         microbatches: two or more.
         level: coverage of the intervals.
 
@@ -147,8 +152,7 @@ def predict(
     blocks = [_Part(block, moved) for block, moved in by_block.items()]
     losses = []
     for index in range(microbatches):
-        probe = random(index)
-        probed = evaluate(index, {name: probe[name] for name in delta}).dots
+        probe, probed = random(index)
         with_signs = {name: probe[name] * tensor for name, tensor in delta.items()}
         signed = evaluate(index, with_signs).dots
         # By the function that measures after the step: rounding that they share is no increase.

@@ -52,10 +52,11 @@ class Quadratics:
         )
 
     def probe(self, index, seed=0):
-        return {
+        v = {
             name: rademacher(name, 0, shape.numel(), seed=seed, probe=index).double().view(shape)
             for name, shape in self.shapes.items()
         }
+        return v, self.evaluate(index, v).dots
 
 
 class Problem:
@@ -238,15 +239,18 @@ def test_intervals_of_ratios_cover():
             common_M * generator.gamma(20.0, 1 / 20, size=(24, 3))
         ).T
 
-        def evaluate(index, v, s=slopes_M, c=curvatures_M, t=traces_M, seen=[0, 0]):  # noqa: B006
+        def evaluate(index, v, s=slopes_M, c=curvatures_M, seen=[0, 0]):  # noqa: B006
             seen[:] = [index, seen[1] + 1 if seen[0] == index else 1]
-            dots = (t, c, 2 * c, 2 * c)[seen[1] - 1]  # probe, signed step, step, step in its block
+            dots = (c, 2 * c, 2 * c)[seen[1] - 1]  # signed step, step, step in its block
             return Quadratic(0.0, float(s[index]), {name: float(dots[index])})
+
+        def random(index, t=traces_M):
+            return delta, {name: float(t[index])}
 
         def moved(index, v, s=slopes_M, c=curvatures_M):
             return float(1.25 * (s + c)[index]) if v else 0.0
 
-        result = predict(evaluate, moved, delta, lambda _: delta, microbatches=24)["whole"]
+        result = predict(evaluate, moved, delta, random, microbatches=24)["whole"]
         for number, (estimate, truth) in enumerate(
             ((result["relative_difference"], -0.2), (result["ratios"]["step_to_mean"], 2.0))
         ):

@@ -22,10 +22,11 @@ def predictions(trained) -> dict[int, dict[str, Any]]:
     line = trained.line
 
     def random(index):
-        return {
+        v = {
             name: rademacher(name, 0, weight.numel(), seed=0, probe=index).double().view_as(weight)
             for name, weight in line.weights.items()
         }
+        return v, line.evaluate(index, v).dots
 
     return {
         bits: predict(
