@@ -49,7 +49,7 @@ def measure(
         opened = open_model(hf_dir, settings, data_prefix, ranks, needed=needed_sequences(settings))
     entries = opened.hessian.parameters.size // (ranks.size if settings.sharding == "fsdp" else 1)
     place = torch.device("cpu") if settings.vectors == "host" else ranks.device
-    check_room(settings, entries, place, ranks)
+    check_room(settings, entries, place)
     if isinstance(settings, HutchinsonSettings):
         with _timed(seconds, "traces"):
             measured = measure_traces(opened, settings)

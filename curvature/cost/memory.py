@@ -53,13 +53,6 @@ def work_of(settings: CurvatureSettings) -> Work:
     return Work(products, gradients, vectors)
 
 
-def _sums_gradients(settings: CurvatureSettings, ranks: int) -> bool:
-    """Return whether a rank sums gradients over microbatches of the fixed batch."""
-    microbatches = math.ceil(settings.fixed_sequences / settings.microbatch_sequences)
-    uses_it = not isinstance(settings, HutchinsonSettings) or settings.lambda_max
-    return uses_it and microbatches > ranks
-
-
 def tangent_bytes(settings: ProductSettings) -> int:
     """Return the bytes of an entry of the tangents beside the weights."""
     return 2 if settings.dtype == "bf16" else FP32
@@ -78,13 +71,11 @@ def gpu_memory(
     shards = world_size if settings.sharding == "fsdp" else 1
     held, tangent = sum(sizes.values()) / shards, tangent_bytes(settings)
     vectors = work_of(settings).vectors
-    summed = held if _sums_gradients(settings, 1 if shards > 1 else world_size) else 0
     memory = {
         "weights, fp32": FP32 * held,
         f"tangents, {settings.dtype}": tangent * held,
         "vectors": FP32 * held * vectors if settings.vectors == "device" else 0.0,
         "activations and gradients": activations,
-        "gradients of several microbatches": FP32 * summed,
         "signs of the guard": FP32 * SIGNS * largest / shards,
         "framework": float(FRAMEWORK_BYTES),
     }
@@ -118,9 +109,7 @@ def check_loading(config: PretrainedConfig, settings: ProductSettings, ranks: Ra
         )
 
 
-def check_room(
-    settings: CurvatureSettings, entries: int, place: torch.device, ranks: Ranks
-) -> None:
+def check_room(settings: CurvatureSettings, entries: int, place: torch.device) -> None:
     """Raise UserError where vectors of so many entries on this rank find no room.
 
     The weights are in memory by now and what a pass takes is known from the guard; seen here, what
@@ -138,15 +127,24 @@ def check_room(
         most, now = (int(kilobytes[name].split()[0]) for name in ("VmHWM", "VmRSS"))
         of_pass, free = 1024 * (most - now), free_memory() // _ranks_here()
     count = work_of(settings).vectors
-    if settings.vectors == "device":
-        count += _sums_gradients(settings, 1 if settings.sharding == "fsdp" else ranks.size)
     needed = FP32 * count * entries + of_pass
     if needed > free:
         raise UserError(
             f"{count} vectors of {entries:,} entries and a pass take {needed / 1e9:.3g} GB,"
-            f" {free / 1e9:.3g} are free for a rank on {place.type}; give --no-lambda-max,"
-            " --vectors host or --sharding fsdp, or lower --max-iterations or --steps"
+            f" {free / 1e9:.3g} are free for a rank on {place.type}; give {_fewer(settings, place)}"
         )
+
+
+def _fewer(settings: CurvatureSettings, place: torch.device) -> str:
+    """Return what would make room for vectors, of what is not given yet."""
+    ways = ["more ranks with --sharding fsdp"]
+    if place.type == "cuda":
+        ways.insert(0, "--vectors host")
+    if not isinstance(settings, HutchinsonSettings):
+        ways.append("lower --steps and --max-iterations")
+    elif settings.lambda_max:
+        ways.append("--no-lambda-max or a lower --max-iterations")
+    return ", or ".join(ways)
 
 
 def _ranks_here() -> int:

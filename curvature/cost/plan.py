@@ -111,12 +111,7 @@ def _seconds(simulated: Pass, moved_beside: float, gpu: str) -> float:
 def cost_lines(cost: Cost, settings: CurvatureSettings, plan: Plan) -> list[str]:
     """Return the estimate in words."""
     total, available = sum(cost.memory.values()), GPUS[plan.gpu].memory_bytes
-    verdict = (
-        "fits"
-        if total <= available
-        else "DOES NOT FIT; give --checkpointing, --vectors host, --dtype bf16, or more ranks with"
-        " --sharding fsdp"
-    )
+    verdict = "fits" if total <= available else f"DOES NOT FIT; give {_thriftier(settings)}"
     return [
         f"{cost.parameters:,} parameters; {plan.world_size} x {plan.gpu}, sharding"
         f" {settings.sharding}, {settings.dtype}; an estimate, not measured",
@@ -129,3 +124,15 @@ def cost_lines(cost: Cost, settings: CurvatureSettings, plan: Plan) -> list[str]
         f"memory of a GPU: {total / 1e9:.1f} of {available / 1e9:.0f} GB: {verdict}",
         f"host memory of a node: {cost.host / 1e9:.1f} GB",
     ]
+
+
+def _thriftier(settings: CurvatureSettings) -> str:
+    """Return what would take less memory of a GPU, of what is not given yet."""
+    options = {
+        "--checkpointing": not settings.checkpointing,
+        "--vectors host": settings.vectors == "device",
+        "--dtype bf16": settings.dtype == "fp32",
+        "--microbatch-sequences 1": settings.microbatch_sequences > 1,
+    }
+    less = [option for option, is_new in options.items() if is_new]
+    return ", ".join([*less, f"{'or ' if less else ''}more ranks with --sharding fsdp"])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from curvature.products.model import CurvedModel
-from curvature.products.moving import copy
+from curvature.products.moving import add
 from curvature.products.parameters import Parameters, Probe, dot, local
 from curvature.products.sketch import CountSketch
 
@@ -67,28 +67,19 @@ class DualHessian:
     def mean_product(self, batches_BS1: Sequence[Tensor], v_p: Tensor) -> HessianProduct:
         """Return Hv of the mean loss over the sequences of several batches.
 
-        The tangents are set once. Gradients of more than one batch add up beside the weights, and
-        leave for Hv in the last backward pass.
+        The tangents are set once. Every gradient is added to Hv where that is, and dropped.
         """
-        weights = self.parameters.weights
         self._model.set_tangents(self.parameters.split(v_p).__getitem__)
         hv_p = self.parameters.zeros()
         parts = self.parameters.split(hv_p)
         loss = along = 0.0
         sequences = sum(map(len, batches_BS1))
-        try:
-            for index, tokens_BS1 in enumerate(batches_BS1, start=1):
-                share = len(tokens_BS1) / sequences
-                batch_loss, slope = self._model.dual_loss(tokens_BS1)
-                loss, along = loss + share * batch_loss, along + share * slope.value
-                objective = slope.share * share
-                if index < len(batches_BS1):
-                    objective.backward()  # type: ignore[no-untyped-call]
-                else:
-                    collected(self.parameters, objective, lambda name, hv: copy(parts[name], hv))
-        finally:
-            for weight in weights.values():
-                weight.grad = None
+        for tokens_BS1 in batches_BS1:
+            share = len(tokens_BS1) / sequences
+            batch_loss, slope = self._model.dual_loss(tokens_BS1)
+            loss, along = loss + share * batch_loss, along + share * slope.value
+            objective = slope.share * share
+            collected(self.parameters, objective, lambda name, hv: add(parts[name], hv))
         return HessianProduct(loss, along, hv_p)
 
     def quadratic(self, tokens_BS1: Tensor, v_p: Tensor) -> Quadratic:

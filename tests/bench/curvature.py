@@ -14,8 +14,8 @@ Errors of traces are relative to the mean over all text. A library multiplies wi
 fixed data set, so its time is shared out between batches and probes; every library has the best
 share of all. What any share is worth follows from three variances, of sequences, of probes and of
 both together, measured on a table of exact products: for the time that 64 pairs of a probe and a
-batch take us, and for that of 64 pairs of a probe and one sequence. In the latter every library's
-own Hutchinson trace is run as it stands, ten times, beside what is expected of it.
+batch take us, and for that of 16. In the latter every library's own Hutchinson trace is run as it
+stands, ten times, beside what is expected of it.
 
 Shapes: N and I sequences, S positions of a sequence, J probes, P parameters.
 """
@@ -51,9 +51,9 @@ from tests.curvature.workload import BATCH, POOL, load, mean_loss, prepare
 from tests.runs import execute
 
 TABLE = 24  # sequences, and probes
-PAIRS, SEEDS = 64, 10
+PAIRS, PAIRS_RUN, SEEDS = 64, 16, 10
 REPETITIONS, TIMED_PROBES = 5, 4
-SHARES = (1, 2, 4, 8, 16, 32, 64)  # batches of a library's data set
+MOST_BATCHES = 64  # of a library's data set
 M_MMAP_THRESHOLD = -3  # of malloc.h
 OURS = ("ours", "ours, checkpointing")
 
@@ -145,8 +145,7 @@ def cost(name: str, place: Path, pool_NS1: Tensor) -> dict[str, float]:
     result = {"gradients": gradients, "seconds": seconds}
     if name == "ours":
         hessian = our_hessian(name, load(place / "model", attention))
-        for key, size in (("pair", BATCH), ("small_pair", 1)):
-            result[key], _ = in_gradients(partial(quadratic, hessian, pool_NS1[:size], 0), gradient)
+        result["pair"], _ = in_gradients(partial(quadratic, hessian, tokens_NS1, 0), gradient)
     if name in LIBRARIES:
         model = load(place / "model", attention)
         once, _ = in_gradients(
@@ -186,8 +185,8 @@ def exact(place: Path, pool_NS1: Tensor) -> dict[str, Any]:
 def run_trace(
     name: str, place: Path, pool_NS1: Tensor, batches: int, probes: int
 ) -> dict[str, Any]:
-    """Ten traces on text drawn anew; ours with as many pairs of one sequence as others have
-    probes.
+    """Ten traces on text drawn anew; ours of as many pairs of a probe and a batch as there are
+    batches.
     """
     model = load(place / "model", attention_of(name))
     hessian = our_hessian(name, model) if name in OURS else None
@@ -195,15 +194,12 @@ def run_trace(
     def estimate(seed: int) -> float:
         generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
-        if hessian:
-            drawn = torch.randint(POOL, (probes,), generator=generator).tolist()
-            pairs = [
-                quadratic(hessian, pool_NS1[[n]], 1000 + seed * probes + k)
-                for k, n in enumerate(drawn)
-            ]
-            return statistics.fmean(pairs)
         drawn_N = torch.randint(POOL, (batches * BATCH,), generator=generator)
-        return LIBRARIES[name].trace(model, list(pool_NS1[drawn_N].split(BATCH)), probes)
+        drawn = pool_NS1[drawn_N].split(BATCH)
+        if hessian:
+            numbered = enumerate(drawn, start=1000 + seed * batches)
+            return statistics.fmean(quadratic(hessian, one, probe) for probe, one in numbered)
+        return LIBRARIES[name].trace(model, list(drawn), probes)
 
     start = time.process_time()
     estimates = [estimate(seed) for seed in range(SEEDS)]
@@ -222,7 +218,10 @@ def run_trace(
 
 def best_share(variances: Variances, time_in_gradients: float, pair: float) -> tuple[int, int]:
     """The batches and probes that a library's time is best shared out between."""
-    shares = [(batches, int(time_in_gradients / (batches * pair))) for batches in SHARES]
+    shares = [
+        (batches, int(time_in_gradients / (batches * pair)))
+        for batches in range(1, MOST_BATCHES + 1)
+    ]
     return min(
         (share for share in shares if share[1]), key=lambda share: error_of_share(variances, share)
     )
@@ -271,13 +270,11 @@ def product_lines(costs: dict[str, dict[str, float]]) -> list[str]:
 
 
 def trace_lines(place: Path, costs: dict[str, dict[str, float]]) -> list[str]:
-    """Errors in equal time: expected in the time of 64 of our pairs, and found in that of 64
-    pairs of one sequence.
-    """
+    """Errors in equal time: expected in the time of 64 of our pairs, and found in that of 16."""
     reference = child("exact", "ours", str(place))
     table_IJ, trace = torch.tensor(reference["table_JI"], dtype=torch.float64).T, reference["trace"]
     variances = variances_of(table_IJ)
-    ours, ours_small = variances.error_of_fresh(PAIRS, BATCH), variances.error_of_fresh(PAIRS, 1)
+    ours, ours_run = (variances.error_of_fresh(pairs, BATCH) for pairs in (PAIRS, PAIRS_RUN))
     parts = ", ".join(
         f"{key} {math.sqrt(max(value, 0)):.1%}" for key, value in variances._asdict().items()
     )
@@ -291,10 +288,9 @@ def trace_lines(place: Path, costs: dict[str, dict[str, float]]) -> list[str]:
             run,
         )
 
-    found_ours, run_ours = found_error("ours", 0, PAIRS)
+    found_ours, run_ours = found_error("ours", PAIRS_RUN, 1)
     remark = (
-        f"{SEEDS} runs of {PAIRS} pairs of one sequence, {run_ours['seconds']:.1f} s; expected"
-        f" {ours_small:.3f}"
+        f"{SEEDS} runs of {PAIRS_RUN} pairs, {run_ours['seconds']:.1f} s; expected {ours_run:.3f}"
     )
     lines.append(line("Trace, relative error of ours", found_ours, remark))
     for name in LIBRARIES:
@@ -311,12 +307,12 @@ def trace_lines(place: Path, costs: dict[str, dict[str, float]]) -> list[str]:
             f" {ours:.3f}"
         )
         lines.append(line(f"Trace, error in equal time: {name} / ours", ratio(table_IJ), remark))
-        share = best_share(variances, PAIRS * costs["ours"]["small_pair"], pair)
+        share = best_share(variances, PAIRS_RUN * costs["ours"]["pair"], pair)
         found, run = found_error(name, *share)
         remark = (
             f"{SEEDS} runs of {share[0]} batches and {share[1]} probes, {run['seconds']:.1f} s:"
             f" {found:.3f} and {found_ours:.3f}; expected"
-            f" {error_of_share(variances, share) / ours_small:.2f}"
+            f" {error_of_share(variances, share) / ours_run:.2f}"
         )
         lines.append(
             line(f"Trace, error in equal, shorter time: {name} / ours", found / found_ours, remark)

@@ -257,6 +257,23 @@ def test_traces_of_seven_billion_parameters_fit_one_gpu_and_64_gigabytes(tmp_pat
     assert gpu.endswith("of 80 GB: fits")
 
 
+def test_an_eigenvalue_with_its_vectors_on_the_host_takes_no_more_of_a_gpu(
+    tmp_path, simulated_once
+):
+    """Nothing of a product stays on the GPU; advice names what is not given yet."""
+    config = read_config(giant(tmp_path, "7B"))
+    settings = HutchinsonSettings(**THRIFTY)
+    memory = estimate(config, settings, H100).memory
+    assert (
+        memory == estimate(config, settings.model_copy(update={"lambda_max": False}), H100).memory
+    )
+    on_gpu = settings.model_copy(update={"vectors": "device"})
+    (line,) = (
+        one for one in cost_lines(estimate(config, on_gpu, H100), on_gpu, H100) if "NOT" in one
+    )
+    assert line.endswith("DOES NOT FIT; give --vectors host, or more ranks with --sharding fsdp")
+
+
 def test_vectors_and_models_of_all_ranks_of_a_node_count(tmp_path, simulated_once):
     hf_dir = giant(tmp_path, "7B")
     settings = HutchinsonSettings(**THRIFTY)

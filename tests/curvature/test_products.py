@@ -108,7 +108,24 @@ def test_a_product_of_several_batches_is_that_of_all_their_sequences(case):
     parts = hessian.mean_product(tokens.split(2), v_P)
     assert relative(parts.hv_p, together.hv_p) < 1e-13
     assert parts[:2] == pytest.approx(together[:2], rel=1e-13)
-    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_gradients_of_several_batches_do_not_stay_beside_the_weights(case, monkeypatch):
+    """Nor is one batch's still there when the next is computed."""
+    model = tiny_model(**case.config)
+    hessian = dual_hessian(model)
+    held: list[torch.Tensor | None] = []
+    dual_loss = CurvedModel.dual_loss
+
+    def seen(self, tokens_BS1):
+        held.extend(weight.grad for weight in model.parameters())
+        return dual_loss(self, tokens_BS1)
+
+    monkeypatch.setattr(CurvedModel, "dual_loss", seen)
+    hessian.mean_product(random_tokens(3).split(1), gaussian(len(case.dense.hessian_PP)))
+    held.extend(weight.grad for weight in model.parameters())
+    assert held
+    assert all(gradient is None for gradient in held)
 
 
 def test_checkpointing_keeps_less_for_the_backward_pass():
