@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from base.cli import run_command
+from base.cli import quick_imports, run_command
 from base.errors import UserError
 
 # Heavy libraries are imported within the commands, after what can be refused without them.
@@ -46,7 +46,8 @@ def export(
     pairs = [(path, into / path.name) for path in paths] if into else [(paths[0], paths[1])]
     for checkpoint, _ in pairs:
         read_checkpoint_record(checkpoint)
-    from ckpt_tools.export import export_all
+    with quick_imports():
+        from ckpt_tools.export import export_all
 
     export_all(pairs)
 
@@ -68,7 +69,8 @@ def import_(
     """
     if "@" not in source:
         _check_directories([Path(source)], "give an HF directory, or OWNER/NAME@REVISION")
-    from ckpt_tools.importing import import_checkpoint
+    with quick_imports():
+        from ckpt_tools.importing import import_checkpoint
 
     import_checkpoint(source, out)
 
@@ -91,7 +93,8 @@ def average(
     Example: python -m ckpt_tools average runs/tiny/lr3e-3/lawa --window 5 runs/tiny/lr3e-3/hf/step*
     """
     _check_directories(inputs, "give HF directories made by 'python -m ckpt_tools export'")
-    from ckpt_tools.averaging.average import average_models
+    with quick_imports():
+        from ckpt_tools.averaging.average import average_models
 
     average_models(out, inputs, weights=weights, window=window)
 
@@ -175,7 +178,8 @@ def inspect(
     Example: python -m ckpt_tools inspect --verify runs/tiny/lr3e-3/hf/step00000640
     """
     _check_directories(paths, "give one of RUN, RUN/checkpoints/NAME, RUN/hf/NAME")
-    from ckpt_tools.inspecting import inspect as describe
+    with quick_imports():
+        from ckpt_tools.inspecting import inspect as describe
 
     describe(paths, check=verify)
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from base.errors import UserError, explain_validation
 from base.files import FileRecord, sha256_of
 from ckpt_tools.formats.hf_weights import HFWeights, weight_files
-from ckpt_tools.formats.parallel import hash_in_parallel, verify_in_parallel
+from ckpt_tools.formats.parallel import each, hash_in_parallel, verify_in_parallel
 from ckpt_tools.formats.weights import DTYPES, dtype_of
 from ckpt_tools.hf.directory import LINEAGE_JSON, TOKENIZER_FILES, read_lineage
 from ckpt_tools.hf.forward import check_shapes, empty_model, read_config
@@ -57,7 +57,7 @@ def open_inputs(paths: list[Path]) -> list[Input]:
     for index, path in enumerate(real):
         if path in real[:index]:
             raise UserError(f"{paths[index]} is given twice; give each input once")
-    first, *others = inputs = [_open(path) for path in real]
+    first, *others = inputs = list(each(_open, real).values())
     for other in others:
         _check_agreement(first, other)
     model = empty_model(read_config(first.path))

@@ -22,10 +22,10 @@ def default_threads() -> int:
     return min(len(os.sched_getaffinity(0)), MOST_THREADS)
 
 
-def each(work: Callable[[str], Result], names: Sequence[str]) -> dict[str, Result]:
-    """Return the result for every name; they begin in that order, the first error is raised."""
+def each(work: Callable[[Item], Result], items: Sequence[Item]) -> dict[Item, Result]:
+    """Return the result for every item; they begin in that order, the first error is raised."""
     with ThreadPoolExecutor(default_threads()) as pool:
-        return dict(zip(names, pool.map(work, names), strict=True))
+        return dict(zip(items, pool.map(work, items), strict=True))
 
 
 def ahead(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
