@@ -23,8 +23,6 @@ from base.errors import UserError, explain_validation
 
 # torchrun ends the other ranks within a second of rank 0, later on a busy machine.
 SILENCE_OF_OTHER_RANKS_SECONDS = 5.0
-# transformers imports them where they are installed, for assisted generation and for detection.
-UNUSED_BY_MODELS = ("sklearn", "scipy")
 
 
 def options_of(settings: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -89,19 +87,20 @@ def _plain(kind: Any) -> Any:
 def quick_imports() -> Iterator[None]:
     """Import torch and transformers within, in two thirds of the time.
 
-    The collector would search their million objects for garbage again and again, and libraries
-    would come along that a forward pass does not use.
+    No garbage is looked for among their million objects, and scikit-learn is left out: with scipy
+    and pandas transformers imports it where it is installed, for a kind of generation.
     """
     modules: dict[str, Any] = sys.modules
-    hidden = [name for name in UNUSED_BY_MODELS if name not in modules]
-    modules |= dict.fromkeys(hidden)  # None: not installed
+    hides = "sklearn" not in modules
+    if hides:
+        modules["sklearn"] = None  # as if it were not installed
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        for name in hidden:
-            del modules[name]
+        if hides:
+            del modules["sklearn"]
 
 
 def run_command(app: typer.Typer, name: str) -> None:

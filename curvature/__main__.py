@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from base.cli import options_of, run_command
+from base.cli import options_of, quick_imports, run_command
 from base.errors import UserError
 from base.statistics import pairs_of
 from ckpt_tools.hf import comparing
@@ -114,8 +114,9 @@ def _measure(
             typer.echo("\n".join([str(hf_dir), *cost_lines(cost, settings, plan)]))
         return
     open_corpus(data)
-    from base.ranks import start
-    from curvature.measurement import measure
+    with quick_imports():
+        from base.ranks import start
+        from curvature.measurement import measure
 
     ranks = start(settings.device)
     for hf_dir, (directory,) in zip(hf_dirs, groups, strict=True):
@@ -174,8 +175,9 @@ def step(
         )
     _check_models(hf_dir)
     open_corpus(data)
-    from base.ranks import start
-    from curvature.step.measurement import measure
+    with quick_imports():
+        from base.ranks import start
+        from curvature.step.measurement import measure
 
     ranks = start(settings.device)
     results = measure(hf_dir, quantized, settings, data, ranks)
@@ -212,8 +214,9 @@ def slice_(
     ((directory,),) = result_directories([hf_dir], "curvature", names, outs)
     _check_models(hf_dir, previous)
     open_corpus(data)
-    from base.ranks import start
-    from curvature.slices.measurement import measure
+    with quick_imports():
+        from base.ranks import start
+        from curvature.slices.measurement import measure
 
     ranks = start(settings.device)
     result = measure(hf_dir, previous, quantized, settings, data, ranks)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from base.cli import options_of, run_command
+from base.cli import options_of, quick_imports, run_command
 from base.environment import is_rank_zero
 from base.errors import UserError
 from base.statistics import pairs_of
@@ -80,8 +80,9 @@ def run(
     if not todo:
         return
 
-    from base.ranks import start
-    from quant_eval.measuring.measurement import measure
+    with quick_imports():
+        from base.ranks import start
+        from quant_eval.measuring.measurement import measure
 
     ranks = start(settings.device)
     for hf_dir, chosen, directories in todo:

@@ -17,6 +17,7 @@ import socket
 import sys
 from contextlib import suppress
 
+from base.cli import quick_imports
 from study.pipeline.supervise import supervise
 
 IMPORTED = (
@@ -40,12 +41,11 @@ REQUEST_BYTES = 100_000
 
 def main() -> None:
     """Import, then fork for each request until the runner is gone."""
-    gc.disable()  # it would search a million new objects for garbage, again and again
-    for name in IMPORTED:
-        with suppress(ImportError):  # the command shows what is wrong where it is looked for
-            importlib.import_module(name)
+    with quick_imports():
+        for name in IMPORTED:
+            with suppress(ImportError):  # the command shows what is wrong where it is looked for
+                importlib.import_module(name)
     gc.freeze()  # a collection in a fork would copy every page of what is imported
-    gc.enable()
     server = socket.socket(fileno=os.dup(0))
     server.send(READY)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks answer the runner, not this process
