@@ -60,7 +60,7 @@ def draw_all(canvas: Canvas) -> tuple[list[Shown], list[str]]:
             for path in paths.values():
                 path.unlink(missing_ok=True)
             continue
-        pictures = {kind: picture_of(found.chart, kind) for kind in METADATA}
+        pictures = pictures_of(found.chart)
         write_rows(found.rows, paths["csv"])
         for kind, content in pictures.items():
             with replaced_file(paths[kind]) as aside:
@@ -83,17 +83,20 @@ def write_rows(rows: Rows, path: Path) -> None:
         table.writerows(rows)
 
 
-def picture_of(chart: Chart | Picture, kind: str) -> bytes:
-    """Return a chart as PNG or PDF."""
-    out = BytesIO()
+def pictures_of(chart: Chart | Picture) -> dict[str, bytes]:
+    """Return a chart as PNG and as PDF."""
     if isinstance(chart, Picture):
-        chart.savefig(out, format=kind, metadata=METADATA[kind])
-        return out.getvalue()
+        return {kind: _saved(chart, kind) for kind in METADATA}
     # matplotlib's own fonts: on every machine the same picture
     vl_convert.register_font_directory(str(Path(matplotlib.get_data_path()) / "fonts/ttf"))
-    text = json.dumps(chart, allow_nan=False)
-    if kind == "pdf":
-        return RESOURCES.sub(_in_order, vl_convert.vegalite_to_pdf(text))
-    image = Image.open(BytesIO(vl_convert.vegalite_to_png(text, scale=PNG_SCALE)))
-    image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(out, "png")
+    svg = vl_convert.vegalite_to_svg(json.dumps(chart, allow_nan=False))
+    image = Image.open(BytesIO(vl_convert.svg_to_png(svg, scale=PNG_SCALE)))
+    png = BytesIO()
+    image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(png, "png")
+    return {"png": png.getvalue(), "pdf": RESOURCES.sub(_in_order, vl_convert.svg_to_pdf(svg))}
+
+
+def _saved(picture: Picture, kind: str) -> bytes:
+    out = BytesIO()
+    picture.savefig(out, format=kind, metadata=METADATA[kind])
     return out.getvalue()

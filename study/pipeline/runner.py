@@ -25,6 +25,7 @@ from train.run.launch import HUNG
 PROJECT = Path(__file__).resolve().parents[2]
 ERROR_PREFIX = "error: "
 HANGS = 3  # of a step, after each of which it is resumed
+TOKENIZING = ("corpus", "prepare")  # kinds of steps
 MODELS_PER_PROCESS = 12  # its imports take some seconds, as much as one tiny checkpoint
 
 
@@ -57,8 +58,9 @@ class _Running:
     started_at: float
 
 
-def child_environment(kind: str, gpus: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the environment of a step: its GPUs, one thread, no network unless it fetches."""
+def child_environment(kind: str, gpus: tuple[str, ...] = (), slots: int = 1) -> dict[str, str]:
+    """Return the environment of a step: its GPUs, its threads, no network unless it fetches."""
+    threads = slots if kind in TOKENIZING else 1
     path = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH"))))
     return os.environ | {
         "PYTHONPATH": path,
@@ -67,8 +69,8 @@ def child_environment(kind: str, gpus: tuple[str, ...] = ()) -> dict[str, str]:
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEP_MEMORY),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as the numbers of the hardware are counted
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "RAYON_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
+        "RAYON_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": str(threads > 1).lower(),
         **({} if kind in ONLINE else {"HF_HUB_OFFLINE": "1"}),
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "DO_NOT_TRACK": "true",
@@ -186,6 +188,7 @@ class Runner:
         for step in batch:
             self.ledger.prepare(step)
         first = batch[0]
+        slots = self._slots(first)
         log = log_path(self.directory, first)
         log.parent.mkdir(parents=True, exist_ok=True)
         command = resolve(shared(batch), self.directory, machine)
@@ -193,8 +196,8 @@ class Runner:
             output.write(f"{COMMAND_PROMPT}{shlex.join(command)}\n".encode())
             output.flush()
             start = output.tell()
-            process = self.processes.start(command, output, child_environment(first.kind, gpus))
-        slots = self._slots(first)
+            environment = child_environment(first.kind, gpus, slots)
+            process = self.processes.start(command, output, environment)
         self.running.append(
             _Running(batch, slots, gpus, process, log, start, fingerprints, time.monotonic())
         )

@@ -19,6 +19,7 @@ from contextlib import suppress
 
 from base.cli import quick_imports
 from study.pipeline.supervise import supervise
+from study.tracking.store import import_mlflow
 
 IMPORTED = (
     "ckpt_tools.averaging.average",
@@ -26,6 +27,7 @@ IMPORTED = (
     "curvature.measurement",
     "curvature.slices.measurement",
     "curvature.step.measurement",
+    "mlflow.store.tracking.sqlalchemy_store",
     "quant_eval.libraries.bitsandbytes",
     "quant_eval.measuring.measurement",
     "study.report.report",
@@ -42,6 +44,7 @@ REQUEST_BYTES = 100_000
 def main() -> None:
     """Import, then fork for each request until the runner is gone."""
     with quick_imports():
+        import_mlflow()
         for name in IMPORTED:
             with suppress(ImportError):  # the command shows what is wrong where it is looked for
                 importlib.import_module(name)

@@ -100,8 +100,8 @@ def _explained(uri: str) -> Iterator[None]:
         ) from None
 
 
-def _prepare_mlflow() -> None:
-    """Set the environment before MLflow is imported, which reads it then."""
+def import_mlflow() -> None:
+    """Import MLflow in the environment that it reads then."""
     for name, value in (PATIENCE | QUIET).items():
         os.environ.setdefault(name, value)
     import mlflow  # noqa: F401
@@ -137,7 +137,7 @@ def open_store(uri: str) -> Iterator["MlflowClient"]:
 
     MLflow makes the schema where it is missing, and refuses that of another version.
     """
-    _prepare_mlflow()
+    import_mlflow()
     from mlflow import MlflowClient
 
     with _explained(uri):

@@ -15,7 +15,7 @@ from base.errors import UserError
 from curvature.slices.figure import MARKERS
 from study.figures.canvas import Canvas
 from study.figures.charts import HIDDEN, Quantity, columns_of
-from study.figures.drawing import draw_all, figures_of, picture_of
+from study.figures.drawing import draw_all, figures_of, pictures_of
 from study.figures.drawn.averages import averages
 from study.figures.drawn.curvature import curvature
 from study.figures.drawn.ends import ends
@@ -380,9 +380,9 @@ def test_a_picture_is_drawn_of_a_chart_of_which_a_run_is_hidden(branched):
     """The page hides a run by the signal that the chart declares."""
     study, rows, directory = branched
     chart = chart_of(drawn(kl_divergence, Canvas(study, rows, directory)))
-    whole = picture_of(chart, "png")
+    whole = pictures_of(chart)["png"]
     label = runs_of(study).looks["stable"].label
-    without = picture_of(chart | {"params": [{"name": HIDDEN, "value": [label]}]}, "png")
+    without = pictures_of(chart | {"params": [{"name": HIDDEN, "value": [label]}]})["png"]
     assert whole != without
-    assert picture_of(chart, "pdf").startswith(b"%PDF")
+    assert pictures_of(chart)["pdf"].startswith(b"%PDF")
     assert math.isfinite(len(whole))

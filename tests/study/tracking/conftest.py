@@ -147,9 +147,9 @@ def forked():
     """`forked(function, *arguments)`: a child that runs it, started; it has MLflow imported
     already.
     """
-    from study.tracking.store import _prepare_mlflow
+    from study.tracking.store import import_mlflow
 
-    _prepare_mlflow()
+    import_mlflow()
     import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
 
     context = multiprocessing.get_context("fork")
