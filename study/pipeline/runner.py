@@ -25,7 +25,6 @@ from train.run.launch import HUNG
 PROJECT = Path(__file__).resolve().parents[2]
 ERROR_PREFIX = "error: "
 HANGS = 3  # of a step, after each of which it is resumed
-TOKENIZING = ("corpus", "prepare")  # kinds of steps
 MODELS_PER_PROCESS = 12  # its imports take some seconds, as much as one tiny checkpoint
 
 
@@ -58,9 +57,8 @@ class _Running:
     started_at: float
 
 
-def child_environment(kind: str, gpus: tuple[str, ...] = (), slots: int = 1) -> dict[str, str]:
-    """Return the environment of a step: its GPUs, its threads, no network unless it fetches."""
-    threads = slots if kind in TOKENIZING else 1
+def child_environment(kind: str, gpus: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return the environment of a step: its GPUs, one thread, no network unless it fetches."""
     path = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH"))))
     return os.environ | {
         "PYTHONPATH": path,
@@ -69,8 +67,8 @@ def child_environment(kind: str, gpus: tuple[str, ...] = (), slots: int = 1) -> 
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEP_MEMORY),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as the numbers of the hardware are counted
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "RAYON_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": str(threads > 1).lower(),
+        "RAYON_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
         **({} if kind in ONLINE else {"HF_HUB_OFFLINE": "1"}),
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "DO_NOT_TRACK": "true",
@@ -188,7 +186,6 @@ class Runner:
         for step in batch:
             self.ledger.prepare(step)
         first = batch[0]
-        slots = self._slots(first)
         log = log_path(self.directory, first)
         log.parent.mkdir(parents=True, exist_ok=True)
         command = resolve(shared(batch), self.directory, machine)
@@ -196,8 +193,8 @@ class Runner:
             output.write(f"{COMMAND_PROMPT}{shlex.join(command)}\n".encode())
             output.flush()
             start = output.tell()
-            environment = child_environment(first.kind, gpus, slots)
-            process = self.processes.start(command, output, environment)
+            process = self.processes.start(command, output, child_environment(first.kind, gpus))
+        slots = self._slots(first)
         self.running.append(
             _Running(batch, slots, gpus, process, log, start, fingerprints, time.monotonic())
         )

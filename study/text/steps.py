@@ -18,8 +18,6 @@ from study.text.kinds import (
 )
 from study.text.own import check_unchanged
 
-TOKENIZER_CORES = 8  # more gain nothing on the library's few megabytes
-
 
 def prefix(study: Study, use: str) -> str:
     """Return PREFIX of the token file for train, held_out or calibration, as commands name it."""
@@ -107,17 +105,14 @@ def _prepare_step(name: str, command: tuple[str, ...], output: str, **more: Any)
 
 def _library_steps(text: StandardLibrary) -> list[Step]:
     make = python("study", "corpus", f"{{study}}/{CORPUS}", str(text.vocab_size))
-    steps = [Step("corpus", "corpus", make, (f"{CORPUS}/corpus.json",), slots=TOKENIZER_CORES)]
+    steps = [Step("corpus", "corpus", make, (f"{CORPUS}/corpus.json",), expected_seconds=12)]
     places = places_of(text)
     for split in ("train", "held_out"):
         source = f"{{study}}/{CORPUS}/{split}.jsonl"
         command = python("train", "prepare", source, "--tokenizer", places["tokenizer"])
         command += ("--out", places[split])
         outputs = (f"data/{split}.json",)
-        cores = TOKENIZER_CORES if split == "train" else 1
-        steps.append(
-            Step(f"prepare-{split}", "prepare", command, outputs, ("corpus",), slots=cores)
-        )
+        steps.append(Step(f"prepare-{split}", "prepare", command, outputs, ("corpus",)))
     return steps
 
 
