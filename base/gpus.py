@@ -19,6 +19,10 @@ from base.errors import UserError
 
 FREE_SHARE = 0.9  # of a GPU's memory; what is missing belongs to somebody else
 C_COMPILERS = ("gcc", "clang", "cc")
+NO_COMPILER = (
+    "no C compiler is on this node's PATH: torch cannot compile the functions between matrix"
+    " products, and passes take longer; install gcc, or set CC"
+)
 
 
 def has_compiler() -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from base.environment import environment
-from base.gpus import has_compiler
+from base.gpus import NO_COMPILER, has_compiler
 from base.ranks import Ranks
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.forward import read_config
@@ -86,7 +86,8 @@ def open_model(
         UserError: model, text, settings and ranks do not fit, or the guard refuses.
     """
     sharded = settings.sharding == "fsdp"
-    _say_if_uncompiled(ranks)
+    if ranks.rank == 0 and ranks.device.type == "cuda" and not has_compiler():
+        print(NO_COMPILER, file=sys.stderr)
     identity = identify(hf_dir) if ranks.rank == 0 else {}  # which hashes every file
     config = read_config(hf_dir)
     architecture_of(config)  # refused before the weights are read
@@ -122,13 +123,3 @@ def open_model(
         settings.dtype,
     )
     return Opened(identity, settings, model, hessian, batches, Sharing(ranks, sharded), guard)
-
-
-def _say_if_uncompiled(ranks: Ranks) -> None:
-    """Print why a GPU will be slow."""
-    if ranks.rank == 0 and ranks.device.type == "cuda" and not has_compiler():
-        print(
-            "no C compiler is on this node's PATH: torch cannot compile the functions between"
-            " matrix products, and products take longer; install gcc, or set CC",
-            file=sys.stderr,
-        )

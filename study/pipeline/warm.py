@@ -44,9 +44,10 @@ REQUEST_BYTES = 100_000
 def main() -> None:
     """Import, then fork for each request until the runner is gone."""
     with quick_imports():
-        import_mlflow()
+        with suppress(ImportError):  # the command shows what is wrong where it is looked for
+            import_mlflow()
         for name in IMPORTED:
-            with suppress(ImportError):  # the command shows what is wrong where it is looked for
+            with suppress(ImportError):
                 importlib.import_module(name)
     gc.freeze()  # a collection in a fork would copy every page of what is imported
     server = socket.socket(fileno=os.dup(0))

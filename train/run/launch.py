@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from base.environment import is_rank_zero
 from base.frozen import Frozen
-from base.gpus import has_compiler, has_gpu
+from base.gpus import NO_COMPILER, has_compiler, has_gpu
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 
@@ -82,11 +82,7 @@ def set_variables(run: RunConfig, directory: RunDirectory, launch: Launch) -> No
         if gpu and is_rank_zero():
             print("set", *(f"{name}={value}" for name, value in gpu.items()), flush=True)
         if is_rank_zero() and not has_compiler():
-            print(
-                "no C compiler is on this node's PATH: torch cannot compile the functions between"
-                " matrix products, and steps take longer; install gcc, or set CC",
-                flush=True,
-            )
+            print(NO_COMPILER, flush=True)
         variables |= gpu
     for name, value in variables.items():
         os.environ.setdefault(name, value)
