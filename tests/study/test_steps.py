@@ -50,7 +50,7 @@ def test_tiny_has_a_step_for_everything_that_is_measured(tiny, by_name):
     # 4 runs; 7 checkpoints, an average at 3 of them, 2 soups; 2 specs of each, 8 methods at the end
     assert kinds == {
         "corpus": 1,
-        "prepare": 2,
+        "prepare": 3,
         "train": 4,
         "export": 4 * (7 + 3),
         "average": 4 * 2,
@@ -86,7 +86,7 @@ def test_an_export_waits_for_its_own_checkpoint_alone(by_name):
     quantize = by_name["quantize-lr3e-3-step00000192-gptq-b3-g32"]
     assert quantize.reads == (
         "lr3e-3/hf/step00000192/lineage.json",
-        "data/train.json",
+        "data/calibration.json",
         "data/held_out.json",
     )
     assert quantize.outputs == ("lr3e-3/hf/step00000192/quant/gptq-b3-g32/result.json",)
