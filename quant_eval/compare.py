@@ -145,6 +145,27 @@ def fraction(per_document: PerDocument, figure: str) -> tuple[Floats, Floats]:
     return numerator_D, denominator_D
 
 
+def drawn_fraction(measured: Quantization, figure: str) -> tuple[Floats, Floats]:
+    """Return numerator [D, K] and denominator [D] of the figure, by calibration draw."""
+    numerator_D, denominator_D = fraction(measured.per_document, figure)
+    if measured.calibration is None:
+        return numerator_D[:, None], denominator_D
+    drawn = measured.calibration.per_document
+    draws = zip(drawn.nll_quantized, drawn.kl, drawn.agreements, strict=True)
+    of_draw = [
+        fraction(
+            measured.per_document.model_copy(
+                update={"nll_quantized": quantized, "kl": kl, "agreements": agreements}
+            ),
+            figure,
+        )[0]
+        for quantized, kl, agreements in draws
+    ]
+    if not of_draw:
+        raise UserError("it holds no losses of each calibration draw; measure it again")
+    return np.stack(of_draw, axis=1), denominator_D
+
+
 def _draws(
     first: Result[Quantization], second: Result[Quantization], figure: str
 ) -> CalibrationDraws | None:

@@ -80,10 +80,19 @@ class DrawnFigure(Read):
     standard_error: float | None = None
 
 
+class DrawnDocuments(Read):
+    """Sums over the targets of each document, for each draw of the calibration text."""
+
+    nll_quantized: list[list[float]] = []
+    kl: list[list[float]] = []
+    agreements: list[list[float]] = []
+
+
 class CalibrationDraws(Read):
-    """All figures by name, for each draw of the calibration text."""
+    """All figures by name, and the sums by document, for each draw of the calibration text."""
 
     figures: dict[str, DrawnFigure] = {}
+    per_document: DrawnDocuments = DrawnDocuments()
 
 
 class Quantization(Read):
