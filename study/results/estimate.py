@@ -19,14 +19,14 @@ from study.measurements.kind import INTERVAL_LEVEL
 SEEDS, DOCUMENTS, DRAWS = "seeds", "documents", "calibration draws"
 AXES = {SEEDS: 0, DOCUMENTS: 1, DRAWS: 2}
 Floats = NDArray[np.float64]
-Factors = frozenset[str]
+Effect = frozenset[str]  # the factors that it is of
 
 
 class MeanSquare(NamedTuple):
     """The mean square of an effect over the number of its values: a part of a mean's variance."""
 
     variance: float
-    degrees_of_freedom: int
+    degrees_of_freedom: float
 
 
 class Source(NamedTuple):
@@ -85,22 +85,31 @@ class Estimate:
         return min(1.0, 2 * float(stdtr(self.degrees_of_freedom, -t)))
 
 
-def estimate_of(values_SDK: Floats, value: float | None = None) -> Estimate:
+def estimate_of(
+    values_SDK: Floats, *, value: float | None = None, tokens_D: Floats | None = None
+) -> Estimate:
     """Return the mean over seeds, documents and calibration draws, which are crossed.
 
     Every seed is measured on the same documents and quantized from the same draws. In a three-way
     layout of random effects without replication (Searle, Casella and McCulloch 1992, chapter 4) the
-    variance of the mean is, with m_x the mean square of effect x over the number of values,
+    variance of the mean is, with m_x the mean square of effect x over the number of its values,
 
         m_S + (m_D - m_SD) + (m_K - m_SK - m_DK + m_SDK)
 
-    and each bracket estimates what its factor adds to those before it without bias: seeds with all
-    that varies with them, documents with how draws vary over them, and draws. A bracket below 0 is
+    and each bracket estimates without bias what its factor adds to those before it: seeds, with all
+    that varies with them; documents, with how draws vary over them; draws. A bracket below 0 is
     taken as 0. A factor with a single value has no mean square and is left out.
 
-    `value` is the estimate where it is not exactly the mean, as of jackknife pseudo-values.
+    Args:
+        values_SDK: of every seed, document and draw.
+        value: the estimate, where it is not exactly the mean, as of jackknife pseudo-values.
+        tokens_D: lengths of documents; they count as (sum n)^2 / sum n^2 of equal length (Kish
+            1965, section 8.2).
     """
-    of_effect = mean_squares(values_SDK)
+    degrees = {name: values_SDK.shape[axis] - 1.0 for name, axis in AXES.items()}
+    if tokens_D is not None:
+        degrees[DOCUMENTS] = float(tokens_D.sum() ** 2 / (tokens_D**2).sum()) - 1
+    of_effect = mean_squares(values_SDK, degrees)
     factors = [name for name in AXES if frozenset({name}) in of_effect]
     sources = {
         name: _source(of_effect, name, factors[:place]) for place, name in enumerate(factors)
@@ -129,24 +138,27 @@ def contrast_of(weighted: Sequence[tuple[float, Floats, Floats]]) -> tuple[Float
     return whole_K, documents * whole_K - (documents - 1) * without_DK
 
 
-def mean_squares(values_SDK: Floats) -> dict[Factors, MeanSquare]:
-    """Return the mean square of every effect and interaction of factors with several values."""
+def mean_squares(values_SDK: Floats, degrees: Mapping[str, float]) -> dict[Effect, MeanSquare]:
+    """Return the mean square of every effect and interaction of factors with several values.
+
+    `degrees` are the degrees of freedom of each factor.
+    """
     names = [name for name, axis in AXES.items() if values_SDK.shape[axis] > 1]
-    effects: dict[Factors, Floats] = {frozenset(): values_SDK.mean(keepdims=True)}
-    of_effect = dict[Factors, MeanSquare]()
+    parts: dict[Effect, Floats] = {frozenset(): values_SDK.mean(keepdims=True)}
+    squares = dict[Effect, MeanSquare]()
     for size in range(1, len(names) + 1):
-        for chosen in map(frozenset, combinations(names, size)):
-            others = tuple(axis for name, axis in AXES.items() if name not in chosen)
-            effect = values_SDK.mean(axis=others, keepdims=True)
-            effect = effect - sum(part for held, part in effects.items() if held < chosen)
-            effects[chosen] = effect
-            degrees = math.prod(values_SDK.shape[AXES[name]] - 1 for name in chosen)
-            variance = float((effect**2).sum()) / degrees / effect.size
-            of_effect[chosen] = MeanSquare(variance, degrees)
-    return of_effect
+        for effect in map(frozenset, combinations(names, size)):
+            averaged = tuple(axis for name, axis in AXES.items() if name not in effect)
+            part = values_SDK.mean(axis=averaged, keepdims=True)
+            part = part - sum(smaller for held, smaller in parts.items() if held < effect)
+            parts[effect] = part
+            contrasts = math.prod(values_SDK.shape[AXES[name]] - 1 for name in effect)
+            variance = float((part**2).sum()) / contrasts / part.size
+            squares[effect] = MeanSquare(variance, math.prod(degrees[name] for name in effect))
+    return squares
 
 
-def _source(of_effect: Mapping[Factors, MeanSquare], name: str, before: list[str]) -> Source:
+def _source(of_effect: Mapping[Effect, MeanSquare], name: str, before: list[str]) -> Source:
     """Return what a factor adds to the factors before it: mean squares with alternating signs."""
     variance, squares = 0.0, 0.0
     for size in range(len(before) + 1):

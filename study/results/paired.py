@@ -127,15 +127,19 @@ class Paired:
             [(weight, self._result(row, spec, figure)) for row, weight in weighted]
             for weighted in replicates
         ]
-        _check_alike([result for one in read for _, result in one])
+        results = [result for one in read for _, result in one]
+        _check_alike(results)
         contrasts = [
             contrast_of(
                 [(weight, *drawn_fraction(result.measured, figure)) for weight, result in one]
             )
             for one in read
         ]
-        value = float(np.mean([contrast_K.mean() for contrast_K, _ in contrasts]))
-        return estimate_of(np.stack([pseudo_DK for _, pseudo_DK in contrasts]), value)
+        return estimate_of(
+            np.stack([pseudo_DK for _, pseudo_DK in contrasts]),
+            value=float(np.mean([contrast_K.mean() for contrast_K, _ in contrasts])),
+            tokens_D=np.asarray(results[0].measured.per_document.tokens, dtype=np.float64),
+        )
 
     @cached_property
     def _models(self) -> dict[tuple[str, int, str | None], MeasuredModel]:
