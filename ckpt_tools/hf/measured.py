@@ -95,6 +95,13 @@ class CalibrationDraws(Read):
     per_document: DrawnDocuments = DrawnDocuments()
 
 
+class StandardErrors(Read):
+    """The standard error of a figure by source; None for draws of which there was one."""
+
+    documents: float | None = None
+    draws: float | None = None
+
+
 class Quantization(Read):
     """The cost of quantization, in nats per token where a figure has a unit."""
 
@@ -105,6 +112,7 @@ class Quantization(Read):
     kl_divergence: float | None = None
     top1_agreement: float | None = None
     intervals: dict[str, Interval] = {}
+    standard_errors: dict[str, StandardErrors] = {}
     interval: IntervalMethod | None = None
     tokens: int | None = None
     documents: int | None = None

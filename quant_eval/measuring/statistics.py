@@ -86,6 +86,13 @@ def figures_of(
     return {
         **{one.name: one.value for one in resampled},
         "intervals": intervals,
+        "standard_errors": {
+            one.name: {
+                "documents": one.standard_error * (one.value if one.logarithmic else 1.0),
+                "draws": draw and draw.standard_error,
+            }
+            for one, draw in zip(statistics, draws, strict=True)
+        },
         "interval": {
             "level": level,
             "method": METHOD,
