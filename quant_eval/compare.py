@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from base.errors import UserError
-from base.statistics import Verdict, holm, verdict_of
+from base.statistics import LEAST_DOCUMENTS, Verdict, holm, verdict_of
 from ckpt_tools.hf.measured import PerDocument, Quantization
 from ckpt_tools.hf.results import Result, labels
 from quant_eval.measuring.bootstrap import CalibrationDraws, Floats, Statistic, resample
@@ -128,8 +128,11 @@ def _paired(first: Result[Quantization], second: Result[Quantization], figure: s
         raise UserError(
             "they hold other documents; measure both with the same --eval and --eval-tokens"
         )
-    if len(ours.document) < 2:
-        raise UserError("a paired comparison needs at least 2 documents; measure both on more text")
+    if len(ours.document) < LEAST_DOCUMENTS:
+        raise UserError(
+            f"a comparison of {len(ours.document)} documents decides nothing, it needs at least"
+            f" {LEAST_DOCUMENTS}; measure both with more --eval-tokens"
+        )
     return Statistic(figure, fraction(theirs, figure), fraction(ours, figure))
 
 
