@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch.distributions import Categorical, kl_divergence
 
-from base.errors import UserError
 from base.ranks import Ranks
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.hf.model import load_hf_model
