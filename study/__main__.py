@@ -23,6 +23,7 @@ from study.choosing import (
 from study.definition import save_study
 from study.machine.run_configurations import write_run_configurations
 from study.paths import REPORT
+from study.results.commands import power
 from study.tracking.commands import mirror
 from train.planning.flops import GPUS
 
@@ -269,6 +270,7 @@ def tokenizer(
 
 
 app.command()(mirror)
+app.command()(power)
 
 if __name__ == "__main__":
     run_command(app, "study")
