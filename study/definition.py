@@ -90,7 +90,8 @@ class Study(Frozen):
     averaged_steps: tuple[int, ...] = Field(
         default=(),
         description=(
-            "steps at which the averages kept in training are quantized; curvature is not measured"
+            "steps at which the averages kept in training are measured as weights are, but for"
+            " curvature, which `curvature.averages` decides"
         ),
     )
     soups: tuple[SoupSettings, ...] = Field(

@@ -93,7 +93,7 @@ def _run_steps(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Step]:
     for kind, settings in study.measurements:
         made[kind.name] = own = []
         for subject in subjects:
-            if kind.measures(subject.model, last_model(run)):
+            if kind.measures(settings, subject.model, last_model(run)):
                 own += kind.steps(settings, subject, made)
     return [step for steps in made.values() for step in steps]
 

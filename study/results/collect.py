@@ -1,8 +1,8 @@
 """All measurements of a study, read from their results into rows of its table.
 
 A row is the weights after a step, or an average of weights up to there (then `average` names it).
-What was not measured, or not yet, is empty: curvature of averages, losses of a soup in training,
-further methods of any but the last weights.
+What was not measured, or not yet, is empty: losses of a soup in training, further methods of any but
+the last weights, and curvature of averages where the settings leave it out.
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ def collect_rows(directory: Path, study: Study) -> Collected:
             readers = {
                 directory / path: read
                 for kind, settings in study.measurements
-                if kind.measures(model, last_model(run))
+                if kind.measures(settings, model, last_model(run))
                 for path, read in kind.results(settings, run.name, model).items()
             }
             expected += 1 + len(readers)
