@@ -1,9 +1,10 @@
 """The demo: the OLMo2-7B learning-rate ablation in small, on text that every machine has."""
 
-from study.definition import SoupSettings, Study
+from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
 from study.recipes.parts import data_of, recipe, study, sweep
+from study.soups import SoupSettings
 from study.text.kinds import StandardLibrary
 from train.model.config import ModelConfig
 from train.run.config import RunConfig

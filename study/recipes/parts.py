@@ -13,6 +13,7 @@ from typing import Any
 from base.frozen import fingerprint
 from study.axes import AnyRun
 from study.definition import Study
+from study.design import with_controls, with_seeds
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
 from study.text.kinds import PreparedText, StandardLibrary, Text, TokenFile, places_of
@@ -118,12 +119,23 @@ def recipe(make: Callable[..., Study]) -> Recipe:
 
 
 def study(
-    runs: Iterable[AnyRun], *, text: Text, quantization: QuantizationSettings, **settings: Any
+    runs: Iterable[AnyRun],
+    *,
+    text: Text,
+    quantization: QuantizationSettings,
+    seeds: Sequence[int] = (),
+    **settings: Any,
 ) -> Study:
     """Return a study of these runs; `settings` are further fields of Study.
 
-    By default a training takes two processes on the CPU of one machine.
+    Every run that anneals gets a control of equal tokens that does not (`study.design`), and with
+    `seeds` every run is trained once with each. By default a training takes two processes on the
+    CPU of one machine.
     """
+    trained = [run for run in runs if isinstance(run, RunConfig)]
+    if trained:
+        runs = with_controls(trained)
+        runs = with_seeds(runs, seeds) if seeds else runs
     defaults = {"name": UNNAMED, "description": UNNAMED, "ranks": 2, "sized_for": "cpu"}
     given = {"text": text, "runs": tuple(runs), "quantization": quantization}
     return Study.model_validate(defaults | given | settings)

@@ -64,7 +64,7 @@ def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):
     changed = resolve("tiny", "full", ("engine=deepspeed", "zero.stage=2"))
     directory = write_study(tmp_path / changed.name, changed)
     name = study_command("collect", changed.name, "--root", str(tmp_path))
-    assert name.stdout.startswith(f"{directory / 'table.parquet'}: 48 rows"), name.stderr
+    assert name.stdout.startswith(f"{directory / 'table.parquet'}: 60 rows"), name.stderr
     # without the settings it is another study; by the name of its directory it is found as it is
     assert "does not exist" in study_command("status", "tiny", "--root", str(tmp_path)).stderr
     assert (

@@ -47,16 +47,17 @@ def test_tiny_has_a_step_for_everything_that_is_measured(tiny, by_name):
     kinds: dict[str, int] = {}
     for step in by_name.values():
         kinds[step.kind] = kinds.get(step.kind, 0) + 1
-    # 4 runs; 7 checkpoints, an average at 3 of them, 2 soups; 2 specs of each, 8 methods at the end
+    # 4 runs; 7 checkpoints, an average at 3 of them, 2 soups; 2 specs of each, 8 methods at the end;
+    # 4 controls: 2 checkpoints, an average at 1
     assert kinds == {
         "corpus": 1,
         "prepare": 2,
-        "train": 4,
-        "export": 4 * (7 + 3),
+        "train": 4 + 4,
+        "export": 4 * (7 + 3) + 4 * (2 + 1),
         "average": 4 * 2,
-        "quantize": 4 * (7 + 3 + 2) * 2,
+        "quantize": 4 * (7 + 3 + 2) * 2 + 4 * (2 + 1) * 2,
         "methods": 4 * 8,
-        "curvature": 4 * 7,
+        "curvature": 4 * 7 + 4 * 2,
         "blocks": 4,
         "step": 4,
         "slice": 4,
@@ -239,7 +240,7 @@ def test_the_largest_eigenvalue_is_asked_for_or_left_out():
     seven = [
         step for step in steps_of(resolve_recipe("olmo2-7b-lr", "full")) if step.kind == "curvature"
     ]
-    assert len(seven) == 4 * 18 + 7 * 8
+    assert len(seven) == 4 * 18 + 7 * 8 + 2 + 3 * 3
     for step in seven:
         assert "--no-lambda-max" in step.command
         assert not {"--tolerance", "--max-iterations", "--fixed-sequences"} & set(step.command)
