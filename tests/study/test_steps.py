@@ -51,7 +51,7 @@ def test_tiny_has_a_step_for_everything_that_is_measured(tiny, by_name):
     # 4 controls: 2 checkpoints, an average at 1
     assert kinds == {
         "corpus": 1,
-        "prepare": 2,
+        "prepare": 3,
         "train": 4 + 4,
         "export": 4 * (7 + 3) + 4 * (2 + 1),
         "average": 4 * 2,
@@ -87,7 +87,7 @@ def test_an_export_waits_for_its_own_checkpoint_alone(by_name):
     quantize = by_name["quantize-lr3e-3-step00000192-gptq-b3-g32"]
     assert quantize.reads == (
         "lr3e-3/hf/step00000192/lineage.json",
-        "data/train.json",
+        "data/calibration.json",
         "data/held_out.json",
     )
     assert quantize.outputs == ("lr3e-3/hf/step00000192/quant/gptq-b3-g32/result.json",)
@@ -130,8 +130,9 @@ def test_methods_and_blocks_are_measured_of_the_last_checkpoint_as_every_other(b
     asked = [word for spec in by_block for word in ("--spec", spec)]
     outs = [word for place in places for word in ("--out", f"{{study}}/{place}")]
     fewer = ["16384" if word == "32768" else word for word in quantize.tail]  # tokens
+    assert fewer[-2:] == ["--calibration-seeds", "3"]  # block by block there is one draw
     head = ("{launch}", "-m", "quant_eval", "run", f"{{study}}/{last}")
-    assert list(blocks.command) == [*head, *asked, *fewer, "--per-block", "--dense", *outs]
+    assert list(blocks.command) == [*head, *asked, *fewer[:-2], "--per-block", "--dense", *outs]
     assert blocks.outputs == tuple(f"{place}/result.json" for place in places)
     # the report compares document by document what the table only sums
     assert {quantize.name, blocks.name, "methods-lr3e-3-int8-t6"} <= set(by_name["report"].after)
