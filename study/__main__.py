@@ -8,6 +8,8 @@ import typer
 
 from base.cli import run_command
 from base.errors import UserError
+from study.across.commands import compare
+from study.choices.commands import choose, choose_average, cooldowns
 from study.choosing import (
     Name,
     Profile,
@@ -269,6 +271,10 @@ def tokenizer(
 
 
 app.command()(mirror)
+app.command()(choose)
+app.command()(choose_average)
+app.command()(cooldowns)
+app.command()(compare)
 
 if __name__ == "__main__":
     run_command(app, "study")
