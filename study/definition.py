@@ -24,7 +24,7 @@ from study.measurements.tasks import TASKS, Accuracies, TasksSettings
 from study.paths import MeasuredModel, last_model
 from study.released import ReleasedRun
 from study.soups import SoupSettings
-from study.text.kinds import OwnText, PreparedText, StandardLibrary, TokenFiles
+from study.text.kinds import OwnText, PackageSources, PreparedText, TokenFiles
 from train.run.config import RunConfig
 
 
@@ -55,7 +55,7 @@ class Study(Frozen):
         description="what the study runs on unless it is told; any: GPUs where there are",
     )
     text: Annotated[
-        StandardLibrary | PreparedText | OwnText | TokenFiles, Field(discriminator="kind")
+        PackageSources | PreparedText | OwnText | TokenFiles, Field(discriminator="kind")
     ]
     settings: tuple[str, ...] = Field(
         default=(), description="key.path=value, applied to every run of the recipe"

@@ -16,7 +16,7 @@ from study.definition import Study
 from study.design import with_controls, with_seeds
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
-from study.text.kinds import PreparedText, StandardLibrary, Text, TokenFile, places_of
+from study.text.kinds import PackageSources, PreparedText, Text, TokenFile, places_of
 from train.data.config import DataConfig
 from train.model.config import ModelConfig
 from train.run.config import BranchFrom, RunConfig
@@ -67,7 +67,7 @@ WEB_CURVATURE = CurvatureSettings(
 )
 
 # The profile smoke: the same structure, minutes on two cores.
-SMALL_TEXT = StandardLibrary(vocab_size=1024)
+SMALL_TEXT = PackageSources(vocab_size=1024)
 SMALL_QUANTIZATION = QuantizationSettings(
     specs=("gptq-b3-g32", "gptq-b4-g32"),
     methods=("rtn-b3-g32",),
@@ -166,10 +166,11 @@ def wsd_run(
 ) -> RunConfig:
     """Return a run to begin with: a warm-up, the peak, and a linear anneal over the last quarter.
 
-    It has four checkpoints, a warm-up over a twentieth, and the vocabulary of the standard
-    library's tokenizer where the text is that. `settings` are further ones of RunConfig.
+    It has four checkpoints, a warm-up over a twentieth, and the vocabulary of the tokenizer
+    that is trained on the text where it is the source of packages. `settings` are further ones of
+    RunConfig.
     """
-    if isinstance(text, StandardLibrary):
+    if isinstance(text, PackageSources):
         model = model.model_copy(update={"vocab_size": text.vocab_size})
     content: dict[str, Any] = {
         "name": name,

@@ -5,14 +5,14 @@ from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
 from study.recipes.parts import data_of, sweep
 from study.soups import SoupSettings
-from study.text.kinds import StandardLibrary
+from study.text.kinds import PackageSources
 from train.model.presets import olmo2
 from train.run.config import RunConfig
 from train.run.optimization import Anneal, CosinePhase, Lawa, OptimizerConfig, ScheduleConfig
 
 SAVES = (64, 192, 320, 448, 512, 576, 640)
 ANNEAL = 448
-TEXT = StandardLibrary(vocab_size=2048)
+TEXT = PackageSources(vocab_size=2048)
 MODEL = olmo2(hidden_size=96, layers=4, heads=4, intermediate_size=288)
 
 

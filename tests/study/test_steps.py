@@ -51,7 +51,7 @@ def test_tiny_has_a_step_for_everything_that_is_measured(tiny, by_name):
     # 4 controls: 2 checkpoints, an average at 1
     assert kinds == {
         "corpus": 1,
-        "prepare": 2,
+        "prepare": 3,
         "train": 4 + 4,
         "export": 4 * (7 + 3) + 4 * (2 + 1),
         "average": 4 * 2,
@@ -87,7 +87,7 @@ def test_an_export_waits_for_its_own_checkpoint_alone(by_name):
     quantize = by_name["quantize-lr3e-3-step00000192-gptq-b3-g32"]
     assert quantize.reads == (
         "lr3e-3/hf/step00000192/lineage.json",
-        "data/train.json",
+        "data/calibration.json",
         "data/held_out.json",
     )
     assert quantize.outputs == ("lr3e-3/hf/step00000192/quant/gptq-b3-g32/result.json",)
