@@ -21,6 +21,7 @@ from study.definition import Study
 from study.machine.disk import GB
 from study.machine.hardware import Hardware
 from study.measurements.kind import INTERVAL_LEVEL
+from study.measurements.quantization import draw_options
 from study.paths import hf_directory, model_record
 from study.pipeline.step import Machine, python, resolve
 from study.results.paired import SAMPLES, SEED
@@ -82,9 +83,10 @@ class Bench:
         """Return what the search takes at most, in words."""
         models, averages = most_tried(len(self.exports), len(self.kept))
         size = parameter_count(self.run) * bytes_of_weight(self.run)
+        draws = self.study.quantization.calibration_draws if self.spec.needs_calibration else 1
         tokens = open_corpus(Path(self._resolved(self._held_out())[0])).manifest.tokens
         return (
-            f"{models + 2} quantizations with {self.spec.name} at most, each measured on"
+            f"{draws * (models + 2)} quantizations with {self.spec.name} at most, each measured on"
             f" {amount_name(tokens / 2).upper()} tokens, and {averages} averages of"
             f" {averages * size / GB:.3g} GB, from the last {len(self.exports)} exports of"
             f" {self.run.name}, on {self.machine.device}"
@@ -128,6 +130,7 @@ class Bench:
             prefix = places_of(self.study.text)["calibration"]
             sequences = str(settings.calibration_sequences)
             calibration = ("--calibration", prefix, "--calibration-sequences", sequences)
+            calibration += draw_options([self.spec.name], settings)
         self._start(
             *("quant_eval", "run", model, "--spec", self.spec.name, "--out", out, *calibration),
             *("--eval", f"{self.place}/{text}", "--dtype", settings.dtype, "--device", "{device}"),

@@ -144,10 +144,10 @@ def interpolated(at: Crossing, column: str) -> Weighted:
 
 
 def _label(peak: float, crossings: Sequence[Crossing]) -> str:
-    """Return '0.01, anneal phase, 1.2M tokens', the place of the first seed."""
+    """Return '0.01 (anneal phase, 1.2M tokens)', the place of the first seed."""
     first, second, share = crossings[0]
     tokens = (1 - share) * first["tokens"] + share * second["tokens"]
-    return f"{peak:g}, {second['phase']} phase, {amount_name(tokens).upper()} tokens"
+    return f"{peak:g} ({second['phase']} phase, {amount_name(tokens).upper()} tokens)"
 
 
 def _measured(of: Measure, end: RunSummary, *others: str) -> list[Row]:

@@ -22,9 +22,8 @@ def headline(answers: Sequence[Answer]) -> str:
         return ""
     of, (best, second, *_) = answer.measure, answer.ranking
     return (
-        f"{of.title[0].upper()}{of.title[1:]} {answer.where}: lowest for the peak learning rate"
-        f" {best.label}, {_value(of, best.estimate.value)}; {second.label} has"
-        f" {_difference(of, second)}."
+        f"{of.title} {answer.where}: the peak learning rate {best.label} has the lowest,"
+        f" {_value(of, best.estimate.value)}; {second.label} has {_difference(of, second)}."
     )
 
 
@@ -59,4 +58,4 @@ def _value(of: Measure, value: float) -> str:
 def _difference(of: Measure, one: Ranked) -> str:
     assert one.excess is not None
     low, high = (of.signed(end) for end in one.excess.interval(INTERVAL_LEVEL))
-    return f"{of.signed(one.excess.value)} [{low}, {high}], p {one.p_adjusted:.2g}"
+    return f"{of.signed(one.excess.value)} [{low}, {high}], Holm p {one.p_adjusted:.2g}"

@@ -71,7 +71,7 @@ def test_runs_of_one_size_and_budget_are_one_point():
 @pytest.mark.parametrize(
     ("points", "words"),
     [
-        ([Point(1e8, 2e9, 0.01), Point(1e9, 2e10, 0.02)], "2 sizes decide no exponent"),
+        ([Point(1e8, 2e9, 0.01), Point(1e9, 2e10, 0.02)], "2 of 3 sizes that decide an exponent"),
         ([Point(10**k, 2e9, 0.01 * k) for k in (7, 8, 9)], "vary together"),
         ([Point(10**k, 10 ** (k * k / 7), 0.01) for k in (7, 8, 9)], "3 sizes and budgets"),
         ([Point(10**k, 10 ** (k + 1), -0.01) for k in (7, 8, 9)], "no logarithm"),
@@ -142,5 +142,5 @@ def test_a_planted_exponent_is_found_in_studies_of_three_sizes(studies, tmp_path
 def test_one_size_is_a_table_and_a_figure_without_a_law(studies, tmp_path):
     first = dict([next(iter(studies.items()))])
     lines = list(write_comparison(first, tmp_path))
-    assert any("not fitted: 1 sizes decide no exponent" in line for line in lines)
+    assert any("not fitted: 1 of 3 sizes" in line for line in lines)
     assert (tmp_path / "scaling.png").exists()

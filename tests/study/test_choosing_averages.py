@@ -113,7 +113,7 @@ def bench(tmp_path, held_out_prefix, train_prefix, tokenizer_dir, monkeypatch):
 
 def test_the_pick_is_chosen_on_one_text_and_measured_on_another(bench, held_out_prefix):
     bench, commands, directory = bench
-    assert bench.cost().startswith(f"12 quantizations with {SPEC} at most, each measured on")
+    assert bench.cost().startswith(f"36 quantizations with {SPEC} at most, each measured on")
     pick = bench.pick()
 
     means = {
