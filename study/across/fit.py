@@ -81,7 +81,7 @@ def fit(points: Sequence[Point]) -> PowerLaw:
     sizes = {point.parameters for point in points}
     if len(sizes) < FEWEST_SIZES:
         raise UserError(
-            f"{len(sizes)} of {FEWEST_SIZES} sizes that decide an exponent; give studies of more sizes"
+            f"{len(sizes)} of {FEWEST_SIZES} sizes that decide an exponent; give studies of more"
         )
     logs = {
         PARAMETERS: np.log([point.parameters for point in points]),

@@ -112,9 +112,9 @@ def cost(study: Study, extended: Study) -> Iterator[str]:
     hours = gpu_hours(extended) - gpu_hours(study)
     disk = sum(needed_bytes(extended).values()) - sum(needed_bytes(study).values())
     yield (
-        f"{len(added)} cooldown{'s' * (len(added) > 1)}: {amount_name(more).upper()} tokens, {hours:.2g} H100-hours of"
-        f" training (estimate), {disk / GB:,.3g} GB; as whole runs they would train on"
-        f" {amount_name(alone).upper()} tokens"
+        f"{len(added)} cooldown{'s' * (len(added) > 1)}: {amount_name(more).upper()} tokens,"
+        f" {hours:.2g} H100-hours of training (estimate), {disk / GB:,.3g} GB; as whole runs they"
+        f" would train on {amount_name(alone).upper()} tokens"
     )
 
 
