@@ -111,7 +111,7 @@ def test_output_errors_are_those_of_the_exported_model(probed, tmp_path):
     names = [name for layer in (1, 3) for name in residual_linears(run.model, layer)]
     assert sum("output_error" in name for name in figures) == 2 * len(SPECS) * len(names)
     for name in names:
-        linear = model.get_submodule(name.removesuffix(".weight"))
+        linear: Any = model.get_submodule(name.removesuffix(".weight"))
         seen: list[torch.Tensor] = []
         handle = linear.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(given[0]))
         with torch.no_grad():
@@ -183,7 +183,9 @@ def test_a_pipeline_of_shards_logs_what_one_process_does(tmp_path, inputs):
         found.append(figures_at(RunDirectory(tmp_path / layout), 5))
     assert found[0].keys() == found[1].keys()
     for name, value in found[0].items():
-        limits = {"rel": 0.2, "abs": 0} if "gptq" in name else {"rel": 1e-3, "abs": 2e-5}
+        limits: dict[str, Any] = (
+            {"rel": 0.2, "abs": 0} if "gptq" in name else {"rel": 1e-3, "abs": 2e-5}
+        )
         assert value == pytest.approx(found[1][name], **limits), name
 
 
