@@ -17,6 +17,10 @@ class Frozen(BaseModel):
     # Fields that leave the fingerprint as it is.
     NOT_IDENTITY: ClassVar[frozenset[str]] = frozenset()
 
+    def __hash__(self) -> int:
+        """Return a hash of the plain fields: others, such as dictionaries, may have none."""
+        return hash(tuple(one for _, one in self if isinstance(one, str | int | float)))
+
 
 def fingerprint(value: Frozen) -> str:
     """Return 16 hex digits of the SHA-256 of the value's canonical JSON without NOT_IDENTITY."""

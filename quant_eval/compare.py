@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from base.errors import UserError
-from base.statistics import Verdict, holm, verdict_of
+from base.statistics import LEAST_DOCUMENTS, Verdict, holm, verdict_of
 from ckpt_tools.hf.measured import PerDocument, Quantization
 from ckpt_tools.hf.results import Result, labels
 from quant_eval.measuring.bootstrap import CalibrationDraws, Floats, Statistic, resample
@@ -128,8 +128,11 @@ def _paired(first: Result[Quantization], second: Result[Quantization], figure: s
         raise UserError(
             "they hold other documents; measure both with the same --eval and --eval-tokens"
         )
-    if len(ours.document) < 2:
-        raise UserError("a paired comparison needs at least 2 documents; measure both on more text")
+    if len(ours.document) < LEAST_DOCUMENTS:
+        raise UserError(
+            f"a comparison of {len(ours.document)} documents decides nothing, it needs at least"
+            f" {LEAST_DOCUMENTS}; measure both with more --eval-tokens"
+        )
     return Statistic(figure, fraction(theirs, figure), fraction(ours, figure))
 
 
@@ -143,6 +146,27 @@ def fraction(per_document: PerDocument, figure: str) -> tuple[Floats, Floats]:
     if denominator_D.sum() <= 0:
         raise UserError("there is nothing to divide by, the loss is 0; measure on other text")
     return numerator_D, denominator_D
+
+
+def drawn_fraction(measured: Quantization, figure: str) -> tuple[Floats, Floats]:
+    """Return numerator [D, K] and denominator [D] of the figure, by calibration draw."""
+    numerator_D, denominator_D = fraction(measured.per_document, figure)
+    if measured.calibration is None:
+        return numerator_D[:, None], denominator_D
+    drawn = measured.calibration.per_document
+    draws = zip(drawn.nll_quantized, drawn.kl, drawn.agreements, strict=True)
+    of_draw = [
+        fraction(
+            measured.per_document.model_copy(
+                update={"nll_quantized": quantized, "kl": kl, "agreements": agreements}
+            ),
+            figure,
+        )[0]
+        for quantized, kl, agreements in draws
+    ]
+    if not of_draw:
+        raise UserError("it holds no losses of each calibration draw; measure it again")
+    return np.stack(of_draw, axis=1), denominator_D
 
 
 def _draws(

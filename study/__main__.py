@@ -231,14 +231,15 @@ def report(
 def corpus(
     out: Annotated[Path, typer.Argument(help="directory that receives text and tokenizer")],
     vocab_size: Annotated[int, typer.Argument(min=257, help="tokens of the byte-level BPE")],
+    packages: Annotated[list[str], typer.Argument(help="installed, as study.json names them")],
 ) -> None:
-    """Make text and a tokenizer from the source of the running interpreter's standard library.
+    """Make text and a tokenizer from the source of pinned packages.
 
-    Example: python -m study corpus runs/tiny/data/corpus 2048
+    Example: python -m study corpus runs/tiny/data/corpus 2048 mpmath==1.3.0#sha256=HASH
     """
-    from study.text.standard_library import build_corpus
+    from study.text.package_sources import build_corpus
 
-    build_corpus(out, vocab_size)
+    build_corpus(out, vocab_size, packages)
     typer.echo(str(out))
 
 
@@ -260,7 +261,7 @@ def tokenizer(
 
     Example: python -m study tokenizer books.jsonl --vocab-size 32768 --out tokenizers/books
     """
-    from study.text.standard_library import build_tokenizer
+    from study.text.tokenizer import build_tokenizer
     from train.data.share import EVERYTHING, parse_share
 
     parsed = parse_share(share) if share else EVERYTHING

@@ -4,7 +4,7 @@ Labels, headings and the order of runs in figures and tables follow from them, s
 nothing but its runs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Literal, NamedTuple
 
 from pydantic import Field
@@ -21,7 +21,7 @@ Scale = Literal["log", "linear", "category"]
 class Axis(Frozen):
     """A quantity in which runs differ."""
 
-    key: str = Field(description="the first four quantities and seed are columns of the table, too")
+    key: str = Field(description="the first four quantities are columns of the table, too")
     name: str = Field(description="for headings and titles, such as 'weight decay'")
     unit: str = ""
     scale: Scale
@@ -40,6 +40,9 @@ class _Quantity(NamedTuple):
     of: Callable[[RunConfig], Value]
     unit: str = ""
     implied_by: tuple[str, ...] = ()  # axes that together may decide it; then it is none
+
+
+NO_ANNEAL = "no anneal"  # of a control, see study.design
 
 
 def _schedule(run: RunConfig) -> str:
@@ -78,27 +81,31 @@ QUANTITIES: dict[str, _Quantity] = {  # in the order in which labels have them
     "batch_warmup": _Quantity("smaller batches first", _batch_warmup),
     "matrices": _Quantity("optimizer of matrices", lambda run: run.optimizer.matrices),
     "decay": _Quantity("rule of weight decay", lambda run: run.optimizer.decay),
-    "seed": _Quantity("seed", lambda run: str(run.seed)),
 }
 
 
-def axes_of(runs: Sequence[AnyRun]) -> tuple[Axis, ...]:
+def axes_of(runs: Sequence[AnyRun], controls: Set[str] = frozenset()) -> tuple[Axis, ...]:
     """Return the axes of a study with these runs; the peak learning rate where none differs.
 
-    Runs of released models have one axis, their stage.
+    Runs of released models have one axis, their stage. Controls, by name, make no axis: what they
+    have on those of the other runs says which of them they are compared with.
     """
     trained = [run for run in runs if isinstance(run, RunConfig)]
     if len(trained) < len(runs):
         stages: dict[str, Value] = {run.name: run.name for run in runs}
         return (Axis(key="stage", name="stage", scale="category", values=stages),)
-    kinds = {(run.schedule.phase.kind, run.schedule.anneal is None) for run in trained}
+    compared = [run for run in trained if run.name not in controls] or trained
+    kinds = {(run.schedule.phase.kind, run.schedule.anneal is None) for run in compared}
     axes: list[Axis] = []
     for key, quantity in QUANTITIES.items():
-        values = {run.name: quantity.of(run) for run in trained}
+        values = {run.name: quantity.of(run) for run in compared}
         if key == "schedule" and len(kinds) == 1:
             continue  # budgets or lengths of anneals then say what differs
         if len(set(values.values())) > 1 and not _is_implied(values, quantity, axes):
-            axes.append(_axis(key, values))
+            everywhere = {run.name: quantity.of(run) for run in trained}
+            if key == "schedule":
+                everywhere |= dict.fromkeys(controls, NO_ANNEAL)
+            axes.append(_axis(key, everywhere | values))
     if not axes:
         axes = [_axis("peak_lr", {run.name: run.optimizer.peak_lr for run in trained})]
     return tuple(axes)
@@ -142,17 +149,23 @@ class Varied(NamedTuple):
     groups: dict[str, str]
 
 
-def varied_of(axes: Sequence[Axis]) -> Varied | None:
-    """Return the axis to draw against, with the others as groups; None where none has numbers."""
+def varied_of(axes: Sequence[Axis], controls: Set[str] = frozenset()) -> Varied | None:
+    """Return the axis to draw against, with the others as groups; None where none has numbers.
+
+    Controls are a group of their own beside every other.
+    """
     for axis in axes:
         values = {run: value for run, value in axis.values.items() if not isinstance(value, str)}
         if values:
             others = [other for other in axes if other is not axis]
-            groups = {run: text_of(others, run) for run in values}
+            groups = {run: text_of(others, run, controls) for run in values}
             return Varied(axis.key, axis.name, axis.unit, axis.scale, values, groups)
     return None
 
 
-def text_of(axes: Iterable[Axis], run: str) -> str:
-    """Return the texts of a run on several axes: '0.001, cosine'."""
-    return ", ".join(axis.text_of(run) for axis in axes)
+def text_of(axes: Iterable[Axis], run: str, controls: Set[str] = frozenset()) -> str:
+    """Return the texts of a run on several axes: '0.001, cosine'; a control has 'no anneal'."""
+    texts = [axis.text_of(run) for axis in axes]
+    if run in controls and NO_ANNEAL not in texts:
+        texts.append(NO_ANNEAL)
+    return ", ".join(texts)

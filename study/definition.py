@@ -1,7 +1,6 @@
 """The definition of a study: its text, its runs and its measurements; see `study.recipes`."""
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -11,6 +10,7 @@ from base.errors import UserError, explain_validation
 from base.files import write_json
 from base.frozen import NAME_PATTERN, Frozen, fingerprint
 from study.axes import AnyRun, Axis, Varied, axes_of, text_of, varied_of
+from study.design import Group, control_among, replicates_of
 from study.measurements.curvature import CURVATURE, CurvatureSettings
 from study.measurements.kind import Kind
 from study.measurements.quantization import (
@@ -21,31 +21,11 @@ from study.measurements.quantization import (
 )
 from study.measurements.step import SLICE, STEP, Along
 from study.measurements.tasks import TASKS, Accuracies, TasksSettings
-from study.paths import MeasuredModel
+from study.paths import MeasuredModel, last_model
 from study.released import ReleasedRun
-from study.text.kinds import OwnText, PreparedText, StandardLibrary, TokenFiles
+from study.soups import SoupSettings
+from study.text.kinds import OwnText, PackageSources, PreparedText, TokenFiles
 from train.run.config import RunConfig
-
-
-class SoupSettings(Frozen):
-    """A model soup (arXiv 2203.05482): the uniform mean of exported checkpoints of each run."""
-
-    name: str = Field(pattern=NAME_PATTERN)
-    steps: tuple[int, ...] = Field(
-        min_length=2, description="permanent checkpoints that are averaged, rising"
-    )
-
-    @model_validator(mode="after")
-    def _rising(self) -> Self:
-        if any(later <= earlier for earlier, later in pairwise(self.steps)):
-            raise ValueError(
-                f"the steps of {self.name} do not rise; list each once, the first one first"
-            )
-        return self
-
-    def is_of(self, run: RunConfig) -> bool:
-        """Return whether the soup is made of this run: it saves all its steps."""
-        return set(self.steps) <= set(run.save_steps)
 
 
 def _whose(run: Any) -> str:
@@ -75,7 +55,7 @@ class Study(Frozen):
         description="what the study runs on unless it is told; any: GPUs where there are",
     )
     text: Annotated[
-        StandardLibrary | PreparedText | OwnText | TokenFiles, Field(discriminator="kind")
+        PackageSources | PreparedText | OwnText | TokenFiles, Field(discriminator="kind")
     ]
     settings: tuple[str, ...] = Field(
         default=(), description="key.path=value, applied to every run of the recipe"
@@ -95,6 +75,10 @@ class Study(Frozen):
     )
     soups: tuple[SoupSettings, ...] = Field(
         default=(), description="made of each run that saves their steps"
+    )
+    detailed: Literal["every seed", "first seed"] = Field(
+        default="every seed",
+        description="runs of which more is measured than the quantization of their checkpoints",
     )
 
     @property
@@ -146,7 +130,8 @@ class Study(Frozen):
                     f"averages are to be measured at step {step}, {name} writes none there; add it"
                     " to saving.average_steps"
                 )
-        if self.quantization.by_block and len(run.save_steps) < 2:
+        saves_one = len(run.save_steps) < 2 and name not in self.controls
+        if self.quantization.by_block and saves_one:
             yield f"run {name} saves one checkpoint, a slice goes through the last two; save more"
         if run.branch_from:
             parent, step = self.parent_of(run), run.branch_from.step
@@ -190,15 +175,24 @@ class Study(Frozen):
             ]
         return models
 
+    def control_of(self, run: AnyRun) -> RunConfig | None:
+        """Return the run of this study that trains like an annealed one, to its end, without."""
+        return control_among(self.trained, run)
+
+    @property
+    def controls(self) -> frozenset[str]:
+        """The names of the runs that are the controls of others."""
+        return frozenset(control.name for run in self.runs if (control := self.control_of(run)))
+
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The quantities in which the runs differ, in the order in which labels have them."""
-        return axes_of(self.runs)
+        return axes_of(self.runs, self.controls)
 
     @property
     def varied(self) -> Varied | None:
         """The axis that figures of final errors are drawn against; None where none has numbers."""
-        return varied_of(self.axes)
+        return varied_of(self.axes, self.controls)
 
     @property
     def heading(self) -> str:
@@ -206,20 +200,51 @@ class Study(Frozen):
         *first, last = (axis.name for axis in self.axes)
         return f"{', '.join(first)} and {last}" if first else last
 
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The runs that are the same but for their seed, with their values on the axes.
+
+        A group is named after its first run where another has the same values.
+        """
+        axes, controls, replicates = self.axes, self.controls, replicates_of(self.runs)
+        texts = [text_of(axes, first.name, controls) for first, *_ in replicates]
+        groups = []
+        for text, runs in zip(texts, replicates, strict=True):
+            name = runs[0].name
+            label = text if texts.count(text) == 1 else name
+            groups.append(Group(self.labels.get(name, label), tuple(runs)))
+        return tuple(groups)
+
+    def group_of(self, run: AnyRun) -> Group:
+        """Return the group of a run."""
+        return next(group for group in self.groups if run in group.runs)
+
     def label_of(self, run: AnyRun) -> str:
-        """Return the run's values on the axes, for legends; its name where another has the same."""
-        if run.name in self.labels:
-            return self.labels[run.name]
-        axes = self.axes
-        texts = {other.name: text_of(axes, other.name) for other in self.runs}
-        text = texts[run.name]
-        return text if list(texts.values()).count(text) == 1 else run.name
+        """Return the label of the run's group, for legends, with its seed where it has several."""
+        group = self.group_of(run)
+        seed = f", seed {run.seed}" if isinstance(run, RunConfig) and len(group.runs) > 1 else ""
+        return self.labels.get(run.name, group.label + seed)
 
     @property
     def measurements(self) -> tuple["Measurement", ...]:
         """The kinds of measurement that the study makes, with their settings."""
         chosen = ((kind, settings_of(self)) for kind, settings_of in KINDS)
         return tuple(Measurement(kind, settings) for kind, settings in chosen if settings)
+
+    def measured(self, run: AnyRun, model: MeasuredModel) -> tuple["Measurement", ...]:
+        """Return the kinds of measurement that are made of a model of a run.
+
+        A control has none of those that only the end of a run has.
+        """
+        has_details = self.detailed == "every seed" or run == self.group_of(run).runs[0]
+        is_control = run.name in self.controls
+        return tuple(
+            one
+            for one in self.measurements
+            if one.kind.measures(model, last_model(run))
+            and (has_details or one.kind is QUANTIZE)
+            and not (is_control and one.kind.models == "last")
+        )
 
 
 class Measurement(NamedTuple):

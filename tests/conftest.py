@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
-from study.text.standard_library import END_OF_TEXT, train_tokenizer
+from study.text.tokenizer import END_OF_TEXT, train_tokenizer
 from tests.runs import make_run, ranks
 from train.data.prepare import prepare
 

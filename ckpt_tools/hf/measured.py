@@ -80,10 +80,26 @@ class DrawnFigure(Read):
     standard_error: float | None = None
 
 
+class DrawnDocuments(Read):
+    """Sums over the targets of each document, for each draw of the calibration text."""
+
+    nll_quantized: list[list[float]] = []
+    kl: list[list[float]] = []
+    agreements: list[list[float]] = []
+
+
 class CalibrationDraws(Read):
-    """All figures by name, for each draw of the calibration text."""
+    """All figures by name, and the sums by document, for each draw of the calibration text."""
 
     figures: dict[str, DrawnFigure] = {}
+    per_document: DrawnDocuments = DrawnDocuments()
+
+
+class StandardErrors(Read):
+    """The standard error of a figure by source; None for draws of which there was one."""
+
+    documents: float | None = None
+    draws: float | None = None
 
 
 class Quantization(Read):
@@ -96,6 +112,7 @@ class Quantization(Read):
     kl_divergence: float | None = None
     top1_agreement: float | None = None
     intervals: dict[str, Interval] = {}
+    standard_errors: dict[str, StandardErrors] = {}
     interval: IntervalMethod | None = None
     tokens: int | None = None
     documents: int | None = None

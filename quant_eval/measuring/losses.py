@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from base.errors import UserError
 from base.progress import Progress
 from base.ranks import Ranks
 from quant_eval.model.activations import Activations
@@ -96,11 +95,6 @@ def evaluation_set(
             starts = range(0, len(document_T) - 1, sequence_length)
             blocks += [document_T[start : start + sequence_length + 1] for start in starts]
             owner += [unit] * len(starts)
-    if len(chosen) < 2:
-        raise UserError(
-            f"{corpus.prefix}: {len(chosen)} evaluated document(s) or block(s); a paired interval"
-            " needs at least 2, prepare more text or raise --eval-tokens"
-        )
     return EvaluationSet(blocks, owner, chosen, without_target)
 
 

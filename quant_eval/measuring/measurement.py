@@ -32,6 +32,7 @@ from quant_eval.saved.writer import CheckpointWriter
 from quant_eval.settings import CHECKPOINT, RunSettings
 from quant_eval.specs import QuantSpec
 
+DRAWN = ("nll_quantized", "kl", "agreements")  # sums by document that a calibration draw moves
 LIBRARY_WORK = "library"  # below a result's directory while another project's library is at work
 
 
@@ -196,10 +197,14 @@ def summarize(
             "nll": losses[0].nll.tolist(),
             **{
                 name: np.mean([getattr(one, name) for one in losses], axis=0).tolist()
-                for name in ("nll_quantized", "kl", "agreements")
+                for name in DRAWN
             },
         },
     }
+    if measured["calibration"]:
+        measured["calibration"]["per_document"] = {
+            name: [getattr(one, name).tolist() for one in losses] for name in DRAWN
+        }
     if quantized[0].alone:
         measured["units"] = UNITS | {"blocks": "those of the figures"}
         measured["blocks"] = [

@@ -26,7 +26,7 @@ UNITS = {
     "documents_without_target": "documents",
     "layers": "1 (relative_output_error)",
     "per_document": "nats, sums over the document's tokens; mean over the calibration draws",
-    "calibration": "those of the figures",
+    "calibration": "those of the figures and per_document, for each calibration draw",
 }
 SAMPLES = 1000  # resamplings of the documents for the intervals
 LEVEL = 0.95  # coverage of the intervals
@@ -86,6 +86,13 @@ def figures_of(
     return {
         **{one.name: one.value for one in resampled},
         "intervals": intervals,
+        "standard_errors": {
+            one.name: {
+                "documents": one.standard_error * (one.value if one.logarithmic else 1.0),
+                "draws": draw and draw.standard_error,
+            }
+            for one, draw in zip(statistics, draws, strict=True)
+        },
         "interval": {
             "level": level,
             "method": METHOD,

@@ -46,6 +46,14 @@ class QuantizationSettings(Frozen):
         ),
     )
     calibration_sequences: int = Field(ge=1)
+    calibration_draws: int = Field(
+        default=3,
+        ge=1,
+        description=(
+            "draws of the calibration text, each quantized and measured; one block by block, and of"
+            " specs that read none"
+        ),
+    )
     eval_tokens: int = Field(ge=1, description="predicted tokens of each loss")
     block_tokens: int = Field(
         ge=1, description="the same block by block: with B blocks 2 B + 1 losses are measured"
@@ -119,12 +127,22 @@ def _uses(specs: Iterable[str]) -> tuple[str, ...]:
 def _options(
     specs: tuple[str, ...], settings: QuantizationSettings, subject: Subject, tokens: int
 ) -> tuple[str, ...]:
+    """Return the options of losses on so many tokens."""
     return (
         *calibration_options(specs, settings, subject),
         *("--eval", subject.texts["held_out"].prefix),
         *("--eval-tokens", str(tokens)),
         *("--dtype", settings.dtype, "--device", "{device}"),
     )
+
+
+def _draw_options(specs: Iterable[str], settings: QuantizationSettings) -> tuple[str, ...]:
+    """Return the option that draws the calibration text several times; none where no spec reads it.
+
+    Of specs that share a process it holds for those that are calibrated.
+    """
+    several = settings.calibration_draws > 1 and is_calibrated(specs)
+    return ("--calibration-seeds", str(settings.calibration_draws)) if several else ()
 
 
 def _launched(specs: tuple[str, ...]) -> tuple[str, ...]:
@@ -148,7 +166,10 @@ def _steps(
             uses=_uses((spec,)),
             models=(subject.hf,),
             specs=("--spec", spec),
-            tail=_options(specs, settings, subject, settings.eval_tokens),
+            tail=(
+                *_options(specs, settings, subject, settings.eval_tokens),
+                *_draw_options(specs, settings),
+            ),
             expected_seconds=12.0 if is_method else 4.0,
         )
         for spec in specs
@@ -175,12 +196,21 @@ def _block_steps(
     ]
 
 
+def _of_figure(name: str, figure: str) -> list[Column]:
+    """Return the columns of a figure: value, interval, and standard errors by source."""
+    errors = [
+        Column(f"{name}/{figure}_se_{source}", ("standard_errors", figure, source))
+        for source in ("documents", "draws")
+    ]
+    return [*bounded(f"{name}/{figure}", figure), *errors]
+
+
 def _tabled(specs: tuple[str, ...]) -> list[Result]:
     results = []
     for spec in specs:
         name = f"quant/{spec}"
         columns = [
-            *(one for figure in FIGURES for one in bounded(f"{name}/{figure}", figure)),
+            *(one for figure in FIGURES for one in _of_figure(name, figure)),
             *(Column(f"{name}/{count}", (count,), "count") for count in COUNTS),
         ]
         results.append(Result("quant", spec, Quantization, columns))

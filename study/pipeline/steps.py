@@ -17,7 +17,6 @@ from study.paths import (
     MeasuredModel,
     checkpoint_directory,
     hf_directory,
-    last_model,
     model_record,
 )
 from study.pipeline.step import Step, python
@@ -93,7 +92,7 @@ def _run_steps(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Step]:
     for kind, settings in study.measurements:
         made[kind.name] = own = []
         for subject in subjects:
-            if kind.measures(subject.model, last_model(run)):
+            if (kind, settings) in study.measured(run, subject.model):
                 own += kind.steps(settings, subject, made)
     return [step for steps in made.values() for step in steps]
 

@@ -1,10 +1,11 @@
 """The demo: the OLMo2-7B learning-rate ablation in small, on text that every machine has."""
 
-from study.definition import SoupSettings, Study
+from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
 from study.recipes.parts import data_of, recipe, study, sweep
-from study.text.kinds import StandardLibrary
+from study.soups import SoupSettings
+from study.text.kinds import PackageSources
 from train.model.config import ModelConfig
 from train.run.config import RunConfig
 from train.run.optimization import Anneal, CosinePhase, Lawa, OptimizerConfig, ScheduleConfig
@@ -22,7 +23,7 @@ MODEL = ModelConfig(
     num_attention_heads=4,
     num_key_value_heads=4,
 )
-TEXT = StandardLibrary(vocab_size=MODEL.vocab_size)
+TEXT = PackageSources(vocab_size=MODEL.vocab_size)
 SEQUENCE_LENGTH, BATCH = 128, 16
 TOKENS_PER_STEP = SEQUENCE_LENGTH * BATCH
 SOUP_STABLE = SoupSettings(name="soup-stable", steps=(192, 320, 448))

@@ -5,7 +5,8 @@ from functools import partial
 from typing import Any
 
 from study.axes import amount_name
-from study.definition import SoupSettings, Study
+from study.definition import Study
+from study.design import with_controls
 from study.measurements.tasks import TasksSettings
 from study.recipes.parts import (
     SMALL_CURVATURE,
@@ -23,6 +24,7 @@ from study.recipes.parts import (
     sweep,
     web_text,
 )
+from study.soups import SoupSettings
 from study.text.kinds import Text, TokenFile
 from train.data.config import RepetitionFilter
 from train.model.presets import OLMO2_7B, olmo2
@@ -87,24 +89,18 @@ def run(
     held_out_sequences: int = 256,
     batch_size: int,
     saves: int = 18,
-    controls: int = 0,
     intervals: int = 144,
     **settings: Any,
 ) -> RunConfig:
     """Return a run up to where its anneals leave it; peaks, seed, order and filter are Ai2's.
 
-    Every number of tokens of the 7B's is divided by `divisor`. It has `saves` checkpoints up to the
-    anneals and `controls` after there, where it trains on at its rate to the end of the short
-    anneal, so that the effect of the anneal is separated from that of the tokens. It is evaluated
-    and averages take in its weights at 144 `intervals`: 500 of 72,000 steps, as far as arXiv
-    2510.06213 has them apart (appendix C). `settings` are further ones of RunConfig.
+    Every number of tokens of the 7B's is divided by `divisor`. It has `saves` checkpoints. It is
+    evaluated and averages take in its weights at 144 `intervals`: 500 of 72,000 steps, as far as
+    arXiv 2510.06213 has them apart (appendix C). `settings` are further ones of RunConfig.
     """
     tokens_per_step = batch_size * sequence_length
     start = steps(ANNEALS_AT, divisor, tokens_per_step)
     save_steps = spread(0, start, saves)
-    if controls:
-        end = start + steps(SHORT_ANNEAL, divisor, tokens_per_step)
-        save_steps += spread(start, end, controls)
     every = start // intervals
     defaults: dict[str, Any] = {
         "precision": "bf16",
@@ -170,7 +166,7 @@ def ablation(
     averaged_steps = sorted({*spread(0, start, averaged), *(one.total_steps for one in runs)})
     defaults: dict[str, Any] = {"ranks": 8, "sized_for": "cuda", "quantization": WEB_QUANTIZATION}
     return study(
-        lean(runs, averaged_steps),
+        lean(with_controls(runs), averaged_steps),
         text=text,
         sources=SOURCES,
         soups=(SoupSettings(name="soup-stable", steps=parents[0].save_steps[-5:]),),
@@ -179,7 +175,7 @@ def ablation(
     )
 
 
-def small(controls: int = 0, horizon: float = HORIZON, **settings: Any) -> Study:
+def small(horizon: float = HORIZON, **settings: Any) -> Study:
     """Return the ablation at two peaks on a model of two layers, for the profile smoke."""
     model = olmo2(hidden_size=64, layers=2, heads=4, intermediate_size=192)
     of_runs = {
@@ -188,7 +184,6 @@ def small(controls: int = 0, horizon: float = HORIZON, **settings: Any) -> Study
         "held_out_sequences": 16,
         "batch_size": 16,
         "saves": 2,
-        "controls": controls,
         "intervals": 24,
         "model": model.model_copy(update={"vocab_size": SMALL_TEXT.vocab_size}),
         "micro_batch_size": 8,

@@ -59,22 +59,20 @@ def olmo2_190m_lr(*, smoke: bool = False) -> Study:
 
 @recipe
 def olmo2_30m_lr(*, smoke: bool = False) -> Study:
-    """The ablation with OLMo2-30M in an hour: 151M tokens, anneals of 25M and controls without.
+    """The ablation with OLMo2-30M in an hour: 151M tokens, then 25M with an anneal and without.
 
-    The 30M of OLMo-core's ladder and a 2,000th of every number of tokens: an hour of one H100.
-    Its parents train on without an anneal to where their anneals end: controls of equal tokens. The
+    The 30M of OLMo-core's ladder and a 2,000th of every number of tokens: an hour of one H100. The
     30M counts no token embedding: with it there are 55M weights, of which the quantized blocks hold
     3.4M. Peaks, batch, context, text and what is measured are this project's choice, made for the
     hour: less text and fewer methods than the larger sizes.
     """
     if smoke:
-        return small(controls=2, anneals=(SHORT_ANNEAL,))
+        return small(anneals=(SHORT_ANNEAL,))
     of_runs = {
         "sequence_length": 2048,
         "held_out_sequences": 64,
         "batch_size": 64,
         "saves": 4,
-        "controls": 2,
         "model": OLMO2_30M,
         "micro_batch_size": 8,
     }

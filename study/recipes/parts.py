@@ -13,9 +13,10 @@ from typing import Any
 from base.frozen import fingerprint
 from study.axes import AnyRun
 from study.definition import Study
+from study.design import with_controls, with_seeds
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
-from study.text.kinds import PreparedText, StandardLibrary, Text, TokenFile, places_of
+from study.text.kinds import PackageSources, PreparedText, Text, TokenFile, places_of
 from train.data.config import DataConfig
 from train.model.config import ModelConfig
 from train.run.config import BranchFrom, RunConfig
@@ -66,7 +67,7 @@ WEB_CURVATURE = CurvatureSettings(
 )
 
 # The profile smoke: the same structure, minutes on two cores.
-SMALL_TEXT = StandardLibrary(vocab_size=1024)
+SMALL_TEXT = PackageSources(vocab_size=1024)
 SMALL_QUANTIZATION = QuantizationSettings(
     specs=("gptq-b3-g32", "gptq-b4-g32"),
     methods=("rtn-b3-g32",),
@@ -118,12 +119,23 @@ def recipe(make: Callable[..., Study]) -> Recipe:
 
 
 def study(
-    runs: Iterable[AnyRun], *, text: Text, quantization: QuantizationSettings, **settings: Any
+    runs: Iterable[AnyRun],
+    *,
+    text: Text,
+    quantization: QuantizationSettings,
+    seeds: Sequence[int] = (),
+    **settings: Any,
 ) -> Study:
     """Return a study of these runs; `settings` are further fields of Study.
 
-    By default a training takes two processes on the CPU of one machine.
+    Every run that anneals gets a control of equal tokens that does not (`study.design`), and with
+    `seeds` every run is trained once with each. By default a training takes two processes on the
+    CPU of one machine.
     """
+    trained = [run for run in runs if isinstance(run, RunConfig)]
+    if trained:
+        runs = with_controls(trained)
+        runs = with_seeds(runs, seeds) if seeds else runs
     defaults = {"name": UNNAMED, "description": UNNAMED, "ranks": 2, "sized_for": "cpu"}
     given = {"text": text, "runs": tuple(runs), "quantization": quantization}
     return Study.model_validate(defaults | given | settings)
@@ -154,10 +166,11 @@ def wsd_run(
 ) -> RunConfig:
     """Return a run to begin with: a warm-up, the peak, and a linear anneal over the last quarter.
 
-    It has four checkpoints, a warm-up over a twentieth, and the vocabulary of the standard
-    library's tokenizer where the text is that. `settings` are further ones of RunConfig.
+    It has four checkpoints, a warm-up over a twentieth, and the vocabulary of the tokenizer
+    that is trained on the text where it is the source of packages. `settings` are further ones of
+    RunConfig.
     """
-    if isinstance(text, StandardLibrary):
+    if isinstance(text, PackageSources):
         model = model.model_copy(update={"vocab_size": text.vocab_size})
     content: dict[str, Any] = {
         "name": name,

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from study.axes import amount_name
 from study.definition import Study
+from study.design import with_controls
 from study.recipes.parts import (
     SMALL_CURVATURE,
     SMALL_QUANTIZATION,
@@ -166,12 +167,11 @@ def cooldowns(
 ) -> list[RunConfig]:
     """Return a run at the peak, and from it a linear cooldown over the last tenth of every budget.
 
-    With averages the run trains on to the last budget and has a checkpoint at every one, for its
-    averages there.
+    The run trains on to the last budget and has a checkpoint at every one: the control of the
+    cooldown that ends there, and the place of its averages.
     """
     starts = [end - end // COOLDOWN for end in budgets]
-    ends = budgets if averages else ()
-    saves = {*stable_saves((*starts, *ends)[-1], smoke), *starts, *ends}
+    saves = {*stable_saves(budgets[-1], smoke), *starts, *budgets}
     stable = run("stable", saves=tuple(sorted(saves)), smoke=smoke, averages=averages, **settings)
     runs = [stable]
     for start, end in zip(starts, budgets, strict=True):
@@ -184,7 +184,7 @@ def cooldowns(
 def measured(runs: Iterable[RunConfig], smoke: bool, **settings: Any) -> Study:
     """Return the study of runs with what all these recipes measure."""
     return study(
-        lean(list(runs), settings.get("averaged_steps", ())),
+        lean(with_controls(list(runs)), settings.get("averaged_steps", ())),
         sources=SOURCES,
         ranks=2 if smoke else 8,
         sized_for="cpu" if smoke else "cuda",

@@ -76,7 +76,8 @@ def _measuring_rows(study: Study) -> dict[str, str]:
     quantization, curvature = study.quantization, study.curvature
     quantized = [
         f"{', '.join(quantization.specs)}; {quantization.calibration_sequences} calibration"
-        f" sequences, losses over {quantization.eval_tokens} tokens in {quantization.dtype}"
+        f" sequences, {quantization.calibration_draws} draws; losses over"
+        f" {quantization.eval_tokens} tokens in {quantization.dtype}"
     ]
     if quantization.methods:
         quantized.append(f"at the end of training also {', '.join(quantization.methods)}")

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from quant_eval.specs import parse_spec
 from study.axes import AnyRun
-from study.definition import SoupSettings, Study
+from study.definition import Study
 from study.released import ReleasedRun
 from study.results.collect import phase_of
 from study.results.summary import Rows, in_order, listed
 from study.results.table import Row
+from study.soups import SoupSettings
 from train.run.config import RunConfig
 from train.run.optimization import Ema, Lawa
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from study.axes import AnyRun
 from study.definition import Study
-from study.paths import MeasuredModel, checkpoint_directory, last_model, model_record
+from study.paths import MeasuredModel, checkpoint_directory, model_record
 from study.released import ReleasedRun
 from study.results.table import Row, figure_columns
 from train.run.config import RunConfig
@@ -34,8 +34,7 @@ def collect_rows(directory: Path, study: Study) -> Collected:
         for model in study.models_of(run):
             readers = {
                 directory / path: read
-                for kind, settings in study.measurements
-                if kind.measures(model, last_model(run))
+                for kind, settings in study.measured(run, model)
                 for path, read in kind.results(settings, run.name, model).items()
             }
             expected += 1 + len(readers)

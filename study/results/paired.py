@@ -20,16 +20,18 @@ from base.errors import UserError
 from ckpt_tools.hf.measured import Curvature, Quantization
 from ckpt_tools.hf.results import Result, read_result
 from curvature import paired_traces
-from quant_eval.compare import Comparison, compare, fraction
+from quant_eval.compare import Comparison, compare, drawn_fraction, fraction
 from quant_eval.measuring.bootstrap import Resampled, Statistic, resample
 from study.definition import load_study
 from study.measurements.kind import INTERVAL_LEVEL
 from study.paths import MeasuredModel, curvature_result, quantization_result
+from study.results.estimate import Estimate, contrast_of, estimate_of
 from study.results.table import Row
 
 SAMPLES = 10_000  # resamplings of the documents; a p-value is never below their reciprocal
 SEED = 0
 TRACE = "curvature/trace"
+Weighted = list[tuple[Row, float]]  # rows whose figures are summed, each times a factor
 Key = TypeVar("Key")
 Pairs = Mapping[Key, tuple[Row, Row]]
 
@@ -96,14 +98,7 @@ class Paired:
             UserError: as for `compared`, or of other settings of the evaluation.
         """
         results = [self._result(row, spec, figure) for row, _ in weighted]
-        shared = _settings(results[0])
-        for result in results[1:]:
-            differing = [name for name, one in _settings(result).items() if one != shared.get(name)]
-            if differing:
-                raise UserError(
-                    f"{results[0].model.path} and {result.model.path} differ in {differing[0]};"
-                    " move one of the results away and run the study again"
-                )
+        _check_alike(results)
         tokens_D = np.asarray(results[0].measured.per_document.tokens, dtype=np.float64)
         value, influence_D = 0.0, np.zeros(len(tokens_D))
         for (_, weight), result in zip(weighted, results, strict=True):
@@ -114,6 +109,37 @@ class Paired:
         statistic = Statistic(figure, (value * tokens_D + tokens_D.sum() * influence_D, tokens_D))
         (resampled,) = resample([statistic], [None], samples=SAMPLES, seed=SEED)
         return resampled
+
+    def estimate(self, replicates: Sequence[Weighted], spec: str, figure: str) -> Estimate:
+        """Return the mean over seeds of a weighted sum of a figure of several models.
+
+        Each replicate holds the models of one seed, with their weights. The sum of ratios C_sk =
+        sum_r w_r sum(a_r) / sum(b_r), over documents, of seed s and calibration draw k is taken
+        apart into documents by jackknife pseudo-values (Tukey 1958): D C_sk - (D - 1) C_sk without
+        the document, which are the documents' own values where all models share the numbers of
+        tokens and those are equal.
+
+        Raises:
+            UserError: as for `compared`, or of other settings of the evaluation, or of another
+                number of calibration draws.
+        """
+        read = [
+            [(weight, self._result(row, spec, figure)) for row, weight in weighted]
+            for weighted in replicates
+        ]
+        results = [result for one in read for _, result in one]
+        _check_alike(results)
+        contrasts = [
+            contrast_of(
+                [(weight, *drawn_fraction(result.measured, figure)) for weight, result in one]
+            )
+            for one in read
+        ]
+        return estimate_of(
+            np.stack([pseudo_DK for _, pseudo_DK in contrasts]),
+            value=float(np.mean([contrast_K.mean() for contrast_K, _ in contrasts])),
+            tokens_D=np.asarray(results[0].measured.per_document.tokens, dtype=np.float64),
+        )
 
     @cached_property
     def _models(self) -> dict[tuple[str, int, str | None], MeasuredModel]:
@@ -141,12 +167,26 @@ def _two_by_two(count: int) -> list[tuple[int, int]]:
     return [(2 * index, 2 * index + 1) for index in range(count)]
 
 
+def _check_alike(results: Sequence[Result[Quantization]]) -> None:
+    """Raise UserError for results of other settings of the evaluation or numbers of draws."""
+    shared = _settings(results[0])
+    for result in results[1:]:
+        differing = [name for name, one in _settings(result).items() if one != shared.get(name)]
+        if differing:
+            raise UserError(
+                f"{results[0].model.path} and {result.model.path} differ in {differing[0]};"
+                " move one of the results away and run the study again"
+            )
+
+
 def _settings(result: Result[Quantization]) -> dict[str, Any]:
     """The settings that two evaluations share if they can be paired, by their names in words."""
     evaluation = {"sha256": None} | dict(result.spec.evaluation or ())
     per_document = result.measured.per_document
     settings = {"the text": evaluation.pop("sha256"), "dtype": result.spec.dtype, **evaluation}
+    calibration = result.measured.calibration
     settings |= {"the documents": per_document.document}
+    settings |= {"calibration draws": len(calibration.per_document.kl) if calibration else 1}
     return settings | {"the documents' numbers of tokens": per_document.tokens}
 
 

@@ -24,6 +24,8 @@ class RunSummary:
         first: row of the last checkpoint before the decay, of its parent for a branch; None where
             there is none.
         last: row of the last checkpoint of the run.
+        group: label of the runs that are the same but for their seed.
+        control: row of equal tokens, trained without the anneal; None where there is none.
     """
 
     label: str
@@ -31,6 +33,8 @@ class RunSummary:
     anneals: bool
     first: Row | None
     last: Row | None
+    group: str
+    control: Row | None
 
 
 def in_order(study: Study) -> list[AnyRun]:
@@ -62,9 +66,10 @@ def at_high_rate(rows: Rows) -> Rows:
 
 
 def ends_of_training(study: Study) -> list[AnyRun]:
-    """Return the runs in order, less those that others branch from and that do not anneal."""
+    """Return the runs in order, less controls and those that others leave for their anneal."""
     parents = {study.parent_of(run).name for run in study.trained if run.branch_from}
-    return [run for run in in_order(study) if run.name not in parents or _anneals(run)]
+    others = parents | study.controls
+    return [run for run in in_order(study) if run.name not in others or _anneals(run)]
 
 
 def _anneals(run: AnyRun) -> bool:
@@ -84,7 +89,21 @@ def summarize(study: Study, rows: Rows) -> list[RunSummary]:
             stable = [row for row in trained(led) if row["phase"] == "stable"]
             anneals = _anneals(run)
             first = stable[-1] if stable and anneals else None
-        summaries.append(RunSummary(study.label_of(run), run, anneals, first, last))
+        control = study.control_of(run)
+        equal = (control.name, run.total_steps) if control else None
+        summaries.append(
+            RunSummary(
+                study.label_of(run),
+                run,
+                anneals,
+                first,
+                last,
+                group=study.group_of(run).label,
+                control=next(
+                    (row for row in trained(rows) if (row["run"], row["step"]) == equal), None
+                ),
+            )
+        )
     return summaries
 
 

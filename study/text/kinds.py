@@ -1,6 +1,6 @@
 """The text of a study, to train on, to calibrate with and to measure on; and where it is kept."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -11,10 +11,23 @@ CORPUS = "data/corpus"  # below a study
 TEXTS = "texts"  # below the root: token files and tokenizers that studies share
 
 
-class StandardLibrary(Frozen):
-    """The source of the running interpreter's standard library, and a tokenizer trained on it."""
+# Of requirements.lock, without compiled parts: one wheel for all interpreters and machines. The
+# hash is over the files that `study.text.package_sources` reads.
+PACKAGES = (
+    "mpmath==1.3.0#sha256=a708015f92e74e7c39d84e4338c172ff0515004df453420f6f298dcf5a0da030",
+    "networkx==3.6.1#sha256=399cbbfd66106d120837fb3a644b7a6684f23c125f1b6a26339b8fc3675e4b7d",
+    "sympy==1.14.0#sha256=5cfd33ec92cf6d64e418c9d7568e0119598b8a8880c2f0fa4cb9564c806f1f97",
+)
+PackageName = Annotated[str, Field(pattern=r"^[\w.-]+==[\w.]+#sha256=[0-9a-f]{64}$")]
 
-    kind: Literal["standard_library"] = "standard_library"
+
+class PackageSources(Frozen):
+    """The source of pinned Python packages, and a tokenizer trained on it."""
+
+    kind: Literal["packages"] = "packages"
+    packages: tuple[PackageName, ...] = Field(
+        default=PACKAGES, min_length=1, description="NAME==VERSION#sha256=HASH"
+    )
     vocab_size: int = Field(
         gt=256, description="tokens of the byte-level BPE, end-of-text and 256 bytes included"
     )
@@ -106,7 +119,7 @@ class TokenFiles(Frozen):
     )
 
 
-Text = StandardLibrary | PreparedText | OwnText | TokenFiles
+Text = PackageSources | PreparedText | OwnText | TokenFiles
 USES = ("train", "held_out", "calibration")
 
 
@@ -118,10 +131,9 @@ def places_of(text: Text) -> dict[str, str]:
     if isinstance(text, PreparedText):
         places = {use: f"{{root}}/{TEXTS}/{file.name}" for use, file in text.files.items()}
         return places | {"tokenizer": f"{{root}}/{text.tokenizer_directory}"}
-    if isinstance(text, StandardLibrary):
-        places = {use: f"{{study}}/data/{use}" for use in ("train", "held_out")}
-        tokenizer = f"{{study}}/{CORPUS}/tokenizer"
-        return places | {"calibration": places["train"], "tokenizer": tokenizer}
+    if isinstance(text, PackageSources):
+        places = {use: f"{{study}}/data/{use}" for use in USES}
+        return places | {"tokenizer": f"{{study}}/{CORPUS}/tokenizer"}
     uses = [use for use in USES if getattr(text, use)] + ["tokenizer"]
     own = isinstance(text, OwnText)
     return {use: f"{{study}}/data/{use}" if own else getattr(text, use) for use in uses}

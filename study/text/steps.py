@@ -12,11 +12,12 @@ from study.text.kinds import (
     TEXTS,
     USES,
     OwnText,
+    PackageSources,
     PreparedText,
-    StandardLibrary,
     places_of,
 )
 from study.text.own import check_unchanged
+from study.text.package_sources import check_versions
 
 
 def prefix(study: Study, use: str) -> str:
@@ -50,6 +51,8 @@ def check_text(study: Study, directory: Path) -> None:
             continue
         if isinstance(text, OwnText):
             check_unchanged(text)
+        if isinstance(text, PackageSources):
+            check_versions(text.packages)
         if place in made:
             continue
         if not isinstance(text, PreparedText):
@@ -65,8 +68,8 @@ def check_text(study: Study, directory: Path) -> None:
 
 def text_steps(study: Study) -> list[Step]:
     """Return the steps that make text; none for token files that have to be there before."""
-    if isinstance(study.text, StandardLibrary):
-        return _library_steps(study.text)
+    if isinstance(study.text, PackageSources):
+        return _package_steps(study.text)
     if isinstance(study.text, OwnText):
         return _own_steps(study.text)
     return _prepared_steps(study.text) if isinstance(study.text, PreparedText) else []
@@ -103,16 +106,15 @@ def _prepare_step(name: str, command: tuple[str, ...], output: str, **more: Any)
     )
 
 
-def _library_steps(text: StandardLibrary) -> list[Step]:
-    make = python("study", "corpus", f"{{study}}/{CORPUS}", str(text.vocab_size))
-    steps = [Step("corpus", "corpus", make, (f"{CORPUS}/corpus.json",), expected_seconds=12)]
+def _package_steps(text: PackageSources) -> list[Step]:
+    make = python("study", "corpus", f"{{study}}/{CORPUS}", str(text.vocab_size), *text.packages)
+    steps = [Step("corpus", "corpus", make, (f"{CORPUS}/corpus.json",), expected_seconds=5)]
     places = places_of(text)
-    for split in ("train", "held_out"):
-        source = f"{{study}}/{CORPUS}/{split}.jsonl"
+    for use in USES:
+        source = f"{{study}}/{CORPUS}/{use}.jsonl"
         command = python("train", "prepare", source, "--tokenizer", places["tokenizer"])
-        command += ("--out", places[split])
-        outputs = (f"data/{split}.json",)
-        steps.append(Step(f"prepare-{split}", "prepare", command, outputs, ("corpus",)))
+        command += ("--out", places[use])
+        steps.append(Step(f"prepare-{use}", "prepare", command, (f"data/{use}.json",), ("corpus",)))
     return steps
 
 

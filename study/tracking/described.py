@@ -112,5 +112,6 @@ def study_params(study: Study) -> dict[str, str]:
         "num_runs": str(len(study.runs)),
         "axes": ", ".join(axis.key for axis in study.axes),
         "specs": " ".join(quantization.at_the_end),
+        "calibration_draws": str(quantization.calibration_draws),
         "eval_tokens": str(quantization.eval_tokens),
     }

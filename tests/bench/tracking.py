@@ -115,7 +115,7 @@ def median_step_seconds(root: Path, name: str, texts: dict[str, Any], uri: str |
 
 def make_texts(root: Path) -> dict[str, Any]:
     """Token files of random letters."""
-    from study.text.standard_library import train_tokenizer
+    from study.text.tokenizer import train_tokenizer
 
     generator, tokenizer = np.random.default_rng(0), root / "tokenizer"
     tokenizer.mkdir()

@@ -51,7 +51,7 @@ def quantized_model(place: Path, train_prefix: Path, held_out_prefix: Path) -> P
         "--eval",
         held_out_prefix,
         "--eval-tokens",
-        "500",
+        "5000",
         "--dense",
     ]
     options += ["--calibration-sequences", "2", "--spec", "rtn-b3-g16"]

@@ -185,7 +185,7 @@ def test_every_pair_and_its_corrected_test(run, three, tmp_path):
     assert [one["p_adjusted"] for one in pairs] == pytest.approx(
         holm([test.pvalue for test in tests]), rel=1e-9
     )
-    assert [one["verdict"] for one in pairs] == ["higher", "higher", "not told apart"]
+    assert [one["verdict"] for one in pairs] == ["higher", "higher", "not significant"]
     for one, (a, b), test in zip(pairs, ((0, 1), (0, 2), (1, 2)), tests, strict=True):
         assert one["first"]["result"] == str(directories[a] / "result.json")
         assert one["second"]["model"] == f"runs/lr/hf/step{b}"
@@ -197,7 +197,7 @@ def test_every_pair_and_its_corrected_test(run, three, tmp_path):
         alone = [(each.high - each.low) / 2 / t.ppf(0.75, 23) for each in squares]
         assert one["unpaired_standard_error"] == pytest.approx(math.hypot(*alone), rel=1e-9)
     assert printed.count("hf/step2") == 2
-    assert "not told apart" in printed
+    assert "not significant" in printed
 
 
 def test_pairings(run, three, tmp_path):

@@ -40,7 +40,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def run_settings(calibration: Path, evaluation: Path, **changes: Any) -> RunSettings:
     """Small settings of a run."""
-    given = {"calibration_sequences": 24, "eval_tokens": 1500} | changes
+    given = {"calibration_sequences": 24, "eval_tokens": 5000} | changes
     return RunSettings(calibration=calibration, eval=evaluation, **given)
 
 

@@ -33,7 +33,7 @@ def measured_of(hf_dir, tmp_path, settings, specs=(SPEC,), **changes):
 
 
 @torch.no_grad()
-def loss_of(model, held_out_prefix, max_tokens=1500):
+def loss_of(model, held_out_prefix, max_tokens=5000):
     """Mean loss of transformers' own model on the same blocks."""
     from quant_eval.measuring.losses import evaluation_set
     from train.data.corpus import open_corpus

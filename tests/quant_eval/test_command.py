@@ -39,7 +39,7 @@ def command(monkeypatch, capsys, hf_dir, train_prefix, held_out_prefix, printed)
             "calibration": train_prefix,
             "eval": held_out_prefix,
             "calibration-sequences": 24,
-            "eval-tokens": 1500,
+            "eval-tokens": 5000,
         }
         given = defaults | {name.replace("_", "-"): value for name, value in options.items()}
         pairs = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
@@ -183,7 +183,7 @@ def assert_refused(outcome, directory, reason):
         ("gptq-b3-g16", {"calibration_sequences": 100_000}, "lower --calibration-sequences"),
         ("gptq-b3-g16", {"calibration": "/nowhere/train"}, "/nowhere/train.json does not exist"),
         ("gptq-b3-g16", {"eval": "/nowhere/eval"}, "/nowhere/eval.json does not exist"),
-        ("gptq-b3-g16", {"eval_tokens": 1}, "at least 2"),
+        ("gptq-b3-g16", {"eval_tokens": 4000}, "raise --eval-tokens"),
         ("gptq-b3-g16", {"calibration_seeds": 0}, "seeds"),
     ],
 )
@@ -220,7 +220,7 @@ def test_what_is_there_is_kept_and_printed(command, printed, monkeypatch, tmp_pa
     assert kept == [first[0].replace("measured,", "kept, measured before,"), first[1]]
     assert path.read_bytes() == content
     assert "kept, measured" in run(calibration="/not/read")[0]
-    assert "kept, measured" not in run(eval_tokens=1400)[0]
+    assert "kept, measured" not in run(eval_tokens=5500)[0]
     assert "kept, measured" not in run()[0]  # the last one was of other settings
     with_weight(hf_dir, tmp_path / "other", "model.norm.weight", 0.5)
     shutil.copy(tmp_path / "other/model.safetensors", model / "model.safetensors")
@@ -390,7 +390,7 @@ def test_a_corpus_shorter_than_one_sequence_is_refused(command, tmp_path, short_
     calibrated = ("--spec", "gptq-b3-g16", "--out", tmp_path / "out")
     short = command(*calibrated, calibration=short_prefix)
     assert_refused(short, tmp_path, "fewer than one sequence")
-    assert_refused(command(*out, eval=short_prefix), tmp_path, "at least 2")
+    assert_refused(command(*out, eval=short_prefix), tmp_path, "1 evaluated documents give no")
 
 
 def test_losses_are_those_of_the_quantized_model_saved_and_reloaded(

@@ -47,7 +47,7 @@ def measured(tmp_path_factory, train_prefix, held_out_prefix):
             train_prefix,
             held_out_prefix,
             calibration_sequences=8,
-            eval_tokens=600,
+            eval_tokens=5000,
             calibration_seeds=seeds,
             dtype=dtype,
             dense=True,
@@ -77,7 +77,7 @@ def kept(measured):
 @torch.no_grad()
 def loss_of(model, prefix):
     """Sum of the losses of whole blocks one at a time, over their tokens."""
-    data = evaluation_set(open_corpus(prefix), 64, 600, "separate", 0)
+    data = evaluation_set(open_corpus(prefix), 64, 5000, "separate", 0)
     total = tokens = 0.0
     for block_T in data.blocks:
         ids = torch.from_numpy(block_T)[None]

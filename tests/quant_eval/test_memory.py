@@ -40,7 +40,7 @@ def peaks(tmp_path_factory, train_prefix, held_out_prefix) -> list[float]:
             "calibration": train_prefix,
             "eval": held_out_prefix,
             "spec": "gptq-b4-g128",
-            "eval-tokens": 1000,
+            "eval-tokens": 5000,
         }
         options |= {"calibration-sequences": 32, "out": root / "out"}
         arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]

@@ -38,7 +38,7 @@ def results(tmp_path_factory, train_prefix, held_out_prefix):
             "--eval",
             held_out_prefix,
             "--eval-tokens",
-            "1500",
+            "5000",
         ]
         arguments += [
             "--calibration-sequences",
@@ -89,7 +89,7 @@ KINDS = (
 
 def test_every_kind_of_spec_measures_the_same_on_ranks(tmp_path, train_prefix, held_out_prefix):
     model = make_model(tmp_path / "model", "olmo2", num_hidden_layers=1)
-    texts = ("--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", "1000")
+    texts = ("--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", "5000")
     specs = [word for kind in KINDS for word in ("--spec", kind)]
     measured = {}
     for size in (1, 2):

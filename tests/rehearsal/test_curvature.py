@@ -32,7 +32,7 @@ def text(held_out_prefix):
 def quantized(tmp_path_factory, model, train_prefix, held_out_prefix):
     """The result of quantizing the model, with its weights."""
     out = tmp_path_factory.mktemp("quantized") / "rtn-b3-g16"
-    texts = ["--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", 500]
+    texts = ["--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", 5000]
     few = ["--calibration-sequences", 3]
     command(
         "quant_eval", "run", model, "--spec", "rtn-b3-g16", "--dense", *texts, *few, "--out", out

@@ -14,6 +14,7 @@ from slurm.site import Limits
 from slurm.submission.arrays import arrays_of
 from slurm.submission.record import existing_submission
 from study.definition import load_study, save_study
+from study.text.kinds import USES
 from tests.slurm.watched import in_state, make, small_study, submitted, write_log
 from tests.waiting import wait_until
 
@@ -237,7 +238,8 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
 
     assert command("cancel", "small", "--root", str(root))[1] == "13 elements cancelled\n"
     wait_until(lambda: ended(study_dir), "all cancelled")
-    make(study_dir, study, ["corpus", "prepare-train", "prepare-held_out", "train-lr3e-2"])
+    texts = [f"prepare-{use}" for use in USES]
+    make(study_dir, study, ["corpus", *texts, "train-lr3e-2"])
     python.write_text("#!/bin/bash\ntrap 'exit 0' TERM\nsleep 300 & wait\n")  # the next jobs last
     site_file(site, root, python, time="20")
     code, out, err = command("retry", "small", "--site", str(site))

@@ -89,7 +89,7 @@ def test_tiny_in_arrays():
     }
     assert {name: len(array.elements) for name, array in arrays.items()} == {
         "text": 1,
-        "prepare": 2,
+        "prepare": 3,
         "train": 4,
         "export": 28,
         "quantize-1": 28,

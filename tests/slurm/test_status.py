@@ -28,7 +28,7 @@ from tests.slurm.watched import (
 from train.run.directory import RunDirectory
 
 GOLDEN = Path(__file__).parent / "golden" / "status.txt"
-TEXT = ["corpus", "prepare-train", "prepare-held_out"]
+TEXT = ["corpus", "prepare-train", "prepare-held_out", "prepare-calibration"]
 FIRST = "lr3e-3-step00000048"
 MADE = [
     *TEXT,

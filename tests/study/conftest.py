@@ -7,11 +7,11 @@ import pytest
 
 from study.definition import Study
 from study.paths import REPORT
-from study.recipes import tiny
 from study.report.report import write_report
 from study.results.collect import collect_rows
 from study.results.table import write_table
 from tests.conftest import made_once
+from tests.study.ablation import tiny
 from tests.study.synthetic import write_study
 
 

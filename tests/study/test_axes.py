@@ -3,7 +3,8 @@
 import pytest
 
 from study.axes import axes_of, text_of
-from study.recipes import resolve, tiny
+from study.recipes import resolve
+from tests.study.ablation import tiny
 from train.run.config import RunConfig, with_settings
 
 
@@ -37,7 +38,7 @@ def test_two_factors_are_two_axes():
 @pytest.mark.parametrize(
     ("settings", "keys", "labels"),
     [
-        (("seed=1",), ["seed"], ["6198", "1"]),
+        (("seed=1",), ["peak_lr"], ["0.001, seed 6198", "0.001, seed 1"]),
         (("engine=deepspeed",), ["engine"], ["megatron", "deepspeed"]),
         (("batch_size=32",), ["batch_size"], ["16", "32"]),
         (("optimizer.eps=1e-6",), ["peak_lr"], ["lr1e-3", "lr1e-3-eps=1e-6"]),
@@ -51,7 +52,8 @@ def test_what_differs_is_an_axis_and_the_rest_a_name(settings, keys, labels):
 
 def test_budgets_and_schedules_have_words():
     study = resolve("pythia-160m-budgets", "full")
-    assert study.heading == "schedule and budget"
-    assert [study.label_of(run) for run in study.runs][:2] == ["constant rate, 89.7B", "WSD, 10.5B"]
-    axes = axes_of(resolve("olmo2-7b-lr", "full").runs)
+    assert study.heading == "budget", "what anneals differs in its length alone"
+    assert [study.label_of(run) for run in study.runs][:2] == ["99.6B, no anneal", "10.5B"]
+    big = resolve("olmo2-7b-lr", "full")
+    axes = axes_of(big.runs, big.controls)
     assert text_of(axes, "lr6e-4-anneal100b") == "0.0006, 100B anneal"

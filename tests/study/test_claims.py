@@ -9,10 +9,10 @@ import pytest
 from quant_eval.measuring.bootstrap import Statistic, resample
 from study.claims import page
 from study.claims.verdict import significant_above
-from study.definition import SoupSettings
 from study.results import paired
 from study.results.paired import Paired
 from study.results.summary import summarize
+from study.soups import SoupSettings
 from tests.study.claimed import (
     SPEC,
     branched,

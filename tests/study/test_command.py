@@ -52,7 +52,7 @@ def test_list_show_and_status(study_dir, study):
     # results alone do not make a step complete: nothing says which command left them
     assert "train      0/4  next: train-lr1e-3: waits for prepare-train" in status.stdout
     assert "corpus     0/1  next: corpus: not run yet" in status.stdout
-    assert f"0/226 steps complete in {study_dir}" in status.stdout
+    assert f"0/227 steps complete in {study_dir}" in status.stdout
 
 
 def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):
@@ -64,7 +64,7 @@ def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):
     changed = resolve("tiny", "full", ("engine=deepspeed", "zero.stage=2"))
     directory = write_study(tmp_path / changed.name, changed)
     name = study_command("collect", changed.name, "--root", str(tmp_path))
-    assert name.stdout.startswith(f"{directory / 'table.parquet'}: 48 rows"), name.stderr
+    assert name.stdout.startswith(f"{directory / 'table.parquet'}: 60 rows"), name.stderr
     # without the settings it is another study; by the name of its directory it is found as it is
     assert "does not exist" in study_command("status", "tiny", "--root", str(tmp_path)).stderr
     assert (

@@ -1,11 +1,14 @@
-"""The corpus: real text, the same twice, split by file, with a tokenizer that gives every text
-back.
+"""The corpus: the source of packages, the same everywhere, split by file, with a tokenizer that
+gives every text back.
 """
 
+import hashlib
+import importlib
 import json
 import os
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,98 +16,130 @@ from transformers import AutoTokenizer
 
 from base.errors import UserError
 from base.files import sha256_of
-from study.text.standard_library import HELD_OUT_CHARACTERS, build_corpus, head_of, is_held_out
+from study.text.kinds import PACKAGES
+from study.text.package_sources import (
+    PASSAGE_CHARACTERS,
+    SHARES,
+    build_corpus,
+    passage_of,
+    read_package,
+    split,
+)
 from train.data.corpus import open_corpus
 from train.data.prepare import prepare
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """240 small modules made from real ones, beside what must be left out."""
-    root = tmp_path_factory.mktemp("lib")
-    library = Path(json.__file__).parent.parent
-    modules = [path for path in sorted(library.glob("*.py")) if path.stat().st_size < 60_000][:120]
-    for folder in ("", "package"):
-        (root / folder).mkdir(exist_ok=True)
-        for path in modules:
-            (root / folder / path.name).write_bytes(path.read_bytes()[:6000].rpartition(b"\n")[0])
-    for folder in ("test", "package/tests", "site-packages/thing", "__pycache__"):
-        (root / folder).mkdir(parents=True)
-        (root / folder / "left_out.py").write_text("secret = 1\n")
-    (root / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\nname = '\xe9t\xe9'\n")
-    return root
-
-
+SMALL = PACKAGES[:2]
 VOCAB_SIZE = 400
 
 
 @pytest.fixture(scope="module")
-def corpus(source, tmp_path_factory):
+def corpus(tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "corpus"
-    build_corpus(out, VOCAB_SIZE, root=source)
+    build_corpus(out, VOCAB_SIZE, SMALL)
     return out
 
 
-def documents(corpus: Path, split: str) -> dict[str, str]:
-    lines = (corpus / f"{split}.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+def documents(corpus: Path, use: str) -> dict[str, str]:
+    rows = [json.loads(line) for line in (corpus / f"{use}.jsonl").read_text().splitlines()]
     assert len({row["path"] for row in rows}) == len(rows)
     return {row["path"]: row["text"] for row in rows}
 
 
-def test_splits_are_disjoint_complete_and_without_tests(source, corpus):
-    train, held_out = documents(corpus, "train"), documents(corpus, "held_out")
-    assert not train.keys() & held_out.keys()
-    wanted = {
-        str(path.relative_to(source)) for path in source.rglob("*.py") if path.name != "left_out.py"
+@pytest.fixture(scope="module")
+def by_use(corpus):
+    return {use: documents(corpus, use) for use in SHARES}
+
+
+@pytest.fixture(scope="module")
+def installed():
+    """The files that a walk over the installed packages finds, without their tests."""
+    files = {}
+    for package in SMALL:
+        root = Path(importlib.import_module(package.partition("==")[0]).__file__).parent
+        for path in root.rglob("*.py"):
+            if "/tests/" not in str(path) and path.read_bytes().strip():
+                files[path.relative_to(root.parent).as_posix()] = path.read_text("utf-8")
+    return files
+
+
+def test_every_file_has_one_use_and_the_share_that_is_said(by_use, installed):
+    parts = [set(by_use[use]) for use in SHARES]
+    assert sum(map(len, parts)) == len(set.union(*parts))
+    unused = installed.keys() - set.union(*parts)
+    assert set.union(*parts) <= installed.keys()
+    assert len(unused) < 0.05 * len(installed)
+    held_out = {path for path in installed if int(sha(installed[path])[:16], 16) % 10**6 < 150_000}
+    assert unused < held_out
+    assert set(by_use["held_out"]) == held_out - unused
+    assert 0.02 < len(by_use["calibration"]) / len(installed) < 0.08
+
+
+def sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_files_to_train_on_are_whole_and_held_out_are_passages_of_one_length(by_use, installed):
+    for use in ("train", "calibration"):
+        assert all(text == installed[path] for path, text in by_use[use].items())
+    for path, text in by_use["held_out"].items():
+        assert f"\n{text}" in installed[path]
+        assert text.endswith("\n")
+        assert 0.8 * PASSAGE_CHARACTERS < len(text) <= PASSAGE_CHARACTERS
+
+
+def test_a_passage_is_whole_lines_from_the_middle():
+    lines = [f"line {number}\n" for number in range(10, 90)]
+    assert passage_of("".join(lines), 24) == "".join(lines[39:42])
+
+
+def placed(use: str, body: str) -> str:
+    """Return a text with this body whose hash is in the share of a use."""
+    texts = (f"{body}# {number}\n" for number in count())
+    return next(text for text in texts if SHARES[use].holds(text.encode()))
+
+
+def test_a_held_out_passage_that_training_text_repeats_is_left_out():
+    body, other = (
+        "".join(f"{word} is a number, {i} of many\n" for i in range(100)) for word in "ab"
+    )
+    mixed = "".join(sorted((body + other).splitlines(keepends=True), key=lambda line: line[::-1]))
+    texts = {
+        "train": placed("train", body),
+        "indented": placed("held_out", "".join(f"    {line}\n" for line in body.splitlines())),
+        "other": placed("held_out", other),
+        "short": placed("held_out", other[:500]),
+        "calibration": placed("calibration", body),
     }
-    empty = {name for name in wanted if not (source / name).read_bytes().strip()}
-    assert train.keys() | held_out.keys() == wanted - empty
-    assert 0.03 < len(held_out) / len(wanted) < 0.2
+    assert set(split(texts)["held_out"]) == {"other"}
+    assert set(split(texts | {"train": placed("train", mixed)})["held_out"]) == set()
+    del texts["train"]
+    assert set(split(texts)["held_out"]) == {"indented", "other"}
 
 
-def test_training_text_is_whole_and_held_out_text_is_a_beginning(source, corpus):
-    for name, text in documents(corpus, "train").items():
-        if name != "latin.py":
-            assert text == (source / name).read_text()
-    for name, text in documents(corpus, "held_out").items():
-        if name != "latin.py":
-            whole = (source / name).read_text()
-            assert whole.startswith(text)
-            assert len(text) <= HELD_OUT_CHARACTERS
-            assert text.endswith("\n") or text == whole
+def test_the_demos_text_has_millions_of_tokens_and_many_held_out_documents():
+    texts = {path: text for package in PACKAGES for path, text in read_package(package).items()}
+    by_use = split(texts)
+    assert sum(map(len, by_use["train"].values())) > 3 * 5_000_000  # a token has 2.9 characters
+    assert len(by_use["held_out"]) > 120
+    folders = {path.rpartition("/")[0] for path in by_use["held_out"]}
+    assert len(folders) > 50
 
 
-def test_files_are_read_in_their_own_encoding(corpus):
-    everything = documents(corpus, "train") | documents(corpus, "held_out")
-    assert "\u00e9t\u00e9" in everything["latin.py"]
-
-
-def test_another_process_makes_the_same_bytes(source, corpus, tmp_path):
-    out, root = str(tmp_path / "b"), str(source)
-    code = (
-        f"from study.text.standard_library import *; build_corpus(Path({out!r}),"
-        f" {VOCAB_SIZE}, Path({root!r}))"
-    )
+def test_another_process_makes_the_same_bytes(corpus, tmp_path):
+    out = tmp_path / "b"
     environment = os.environ | {"PYTHONHASHSEED": "77", "RAYON_NUM_THREADS": "2"}
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=PROJECT, env=environment, check=True, capture_output=True
-    )
+    command = [sys.executable, "-m", "study", "corpus", str(out), str(VOCAB_SIZE), *SMALL]
+    subprocess.run(command, cwd=PROJECT, env=environment, check=True, capture_output=True)
     names = sorted(str(path.relative_to(corpus)) for path in corpus.rglob("*") if path.is_file())
     assert "corpus.json" in names
     for name in names:
-        assert sha256_of(corpus / name) == sha256_of(tmp_path / "b" / name), name
+        assert sha256_of(corpus / name) == sha256_of(out / name), name
 
 
-def test_a_file_stays_in_its_split_when_others_come(source, corpus):
-    for split in ("train", "held_out"):
-        for name in documents(corpus, split):
-            assert is_held_out(name) == (split == "held_out")
-
-
-def test_the_tokenizer_gives_every_text_back_and_serves_transformers_and_prepare(corpus, tmp_path):
+def test_the_tokenizer_gives_every_text_back_and_serves_transformers_and_prepare(
+    corpus, by_use, tmp_path
+):
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
     assert len(tokenizer) == 400
     assert tokenizer.eos_token == "<|endoftext|>"
@@ -112,25 +147,42 @@ def test_the_tokenizer_gives_every_text_back_and_serves_transformers_and_prepare
     for text in (
         "def f(x):\n    return x\n",
         "caf\u00e9 \U0001f600 \x00 \t\r\n",
-        *documents(corpus, "held_out").values(),
+        *by_use["held_out"].values(),
     ):
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
     manifest = prepare([corpus / "held_out.jsonl"], corpus / "tokenizer", tmp_path / "held_out")
-    texts = list(documents(corpus, "held_out").values())
+    texts = list(by_use["held_out"].values())
     assert manifest.documents == len(texts)
     first = open_corpus(tmp_path / "held_out").document(0)
     assert first[-1] == 0
     assert tokenizer.decode(first[:-1]) == texts[0]
 
 
-def test_too_little_text_is_refused(tmp_path):
-    (tmp_path / "one.py").write_text("x = 1\n")
-    with pytest.raises(UserError, match="holds 1 Python files"):
-        build_corpus(tmp_path / "out", VOCAB_SIZE, root=tmp_path)
-    assert not (tmp_path / "out").exists()
+@pytest.fixture
+def thing(tmp_path, monkeypatch) -> Path:
+    """A package of two files, installed: thing 1.2."""
+    (tmp_path / "thing").mkdir()
+    (tmp_path / "thing" / "code.py").write_text("x = 1\n")
+    information = tmp_path / "thing-1.2.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: thing\nVersion: 1.2\n")
+    (information / "RECORD").write_text("thing/code.py,,\nthing/tests/code.py,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "thing"
 
 
-def test_head_of_cuts_at_line_ends():
-    assert head_of("ab\ncd\nef\n", 7) == "ab\ncd\n"
-    assert head_of("ab\ncd\n", 6) == "ab\ncd\n"
-    assert head_of("abcdef", 3) == "abc"
+def test_a_package_of_another_version_or_with_another_content_is_refused(thing):
+    content = hashlib.sha256(b"x = 1\n").digest()
+    sha256 = hashlib.sha256(b"thing/code.py\0" + content).hexdigest()
+    assert read_package(f"thing==1.2#sha256={sha256}") == {"thing/code.py": "x = 1\n"}
+    install = "run 'python -m pip install --force-reinstall --no-deps {}'"
+    for package, expected in (
+        ("thing==1.3", "the text is of thing==1.3, here thing is 1.2; "),
+        ("nothing==1.3", "the text is of nothing==1.3, here nothing is not installed; "),
+    ):
+        with pytest.raises(UserError) as caught:
+            read_package(f"{package}#sha256={sha256}")
+        assert str(caught.value).startswith(expected + install.format(package))
+    (thing / "code.py").write_text("x = 2\n")
+    with pytest.raises(UserError, match=r"the installed files of thing==1\.2 are not"):
+        read_package(f"thing==1.2#sha256={sha256}")

@@ -64,12 +64,12 @@ def test_the_verdicts_are_those_of_a_paired_t_test_with_holm(study_dir, study):
         pair: (
             ("higher" if test.statistic > 0 else "lower")
             if adjusted[pair] < 0.05
-            else "not told apart"
+            else "not significant"
         )
         for pair, test in tests.items()
     }
     assert order == expected
-    assert sorted(order.values()) == ["higher"] * 4 + ["not told apart"] * 2
+    assert sorted(order.values()) == ["higher"] * 4 + ["not significant"] * 2
     # each for itself, all their intervals would overlap
     errors = [np.std(kl_of(study_dir, run.name)) / math.sqrt(28) / 1000 for run in study.runs]
     assert min(errors) > 0.5 / 4
@@ -138,12 +138,12 @@ def test_traces_are_compared_microbatch_by_microbatch(study_dir, study):
         pair: (
             ("higher" if test.statistic > 0 else "lower")
             if adjusted[pair] < 0.05
-            else "not told apart"
+            else "not significant"
         )
         for pair, test in tests.items()
     }
-    assert sorted(order.values()) == ["higher"] * 4 + ["not told apart"] * 2
-    assert np.std(base) / 4 > 60, "by their own errors no two would be told apart"
+    assert sorted(order.values()) == ["higher"] * 4 + ["not significant"] * 2
+    assert np.std(base) / 4 > 60, "by their own errors no two would differ significantly"
     low, high = rows["lr1e-3"], rows["lr3e-2"]
     assert traces(Paired(study_dir), [(low, high), (high, low)]) == ["higher", "lower"]
     assert traces(Paired(study_dir), []) == []

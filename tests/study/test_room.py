@@ -11,7 +11,7 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 from base.errors import UserError
 from study.definition import Study
 from study.machine.disk import check_room, needed_bytes
-from study.recipes import tiny
+from tests.study.ablation import tiny
 
 
 @pytest.fixture(scope="module")

@@ -47,16 +47,17 @@ def test_tiny_has_a_step_for_everything_that_is_measured(tiny, by_name):
     kinds: dict[str, int] = {}
     for step in by_name.values():
         kinds[step.kind] = kinds.get(step.kind, 0) + 1
-    # 4 runs; 7 checkpoints, an average at 3 of them, 2 soups; 2 specs of each, 8 methods at the end
+    # 4 runs; 7 checkpoints, an average at 3 of them, 2 soups; 2 specs of each, 8 methods at the end;
+    # 4 controls: 2 checkpoints, an average at 1
     assert kinds == {
         "corpus": 1,
-        "prepare": 2,
-        "train": 4,
-        "export": 4 * (7 + 3),
+        "prepare": 3,
+        "train": 4 + 4,
+        "export": 4 * (7 + 3) + 4 * (2 + 1),
         "average": 4 * 2,
-        "quantize": 4 * (7 + 3 + 2) * 2,
+        "quantize": 4 * (7 + 3 + 2) * 2 + 4 * (2 + 1) * 2,
         "methods": 4 * 8,
-        "curvature": 4 * 7,
+        "curvature": 4 * 7 + 4 * 2,
         "blocks": 4,
         "step": 4,
         "slice": 4,
@@ -86,7 +87,7 @@ def test_an_export_waits_for_its_own_checkpoint_alone(by_name):
     quantize = by_name["quantize-lr3e-3-step00000192-gptq-b3-g32"]
     assert quantize.reads == (
         "lr3e-3/hf/step00000192/lineage.json",
-        "data/train.json",
+        "data/calibration.json",
         "data/held_out.json",
     )
     assert quantize.outputs == ("lr3e-3/hf/step00000192/quant/gptq-b3-g32/result.json",)
@@ -129,8 +130,9 @@ def test_methods_and_blocks_are_measured_of_the_last_checkpoint_as_every_other(b
     asked = [word for spec in by_block for word in ("--spec", spec)]
     outs = [word for place in places for word in ("--out", f"{{study}}/{place}")]
     fewer = ["16384" if word == "32768" else word for word in quantize.tail]  # tokens
+    assert fewer[-2:] == ["--calibration-seeds", "3"]  # block by block there is one draw
     head = ("{launch}", "-m", "quant_eval", "run", f"{{study}}/{last}")
-    assert list(blocks.command) == [*head, *asked, *fewer, "--per-block", "--dense", *outs]
+    assert list(blocks.command) == [*head, *asked, *fewer[:-2], "--per-block", "--dense", *outs]
     assert blocks.outputs == tuple(f"{place}/result.json" for place in places)
     # the report compares document by document what the table only sums
     assert {quantize.name, blocks.name, "methods-lr3e-3-int8-t6"} <= set(by_name["report"].after)
@@ -239,7 +241,7 @@ def test_the_largest_eigenvalue_is_asked_for_or_left_out():
     seven = [
         step for step in steps_of(resolve_recipe("olmo2-7b-lr", "full")) if step.kind == "curvature"
     ]
-    assert len(seven) == 4 * 18 + 7 * 8
+    assert len(seven) == 4 * 18 + 7 * 8 + 2 + 3 * 3
     for step in seven:
         assert "--no-lambda-max" in step.command
         assert not {"--tolerance", "--max-iterations", "--fixed-sequences"} & set(step.command)

@@ -4,7 +4,7 @@ import pytest
 
 from base.errors import UserError
 from study.recipes import resolve
-from study.text.kinds import PreparedText, TokenFile, TokenFiles
+from study.text.kinds import PackageSources, PreparedText, TokenFile, TokenFiles
 from study.text.steps import check_text, prefix, record, text_steps
 
 
@@ -64,3 +64,10 @@ def test_a_token_file_of_nobodys_is_asked_for_with_a_command_that_makes_it(tmp_p
     )
     assert f"--tokenizer {texts}/my--tok" in message
     assert message.endswith("or take text of your own with --text")
+
+
+def test_another_version_of_a_package_is_refused_before_anything_runs(tmp_path):
+    study = resolve("tiny", "smoke")
+    text = PackageSources(packages=(f"sympy==0.1#sha256={'0' * 64}",), vocab_size=1024)
+    with pytest.raises(UserError, match=r"the text is of sympy==0\.1, here sympy is 1"):
+        check_text(study.model_copy(update={"text": text}), tmp_path / study.name)

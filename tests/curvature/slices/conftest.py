@@ -84,7 +84,7 @@ def make_family(base: Path, train_prefix: Path, held_out_prefix: Path) -> Family
         "rtn-b3-g16",
         "--dense",
         "--eval-tokens",
-        "500",
+        "5000",
     ]
     arguments += [
         "--calibration",

@@ -38,7 +38,7 @@ def measured(tmp_path_factory, train_prefix, held_out_prefix):
                 train_prefix,
                 held_out_prefix,
                 calibration_sequences=8,
-                eval_tokens=600,
+                eval_tokens=5000,
                 dtype=dtype,
                 per_block=held == dtype == "fp32",
                 dense=True,

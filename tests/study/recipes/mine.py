@@ -10,7 +10,7 @@ MODEL, TEXT = olmo2(hidden_size=96, layers=3, heads=4, intermediate_size=256), p
 
 @parts.recipe
 def rate_and_decay(*, smoke: bool = False) -> Study:
-    """Peak learning rate x weight decay, on the source of the standard library."""
+    """Peak learning rate x weight decay, on the source of Python packages."""
     steps = 40 if smoke else 400
 
     def run(name: str, **factors: float) -> RunConfig:

@@ -9,10 +9,14 @@ from train.run.schedules import learning_rate
 PROFILES = ["full", "smoke"]
 
 
+def swept(study):
+    """The runs that anneal; the others are their controls."""
+    return [run for run in study.trained if run.schedule.anneal]
+
+
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_anneal_has_checkpoints_at_both_ends(profile):
-    for run in resolve("tiny", profile).trained:
-        assert run.schedule.anneal is not None
+    for run in swept(resolve("tiny", profile)):
         assert run.schedule.anneal.start_step in run.save_steps
         assert run.save_steps[-1] == run.total_steps
         assert learning_rate(run, run.total_steps) == 0
@@ -22,8 +26,7 @@ def test_the_anneal_has_checkpoints_at_both_ends(profile):
 def test_the_rate_is_near_constant_as_in_the_7b_ablation(profile):
     # There the anneal starts at 0.99234 of the peak. The warm-up here is a larger part of the run,
     # and the cosine runs from its end, so the share may be slightly higher.
-    for run in resolve("tiny", profile).trained:
-        assert run.schedule.anneal is not None
+    for run in swept(resolve("tiny", profile)):
         share = learning_rate(run, run.schedule.anneal.start_step) / run.optimizer.peak_lr
         assert share == pytest.approx(0.993, abs=0.0015)
 
@@ -31,8 +34,7 @@ def test_the_rate_is_near_constant_as_in_the_7b_ablation(profile):
 @pytest.mark.parametrize("profile", PROFILES)
 def test_averages_are_measured_over_one_phase_each(profile):
     study = resolve("tiny", profile)
-    for run in study.trained:
-        assert run.schedule.anneal is not None
+    for run in swept(study):
         start = run.schedule.anneal.start_step
         assert {start, run.total_steps} <= set(study.averaged_steps)
         for average in run.averages:
@@ -50,7 +52,7 @@ def test_settings_name_the_study_and_change_every_run(tmp_path):
     assert study.name == "tiny-engine=deepspeed-weight_decay=0"
     assert study.settings == ("engine=deepspeed", "optimizer.weight_decay=0")
     assert [run.name for run in study.trained] == [run.name for run in tiny().trained]
-    for run, plain in zip(study.trained, tiny().trained, strict=True):
+    for run, plain in zip(swept(study), swept(tiny()), strict=True):
         optimizer = plain.optimizer.model_copy(update={"weight_decay": 0.0})
         assert run == plain.model_copy(update={"engine": "deepspeed", "optimizer": optimizer})
     save_study(tmp_path, study)
@@ -59,11 +61,11 @@ def test_settings_name_the_study_and_change_every_run(tmp_path):
 
 def test_tiny_is_the_ablation_in_small():
     study = tiny()
-    assert [run.name for run in study.trained] == ["lr1e-3", "lr3e-3", "lr1e-2", "lr3e-2"]
-    assert [run.optimizer.peak_lr for run in study.trained] == [1e-3, 3e-3, 1e-2, 3e-2]
+    runs = swept(study)
+    assert [run.name for run in runs] == ["lr1e-3", "lr3e-3", "lr1e-2", "lr3e-2"]
+    assert [run.optimizer.peak_lr for run in runs] == [1e-3, 3e-3, 1e-2, 3e-2]
     shared = {
-        run.model_copy(update={"name": "", "optimizer": None}).model_dump_json()
-        for run in study.trained
+        run.model_copy(update={"name": "", "optimizer": None}).model_dump_json() for run in runs
     }
     assert len(shared) == 1  # nothing but the peak differs
     model = study.trained[0].model
@@ -72,8 +74,7 @@ def test_tiny_is_the_ablation_in_small():
     parameters = 2 * model.vocab_size * width + model.num_hidden_layers * block + width
     assert 0.5e6 < parameters < 2e6
     # denser in the anneal
-    run = study.trained[0]
-    assert run.schedule.anneal is not None
+    run = runs[0]
     start = run.schedule.anneal.start_step
     gaps = [
         later - earlier for earlier, later in zip(run.save_steps, run.save_steps[1:], strict=False)

@@ -37,10 +37,12 @@ def runs_of(recipe: str, profile: str = "full") -> dict[str, RunConfig]:
     return {run.name: run for run in resolve(recipe, profile).trained}
 
 
-def test_four_parents_and_seven_anneals():
+def test_four_parents_seven_anneals_and_four_controls():
     runs = runs_of("olmo2-7b-lr")
     assert [name for name, run in runs.items() if not run.branch_from] == NAMES
-    assert [name for name, run in runs.items() if run.branch_from] == ANNEALS
+    assert [name for name, run in runs.items() if run.schedule.anneal] == ANNEALS
+    rest = [name for name in runs if name not in NAMES + ANNEALS]
+    assert rest == [f"{name}-control" for name in NAMES]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,9 @@ def test_rates_where_the_anneals_start(name, rate):
             assert run.branch_from.step == 72_000
             halfway = (72_000 + run.total_steps) / 2
             assert learning_rate(run, 72_000) == pytest.approx(rate, rel=2e-5)
+            if not run.schedule.anneal:  # hardly falls
+                assert learning_rate(run, run.total_steps) > 0.98 * rate
+                continue
             assert learning_rate(run, int(halfway)) == pytest.approx(rate / 2, rel=1e-4)
             assert learning_rate(run, run.total_steps) == 0
 
@@ -64,7 +69,8 @@ def test_steps_and_tokens():
     runs = runs_of("olmo2-7b-lr")
     for name, run in runs.items():
         assert run.tokens_per_step == STEP
-        end = 83_921 if name.endswith("50b") else 95_842 if name.endswith("100b") else 72_000
+        ends = {"50b": 83_921, "100b": 95_842, "control": 95_842, "lr3e-4-control": 83_921}
+        end = ends.get(name) or ends.get(name.split("-")[-1].removeprefix("anneal"), 72_000)
         assert run.total_steps == end
         assert learning_rate(run, 1) == pytest.approx(
             run.optimizer.peak_lr / 2000
@@ -72,8 +78,8 @@ def test_steps_and_tokens():
         assert learning_rate(run, 2000) == pytest.approx(run.optimizer.peak_lr)
     short = runs["lr9e-4-anneal50b"]
     assert short.total_steps * short.tokens_per_step == pytest.approx(351.99e9, rel=1e-5)
-    # 4 parents, 4 anneals of 11,921 and 3 of 23,842 steps
-    total = (4 * 72_000 + 4 * 11_921 + 3 * 23_842) * STEP
+    # 4 parents, 4 anneals of 11,921 and 3 of 23,842 steps, and controls of 1 and of 3
+    total = (4 * 72_000 + 4 * 11_921 + 3 * 23_842 + 11_921 + 3 * 23_842) * STEP
     assert trained_tokens(resolve("olmo2-7b-lr", "full")) == total
     # 47.768 GFLOP a token, as 'train plan' has it, at 45% of 989 TFLOP/s
     assert gpu_hours(resolve("olmo2-7b-lr", "full")) == pytest.approx(
@@ -83,6 +89,8 @@ def test_steps_and_tokens():
 
 def test_checkpoints_are_dense_where_the_error_surges():
     for run in runs_of("olmo2-7b-lr").values():
+        if run.branch_from and not run.schedule.anneal:
+            continue  # a control: at every second of them
         start = run.branch_from.step if run.branch_from else 0
         gaps = {
             later - earlier
@@ -114,7 +122,7 @@ def test_a_cosine_over_300b_enters_the_anneals_at_a_tenth():
 )
 def test_smaller_sizes_go_through_the_same_schedule(recipe, step_tokens, warmup, start, ends):
     runs, big = runs_of(recipe), runs_of("olmo2-7b-lr")["lr3e-4"]
-    assert len(runs) == 11
+    assert len(runs) == 15
     for run in runs.values():
         assert run.tokens_per_step == step_tokens
         assert run.warmup_steps == warmup
@@ -188,6 +196,7 @@ def test_what_was_varied_has_a_line_per_length_of_anneal():
         "cosine": [3e-4, 6e-4, 9e-4, 1.2e-3],
         "50B anneal": [3e-4, 6e-4, 9e-4, 1.2e-3],
         "100B anneal": [6e-4, 9e-4, 1.2e-3],
+        "no anneal": [3e-4, 6e-4, 9e-4, 1.2e-3],
     }
 
 
@@ -211,19 +220,6 @@ def test_the_30m_is_an_hour_of_one_gpu():
         assert all(rank_memory(run, gpus).bytes < 80e9 for run in study.trained)
 
 
-@pytest.mark.parametrize("profile", ["full", "smoke"])
-def test_every_anneal_has_a_control_of_equal_tokens(profile):
-    study = resolve("olmo2-30m-lr", profile)
-    anneals = [run for run in study.trained if run.branch_from]
-    assert len(anneals) == len(study.trained) / 2
-    for run in anneals:
-        control = study.parent_of(run)
-        assert control.total_steps == run.total_steps
-        assert set(run.save_steps) < set(control.save_steps)  # measured wherever the anneal is
-        assert learning_rate(run, run.total_steps) == 0
-        assert learning_rate(control, run.total_steps) > 0.98 * control.optimizer.peak_lr
-
-
 def test_the_disk_of_the_7b_study_by_hand():
     """Weights in bf16 at every checkpoint, the state of 34 bytes a parameter where anneals leave.
 
@@ -231,8 +227,10 @@ def test_the_disk_of_the_7b_study_by_hand():
     """
     study = resolve("olmo2-7b-lr", "full")
     parameters, state = 7_298_617_344, 2 + 4 + 8 + 4 * 5
-    permanent = 4 * 18 + 7 * 8
-    averages = 4 * 3 + 7 + 3  # the longer anneals save at the end of the shorter ones, too
+    # a control is saved half-way and at the end of its anneals: of two, the one's middle is the
+    # other's end
+    permanent = 4 * 18 + 7 * 8 + 2 + 3 * 3
+    averages = 4 * 3 + 7 + 3 + 4 + 3  # the longer anneals save at the end of the shorter ones, too
     kept = (permanent - 4 + averages) * 2 + 4 * state
     needed = needed_bytes(study)
     assert needed["checkpoints"] == kept * parameters

@@ -70,12 +70,9 @@ def test_every_run_has_a_label_of_its_own(recipe, profile):
     labels = [study.label_of(run) for run in study.runs]
     assert len(set(labels)) == len(labels)
     if study.varied:
-        assert len(
-            {
-                (study.varied.values[run], study.varied.groups.get(run))
-                for run in study.varied.values
-            }
-        ) == len(study.varied.values)
+        others = [run for run in study.varied.values if run not in study.controls]
+        places = {(study.varied.values[run], study.varied.groups.get(run)) for run in others}
+        assert len(places) == len(others)
 
 
 @pytest.mark.parametrize(("recipe", "profile"), PROFILES)
@@ -105,7 +102,7 @@ def test_the_small_profile_has_the_structure_of_the_full_one(recipe):
     """
     full, small = (resolve(recipe, profile) for profile in ("full", "smoke"))
     assert small.ranks <= 2
-    assert len(small.trained) <= 5
+    assert len(small.trained) <= 7
     for study in (full, small):
         assert {run.engine for run in study.trained} == {full.trained[0].engine}
         assert {run.model.family for run in study.trained} == {full.trained[0].model.family}
@@ -169,7 +166,7 @@ def test_the_list_says_what_training_takes():
     lines = list(listed())
     assert [line.split(" (")[0] for line in lines] == [*RECIPES, "trajectory"]
     big = next(line for line in lines if line.startswith("olmo2-7b-lr ("))
-    assert big.endswith("[1.71T tokens, 50,922 H100-hours of training at 45% of the peak]")
+    assert big.endswith("[2.06T tokens, 61,357 H100-hours of training at 45% of the peak]")
     small = next(line for line in lines if line.startswith("olmo2-30m-lr ("))
     assert small.endswith("[804M tokens, 0.5 H100-hours of training at 10% of the peak]")
 

@@ -7,7 +7,8 @@ from base.errors import UserError
 from study.definition import Study
 from study.machine.run_configurations import write_run_configurations
 from study.measurements.titles import spec_title
-from study.recipes import resolve, tiny
+from study.recipes import resolve
+from tests.study.ablation import tiny
 
 
 def test_a_spec_must_be_canonical_and_runs_must_differ():
@@ -41,7 +42,9 @@ def test_no_error_is_told_from_one_value(setting):
 
 def test_a_slice_needs_two_checkpoints():
     content = tiny().model_dump(mode="json") | {"averaged_steps": [], "soups": []}
-    content["runs"][1]["save_steps"] = [640]
+    runs = {run["name"]: run for run in content["runs"]}
+    runs["lr3e-3"]["save_steps"] = [640]
+    content["runs"] = [runs["lr1e-3"], runs["lr3e-3"]]
     with pytest.raises(
         ValidationError, match="run lr3e-3 saves one checkpoint, a slice goes through the last two"
     ):
@@ -104,12 +107,13 @@ def test_titles_say_all_that_a_name_says(spec, title):
     assert spec_title(spec) == title
 
 
-def test_runs_of_one_peak_are_told_apart_by_their_names():
-    first, second = tiny().trained[:2]
+def test_runs_that_differ_in_their_name_alone_are_refused():
+    first = tiny().trained[0]
     assert tiny().label_of(first) == "0.001"
-    same = second.model_copy(update={"optimizer": first.optimizer})
-    study = tiny().model_copy(update={"runs": (first, same)})
-    assert [study.label_of(run) for run in study.trained] == ["lr1e-3", "lr3e-3"]
+    content = tiny().model_dump() | {"soups": (), "averaged_steps": ()}
+    content["runs"] = [first.model_dump(), first.model_dump() | {"name": "again"}]
+    with pytest.raises(ValidationError, match=r"two runs share a label among 0\.001, seed 6198"):
+        Study.model_validate(content)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +127,7 @@ def test_runs_of_one_peak_are_told_apart_by_their_names():
 )
 def test_a_branch_has_its_parent_in_the_study(changed, words):
     content = resolve("olmo2-7b-lr", "smoke").model_dump(mode="json")
-    last = content["runs"][-1]
+    last = content["runs"][-2]
     assert last["name"] == "lr1e-2-anneal65.5k"
     last["branch_from"] |= changed
     with pytest.raises(ValidationError, match=words):

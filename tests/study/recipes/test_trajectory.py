@@ -54,7 +54,7 @@ def text_dir(tmp_path, tokenizer_dir) -> Path:
     directory = tmp_path / "runs" / "tiny"
     save_study(directory, tiny())
     shutil.copytree(tokenizer_dir, directory / "data" / "corpus" / "tokenizer")
-    for use, seed in (("train", 1), ("held_out", 2)):
+    for use, seed in (("train", 1), ("held_out", 2), ("calibration", 3)):
         path = tmp_path / f"{use}.txt"
         path.write_text("".join(random.Random(seed).choices("abcdefgh ", k=120_000)))
         prepare([path], tokenizer_dir, directory / "data" / use)
@@ -132,7 +132,7 @@ def test_of_a_directory_of_revisions(tmp_path, text_dir):
     assert run.revisions[-1].learning_rate == pytest.approx(6e-5)
     assert study.text == TokenFiles(
         held_out=f"{text_dir}/data/held_out",
-        calibration=f"{text_dir}/data/train",
+        calibration=f"{text_dir}/data/calibration",
         tokenizer=f"{text_dir}/data/corpus/tokenizer",
         sha256=given.sha256,
     )

@@ -11,7 +11,7 @@ import sqlalchemy
 
 from study.definition import Study, save_study
 from study.machine.run_configurations import write_run_configurations
-from study.recipes import tiny
+from tests.study.ablation import tiny
 from train.run.directory import RunDirectory
 
 TOKENS_PER_STEP = 2048

@@ -1,0 +1,134 @@
+"""The design of a study: replicates, runs that differ in their seed alone, and controls.
+
+A control is what an annealed run is compared with: the same run at equal tokens without its anneal.
+Replicates show the noise between trainings, which no interval over text holds.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from base.frozen import fingerprint
+from study.axes import AnyRun
+from train.run.branching import MUST_AGREE
+from train.run.config import BranchFrom, RunConfig
+
+# what may differ between replicates besides their seed
+PLACES = ("name", "branch_from", *RunConfig.NOT_IDENTITY)
+
+
+class Group(NamedTuple):
+    """Runs that are the same but for their seed, in the order of the study."""
+
+    label: str
+    runs: tuple[AnyRun, ...]
+
+
+@cache
+def _content(run: RunConfig) -> dict[str, Any]:
+    return run.model_dump(mode="json")
+
+
+@cache
+def _trajectory(run: RunConfig) -> str:
+    """Return what decides the updates of a run, its anneal aside."""
+    content = {key: _content(run)[key] for key in (*MUST_AGREE, "schedule")}
+    content["schedule"] = content["schedule"] | {"anneal": None}
+    return json.dumps(content, sort_keys=True)
+
+
+def control_among(runs: Iterable[RunConfig], run: AnyRun) -> RunConfig | None:
+    """Return the run that trains as `run` does, without its anneal, and is saved where it ends."""
+    if not isinstance(run, RunConfig) or not run.schedule.anneal:
+        return None
+    for other in runs:
+        is_alike = _trajectory(other) == _trajectory(run) and not other.schedule.anneal
+        if is_alike and run.total_steps in other.save_steps:
+            return other
+    return None
+
+
+def replicates_of(runs: Sequence[AnyRun]) -> list[list[AnyRun]]:
+    """Return the groups of runs that are the same but for their seed."""
+    groups: dict[str, list[AnyRun]] = {}
+    for run in runs:
+        groups.setdefault(_but_seed(run), []).append(run)
+    return list(groups.values())
+
+
+@cache
+def _but_seed(run: AnyRun) -> str:
+    if not isinstance(run, RunConfig):
+        return run.name
+    content = {key: value for key, value in _content(run).items() if key not in PLACES}
+    del content["seed"]
+    return json.dumps(content, sort_keys=True)
+
+
+def with_seeds(runs: Sequence[RunConfig], seeds: Sequence[int]) -> list[RunConfig]:
+    """Return every run once per seed, named after it; a branch leaves the parent of its seed."""
+    return [changed for seed in seeds for changed in _with_seed(runs, seed)]
+
+
+def _with_seed(runs: Sequence[RunConfig], seed: int) -> Iterator[RunConfig]:
+    parents: dict[str, RunConfig] = {}
+    for run in runs:
+        branch = run.branch_from
+        if branch:
+            parent = parents[branch.run.removeprefix("../")]
+            branch = BranchFrom(
+                run=f"../{parent.name}", step=branch.step, fingerprint=fingerprint(parent)
+            )
+        changes = {"name": f"{run.name}-seed{seed}", "seed": seed, "branch_from": branch}
+        parents[run.name] = RunConfig.model_validate(dict(run) | changes)
+        yield parents[run.name]
+
+
+def with_controls(runs: Sequence[RunConfig]) -> list[RunConfig]:
+    """Return the runs, and a control for every one that anneals and has none among them.
+
+    It branches off where the first of them does that shares its start, and ends with the last.
+
+    Raises:
+        ValueError: a run has no checkpoint where its anneal starts.
+    """
+    lacking: dict[tuple[str, int], list[RunConfig]] = {}
+    for run in runs:
+        if run.schedule.anneal and not control_among(runs, run):
+            key = _trajectory(run), run.schedule.anneal.start_step
+            lacking.setdefault(key, []).append(run)
+    controls = {group[-1].name: _control(group) for group in lacking.values()}
+    return [one for run in runs for one in (run, controls.get(run.name)) if one]
+
+
+def _control(annealed: Sequence[RunConfig]) -> RunConfig:
+    """Return the run that leaves with these anneals, and trains on as if there were none.
+
+    It is saved where they end, and at the checkpoint half-way there.
+    """
+    first = annealed[0]
+    assert first.schedule.anneal
+    start = first.schedule.anneal.start_step
+    branch = first.branch_from
+    if branch is None:
+        if start not in first.save_steps:
+            raise ValueError(
+                f"{first.name} anneals from step {start} and saves none there, where a run of equal"
+                f" tokens without the anneal branches off; add {start} to save_steps"
+            )
+        branch = BranchFrom(run=f"../{first.name}", step=start, fingerprint=fingerprint(first))
+    saves: set[int] = set()
+    for run in annealed:
+        steps = [step for step in run.save_steps if step > start]
+        saves |= {steps[(len(steps) - 1) // 2], steps[-1]}
+    parent = branch.run.removeprefix("../")
+    changes = {
+        "name": f"{parent}-control",
+        "schedule": first.schedule.model_copy(update={"anneal": None}),
+        "branch_from": branch,
+        "total_steps": max(saves),
+        "save_steps": tuple(sorted(saves)),
+        "saving": first.saving.model_copy(update={"full_steps": None, "average_steps": None}),
+    }
+    return RunConfig.model_validate(dict(first) | changes)

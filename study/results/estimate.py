@@ -1,0 +1,171 @@
+"""An estimate over documents, calibration draws and seeds, with the variance of all three.
+
+Shapes: S seeds, D documents, K calibration draws.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtr, stdtrit
+
+from base.errors import UserError
+from study.measurements.kind import INTERVAL_LEVEL
+
+SEEDS, DOCUMENTS, DRAWS = "seeds", "documents", "calibration draws"
+AXES = {SEEDS: 0, DOCUMENTS: 1, DRAWS: 2}
+Floats = NDArray[np.float64]
+Effect = frozenset[str]  # the factors that it is of
+
+
+class MeanSquare(NamedTuple):
+    """The mean square of an effect over the number of its values: a part of a mean's variance."""
+
+    variance: float
+    degrees_of_freedom: float
+
+
+class Source(NamedTuple):
+    """The part of an estimate's error that comes from one source."""
+
+    standard_error: float
+    degrees_of_freedom: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value whose error comes from several sources, which are independent.
+
+    Its interval and test are Student's, of the sum of their variances. The degrees of freedom are
+    those whose scaled chi-square has the moments of that sum (Satterthwaite 1946, "An approximate
+    distribution of estimates of variance components").
+
+    Attributes:
+        sources: by name; a source that was seen once is not among them.
+    """
+
+    value: float
+    sources: Mapping[str, Source]
+
+    @property
+    def holds_seeds(self) -> bool:
+        """Whether the estimate is for other seeds too, not for these trainings only."""
+        return SEEDS in self.sources
+
+    @property
+    def standard_error(self) -> float:
+        """The standard error by all sources."""
+        return math.hypot(*(source.standard_error for source in self.sources.values()))
+
+    @property
+    def degrees_of_freedom(self) -> float:
+        """The degrees of freedom of `standard_error`; infinite where it is 0."""
+        parts = [
+            source.standard_error**4 / source.degrees_of_freedom
+            for source in self.sources.values()
+            if source.standard_error > 0
+        ]
+        return self.standard_error**4 / math.fsum(parts) if math.fsum(parts) > 0 else math.inf
+
+    def interval(self, level: float = INTERVAL_LEVEL) -> tuple[float, float]:
+        """Return (low, high), symmetric around the value."""
+        quantile = float(stdtrit(self.degrees_of_freedom, (1 + level) / 2))
+        half_width = quantile * self.standard_error
+        return self.value - half_width, self.value + half_width
+
+    def p_value(self) -> float:
+        """Return the two-sided p-value of the value 0."""
+        if self.standard_error == 0:
+            return float(self.value == 0)
+        t = abs(self.value) / self.standard_error
+        return min(1.0, 2 * float(stdtr(self.degrees_of_freedom, -t)))
+
+
+def estimate_of(
+    values_SDK: Floats, *, value: float | None = None, tokens_D: Floats | None = None
+) -> Estimate:
+    """Return the mean over seeds, documents and calibration draws, which are crossed.
+
+    Every seed is measured on the same documents and quantized from the same draws. In a three-way
+    layout of random effects without replication (Searle, Casella and McCulloch 1992, chapter 4) the
+    variance of the mean is, with m_x the mean square of effect x over the number of its values,
+
+        m_S + (m_D - m_SD) + (m_K - m_SK - m_DK + m_SDK)
+
+    and each bracket estimates without bias what its factor adds to those before it: seeds, with all
+    that varies with them; documents, with how draws vary over them; draws. A bracket below 0 is
+    taken as 0. A factor with a single value has no mean square and is left out.
+
+    Args:
+        values_SDK: of every seed, document and draw.
+        value: the estimate, where it is not exactly the mean, as of jackknife pseudo-values.
+        tokens_D: lengths of documents; they count as (sum n)^2 / sum n^2 of equal length (Kish
+            1965, section 8.2).
+    """
+    degrees = {name: values_SDK.shape[axis] - 1.0 for name, axis in AXES.items()}
+    if tokens_D is not None:
+        degrees[DOCUMENTS] = float(tokens_D.sum() ** 2 / (tokens_D**2).sum()) - 1
+    of_effect = mean_squares(values_SDK, degrees)
+    factors = [name for name in AXES if frozenset({name}) in of_effect]
+    sources = {
+        name: _source(of_effect, name, factors[:place]) for place, name in enumerate(factors)
+    }
+    return Estimate(float(values_SDK.mean()) if value is None else value, sources)
+
+
+def contrast_of(weighted: Sequence[tuple[float, Floats, Floats]]) -> tuple[Floats, Floats]:
+    """Return sum_r w_r sum(a_r) / sum(b_r), [K], and its jackknife pseudo-values, [D, K].
+
+    Args:
+        weighted: w_r, a_r [D, K] and b_r [D] of each ratio.
+
+    Raises:
+        UserError: a document holds all of what the figure is relative to.
+    """
+    whole_K, without_DK = np.zeros(1), np.zeros((1, 1))
+    for weight, a_DK, b_D in weighted:
+        if (b_D >= b_D.sum()).any():
+            raise UserError(
+                "one document holds all of what the figure is relative to; evaluate more documents"
+            )
+        whole_K = whole_K + weight * a_DK.sum(0) / b_D.sum()
+        without_DK = without_DK + weight * (a_DK.sum(0) - a_DK) / (b_D.sum() - b_D)[:, None]
+    documents = len(without_DK)
+    return whole_K, documents * whole_K - (documents - 1) * without_DK
+
+
+def mean_squares(values_SDK: Floats, degrees: Mapping[str, float]) -> dict[Effect, MeanSquare]:
+    """Return the mean square of every effect and interaction of factors with several values.
+
+    `degrees` are the degrees of freedom of each factor.
+    """
+    names = [name for name, axis in AXES.items() if values_SDK.shape[axis] > 1]
+    parts: dict[Effect, Floats] = {frozenset(): values_SDK.mean(keepdims=True)}
+    squares = dict[Effect, MeanSquare]()
+    for size in range(1, len(names) + 1):
+        for effect in map(frozenset, combinations(names, size)):
+            averaged = tuple(axis for name, axis in AXES.items() if name not in effect)
+            part = values_SDK.mean(axis=averaged, keepdims=True)
+            part = part - sum(smaller for held, smaller in parts.items() if held < effect)
+            parts[effect] = part
+            contrasts = math.prod(values_SDK.shape[AXES[name]] - 1 for name in effect)
+            variance = float((part**2).sum()) / contrasts / part.size
+            squares[effect] = MeanSquare(variance, math.prod(degrees[name] for name in effect))
+    return squares
+
+
+def _source(of_effect: Mapping[Effect, MeanSquare], name: str, before: list[str]) -> Source:
+    """Return what a factor adds to the factors before it: mean squares with alternating signs."""
+    variance, squares = 0.0, 0.0
+    for size in range(len(before) + 1):
+        for chosen in combinations(before, size):
+            part = of_effect[frozenset({name, *chosen})]
+            variance += (-1) ** size * part.variance
+            squares += part.variance**2 / part.degrees_of_freedom
+    if variance <= 0:
+        return Source(0.0, math.inf)
+    return Source(math.sqrt(variance), variance**2 / squares)

@@ -1,0 +1,30 @@
+"""The settings of a model soup."""
+
+from itertools import pairwise
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from base.frozen import NAME_PATTERN, Frozen
+from train.run.config import RunConfig
+
+
+class SoupSettings(Frozen):
+    """A model soup (arXiv 2203.05482): the uniform mean of exported checkpoints of each run."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    steps: tuple[int, ...] = Field(
+        min_length=2, description="permanent checkpoints that are averaged, rising"
+    )
+
+    @model_validator(mode="after")
+    def _rising(self) -> Self:
+        if any(later <= earlier for earlier, later in pairwise(self.steps)):
+            raise ValueError(
+                f"the steps of {self.name} do not rise; list each once, the first one first"
+            )
+        return self
+
+    def is_of(self, run: RunConfig) -> bool:
+        """Return whether the soup is made of this run: it saves all its steps."""
+        return set(self.steps) <= set(run.save_steps)
