@@ -8,6 +8,8 @@ import typer
 
 from base.cli import run_command
 from base.errors import UserError
+from study.across.commands import compare
+from study.choices.commands import choose, choose_average, cooldowns
 from study.choosing import (
     Name,
     Profile,
@@ -24,6 +26,7 @@ from study.definition import save_study
 from study.live import refresh
 from study.machine.run_configurations import write_run_configurations
 from study.paths import REPORT
+from study.results.commands import power
 from study.tracking.commands import mirror
 from train.planning.flops import GPUS
 
@@ -271,8 +274,9 @@ def tokenizer(
     typer.echo(str(out))
 
 
-app.command()(mirror)
 app.command(hidden=True)(refresh)
+for command in (mirror, power, choose, choose_average, cooldowns, compare):
+    app.command()(command)
 
 if __name__ == "__main__":
     run_command(app, "study")
