@@ -8,6 +8,8 @@ import typer
 
 from base.cli import run_command
 from base.errors import UserError
+from study.across.commands import compare
+from study.choices.commands import choose, choose_average, cooldowns
 from study.choosing import (
     Name,
     Profile,
@@ -270,8 +272,8 @@ def tokenizer(
     typer.echo(str(out))
 
 
-app.command()(mirror)
-app.command()(power)
+for command in (mirror, power, choose, choose_average, cooldowns, compare):
+    app.command()(command)
 
 if __name__ == "__main__":
     run_command(app, "study")

@@ -1,8 +1,8 @@
 """All measurements of a study, read from their results into rows of its table.
 
 A row is the weights after a step, or an average of weights up to there (then `average` names it).
-What was not measured, or not yet, is empty: curvature of averages, losses of a soup in training,
-further methods of any but the last weights.
+What was not measured, or not yet, is empty: losses of a soup in training, further methods of any
+but the last weights, and curvature of averages where the settings leave it out.
 """
 
 from pathlib import Path
