@@ -8,6 +8,8 @@ import typer
 
 from base.cli import run_command
 from base.errors import UserError
+from study.across.commands import compare
+from study.choices.commands import choose, choose_average, cooldowns
 from study.choosing import (
     Name,
     Profile,
@@ -23,6 +25,7 @@ from study.choosing import (
 from study.definition import save_study
 from study.machine.run_configurations import write_run_configurations
 from study.paths import REPORT
+from study.results.commands import power
 from study.tracking.commands import mirror
 from train.planning.flops import GPUS
 
@@ -269,7 +272,8 @@ def tokenizer(
     typer.echo(str(out))
 
 
-app.command()(mirror)
+for command in (mirror, power, choose, choose_average, cooldowns, compare):
+    app.command()(command)
 
 if __name__ == "__main__":
     run_command(app, "study")
