@@ -13,6 +13,15 @@ from train.model.families import hidden_matrices, parameter_shapes, residual_lin
 from train.run.parallel import ParallelConfig
 
 
+def short_name(weight: str) -> str:
+    """Return the name of a linear in metrics, by the HF name of its weight.
+
+    >>> short_name("model.layers.2.mlp.down_proj.weight")
+    'layers.2.mlp.down_proj'
+    """
+    return weight[weight.index("layers.") :].removesuffix(".weight")
+
+
 class ProbeConfig(Frozen):
     """The loss with rounded weights, and the output errors of a few linears, while training.
 
