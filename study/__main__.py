@@ -127,7 +127,7 @@ def run(
     from study.pipeline.locks import locked
     from study.pipeline.runner import Runner, StepError
     from study.pipeline.steps import refresh_command, steps_of
-    from study.text.steps import check_text
+    from study.text.steps import check_held_out, check_text
     from study.tracking.store import opening, tracking_uri
 
     cores = len(os.sched_getaffinity(0))
@@ -136,6 +136,7 @@ def run(
     needs = Needs(study, hardware, directory)
     layouts = {name: training.run for name, training in needs.trainings.items()}
     check_text(study, directory)
+    check_held_out(study, directory)
     check_room(study, root, at_once=needs.at_once)
 
     typer.echo(f"{study.name} on {hardware}", err=True)
