@@ -23,7 +23,7 @@ TITLES = {
     "formula": "relative trace, bits and learning rate",
     "theory": "relative trace and bits, slopes 1",
     "trace": "trace and bits",
-    "loss": "loss and bits",
+    "tokens": "tokens and bits",
 }
 
 
