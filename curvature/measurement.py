@@ -19,6 +19,7 @@ from curvature.trace.pairs import measure_traces
 UNITS = {
     "loss": "nats per token",
     "trace, block_traces, tensor_traces, norm_traces, gauss_newton_trace, fisher_trace": TRACE_UNIT,
+    "relative_trace": "nats per token",
     "lambda_max.value, eigenvalues, density.nodes": TRACE_UNIT,
     "residual": "relative to the eigenvalue",
     "density.squared_norm": f"({TRACE_UNIT}) squared",

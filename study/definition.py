@@ -70,7 +70,8 @@ class Study(Frozen):
     averaged_steps: tuple[int, ...] = Field(
         default=(),
         description=(
-            "steps at which the averages kept in training are quantized; curvature is not measured"
+            "steps at which the averages kept in training are measured as weights are, but for"
+            " curvature, which `curvature.averages` decides"
         ),
     )
     soups: tuple[SoupSettings, ...] = Field(
@@ -241,7 +242,7 @@ class Study(Frozen):
         return tuple(
             one
             for one in self.measurements
-            if one.kind.measures(model, last_model(run))
+            if one.kind.measures(one.settings, model, last_model(run))
             and (has_details or one.kind is QUANTIZE)
             and not (is_control and one.kind.models == "last")
         )

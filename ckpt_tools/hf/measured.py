@@ -168,12 +168,16 @@ class Eigenvalue(Read):
 
 
 class Curvature(Read):
-    """Traces and the largest eigenvalue of the Hessian of the loss, which is in nats per token."""
+    """Traces and the largest eigenvalue of the Hessian of the loss, which is in nats per token.
+
+    The relative trace is that of the matrices, each times the mean square of its entries.
+    """
 
     loss: float | None = None
     trace: Trace | None = None
     gauss_newton_trace: Trace | None = None
     fisher_trace: Trace | None = None
+    relative_trace: Trace | None = None
     block_traces: dict[str, Trace] = {}
     lambda_max: Eigenvalue | None = None
 

@@ -161,6 +161,20 @@ class Parameters:
         totals = self._reduce(torch.stack(sums).cpu()).tolist()
         return dict(zip(self.weights, totals, strict=True))
 
+    def matrices(self) -> list[str]:
+        """Return the names of the decoder blocks' matrices: what quantization rounds."""
+        return [
+            name
+            for name, shape in self.shapes.items()
+            if len(shape) == 2 and LAYER_NAME.match(name) and not is_norm(name)
+        ]
+
+    def mean_squares(self) -> dict[str, float]:
+        """Return the mean square of the entries of each parameter, by name."""
+        parts = map(local, self.weights.values())
+        sums = self.total([dot(part, part) for part in parts])
+        return {name: value / self.shapes[name].numel() for name, value in sums.items()}
+
     def block_sizes(self) -> dict[str, int]:
         """Return the number of parameters of each block, in the order of the model."""
         sizes: dict[str, int] = {}

@@ -35,6 +35,7 @@ class TraceEstimate(NamedTuple):
     loss: Estimate
     per_microbatch: list[float]
     blocks_per_microbatch: dict[str, list[float]]
+    tensors_per_microbatch: dict[str, list[float]]
 
 
 def estimate_trace(
@@ -79,6 +80,7 @@ def estimate_trace(
         loss=estimate_mean([each.loss for each in samples], level=level),
         per_microbatch=total,
         blocks_per_microbatch=blocks,
+        tensors_per_microbatch=tensors,
     )
 
 

@@ -4,13 +4,15 @@ The Gauss-Newton and Fisher traces take a gradient of a microbatch in the place 
 """
 
 import functools
+import math
 from typing import Any
 
 from base.progress import Progress
 from curvature.opened import Opened
 from curvature.products.exact import Quadratic, streamed
-from curvature.products.parameters import Probe, dot, is_norm
+from curvature.products.parameters import Parameters, Probe, dot, is_norm
 from curvature.settings import HutchinsonSettings
+from curvature.trace.estimates import estimate_mean
 from curvature.trace.gauss_newton import fisher_loss, ggn_loss
 from curvature.trace.hutchinson import Sample, TraceEstimate, estimate_trace
 
@@ -60,6 +62,7 @@ def measure_traces(opened: Opened, settings: HutchinsonSettings) -> dict[str, An
             for name, block in trace.blocks.items()
         },
         "tensor_traces": {name: tensor._asdict() for name, tensor in trace.tensors.items()},
+        "relative_trace": _relative(trace, parameters, settings.level),
     }
     if norms:
         # Norms are few entries with large curvature, which the other entries' noise would drown.
@@ -78,3 +81,20 @@ def measure_traces(opened: Opened, settings: HutchinsonSettings) -> dict[str, An
             "microbatches": settings.companion_pairs,
         }
     return measured
+
+
+def _relative(trace: TraceEstimate, parameters: Parameters, level: float) -> dict[str, Any]:
+    """Return sum_t m_t tr H_tt over the decoder blocks' matrices, m_t the mean square of t.
+
+    Twice the second-order increase of the loss, in nats per token, where independent noise as large
+    as the root mean square of its matrix moves every weight. Rounding is such noise, times a factor
+    that the bits decide. Unlike the trace it does not depend on the scale of weights that a norm
+    undoes: the unit of the parameters is gone.
+    """
+    squares, values = parameters.mean_squares(), trace.tensors_per_microbatch
+    names = parameters.matrices()
+    sums = [
+        math.fsum(squares[name] * values[name][microbatch] for name in names)
+        for microbatch in range(len(trace.per_microbatch))
+    ]
+    return estimate_mean(sums, level=level)._asdict() | {"per_microbatch": sums}

@@ -11,7 +11,7 @@ from study.measurements.kind import Column, Kind, Result, Subject, estimated
 from study.paths import curvature_result
 from study.pipeline.step import Step
 
-TRACES = ("trace", "gauss_newton_trace", "fisher_trace")
+TRACES = ("trace", "gauss_newton_trace", "fisher_trace", "relative_trace")
 COLUMNS = [
     *(column for trace in TRACES for column in estimated(f"curvature/{trace}", trace)),
     Column("curvature/loss", ("loss",)),
@@ -36,6 +36,7 @@ class CurvatureSettings(Frozen):
         ge=2, description="microbatches of the Gauss-Newton and Fisher traces"
     )
     microbatch_sequences: int = Field(ge=1)
+    averages: bool = Field(default=False, description="of averages of weights too")
     lambda_max: bool = Field(
         default=True, description="whether the top eigenvalue is measured; it takes vectors"
     )
@@ -107,6 +108,7 @@ CURVATURE = Kind[CurvatureSettings](
     "weights",
     _steps,
     lambda _: [Result("curvature", "hutchinson", Curvature, COLUMNS)],
+    averages=lambda settings: settings.averages,
     shares_work=True,
     shares_model=True,
 )

@@ -131,15 +131,16 @@ class Kind(Generic[Settings]):
     models: Literal["all", "weights", "last"]  # every one, all but averages, the last of each run
     steps: Callable[[Settings, Subject, Mapping[str, list[Step]]], list[Step]]
     tabled: Callable[[Settings], list[Result]] = lambda _: []  # its results in the table
+    averages: Callable[[Settings], bool] = lambda _: False  # of weights too, where it is of weights
     shares_work: bool = False  # several processes share the work on whole models
     shares_model: bool = False  # several GPUs share a model that is too large for one
     online: bool = False  # it may reach the network
 
-    def measures(self, model: MeasuredModel, last: MeasuredModel) -> bool:
+    def measures(self, settings: Settings, model: MeasuredModel, last: MeasuredModel) -> bool:
         """Return whether the kind measures a model of a run that ends with `last`."""
         if self.models == "last":
             return model == last
-        return self.models == "all" or model.average is None
+        return self.models == "all" or model.average is None or self.averages(settings)
 
     def results(
         self, settings: Settings, run: str, model: MeasuredModel

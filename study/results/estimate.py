@@ -4,7 +4,7 @@ Shapes: S seeds, D documents, K calibration draws.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -85,36 +85,54 @@ class Estimate:
         return min(1.0, 2 * float(stdtr(self.degrees_of_freedom, -t)))
 
 
-def estimate_of(
-    values_SDK: Floats, *, value: float | None = None, tokens_D: Floats | None = None
-) -> Estimate:
-    """Return the mean over seeds, documents and calibration draws, which are crossed.
+class Crossed(NamedTuple):
+    """A figure of every seed, document and calibration draw, which are crossed.
 
-    Every seed is measured on the same documents and quantized from the same draws. In a three-way
-    layout of random effects without replication (Searle, Casella and McCulloch 1992, chapter 4) the
-    variance of the mean is, with m_x the mean square of effect x over the number of its values,
+    Every seed is measured on the same documents and quantized from the same draws.
+
+    Attributes:
+        values_SDK: whose mean is the figure, such as jackknife pseudo-values.
+        value: the figure itself, where that is not exactly their mean.
+        tokens_D: lengths of the documents, where they are not alike.
+    """
+
+    values_SDK: Floats
+    value: float | None = None
+    tokens_D: Floats | None = None
+
+    @property
+    def equal_documents(self) -> float:
+        """The number of documents of equal length that tell as much: (sum n)^2 / sum n^2.
+
+        Kish 1965, "Survey Sampling", section 8.2.
+        """
+        if self.tokens_D is None:
+            return self.values_SDK.shape[1]
+        return float(self.tokens_D.sum() ** 2 / (self.tokens_D**2).sum())
+
+
+def estimate_of(crossed: Crossed) -> Estimate:
+    """Return the mean over seeds, documents and calibration draws with its error by source."""
+    mean = float(crossed.values_SDK.mean())
+    sources = sources_of(mean_squares(crossed))
+    return Estimate(mean if crossed.value is None else crossed.value, sources)
+
+
+def sources_of(squares: Mapping[Effect, MeanSquare]) -> dict[str, Source]:
+    """Return the part of every factor in the variance of a mean, from its mean squares.
+
+    In a three-way layout of random effects without replication (Searle, Casella and McCulloch 1992,
+    "Variance Components", chapter 4) that variance is, with m_x the mean square of effect x over
+    the number of its values,
 
         m_S + (m_D - m_SD) + (m_K - m_SK - m_DK + m_SDK)
 
     and each bracket estimates without bias what its factor adds to those before it: seeds, with all
     that varies with them; documents, with how draws vary over them; draws. A bracket below 0 is
     taken as 0. A factor with a single value has no mean square and is left out.
-
-    Args:
-        values_SDK: of every seed, document and draw.
-        value: the estimate, where it is not exactly the mean, as of jackknife pseudo-values.
-        tokens_D: lengths of documents; they count as (sum n)^2 / sum n^2 of equal length (Kish
-            1965, section 8.2).
     """
-    degrees = {name: values_SDK.shape[axis] - 1.0 for name, axis in AXES.items()}
-    if tokens_D is not None:
-        degrees[DOCUMENTS] = float(tokens_D.sum() ** 2 / (tokens_D**2).sum()) - 1
-    of_effect = mean_squares(values_SDK, degrees)
-    factors = [name for name in AXES if frozenset({name}) in of_effect]
-    sources = {
-        name: _source(of_effect, name, factors[:place]) for place, name in enumerate(factors)
-    }
-    return Estimate(float(values_SDK.mean()) if value is None else value, sources)
+    factors = [name for name in AXES if frozenset({name}) in squares]
+    return {name: _source(squares, name, factors[:place]) for place, name in enumerate(factors)}
 
 
 def contrast_of(weighted: Sequence[tuple[float, Floats, Floats]]) -> tuple[Floats, Floats]:
@@ -138,34 +156,41 @@ def contrast_of(weighted: Sequence[tuple[float, Floats, Floats]]) -> tuple[Float
     return whole_K, documents * whole_K - (documents - 1) * without_DK
 
 
-def mean_squares(values_SDK: Floats, degrees: Mapping[str, float]) -> dict[Effect, MeanSquare]:
-    """Return the mean square of every effect and interaction of factors with several values.
-
-    `degrees` are the degrees of freedom of each factor.
-    """
-    names = [name for name, axis in AXES.items() if values_SDK.shape[axis] > 1]
+def mean_squares(crossed: Crossed) -> dict[Effect, MeanSquare]:
+    """Return the mean square of every effect and interaction of factors with several values."""
+    values_SDK = crossed.values_SDK
+    counts = {name: values_SDK.shape[axis] for name, axis in AXES.items()}
+    degrees = counts | {DOCUMENTS: crossed.equal_documents}
     parts: dict[Effect, Floats] = {frozenset(): values_SDK.mean(keepdims=True)}
     squares = dict[Effect, MeanSquare]()
-    for size in range(1, len(names) + 1):
-        for effect in map(frozenset, combinations(names, size)):
-            averaged = tuple(axis for name, axis in AXES.items() if name not in effect)
-            part = values_SDK.mean(axis=averaged, keepdims=True)
-            part = part - sum(smaller for held, smaller in parts.items() if held < effect)
-            parts[effect] = part
-            contrasts = math.prod(values_SDK.shape[AXES[name]] - 1 for name in effect)
-            variance = float((part**2).sum()) / contrasts / part.size
-            squares[effect] = MeanSquare(variance, math.prod(degrees[name] for name in effect))
+    for effect in effects_of(name for name, count in counts.items() if count > 1):
+        averaged = tuple(axis for name, axis in AXES.items() if name not in effect)
+        part = values_SDK.mean(axis=averaged, keepdims=True)
+        part = part - sum(smaller for held, smaller in parts.items() if held < effect)
+        parts[effect] = part
+        contrasts = math.prod(counts[name] - 1 for name in effect)
+        squares[effect] = MeanSquare(
+            float((part**2).sum()) / contrasts / part.size,
+            math.prod(degrees[name] - 1 for name in effect),
+        )
     return squares
 
 
-def _source(of_effect: Mapping[Effect, MeanSquare], name: str, before: list[str]) -> Source:
+def effects_of(factors: Iterable[str]) -> list[Effect]:
+    """Return the effects of these factors and then their interactions, smaller ones first."""
+    names = list(factors)
+    sizes = range(1, len(names) + 1)
+    return [frozenset(chosen) for size in sizes for chosen in combinations(names, size)]
+
+
+def _source(squares: Mapping[Effect, MeanSquare], name: str, before: list[str]) -> Source:
     """Return what a factor adds to the factors before it: mean squares with alternating signs."""
-    variance, squares = 0.0, 0.0
+    variance, spread = 0.0, 0.0
     for size in range(len(before) + 1):
         for chosen in combinations(before, size):
-            part = of_effect[frozenset({name, *chosen})]
+            part = squares[frozenset({name, *chosen})]
             variance += (-1) ** size * part.variance
-            squares += part.variance**2 / part.degrees_of_freedom
+            spread += part.variance**2 / part.degrees_of_freedom
     if variance <= 0:
         return Source(0.0, math.inf)
-    return Source(math.sqrt(variance), variance**2 / squares)
+    return Source(math.sqrt(variance), variance**2 / spread)

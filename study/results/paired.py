@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from base.errors import UserError
+from base.statistics import LEAST_DOCUMENTS
 from ckpt_tools.hf.measured import Curvature, Quantization
 from ckpt_tools.hf.results import Result, read_result
 from curvature import paired_traces
@@ -25,7 +26,7 @@ from quant_eval.measuring.bootstrap import Resampled, Statistic, resample
 from study.definition import load_study
 from study.measurements.kind import INTERVAL_LEVEL
 from study.paths import MeasuredModel, curvature_result, quantization_result
-from study.results.estimate import Estimate, contrast_of, estimate_of
+from study.results.estimate import Crossed, Estimate, contrast_of, estimate_of
 from study.results.table import Row
 
 SAMPLES = 10_000  # resamplings of the documents; a p-value is never below their reciprocal
@@ -113,6 +114,16 @@ class Paired:
     def estimate(self, replicates: Sequence[Weighted], spec: str, figure: str) -> Estimate:
         """Return the mean over seeds of a weighted sum of a figure of several models.
 
+        Each replicate holds the models of one seed, with their weights.
+
+        Raises:
+            UserError: as for `crossed`.
+        """
+        return estimate_of(self.crossed(replicates, spec, figure))
+
+    def crossed(self, replicates: Sequence[Weighted], spec: str, figure: str) -> Crossed:
+        """Return a weighted sum of a figure of several models by seed, document and draw.
+
         Each replicate holds the models of one seed, with their weights. The sum of ratios C_sk =
         sum_r w_r sum(a_r) / sum(b_r), over documents, of seed s and calibration draw k is taken
         apart into documents by jackknife pseudo-values (Tukey 1958): D C_sk - (D - 1) C_sk without
@@ -135,7 +146,7 @@ class Paired:
             )
             for one in read
         ]
-        return estimate_of(
+        return Crossed(
             np.stack([pseudo_DK for _, pseudo_DK in contrasts]),
             value=float(np.mean([contrast_K.mean() for contrast_K, _ in contrasts])),
             tokens_D=np.asarray(results[0].measured.per_document.tokens, dtype=np.float64),
@@ -168,7 +179,13 @@ def _two_by_two(count: int) -> list[tuple[int, int]]:
 
 
 def _check_alike(results: Sequence[Result[Quantization]]) -> None:
-    """Raise UserError for results of other settings of the evaluation or numbers of draws."""
+    """Raise UserError for few documents, other settings or other numbers of calibration draws."""
+    documents = len(results[0].measured.per_document.tokens)
+    if documents < LEAST_DOCUMENTS:
+        raise UserError(
+            f"{results[0].model.path} was evaluated on {documents} documents, which decide nothing;"
+            f" raise eval_tokens until there are {LEAST_DOCUMENTS} and run the study again"
+        )
     shared = _settings(results[0])
     for result in results[1:]:
         differing = [name for name, one in _settings(result).items() if one != shared.get(name)]

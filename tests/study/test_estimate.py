@@ -7,7 +7,15 @@ import pytest
 from scipy.stats import binom, ttest_1samp, ttest_ind, ttest_rel
 
 from base.errors import UserError
-from study.results.estimate import DOCUMENTS, DRAWS, SEEDS, Estimate, contrast_of, estimate_of
+from study.results.estimate import (
+    DOCUMENTS,
+    DRAWS,
+    SEEDS,
+    Crossed,
+    Estimate,
+    contrast_of,
+    estimate_of,
+)
 
 REPETITIONS = 1000  # of each small simulation
 
@@ -17,7 +25,7 @@ def test_one_seed_is_the_paired_t_test_over_documents():
     first, second = generator.normal(size=30), generator.normal(0.3, size=30)
     ones = np.ones(30)
     whole, pseudo = contrast_of([(1, second[:, None], ones), (-1, first[:, None], ones)])
-    estimate = estimate_of(pseudo[None], value=float(whole[0]), tokens_D=ones)
+    estimate = estimate_of(Crossed(pseudo[None], float(whole[0]), ones))
     test = ttest_rel(second, first)
     assert estimate.p_value() == pytest.approx(test.pvalue)
     assert estimate.interval(0.9) == pytest.approx(tuple(test.confidence_interval(0.9)))
@@ -29,7 +37,7 @@ def test_where_documents_agree_the_unit_is_the_run():
     """Their number does not matter: the test is that of the runs' means."""
     runs = np.array([0.3, 0.1, 0.4])
     for documents in (20, 2000):
-        estimate = estimate_of(np.tile(runs[:, None, None], (1, documents, 1)))
+        estimate = estimate_of(Crossed(np.tile(runs[:, None, None], (1, documents, 1))))
         test = ttest_1samp(runs, 0)
         assert estimate.p_value() == pytest.approx(test.pvalue)
         assert estimate.interval() == pytest.approx(tuple(test.confidence_interval(0.95)))
@@ -42,7 +50,7 @@ def test_two_sources_that_add_up_are_welchs_test(axis):
     generator = np.random.default_rng(1)
     few, documents = generator.normal(0.5, size=4), generator.normal(size=25)
     shape = (4, 1, 1) if axis == 0 else (1, 1, 4)
-    estimate = estimate_of(few.reshape(shape) + documents[None, :, None])
+    estimate = estimate_of(Crossed(few.reshape(shape) + documents[None, :, None]))
     test = ttest_ind(few, -documents, equal_var=False)
     assert estimate.degrees_of_freedom == pytest.approx(test.df)
     assert estimate.p_value() == pytest.approx(test.pvalue)
@@ -75,12 +83,12 @@ def test_documents_of_unequal_length_count_as_fewer():
     """One long document among 24 short ones: (24 + 24)^2 / (24 + 576) = 3.84 of equal length."""
     values = np.random.default_rng(3).normal(size=(1, 25, 1))
     tokens = np.array([1.0] * 24 + [24.0])
-    estimate = estimate_of(values, tokens_D=tokens)
+    estimate = estimate_of(Crossed(values, tokens_D=tokens))
     assert estimate.sources[DOCUMENTS].degrees_of_freedom == pytest.approx(2.84)
 
 
 def test_what_does_not_vary_has_no_error():
-    still = estimate_of(np.full((3, 20, 3), 0.25))
+    still = estimate_of(Crossed(np.full((3, 20, 3), 0.25)))
     assert (still.standard_error, still.interval(), still.p_value()) == (0, (0.25, 0.25), 0)
     assert Estimate(0.0, still.sources).p_value() == 1
 
@@ -142,12 +150,9 @@ def covered(case, seeds, documents, draws, *, tail="normal", spread=0.0, repetit
             )
             for seed in range(seeds)
         ]
-        estimate = estimate_of(
-            np.stack([pseudo for _, pseudo in contrasts]),
-            value=float(np.mean([whole.mean() for whole, _ in contrasts])),
-            tokens_D=tokens,
-        )
-        low, high = estimate.interval()
+        values = np.stack([pseudo for _, pseudo in contrasts])
+        mean = float(np.mean([whole.mean() for whole, _ in contrasts]))
+        low, high = estimate_of(Crossed(values, mean, tokens)).interval()
         hits += low <= 0.1 <= high
     return hits / repetitions
 
@@ -175,7 +180,7 @@ def test_documents_alone_do_not_hold_the_seeds():
         values = generator.normal(size=(1, 1, 1)) + 0.5 * math.sqrt(30) * generator.normal(
             size=(1, 30, 1)
         )
-        outside += estimate_of(values).p_value() < 0.05
+        outside += estimate_of(Crossed(values)).p_value() < 0.05
     assert outside / 300 > 0.3  # of a nominal 5%
 
 

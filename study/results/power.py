@@ -1,0 +1,143 @@
+"""The seeds, documents and calibration draws that decide a difference, from those at hand.
+
+Shapes: S seeds, D documents, K calibration draws.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from scipy.special import nctdtr, stdtrit
+
+from base.errors import UserError
+from study.measurements.kind import INTERVAL_LEVEL
+from study.results.estimate import (
+    AXES,
+    DOCUMENTS,
+    DRAWS,
+    SEEDS,
+    Crossed,
+    Effect,
+    Estimate,
+    MeanSquare,
+    effects_of,
+    mean_squares,
+    sources_of,
+)
+
+POWER = 0.8
+MOST_SEEDS = 30  # that a table looks for
+LARGE = 1e6  # degrees of freedom from which Student's t is normal
+
+
+class Plan(NamedTuple):
+    """The size of a study."""
+
+    seeds: int
+    documents: int
+    draws: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The numbers by factor."""
+        return {SEEDS: self.seeds, DOCUMENTS: self.documents, DRAWS: self.draws}
+
+
+@dataclass(frozen=True)
+class Components:
+    """The variances of a value for one seed, document and draw, by effect; at least 0.
+
+    Attributes:
+        plan: the study that they are from.
+        variances: of the random effects of the three factors and of their interactions.
+        evenness: documents of equal length that tell as much as one of the study's.
+    """
+
+    plan: Plan
+    variances: Mapping[Effect, float]
+    evenness: float
+
+    def estimate(self, difference: float, plan: Plan) -> Estimate:
+        """Return the estimate of a difference as a study of this size would have it.
+
+        Its sources are those of the expected mean squares.
+        """
+        counts = plan.counts
+        degrees = counts | {DOCUMENTS: self.evenness * plan.documents}
+        adds = {
+            effect: variance / math.prod(counts[name] for name in effect)
+            for effect, variance in self.variances.items()
+        }
+        squares = {
+            effect: MeanSquare(
+                math.fsum(part for other, part in adds.items() if effect <= other),
+                math.prod(degrees[name] - 1 for name in effect),
+            )
+            for effect in effects_of(name for name in AXES if counts[name] > 1)
+        }
+        return Estimate(difference, sources_of(squares))
+
+    def power(self, difference: float, plan: Plan) -> float:
+        """Return how likely a study of this size finds the difference significant.
+
+        The test statistic has a noncentral t distribution whose noncentrality is difference /
+        standard error (Cohen 1988, "Statistical Power Analysis", chapter 2).
+        """
+        estimate = self.estimate(difference, plan)
+        if estimate.standard_error == 0:
+            return 1.0
+        degrees = min(estimate.degrees_of_freedom, LARGE)
+        critical = stdtrit(degrees, (1 + INTERVAL_LEVEL) / 2)
+        shift = abs(difference) / estimate.standard_error
+        if shift > 2 * critical + 10:  # where the distribution function has no digits left
+            return 1.0
+        return float(1 - nctdtr(degrees, shift, critical) + nctdtr(degrees, shift, -critical))
+
+    def least_seeds(self, difference: float, documents: int, draws: int) -> int | None:
+        """Return the smallest number of seeds that decides the difference; None above the most."""
+        return next(
+            (
+                seeds
+                for seeds in range(2, MOST_SEEDS + 1)
+                if self.power(difference, Plan(seeds, documents, draws)) >= POWER
+            ),
+            None,
+        )
+
+
+def components_of(several: Sequence[Crossed]) -> Components:
+    """Return the mean components of figures that were measured alike.
+
+    An effect's variance is what its mean square has beyond the interactions that hold it:
+    sum over effects f that contain e of (-1)^(|f| - |e|) m_f, times the number of its values.
+
+    Raises:
+        UserError: there is one seed, or other numbers of documents or draws.
+    """
+    shapes = {crossed.values_SDK.shape[1:] for crossed in several}
+    if len(shapes) > 1:
+        raise UserError("the models are measured on other documents or draws; run the study again")
+    seeds = min(len(crossed.values_SDK) for crossed in several)
+    if seeds < 2:
+        raise UserError(
+            "one seed does not show what another would change; give the recipe seeds=(1, 2) or more"
+        )
+    plan = Plan(seeds, *shapes.pop())
+    sums: dict[Effect, float] = {}
+    for crossed in several:
+        squares = mean_squares(crossed)
+        counts = Plan(*crossed.values_SDK.shape).counts
+        for effect in squares:
+            part = math.fsum(
+                (-1) ** (len(other) - len(effect)) * square.variance
+                for other, square in squares.items()
+                if effect <= other
+            )
+            values = math.prod(counts[name] for name in effect)
+            sums[effect] = sums.get(effect, 0.0) + part * values
+    return Components(
+        plan,
+        {effect: max(0.0, total / len(several)) for effect, total in sums.items()},
+        evenness=several[0].equal_documents / plan.documents,
+    )
