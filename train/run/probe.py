@@ -60,9 +60,10 @@ class ProbeConfig(Frozen):
     def cost(self, batch_size: int, replicas: int = 1) -> float:
         """Return the time of probes over that of training, from counted FLOPs.
 
-        A forward pass is a third of training on the same tokens. Loss and rounded losses share
-        sequences out over the replicas; the inputs of linears are recorded on one, while the others
-        wait. Rounding itself is not counted.
+        A forward pass is a third of training on the same tokens. The losses share sequences out
+        over the replicas; the inputs of linears are recorded on one replica, while the others
+        wait. Rounding itself is not counted: on a CPU it took 5% of a probe of 160M parameters, and
+        half of one of a million.
         """
         passes = 1 + len(self.bits) + (replicas if self.layers != () else 0)
         return passes * self.sequences / (3 * self.every_steps * batch_size)
