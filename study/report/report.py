@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quant_eval.measuring.statistics import METHOD
+from study.choices.text import learning_rate_line
 from study.claims.page import NOTE, headline, judge_all, tally
+from study.claims.verdict import Evidence
 from study.definition import Study
 from study.figures.canvas import Canvas
 from study.figures.drawing import draw_all
@@ -29,7 +31,7 @@ from study.tracking.store import server_command
 def write_report(directory: Path, study: Study) -> Path:
     """Draw the figures and write report.html."""
     rows = read_table(directory, study)
-    canvas = Canvas(study, rows, directory)
+    canvas, paired = Canvas(study, rows, directory), Paired(directory)
     shown, empty = draw_all(canvas)
     write_page(
         directory / REPORT,
@@ -37,7 +39,8 @@ def write_report(directory: Path, study: Study) -> Path:
         canvas.runs,
         study=study,
         facts=_facts(study, rows),
-        judged=judge_all(study, rows, Paired(directory)),
+        choice=learning_rate_line(Evidence(study, rows, paired)),
+        judged=judge_all(study, rows, paired),
         tally=tally,
         headline=headline,
         note=NOTE,
