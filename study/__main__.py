@@ -21,6 +21,7 @@ from study.choosing import (
     wanted,
 )
 from study.definition import save_study
+from study.forecast.commands import forecast
 from study.machine.run_configurations import write_run_configurations
 from study.paths import REPORT
 from study.results.commands import power
@@ -272,6 +273,7 @@ def tokenizer(
 
 app.command()(mirror)
 app.command()(power)
+app.command()(forecast)
 
 if __name__ == "__main__":
     run_command(app, "study")

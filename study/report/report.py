@@ -8,6 +8,7 @@ from study.claims.page import NOTE, headline, judge_all, tally
 from study.definition import Study
 from study.figures.canvas import Canvas
 from study.figures.drawing import draw_all
+from study.forecast.page import back_test_tables
 from study.measurements.kind import INTERVAL_LEVEL
 from study.paths import REPORT
 from study.report.page import write_page
@@ -42,7 +43,7 @@ def write_report(directory: Path, study: Study) -> Path:
         headline=headline,
         note=NOTE,
         empty=empty,
-        tables=_tables(study, rows),
+        tables=[*_tables(study, rows), *back_test_tables(directory, study, rows)],
         intervals=_intervals(study, rows),
         settings=settings_of(directory, study),
         commands=commands(directory, study),
