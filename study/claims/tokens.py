@@ -38,7 +38,7 @@ def tokens(of: Measure) -> Verdict:
     ends = [end for end in of.evidence.annealed if _is_complete(of, end)]
     groups = sorted({end.group for end in ends})
     if len(groups) < 2:
-        raise NotTested(f"{len(groups)} groups of annealed runs have a control that is measured")
+        raise NotTested(f"annealed runs with a measured control, but for seeds: {len(groups)}")
     errors = {
         group: [
             (_by_tokens(of, end), _by_decay(of, end, ends)) for end in ends if end.group == group

@@ -93,7 +93,7 @@ def _of_spec(spec: str, target: Cooldown, learned: Sequence[Cooldown]) -> Iterat
     yield (
         f"  {spec_title(spec)}, KL divergence in nats per token: {error:.3g} at step"
         f" {target.step} ({tokens:,} tokens); if annealed from there to {target.tokens_end:,}"
-        f" tokens, by {_counted(learned)}:"
+        f" tokens, by {_counted(learned)}"
     )
     silent = []
     for model in MODELS:
@@ -111,7 +111,7 @@ def _counted(learned: Sequence[Cooldown]) -> str:
     groups = len({cooldown.group for cooldown in learned})
     if not learned:
         return "no cooldown of another run (--from names studies that have some)"
-    return f"{len(learned)} cooldowns in {groups} groups of seeds"
+    return f"cooldowns of other runs: {len(learned)}, in groups of seeds: {groups}"
 
 
 def _words(forecast: Forecast) -> str:
