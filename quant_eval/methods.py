@@ -61,7 +61,7 @@ METHODS: dict[MethodName, Method] = {
         library="quantdyn",
         bits=_WIDTHS,
         defaults=_GROUPS | {"scales": "fp32"},
-        source="rounding to nearest on min-max grids (quant_eval/rounding/grid.py)",
+        source="rounding to nearest on min-max grids (base/rounding/grid.py)",
         needs_calibration=False,
         extras=CASTS + TRANSFORMS,
     ),
@@ -70,7 +70,7 @@ METHODS: dict[MethodName, Method] = {
         library="quantdyn",
         bits=_WIDTHS,
         defaults=_GROUPS | _ORDER | {"scales": "fp32"},
-        source="Frantar et al. 2022, arXiv:2210.17323, algorithm 1 (quant_eval/rounding/gptq.py)",
+        source="Frantar et al. 2022, arXiv:2210.17323, algorithm 1 (base/rounding/gptq.py)",
         extras=CASTS + TRANSFORMS,
     ),
     "atom": Method(

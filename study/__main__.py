@@ -8,6 +8,8 @@ import typer
 
 from base.cli import run_command
 from base.errors import UserError
+from study.across.commands import compare
+from study.choices.commands import choose, choose_average, cooldowns
 from study.choosing import (
     Name,
     Profile,
@@ -22,6 +24,7 @@ from study.choosing import (
 )
 from study.definition import save_study
 from study.forecast.commands import forecast
+from study.live import refresh
 from study.machine.run_configurations import write_run_configurations
 from study.paths import REPORT
 from study.results.commands import power
@@ -124,7 +127,7 @@ def run(
     from study.machine.needs import Needs
     from study.pipeline.locks import locked
     from study.pipeline.runner import Runner, StepError
-    from study.pipeline.steps import steps_of
+    from study.pipeline.steps import refresh_command, steps_of
     from study.text.steps import check_text
     from study.tracking.store import opening, tracking_uri
 
@@ -142,7 +145,8 @@ def run(
             write_run_configurations(directory, study, layouts if hardware.gpus else None)
             save_study(directory, study)
             hardware.record(directory)
-            Runner(directory, steps_of(study), hardware, lock_fd, needs.machine).run()
+            steps, live = steps_of(study), refresh_command(study)
+            Runner(directory, steps, hardware, lock_fd, needs.machine, live).run()
     except StepError as failure:
         typer.echo(f"error: {failure}", err=True)
         raise typer.Exit(1) from None
@@ -271,9 +275,9 @@ def tokenizer(
     typer.echo(str(out))
 
 
-app.command()(mirror)
-app.command()(power)
-app.command()(forecast)
+app.command(hidden=True)(refresh)
+for command in (mirror, power, forecast, choose, choose_average, cooldowns, compare):
+    app.command()(command)
 
 if __name__ == "__main__":
     run_command(app, "study")

@@ -6,14 +6,14 @@ Shapes: B sequences, S tokens, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from train.data.batches import Batch, Replica
-from train.forward_record import ForwardRecord
+from train.forward_record import ForwardRecord, LinearRecord
 
 
 class StepResult(NamedTuple):
@@ -110,6 +110,22 @@ class Engine(Protocol):
         """Return figures of this rank's layers in a forward pass of a few sequences.
 
         All ranks give the same batch.
+        """
+        ...
+
+    def linears(self) -> list[Tensor]:
+        """Return the weights of the blocks' linears that the model computes with, live.
+
+        This rank's rows or columns [O, I] of each. They may share memory with the main weights:
+        who writes to them restores them.
+        """
+        ...
+
+    def record_linears(self, batch: Batch, names: Sequence[str]) -> dict[str, LinearRecord]:
+        """Return what a forward pass of a few sequences gives some linears, by HF name of weight.
+
+        They are among `families.residual_linears`. All ranks give the same batch; the first replica
+        computes, and one rank returns each linear.
         """
         ...
 

@@ -1,13 +1,18 @@
-"""The record of what an engine's hooks see of a forward pass; `train.observing` sums it up.
+"""The records of what an engine's hooks see of a forward pass.
 
-Shapes: B sequences, N heads, S tokens, D head size, Q queries, K keys.
+`train.observing` sums up a `ForwardRecord`, and `train.rounding` rounds by a `LinearRecord`.
+
+Shapes: B sequences, N heads, S tokens, D head size, Q queries, K keys, O outputs, I inputs.
 """
 
 import math
 from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from base.rounding.hessian import InputHessian
 
 
 class ForwardRecord:
@@ -29,6 +34,19 @@ class ForwardRecord:
         """Take in queries and keys of some heads as they enter the attention."""
         logit = largest_logit(query_BNSD, key_BNSD, documents_BS)
         self.logits[layer] = max(logit, self.logits.get(layer, -math.inf))
+
+
+class LinearRecord(NamedTuple):
+    """A whole linear, and the second moment of its inputs in forward passes."""
+
+    weight_OI: Tensor  # as the model computes with it
+    inputs: InputHessian
+
+    @staticmethod
+    def of(weight_OI: Tensor) -> "LinearRecord":
+        """Return a record without inputs yet."""
+        hessian = InputHessian(weight_OI.shape[1], weight_OI.device, weight_OI.dtype)
+        return LinearRecord(weight_OI, hessian)
 
 
 def largest_logit(

@@ -29,6 +29,7 @@ from train.engines import build_engine
 from train.monitoring import RANKS_EVERY_STEPS, RankClock, speed_of
 from train.observing import forward_figures, observed_step
 from train.prefetch import Prefetch
+from train.rounding import QuantizationProbe
 from train.run.config import RunConfig, dump_run
 from train.run.directory import PROBE_SEQUENCES, PROBE_TOKENS, RunDirectory
 from train.run.launch import Launch
@@ -52,6 +53,7 @@ class _Training:
         tokens = min(PROBE_TOKENS, run.data.sequence_length)
         first_BS = held_out["held_out"].tokens_BS[:PROBE_SEQUENCES]
         self.probe_BS, self.observed = first_BS[:, :tokens], Batch.of(first_BS)
+        self.quantization = QuantizationProbe(run, self.engine, held_out["held_out"])
 
         def read(step: int) -> Batch:
             batch = data.batch(step, replica)
@@ -157,8 +159,9 @@ class _Training:
             row["skipped"] = 1
         if observes:
             figures |= forward_figures(self.engine, self.observed)
-            if not all(map(math.isfinite, figures.values())):
-                raise self.not_learning("not finite: weights, residual stream or attention logits")
+        figures |= self.quantization.figures(step)
+        if not all(map(math.isfinite, figures.values())):
+            raise self.not_learning("not finite: weights, activations, logits or rounded losses")
         self.averages.update(step)
         self.log(step, **row, **figures)
         self.saver.advance(writing=writing)
@@ -197,9 +200,7 @@ class _Training:
         full = permanent and run.saving.keeps_state(step)
         due = self.agreement.stopping or (every is not None and step > 0 and step % every == 0)
         restart = due and not full and step < run.total_steps
-        losses: dict[str, float] = {}
-        if permanent or step % run.evaluate_every_steps == 0:
-            losses = self.evaluate()
+        losses = self.evaluate() if permanent or step % run.evaluate_every_steps == 0 else {}
         if not permanent and not restart:
             return
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from base.errors import UserError
-from quant_eval.rounding.levels import E2M1, E5M2
+from base.rounding.levels import E2M1, E5M2
 from quant_eval.specs import QuantSpec
 
 if TYPE_CHECKING:  # it takes seconds to import

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from base.errors import UserError
 from base.ranks import Ranks
+from base.rounding.gptq import row_output_errors
+from base.rounding.grid import Rounded
+from base.rounding.hessian import product_dtype
 from ckpt_tools.hf.measured import Linear
 from quant_eval.casts.activations import ActivationCast, activation_cast
 from quant_eval.casts.linear import CastLinear, share_inputs, shifted_bias
 from quant_eval.casts.mixed import MixedCast, mixed_cast
 from quant_eval.model.families import SITES
 from quant_eval.model.streamed import Block
-from quant_eval.rounding.gptq import row_output_errors
-from quant_eval.rounding.grid import Rounded
-from quant_eval.rounding.hessian import product_dtype
 from quant_eval.rounding.inputs import InputStatistics
 from quant_eval.rounding.mixed import Mixed
 from quant_eval.rounding.rows import round_weight

@@ -1,1 +1,1 @@
-"""Rounding of weights: grids, GPTQ, and what it is given of the inputs."""
+"""Rounding of the linears of a model: rows over ranks, two precisions, and trellis codes."""

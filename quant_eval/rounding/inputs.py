@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from base.ranks import Ranks
-from quant_eval.rounding.hessian import InputHessian
+from base.rounding.hessian import InputHessian
 
 
 class InputStatistics:

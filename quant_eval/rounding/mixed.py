@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from base.ranks import Ranks
-from quant_eval.rounding.gptq import BLOCK_COLUMNS, Preparation, gptq, gptq_with_errors
-from quant_eval.rounding.grid import Rounded, check_scales
-from quant_eval.rounding.order import num_kept
+from base.rounding.gptq import BLOCK_COLUMNS, Preparation, gptq, gptq_with_errors
+from base.rounding.grid import Rounded, check_scales
+from base.rounding.order import num_kept
 from quant_eval.specs import QuantSpec
 
 ATOM_BITS = 8  # of the kept inputs and their weights

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from base.errors import UserError
 from base.ranks import Ranks
-from quant_eval.rounding.gptq import Preparation, gptq, prepare
-from quant_eval.rounding.grid import Rounded, largest_of, round_to_nearest
+from base.rounding.gptq import Preparation, gptq, prepare
+from base.rounding.grid import Rounded, largest_of, round_to_nearest
 from quant_eval.rounding.mixed import Mixed, round_mixed
 from quant_eval.specs import QuantSpec
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from base.errors import UserError
 from base.ranks import ALONE, Ranks
-from quant_eval.rounding.gptq import ROW_MULTIPLE, prepare
+from base.rounding.gptq import ROW_MULTIPLE, prepare
 from quant_eval.rounding.trellis_code import Trellis
 from quant_eval.specs import QuantSpec
 from quant_eval.transforms.hadamard import hadamard_steps, has_hadamard

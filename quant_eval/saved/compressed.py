@@ -13,7 +13,7 @@ vLLM's loader (vllm/model_executor/layers/quantization/compressed_tensors) is fo
   a token; int-quantized for W8A8; float-quantized for FP8; mxfp8-quantized, mxfp4-pack-quantized,
   nvfp4-pack-quantized. `format` is that of the group too. Zero points only where asymmetric.
 - linears that it fuses (q, k, v; gate, up) have one global scale, and one scale of a tensor: theirs
-  are fitted together (`rounding.levels`, `casts.activations`).
+  are fitted together (`base.rounding.levels`, `casts.activations`).
 - groups are neighbouring inputs (actorder "group" is gone from compressed-tensors 0.19).
 - an FP8 cache has one symmetric scale per tensor. Transforms: see `hadamard`.
 Its kernels take 4 and 8 bits, groups of 32, 64 and 128 or a row, everywhere; the other widths, MX
@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 
 from base.errors import UserError
+from base.rounding.grid import Rounded
+from base.rounding.levels import local_scales
 from ckpt_tools.formats.weights import Described, Weights, read_whole
 from quant_eval.casts.linear import CastLinear
 from quant_eval.model.streamed import Block
-from quant_eval.rounding.grid import Rounded
-from quant_eval.rounding.levels import local_scales
 from quant_eval.saved.hadamard import INPUT, OUTPUT, HadamardTransforms, is_stored_matrix
 from quant_eval.saved.restored import cast_cache, cast_inputs, transform
 from quant_eval.saved.schemes import cache_args, check_spec, scheme_of

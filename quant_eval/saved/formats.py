@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
+from base.rounding.grid import Rounded
 from ckpt_tools.formats.weights import Described, Weights
 from quant_eval.model.streamed import Block
-from quant_eval.rounding.grid import Rounded
 from quant_eval.saved.compressed import CompressedFormat
 from quant_eval.saved.gptq import GPTQFormat, GPTQSettings, settings_of
 from quant_eval.specs import QuantSpec

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from base.errors import UserError
 from base.frozen import Frozen
+from base.rounding.grid import Rounded
 from ckpt_tools.formats.weights import Described, Weights
 from quant_eval.model.streamed import Block
-from quant_eval.rounding.grid import Rounded
 from quant_eval.specs import QuantSpec
 from quant_eval.transforms.steps import Transform
 

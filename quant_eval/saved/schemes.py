@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from base.errors import UserError
+from base.rounding.levels import PRESETS
 from quant_eval.casts.activations import cast_args
-from quant_eval.rounding.levels import PRESETS
 from quant_eval.specs import QuantSpec
 
 if TYPE_CHECKING:  # it takes seconds to import

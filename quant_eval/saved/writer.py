@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from base.environment import environment
 from base.errors import UserError
 from base.files import committed_directory, record_file, scratch_directory, write_json
+from base.rounding.grid import Rounded
 from ckpt_tools.formats.hf_weights import HFWeights, read_header
 from ckpt_tools.formats.hf_writer import SHARD_BYTES, write_weights
 from ckpt_tools.formats.weights import DTYPES, Described, FileTensor
@@ -26,7 +27,6 @@ from ckpt_tools.hf.directory import (
 )
 from ckpt_tools.hf.forward import empty_model, names_in_files, read_config
 from quant_eval.model.streamed import Block
-from quant_eval.rounding.grid import Rounded
 from quant_eval.saved.formats import SETTINGS, format_of
 from quant_eval.specs import QuantSpec
 from quant_eval.transforms.steps import Transform

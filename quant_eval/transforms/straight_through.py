@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from base.rounding.grid import round_to_nearest
 from quant_eval.casts.activations import activation_cast
-from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.specs import QuantSpec
 
 

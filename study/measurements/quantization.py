@@ -136,7 +136,7 @@ def _options(
     )
 
 
-def _draw_options(specs: Iterable[str], settings: QuantizationSettings) -> tuple[str, ...]:
+def draw_options(specs: Iterable[str], settings: QuantizationSettings) -> tuple[str, ...]:
     """Return the option that draws the calibration text several times; none where no spec reads it.
 
     Of specs that share a process it holds for those that are calibrated.
@@ -168,7 +168,7 @@ def _steps(
             specs=("--spec", spec),
             tail=(
                 *_options(specs, settings, subject, settings.eval_tokens),
-                *_draw_options(specs, settings),
+                *draw_options(specs, settings),
             ),
             expected_seconds=12.0 if is_method else 4.0,
         )

@@ -82,8 +82,8 @@ def tiny(*, smoke: bool = False) -> Study:
             along=("w4a4-g32-quarot",),
             by_block=("gptq-b3-g32",),
             calibration_sequences=32,
-            eval_tokens=8_192,
-            block_tokens=8_192,
+            eval_tokens=16_384,
+            block_tokens=16_384,
         )
     pairs = 4 if smoke else 16
     soup = SoupSettings(name="soup-anneal", steps=saves[-2:] if smoke else saves[-3:])

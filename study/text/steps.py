@@ -48,6 +48,8 @@ def check_text(study: Study, directory: Path) -> None:
         # normalized, for the study itself may not be there yet
         path = Path(os.path.normpath(directory.absolute() / place))
         if path.is_file():
+            if use == "held_out":
+                _check_documents(study, path)
             continue
         if isinstance(text, OwnText):
             check_unchanged(text)
@@ -64,6 +66,17 @@ def check_text(study: Study, directory: Path) -> None:
             f" --tokenizer {tokenizer}, which 'python -m ckpt_tools download {text.tokenizer} DIR"
             " --tokenizer-only' fetches), or take text of your own with --text"
         )
+
+
+def _check_documents(study: Study, manifest: Path) -> None:
+    """Raise UserError where a loss of the study would be over too few documents."""
+    from quant_eval.measuring.documents import check_documents, draw_documents
+    from train.data.corpus import open_corpus
+
+    quantization, corpus = study.quantization, open_corpus(manifest.with_suffix(""))
+    by_block = [quantization.block_tokens] if quantization.by_block else []
+    for tokens in (quantization.eval_tokens, *by_block):
+        check_documents(corpus, len(draw_documents(corpus, tokens, seed=0)))
 
 
 def text_steps(study: Study) -> list[Step]:

@@ -27,11 +27,11 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig
 
 from base.ranks import Ranks
+from base.rounding import columns
 from ckpt_tools.hf.forward import empty_model
 from quant_eval.measuring.walk import Variant, walk
 from quant_eval.model.families import family_of
 from quant_eval.model.streamed import StreamedModel
-from quant_eval.rounding import columns
 from quant_eval.settings import ComputeSettings
 from quant_eval.specs import parse_spec
 from train.model.families import hf_settings, parameter_shapes

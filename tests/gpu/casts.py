@@ -5,14 +5,14 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from base.rounding.gptq import gptq, prepare
+from base.rounding.grid import round_to_nearest
+from base.rounding.hessian import InputHessian
 from ckpt_tools.formats.hf_weights import HFWeights
 from quant_eval.casts.activations import activation_cast
 from quant_eval.casts.attention import CacheCast, RotatedCast, attach, cast_cache, watch_cache
 from quant_eval.casts.linear import CastLinear
 from quant_eval.model.streamed import Block, StreamedModel
-from quant_eval.rounding.gptq import gptq, prepare
-from quant_eval.rounding.grid import round_to_nearest
-from quant_eval.rounding.hessian import InputHessian
 from quant_eval.specs import QuantSpec, parse_spec
 from quant_eval.transforms.hadamard import hadamard_matrix, hadamard_steps
 from quant_eval.transforms.placement import Places

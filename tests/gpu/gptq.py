@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from base.ranks import Ranks
+from base.rounding.columns import round_columns
+from base.rounding.gptq import gptq, prepare
+from base.rounding.grid import Rounded
+from base.rounding.hessian import InputHessian
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
 from quant_eval.measuring.losses import EvaluationSet, PairedLosses
 from quant_eval.measuring.walk import Variant, walk
 from quant_eval.model.streamed import StreamedModel
-from quant_eval.rounding.columns import round_columns
-from quant_eval.rounding.gptq import gptq, prepare
-from quant_eval.rounding.grid import Rounded
-from quant_eval.rounding.hessian import InputHessian
 from quant_eval.settings import ComputeSettings
 from quant_eval.specs import parse_spec
 from quant_eval.transforms.steps import Transform
@@ -85,7 +85,7 @@ def graph_and_plain(place: Place) -> list[Figure]:
         return codes_OI, time.perf_counter() - began_at
 
     graph_OI, graph_seconds = codes_and_seconds()
-    with mock.patch("quant_eval.rounding.gptq.block_rounding", return_value=round_columns):
+    with mock.patch("base.rounding.gptq.block_rounding", return_value=round_columns):
         plain_OI, plain_seconds = codes_and_seconds()
     each = 1e6 * graph_seconds / width
     note = f"{each:.3g} us a column; expected 13 to 20 on an H100"

@@ -13,8 +13,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from quant_eval.rounding.gptq import row_output_errors
-from quant_eval.rounding.grid import Rounded
+from base.rounding.gptq import row_output_errors
+from base.rounding.grid import Rounded
 from quant_eval.specs import QuantSpec
 
 BLOCK = 128  # grids of groups do not see the corrections of their own block of columns, as in the authors' code

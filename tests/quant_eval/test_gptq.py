@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from base.errors import UserError
-from quant_eval.rounding.gptq import gptq, prepare
-from quant_eval.rounding.grid import Rounded, round_to_nearest
+from base.rounding.gptq import gptq, prepare
+from base.rounding.grid import Rounded, round_to_nearest
 from quant_eval.specs import parse_spec
 from tests.quant_eval.gptq_reference import (
     eliminate_columns,

@@ -23,9 +23,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from base.rounding.gptq import gptq, prepare
+from base.rounding.grid import round_to_nearest
 from quant_eval.libraries import pcre
-from quant_eval.rounding.gptq import gptq, prepare
-from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.specs import QuantSpec, parse_spec
 from tests.interpreter import interpreter
 from tests.quant_eval.gptq_reference import problem, relative_output_error, same_weights

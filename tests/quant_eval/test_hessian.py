@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from base.errors import UserError
-from quant_eval.rounding.gptq import gptq, prepare
-from quant_eval.rounding.hessian import InputHessian
+from base.rounding.gptq import gptq, prepare
+from base.rounding.hessian import InputHessian
 from quant_eval.specs import parse_spec
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from base.errors import UserError
-from quant_eval.rounding.gptq import gptq, prepare, row_output_errors
+from base.rounding.gptq import gptq, prepare, row_output_errors
 from quant_eval.rounding.trellis import TILE, check_width, dense_tiles, qtip, round_tiles
 from quant_eval.rounding.trellis_code import Trellis
 from quant_eval.specs import parse_spec

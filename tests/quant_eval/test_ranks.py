@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from base.errors import UserError
 from base.ranks import ALONE, Ranks, start
-from quant_eval.rounding.inverse import scaled_inverse
+from base.rounding.inverse import scaled_inverse
 from quant_eval.saved.gptq import PACKED, unpack
 from tests.quant_eval.models import make_model
 from tests.runs import ranks

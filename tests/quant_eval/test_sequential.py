@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from base.errors import UserError
 from base.ranks import Ranks
+from base.rounding.gptq import gptq, prepare
+from base.rounding.grid import round_to_nearest
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
 from quant_eval.measuring.sequential import check_spec
 from quant_eval.measuring.walk import Variant, walk
 from quant_eval.model.streamed import StreamedModel
-from quant_eval.rounding.gptq import gptq, prepare
-from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.settings import ComputeSettings
 from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from quant_eval.rounding.gptq import gptq, prepare
+from base.rounding.gptq import gptq, prepare
 from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
 from tests.quant_eval.gptq_reference import problem
@@ -88,8 +88,8 @@ def test_blocks_of_other_architectures_go_to_the_gpu_whole(tmp_path, options, ar
         "quant_eval/model/streamed.py StreamedModel.context",
         "quant_eval/measuring/streams.py Stream.__init__",
         "quant_eval/model/activations.py Activations.__init__",
-        "quant_eval/rounding/hessian.py InputHessian.__init__",
-        "quant_eval/rounding/gptq.py gptq_with_errors",
+        "base/rounding/hessian.py InputHessian.__init__",
+        "base/rounding/gptq.py gptq_with_errors",
         "quant_eval/measuring/losses.py paired_losses",
     ],
 )

@@ -16,7 +16,7 @@ from train.run.metrics import read_metrics
 
 OF_THIS_MACHINE = {
     *("time", "attempt", "tokens_per_second", "model_flops_per_second", "memory_bytes"),
-    *("save_seconds", "save_stall_seconds", "quarantined"),
+    *("save_seconds", "save_stall_seconds", "probe_seconds", "quarantined"),
 }
 
 

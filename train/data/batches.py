@@ -57,6 +57,11 @@ class Batch(NamedTuple):
         """Return a batch in which every label counts."""
         return Batch(tokens_BS, torch.ones_like(tokens_BS[:, 1:], dtype=torch.bool))
 
+    def first(self, count: int) -> "Batch":
+        """Return the first sequences."""
+        starts_BS = None if self.starts_BS is None else self.starts_BS[:count]
+        return Batch(self.tokens_BS[:count], self.counted_BS[:count], starts_BS)
+
     def of_replica(self, replica: Replica) -> "Batch":
         """Return the replica's rows of a whole batch.
 

@@ -4,7 +4,7 @@ Shapes: B sequences, S tokens, V vocabulary.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,18 @@ from train import muon
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.deepspeed.checkpoint import MOMENTS, StateFiles, read_state
-from train.deepspeed.model import build_model, hf_parameters, observed, recorded
+from train.deepspeed.model import (
+    build_model,
+    hf_parameters,
+    observed,
+    recorded,
+    recorded_linears,
+)
 from train.deepspeed.process import join
 from train.deepspeed.settings import deepspeed_config
 from train.deepspeed.sharding import by_piece, sharding_of
 from train.engine import Snapshot, StepResult
-from train.forward_record import ForwardRecord
+from train.forward_record import ForwardRecord, LinearRecord
 from train.model.families import hidden_matrices
 from train.run.config import RunConfig
 from train.snapshot_memory import SnapshotMemory
@@ -210,6 +216,23 @@ class DeepSpeedEngine:
         with observed(self._engine.module, record):
             self.evaluate(batch)
         return record
+
+    def linears(self) -> list[Tensor]:
+        """Return the weights of the blocks' linears that the model computes with, live."""
+        self._memory.fence()
+        names = hidden_matrices(self.run.model)
+        return [weight.detach() for name, weight in self._parameters.items() if name in names]
+
+    @torch.no_grad()
+    def record_linears(self, batch: Batch, names: Sequence[str]) -> dict[str, LinearRecord]:
+        """Return weight and inputs of some linears, on rank 0."""
+        if dist.get_rank() != 0:
+            return {}
+        self._engine.eval()
+        with recorded_linears(self._engine.module, names) as records:
+            for microbatch in batch.microbatches(self.run.micro_batch_size, self.device):
+                self._losses(self._engine.module, microbatch)
+        return records
 
     def slot(self, name: str) -> list[Tensor]:
         """Return a named fp32 copy of the shape of `weights()`."""

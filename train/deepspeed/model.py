@@ -3,7 +3,7 @@
 Shapes: B sequences, S tokens, W width of a module's output.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from train.forward_record import ForwardRecord
+from train.forward_record import ForwardRecord, LinearRecord
 from train.model.families import hf_settings, parameter_shapes
 from train.run.config import RunConfig
 from train.run.directory import PROBE_OUTPUTS
@@ -115,6 +115,23 @@ def observed(model: Any, record: ForwardRecord) -> Iterator[None]:
     try:
         with Attention():
             yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def recorded_linears(model: Any, names: Sequence[str]) -> Iterator[dict[str, LinearRecord]]:
+    """Record the inputs of linears, by HF name of weight, in forward passes within the block."""
+    modules = {name: model.get_submodule(name.removesuffix(".weight")) for name in names}
+    records = {name: LinearRecord.of(module.weight.detach()) for name, module in modules.items()}
+
+    def add(name: str) -> Any:
+        return lambda _, given: records[name].inputs.add(given[0])
+
+    handles = [module.register_forward_pre_hook(add(name)) for name, module in modules.items()]
+    try:
+        yield records
     finally:
         for handle in handles:
             handle.remove()

@@ -4,7 +4,7 @@ Shapes: B sequences, S tokens, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from base.errors import UserError
 from train.averages import slot_names
 from train.data.batches import Batch, Replica
 from train.engine import Snapshot, StepResult
-from train.forward_record import ForwardRecord
+from train.forward_record import ForwardRecord, LinearRecord
 from train.megatron import muon, transformer_engine
 from train.megatron.model import (
     global_parameters,
@@ -33,9 +33,10 @@ from train.megatron.model import (
 from train.megatron.optimizer import build_optimizer, clip_and_update, squared_gradient_norm
 from train.megatron.optimizer_state import OptimizerState, odd_keys, slots_in
 from train.megatron.pipeline import Pipeline
-from train.megatron.probing import probe, record_forward
+from train.megatron.probing import probe, record_forward, record_linears
 from train.megatron.shards import ShardedSnapshot
 from train.model import megatron_names
+from train.model.families import hidden_matrices
 from train.run.config import RunConfig
 from train.snapshot_memory import SnapshotMemory
 
@@ -127,6 +128,22 @@ class MegatronEngine:
         """Return figures of this rank's layers in a forward pass."""
         with torch.no_grad():
             return record_forward(self._pipeline, batch)
+
+    def linears(self) -> list[Tensor]:
+        """Return the weights of this stage's linears that the model computes with, live."""
+        self._memory.fence()
+        self._pipeline.model.finish_gather()
+        hidden = hidden_matrices(self.run.model)
+        return [
+            parameter.detach()
+            for name, parameter in global_parameters(self._pipeline.model.module).items()
+            if hidden.issuperset(megatron_names.hf_names(name))
+        ]
+
+    @torch.no_grad()
+    def record_linears(self, batch: Batch, names: Sequence[str]) -> dict[str, LinearRecord]:
+        """Return weight and inputs of some linears of this stage."""
+        return record_linears(self._pipeline, batch, names)
 
     def slot(self, name: str) -> list[Tensor]:
         """Return a named fp32 copy of the shape of `weights()`."""

@@ -7,19 +7,23 @@ keys begin is what the attention used. So they check an export, whose weights
 Shapes: S tokens, B sequences, N heads, D head size, W width of an output on this rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from train.data.batches import Batch
 from train.distributed import sent_to_rank_zero
-from train.forward_record import ForwardRecord
+from train.forward_record import ForwardRecord, LinearRecord
 from train.megatron.pipeline import Pipeline
+from train.model import megatron_names
 from train.model.documents import document_numbers
 from train.model.rotary import rotated, rotations
 from train.run.directory import PROBE_OUTPUTS
@@ -163,3 +167,40 @@ def record_forward(pipeline: Pipeline, batch: Batch) -> ForwardRecord:
         for handle in handles:
             handle.remove()
     return record
+
+
+def record_linears(
+    pipeline: Pipeline, batch: Batch, names: Sequence[str]
+) -> dict[str, LinearRecord]:
+    """Return what `Engine.record_linears` does, on the first tensor rank of a linear's stage."""
+    if parallel_state.get_data_parallel_rank() != 0:
+        return {}
+    records, handles = dict[str, LinearRecord](), []
+
+    def whole(part: Tensor) -> Tensor:
+        """Return all inputs of a row-parallel linear, the last axis; every tensor rank calls."""
+        gathered: Tensor = gather_from_tensor_model_parallel_region(part)
+        return gathered
+
+    def watch(name: str, module: Any) -> None:
+        records[name] = LinearRecord.of(whole(module.weight.detach()))
+        handles.append(
+            module.register_forward_pre_hook(
+                lambda _, given: records[name].inputs.add(whole(given[0]))
+            )
+        )
+
+    try:
+        for layer in pipeline.model.module.decoder.layers:
+            prefix = f"{megatron_names.LAYERS}{layer.layer_number - 1}"
+            for suffix in ("self_attention.linear_proj", "mlp.linear_fc2"):
+                (name,) = megatron_names.hf_names(f"{prefix}.{suffix}.weight")
+                if name in names:
+                    watch(name, layer.get_submodule(suffix))
+        # one by one: the last may hold fewer sequences, which the stages of a pipeline do not take
+        for microbatch in batch.microbatches(pipeline.run.micro_batch_size, torch.device("cpu")):
+            pipeline.losses(microbatch, forward_only=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return records if parallel_state.get_tensor_model_parallel_rank() == 0 else {}

@@ -77,6 +77,18 @@ def hidden_matrices(model: ModelConfig) -> frozenset[str]:
     )
 
 
+def residual_linears(model: ModelConfig, layer: int) -> tuple[str, str]:
+    """Return HF names of the two weights of a layer whose outputs enter the residual stream.
+
+    Tensor parallelism cuts their inputs, and the outputs of all others.
+    """
+    if model.family == "gpt_neox":
+        prefix = f"gpt_neox.layers.{layer}"
+        return f"{prefix}.attention.dense.weight", f"{prefix}.mlp.dense_4h_to_h.weight"
+    prefix = f"model.layers.{layer}"
+    return f"{prefix}.self_attn.o_proj.weight", f"{prefix}.mlp.down_proj.weight"
+
+
 def _llama_layer(model: ModelConfig) -> Shapes:
     hidden, wide = model.hidden_size, model.intermediate_size
     key_value = model.num_key_value_heads * model.head_dim

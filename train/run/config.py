@@ -27,6 +27,7 @@ from train.run.optimization import (
 )
 from train.run.optimization import sequences_at as sequences_at_step
 from train.run.parallel import ParallelConfig, ZeroConfig
+from train.run.probe import ProbeConfig
 from train.run.saving import SavingConfig
 
 
@@ -60,7 +61,7 @@ class RunConfig(Frozen):
 
     NOT_IDENTITY = frozenset(
         {"name", "parallel", "zero", "kernels", "recompute", "micro_batch_size", "saving"}
-        | {"observe_every_steps"}
+        | {"observe_every_steps", "probe"}
     )
 
     name: str = Field(pattern=NAME_PATTERN)
@@ -103,11 +104,10 @@ class RunConfig(Frozen):
     observe_every_steps: int | None = Field(
         default=None,
         gt=0,
-        description=(
-            "norms of weights, gradients, updates and residual stream, and the largest attention"
-            " logit, of every layer at its multiples"
-        ),
+        description="norms of weights, gradients, updates and residual stream, and the largest"
+        " attention logit, of every layer at its multiples",
     )
+    probe: ProbeConfig | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -138,6 +138,8 @@ class RunConfig(Frozen):
             raise ValueError(f"an average is listed twice among {', '.join(names)}")
         self._check_engine()
         self._check_layout()
+        if self.probe:
+            self.probe.check(self.model, self.data, self.parallel, self.precision)
         return self
 
     def _check_schedule(self) -> None:

@@ -10,6 +10,7 @@ from base.errors import UserError
 
 TRAINED = "learning_rate"  # every row of an update has it, of a skipped one as well
 HELD_OUT_LOSS = "held_out_loss"  # then .NAME of a further file, and /AVERAGE
+QUANTIZATION = "quantization"  # begins the figures of a probe: /SPEC/..., see `train.rounding`
 ROW_KEYS = {"step", "tokens", "attempt", "time"}  # of every row; all other keys are figures
 
 

@@ -11,10 +11,10 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.transform.utils.hadamard import random_hadamard_matrix
 from torch import nn
 
+from base.rounding.grid import round_to_nearest
 from quant_eval.casts.activations import ActivationCast, activation_cast
 from quant_eval.casts.linear import CastLinear, share_inputs, shifted_bias
 from quant_eval.libraries.bitsandbytes import dense_weight, replace_linears
-from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.specs import parse_spec
 from quant_eval.transforms.steps import Blocks, Diagonal, Transform, compose
 from tests.quant_eval.casts.wrapped import wrapped_linear

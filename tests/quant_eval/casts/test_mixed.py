@@ -10,9 +10,9 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from base.errors import UserError
+from base.rounding.gptq import prepare
 from quant_eval.casts.activations import activation_cast
 from quant_eval.casts.mixed import MixedCast, mixed_cast
-from quant_eval.rounding.gptq import prepare
 from quant_eval.rounding.mixed import round_mixed
 from quant_eval.specs import parse_spec
 from tests.quant_eval.casts.wrapped import wrapped_linear

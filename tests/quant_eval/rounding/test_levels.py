@@ -15,9 +15,9 @@ from compressed_tensors.quantization.utils import generate_gparam
 from compressed_tensors.quantization.utils.fp4_utils import cast_to_fp4
 
 from base.errors import UserError
-from quant_eval.rounding.gptq import gptq, prepare
-from quant_eval.rounding.grid import largest_of, round_to_nearest
-from quant_eval.rounding.levels import E4M3, local_scales
+from base.rounding.gptq import gptq, prepare
+from base.rounding.grid import largest_of, round_to_nearest
+from base.rounding.levels import E4M3, local_scales
 from quant_eval.specs import parse_spec
 from tests.quant_eval.casts.wrapped import wrapped_linear
 from tests.quant_eval.gptq_reference import (

@@ -11,8 +11,8 @@ import torch
 
 from base.errors import UserError
 from base.ranks import ALONE
-from quant_eval.rounding.gptq import Preparation, gptq, prepare
-from quant_eval.rounding.grid import Rounded
+from base.rounding.gptq import Preparation, gptq, prepare
+from base.rounding.grid import Rounded
 from quant_eval.rounding.mixed import Mixed, round_mixed
 from quant_eval.specs import QuantSpec, parse_spec
 from tests.quant_eval.gptq_reference import (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 
-from quant_eval.rounding.grid import Rounded, fit_grid
+from base.rounding.grid import Rounded, fit_grid
 from quant_eval.saved.writer import CheckpointWriter
 from quant_eval.specs import QuantSpec, parse_spec
 from tests.conftest import VOCAB_SIZE

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from base.errors import UserError
+from base.rounding.grid import round_to_nearest
 from ckpt_tools.formats.weights import DTYPES
 from quant_eval.model.streamed import StreamedModel
-from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.saved.reader import SavedWeights
 from quant_eval.saved.writer import CheckpointWriter
 from quant_eval.specs import parse_spec

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from base.rounding.grid import round_to_nearest
 from ckpt_tools.formats.hf_weights import HFWeights
 from quant_eval.casts.activations import activation_cast
 from quant_eval.casts.linear import CastLinear
 from quant_eval.model.families import SITES
 from quant_eval.model.streamed import Block, StreamedModel
-from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.specs import QuantSpec
 from quant_eval.transforms.hadamard import hadamard_steps
 from quant_eval.transforms.steps import Transform, compose

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from base.rounding.gptq import gptq, prepare
+from base.rounding.grid import round_to_nearest
 from quant_eval.casts.activations import activation_cast
 from quant_eval.casts.linear import CastLinear, shifted_bias
-from quant_eval.rounding.gptq import gptq, prepare
-from quant_eval.rounding.grid import round_to_nearest
 from quant_eval.specs import parse_spec
 from quant_eval.transforms.fitting import GroupStatistics, fit_transform
 from quant_eval.transforms.placement import Place, Places

@@ -9,10 +9,10 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from quant_eval.specs import QuantSpec
+from base.rounding.spec import RoundingSpec
 
 
-def order_of(diagonal_I: Tensor, spec: QuantSpec) -> Tensor:
+def order_of(diagonal_I: Tensor, spec: RoundingSpec) -> Tensor:
     """Return the input features as they are rounded, int64 [I], from diag(H); see `prepare`."""
     if spec.order == "actorder":
         return diagonal_I.argsort(descending=True, stable=True)
@@ -29,12 +29,10 @@ def order_of(diagonal_I: Tensor, spec: QuantSpec) -> Tensor:
     return within_GK[diagonal_GK.amax(1).argsort(descending=True, stable=True)].flatten()
 
 
-def num_kept(spec: QuantSpec, width: int) -> int:
+def num_kept(spec: RoundingSpec, width: int) -> int:
     """Return how many of `width` inputs Atom and QUIK keep: their share, rounded up to groups.
 
-    >>> from quant_eval.specs import parse_spec
-    >>> num_kept(parse_spec("atom-b4-g128-keep0.03"), 4096)
-    128
+    With groups of 128, a share of 0.03 of 4,096 inputs is 128 inputs.
     """
     assert spec.kept is not None
     size = spec.group_size or 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quant_eval.specs import QuantSpec
+from base.rounding.spec import RoundingSpec
 
 # compressed-tensors' presets whose rule makes the scales of weights; E5M2 has none.
 PRESETS = {"fp8": "FP8_DYNAMIC", "mxfp8": "MXFP8A16", "mxfp4": "MXFP4A16", "nvfp4": "NVFP4A16"}
@@ -126,7 +126,7 @@ class Levels:
         self.scale[index] = other.scale
 
 
-def fit_levels(weights: Tensor, spec: QuantSpec, largest: Tensor) -> Levels:
+def fit_levels(weights: Tensor, spec: RoundingSpec, largest: Tensor) -> Levels:
     """Fit the levels of each group of fp32 weights [K, ...].
 
     Binary: the mean |w|, which is the best scale for signs (arXiv:1603.05279, eq. 6). E5M2: max|w|
@@ -160,7 +160,7 @@ def mean_size(weights: Tensor) -> Tensor:
 
 
 def _scale(
-    low: Tensor, high: Tensor, spec: QuantSpec, global_scale: Tensor | None = None
+    low: Tensor, high: Tensor, spec: RoundingSpec, global_scale: Tensor | None = None
 ) -> Tensor:
     """Return the scales that numbers are multiplied by, fp32, for weights from low to high."""
     scale: Tensor

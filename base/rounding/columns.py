@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quant_eval.rounding.grid import Grid, Points
+from base.rounding.grid import Grid, Points
 
 Rounding = Callable[[Tensor, Tensor, Any, Tensor, Tensor], None]  # of a grid of one kind
 

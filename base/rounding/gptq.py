@@ -12,11 +12,11 @@ from torch import Tensor
 
 from base.errors import UserError
 from base.ranks import ALONE, Ranks
-from quant_eval.rounding.columns import block_rounding
-from quant_eval.rounding.grid import Points, Rounded, check_scales, fit_points, largest_of
-from quant_eval.rounding.inverse import scaled_inverse
-from quant_eval.rounding.order import order_of
-from quant_eval.specs import QuantSpec
+from base.rounding.columns import block_rounding
+from base.rounding.grid import Points, Rounded, check_scales, fit_points, largest_of
+from base.rounding.inverse import scaled_inverse
+from base.rounding.order import order_of
+from base.rounding.spec import RoundingSpec
 
 # Columns whose errors reach the columns right of them together. Part of the definition: see `gptq`
 # on groups.
@@ -77,7 +77,7 @@ def _quadratic_forms(rows_CI: Tensor, hessian_II: Tensor) -> Tensor:
 
 def prepare(
     hessian_II: Tensor,
-    spec: QuantSpec,
+    spec: RoundingSpec,
     name: str,
     products: torch.dtype = torch.float64,
     ranks: Ranks = ALONE,
@@ -152,7 +152,7 @@ def _factor(
 
 
 def gptq(
-    weight_OI: Tensor, preparation: Preparation, spec: QuantSpec, largest: Tensor | None = None
+    weight_OI: Tensor, preparation: Preparation, spec: RoundingSpec, largest: Tensor | None = None
 ) -> Rounded:
     """Round column after column; the columns after each make good its error.
 
@@ -176,7 +176,7 @@ def gptq(
 
 @torch.no_grad()
 def gptq_with_errors(
-    weight_OI: Tensor, preparation: Preparation, spec: QuantSpec, largest: Tensor | None = None
+    weight_OI: Tensor, preparation: Preparation, spec: RoundingSpec, largest: Tensor | None = None
 ) -> tuple[Rounded, Tensor]:
     """Round as `gptq`; return also the errors, fp32 [I, O], along the order, of columns as moved.
 
@@ -227,6 +227,6 @@ def gptq_with_errors(
     return Rounded(codes_OI, scales_OG, zeros_OG, groups_I, numbers, global_scale), weight_IO
 
 
-def _group_grids(weight_IO: Tensor, group_size: int, spec: QuantSpec, largest: Tensor) -> Points:
+def _group_grids(weight_IO: Tensor, group_size: int, spec: RoundingSpec, largest: Tensor) -> Points:
     """Fit the grids [G, O] of successive groups of inputs."""
     return fit_points(weight_IO.unflatten(0, (-1, group_size)).transpose(0, 1), spec, largest)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from base.errors import UserError
 from base.ranks import Ranks
-from quant_eval.rounding.levels import Levels, Numbers, fit_levels, mean_size
-from quant_eval.specs import QuantSpec
+from base.rounding.levels import Levels, Numbers, fit_levels, mean_size
+from base.rounding.spec import RoundingSpec
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Rounded:
 Points = Grid | Levels
 
 
-def fit_points(weights: Tensor, spec: QuantSpec, largest: Tensor) -> Points:
+def fit_points(weights: Tensor, spec: RoundingSpec, largest: Tensor) -> Points:
     """Fit the grid of a spec's format to each group of fp32 weights [K, ...].
 
     `largest`, fp32 [1], is max|w| of all weights that share a scale of the tensor; see
@@ -116,7 +116,7 @@ def fit_points(weights: Tensor, spec: QuantSpec, largest: Tensor) -> Points:
     return fit_levels(weights, spec, largest)
 
 
-def fit_grid(weights: Tensor, spec: QuantSpec) -> Grid:
+def fit_grid(weights: Tensor, spec: RoundingSpec) -> Grid:
     """Fit the min-max grid of integers to each group of fp32 weights [K, ...].
 
     Symmetric: scale = 2 max|w| / (2^bits - 1) and zero = 2^(bits - 1), the convention of AutoGPTQ
@@ -149,7 +149,9 @@ def fit_grid(weights: Tensor, spec: QuantSpec) -> Grid:
     return Grid(scale.float(), -zero.float(), max_code - zero.float())
 
 
-def round_to_nearest(weight_OI: Tensor, spec: QuantSpec, largest: Tensor | None = None) -> Rounded:
+def round_to_nearest(
+    weight_OI: Tensor, spec: RoundingSpec, largest: Tensor | None = None
+) -> Rounded:
     """RTN: every weight goes to the nearest point of its own group's grid.
 
     `largest`, fp32 [1], is for formats with a scale of the tensor: max|w| of all linears that read
@@ -177,7 +179,7 @@ def largest_of(weight_OI: Tensor) -> Tensor:
     return weight_OI.abs().amax().float().view(1)
 
 
-def check_scales(scales: Tensor, weight_OI: Tensor, spec: QuantSpec) -> None:
+def check_scales(scales: Tensor, weight_OI: Tensor, spec: RoundingSpec) -> None:
     """Refuse unusable scales; the message says whether weights or the format are at fault."""
     if bool(scales.isfinite().all()):
         return

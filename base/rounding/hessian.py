@@ -1,6 +1,6 @@
 """The second moment of a linear's inputs, the Hessian of GPTQ's objective, summed in float64.
 
-`measuring.sequential` adds the inputs of a group of linears; `gptq.prepare` factors the mean.
+`quant_eval.measuring` and the probe of a training run add inputs; `gptq.prepare` factors the mean.
 
 Shapes: N tokens, I input features.
 """

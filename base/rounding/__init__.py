@@ -1,0 +1,1 @@
+"""Rounding of one weight matrix: grids, GPTQ, and the Hessian of its inputs. Settings: `spec`."""

@@ -1,0 +1,1 @@
+"""Several studies in one table, with the error over the size of the model."""

@@ -1,0 +1,1 @@
+"""Choices that a study decides for its user: learning rate, average, cooldowns."""

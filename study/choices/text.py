@@ -1,0 +1,61 @@
+"""Rankings as plain text."""
+
+from collections.abc import Iterator, Sequence
+
+from study.choices.learning_rate import QUANTIZED_LOSS, Answer
+from study.choices.ranking import Ranked
+from study.claims.verdict import Measure
+from study.measurements.kind import INTERVAL_LEVEL
+
+NOTE = (
+    f"Intervals are {INTERVAL_LEVEL:.0%}, over {{sources}}; p is of no difference to the first,"
+    " paired, with Holm's correction over all pairs of a list. At equal loss log error is linear in"
+    " the loss between two checkpoints of a run, and the losses are taken as known. A run that"
+    " passes the loss before its anneal is compared as it is there."
+)
+
+
+def headline(answers: Sequence[Answer]) -> str:
+    """Return the first ranking in a sentence; empty without any."""
+    answer = next((one for one in answers if one.ranking), None)
+    if answer is None:
+        return ""
+    of, (best, second, *_) = answer.measure, answer.ranking
+    return (
+        f"{of.title} {answer.where}: the peak learning rate {best.label} has the lowest,"
+        f" {_value(of, best.estimate.value)}; {second.label} has {_difference(of, second)}."
+    )
+
+
+def answers_text(answers: Sequence[Answer]) -> str:
+    """Return every ranking as lines, and a note on intervals and tests."""
+    lines = [headline(answers)]
+    for answer in answers:
+        title = f"{answer.measure.title}, {answer.where}: {answer.reason}".rstrip()
+        lines += ["", title, *_ranking(answer.measure, answer.ranking)]
+    sources = dict.fromkeys(
+        name for answer in answers for one in answer.ranking for name in one.estimate.sources
+    )
+    return "\n".join([*lines, "", NOTE.format(sources=" and ".join(sources) or "nothing")])
+
+
+def _ranking(of: Measure, ranking: Sequence[Ranked]) -> Iterator[str]:
+    width = max((len(one.label) for one in ranking), default=0)
+    for place, one in enumerate(ranking, 1):
+        low, high = (_value(of, end) for end in one.estimate.interval(INTERVAL_LEVEL))
+        own = f"{_value(of, one.estimate.value)} [{low}, {high}]"
+        yield f"  {place}. {one.label:{width}}  {own}" + (
+            f"  {_difference(of, one)}" if one.excess else ""
+        )
+
+
+def _value(of: Measure, value: float) -> str:
+    if of.figure == QUANTIZED_LOSS:
+        return f"{value:.4f}"
+    return f"{100 * value:.3g}%" if of.figure == "relative_error" else f"{value:.3g}"
+
+
+def _difference(of: Measure, one: Ranked) -> str:
+    assert one.excess is not None
+    low, high = (of.signed(end) for end in one.excess.interval(INTERVAL_LEVEL))
+    return f"{of.signed(one.excess.value)} [{low}, {high}], Holm p {one.p_adjusted:.2g}"

@@ -1,0 +1,287 @@
+"""The probe of quantization while training against `quant_eval run` of the exports, transformers,
+GPTQ from its derivation, and the same run without a probe.
+"""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from base.files import write_json
+from ckpt_tools.export import export
+from ckpt_tools.hf.measured import Quantization
+from ckpt_tools.hf.results import read_result
+from quant_eval.specs import QuantSpec, parse_spec
+from study.recipes.demo import MODEL as DEMO
+from tests.conftest import LAYOUTS
+from tests.quant_eval.gptq_reference import eliminate_columns, grid_points
+from tests.runs import make_run, python, ranks
+from tests.train.trajectories import numbers, shard_hashes
+from train.data.corpus import open_corpus
+from train.data.corpus_writer import commit_corpus, join_pieces
+from train.model.config import ModelConfig
+from train.model.families import hf_settings, residual_linears
+from train.model.presets import PYTHIA_160M
+from train.planning.report import print_plans
+from train.run.config import RunConfig, load_run
+from train.run.directory import RunDirectory
+from train.run.metrics import read_metrics
+from train.run.probe import ProbeConfig
+
+SPECS = ("rtn-b3-g16", "rtn-b4-g16")
+PROBE = ProbeConfig(every_steps=5, sequences=5, group_size=16, layers=(1, 3))
+
+
+@pytest.fixture(scope="module", params=["dp2", "tp2", "ds-zero1"])
+def probed(request, tmp_path_factory, inputs):
+    """A finished run with a probe, and the layout of the same run without."""
+    processes, settings = LAYOUTS[request.param]
+    directory = RunDirectory(tmp_path_factory.mktemp("probed") / request.param)
+    make_run(directory.path, **inputs, **settings, probe=PROBE)
+    done = ranks(processes, "train", "run", str(directory.path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return directory, request.param
+
+
+def figures_at(directory: RunDirectory, step: int) -> dict[str, float]:
+    """The figures of the probe after a step, without what begins all of their names."""
+    row = {row["step"]: row for row in read_metrics(directory.metrics)}[step]
+    prefix = "quantization/"
+    return {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+
+
+def same_sequences(run: RunConfig, prefix: Path) -> torch.Tensor:
+    """Write the held-out sequences of a run as documents, of which every token but the first is a
+    target; return them, [B, S + 1].
+    """
+    corpus = open_corpus(run.data.held_out)
+    tokens_BS = corpus.sequences(np.arange(PROBE.sequences), run.data.sequence_length)
+    dtype = corpus.tokens_T.dtype
+    tokens_BS.astype(dtype).tofile(prefix)
+    lengths = np.full(len(tokens_BS), tokens_BS.shape[1])
+    made = prefix.parent / "made"
+    made.mkdir()
+    records = join_pieces([(prefix, lengths)], made, dtype)
+    changes = {"documents": len(lengths), "tokens": tokens_BS.size, **records}
+    commit_corpus(prefix, made, corpus.manifest.model_copy(update=changes))
+    return torch.from_numpy(tokens_BS)
+
+
+def test_losses_are_those_that_quant_eval_measures_of_the_export(probed, tmp_path):
+    """Both in fp32, on the same tokens: they differ by rounding, some 1e-7 nats."""
+    directory, _ = probed
+    run = load_run(directory.run_json)
+    same_sequences(run, tmp_path / "text")
+    export(directory.checkpoint(10), tmp_path / "hf")
+    options = [option for spec in SPECS for option in ("--spec", spec)]
+    command = ["run", str(tmp_path / "hf"), *options, "--eval", str(tmp_path / "text")]
+    done = python("quant_eval", *command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = figures_at(directory, 10)
+    for spec in SPECS:
+        result = read_result(tmp_path / "hf" / "quant" / spec, Quantization).measured
+        assert result.tokens == PROBE.sequences * 32
+        expected = {
+            "held_out_loss": result.cross_entropy,
+            f"{spec}/held_out_loss": result.cross_entropy_quantized,
+            f"{spec}/absolute_error": result.absolute_error,
+        }
+        found = {name: figures[name] for name in expected}
+        assert found == pytest.approx(expected, abs=1e-6), spec
+        assert abs(figures[f"{spec}/absolute_error"]) > 1e-4
+
+
+def test_output_errors_are_those_of_the_exported_model(probed, tmp_path):
+    """Inputs from transformers' hooks; roundings by the slow algorithms, errors on the outputs.
+
+    A weight midway between two points may take the other one: up to 1% of an error.
+    """
+    directory, _ = probed
+    run = load_run(directory.run_json)
+    tokens_BS = same_sequences(run, tmp_path / "text")
+    export(directory.checkpoint(20), tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    figures = figures_at(directory, 20)
+    names = [name for layer in (1, 3) for name in residual_linears(run.model, layer)]
+    assert sum("output_error" in name for name in figures) == 2 * len(SPECS) * len(names)
+    for name in names:
+        linear: Any = model.get_submodule(name.removesuffix(".weight"))
+        seen: list[torch.Tensor] = []
+        handle = linear.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(given[0]))
+        with torch.no_grad():
+            model(tokens_BS[:, :-1])
+        handle.remove()
+        inputs_NI, weight_OI = seen[0].flatten(0, 1).double(), linear.weight.detach().double()
+        for spec in (parse_spec(name) for name in (*SPECS, "gptq-b3-g16", "gptq-b4-g16")):
+            rounded_OI = by_definition(weight_OI, inputs_NI, spec)
+            outputs_NO = inputs_NI @ weight_OI.T
+            missing_NO = outputs_NO - inputs_NI @ rounded_OI.T
+            expected = (missing_NO.square().sum() / outputs_NO.square().sum()).item()
+            short = name.removeprefix("model.").removesuffix(".weight")
+            found = figures[f"{spec.name}/output_error/{short}"]
+            assert found == pytest.approx(expected, rel=1e-2), (spec.name, name)
+
+
+def by_definition(weight_OI: torch.Tensor, inputs_NI: torch.Tensor, spec: QuantSpec):
+    """The rounded weight: each to its group's closest point, or by Optimal Brain Quantization."""
+    if spec.method == "gptq":
+        return eliminate_columns(weight_OI, inputs_NI.T @ inputs_NI / len(inputs_NI), spec)
+    rounded_OI = weight_OI.numpy().copy()
+    for row_I in rounded_OI:
+        for group_K in np.split(row_I, len(row_I) // (spec.group_size or 1)):
+            points_P = grid_points(group_K, spec)
+            group_K[:] = points_P[np.abs(group_K[:, None] - points_P).argmin(1)]
+    return torch.from_numpy(rounded_OI)
+
+
+def test_weights_and_optimizer_state_are_those_of_the_run_without_it(probed, trained):
+    directory, layout = probed
+    plain = RunDirectory(trained(layout))
+    for step in (10, 20):
+        assert shard_hashes(directory.checkpoint(step)) == shard_hashes(plain.checkpoint(step))
+    rows = [
+        {key: value for key, value in row.items() if not key.startswith("quantization/")}
+        for row in numbers(directory.path)
+    ]
+    assert rows == numbers(plain.path)
+    assert load_run(directory.run_json) != load_run(plain.run_json)
+    fingerprints = [RunDirectory(each.path).run_json.read_text() for each in (directory, plain)]
+    assert len({text.split('"fingerprint"')[1] for text in fingerprints}) == 1
+
+
+def test_a_resumed_run_logs_the_same(probed, tmp_path):
+    directory, layout = probed
+    again = RunDirectory(tmp_path / "run")
+    shutil.copytree(directory.path, again.path)
+    shutil.rmtree(again.checkpoint(20))
+    rows = again.metrics.read_text().splitlines(keepends=True)
+    again.metrics.write_text("".join(row for row in rows if '"step": 1' not in row))
+    done = ranks(LAYOUTS[layout][0], "train", "run", str(again.path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    for step in (15, 20):
+        assert figures_at(again, step) == figures_at(directory, step)
+    assert len(figures_at(again, 15)) == 1 + 2 * 2 + 4 * 4
+
+
+def test_a_pipeline_of_shards_logs_what_one_process_does(tmp_path, inputs):
+    """Sums in another order move weights over the middle between two points: they take the other
+    one, which GPTQ hands on.
+    """
+    found = []
+    for layout in ("dp1", "tp2pp2"):
+        processes, settings = LAYOUTS[layout]
+        short: dict[str, Any] = {"total_steps": 16, "save_steps": (16,), "evaluate_every_steps": 20}
+        make_run(tmp_path / layout, **inputs, **(settings | short), probe=PROBE)
+        done = ranks(processes, "train", "run", str(tmp_path / layout))
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(figures_at(RunDirectory(tmp_path / layout), 5))
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        limits: dict[str, Any] = (
+            {"rel": 0.2, "abs": 0} if "gptq" in name else {"rel": 1e-3, "abs": 2e-5}
+        )
+        assert value == pytest.approx(found[1][name], **limits), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"group_size": 64},
+            "does not divide the 32 inputs of model.layers.0.mlp.down_proj.*set 16",
+        ),
+        ({"group_size": 32}, "does not divide the 16 inputs of model.layers.0.self_attn.o_proj"),
+        ({"sequences": 6}, "above data.held_out_sequences 5"),
+        ({"sequences": 1}, "fewer than the 64 inputs of a linear"),
+        ({"layers": (4,)}, "its last is 3"),
+        ({"bits": (3, 3)}, "has a width twice"),
+        ({"bits": (1,)}, "greater than or equal to 2"),
+        ({"bits": ()}, "at least 1 item"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path, inputs, changes, words):
+    run = make_run(tmp_path / "run", **inputs, tensor=2, probe=PROBE)
+    content = run.model_dump(mode="json")
+    content["probe"] |= changes
+    with pytest.raises(ValidationError, match=words):
+        RunConfig.model_validate(content)
+
+
+def test_fp8_is_refused(tmp_path, inputs):
+    run = make_run(tmp_path / "run", **inputs, probe=PROBE)
+    content = run.model_dump(mode="json") | {"precision": "fp8", "kernels": "transformer_engine"}
+    write_json(tmp_path / "run" / "run.json", content)
+    done = python("train", "run", str(tmp_path / "run"))
+    assert done.returncode == 2
+    assert "set precision to 'bf16' or remove probe" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["rtn-b3-g16", "gptq-b4-g128"])
+def test_specs_are_those_of_quant_eval(name):
+    spec = parse_spec(name)
+    probe = ProbeConfig(every_steps=1, group_size=spec.group_size or 0)
+    (own,) = [each for each in probe.specs(spec.bits) if each.method == spec.method]
+    names = {each for each in dir(own) if not each.startswith("_")}
+    assert {each: getattr(own, each) for each in names} == {
+        each: getattr(spec, each) for each in names
+    }
+    assert own.name == name
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "batch", "probe"),
+    [
+        (DEMO, 128, 16, ProbeConfig(every_steps=400, sequences=4, group_size=32)),
+        (PYTHIA_160M, 2048, 256, ProbeConfig(every_steps=100)),
+    ],
+    ids=["demo", "160M"],
+)
+def test_it_costs_less_than_a_thousandth_of_training(model, length, batch, probe):
+    """By torch's count of both, matrix products of rounding included."""
+    forward = counted(model, length, backward=False)
+    training = counted(model, length, backward=True) * batch * probe.every_steps
+    passes = (1 + len(probe.bits) + 1) * probe.sequences
+    gptq = sum(
+        len(probe.bits) * 2 * inputs * (model.hidden_size * inputs)  # errors and columns
+        + 2 * inputs**3  # Cholesky factor, inverse
+        + inputs**2 * length * probe.sequences  # half of X^T X
+        for inputs in (model.hidden_size, model.intermediate_size)
+    )
+    share = passes * forward / training
+    assert share == pytest.approx(probe.cost(batch), rel=0.01)
+    assert share + gptq / training < 1e-3
+    assert probe.cost(batch, replicas=8) == pytest.approx(probe.cost(batch) * (4 + 7) / 4)
+
+
+def counted(model: ModelConfig, length: int, *, backward: bool) -> int:
+    """The FLOPs of a sequence, forward or forward and backward, of transformers' model."""
+    config = AutoConfig.for_model(model.family, **hf_settings(model, length, 0))
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        tokens = torch.zeros(1, length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+        loss = network(tokens).logits.sum()
+        if backward:
+            loss.backward()
+    return counter.get_total_flops()
+
+
+def test_the_stated_cost_is_that_of_the_default():
+    """10,700 sequences between two probes, as the description of `every_steps` says."""
+    assert ProbeConfig(every_steps=700).cost(16) < 1e-3 < ProbeConfig(every_steps=660).cost(16)
+    assert math.isclose(ProbeConfig(every_steps=1).cost(1), 4 / 3 * 8)
+
+
+def test_a_plan_states_it(tmp_path, inputs, capsys):
+    """Two replicas take 3 losses of 5 sequences, and one of them the inputs of its linears."""
+    run = make_run(tmp_path / "run", **inputs, probe=PROBE)
+    print_plans([run], nodes=1, gpus_per_node=2, gpu="h100")
+    share = (3 * 5 / 2 + 5) / 3 / (5 * 8 / 2)
+    assert f"probe of quantization: {share:.3%} of the time" in capsys.readouterr().out
