@@ -23,12 +23,12 @@ class Scored(NamedTuple):
 
     @property
     def error(self) -> float:
-        """|log(forecast / measured)|."""
+        """The distance |log(forecast / measured)|."""
         return abs(math.log(self.forecast.error / self.measured))
 
     @property
     def is_covered(self) -> bool | None:
-        """Whether the interval holds the measured error; None without an interval."""
+        """The interval holds the measured error; None without an interval."""
         interval = self.forecast.interval
         return interval and interval[0] <= self.measured <= interval[1]
 
@@ -42,7 +42,7 @@ class Score:
 
     @property
     def errors(self) -> list[float]:
-        """|log(forecast / measured)| of each."""
+        """The distances |log(forecast / measured)|."""
         return [scored.error for scored in self.forecasts]
 
     @property

@@ -22,6 +22,7 @@ from scipy.special import stdtrit
 
 LEVEL = 0.9  # coverage of the intervals
 LEAST_PAST = 3  # checkpoints that a power law is fitted to: two would always lie on it
+LEAST_SPREAD = 1e-6  # singular value of the terms, which are logs: below, they are one term
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ class Model:
         if not rows:
             return None
         x_RP = np.array(rows, dtype=float).reshape(len(rows), len(self.terms))
-        is_singular = bool(self.terms) and np.linalg.matrix_rank(x_RP) < len(self.terms)
-        if is_singular or len(groups) <= len(self.terms):
+        rank = np.linalg.matrix_rank(x_RP, tol=LEAST_SPREAD) if self.terms else 0
+        if rank < len(self.terms) or len(groups) <= len(self.terms):
             return None
         inverse_PP = np.linalg.inv(x_RP.T @ x_RP)
         y_R = np.array(residuals)

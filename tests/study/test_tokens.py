@@ -24,7 +24,7 @@ def growing(noise, run, model, factor: float) -> float:
 
 
 def verdicts(tmp_path, runs, factor: float) -> list:
-    """What the claim says where each anneal multiplies the error so."""
+    """The claim's verdicts if each anneal multiplies the error so."""
     study = study_of(*with_controls(runs))
     generator = np.random.default_rng(0)
     noise = (generator.normal() for _ in count())
@@ -38,7 +38,7 @@ def verdicts(tmp_path, runs, factor: float) -> list:
     ids=["the anneal doubles the error", "tokens alone"],
 )
 def test_the_decay_shows_at_the_same_held_out_ends(tmp_path, factor, outcomes):
-    """Where the anneal doubles the error a power law in tokens is off by log 2 and the common
+    """A power law in tokens is off by log 2 if the anneal doubles the error, and the common
     factor by the noise. Without an effect both are off by noise alone.
     """
     runs = [run_of(name, peak=peak) for name, peak in PEAKS.items()]

@@ -101,7 +101,7 @@ def root(tmp_path):
 
 
 def test_the_command_says_what_each_model_forecasts(root):
-    """Of two runs each learns from the other: one cooldown fits no interval of a ratio."""
+    """Two runs learn from each other: one cooldown fits no interval of a ratio."""
     lines = command(root, "both", "--run", "lr1e-3").stdout.splitlines()
     assert lines[0].endswith("(lr1e-3)")
     three, four = (place for place, line in enumerate(lines) if "KL divergence" in line)

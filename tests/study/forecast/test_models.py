@@ -32,7 +32,7 @@ def test_a_power_law_is_not_fitted_to_two_checkpoints():
 
 
 def test_mean_ratio_has_the_interval_of_a_new_normal_value():
-    """mean +- t s sqrt(1 + 1/n) of the logs, as any textbook has it."""
+    """The textbook's mean +- t s sqrt(1 + 1/n), of the logs."""
     ratios = (1.3, 1.5, 1.9, 2.4)
     others = [
         replace(one, error_end=ratio * math.exp(one.log_error))
