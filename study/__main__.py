@@ -23,6 +23,7 @@ from study.choosing import (
     wanted,
 )
 from study.definition import save_study
+from study.forecast.commands import forecast
 from study.live import refresh
 from study.machine.run_configurations import write_run_configurations
 from study.paths import REPORT
@@ -276,7 +277,7 @@ def tokenizer(
 
 
 app.command(hidden=True)(refresh)
-for command in (mirror, power, choose, choose_average, cooldowns, compare):
+for command in (mirror, power, forecast, choose, choose_average, cooldowns, compare):
     app.command()(command)
 
 if __name__ == "__main__":

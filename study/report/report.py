@@ -10,6 +10,7 @@ from study.claims.verdict import Evidence
 from study.definition import Study
 from study.figures.canvas import Canvas
 from study.figures.drawing import draw_all
+from study.forecast.page import back_test_tables
 from study.measurements.kind import INTERVAL_LEVEL
 from study.paths import REPORT
 from study.report.page import write_page
@@ -45,7 +46,7 @@ def write_report(directory: Path, study: Study) -> Path:
         headline=headline,
         note=NOTE,
         empty=empty,
-        tables=_tables(study, rows),
+        tables=[*_tables(study, rows), *back_test_tables(directory, study, rows)],
         intervals=_intervals(study, rows),
         settings=settings_of(directory, study),
         commands=commands(directory, study),
