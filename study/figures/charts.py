@@ -25,6 +25,9 @@ GREY, INK, SHADE = "#777777", "#1c1c1c", "#f3f1e7"
 LINE: Chart = {"type": "line", "clip": True, "strokeWidth": 1.6}
 POINT: Chart = {"type": "point", "clip": True, "filled": True, "opacity": 1, "size": 40}
 OPEN: Chart = {"filled": False, "fill": "#ffffff", "strokeWidth": 1.4}
+BAND: Chart = {"type": "area", "clip": True, "opacity": 0.18, "tooltip": None}
+ENDS = ("lowest seed", "highest seed")  # of a band
+FAINT = 0.35  # opacity of single seeds
 DASHED: Chart = {"color": "#555555", "strokeDash": [5, 3], "strokeWidth": 1}
 
 
@@ -116,9 +119,13 @@ def marks(
     open_where: str = "false",
     lines: Chart | None = None,
     points: Chart | None = None,
+    match: str = "",
     **both: Chart,
 ) -> Chart:
     """Return lines, bars of the intervals and points of rows in the colours of their runs.
+
+    Of replicates the line is the mean, in a band from the lowest to the highest of them, and their
+    own points are faint.
 
     Args:
         rows: all of one panel.
@@ -130,14 +137,24 @@ def marks(
         open_where: Vega's expression of the rows whose points are open.
         lines: further encodings of the lines, or others than the runs' own.
         points: those of the points.
+        match: the column by which points of replicates belong together; empty: that of x.
         both: those of all marks.
     """
     axes = {"x": x, "y": y}
     quantities = {name: one for name, one in axes.items() if isinstance(one, Quantity)}
     places = axes | {name: one.encoding() for name, one in quantities.items()}
     layers: list[Chart] = []
+    has_bands = has_line and runs.has_replicates and len(quantities) == 2
     if has_line:
-        layers.append({"mark": LINE, "encoding": lines or {}})
+        line: Chart = {"mark": LINE, "encoding": {"strokeDash": runs.dash} | (lines or {})}
+        line["encoding"] = {name: one for name, one in line["encoding"].items() if one}
+        if has_bands:
+            means = means_of(rows, runs, *quantities.values(), match)
+            layers += [data(means, mark=BAND, encoding=_band(*quantities.values()))]
+            line = data(means, **line)
+        layers.append(line)
+    if has_bands:
+        bar_opacity *= FAINT
     for name, quantity in quantities.items():
         low, high = (f"{quantity.label}, {end}" for end in ("low", "high"))
         if any(low in row for row in rows):
@@ -149,8 +166,31 @@ def marks(
     styles = {"true": {}} if open_where == "false" else {f"!({open_where})": {}, open_where: OPEN}
     for where, style in styles.items():
         some = {} if where == "true" else {"transform": [{"filter": where}]}
-        layers.append(some | {"mark": POINT | style, "encoding": shape})
+        faint = {"opacity": FAINT} if has_bands else {}
+        layers.append(some | {"mark": POINT | style | faint, "encoding": shape})
     return data(rows, encoding=places | {"color": runs.colour} | both, layer=layers)
+
+
+def means_of(rows: Rows, runs: Runs, x: Quantity, y: Quantity, match: str = "") -> Rows:
+    """Return the means of replicates with the ends of their range, named as their first run."""
+    together: dict[tuple[Any, ...], Rows] = {}
+    for row in rows:
+        key = (runs.group_of(row), row.get("series"), row[match or x.label])
+        together.setdefault(key, []).append(row)
+    means = []
+    for replicates in together.values():
+        values = [row[y.label] for row in replicates]
+        low, high = (f"{y.label}, {end}" for end in ENDS)
+        place = sum(row[x.label] for row in replicates) / len(replicates)
+        mean = {x.label: place, y.label: sum(values) / len(values)}
+        head = {key: replicates[0].get(key) for key in ("run", runs.field, "series", "step")}
+        means.append(head | mean | {low: min(values), high: max(values)})
+    return means
+
+
+def _band(x: Quantity, y: Quantity) -> Chart:
+    low, high = (f"{y.label}, {end}" for end in ENDS)
+    return {"x": x.encoding(), "y": y.encoding(low), "y2": {"field": high}}
 
 
 def tooltip(rows: Rows) -> list[Chart]:

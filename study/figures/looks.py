@@ -1,8 +1,11 @@
 """Colours, markers and line styles of the runs: the same in every figure of a study.
 
 The colours are a sequence that stays readable without colour vision and in grey. The runs are
-ordered by what the study varies, so are the colours.
+ordered by what the study varies, so are the colours. Runs that differ in their seed alone look the
+same. A control has the colour of what it is compared with, and dashed lines.
 """
+
+import json
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -14,16 +17,19 @@ from matplotlib.colors import to_hex
 from study.definition import Study
 from study.results.summary import in_order
 
+SOLID, DASHED = [1, 0], [5, 3]
 SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")
 
 
 @dataclass(frozen=True)
 class Look:
-    """One run in every figure."""
+    """One run in every figure; `group` is the label that it shares with its replicates."""
 
     label: str
     colour: str
     shape: str
+    group: str
+    is_control: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,9 +40,26 @@ class Runs:
     looks: dict[str, Look]
     field: str = "run"
 
+    @property
+    def groups(self) -> dict[str, list[Look]]:
+        """The looks by the label of their group."""
+        groups: dict[str, list[Look]] = {}
+        for look in self.looks.values():
+            groups.setdefault(look.group, []).append(look)
+        return groups
+
+    @property
+    def has_replicates(self) -> bool:
+        """Whether some runs differ in their seed alone."""
+        return len(self.groups) < len(self.looks)
+
     def _encoding(self, values: list[Any]) -> dict[str, Any]:
         scale = {"domain": [look.label for look in self.looks.values()], "range": values}
-        return {"field": self.field, "type": "nominal", "title": self.heading, "scale": scale}
+        # the legend has an entry for each group, under the label of its first run
+        entries = {looks[0].label: group for group, looks in self.groups.items()}
+        legend = {"values": list(entries), "labelExpr": f"({json.dumps(entries)})[datum.label]"}
+        encoding = {"field": self.field, "type": "nominal", "title": self.heading, "scale": scale}
+        return encoding | ({"legend": legend} if self.has_replicates else {})
 
     @property
     def colour(self) -> dict[str, Any]:
@@ -47,6 +70,19 @@ class Runs:
     def shape(self) -> dict[str, Any]:
         """The marker of a row's run."""
         return self._encoding([look.shape for look in self.looks.values()])
+
+    @property
+    def dash(self) -> dict[str, Any]:
+        """The dash pattern of a row's line; none where no run is a control."""
+        looks = self.looks.values()
+        if not any(look.is_control for look in looks):
+            return {}
+        return self._encoding([DASHED if look.is_control else SOLID for look in looks])
+
+    def group_of(self, row: dict[str, Any]) -> str:
+        """Return the group of a row of a figure."""
+        labels = {look.label: look.group for look in self.looks.values()}
+        return labels[row[self.field]]
 
 
 def colours(count: int) -> list[str]:
@@ -59,7 +95,7 @@ def looks_for(labels: Iterable[str]) -> list[Look]:
     """Return a look for each label, in order."""
     names = list(labels)
     shapes = [SHAPES[index % len(SHAPES)] for index in range(len(names))]
-    return [Look(*one) for one in zip(names, colours(len(names)), shapes, strict=True)]
+    return [Look(*one) for one in zip(names, colours(len(names)), shapes, names, strict=True)]
 
 
 def runs_of(study: Study) -> Runs:
@@ -69,12 +105,21 @@ def runs_of(study: Study) -> Runs:
     group.
     """
     runs, varied = in_order(study), study.varied
-    looks = dict(zip((run.name for run in runs), looks_for(map(study.label_of, runs)), strict=True))
+    groups = {run.name: study.group_of(run).label for run in runs}
+    of_groups = {look.label: look for look in looks_for(dict.fromkeys(groups.values()))}
+    looks = {
+        run.name: replace(
+            of_groups[groups[run.name]],
+            label=study.label_of(run),
+            is_control=run.name in study.controls,
+        )
+        for run in runs
+    }
     if varied and len(set(varied.groups.values())) > 1:
         values = list(dict.fromkeys(varied.values.get(run.name) for run in runs))
-        groups = list(dict.fromkeys(varied.groups.get(run.name, "") for run in runs))
+        others = list(dict.fromkeys(varied.groups.get(run.name, "") for run in runs))
         for name, look in looks.items():
             colour = colours(len(values))[values.index(varied.values.get(name))]
-            shape = SHAPES[groups.index(varied.groups.get(name, "")) % len(SHAPES)]
+            shape = SHAPES[others.index(varied.groups.get(name, "")) % len(SHAPES)]
             looks[name] = replace(look, colour=colour, shape=shape)
     return Runs(study.heading, looks)

@@ -17,6 +17,7 @@ from study.measurements.titles import spec_title
 
 MOST_TICKS = 8  # as many values are written below the axis, each at its place
 GROUP = "group"
+ANNEALED = "annealed"  # where only controls say more of themselves
 
 
 @figure(
@@ -50,7 +51,7 @@ def ends(canvas: Canvas) -> Drawn | None:
             for run, row in canvas.last_rows(column).items():
                 if run in places:
                     values = x.values(places[run]) | y.values(row[column], interval_of(row, column))
-                    group = {GROUP: varied.groups[run]}
+                    group = {GROUP: varied.groups[run] or ANNEALED}
                     rows.append(described(row, title, canvas.runs.looks[run], **group) | values)
             if rows:
                 panels.append((rows, _panel(rows, lines, x, y, columns)))
@@ -64,7 +65,7 @@ def _ticks(places: Iterable[float]) -> tuple[float, ...]:
 
 def _lines(study: Study, varied: Varied, runs: Runs) -> Runs:
     """A colour for each group of runs; where there is one group, those of the runs."""
-    groups = list(dict.fromkeys(varied.groups.values()))
+    groups = list(dict.fromkeys(text or ANNEALED for text in varied.groups.values()))
     if len(groups) < 2:
         return runs
     heading = " and ".join(axis.name for axis in study.axes if axis.key != varied.key)

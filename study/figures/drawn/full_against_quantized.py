@@ -47,6 +47,6 @@ def _panel(canvas: Canvas, rows: Rows, columns: int) -> Chart:
     early = {"field": "phase", "oneOf": BEFORE_ANNEAL}
     sizes = {"size": {"condition": {"test": early, "value": 15}, "value": 45}}
     by_step = {"order": {"field": "step", "type": "quantitative"}}
-    values = marks(last, canvas.runs, x, y, points=sizes, lines=by_step)
+    values = marks(last, canvas.runs, x, y, points=sizes, lines=by_step, match="step")
     zero = [] if y.is_log else [level(0.0)]
     return panel([*zero, values], rows[0]["panel"], columns)
