@@ -57,7 +57,7 @@ class Estimate:
 
     @property
     def holds_seeds(self) -> bool:
-        """Whether the estimate is for other seeds too, not for these trainings only."""
+        """True where the estimate is for other seeds too, not for these trainings only."""
         return SEEDS in self.sources
 
     @property
