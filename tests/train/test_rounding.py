@@ -36,6 +36,7 @@ from train.run.metrics import read_metrics
 from train.run.probe import ProbeConfig
 
 SPECS = ("rtn-b3-g16", "rtn-b4-g16")
+DOCUMENTS = 20  # the fewest that quant_eval takes
 PROBE = ProbeConfig(every_steps=5, sequences=5, group_size=16, layers=(1, 3))
 
 
@@ -58,11 +59,11 @@ def figures_at(directory: RunDirectory, step: int) -> dict[str, float]:
 
 
 def same_sequences(run: RunConfig, prefix: Path) -> torch.Tensor:
-    """Write the held-out sequences of a run as documents, of which every token but the first is a
-    target; return them, [B, S + 1].
+    """Write held-out sequences of a run as documents, of which every token but the first is a
+    target; return those of the probe, [B, S + 1].
     """
     corpus = open_corpus(run.data.held_out)
-    tokens_BS = corpus.sequences(np.arange(PROBE.sequences), run.data.sequence_length)
+    tokens_BS = corpus.sequences(np.arange(DOCUMENTS), run.data.sequence_length)
     dtype = corpus.tokens_T.dtype
     tokens_BS.astype(dtype).tofile(prefix)
     lengths = np.full(len(tokens_BS), tokens_BS.shape[1])
@@ -71,7 +72,7 @@ def same_sequences(run: RunConfig, prefix: Path) -> torch.Tensor:
     records = join_pieces([(prefix, lengths)], made, dtype)
     changes = {"documents": len(lengths), "tokens": tokens_BS.size, **records}
     commit_corpus(prefix, made, corpus.manifest.model_copy(update=changes))
-    return torch.from_numpy(tokens_BS)
+    return torch.from_numpy(tokens_BS[: PROBE.sequences])
 
 
 def test_losses_are_those_that_quant_eval_measures_of_the_export(probed, tmp_path):
@@ -87,11 +88,16 @@ def test_losses_are_those_that_quant_eval_measures_of_the_export(probed, tmp_pat
     figures = figures_at(directory, 10)
     for spec in SPECS:
         result = read_result(tmp_path / "hf" / "quant" / spec, Quantization).measured
-        assert result.tokens == PROBE.sequences * 32
+        by_document, own = result.per_document, slice(PROBE.sequences)
+        tokens = sum(by_document.tokens[own])
+        assert tokens == PROBE.sequences * 32
+        full, quantized = (
+            sum(nll[own]) / tokens for nll in (by_document.nll, by_document.nll_quantized)
+        )
         expected = {
-            "held_out_loss": result.cross_entropy,
-            f"{spec}/held_out_loss": result.cross_entropy_quantized,
-            f"{spec}/absolute_error": result.absolute_error,
+            "held_out_loss": full,
+            f"{spec}/held_out_loss": quantized,
+            f"{spec}/absolute_error": quantized - full,
         }
         found = {name: figures[name] for name in expected}
         assert found == pytest.approx(expected, abs=1e-6), spec
