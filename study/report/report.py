@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quant_eval.measuring.statistics import METHOD
-from study.claims.page import NOTE, headline, judge_all, tally
+from study.claims.page import HEAD, NOTE, claims_table, judge_all
 from study.definition import Study
 from study.figures.canvas import Canvas
 from study.figures.drawing import draw_all
@@ -37,9 +37,8 @@ def write_report(directory: Path, study: Study) -> Path:
         canvas.runs,
         study=study,
         facts=_facts(study, rows),
-        judged=judge_all(study, rows, Paired(directory)),
-        tally=tally,
-        headline=headline,
+        claims_head=HEAD,
+        claims=claims_table(judge_all(study, rows, Paired(directory))),
         note=NOTE,
         empty=empty,
         tables=_tables(study, rows),
