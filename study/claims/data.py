@@ -3,19 +3,16 @@
 import json
 from collections.abc import Callable, Iterable
 
-from study.claims.schedule import MARGIN, change, slope, times
-from study.claims.verdict import (
-    Measure,
-    NotTested,
-    Verdict,
-    against_zero,
-    by_measure,
-    claim,
-    decided,
-    needed,
-    outcome_of,
-    significant_above,
+from study.claims.finding import all_directed, bounded, conclude, mean_of, times
+from study.claims.schedule import (
+    MARGIN,
+    annealed,
+    doublings,
+    effect_of_anneal,
+    growth_over,
+    slope_over_tokens,
 )
+from study.claims.verdict import Measure, NotTested, Replicates, Verdict, by_measure, claim
 from study.results.summary import DECAYED, RunSummary, listed
 from train.run.config import RunConfig
 from train.run.schedules import learning_rate
@@ -43,6 +40,22 @@ def alike(ends: Iterable[RunSummary], but: Iterable[str]) -> list[Chosen]:
     return [group for group in groups.values() if len(group) > 1]
 
 
+def replicated(ends: Iterable[RunSummary], but: Iterable[str]) -> dict[str, list[Chosen]]:
+    """Return groups of runs that are the same but for these keys, one for every seed.
+
+    Each is under the labels of its runs, those of the first seed.
+    """
+    found: dict[str, list[Chosen]] = {}
+    for group in alike(ends, [*but, "seed"]):
+        by_seed: dict[int, Chosen] = {}
+        for end in group:
+            by_seed.setdefault(end.run.seed, []).append(end)  # type: ignore[union-attr]
+        sets = [one for one in by_seed.values() if len({end.group for end in one}) > 1]
+        if sets:
+            found[listed([end.group for end in sets[0]])] = sets
+    return found
+
+
 LENGTH = ("total_steps", "schedule.anneal.start_step", "schedule.phase.horizon_tokens")
 
 
@@ -67,77 +80,75 @@ def _of_schedule(ends: Iterable[RunSummary], fits: Callable[[RunConfig], bool]) 
 @claim(
     70,
     "budgets",
-    "More data does not by itself raise the error: it does not grow with the length of the"
-    " constant phase.",
+    "More data alone does not raise the error",
     source="abstract, section 5, figure 5",
-    needs="runs that hold the rate and anneal, and differ in their length alone",
+    needs="runs that hold the rate and anneal, and differ in their length alone, with controls",
 )
 @by_measure
 def budgets(of: Measure) -> Verdict:
-    """Test the slope over ends of cooldowns that differ in length alone, against a margin.
+    """Compare the change over ends of cooldowns that differ in length alone with a margin.
 
     Not raising is one-sided: an error that falls with the tokens is in agreement.
     """
-    groups = alike(_of_schedule(of.evidence.ends, _is_cooldown), LENGTH)
+    groups = replicated(_of_schedule(of.evidence.ends, _is_cooldown), LENGTH)
     if not groups:
         raise NotTested("no two runs hold the rate, then anneal, and differ in their length alone")
-    below, beyond, slopes, parts = [], [], [], []
-    for group in groups:
-        both = [
-            (needed(f"{end.label} before the anneal", end.first, of.column), of.end(end))
-            for end in group
+    tested = {end.run.name for end in annealed(of)}
+    if not all(end.run.name in tested for sets in groups.values() for one in sets for end in one):
+        raise NotTested("an annealed run has no control at equal tokens")
+
+    changes, margins, spans = dict[str, Replicates](), dict[str, Replicates](), set[float]()
+    for label, sets in groups.items():
+        rows = [[of.end(end) for end in one] for one in sets]
+        changes[label] = list(map(growth_over, rows))
+        margins[label] = [
+            [
+                weighted
+                for end in one
+                for weighted in times(MARGIN / len(one), effect_of_anneal(of, end))
+            ]
+            for one in sets
         ]
-        trend = slope([last for _, last in both])
-        rise = [one for first, last in both for one in change(first, last, 1 / len(both))]
-        margin, growth = times(MARGIN, rise), of.contrast(trend)
-        below.append([of.contrast(margin, times(-1, trend))])
-        beyond.append([growth, of.contrast(trend, times(-1, margin))])
-        slopes.append(growth.value)
-        parts.append(
-            f"{len(both)} budgets ({listed([end.label for end in group])}):"
-            f" {of.estimated(growth)} per doubling,"
-            f" {of.estimated(of.contrast(rise))} in the anneal"
-        )
-    agreeing = sum(significant_above(below, one_sided=True))
-    opposing = sum(significant_above(beyond, one_sided=True))
-    words = (
-        f"slope over the ends significantly below {MARGIN:g} of the mean change in the anneal for"
-        f" {agreeing} of {len(groups)} groups of runs, above it for {opposing} (paired over"
-        f" documents, one-sided, Holm): {'; '.join(parts)}"
+        spans |= set(map(doublings, rows))
+    parts = {
+        label: bounded(of, changes[label], margins[label], two_sided=False) for label in groups
+    }
+    whole = mean_of(list(changes.values()))
+    finding = bounded(of, whole, mean_of(list(margins.values())), two_sided=False)
+    beside = (
+        f"slope x span over {min(spans):.2g} to {max(spans):.2g} doublings of the budget; the"
+        f" margin is {MARGIN:g} of the mean change by the anneal; one-sided"
     )
-    effect = f"{of.spread(slopes)} per doubling of the tokens"
-    return Verdict(decided(agreeing, opposing, len(groups)), words, effect)
+    return conclude(of, (finding, of.estimate(whole)), parts, "within", beside)
 
 
 @claim(
     80,
     "schedules",
-    "Under cosine the error grows faster with the data than under cooldowns from a constant rate.",
+    "The error grows faster under cosine",
     source="figure 5",
-    needs="two budgets under each of the two schedules",
+    needs="two budgets under each of the two schedules, cosine and a constant rate with cooldown",
 )
 @by_measure
 def schedules(of: Measure) -> Verdict:
-    """Test the slope over the budgets under cosine minus that under cooldowns."""
+    """Compare the change over the budgets under cosine with that under cooldowns."""
     chosen = [end for fits in KINDS for end in _of_schedule(of.evidence.ends, fits)]
-    differences, parts = [], []
-    for group in alike(chosen, ("total_steps", "schedule")):
-        kinds = [_of_schedule(group, fits) for fits in KINDS]
-        if min(len({end.run.total_steps for end in kind}) for kind in kinds) < 2:
-            continue
-        cosine, cooldown = (slope([of.end(end) for end in kind]) for kind in kinds)
-        differences.append(of.contrast(cosine, times(-1, cooldown)))
-        parts.append(
-            f"{len(cosine)} and {len(cooldown)} budgets:"
-            f" {of.estimated(of.contrast(cosine))} per doubling under cosine,"
-            f" {of.estimated(of.contrast(cooldown))} under cooldowns,"
-            f" difference {of.estimated(differences[-1])}"
-        )
-    if not differences:
+    parts = dict[str, Replicates]()
+    for label, sets in replicated(chosen, ("total_steps", "schedule")).items():
+        contrasts = []
+        for one in sets:
+            kinds = [_of_schedule(one, fits) for fits in KINDS]
+            if min(len({end.run.total_steps for end in kind}) for kind in kinds) < 2:
+                continue
+            rows = [[of.end(end) for end in kind] for kind in kinds]
+            span = min(map(doublings, rows))  # both slopes over the same doublings
+            cosine, cooldown = map(slope_over_tokens, rows)
+            contrasts.append(times(span, [*cosine, *times(-1, cooldown)]))
+        if contrasts:
+            parts[label] = contrasts
+    if not parts:
         raise NotTested(
             "no two budgets under each of cosine and constant rate with cooldown, all else the same"
         )
-    ways, p_values = against_zero(differences)
-    words = f"paired over documents, Holm, p {max(p_values):.2g}: {'; '.join(parts)}"
-    slopes = of.spread([one.value for one in differences])
-    return Verdict(outcome_of(ways, "higher"), words, f"slopes differ by {slopes} per doubling")
+    beside = "slope x span over the budgets under cosine minus that under cooldowns"
+    return all_directed(of, parts, "higher", beside=beside)

@@ -47,7 +47,7 @@ LogRatios = dict[str, list[float]]  # by training
 @claim(
     90,
     "sharpness",
-    "Flatter minima quantize better: at equal loss and tokens error and curvature rise together.",
+    "Flatter minima quantize better",
     source="section 6.2, appendix G",
     needs="curvature of the checkpoints of three trainings or more",
 )
@@ -76,7 +76,7 @@ def _correlated(evidence: Evidence, column: str) -> Verdict:
         f"Spearman's partial correlation given loss and tokens {found}, p {found.p_value:.2g}"
         f" (jackknife over trainings, {found.checkpoints} checkpoints)"
     )
-    return Verdict(_outcome(found.value, found.p_value), words, f"{found}, p {found.p_value:.2g}")
+    return Verdict(_outcome(found.value, found.p_value), words, f"{found}", found.p_value)
 
 
 def _outcome(value: float, p_value: float) -> Outcome:
@@ -88,7 +88,7 @@ def _outcome(value: float, p_value: float) -> Outcome:
 @claim(
     100,
     "sharpening",
-    "In the decay curvature and error rise together.",
+    "Curvature and error rise in the decay",
     source="section 6.2, appendix G",
     needs="curvature of annealed weights and of their controls, of three trainings or more",
 )
@@ -128,13 +128,13 @@ def _risen(evidence: Evidence, column: str) -> Verdict:
         f"against {against}: {effect}; geometric means over {divergence.trainings} trainings with"
         " 95% intervals, p of the weaker of the two"
     )
-    return Verdict(outcome, words, effect)
+    return Verdict(outcome, words, effect, p_value)
 
 
 @claim(
     105,
     "flat-averages",
-    "Averages of weights are flatter, and quantize better at equal loss.",
+    "Averages are flatter, better at equal loss",
     source="section 5, figure 4",
     needs="averages, with their curvature (curvature.averages), of three trainings or more",
 )
@@ -172,13 +172,13 @@ def _lower(found: list[Averaged], log_ratio_of: Callable[[Averaged], float | Non
         f"{effect}; geometric mean over {ratio.trainings} trainings and"
         f" {sum(map(len, by_training.values()))} averages of them before the anneal"
     )
-    return Verdict(_outcome(-math.log(ratio.value), ratio.p_value), words, effect)
+    return Verdict(_outcome(-math.log(ratio.value), ratio.p_value), words, effect, ratio.p_value)
 
 
 @claim(
     107,
     "formula",
-    "Curvature, bits and learning rate say what quantization costs.",
+    "Curvature, bits and rate predict the error",
     source="future work of section 7; our formula (study/mechanism/formula.py)",
     needs="curvature of the checkpoints of four trainings or more, of two settings or more",
 )
@@ -211,4 +211,6 @@ def _formula(found: Observations, model: Model) -> Verdict:
         f"KL divergence of held-out trainings is off by a {effect} of the weakest comparison; R"
         f" squared {scored.r_squared:.2f}; by all trainings {slopes_text(found)}, theory 1, 1 and 0"
     )
-    return Verdict(_outcome(math.log(weakest.value), weakest.p_value), words, effect)
+    return Verdict(
+        _outcome(math.log(weakest.value), weakest.p_value), words, effect, weakest.p_value
+    )

@@ -1,34 +1,42 @@
 """Claims on the learning rate along a run: flat while it is high, a surge when it decays.
 
-A slope is that of least squares of the figure over log2 of the tokens: its change per doubling of
-the tokens.
+What the anneal does is the difference from the control, the same run at equal tokens without it. A
+released trajectory has none: there it is the change of slope in log tokens where the decay starts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import log2
 
+import numpy as np
+
+from study.claims.finding import (
+    Finding,
+    all_directed,
+    bounded,
+    conclude,
+    directed,
+    mean_of,
+    times,
+)
 from study.claims.verdict import (
     Measure,
     NotTested,
+    Replicates,
     Verdict,
-    Weighted,
     by_measure,
     claim,
-    decided,
+    grouped,
     needed,
-    significant_above,
 )
-from study.results.summary import at_high_rate, lineage
-from study.results.table import Row
+from study.results.paired import Weighted
+from study.results.summary import RunSummary, at_high_rate, lineage
+from study.results.table import Row, trained
+from train.run.config import RunConfig
 
-# An error is called flat if a doubling of the tokens changes it by at most this share of the change
-# in the anneal.
+# An error is called flat if all tokens of the phase change it by at most this share of what the
+# anneal does.
 MARGIN = 0.25
-
-
-def slope(rows: Sequence[Row]) -> Weighted:
-    """Return the weights of the rows in the slope over log2 of their tokens."""
-    return slope_over([(row, log2(row["tokens"])) for row in rows])
+Contrast = Callable[[RunSummary], Weighted]
 
 
 def slope_over(placed: Sequence[tuple[Row, float]]) -> Weighted:
@@ -38,98 +46,171 @@ def slope_over(placed: Sequence[tuple[Row, float]]) -> Weighted:
     return [(row, (place - mean) / spread) for row, place in placed]
 
 
-def change(first: Row, last: Row, share: float = 1.0) -> Weighted:
-    """Return the weights of last - first, times a share."""
-    return [(last, share), (first, -share)]
+def slope_over_tokens(rows: Sequence[Row]) -> Weighted:
+    """Return the weights of the rows in the slope over log2 of their tokens."""
+    return slope_over([(row, log2(row["tokens"])) for row in rows])
 
 
-def times(factor: float, weighted: Weighted) -> Weighted:
-    """Return the same sum times a factor."""
-    return [(row, factor * weight) for row, weight in weighted]
+def growth_over(rows: Sequence[Row]) -> Weighted:
+    """Return the weights of the rows in slope x span: the change over all their tokens, by trend.
+
+    The slope is that of least squares over log2 of the tokens, the span their doublings.
+    """
+    return times(doublings(rows), slope_over_tokens(rows))
+
+
+def doublings(rows: Sequence[Row]) -> float:
+    """Return how often the tokens double from the first to the last of these rows."""
+    tokens = [row["tokens"] for row in rows]
+    return log2(max(tokens) / min(tokens))
+
+
+def change(first: Row, last: Row) -> Weighted:
+    """Return the weights of last - first."""
+    return [(last, 1.0), (first, -1.0)]
+
+
+def annealed(of: Measure, *others: str) -> list[RunSummary]:
+    """Return the ends of a decay that have something to be compared with.
+
+    Raises:
+        NotTested: there are none, or a control is not measured.
+    """
+    study = of.evidence.study
+    ends = of.evidence.annealed
+    if not ends:
+        raise NotTested("no run's learning rate decays after a checkpoint at a higher one")
+    kept = [end for end in ends if not isinstance(end.run, RunConfig) or study.control_of(end.run)]
+    if not kept:
+        raise NotTested("no annealed run has a control: the same run at equal tokens, not annealed")
+    for end in kept:
+        of.end(end, *others)
+        if isinstance(end.run, RunConfig):
+            needed(f"the control of {end.label}", end.control, of.column, *others)
+    return kept
+
+
+def effect_of_anneal(of: Measure, end: RunSummary) -> Weighted:
+    """Return the weights of the rows in what the anneal of a run does to its error."""
+    if isinstance(end.run, RunConfig):
+        return change(needed(f"the control of {end.label}", end.control, of.column), of.end(end))
+    return above_trend(_stable(of, end), _decaying(of, end))
+
+
+def above_trend(stable: Sequence[Row], decaying: Sequence[Row]) -> Weighted:
+    """Return the weights of the rows in how far the end is above the trend of the stable phase.
+
+    It is the change of slope in a fit of two lines over log2 of the tokens, which meet where the
+    decay starts, times the doublings in the decay.
+    """
+    rows, start = [*stable, *decaying], log2(stable[-1]["tokens"])
+    places = np.array([log2(row["tokens"]) for row in rows])
+    beyond = np.maximum(places - start, 0)
+    weights = np.linalg.pinv(np.stack([np.ones_like(places), places, beyond], axis=1))[2]
+    return [(row, float(weight * beyond.max())) for row, weight in zip(rows, weights, strict=True)]
+
+
+def _stable(of: Measure, end: RunSummary) -> list[Row]:
+    """Return the rows at the high rate, on to the control's where there is one."""
+    study, rows = of.evidence.study, of.evidence.rows
+    control = study.control_of(end.run) if isinstance(end.run, RunConfig) else None
+    first = needed(f"{end.label} before the decay", end.first)
+    last = end.control["step"] if end.control else first["step"]
+    high = at_high_rate(lineage(study, rows, control or end.run))
+    kept = [row for row in high if row["step"] <= last and row["tokens"]]
+    if len({row["tokens"] for row in kept}) < 2:
+        raise NotTested("no run has two checkpoints at a high learning rate before it decays")
+    return [needed(f"{end.label}, step {row['step']}", row, of.column) for row in kept]
+
+
+def _decaying(of: Measure, end: RunSummary) -> list[Row]:
+    """Return the rows of a released run after the last one at the high rate."""
+    first, own = needed(f"{end.label} before the decay", end.first), of.evidence.rows
+    later = [row for row in trained(own) if row["run"] == end.run.name and row["tokens"]]
+    return [row for row in later if row["step"] > first["step"] and row[of.column] is not None]
+
+
+def by_group(contrast: Contrast, ends: Sequence[RunSummary]) -> dict[str, Replicates]:
+    """Return a contrast of the runs that are the same but for their seed, by their label."""
+    return {label: [contrast(end) for end in group] for label, group in grouped(ends).items()}
 
 
 @claim(
     10,
     "flat",
-    "While the learning rate is high the error stays flat, although the tokens grow.",
+    "The error stays flat while the rate is high",
     source="abstract, figure 1",
-    needs="two checkpoints at a high rate and one after its decay",
+    needs="two checkpoints at a high rate, and annealed weights with their control",
 )
 @by_measure
 def flat(of: Measure) -> Verdict:
-    """Judge by two one-sided tests of the slope against the margin (Schuirmann 1987)."""
-    within, beyond, slopes, decays, parts = [], [], [], [], []
-    for end in of.evidence.annealed:
-        first = needed(f"{end.label} before the decay", end.first)
-        led = at_high_rate(lineage(of.evidence.study, of.evidence.rows, end.run))
-        stable = [row for row in led if row["step"] <= first["step"] and row["tokens"]]
-        if len({row["tokens"] for row in stable}) < 2:
-            continue
-        for row in stable:
-            needed(f"{end.label}, step {row['step']}", row, of.column)
-
-        trend, rise = slope(stable), change(stable[-1], of.end(end))
-        margin = times(MARGIN, rise)
-        growth, decay = of.contrast(trend), of.contrast(rise)
-        steep = times(1.0 if growth.value > 0 else -1.0, trend)
-        within.append([of.contrast(margin, times(sign, trend)) for sign in (-1, 1)])
-        beyond.append([of.contrast(steep), of.contrast(steep, times(-1, margin))])
-        slopes.append(growth.value)
-        decays.append(decay.value)
-        parts.append(
-            f"{end.label}: {of.estimated(growth)} per doubling, {of.estimated(decay)} in the decay"
-        )
-    if not parts:
-        raise NotTested("no run has two checkpoints at a high learning rate before it decays")
-    agreeing = sum(significant_above(within, one_sided=True))
-    opposing = sum(significant_above(beyond, one_sided=False))
-    words = (
-        f"slope significantly within {MARGIN:g} of the change in the decay for {agreeing} of"
-        f" {len(parts)} runs, beyond it for {opposing} (paired over documents, two one-sided"
-        f" tests, Holm): {'; '.join(parts)}"
+    """Compare the change over the whole phase with a share of what the anneal does."""
+    ends = annealed(of)
+    changes = by_group(lambda end: growth_over(_stable(of, end)), ends)
+    margins = by_group(lambda end: times(MARGIN, effect_of_anneal(of, end)), ends)
+    spans = [doublings(_stable(of, end)) for end in ends]
+    parts = {
+        label: bounded(of, changes[label], margins[label], two_sided=True) for label in changes
+    }
+    whole = mean_of(list(changes.values()))
+    finding = bounded(of, whole, mean_of(list(margins.values())), two_sided=True)
+    beside = (
+        f"slope x span over {min(spans):.2g} to {max(spans):.2g} doublings of the tokens; the"
+        f" margin is {MARGIN:g} of what the anneal does; two one-sided tests"
     )
-    effect = f"{of.spread(slopes)} per doubling of the tokens, {of.spread(decays)} in the decay"
-    return Verdict(decided(agreeing, opposing, len(parts)), words, effect)
+    return conclude(of, (finding, of.estimate(whole)), parts, "within", beside)
 
 
 @claim(
     20,
     "surge",
-    "When the learning rate decays the error surges.",
+    "The error surges when the rate decays",
     source="abstract, figure 1, appendix E.4",
-    needs="a checkpoint before and one after the decay",
+    needs="annealed weights, and the same run at equal tokens without the anneal",
 )
 @by_measure
 def surge(of: Measure) -> Verdict:
-    """Compare after with before the decay, run by run."""
-    return of.all_claimed(of.compared(of.both_ends()), "higher", "runs")
+    """Compare annealed with not annealed weights at equal tokens, the growth by data beside it."""
+    ends = annealed(of)
+    beside = "above the trend in log tokens"
+    if isinstance(ends[0].run, RunConfig):
+        beside = "annealed minus control at equal tokens"
+        controls = [(end, end.control) for end in ends if end.control]
+        if all(end.first and end.first.get(of.column) is not None for end, _ in controls):
+            grown = by_group(
+                lambda end: change(of.before(end), needed("", end.control)),
+                [end for end, _ in controls],
+            )
+            growth = of.estimate(mean_of(list(grown.values())))
+            beside += f"; by data alone, control minus before the anneal: {of.estimated(growth)}"
+    parts = by_group(lambda end: effect_of_anneal(of, end), ends)
+    return all_directed(of, parts, "higher", beside=beside)
 
 
 @claim(
     30,
     "divergence",
-    "In the decay loss and error part: the full-precision loss falls and the error rises.",
+    "The decay lowers the loss, raises the error",
     source="abstract",
-    needs="a checkpoint before and one after the decay",
+    needs="annealed weights, and the same run at equal tokens without the anneal",
 )
 @by_measure
 def divergence(of: Measure) -> Verdict:
-    """Compare both run by run: the full-precision loss falls, and the error rises."""
+    """Compare both with the control: the full-precision loss falls, and the error rises.
+
+    The larger p-value decides (Berger 1982, intersection-union test).
+    """
     of_loss = of.of(figure="cross_entropy")
-    pairs = of.both_ends(of_loss.column)
-    errors, losses = of.compared(pairs), of_loss.compared(pairs)
-    ways = [(losses[label].verdict, errors[label].verdict) for label in pairs]
-    parted = ways.count(("lower", "higher"))
-    together = ways.count(("lower", "lower")) + ways.count(("higher", "higher"))
-    parts = [
-        f"{label}: loss {of_loss.signed(loss.difference.value)} (p {loss.p_adjusted:.2g}), error "
-        f"{of.signed(errors[label].difference.value)} (p {errors[label].p_adjusted:.2g})"
-        for label, loss in losses.items()
-    ]
-    words = (
-        f"loss significantly lower and error higher in {parted} of {len(ways)} runs, both the same"
-        f" way in {together} (paired over documents, Holm): {'; '.join(parts)}"
-    )
-    loss = of_loss.spread([one.difference.value for one in losses.values()])
-    error = of.spread([one.difference.value for one in errors.values()])
-    return Verdict(decided(parted, together, len(ways)), words, f"loss {loss}, error {error}")
+    ends = annealed(of, of_loss.column)
+    contrasts = by_group(lambda end: effect_of_anneal(of, end), ends)
+    parts = {label: _parted(of_loss, of, part) for label, part in contrasts.items()}
+    whole = mean_of(list(contrasts.values()))
+    verdict = conclude(of, (_parted(of_loss, of, whole), of.estimate(whole)), parts, "apart")
+    loss = of_loss.signed(of_loss.estimate(whole).value)
+    return verdict._replace(effect=f"{verdict.effect}, loss {loss}")
+
+
+def _parted(of_loss: Measure, of: Measure, contrast: Replicates) -> Finding:
+    loss, error = directed(of_loss, contrast), directed(of, contrast)
+    way = "apart" if (loss.way, error.way) == ("lower", "higher") else "not apart"
+    return Finding(way, max(loss.p, error.p), f"loss {loss.words}, error {error.words}")

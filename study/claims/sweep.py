@@ -1,35 +1,39 @@
 """Claims on the end of training: larger rates, averages, other methods, fewer bits."""
 
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
-from math import log2
+from math import factorial, log2
 
+from base.statistics import holm
 from quant_eval.specs import parse_spec
-from study.claims.data import Chosen, alike
+from study.claims.data import replicated
+from study.claims.finding import all_directed, bounded, directed, mean_of, times
 from study.claims.permutation import kendall
-from study.claims.schedule import slope_over
+from study.claims.schedule import change, slope_over
 from study.claims.verdict import (
+    ALPHA,
     NAMES,
-    SIGNIFICANT,
     Evidence,
     Measure,
     NotTested,
+    Replicates,
     Verdict,
-    against_zero,
     by_measure,
     claim,
-    decided,
     judged,
     measures,
-    outcome_of,
+    needed,
 )
 from study.measurements.titles import spec_title
 from study.results.averages import Made, against_annealed, lowest_spec
-from study.results.paired import every_pair
 from study.results.summary import RunSummary
 from study.results.table import Row
 from train.run.config import RunConfig
 
-NO_WORSE = 0.01  # of the loss: a larger rate's may be above the other's by so much, and is no worse
+EQUAL_LOSS = 0.01  # of the loss: two losses are equal that differ by less
+Pairing = Callable[[Iterable[float]], Iterable[tuple[float, float]]]
 
 
 def _peak(end: RunSummary) -> float:
@@ -37,88 +41,100 @@ def _peak(end: RunSummary) -> float:
     return end.run.optimizer.peak_lr
 
 
-def _sweeps(evidence: Evidence) -> list[Chosen]:
-    """Groups of runs that differ in their peak learning rate alone, by rising peak."""
-    groups = alike(evidence.ends, ("optimizer.peak_lr",))
+def _sweeps(of: Measure) -> list[dict[float, list[Row]]]:
+    """Return the ends of runs that differ in their peak alone: rows of each seed by rising peak."""
+    groups = replicated(of.evidence.ends, ("optimizer.peak_lr",))
     if not groups:
         raise NotTested("no two runs differ in their peak learning rate alone")
-    return [sorted(group, key=_peak) for group in groups]
+    sweeps = []
+    for sets in groups.values():
+        peaks = sorted(set.intersection(*({_peak(end) for end in one} for one in sets)))
+        ends = {(place, _peak(end)): end for place, one in enumerate(sets) for end in one}
+        sweeps.append(
+            {peak: [of.end(ends[place, peak]) for place in range(len(sets))] for peak in peaks}
+        )
+    return [sweep for sweep in sweeps if len(sweep) > 1]
 
 
-def _pairs(of: Measure, groups: list[Chosen], *others: str) -> dict[str, tuple[Row, Row]]:
-    """Pairs by 'lower peak vs higher peak': their last weights."""
+def _steps(sweeps: Sequence[dict[float, list[Row]]], pairs: Pairing) -> dict[str, Replicates]:
+    """Return the change of the figure between pairs of peaks, from the lower to the higher."""
     return {
-        f"{first.label} vs {second.label}": (of.end(first, *others), of.end(second, *others))
-        for group in groups
-        for first, second in combinations(group, 2)
+        f"{low:g} to {high:g}": list(map(change, sweep[low], sweep[high]))
+        for sweep in sweeps
+        for low, high in pairs(sweep)
     }
 
 
 @claim(
     40,
     "peaks",
-    "The larger the peak learning rate, the smaller the error at the end of training.",
+    "A larger peak rate leaves a smaller error",
     source="section 5.1, figure 23",
     needs="runs that differ in their peak learning rate alone",
 )
 @by_measure
 def peaks(of: Measure) -> Verdict:
-    """Test the slope over log2 of the peak, every pair of peaks, and the order of the runs.
+    """Test the slope over log2 of the peak, seed by seed, and its steps from peak to peak.
 
-    Supported where every slope is significantly below 0 and no pair significantly the other way;
-    contradicted likewise.
+    The unit is the run. With one seed it is that of Kendall's tau, where so many peaks can decide.
     """
-    groups, slopes, parts = _sweeps(of.evidence), [], []
-    for group in groups:
-        found = [(of.end(end), log2(_peak(end))) for end in group]
-        slopes.append(of.contrast(slope_over(found)))
-        tau, p = kendall([place for _, place in found], [row[of.column] for row, _ in found])
-        parts.append(
-            f"{len(found)} runs: {of.estimated(slopes[-1])} per doubling of the peak;"
-            f" Kendall's tau over the runs {tau:+.2f}, exact p {p:.2g}"
-        )
-    by_slope = outcome_of(against_zero(slopes)[0], "lower")
-    pairs = of.compared(_pairs(of, groups))
-    against = {"supported": "higher", "contradicted": "lower"}.get(by_slope)
-    outcome = "not decided" if against in [one.verdict for one in pairs.values()] else by_slope
-    words = (
-        f"{'; '.join(parts)} (slopes paired over documents, Holm);"
-        f" {of.counted(pairs, 'lower', 'pairs')}"
-    )
-    effect = f"{of.spread([one.value for one in slopes])} per doubling of the peak"
-    return Verdict(outcome, words, effect)
+    sweeps = _sweeps(of)
+    slopes = [
+        [
+            slope_over([(rows[seed], log2(peak)) for peak, rows in sweep.items()])
+            for seed in range(len(next(iter(sweep.values()))))
+        ]
+        for sweep in sweeps
+    ]
+    steps, whole = _steps(sweeps, pairwise), mean_of(slopes)
+    verdict = all_directed(of, steps, "lower", whole, "steps of the peak", " per 2x")
+    if verdict.holds_seeds or len(sweeps) > 1 or _best_p(len(sweeps[0])) > ALPHA:
+        return verdict
+    tau, p = kendall(list(sweeps[0]), [rows[0][of.column] for rows in sweeps[0].values()])
+    outcome = verdict.outcome if p <= ALPHA else "not decided"
+    words = f"Kendall's tau over the runs {tau:+.2f}, exact p {p:.2g}, which decides"
+    return verdict._replace(outcome=outcome, p=p, statistic=f"{words}; {verdict.statistic}")
+
+
+def _best_p(runs: int) -> float:
+    """Return the smallest p-value that Kendall's tau can have over so many runs."""
+    return 2 / factorial(runs)
 
 
 @claim(
     50,
     "matched",
-    "That holds where the larger rate costs no full-precision loss.",
+    "So it is at equal full-precision loss",
     source="section 5.1, figure 23",
-    needs="runs that differ in their peak learning rate alone, two with about the same loss",
+    needs="runs that differ in their peak learning rate alone, two with the same loss",
 )
 @by_measure
 def matched(of: Measure) -> Verdict:
-    """Compare pairs in which the larger peak's loss is significantly not above by NO_WORSE."""
+    """Compare pairs of peaks whose losses are shown to be equal by two one-sided tests."""
     of_loss = of.of(figure="cross_entropy")
-    pairs = _pairs(of, _sweeps(of.evidence), of_loss.column)
-    chosen = {
-        label: pairs[label]
-        for label, loss in of_loss.compared(pairs).items()
-        if loss.difference.high <= NO_WORSE * loss.first_value
-    }
-    what = (
-        f"pairs of {len(pairs)} in which the larger peak's loss is at most {NO_WORSE:.0%} above the"
-        " other's"
-    )
-    if not chosen:
-        raise NotTested(f"no {what}: the interval of each paired difference reaches beyond")
-    return of.all_claimed(of.compared(chosen), "lower", what)
+    all_pairs = partial(combinations, r=2)
+    losses = _steps(_sweeps(of_loss), all_pairs)
+    pairs = _steps(_sweeps(of), all_pairs)
+    equal = {label: pairs[label] for label, loss in losses.items() if _is_equal(of_loss, loss)}
+    what = f"of {len(pairs)} pairs of peaks, with losses within {EQUAL_LOSS:.0%} of each other"
+    if not equal:
+        raise NotTested(f"none {what} (two one-sided tests)")
+    return all_directed(of, equal, "lower", beside=f"{len(equal)} {what} (two one-sided tests)")
+
+
+def _is_equal(of_loss: Measure, change_of_loss: Replicates) -> bool:
+    """Return whether the losses differ by less than a share of the first."""
+    first = [
+        [(row, -EQUAL_LOSS * weight) for row, weight in one if weight < 0] for one in change_of_loss
+    ]
+    found = bounded(of_loss, change_of_loss, first, two_sided=True)
+    return found.way == "within" and found.p <= ALPHA
 
 
 @claim(
     60,
     "averages",
-    "Averages of weights quantize better than the annealed weights.",
+    "Averages beat annealed weights",
     source="section 5, appendix C",
     needs="averages kept in training, or soups, of runs that anneal",
 )
@@ -139,61 +155,67 @@ def averages(evidence: Evidence) -> list[Verdict]:
 
 def _averaged(of: Measure, average: Made) -> Verdict:
     study, rows = of.evidence.study, of.evidence.rows
-    averaged = {(row["run"], row["step"]): row for row in rows if row["average"] == average.name}
-    wanted = {
-        end.label: (end.last, averaged.get(place))
+    made = {(row["run"], row["step"]): row for row in rows if row["average"] == average.name}
+    planned = [
+        (end, made.get(place))
         for end in of.evidence.annealed
         if (place := average.place(study, end.run))
-    }
-    pairs = {
-        label: (first, second)
-        for label, (first, second) in wanted.items()
-        if first and second and None not in (first[of.column], second[of.column])
-    }
-    if not wanted or len(pairs) < len(wanted):
-        raise NotTested(f"missing: measured in {len(pairs)} of {len(wanted)} runs that anneal")
-    return of.all_claimed(of.compared(pairs), "lower", "runs")
+    ]
+    if not planned:
+        raise NotTested("no run that anneals has this average")
+    parts: dict[str, Replicates] = {}
+    for end, row in planned:
+        averaged = needed(f"the average of {end.label}", row, of.column)
+        parts.setdefault(end.group, []).append(change(of.end(end), averaged))
+    return all_directed(of, parts, "lower", beside="average minus annealed weights")
 
 
 @claim(
     110,
     "methods",
-    "Other methods of quantization order the runs alike.",
+    "Other methods order the runs alike",
     source="appendix A",
     needs="further methods at the end of two runs or more",
 )
 def methods(evidence: Evidence) -> list[Verdict]:
     """Test by every further method the pairs of runs that differ significantly by the first."""
-    others = measures(evidence, evidence.study.quantization.further)
-    return [judged(of.title, _same_order, of) for of in others]
+    others = evidence.study.quantization.further
+    return [
+        judged(of.title, _same_order, of) for spec in others for of in measures(evidence, [spec])
+    ]
 
 
 def _same_order(of: Measure) -> Verdict:
     by_first = of.of(spec=of.evidence.study.quantization.specs[0])
     title = spec_title(by_first.spec)
-    ends = {end.label: by_first.end(end, of.column) for end in of.evidence.ends}
-    if len(ends) < 2:
+    groups = of.evidence.groups
+    if len(groups) < 2:
         raise NotTested("the study has a single run")
-    pairs = every_pair(ends)
-    known, own = by_first.compared(pairs), of.compared(pairs)
-    apart = [pair for pair, one in known.items() if one.verdict in SIGNIFICANT]
+    pairs = {
+        f"{first} and {second}": [
+            change(*(by_first.end(end, of.column) for end in pair))
+            for pair in zip(groups[first], groups[second], strict=False)
+        ]
+        for first, second in combinations(groups, 2)
+    }
+    known = {label: directed(by_first, pair) for label, pair in pairs.items()}
+    p_values = holm([one.p for one in known.values()])
+    apart = {
+        label: [times(1 if known[label].way == "higher" else -1, one) for one in pairs[label]]
+        for label, p in zip(known, p_values, strict=True)
+        if p <= ALPHA
+    }
     if not apart:
         words = f"by {title}, none of {len(known)} pairs differs significantly itself"
         return Verdict("not decided", words)
-    kept = sum(own[pair].verdict == known[pair].verdict for pair in apart)
-    reversed_ = sum(own[pair].verdict in SIGNIFICANT for pair in apart) - kept
-    words = (
-        f"of {len(apart)} pairs that differ significantly by {title}, {kept} do the"
-        f" same way and {reversed_} the other (paired over documents, Holm)"
-    )
-    effect = f"{kept} of {len(apart)} pairs the same way"
-    return Verdict(decided(kept, reversed_, len(apart)), words, effect)
+    beside = f"the pairs of {len(pairs)} that differ significantly by {title}, in its direction"
+    return all_directed(of, apart, "higher", beside=beside)
 
 
 @claim(
     120,
     "bits",
-    "Fewer bits cost more.",
+    "Fewer bits cost more",
     source="appendix E.4, figure 23",
     needs="a method at two widths",
 )
@@ -212,7 +234,8 @@ def bits(evidence: Evidence) -> list[Verdict]:
 
 
 def _fewer_bits(of: Measure, high: str) -> Verdict:
-    with_more = of.of(spec=high)
-    ends = {end.label: of.end(end, with_more.column) for end in of.evidence.ends}
-    pairs = {label: (row, row) for label, row in ends.items()}
-    return of.all_claimed(with_more.compared(pairs, of.spec), "higher", "runs")
+    parts = {
+        label: [[(of.end(end, of.of(spec=high).column), 1.0)] for end in ends]
+        for label, ends in of.evidence.groups.items()
+    }
+    return all_directed(replace(of, minus=high), parts, "higher")

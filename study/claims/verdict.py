@@ -1,32 +1,28 @@
-"""A claim and its verdicts; and what judging has in common: the data, counts, numbers in words.
+"""A claim and its verdicts, and what judging has in common: the data, and numbers in words."""
 
-A claim is about every run, or pair of runs. It is supported where each of its comparisons is
-significant its way, contradicted where some are significant the other way and none its way, and not
-decided otherwise.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from base.statistics import holm, verdict_of
 from quant_eval.compare import Comparison
-from quant_eval.measuring.bootstrap import Resampled
+from quant_eval.specs import parse_spec
 from study.definition import Study
 from study.measurements.kind import INTERVAL_LEVEL
 from study.measurements.titles import spec_title
-from study.results.paired import Key, Paired, Pairs
-from study.results.summary import Rows, RunSummary, summarize
+from study.results.estimate import Estimate
+from study.results.paired import Key, Paired, Pairs, Weighted
+from study.results.summary import DECAYED, Rows, RunSummary, summarize
 from study.results.table import Row
+from train.run.config import RunConfig
+from train.run.schedules import learning_rate
 
-Weighted = list[tuple[Row, float]]  # rows whose figures are summed, each times a factor
 Outcome = Literal["supported", "contradicted", "not decided", "not tested"]
+Replicates = list[Weighted]  # a sum of rows for every seed
 FIGURES = {"kl_divergence": "KL divergence", "relative_error": "relative error"}
 NAMES = FIGURES | {"cross_entropy_quantized": "quantized loss"}
 SIGNIFICANT = ("higher", "lower")  # verdicts; any other is no significant difference
 ALPHA = 1 - INTERVAL_LEVEL
-MOST_LISTED = 4  # comparisons that are written out one by one
 
 
 class NotTested(Exception):  # noqa: N818 no error: a verdict
@@ -39,13 +35,21 @@ class Verdict(NamedTuple):
     Attributes:
         outcome: the verdict itself.
         statistic: in words.
-        effect: its size in a few words.
+        effect: its size with an interval, in words.
+        p: p-value of the test, without a correction for other claims; None where nothing is tested.
+        runs: how many runs go the way of the effect, in words: '3 of 4 higher'.
+        against: the strongest observation the other way, in words; empty where there is none.
+        holds_seeds: the p-value and the interval are for other seeds too.
         measure: name of the quantity.
     """
 
     outcome: Outcome
     statistic: str
     effect: str = ""
+    p: float | None = None
+    runs: str = ""
+    against: str = ""
+    holds_seeds: bool = False
     measure: str = ""
 
 
@@ -65,16 +69,41 @@ class Evidence:
     @property
     def annealed(self) -> list[RunSummary]:
         """The ends at which the learning rate decays."""
-        return [end for end in self.ends if end.anneals]
+        return [end for end in self.ends if end.anneals and _decays(end)]
+
+    @property
+    def groups(self) -> dict[str, list[RunSummary]]:
+        """The ends that are the same but for their seed, by the label of their group."""
+        return grouped(self.ends)
+
+
+def grouped(ends: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
+    """Return the ends that are the same but for their seed, by the label of their group."""
+    groups: dict[str, list[RunSummary]] = {}
+    for end in ends:
+        groups.setdefault(end.group, []).append(end)
+    return groups
+
+
+def _decays(end: RunSummary) -> bool:
+    """Return whether the anneal of a run is a decay: it may end at the rate where it starts."""
+    if not isinstance(end.run, RunConfig) or not end.run.schedule.anneal:
+        return True  # a released run anneals where its rates say so
+    before = learning_rate(end.run, end.run.schedule.anneal.start_step)
+    return learning_rate(end.run, end.run.total_steps) <= DECAYED * before
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure at a spec, by which a claim is judged, with its comparisons and numbers in words."""
+    """A figure at a spec, by which a claim is judged, with its estimates and numbers in words.
+
+    Its estimates are less the figure at the spec `minus`, where one is given.
+    """
 
     evidence: Evidence
     spec: str
     figure: str
+    minus: str = ""
 
     @property
     def column(self) -> str:
@@ -90,14 +119,13 @@ class Measure:
         """Return another figure at this spec, or this figure at another spec."""
         return Measure(self.evidence, spec or self.spec, figure or self.figure)
 
-    def contrast(self, *parts: Weighted) -> Resampled:
-        """Return the sum of weighted sums of the figure."""
-        weighted = [one for part in parts for one in part]
-        return self.evidence.paired.contrast(weighted, self.spec, self.figure)
+    def estimate(self, replicates: Replicates) -> Estimate:
+        """Return the mean over seeds of a weighted sum of the figure."""
+        return self.evidence.paired.estimate(replicates, self.spec, self.figure, self.minus)
 
-    def compared(self, pairs: Pairs[Key], second_spec: str = "") -> dict[Key, Comparison]:
-        """Return the second row of each pair against the first; at another spec, if given."""
-        return self.evidence.paired.compared(pairs, self.figure, self.spec, second_spec)
+    def compared(self, pairs: Pairs[Key]) -> dict[Key, Comparison]:
+        """Return the second row of each pair against the first."""
+        return self.evidence.paired.compared(pairs, self.figure, self.spec)
 
     def signed(self, value: float) -> str:
         """Return a difference with its unit: '+0.123%' of relative errors, else '-0.00123'."""
@@ -109,49 +137,32 @@ class Measure:
         low, high = self.signed(min(values)), self.signed(max(values))
         return low if low == high else f"{low} to {high}"
 
-    def estimated(self, resampled: Resampled) -> str:
-        """Return a contrast with its interval."""
-        low, high = map(self.signed, resampled.interval(INTERVAL_LEVEL))
-        return f"{self.signed(resampled.value)} [{low}, {high}]"
+    def estimated(self, estimate: Estimate) -> str:
+        """Return an estimate with its interval."""
+        low, high = map(self.signed, estimate.interval())
+        return f"{self.signed(estimate.value)} [{low}, {high}]"
 
-    def all_claimed(self, found: Mapping[Any, Comparison], claimed: str, what: str) -> Verdict:
-        """Judge comparisons whose second is claimed to be higher or lower than the first."""
-        outcome = outcome_of([one.verdict for one in found.values()], claimed)
-        effect = self.spread([one.difference.value for one in found.values()])
-        return Verdict(outcome, self.counted(found, claimed, what), effect)
-
-    def counted(self, found: Mapping[Any, Comparison], claimed: str, what: str) -> str:
-        """Count the comparisons that are significant each way, with their differences."""
-        against = "lower" if claimed == "higher" else "higher"
-        verdicts: list[str] = [one.verdict for one in found.values()]
-        head = (
-            f"significantly {claimed} in {verdicts.count(claimed)} of {len(verdicts)} {what},"
-            f" {against} in {verdicts.count(against)} (paired over documents, Holm): "
-        )
-        if len(found) <= MOST_LISTED:
-            return head + "; ".join(
-                f"{label}: {self.signed(one.difference.value)} [{self.signed(one.difference.low)},"
-                f" {self.signed(one.difference.high)}], p {one.p_adjusted:.2g}"
-                for label, one in found.items()
-            )
-        values = sorted(one.difference.value for one in found.values())
-        p_values = [one.p_adjusted for one in found.values()]
-        return (
-            f"{head}differences {self.signed(values[0])} to {self.signed(values[-1])},"
-            f" p {min(p_values):.2g} to {max(p_values):.2g}"
-        )
+    def sources(self, estimate: Estimate) -> str:
+        """Return the standard error by every source, and what the estimate does not hold."""
+        parts = [
+            f"{name} {self.signed(source.standard_error).lstrip('+')}"
+            for name, source in estimate.sources.items()
+        ]
+        words = f"standard errors: {', '.join(parts)}"
+        return words if estimate.holds_seeds else f"{words}; no seeds: of these trainings only"
 
     def end(self, end: RunSummary, *others: str) -> Row:
         """Return the row of the end of training; NotTested where a column is not measured."""
         return needed(f"the end of {end.label}", end.last, self.column, *others)
 
+    def before(self, end: RunSummary, *others: str) -> Row:
+        """Return the row before the decay; NotTested where a column is not measured."""
+        return needed(f"{end.label} before the decay", end.first, self.column, *others)
+
     def both_ends(self, *others: str) -> dict[str, tuple[Row, Row]]:
         """Return label -> rows before and after the decay; NotTested where a column is missing."""
         pairs = {
-            end.label: (
-                needed(f"{end.label} before the decay", end.first, self.column, *others),
-                self.end(end, *others),
-            )
+            end.label: (self.before(end, *others), self.end(end, *others))
             for end in self.evidence.annealed
         }
         if not pairs:
@@ -166,10 +177,10 @@ class Claim:
     Attributes:
         place: order in the report.
         name: unique.
-        sentence: what is claimed.
+        sentence: what is claimed, short enough for a line of a table.
         source: where the paper says so.
         needs: what a study must hold to test it.
-        judge: gives a verdict for each quantity.
+        judge: gives a verdict for each quantity; the first is primary, the others are beside it.
     """
 
     place: int
@@ -196,12 +207,13 @@ def judged(title: str, judge: Callable[..., Verdict], *arguments: Any) -> Verdic
 
 
 def measures(evidence: Evidence, specs: Sequence[str]) -> list[Measure]:
-    """Return every figure at each of these specs."""
-    return [Measure(evidence, spec, figure) for spec in specs for figure in FIGURES]
+    """Return every figure at each of these specs, those of the fewest bits first."""
+    by_bits = sorted(specs, key=lambda spec: parse_spec(spec).bits)
+    return [Measure(evidence, spec, figure) for spec in by_bits for figure in FIGURES]
 
 
 def by_measure(judge: Callable[[Measure], Verdict]) -> Callable[[Evidence], list[Verdict]]:
-    """Judge each figure at each spec that all checkpoints are quantized with."""
+    """Judge each figure at each spec of all checkpoints: KL divergence at the fewest bits first."""
     return lambda evidence: [
         judged(one.title, judge, one)
         for one in measures(evidence, evidence.study.quantization.specs)
@@ -223,33 +235,3 @@ def decided(agreeing: int, opposing: int, count: int) -> Outcome:
     if agreeing == count:
         return "supported"
     return "contradicted" if opposing and not agreeing else "not decided"
-
-
-def outcome_of(verdicts: Sequence[str], claimed: str) -> Outcome:
-    """Return the outcome of comparisons that are all claimed to be 'higher' or 'lower'."""
-    against = "lower" if claimed == "higher" else "higher"
-    return decided(verdicts.count(claimed), verdicts.count(against), len(verdicts))
-
-
-def against_zero(contrasts: Sequence[Resampled]) -> tuple[list[str], list[float]]:
-    """Return the verdict on each contrast, and its p-value by Holm's correction over them."""
-    p_values = holm([one.p_value() for one in contrasts])
-    pairs = zip(contrasts, p_values, strict=True)
-    return [verdict_of(one.value, p, INTERVAL_LEVEL) for one, p in pairs], p_values
-
-
-def significant_above(contrasts: Sequence[Sequence[Resampled]], one_sided: bool) -> list[bool]:
-    """Return for each group of contrasts whether all are significantly above 0.
-
-    Holm's correction is over the groups. The largest p-value of a group decides without a further
-    correction (Berger 1982, intersection-union test). Where the data chose the direction the
-    p-values are two-sided.
-    """
-    factor = 1 if one_sided else 2
-
-    def p_above(contrast: Resampled) -> float:
-        half = contrast.p_value() / 2
-        return half if contrast.value > 0 else 1 - half
-
-    p_values = [min(1.0, factor * max(map(p_above, group))) for group in contrasts]
-    return [p <= ALPHA for p in holm(p_values)]

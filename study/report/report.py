@@ -5,7 +5,7 @@ from pathlib import Path
 
 from quant_eval.measuring.statistics import METHOD
 from study.choices.text import learning_rate_line
-from study.claims.page import NOTE, headline, judge_all, tally
+from study.claims.page import HEAD, NOTE, claims_table, judge_all
 from study.claims.verdict import Evidence
 from study.definition import Study
 from study.figures.canvas import Canvas
@@ -41,9 +41,8 @@ def write_report(directory: Path, study: Study) -> Path:
         study=study,
         facts=_facts(study, rows),
         choice=learning_rate_line(Evidence(study, rows, paired)),
-        judged=judge_all(study, rows, paired),
-        tally=tally,
-        headline=headline,
+        claims_head=HEAD,
+        claims=claims_table(judge_all(study, rows, paired)),
         note=NOTE,
         empty=empty,
         tables=[*_tables(study, rows), *back_test_tables(directory, study, rows)],

@@ -111,17 +111,23 @@ class Paired:
         (resampled,) = resample([statistic], [None], samples=SAMPLES, seed=SEED)
         return resampled
 
-    def estimate(self, replicates: Sequence[Weighted], spec: str, figure: str) -> Estimate:
+    def estimate(
+        self, replicates: Sequence[Weighted], spec: str, figure: str, minus: str = ""
+    ) -> Estimate:
         """Return the mean over seeds of a weighted sum of a figure of several models.
+
+        The figure is that at `spec`, less that at the spec `minus` where one is given.
 
         Each replicate holds the models of one seed, with their weights.
 
         Raises:
             UserError: as for `crossed`.
         """
-        return estimate_of(self.crossed(replicates, spec, figure))
+        return estimate_of(self.crossed(replicates, spec, figure, minus))
 
-    def crossed(self, replicates: Sequence[Weighted], spec: str, figure: str) -> Crossed:
+    def crossed(
+        self, replicates: Sequence[Weighted], spec: str, figure: str, minus: str = ""
+    ) -> Crossed:
         """Return a weighted sum of a figure of several models by seed, document and draw.
 
         Each replicate holds the models of one seed, with their weights. The sum of ratios C_sk =
@@ -135,7 +141,12 @@ class Paired:
                 number of calibration draws.
         """
         read = [
-            [(weight, self._result(row, spec, figure)) for row, weight in weighted]
+            [
+                (sign * weight, self._result(row, one, figure))
+                for row, weight in weighted
+                for sign, one in ((1, spec), (-1, minus))
+                if one
+            ]
             for weighted in replicates
         ]
         results = [result for one in read for _, result in one]

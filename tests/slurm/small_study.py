@@ -61,7 +61,7 @@ def small_study(
         "methods": [],
         "by_block": [],
     }
-    content["quantization"] |= {"eval_tokens": 4096, "calibration_sequences": 16}
+    content["quantization"] |= {"eval_tokens": 16_384, "calibration_sequences": 16}
     content["curvature"] = content["curvature"] if curved else None
     return Study.model_validate_json(json.dumps(content))
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from base.frozen import fingerprint
 from study.definition import Study, save_study
+from study.design import with_controls
 from study.paths import MeasuredModel, curvature_result, hf_directory, quantization_result
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.collect import phase_of
@@ -72,22 +73,20 @@ def cosine(name: str, total: int) -> RunConfig:
 def study_of(
     *runs: RunConfig, methods: tuple[str, ...] = (), curvature: bool = False, **changes
 ) -> Study:
-    """A study of these runs at 3 bits."""
+    """A study of these runs, and their controls, at 3 bits."""
     whole = tiny()
     quantization = whole.quantization.model_copy(
         update={"specs": (SPEC,), "methods": methods, "by_block": ()}
     )
     content = whole.model_dump() | {
-        "runs": [run.model_dump() for run in runs],
+        "runs": [run.model_dump() for run in with_controls(runs)],
         "soups": (),
         "averaged_steps": (),
     }
     content |= {"quantization": quantization.model_dump()} | (
         {} if curvature else {"curvature": None}
     )
-    return Study.model_validate(
-        content | {"labels": {run.name: run.name for run in runs}} | changes
-    )
+    return Study.model_validate(content | {"labels": {}} | changes)
 
 
 def released(rates: dict[int, float | None]) -> ReleasedRun:
@@ -168,9 +167,14 @@ def _write(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content))
 
 
-def outcomes(directory: Path, study: Study, rows: list[Any]) -> dict[str, set[str]]:
-    """Claim -> what its quantities say of it."""
-    from study.claims.page import judge_all
+def table(directory: Path, study: Study, rows: list[Any]) -> dict[str, Any]:
+    """Claim -> its line of the table."""
+    from study.claims.page import claims_table, judge_all
 
-    judged = judge_all(study, rows, Paired(directory))
-    return {claim.name: {verdict.outcome for verdict in verdicts} for claim, verdicts in judged}
+    lines = claims_table(judge_all(study, rows, Paired(directory)))
+    return {line.claim.name: line for line in lines}
+
+
+def outcomes(directory: Path, study: Study, rows: list[Any]) -> dict[str, str]:
+    """Claim -> its verdict."""
+    return {name: line.outcome for name, line in table(directory, study, rows).items()}
