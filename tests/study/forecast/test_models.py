@@ -109,3 +109,14 @@ def test_the_verdict_needs_ten_cooldowns_and_groups_that_agree():
     assert verdict(many).startswith("Best: tokens and miniature cooldown is nearer than")
     seeds = back_test(drawn(rng(), 3, 4, a=0.8, b=1.2, noise=0.01))
     assert verdict(seeds).startswith("Not decided: ")
+
+
+def test_terms_that_are_one_are_not_fitted():
+    """Equal growth and equal signals, but for rounding, are one term."""
+    others = [
+        replace(
+            cooldown(str(place)), error_end=0.02 + place, signals={"error": 0.1 + place * 1e-17}
+        )
+        for place in range(5)
+    ]
+    assert OURS.fit(others) is None
