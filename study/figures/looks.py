@@ -6,7 +6,6 @@ same. A control has the colour of what it is compared with, and dashed lines.
 """
 
 import json
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
