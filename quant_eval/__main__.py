@@ -179,7 +179,10 @@ def compare_command(
     comparisons = compare(read, pairs_of(len(read), pairs), figure, **BOOTSTRAP)
     settings = {"figure": figure, "unit": UNITS[figure], "pairing": pairs, "method": METHOD}
     sources = " or of ".join(sorted({each.sources for each in comparisons}))
-    note = f"Intervals cover the draw of {sources}."
+    note = (
+        f"Intervals hold for another draw of {sources}, and for these trainings only: another seed"
+        " may differ by more."
+    )
     report(read, comparisons, settings | BOOTSTRAP, note, out)
 
 

@@ -23,6 +23,8 @@ from study.choosing import (
     wanted,
 )
 from study.definition import save_study
+from study.forecast.commands import forecast
+from study.live import refresh
 from study.machine.run_configurations import write_run_configurations
 from study.paths import REPORT
 from study.results.commands import power
@@ -125,8 +127,8 @@ def run(
     from study.machine.needs import Needs
     from study.pipeline.locks import locked
     from study.pipeline.runner import Runner, StepError
-    from study.pipeline.steps import steps_of
-    from study.text.steps import check_text
+    from study.pipeline.steps import refresh_command, steps_of
+    from study.text.steps import check_held_out, check_text
     from study.tracking.store import opening, tracking_uri
 
     cores = len(os.sched_getaffinity(0))
@@ -135,6 +137,7 @@ def run(
     needs = Needs(study, hardware, directory)
     layouts = {name: training.run for name, training in needs.trainings.items()}
     check_text(study, directory)
+    check_held_out(study, directory)
     check_room(study, root, at_once=needs.at_once)
 
     typer.echo(f"{study.name} on {hardware}", err=True)
@@ -143,7 +146,8 @@ def run(
             write_run_configurations(directory, study, layouts if hardware.gpus else None)
             save_study(directory, study)
             hardware.record(directory)
-            Runner(directory, steps_of(study), hardware, lock_fd, needs.machine).run()
+            steps, live = steps_of(study), refresh_command(study)
+            Runner(directory, steps, hardware, lock_fd, needs.machine, live).run()
     except StepError as failure:
         typer.echo(f"error: {failure}", err=True)
         raise typer.Exit(1) from None
@@ -272,7 +276,8 @@ def tokenizer(
     typer.echo(str(out))
 
 
-for command in (mirror, power, choose, choose_average, cooldowns, compare):
+app.command(hidden=True)(refresh)
+for command in (mirror, power, forecast, choose, choose_average, cooldowns, compare):
     app.command()(command)
 
 if __name__ == "__main__":

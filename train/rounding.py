@@ -6,7 +6,6 @@ Settings and cost are in `train.run.probe`.
 Shapes: O output features (rows), I input features.
 """
 
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from train.engine import Engine
 from train.forward_record import LinearRecord
 from train.run.config import RunConfig
 from train.run.metrics import HELD_OUT_LOSS, QUANTIZATION
-from train.run.probe import ProbeConfig
+from train.run.probe import ProbeConfig, short_name
 
 
 class QuantizationProbe:
@@ -67,9 +66,8 @@ class QuantizationProbe:
         """Return output errors of some linears, each from the rank that has it."""
         own = dict[str, float]()
         for name, record in self._engine.record_linears(self._sequences, self._linears).items():
-            linear = re.sub(r"^.*(layers\..*)\.weight$", r"\1", name)
             own |= {
-                f"{QUANTIZATION}/{spec}/output_error/{linear}": error
+                f"{QUANTIZATION}/{spec}/output_error/{short_name(name)}": error
                 for spec, error in output_errors(record, name, settings).items()
             }
         return {name: error for part in gathered(own) for name, error in part.items()}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from base.progress import Progress
 from base.ranks import Ranks
+from quant_eval.measuring.documents import draw_documents
 from quant_eval.model.activations import Activations
 from train.data.corpus import Corpus
 
@@ -77,7 +78,7 @@ def evaluation_set(
     dropped, the model reads blocks of L tokens of the joined documents, and all but a block's first
     are targets; what does not fill a block is dropped.
     """
-    drawn_D = _drawn(corpus, max_tokens, seed)
+    drawn_D = draw_documents(corpus, max_tokens, seed)
     chosen: list[int] = drawn_D[corpus.lengths_D[drawn_D] >= 2].tolist()
     without_target = len(drawn_D) - len(chosen)
     if mode == "concatenated":
@@ -96,20 +97,6 @@ def evaluation_set(
             blocks += [document_T[start : start + sequence_length + 1] for start in starts]
             owner += [unit] * len(starts)
     return EvaluationSet(blocks, owner, chosen, without_target)
-
-
-def _drawn(corpus: Corpus, max_tokens: int | None, seed: int) -> NDArray[np.int64]:
-    """Return the documents drawn until their targets number at least `max_tokens`, in file order.
-
-    Each gets 64 random bits, and they are taken in the order of those. Document d gets output d of
-    Philox, a counter-based generator, so documents added to the file move none before another.
-    """
-    targets_D = np.maximum(corpus.lengths_D.astype(np.int64) - 1, 0)
-    if max_tokens is None:
-        return np.arange(len(targets_D))
-    order_D = np.argsort(np.random.Philox(seed).random_raw(len(targets_D)), kind="stable")
-    count = int(np.searchsorted(np.cumsum(targets_D[order_D]), max_tokens)) + 1
-    return np.sort(order_D[:count])
 
 
 @torch.no_grad()

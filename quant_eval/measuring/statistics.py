@@ -26,6 +26,7 @@ UNITS = {
     "documents_without_target": "documents",
     "layers": "1 (relative_output_error)",
     "per_document": "nats, sums over the document's tokens; mean over the calibration draws",
+    "standard_errors": "those of the figures",
     "calibration": "those of the figures and per_document, for each calibration draw",
 }
 SAMPLES = 1000  # resamplings of the documents for the intervals

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from base.errors import UserError
 from base.files import sha256_of
-from base.statistics import LEAST_DOCUMENTS
+from quant_eval.measuring.documents import check_documents
 from quant_eval.measuring.losses import EvaluationSet, evaluation_set
 from quant_eval.model.streamed import StreamedModel
 from quant_eval.settings import CalibrationSettings, RunSettings
@@ -70,13 +70,7 @@ def _texts(
     data = evaluation_set(
         evaluation, length, settings.eval_tokens, settings.documents, settings.eval_seed
     )
-    if len(data.documents) < LEAST_DOCUMENTS:
-        what = "documents" if settings.documents == "separate" else "blocks"
-        raise UserError(
-            f"{settings.eval}: {len(data.documents)} evaluated {what} give no interval that holds,"
-            f" at least {LEAST_DOCUMENTS} do; raise --eval-tokens, or prepare more or shorter"
-            " documents (--document-tokens)"
-        )
+    check_documents(evaluation, len(data.documents))
     described = settings.texts(length, calibration_sha256, eval_sha256)
     if settings.calibration is None:
         return Texts([], data, described)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from base.errors import UserError
-from study.axes import amount_name, text_of
+from study.axes import amount_name
 from study.choices.ranking import Ranked, ranked
 from study.claims.data import alike
 from study.claims.verdict import FIGURES, Evidence, Measure, NotTested
@@ -192,7 +192,7 @@ def _answer(
     study = of.evidence.study
     run = next(iter(sweep.values()))[0].run
     others = [axis for axis in study.axes if axis.key != "peak_lr"]
-    shared = f"{text_of(others, run.name)}, " if others else ""
+    shared = "".join(f"{axis.name} {axis.text_of(run.name)}, " for axis in others)
     try:
         answer = rank(of, sweep, *arguments)
     except NotTested as reason:

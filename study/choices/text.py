@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from study.choices.learning_rate import QUANTIZED_LOSS, Answer
+from study.choices.learning_rate import QUANTIZED_LOSS, Answer, answers, sweeps
 from study.choices.ranking import Ranked
-from study.claims.verdict import Measure
+from study.claims.verdict import Evidence, Measure
 from study.measurements.kind import INTERVAL_LEVEL
 
 NOTE = (
@@ -15,26 +15,31 @@ NOTE = (
 )
 
 
-def headline(answers: Sequence[Answer]) -> str:
+def headline(given: Sequence[Answer]) -> str:
     """Return the first ranking in a sentence; empty without any."""
-    answer = next((one for one in answers if one.ranking), None)
+    answer = next((one for one in given if one.ranking), None)
     if answer is None:
         return ""
     of, (best, second, *_) = answer.measure, answer.ranking
     return (
-        f"{of.title} {answer.where}: the peak learning rate {best.label} has the lowest,"
+        f"{of.title}, {answer.where}: the peak learning rate {best.label} has the lowest,"
         f" {_value(of, best.estimate.value)}; {second.label} has {_difference(of, second)}."
     )
 
 
-def answers_text(answers: Sequence[Answer]) -> str:
+def learning_rate_line(evidence: Evidence) -> str:
+    """Return the first ranking of peak learning rates; empty for a study that sweeps none."""
+    return headline(answers(evidence)) if sweeps(evidence.ends) else ""
+
+
+def answers_text(given: Sequence[Answer]) -> str:
     """Return every ranking as lines, and a note on intervals and tests."""
-    lines = [headline(answers)]
-    for answer in answers:
+    lines = [headline(given)]
+    for answer in given:
         title = f"{answer.measure.title}, {answer.where}: {answer.reason}".rstrip()
         lines += ["", title, *_ranking(answer.measure, answer.ranking)]
     sources = dict.fromkeys(
-        name for answer in answers for one in answer.ranking for name in one.estimate.sources
+        name for answer in given for one in answer.ranking for name in one.estimate.sources
     )
     return "\n".join([*lines, "", NOTE.format(sources=" and ".join(sources) or "nothing")])
 

@@ -1,101 +1,88 @@
-"""Claims on curvature: flatter minima quantize better."""
+"""Claims on curvature: flatter minima quantize better, and averages are flatter.
 
-from study.claims.permutation import kendall
+The unit of all tests is the training, a run with all that branches from it: their checkpoints share
+updates and are not independent.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
 from study.claims.verdict import (
     ALPHA,
-    SIGNIFICANT,
     Evidence,
-    Measure,
     NotTested,
+    Outcome,
     Verdict,
-    by_measure,
     claim,
     decided,
     judged,
-    measures,
 )
-from study.results.paired import TRACE, every_pair
-from study.results.summary import RunSummary
-from study.results.table import Row
-from train.run.config import RunConfig
+from study.mechanism.averages import Averaged, at_equal_loss, averaged, log_ratio
+from study.mechanism.checkpoints import (
+    TITLES,
+    TOP,
+    checkpoints,
+    divergence_of,
+    loss_of,
+    training_of,
+)
+from study.mechanism.formula import (
+    BASELINES,
+    MODELS,
+    Model,
+    Observations,
+    errors,
+    observe,
+    score,
+    slopes_text,
+)
+from study.mechanism.given import given_loss_and_tokens
+from study.mechanism.ratios import Ratio, mean_ratio
 
-TOP = "curvature/lambda_max"
-NOT_MEASURED = "the study measures no curvature"
+TOO_FEW = "fewer than three trainings hold what it takes"
+LogRatios = dict[str, list[float]]  # by training
 
 
 @claim(
     90,
     "sharpness",
-    "Flatter minima quantize better: over the runs error and curvature rise together.",
+    "Flatter minima quantize better: at equal loss and tokens error and curvature rise together.",
     source="section 6.2, appendix G",
-    needs="curvature at the end of three runs or more",
+    needs="curvature of the checkpoints of three trainings or more",
 )
-def across_runs(evidence: Evidence) -> list[Verdict]:
-    """Correlate over the ends of training the ranks of error and of each measure of curvature."""
-    verdicts = []
-    for spec in evidence.study.quantization.specs:
-        quantities = {"trace": TRACE, "largest eigenvalue": TOP}
-        if spec in evidence.study.quantization.by_block:
-            quantities["delta'H delta / 2 of its own step"] = f"curvature/step-{spec}/second_order"
-        for name, quantity in quantities.items():
-            for of in measures(evidence, [spec]):
-                verdicts.append(judged(f"{name} and {of.title}", _correlated, of, quantity))
-    return verdicts
+def over_checkpoints(evidence: Evidence) -> list[Verdict]:
+    """Correlate error and each measure of curvature over all checkpoints."""
+    return [
+        judged(f"{title} and KL divergence", _correlated, evidence, column)
+        for column, title in _planned(evidence).items()
+    ]
 
 
-def _correlated(of: Measure, quantity: str) -> Verdict:
-    settings = of.evidence.study.curvature
-    if settings is None:
-        raise NotTested(NOT_MEASURED)
-    if quantity == TOP and not settings.lambda_max:
-        raise NotTested("the study measures no largest eigenvalue")
-    ends = {end.label: of.end(end, quantity) for end in _independent(of.evidence)}
-    if len(ends) < 3:
-        raise NotTested(f"{len(ends)} independent runs have no rank correlation to speak of")
-    if quantity == TOP and not all(row[f"{TOP}_converged"] for row in ends.values()):
-        raise NotTested("the largest eigenvalue of a last checkpoint did not converge")
-    tau, p = kendall(
-        [row[quantity] for row in ends.values()], [row[of.column] for row in ends.values()]
-    )
-    _, least = kendall(range(len(ends)), range(len(ends)))
+def _planned(evidence: Evidence) -> dict[str, str]:
+    """Return the titles of the measures of curvature that the study plans, by column."""
+    settings = evidence.study.curvature
+    has_top = settings is None or settings.lambda_max
+    return {column: title for column, title in TITLES.items() if column != TOP or has_top}
+
+
+def _correlated(evidence: Evidence, column: str) -> Verdict:
+    study = evidence.study
+    points = checkpoints(study, evidence.rows, divergence_of(study), loss_of(study), column)
+    found = given_loss_and_tokens(study, points, column)
+    if found is None:
+        raise NotTested(TOO_FEW)
     words = (
-        f"Kendall's tau {tau:+.2f} over {len(ends)} independent runs, exact two-sided p {p:.2g} (by"
-        " permutation)"
+        f"Spearman's partial correlation given loss and tokens {found}, p {found.p_value:.2g}"
+        f" (jackknife over trainings, {found.checkpoints} checkpoints)"
     )
-    effect = f"Kendall's tau {tau:+.2f} over {len(ends)} runs, p {p:.2g}"
-    if least > ALPHA:
-        words += f"; so few runs cannot decide, their best p is {least:.2g}"
-    if quantity == TRACE:
-        words += f"; {_agreeing(of, ends)}"
-    is_significant = p <= ALPHA
-    return Verdict(decided(is_significant and tau > 0, is_significant, 1), words, effect)
+    return Verdict(_outcome(found.value, found.p_value), words, f"{found}, p {found.p_value:.2g}")
 
 
-def _independent(evidence: Evidence) -> list[RunSummary]:
-    """The first of the runs that branch from one run, and all others.
-
-    Branches share most of their training; permuted runs would not.
-    """
-    kept: dict[str, RunSummary] = {}
-    for end in evidence.ends:
-        name = end.run.name
-        if isinstance(end.run, RunConfig) and end.run.branch_from:
-            name = evidence.study.parent_of(end.run).name
-        kept.setdefault(name, end)
-    return list(kept.values())
-
-
-def _agreeing(of: Measure, ends: dict[str, Row]) -> str:
-    """The pairs of these runs that differ significantly by both quantities, and the same way."""
-    pairs = every_pair(ends)
-    traces, errors = of.evidence.paired.compared_traces(pairs), of.compared(pairs)
-    ways = [(traces[pair].verdict, errors[pair].verdict) for pair in pairs]
-    both = [way for way in ways if set(way) <= set(SIGNIFICANT)]
-    same = sum(trace == error for trace, error in both)
-    return (
-        f"of the {len(ways)} pairs of these very runs {len(both)} differ significantly by both,"
-        f" {same} of them the same way (paired over microbatches and over documents, Holm)"
-    )
+def _outcome(value: float, p_value: float) -> Outcome:
+    """Return the outcome of one value that is claimed to be above 0."""
+    is_significant = p_value <= ALPHA
+    return decided(is_significant and value > 0, is_significant, 1)
 
 
 @claim(
@@ -103,30 +90,125 @@ def _agreeing(of: Measure, ends: dict[str, Row]) -> str:
     "sharpening",
     "In the decay curvature and error rise together.",
     source="section 6.2, appendix G",
-    needs="curvature before and after the decay",
+    needs="curvature of annealed weights and of their controls, of three trainings or more",
 )
-@by_measure
-def along_the_anneal(of: Measure) -> Verdict:
-    """Compare run by run the ways of trace and error in the decay."""
-    if of.evidence.study.curvature is None:
-        raise NotTested(NOT_MEASURED)
-    pairs = of.both_ends(TRACE)
-    traces, errors = of.evidence.paired.compared_traces(pairs), of.compared(pairs)
-    ways = [(traces[label].verdict, errors[label].verdict) for label in pairs]
-    both = [way for way in ways if set(way) <= set(SIGNIFICANT)]
-    same = sum(trace == error for trace, error in both)
-    factors = {label: one.second_value / one.first_value for label, one in traces.items()}
-    parts = [
-        f"{label}: trace x {factors[label]:.3g} (p {traces[label].p_adjusted:.2g}),"
-        f" error {of.signed(error.difference.value)} (p {error.p_adjusted:.2g})"
-        for label, error in errors.items()
+def in_the_decay(evidence: Evidence) -> list[Verdict]:
+    """Compare curvature and error of annealed weights with their controls at equal tokens."""
+    return [
+        judged(f"{title} and KL divergence", _risen, evidence, column)
+        for column, title in _planned(evidence).items()
     ]
+
+
+def _risen(evidence: Evidence, column: str) -> Verdict:
+    """Judge both ratios; a trajectory without a control is compared with itself before the decay.
+
+    Supported and contradicted take both to be significant: the larger p-value decides (Berger 1982,
+    intersection-union test).
+    """
+    curvatures, divergences = LogRatios(), LogRatios()
+    has_controls = bool(evidence.study.controls)
+    for end in evidence.annealed:
+        reference = end.control if has_controls else end.first
+        sharper = log_ratio(end.last, reference, column)
+        worse = log_ratio(end.last, reference, divergence_of(evidence.study))
+        if sharper is not None and worse is not None:
+            training = training_of(evidence.study, end.run)
+            curvatures.setdefault(training, []).append(sharper)
+            divergences.setdefault(training, []).append(worse)
+    curvature, divergence = mean_ratio(curvatures), mean_ratio(divergences)
+    if curvature is None or divergence is None:
+        raise NotTested(TOO_FEW)
+    p_value = max(curvature.p_value, divergence.p_value)
+    both_rise = min(curvature.value, divergence.value) > 1
+    outcome = _outcome(1 if both_rise else -1, p_value)
+    effect = f"{TITLES[column]} {curvature}, KL divergence {divergence}, p {p_value:.2g}"
+    against = "the control at equal tokens" if has_controls else "the weights before the decay"
     words = (
-        f"significantly the same way in {same} of {len(ways)} runs, the other way in"
-        f" {len(both) - same} (trace paired over microbatches, error over documents, Holm):"
-        f" {'; '.join(parts)}"
+        f"against {against}: {effect}; geometric means over {divergence.trainings} trainings with"
+        " 95% intervals, p of the weaker of the two"
     )
-    moved = of.spread([error.difference.value for error in errors.values()])
-    grown = f"trace x {min(factors.values()):.3g} to x {max(factors.values()):.3g}"
-    verdict = decided(same, len(both) - same, len(ways))
-    return Verdict(verdict, words, f"{grown}, error {moved}")
+    return Verdict(outcome, words, effect)
+
+
+@claim(
+    105,
+    "flat-averages",
+    "Averages of weights are flatter, and quantize better at equal loss.",
+    source="section 5, figure 4",
+    needs="averages, with their curvature (curvature.averages), of three trainings or more",
+)
+def of_averages(evidence: Evidence) -> list[Verdict]:
+    """Compare averages with weights: curvature at the same step, error at equal loss."""
+    found = averaged(evidence.study, evidence.rows)
+    kinds = list(dict.fromkeys(one.kind for one in found))
+    verdicts = []
+    for kind in kinds:
+        own = [one for one in found if one.kind == kind]
+        for column, title in _planned(evidence).items():
+            judge = partial(_lower, own, partial(_beside_weights, column))
+            verdicts.append(judged(f"{title}, {kind} against weights of its step", judge))
+        judge = partial(_lower, own, partial(at_equal_loss, evidence.study))
+        verdicts.append(judged(f"KL divergence, {kind} against weights at its loss", judge))
+    return verdicts
+
+
+def _beside_weights(column: str, one: Averaged) -> float | None:
+    return log_ratio(one.row, one.weights, column)
+
+
+def _lower(found: list[Averaged], log_ratio_of: Callable[[Averaged], float | None]) -> Verdict:
+    """Judge whether the figure of averages is lower: its ratio to that of weights is below 1."""
+    by_training = LogRatios()
+    for one in found:
+        value = log_ratio_of(one)
+        if value is not None:
+            by_training.setdefault(one.training, []).append(value)
+    ratio = mean_ratio(by_training)
+    if ratio is None:
+        raise NotTested(TOO_FEW)
+    effect = f"{ratio}, p {ratio.p_value:.2g}"
+    words = (
+        f"{effect}; geometric mean over {ratio.trainings} trainings and"
+        f" {sum(map(len, by_training.values()))} averages of them before the anneal"
+    )
+    return Verdict(_outcome(-math.log(ratio.value), ratio.p_value), words, effect)
+
+
+@claim(
+    107,
+    "formula",
+    "Curvature, bits and learning rate say what quantization costs.",
+    source="future work of section 7; our formula (study/mechanism/formula.py)",
+    needs="curvature of the checkpoints of four trainings or more, of two settings or more",
+)
+def by_formula(evidence: Evidence) -> list[Verdict]:
+    """Judge the formula with fitted slopes, and with those of the second-order theory."""
+    found = observe(evidence.study, evidence.rows)
+    if found is None:
+        return [Verdict("not tested", "fewer than four trainings of two settings hold curvature")]
+    lines = {"slopes by least squares": "formula", "slopes of the theory": "theory"}
+    return [_formula(found, MODELS[name])._replace(measure=line) for line, name in lines.items()]
+
+
+def _formula(found: Observations, model: Model) -> Verdict:
+    """Judge whether errors of held-out trainings are smaller than those of every baseline.
+
+    The largest p-value decides (Berger 1982, intersection-union test).
+    """
+    own, ratios = errors(found, model), dict[str, Ratio]()
+    for name in BASELINES:
+        other = errors(found, MODELS[name])
+        ratio = mean_ratio({training: [other[training] - own[training]] for training in own})
+        assert ratio, "there are four trainings or more"
+        ratios[name] = ratio
+    weakest = max(ratios.values(), key=lambda ratio: (ratio.value < 1, ratio.p_value))
+    scores = {name: score(found, MODELS[name]) for name in BASELINES}
+    scored = score(found, model)
+    others = ", ".join(f"{one.median_factor:.3g} by {name}" for name, one in scores.items())
+    effect = f"median factor {scored.median_factor:.3g}, {others}; p {weakest.p_value:.2g}"
+    words = (
+        f"KL divergence of held-out trainings is off by a {effect} of the weakest comparison; R"
+        f" squared {scored.r_squared:.2f}; by all trainings {slopes_text(found)}, theory 1, 1 and 0"
+    )
+    return Verdict(_outcome(math.log(weakest.value), weakest.p_value), words, effect)

@@ -78,7 +78,8 @@ class StudyProgress:
             longest = max(longest, left)
         return max(work, longest)
 
-    def _print(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
         self._printed_at = time.monotonic()
         self.bar.console.print(line)
 
@@ -99,7 +100,7 @@ class StudyProgress:
         if not self.on_terminal:
             more = f" and {len(steps) - 1} more" if len(steps) > 1 else ""
             eta = _clock(self.eta_seconds())
-            self._print(f"{self._count()} {steps[0].name}{more}  {seconds:.1f} s  ETA {eta}")
+            self.say(f"{self._count()} {steps[0].name}{more}  {seconds:.1f} s  ETA {eta}")
 
     def closed(self, steps: list[Step], line: str = "") -> None:
         """Count steps that were complete already, or that failed; then print why."""
@@ -107,14 +108,14 @@ class StudyProgress:
             del self.open[step.name]
             self.running.pop(step.name, None)
         if line:
-            self._print(line)
+            self.say(line)
         self.refresh()
 
     def again(self, steps: list[Step], line: str) -> None:
         """Count steps as open that will be started again, and print why."""
         for step in steps:
             del self.running[step.name]
-        self._print(line)
+        self.say(line)
 
     def refresh(self) -> None:
         """Update the bar; without a terminal print the last line of each step now and then."""
@@ -125,4 +126,4 @@ class StudyProgress:
         if self.on_terminal or time.monotonic() - self._printed_at < PLAIN_LINE_EVERY_SECONDS:
             return
         for log in logs:
-            self._print(f"{self._count()} {log.stem}: {_last_line(log)}  (study ETA {eta})")
+            self.say(f"{self._count()} {log.stem}: {_last_line(log)}  (study ETA {eta})")

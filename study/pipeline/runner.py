@@ -16,14 +16,23 @@ from base.errors import UserError
 from study.machine.hardware import Hardware
 from study.pipeline import warm
 from study.pipeline.ledger import Ledger
+from study.pipeline.live import LiveView
 from study.pipeline.processes import Process, Processes
 from study.pipeline.progress import StudyProgress
-from study.pipeline.step import COMMAND_PROMPT, Machine, Step, batches, log_path, resolve, shared
-from study.pipeline.steps import ONLINE
+from study.pipeline.step import (
+    COMMAND_PROMPT,
+    Machine,
+    Step,
+    batches,
+    last_error,
+    log_path,
+    resolve,
+    shared,
+)
+from study.pipeline.steps import FINAL, ONLINE
 from train.run.launch import HUNG
 
 PROJECT = Path(__file__).resolve().parents[2]
-ERROR_PREFIX = "error: "
 HANGS = 3  # of a step, after each of which it is resumed
 MODELS_PER_PROCESS = 12  # its imports take some seconds, as much as one tiny checkpoint
 
@@ -75,14 +84,6 @@ def child_environment(kind: str, gpus: tuple[str, ...] = ()) -> dict[str, str]:
     }
 
 
-def last_error(log: Path, start: int) -> str | None:
-    """Return the last 'error: ...' line a step wrote to its log after byte `start`."""
-    with log.open("rb") as file:
-        file.seek(start)
-        lines = file.read().decode(errors="replace").splitlines()
-    return next((line for line in reversed(lines) if line.startswith(ERROR_PREFIX)), None)
-
-
 class Runner:
     """One execution of the steps of one study."""
 
@@ -93,10 +94,12 @@ class Runner:
         hardware: Hardware,
         lock_fd: int,
         machine_of: Callable[[Step], Machine] = lambda _: Machine(),
+        refresh: tuple[str, ...] = (),
     ) -> None:
         """Prepare to run all steps of the study in a directory whose locks are held.
 
-        Steps inherit `lock_fd`. `machine_of` says what a step takes of the hardware.
+        Steps inherit `lock_fd`. `machine_of` says what a step takes of the hardware. `refresh` is
+        the command of the live view; without one there is none.
         """
         self.directory, self.hardware = directory, hardware
         self.processes = Processes(PROJECT, lock_fd)
@@ -108,6 +111,7 @@ class Runner:
         self.failures: list[UserError | StepError] = []  # one per step
         self.hangs = Counter[str]()  # by step
         self.progress = StudyProgress(directory.name, steps, self._share, self.ledger)
+        self.live = LiveView(directory, refresh, self.processes, child_environment("refresh"))
 
     def run(self) -> None:
         """Run until nothing more can; a failed step holds up only what depends on it.
@@ -145,6 +149,8 @@ class Runner:
         for step in list(self.pending.values()):
             if not self.complete.issuperset(step.after):
                 continue
+            if step.kind in FINAL:
+                self.live.end()  # what it writes is theirs from now on
             if self.ledger.is_complete(step):
                 del self.pending[step.name]
                 self.complete.add(step.name)
@@ -205,6 +211,9 @@ class Runner:
         ready, _, _ = select.select(list(by_leash), [], [], self.progress.interval_seconds)
         for leash in ready:
             self._finished(by_leash[leash])
+        line = self.live.turn()
+        if line:
+            self.progress.say(line)
         self.progress.refresh()
 
     def _finished(self, running: _Running) -> None:
@@ -241,7 +250,8 @@ class Runner:
         self.progress.closed(failed, line)
 
     def _end_running(self) -> None:
-        """End every step, then await each."""
+        """End every step and the live view, then await each."""
+        self.live.end()
         for running in self.running:
             running.process.end()
         for running in self.running:

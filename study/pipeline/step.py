@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+ERROR_PREFIX = "error: "  # begins the one line that a command prints before it fails
 COMMAND_PROMPT = "$ "  # begins the line that a log shows before each attempt
 TORCHRUN = ("{python}", "-m", "torch.distributed.run")
 
@@ -140,3 +141,11 @@ def batches(steps: Sequence[Step], models: int, specs: int) -> list[list[Step]]:
 def log_path(directory: Path, step: Step) -> Path:
     """Return STUDY/logs/STEP.log: all that the step printed; of a batch, that of its first step."""
     return directory / "logs" / f"{step.name}.log"
+
+
+def last_error(log: Path, start: int) -> str | None:
+    """Return the last 'error: ...' line a step wrote to its log after byte `start`."""
+    with log.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.startswith(ERROR_PREFIX)), None)

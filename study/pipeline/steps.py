@@ -26,6 +26,7 @@ from train.run.config import RunConfig
 from train.run.directory import CHECKPOINT_JSON, RunDirectory
 
 MEASURED = tuple(kind.name for kind, _ in KINDS)
+FINAL = ("collect", "report", "mirror")  # kinds of the last steps, whose work a refresh does before
 ONLINE = {"download", "prepare", *(kind.name for kind, _ in KINDS if kind.online)}
 MADE = ("download", "train", "average")  # besides the measurements read by `collect`
 MAKING = ("download", "export", "average")  # kinds of steps that make the models of a run
@@ -138,6 +139,11 @@ def _making_step(run: AnyRun, model: MeasuredModel) -> Step:
         resumes=True,
         expected_seconds=1.5,
     )
+
+
+def refresh_command(study: Study) -> tuple[str, ...]:
+    """Return the command of the live view."""
+    return python("study", "refresh", study.name, "--root", "{root}")
 
 
 def _last_steps(study: Study, steps: list[Step]) -> list[Step]:

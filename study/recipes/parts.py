@@ -72,8 +72,8 @@ SMALL_QUANTIZATION = QuantizationSettings(
     specs=("gptq-b3-g32", "gptq-b4-g32"),
     methods=("rtn-b3-g32",),
     calibration_sequences=32,
-    eval_tokens=8_192,
-    block_tokens=4_096,
+    eval_tokens=16_384,  # 26 documents of SMALL_TEXT
+    block_tokens=16_384,
 )
 SMALL_CURVATURE = CurvatureSettings(
     pairs=4,

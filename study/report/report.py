@@ -5,10 +5,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from quant_eval.measuring.statistics import METHOD
+from study.choices.text import learning_rate_line
 from study.claims.page import NOTE, headline, judge_all, tally
+from study.claims.verdict import Evidence
 from study.definition import Study
 from study.figures.canvas import Canvas
 from study.figures.drawing import draw_all
+from study.forecast.page import back_test_tables
 from study.measurements.kind import INTERVAL_LEVEL
 from study.paths import REPORT
 from study.report.files import write_tables
@@ -31,9 +34,9 @@ from study.tracking.store import server_command
 def write_report(directory: Path, study: Study) -> Path:
     """Draw the figures and write report.html."""
     rows = read_table(directory, study)
-    canvas = Canvas(study, rows, directory)
+    canvas, paired = Canvas(study, rows, directory), Paired(directory)
     shown, empty = draw_all(canvas)
-    tables = _tables(study, rows)
+    tables = [*_tables(study, rows), *back_test_tables(directory, study, rows)]
     write_tables(directory, tables)
     write_page(
         directory / REPORT,
@@ -42,7 +45,8 @@ def write_report(directory: Path, study: Study) -> Path:
         study=study,
         newest=_newest(directory),
         facts=_facts(study, rows),
-        judged=judge_all(study, rows, Paired(directory)),
+        choice=learning_rate_line(Evidence(study, rows, paired)),
+        judged=judge_all(study, rows, paired),
         tally=tally,
         headline=headline,
         note=NOTE,

@@ -24,13 +24,15 @@ class Collected(NamedTuple):
     rows: list[Row]
     found: int
     expected: int
+    settled: list[Row]  # of each run those before the first that still lacks a result
 
 
 def collect_rows(directory: Path, study: Study) -> Collected:
     """Return a row per run and measured model that is there, in the order of the study."""
-    rows, found, expected = [], 0, 0
+    rows, settled, found, expected = [], [], 0, 0
     empty = dict.fromkeys(figure_columns(study))
     for run in study.runs:
+        is_settled = True
         for model in study.models_of(run):
             readers = {
                 directory / path: read
@@ -39,6 +41,7 @@ def collect_rows(directory: Path, study: Study) -> Collected:
             }
             expected += 1 + len(readers)
             of_model = _model_values(directory, run, model)
+            is_settled &= of_model is not None and all(path.exists() for path in readers)
             if of_model is None:
                 continue
             values: dict[str, Any] = dict(empty)
@@ -50,7 +53,8 @@ def collect_rows(directory: Path, study: Study) -> Collected:
             of_model |= {"study": study.name, "run": run.name, "step": model.step}
             of_model |= {"average": model.average, "phase": phase_of(run, model.step)}
             rows.append(Row(**of_model, figures={column: values[column] for column in empty}))
-    return Collected(rows, found, expected)
+            settled += rows[-1:] if is_settled else []
+    return Collected(rows, found, expected, settled)
 
 
 def phase_of(run: AnyRun, step: int) -> str:

@@ -45,8 +45,7 @@ def check_text(study: Study, directory: Path) -> None:
     text, made = study.text, {output for step in text_steps(study) for output in step.outputs}
     for use in used(study):
         place = record(study, use)
-        # normalized, for the study itself may not be there yet
-        path = Path(os.path.normpath(directory.absolute() / place))
+        path = _place(directory, place)
         if path.is_file():
             continue
         if isinstance(text, OwnText):
@@ -64,6 +63,28 @@ def check_text(study: Study, directory: Path) -> None:
             f" --tokenizer {tokenizer}, which 'python -m ckpt_tools download {text.tokenizer} DIR"
             " --tokenizer-only' fetches), or take text of your own with --text"
         )
+
+
+def check_held_out(study: Study, directory: Path) -> None:
+    """Raise UserError where a loss would be over too few documents of a token file that is there.
+
+    One that is yet to be made is checked by the measurements.
+    """
+    from quant_eval.measuring.documents import check_documents, draw_documents
+    from train.data.corpus import open_corpus
+
+    manifest = _place(directory, record(study, "held_out"))
+    if not manifest.is_file():
+        return
+    quantization, corpus = study.quantization, open_corpus(manifest.with_suffix(""))
+    by_block = [quantization.block_tokens] if quantization.by_block else []
+    for tokens in (quantization.eval_tokens, *by_block):
+        check_documents(corpus, len(draw_documents(corpus, tokens, seed=0)))
+
+
+def _place(directory: Path, place: str) -> Path:
+    """Return a place that is relative to the study, which may not be there yet."""
+    return Path(os.path.normpath(directory.absolute() / place))
 
 
 def text_steps(study: Study) -> list[Step]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from base.errors import UserError
 from base.progress import Progress
+from base.statistics import LEAST_DOCUMENTS
 from quant_eval.settings import BLOCK_TOKENS
 from study.definition import Study
 from train.data.corpus import open_corpus
@@ -77,7 +78,13 @@ def needs_of(study: Study) -> Needs:
         train=max((run.total_tokens for run in study.trained), default=0) + 1,
         held_out=max(losses + LOSS_DOCUMENTS, sequences * length + 1),
         calibration=quantization.calibration_sequences * min(length, BLOCK_TOKENS) + 1,
-        document_tokens=max(2, quantization.eval_tokens // LOSS_DOCUMENTS),
+        document_tokens=max(
+            2,
+            min(
+                quantization.eval_tokens // LOSS_DOCUMENTS,
+                quantization.block_tokens // LEAST_DOCUMENTS,
+            ),
+        ),
     )
 
 

@@ -175,9 +175,15 @@ class Importer:
             self._client.set_terminated(self.parent)
 
 
-def mirror(directory: Path, study: Study, uri: str) -> dict[str, Any]:
-    """Bring the store up to the study's files; return mlflow.json: run ids and metrics added."""
-    table = read_table(directory, study)
+def mirror(
+    directory: Path, study: Study, uri: str, rows: Sequence[Row] | None = None
+) -> dict[str, Any]:
+    """Bring the store up to the study's files; return mlflow.json: run ids and metrics added.
+
+    By default `rows` are those of the table. Of a study at work they are the first ones of each
+    run, those that no later result changes: the others would have the run made anew.
+    """
+    table = read_table(directory, study) if rows is None else rows
     with open_store(uri) as client:
         importer = Importer(client, directory, study)
         runs = {run.name: importer.import_run(run, table) for run in study.runs}

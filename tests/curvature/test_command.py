@@ -191,6 +191,30 @@ def test_traces_lie_within_their_errors(tiny, hutchinson):
     within(hutchinson["norm_traces"]["total"], norms)
 
 
+def test_the_relative_trace_is_that_along_noise_as_large_as_the_weights(tiny, hutchinson):
+    """With D the root mean squares of the linears on the diagonal, 0 elsewhere: tr D H D."""
+    linears = {
+        f"{name}.weight": module.weight
+        for name, module in tiny.reference.model.layers.named_modules(prefix="model.layers")
+        if isinstance(module, torch.nn.Linear)
+    }
+    found, traces = hutchinson["relative_trace"], hutchinson["tensor_traces"]
+    expected = sum(
+        traces[name]["mean"] * float(weight.detach().square().mean())
+        for name, weight in linears.items()
+    )
+    assert found["mean"] == pytest.approx(expected, rel=1e-5)
+    assert np.mean(found["per_microbatch"]) == pytest.approx(found["mean"])
+    diagonal = [
+        (linears[name].square().mean().sqrt() if name in linears else torch.tensor(0.0)).expand(
+            weight.numel()
+        )
+        for name, weight in tiny.reference.named_parameters()
+    ]
+    scales_P = torch.cat(diagonal).detach().double()
+    within(found, float((scales_P * tiny.dense.hessian_PP * scales_P[:, None]).trace()))
+
+
 def test_gauss_newton_and_fisher_lie_within_their_errors(tiny, hutchinson):
     weights = list(tiny.reference.parameters())
     gauss_newton, fisher = [], []

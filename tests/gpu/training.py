@@ -2,6 +2,7 @@
 memory.
 """
 
+import re
 import shutil
 import statistics
 import time
@@ -24,6 +25,7 @@ from train.planning.memory import rank_memory
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
+from train.run.probe import ProbeConfig
 from train.snapshot_memory import SnapshotMemory
 
 ROUNDS = 6  # timed steps, after two that warm up
@@ -48,6 +50,7 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
             *(place.work / name, sizes.compared, sizes.compared_length),
             steps=steps,
             observe_every_steps=steps // 2,
+            probe=ProbeConfig(every_steps=steps // 2, sequences=4, group_size=16),
         )
         train(place.work / name, "cpu" if name == "cpu" else place.device, "--deterministic")
     again = place.work / "again"
@@ -69,11 +72,24 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
             most=1e-3,
         ),
         Figure(
+            f"losses with weights rounded at step {steps // 2}, CPU against GPU",
+            apart(*(_rounded_losses(place.work / name, steps // 2) for name in ("cpu", "gpu"))),
+            "nats/token, largest difference",
+            most=1e-2,  # a weight midway between two points may take the other one
+        ),
+        Figure(
             f"weights after resuming at step {steps // 2}, against never stopped",
             difference,
             "largest difference",
             most=0.0,
         ),
+    ]
+
+
+def _rounded_losses(run: Path, step: int) -> list[float]:
+    (row,) = (row for row in read_metrics(RunDirectory(run).metrics) if row["step"] == step)
+    return [
+        loss for name, loss in row.items() if re.fullmatch("quantization/.*/held_out_loss", name)
     ]
 
 

@@ -99,11 +99,14 @@ def test_a_result_is_complete(results, hf_dir, held_out_prefix):
     assert gptq["spec"]["evaluation"]["sha256"] == sha256_of(Path(f"{held_out_prefix}.bin"))
     for measured in (gptq["measured"], rtn["measured"]):
         assert measured.keys() == UNITS.keys() | {"intervals", "interval", "units"}
-        structured = ("layers", "per_document", "calibration")
+        structured = ("layers", "per_document", "calibration", "standard_errors")
         assert all(
             isinstance(measured[name], int | float) for name in UNITS if name not in structured
         )
         assert measured["calibration"] is None
+        for errors in measured["standard_errors"].values():
+            assert errors["documents"] > 0
+            assert errors["draws"] is None
         assert measured["interval"]["samples"] == 1000
         assert len(measured["layers"]) == 14
         for name, (low, high) in measured["intervals"].items():
@@ -390,7 +393,9 @@ def test_a_corpus_shorter_than_one_sequence_is_refused(command, tmp_path, short_
     calibrated = ("--spec", "gptq-b3-g16", "--out", tmp_path / "out")
     short = command(*calibrated, calibration=short_prefix)
     assert_refused(short, tmp_path, "fewer than one sequence")
-    assert_refused(command(*out, eval=short_prefix), tmp_path, "1 evaluated documents give no")
+    assert_refused(
+        command(*out, eval=short_prefix), tmp_path, "1 evaluated documents or blocks give no"
+    )
 
 
 def test_losses_are_those_of_the_quantized_model_saved_and_reloaded(

@@ -244,6 +244,22 @@ def test_figures_are_means_over_draws():
     assert spread["standard_error"] == pytest.approx(math.sqrt(0.0014 / 6))
 
 
+def test_standard_errors_are_those_of_each_source():
+    """Of documents against leaving each out, on the figure's own scale; of draws that move all
+    documents alike, their deviation over sqrt(K).
+    """
+    draws = [shifted(documents(), change) for change in (0.01, 0.02, 0.06)]
+    errors = figures_of(draws, samples=100, level=0.95, seed=0)["standard_errors"]
+    # what documents show of the draws is nothing, but for the rounding of a subtraction
+    assert errors["absolute_error"]["draws"] == pytest.approx(math.sqrt(0.0014 / 6), rel=1e-6)
+    assert errors["cross_entropy"]["draws"] == 0
+    losses = draws[0]
+    whole = losses.kl.sum() / losses.tokens.sum()
+    without = (losses.kl.sum() - losses.kl) / (losses.tokens.sum() - losses.tokens)
+    left_out = math.sqrt(((without - whole) ** 2).sum())
+    assert errors["kl_divergence"]["documents"] == pytest.approx(left_out, rel=1e-9)
+
+
 def test_draws_alone_give_the_interval_of_student():
     """Where documents do not vary, K draws are K normal observations."""
     ones = np.ones(12)

@@ -10,19 +10,24 @@ from tests.runs import make_run, python
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
 from train.run.optimization import CosinePhase, ScheduleConfig
+from train.run.probe import ProbeConfig
 
 FIGURES = ("loss", "z_loss", "grad_norm", "held_out_loss")
 SHORT: dict[str, Any] = {
     "total_steps": 3,
     "save_steps": (0, 2, 3),
     "evaluate_every_steps": 2,
+    "probe": ProbeConfig(every_steps=2, sequences=4, group_size=16),
     "schedule": ScheduleConfig(warmup_tokens=256, phase=CosinePhase(horizon_tokens=100 * 256)),
 }
 
 
 def figures(directory):
     rows = read_metrics(RunDirectory(directory).metrics)
-    return [{name: row[name] for name in FIGURES if name in row} for row in rows]
+    return [
+        {name: row[name] for name in row if name in FIGURES or name.startswith("quantization/")}
+        for row in rows
+    ]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

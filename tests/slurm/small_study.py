@@ -42,7 +42,8 @@ def small_study(
     """
     smoke = resolve("tiny", "smoke")
     content = smoke.model_dump(mode="json") | {"name": name, "averaged_steps": [], "soups": []}
-    content["runs"] = content["runs"][:runs]
+    # without the controls
+    content["runs"] = [run for run in content["runs"] if run["schedule"]["anneal"]][:runs]
     for run in content["runs"]:
         run |= {"total_steps": steps, "save_steps": [steps // 2, steps], "averages": []}
         run["schedule"]["anneal"]["start_step"] = steps // 2

@@ -23,7 +23,8 @@ def small_study() -> Study:
     """
     tiny = resolve("tiny", "smoke")
     quantization = tiny.quantization.model_copy(update={"along": (), "methods": (), "by_block": ()})
-    runs = tuple(run.model_copy(update={"averages": ()}) for run in tiny.runs)
+    annealed = (run for run in tiny.trained if run.schedule.anneal)
+    runs = tuple(run.model_copy(update={"averages": ()}) for run in annealed)
     changed = {
         "name": "small",
         "runs": runs,

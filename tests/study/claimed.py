@@ -12,10 +12,10 @@ import numpy as np
 from base.frozen import fingerprint
 from study.definition import Study, save_study
 from study.paths import MeasuredModel, curvature_result, hf_directory, quantization_result
-from study.recipes import resolve
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.collect import phase_of
 from study.results.paired import Paired
+from tests.study.ablation import tiny
 from tests.study.curved import curvature_content
 from tests.study.synthetic import TOKENS, per_document, result_of, specs_of
 from train.run.config import BranchFrom, RunConfig
@@ -32,7 +32,7 @@ def run_of(
     """A constant rate from step 20 on, then an anneal, with checkpoints at 40, 80, 160, 320 and
     the end.
     """
-    template = resolve("tiny", "full").runs[0]
+    template = tiny().runs[0]
     assert isinstance(template, RunConfig)
     schedule = ScheduleConfig(
         warmup_tokens=20 * template.tokens_per_step,
@@ -73,11 +73,11 @@ def study_of(
     *runs: RunConfig, methods: tuple[str, ...] = (), curvature: bool = False, **changes
 ) -> Study:
     """A study of these runs at 3 bits."""
-    tiny = resolve("tiny", "full")
-    quantization = tiny.quantization.model_copy(
+    whole = tiny()
+    quantization = whole.quantization.model_copy(
         update={"specs": (SPEC,), "methods": methods, "by_block": ()}
     )
-    content = tiny.model_dump() | {
+    content = whole.model_dump() | {
         "runs": [run.model_dump() for run in runs],
         "soups": (),
         "averaged_steps": (),

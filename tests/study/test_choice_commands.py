@@ -1,5 +1,7 @@
 """The commands that choose, as a user meets them."""
 
+import re
+
 import pytest
 from typer.testing import CliRunner
 
@@ -36,3 +38,9 @@ def test_the_commands_print_what_they_find(collected_dir, study):
 
     with pytest.raises(UserError, match="trains no run absent"):
         said("choose-average", study.name, "absent", *root)
+
+
+def test_the_report_says_the_first_of_them(report):
+    assert re.search(
+        r'<p id="choice">[^<]* the peak learning rate [^<]* has the lowest', report.read_text()
+    )

@@ -13,6 +13,7 @@ from base.statistics import holm
 from study.definition import save_study
 from study.paths import MeasuredModel, quantization_result
 from study.released import ReleasedRevision, ReleasedRun
+from study.results.estimate import Crossed, estimate_of
 from study.results.paired import Paired, every_pair
 from study.results.table import Row, trained
 from tests.study.synthetic import change_losses, per_document, result_of, table_of
@@ -228,6 +229,62 @@ def test_a_contrast_of_ratios_has_the_error_that_leaving_documents_out_shows(stu
     assert found.value == pytest.approx(contrast(whole))
     low, high = found.interval(0.6826895)  # of a normal error: one standard error to either side
     assert (high - low) / 2 == pytest.approx(error, rel=0.1)
+
+
+def write_draws(directory, run: str, values_DK, tokens) -> None:
+    """Gives a result the divergence of every document by every calibration draw."""
+    path = directory / run / f"hf/step{LAST:08d}/quant" / SPEC / "result.json"
+    change_losses(directory, run, SPEC, kl=list(values_DK.mean(1) * tokens), tokens=list(tokens))
+    content = json.loads(path.read_text())
+    measured = content["measured"]
+    others = {
+        name: [measured["per_document"][name]] * values_DK.shape[1]
+        for name in ("nll_quantized", "agreements")
+    }
+    drawn = {"kl": (values_DK.T * tokens).tolist()} | others
+    measured["calibration"] = {"seeds": values_DK.shape[1], "per_document": drawn}
+    write_json(path, content)
+
+
+def test_an_estimate_is_over_the_runs_with_documents_and_draws(study_dir, study):
+    """Four runs as two replicates of a difference: the mean over both and, of documents of equal
+    length, the estimate of their own values.
+    """
+    generator = np.random.default_rng(0)
+    tokens = np.full(28, 500.0)
+    values = 1 + generator.normal(size=(4, 28, 3)) + generator.normal(size=(4, 1, 1))
+    for run, values_DK in zip(study.runs, values, strict=True):
+        write_draws(study_dir, run.name, values_DK, tokens)
+    rows = [last_rows(study_dir, study)[run.name] for run in study.runs]
+    replicates = [[(rows[1], 1.0), (rows[0], -1.0)], [(rows[3], 1.0), (rows[2], -1.0)]]
+    found = Paired(study_dir).estimate(replicates, SPEC, "kl_divergence")
+    expected = estimate_of(Crossed(np.stack([values[1] - values[0], values[3] - values[2]])))
+    assert found.value == pytest.approx(expected.value)
+    assert found.interval() == pytest.approx(expected.interval())
+    assert found.sources.keys() == {"seeds", "documents", "calibration draws"}
+    assert found.holds_seeds
+    alone = Paired(study_dir).estimate(replicates[:1], SPEC, "kl_divergence")
+    assert alone.value == pytest.approx((values[1] - values[0]).mean())
+    assert not alone.holds_seeds
+
+    write_draws(study_dir, study.runs[3].name, values[3, :, :2], tokens)
+    rows[3] = last_rows(study_dir, study)[study.runs[3].name]
+    replicates = [replicates[0], [(rows[3], 1.0), (rows[2], -1.0)]]
+    with pytest.raises(UserError, match="differ in calibration draws"):
+        Paired(study_dir).estimate(replicates, SPEC, "kl_divergence")
+
+
+def test_an_estimate_over_few_documents_is_refused(study_dir, study):
+    for run in study.runs[:2]:
+        path = study_dir / run.name / f"hf/step{LAST:08d}/quant" / SPEC / "result.json"
+        content = json.loads(path.read_text())
+        sums = content["measured"]["per_document"]
+        few = {name: values[:19] for name, values in sums.items()}
+        write_json(path, result_of(path, SPEC, few))
+    rows = last_rows(study_dir, study)
+    pair = [[(rows[study.runs[0].name], 1.0), (rows[study.runs[1].name], -1.0)]]
+    with pytest.raises(UserError, match="19 documents, which decide nothing; raise eval_tokens"):
+        Paired(study_dir).estimate(pair, SPEC, "kl_divergence")
 
 
 def test_a_contrast_needs_one_text(study_dir, study):

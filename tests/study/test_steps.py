@@ -47,30 +47,29 @@ def test_tiny_has_a_step_for_everything_that_is_measured(tiny, by_name):
     kinds: dict[str, int] = {}
     for step in by_name.values():
         kinds[step.kind] = kinds.get(step.kind, 0) + 1
-    # 4 runs; 7 checkpoints, an average at 3 of them, 2 soups; 2 specs of each, 8 methods at the end;
-    # 4 controls: 2 checkpoints, an average at 1
+    # 3 peaks with 3 seeds: 4 checkpoints and an average, 2 specs of each; as many controls, 2 and 1;
+    # the first seed's have curvature, and its annealed ones 5 methods and all along their steps
     assert kinds == {
         "corpus": 1,
         "prepare": 3,
-        "train": 4 + 4,
-        "export": 4 * (7 + 3) + 4 * (2 + 1),
-        "average": 4 * 2,
-        "quantize": 4 * (7 + 3 + 2) * 2 + 4 * (2 + 1) * 2,
-        "methods": 4 * 8,
-        "curvature": 4 * 7 + 4 * 2,
-        "blocks": 4,
-        "step": 4,
-        "slice": 4,
+        "train": 9 + 9,
+        "export": 9 * (4 + 1) + 9 * (2 + 1),
+        "quantize": 9 * (4 + 1) * 2 + 9 * (2 + 1) * 2,
+        "methods": 3 * 5,
+        "curvature": 3 * 4 + 3 * 2,
+        "blocks": 3,
+        "step": 3,
+        "slice": 3,
         "collect": 1,
         "report": 1,
         "mirror": 1,
     }
-    train = by_name["train-lr1e-3"]
-    assert len(train.outputs) == 7 + 3
+    train = by_name["train-lr5e-3-seed1"]
+    assert len(train.outputs) == 4 + 1
     assert train.slots == 1
     assert train.outputs[-2:] == (
-        "lr1e-3/checkpoints/step00000640/checkpoint.json",
-        "lr1e-3/checkpoints/lawa5x16-step00000640/checkpoint.json",
+        "lr5e-3-seed1/checkpoints/step00000896/checkpoint.json",
+        "lr5e-3-seed1/checkpoints/lawa5x16-step00000896/checkpoint.json",
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 from base.errors import UserError
 from study.recipes import resolve
 from study.text.kinds import PackageSources, PreparedText, TokenFile, TokenFiles
-from study.text.steps import check_text, prefix, record, text_steps
+from study.text.steps import check_held_out, check_text, prefix, record, text_steps
 
 
 def test_text_that_no_step_makes_is_asked_for_with_its_command(tmp_path):
@@ -47,6 +47,31 @@ def test_given_token_files_have_no_steps_and_must_be_there(tmp_path):
     for use in ("held_out", "calibration"):
         (tmp_path / record(study, use)).touch()
     check_text(study, tmp_path / "study")
+
+
+def test_few_held_out_documents_are_refused_before_anything_is_trained(tmp_path, held_out_prefix):
+    """30 documents of 240 tokens: 4,000 tokens are 17 of them, 6,000 are 26."""
+    files = TokenFiles(
+        held_out=str(held_out_prefix),
+        calibration=str(held_out_prefix),
+        tokenizer=str(tmp_path),
+        sha256="0" * 64,
+    )
+    study = resolve("tiny", "smoke")
+    for tokens, block_tokens, refused in (
+        (6000, 6000, False),
+        (4000, 6000, True),
+        (6000, 4000, True),
+    ):
+        settings = {"eval_tokens": tokens, "block_tokens": block_tokens}
+        quantization = study.quantization.model_copy(update=settings)
+        changed = study.model_copy(update={"text": files, "quantization": quantization})
+        if refused:
+            with pytest.raises(UserError, match=r"17 evaluated documents .* raise --eval-tokens"):
+                check_held_out(changed, tmp_path / "study")
+        else:
+            check_held_out(changed, tmp_path / "study")
+    check_held_out(study, tmp_path / "study")  # its text is yet to be made
 
 
 def test_a_token_file_of_nobodys_is_asked_for_with_a_command_that_makes_it(tmp_path):

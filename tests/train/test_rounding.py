@@ -29,6 +29,7 @@ from train.data.corpus_writer import commit_corpus, join_pieces
 from train.model.config import ModelConfig
 from train.model.families import hf_settings, residual_linears
 from train.model.presets import PYTHIA_160M
+from train.planning.report import print_plans
 from train.run.config import RunConfig, load_run
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
@@ -276,3 +277,11 @@ def test_the_stated_cost_is_that_of_the_default():
     """10,700 sequences between two probes, as the description of `every_steps` says."""
     assert ProbeConfig(every_steps=700).cost(16) < 1e-3 < ProbeConfig(every_steps=660).cost(16)
     assert math.isclose(ProbeConfig(every_steps=1).cost(1), 4 / 3 * 8)
+
+
+def test_a_plan_states_it(tmp_path, inputs, capsys):
+    """Two replicas take 3 losses of 5 sequences, and one of them the inputs of its linears."""
+    run = make_run(tmp_path / "run", **inputs, probe=PROBE)
+    print_plans([run], nodes=1, gpus_per_node=2, gpu="h100")
+    share = (3 * 5 / 2 + 5) / 3 / (5 * 8 / 2)
+    assert f"probe of quantization: {share:.3%} of the time" in capsys.readouterr().out

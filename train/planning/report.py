@@ -37,6 +37,9 @@ def print_plans(runs: Sequence[RunConfig], *, nodes: int, gpus_per_node: int, gp
             console.print(_memory_table(rank_memory(run, gpus), kind.memory_bytes))
             host = snapshot_bytes(run, gpus)
             console.print(f"  host memory of a rank for the copies of a save: {_gigabytes(host)}")
+            if run.probe:
+                cost = run.probe.cost(run.batch_size, run.data_parallel_size(gpus))
+                console.print(f"  probe of quantization: {cost:.3%} of the time, by FLOPs")
         except UserError as error:
             console.print(f"  memory: batch and layout do not divide: {error}")
         layouts = fitting_layouts(run, gpus, gpus_per_node=gpus_per_node, gpu=kind)

@@ -8,9 +8,11 @@ from study.figures.charts import NATS, Chart, Quantity, Rows
 from study.figures.drawn.quantization import DIVERGENCE
 from study.figures.figure import Drawn, drawn, figure
 from study.measurements.titles import spec_title
+from study.mechanism.checkpoints import RELATIVE
 from study.results.averages import average_label, kept_averages, lowest_spec
 
 SOUP = "soup"
+SHARPNESS = Quantity("relative trace of the Hessian", NATS)
 STAR = "M0,-2L.46,-.62L1.9,-.62L.72,.24L1.18,1.62L0,.76L-1.18,1.62L-.72,.24L-1.9,-.62L-.46,-.62Z"
 DASHES = ([5, 3], [7, 2, 2, 2], [2, 2])  # of averages kept in training; weights are solid
 
@@ -23,7 +25,8 @@ def _applies(study: Study) -> bool:
     "averages",
     50,
     "Averages of weights beside the weights themselves: loss in full precision, quantized loss and"
-    " KL divergence at the fewest bits. Dashed: an average kept in training. Stars: soups, at the"
+    " KL divergence at the fewest bits, and the relative trace of the Hessian where the study"
+    " measures curvature of averages. Dashed: an average kept in training. Stars: soups, at the"
     " last checkpoint that they take in. Bars are intervals; those of the losses are left out:"
     " over documents, which all models share, they are as wide as the panel.",
     _applies,
@@ -32,17 +35,21 @@ def averages(canvas: Canvas) -> Drawn | None:
     """Draw weights, averages kept in training and soups."""
     spec = lowest_spec(canvas.study)
     title, column = spec_title(spec), f"quant/{spec}"
-    shown = (
+    shown = [
         (Quantity("loss", NATS), f"{column}/cross_entropy", "Full precision"),
         (Quantity("quantized loss", NATS), f"{column}/cross_entropy_quantized", title),
         (DIVERGENCE, f"{column}/kl_divergence", title),
-    )
+    ]
+    settings = canvas.study.curvature
+    if settings and settings.averages:
+        shown.append((SHARPNESS, RELATIVE, "Curvature"))
+    columns = 3 if len(shown) == 3 else 2
     panels = [
-        (rows, _panel(canvas, rows, quantity))
+        (rows, _panel(canvas, rows, quantity, columns))
         for quantity, name, panel in shown
         if (rows := _rows(canvas, quantity, name, panel))
     ]
-    return drawn(panels, 3, canvas.rates)
+    return drawn(panels, columns, canvas.rates)
 
 
 def _rows(canvas: Canvas, quantity: Quantity, column: str, panel: str) -> Rows:
@@ -51,7 +58,7 @@ def _rows(canvas: Canvas, quantity: Quantity, column: str, panel: str) -> Rows:
     models: dict[str | None, str] = {None: WEIGHTS}
     models |= {one.name: average_label(one, kept) for one in kept}
     models |= {one.name: SOUP for one in canvas.study.soups if one.name in measured}
-    has_bars = quantity is DIVERGENCE
+    has_bars = quantity in (DIVERGENCE, SHARPNESS)
     parts = (
         canvas.along(quantity, column, panel, has_bars=has_bars, average=average, series=series)
         for average, series in models.items()
@@ -59,9 +66,9 @@ def _rows(canvas: Canvas, quantity: Quantity, column: str, panel: str) -> Rows:
     return [row for part in parts for row in part]
 
 
-def _panel(canvas: Canvas, rows: Rows, quantity: Quantity) -> Chart:
+def _panel(canvas: Canvas, rows: Rows, quantity: Quantity, columns: int) -> Chart:
     since = [row["tokens"] for row in rows if row["series"] != WEIGHTS]
-    if quantity is not DIVERGENCE and since:
+    if quantity not in (DIVERGENCE, SHARPNESS) and since:
         # the losses of the first steps, far above, would flatten the others
         quantity = quantity.near([row for row in rows if row["tokens"] >= min(since)])
     series = list(dict.fromkeys(row["series"] for row in rows))
@@ -72,4 +79,5 @@ def _panel(canvas: Canvas, rows: Rows, quantity: Quantity) -> Chart:
     model: dict[str, Any] = {"field": "series", "type": "nominal", "title": "model"}
     shape = model | {"scale": {"domain": series, "range": shapes}}
     dash = model | {"scale": {"domain": series, "range": dashes}}
-    return canvas.curves(rows, quantity, 3, points={"shape": shape}, lines={"strokeDash": dash})
+    styles: dict[str, Any] = {"points": {"shape": shape}, "lines": {"strokeDash": dash}}
+    return canvas.curves(rows, quantity, columns, **styles)

@@ -36,7 +36,7 @@ def test_averages_are_measured_over_one_phase_each(profile):
     study = resolve("tiny", profile)
     for run in swept(study):
         start = run.schedule.anneal.start_step
-        assert {start, run.total_steps} <= set(study.averaged_steps)
+        assert run.total_steps in study.averaged_steps
         for average in run.averages:
             assert average.kind == "lawa"
             back = (average.window - 1) * average.interval_steps
@@ -62,17 +62,22 @@ def test_settings_name_the_study_and_change_every_run(tmp_path):
 def test_tiny_is_the_ablation_in_small():
     study = tiny()
     runs = swept(study)
-    assert [run.name for run in runs] == ["lr1e-3", "lr3e-3", "lr1e-2", "lr3e-2"]
-    assert [run.optimizer.peak_lr for run in runs] == [1e-3, 3e-3, 1e-2, 3e-2]
-    shared = {
-        run.model_copy(update={"name": "", "optimizer": None}).model_dump_json() for run in runs
-    }
-    assert len(shared) == 1  # nothing but the peak differs
+    peaks, seeds = (5e-3, 1e-2, 2e-2), (1, 2, 3)
+    assert [(run.optimizer.peak_lr, run.seed) for run in runs] == [
+        (peak, seed) for seed in seeds for peak in peaks
+    ]
+    rest = {"name": "", "optimizer": None, "seed": 0}
+    assert len({run.model_copy(update=rest).model_dump_json() for run in runs}) == 1
+    assert len({run.optimizer.weight_decay for run in runs}) == 1
+    # rate x decay x steps before the anneal, as of the 7B's runs with 3, 6 and 12e-4
+    start = runs[0].schedule.anneal.start_step
+    kept = [start * run.optimizer.peak_lr * run.optimizer.weight_decay for run in runs[:3]]
+    assert kept == pytest.approx([72_000 * peak * 0.1 for peak in (3e-4, 6e-4, 12e-4)])
     model = study.trained[0].model
     width, inner = model.hidden_size, model.intermediate_size
     block = 4 * width * width + 3 * width * inner + 4 * width
     parameters = 2 * model.vocab_size * width + model.num_hidden_layers * block + width
-    assert 0.5e6 < parameters < 2e6
+    assert parameters == 291_648  # 0.3 million
     # denser in the anneal
     run = runs[0]
     start = run.schedule.anneal.start_step

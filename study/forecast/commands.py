@@ -1,0 +1,42 @@
+"""The command that forecasts the error after a cooldown of runs that are under way."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from base.errors import UserError
+from study.choosing import Root, StudyName, existing
+
+
+def forecast(
+    name: StudyName,
+    root: Root = Path("runs"),
+    run: Annotated[
+        str | None, typer.Option(help="a run of the study", show_default="all with a stable phase")
+    ] = None,
+    others: Annotated[
+        list[str] | None,
+        typer.Option("--from", metavar="STUDY", help="whose cooldowns are learned from too"),
+    ] = None,
+) -> None:
+    """Show what each run would lose by quantization if it were annealed now.
+
+    By the last measured checkpoint of its stable phase, and the cooldowns that other runs ended
+    with. It trains and measures nothing.
+
+    Example: python -m study forecast olmo2-30m-lr --run lr3e-3 --from tiny
+    """
+    from study.forecast.cooldowns import Source
+    from study.forecast.page import forecast_lines, forecast_runs
+
+    own = Source.read(*existing(name, root))
+    learned = [Source.read(*existing(other, root)) for other in others or ()]
+    runs = forecast_runs(own.study)
+    if run is not None:
+        names = [one.name for one in own.study.runs]
+        if run not in names:
+            raise UserError(f"{name} has no run {run}; give one of {', '.join(names)}")
+        runs = [one for one in own.study.runs if one.name == run]
+    for one in runs:
+        typer.echo("\n".join(forecast_lines(own, learned, one)))

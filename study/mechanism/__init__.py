@@ -1,0 +1,1 @@
+"""The mechanism: the error of quantization explained by curvature, over all checkpoints."""
