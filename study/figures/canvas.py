@@ -130,6 +130,7 @@ class Canvas:
                 ends.append({"run": label} | {axis: row[axis] for axis in axes})
         encoding = {"x": self.tokens.encoding(), "y": quantity.encoding()}
         encoding |= {"color": self.runs.colour}
+        encoding |= {"strokeDash": self.runs.dash} if self.runs.dash else {}
         return [data(ends, mark=LINE, encoding=encoding)] if ends else []
 
     def _shade(self) -> list[Chart]:

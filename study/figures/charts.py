@@ -149,8 +149,8 @@ def marks(
         line: Chart = {"mark": LINE, "encoding": {"strokeDash": runs.dash} | (lines or {})}
         line["encoding"] = {name: one for name, one in line["encoding"].items() if one}
         if has_bands:
-            means = means_of(rows, runs, *quantities.values(), match)
-            layers += [data(means, mark=BAND, encoding=_band(*quantities.values()))]
+            means = means_of(rows, runs, quantities["x"], quantities["y"], match)
+            layers += [data(means, mark=BAND, encoding=_band(quantities["x"], quantities["y"]))]
             line = data(means, **line)
         layers.append(line)
     if has_bands:

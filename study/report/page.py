@@ -19,6 +19,7 @@ from base.files import replaced_file
 from study.figures.drawing import DIRECTORY, Shown
 from study.figures.looks import Runs
 
+HEADLINES = 2  # figures beside the claims
 SCRIPT = """
 "use strict";
 const page = JSON.parse(document.getElementById("charts").textContent);
@@ -35,8 +36,8 @@ async function draw() {
   document.body.dataset.drawn = views.length;
 }
 function toggle(button) {
-  const run = button.dataset.run, shown = hidden.delete(run);
-  if (!shown) hidden.add(run);
+  const shown = button.getAttribute("aria-pressed") === "false";
+  for (const run of JSON.parse(button.dataset.runs)) shown ? hidden.delete(run) : hidden.add(run);
   button.setAttribute("aria-pressed", shown);
   for (const view of views) view.signal("hidden", [...hidden]).runAsync();
 }
@@ -74,6 +75,7 @@ def write_page(path: Path, shown: list[Shown], runs: Runs, **content: Any) -> No
     scripts = (library(), SCRIPT) if charts else ()
     content |= {"figures": shown, "pictures": pictures, "folder": DIRECTORY, "charts": text}
     content |= {"runs": runs, "scripts": scripts, "policy": policy(scripts)}
+    content |= {"headlines": HEADLINES}
     templates = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
     pages = jinja2.Environment(
         loader=templates,

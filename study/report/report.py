@@ -1,6 +1,7 @@
 """report.html: claims with effect sizes, figures, tables, settings and commands, in one file."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from quant_eval.measuring.statistics import METHOD
@@ -13,6 +14,7 @@ from study.figures.drawing import draw_all
 from study.forecast.page import back_test_tables
 from study.measurements.kind import INTERVAL_LEVEL
 from study.paths import REPORT
+from study.report.files import write_tables
 from study.report.page import write_page
 from study.report.provenance import commands, settings_of
 from study.report.tables import (
@@ -24,7 +26,7 @@ from study.report.tables import (
     step_table,
 )
 from study.results.paired import Paired
-from study.results.summary import summarize
+from study.results.summary import listed, summarize
 from study.results.table import Row, read_table
 from study.tracking.store import server_command
 
@@ -34,18 +36,21 @@ def write_report(directory: Path, study: Study) -> Path:
     rows = read_table(directory, study)
     canvas, paired = Canvas(study, rows, directory), Paired(directory)
     shown, empty = draw_all(canvas)
+    tables = [*_tables(study, rows), *back_test_tables(directory, study, rows)]
+    write_tables(directory, tables)
     write_page(
         directory / REPORT,
         shown,
         canvas.runs,
         study=study,
+        newest=_newest(directory),
         facts=_facts(study, rows),
         choice=learning_rate_line(Evidence(study, rows, paired)),
         claims_head=HEAD,
         claims=claims_table(judge_all(study, rows, paired)),
         note=NOTE,
         empty=empty,
-        tables=[*_tables(study, rows), *back_test_tables(directory, study, rows)],
+        tables=tables,
         intervals=_intervals(study, rows),
         settings=settings_of(directory, study),
         commands=commands(directory, study),
@@ -66,11 +71,21 @@ def _tables(study: Study, rows: Sequence[Row]) -> list[Table]:
     return [table for table in tables if table]
 
 
+def _newest(directory: Path) -> str:
+    """The day of the newest result, '23 November 2026' (UTC); empty without any."""
+    times = [path.stat().st_mtime for path in directory.glob("*/hf/**/result.json")]
+    newest = datetime.fromtimestamp(max(times), UTC) if times else None
+    return f"{newest.day} {newest:%B %Y}" if newest else ""
+
+
 def _facts(study: Study, rows: Sequence[Row]) -> str:
     """The size of the study in a sentence, and what its intervals leave out."""
-    facts = f"{len(study.runs)} runs, {len(rows)} measured models."
     seeds = sorted({run.seed for run in study.trained})
-    if len(seeds) == 1:
+    facts = f"{len(study.runs)} runs, {len(study.controls)} of them controls without an anneal"
+    facts += f"; {len(rows)} measured models."
+    if len(seeds) > 1:
+        facts += f" Seeds {listed([str(seed) for seed in seeds])}."
+    elif seeds:
         facts += (
             f" Every run is one training from seed {seeds[0]}: no interval or p-value here holds"
             " the differences between trainings."

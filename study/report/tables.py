@@ -1,6 +1,7 @@
 """Tables of the report: figures with their intervals, as data that a template renders."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -39,6 +40,22 @@ class Table(NamedTuple):
     head: Sequence[str]
     body: Sequence[Sequence[Cell]]
     groups: Sequence[tuple[str, int]] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its files."""
+        return re.sub("[^a-z0-9]+", "_", self.title.lower()).strip("_")
+
+    @property
+    def columns(self) -> list[str]:
+        """The head of every column, with that of its group."""
+        groups = [text for text, count in self.groups for _ in range(count)] or [""] * len(
+            self.head
+        )
+        return [
+            f"{group}: {text}" if group else text
+            for group, text in zip(groups, self.head, strict=True)
+        ]
 
 
 class _Known(NamedTuple):

@@ -30,6 +30,18 @@ AXIS_COLUMNS = {  # of the run, after all figures
     "engine": pa.string(),
     "seed": pa.int64(),
 }
+NATS, SHARE = "nats per token", "1"
+CURVATURE = f"{NATS} / (unit of the parameters)^2"
+LOSSES = ("train_loss", "held_out_loss", "cross_entropy", "cross_entropy_quantized")
+INCREASES = ("absolute_error", "kl_divergence", "first_order", "second_order", "predicted")
+SHARES = ("relative_error", "top1_agreement", "accuracy", "accuracy_quantized", "degradation")
+UNITS = {  # of the last part of a column's name
+    **dict.fromkeys((*LOSSES, *INCREASES, "measured", "remainder"), NATS),
+    **dict.fromkeys(("trace", "lambda_max"), CURVATURE),
+    **dict.fromkeys((*SHARES, "lambda_max_residual"), SHARE),
+    **{"tokens": "tokens", "step": "steps", "batch_size": "sequences"},
+    **dict.fromkeys(("peak_lr", "learning_rate", "weight_decay"), SHARE),
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,7 +104,20 @@ def figure_columns(study: Study) -> dict[str, pa.DataType]:
 
 def schema_of(study: Study) -> pa.Schema:
     """Return names and types of the table's columns, which the study alone decides."""
-    return pa.schema([*(MODEL_COLUMNS | figure_columns(study) | AXIS_COLUMNS).items()])
+    columns = MODEL_COLUMNS | figure_columns(study) | AXIS_COLUMNS
+    return pa.schema(
+        [pa.field(name, kind, metadata={"unit": unit_of(name)}) for name, kind in columns.items()]
+    )
+
+
+def unit_of(column: str) -> str:
+    """Return the unit of a column by its name; '1' of shares, empty of what has none.
+
+    >>> unit_of("quant/gptq-b3-g32/kl_divergence_low"), unit_of("tokens")
+    ('nats per token', 'tokens')
+    """
+    figure = column.rpartition("/")[2].removesuffix("_low").removesuffix("_high")
+    return UNITS.get(figure, "")
 
 
 def trained(rows: Sequence[Row]) -> list[Row]:

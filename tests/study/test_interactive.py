@@ -114,7 +114,7 @@ def test_what_was_written_into_a_study_is_shown_and_never_run(browser):
 def test_a_button_hides_a_run_in_all_figures_and_shows_it_again(browser, report):
     before = [browser.value(count_of(name)) for name in NAMES]
     assert min(before) > 0
-    button = "document.querySelector('#runs button[data-run=\"0.01\"]')"
+    button = "document.querySelector('#runs button[data-runs*=\"0.01\"]')"
     settled = "Promise.all(views.map(view => view.runAsync())).then(() => true)"
     browser.value(f"{button}.click()")
     assert browser.value(settled)

@@ -1,0 +1,76 @@
+"""Error at the end of the anneal against runs of equal tokens without it."""
+
+from study.figures.canvas import Canvas
+from study.figures.charts import GREY, Chart, Quantity, Rows, data, level, panel
+from study.figures.drawn.quantization import ERROR
+from study.figures.figure import Drawn, drawn, figure
+from study.measurements.titles import spec_title
+from study.results.averages import lowest_spec
+from study.results.estimate import Estimate
+from study.results.paired import Paired, Weighted
+from study.results.summary import RunSummary, summarize
+
+DIFFERENCE = Quantity("annealed - not annealed", is_percent=True, holds_zero=True)
+SERIES = ("annealed", "not annealed")
+PANEL_HEIGHT = 170
+COLOURS = ("#7e03a8", GREY)
+
+
+@figure(
+    "anneal_against_control",
+    1,
+    "Annealed against not annealed at equal tokens: relative error of the loss at the fewest bits,"
+    " and the paired difference. Points are means over seeds. Bars are 95% intervals over held-out"
+    " documents, and over calibration draws and seeds where there are several; those of the"
+    " difference decide.",
+    lambda study: bool(study.controls),
+)
+def anneal_against_control(canvas: Canvas) -> Drawn | None:
+    """Draw the error with and without the anneal of every group of runs, and the difference."""
+    spec = lowest_spec(canvas.study)
+    column = f"quant/{spec}/relative_error"
+    groups: dict[str, list[RunSummary]] = {}
+    for end in summarize(canvas.study, canvas.table):
+        if end.control and end.last and None not in (end.control[column], end.last[column]):
+            groups.setdefault(end.group, []).append(end)
+
+    paired, errors, differences = Paired(canvas.directory), Rows(), Rows()
+    for group, ends in groups.items():
+        head = {"panel": spec_title(spec), canvas.runs.heading: group, "seeds": len(ends)}
+        annealed: list[Weighted] = [[(end.last, 1.0)] for end in ends if end.last]
+        control: list[Weighted] = [[(end.control, 1.0)] for end in ends if end.control]
+        change = [[*one, (row, -1.0)] for one, ((row, _),) in zip(annealed, control, strict=True)]
+        for series, weighted in zip(SERIES, (annealed, control), strict=True):
+            estimate = paired.estimate(weighted, spec, "relative_error")
+            errors.append(head | {"series": series} | _values(ERROR, estimate))
+        estimate = paired.estimate(change, spec, "relative_error")
+        p_value = {"p, not corrected": estimate.p_value()}
+        differences.append(head | p_value | _values(DIFFERENCE, estimate))
+    panels = [
+        (rows, _panel(rows, canvas.runs.heading, quantity))
+        for rows, quantity in ((errors, ERROR), (differences, DIFFERENCE))
+        if rows
+    ]
+    return drawn(panels, 2)
+
+
+def _values(quantity: Quantity, estimate: Estimate) -> dict[str, float]:
+    return quantity.values(estimate.value, estimate.interval())
+
+
+def _panel(rows: Rows, heading: str, quantity: Quantity) -> Chart:
+    """Points with their intervals above the name of the group, annealed beside not annealed."""
+    x: Chart = {"field": heading, "type": "nominal", "sort": None, "axis": {"labelAngle": 0}}
+    encoding: Chart = {"x": x, "y": quantity.encoding()}
+    if "series" in rows[0]:
+        scale = {"domain": list(SERIES), "range": list(COLOURS)}
+        series = {"field": "series", "type": "nominal", "title": "at equal tokens"}
+        encoding |= {"color": series | {"scale": scale}, "xOffset": series | {"sort": list(SERIES)}}
+    low, high = (f"{quantity.label}, {end}" for end in ("low", "high"))
+    bar = {"y": quantity.encoding(low), "y2": {"field": high}}
+    layers = [
+        {"mark": {"type": "rule", "strokeWidth": 1.6}, "encoding": bar},
+        {"mark": {"type": "point", "filled": True, "opacity": 1, "size": 55}},
+    ]
+    title = rows[0]["panel"] if quantity is ERROR else "Paired difference"
+    return panel([level(0.0), data(rows, encoding=encoding, layer=layers)], title, 2, PANEL_HEIGHT)
