@@ -11,14 +11,14 @@ from train.run.config import RunConfig
 from train.run.optimization import Anneal, CosinePhase, Lawa, OptimizerConfig, ScheduleConfig
 
 # The OLMo2-7B ablation (arXiv 2501.00656, section 4.1): cosine towards 5e12 tokens, left at step
-# 72,000 of 4,194,304 tokens for a linear anneal of 11,921 steps. Seen from there the horizon is
-# this many times as far as the start of the anneal.
+# 72,000 of 4,194,304 tokens for a linear anneal over a third of the tokens before it. Seen from
+# there the horizon is this many times as far as the start of the anneal.
 HORIZON_OVER_ANNEAL_START = 5e12 / (72_000 * 4_194_304)
 # AdamW forgets an update over 1 / (rate x weight decay) steps (arXiv 2405.13698). Up to the anneal
 # the 7B's run with a peak of 6e-4 and a decay of 0.1 is 4.3 such times long. So is the demo's at
-# its middle peak: its peaks stand for the 7B's 3e-4, 6e-4 and 12e-4.
-PEAKS, SAVES, ANNEALS_AT = (5e-3, 1e-2, 2e-2), (384, 768, 832, 896), 768
-WEIGHT_DECAY = round(72_000 * 6e-4 * 0.1 / (ANNEALS_AT * PEAKS[1]), 4)
+# its lowest peak: its peaks stand for the 7B's 6e-4 and 12e-4, and for twice that.
+PEAKS, SAVES, ANNEALS_AT = (6e-3, 1.2e-2, 2.4e-2), (288, 576, 672, 768), 576
+WEIGHT_DECAY = 72_000 * 6e-4 * 0.1 / (ANNEALS_AT * PEAKS[0])
 
 TEXT = PackageSources(vocab_size=1024)
 MODEL = olmo2(hidden_size=64, layers=3, heads=4, intermediate_size=192).model_copy(
@@ -62,7 +62,7 @@ def run(name: str, peak_lr: float, *, saves: tuple[int, ...], smoke: bool) -> Ru
 def tiny(*, smoke: bool = False) -> Study:
     """The OLMo2-7B learning-rate ablation in small: a near-constant rate, then an anneal or none.
 
-    The anneal is linear, over a sixth of the tokens before it. Three peaks with three seeds each,
+    The anneal is linear, over a third of the tokens before it. Three peaks with three seeds each,
     0.3 million parameters; minutes on two cores.
     """
     saves = (48, 72) if smoke else SAVES

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from base.errors import UserError
-from study.choices import average
 from study.choices.average import Bench, name_of, pick_lines
 from study.choices.search import most_tried, search
 from study.definition import save_study
@@ -45,7 +44,7 @@ def test_the_search_tries_every_window_and_a_greedy_soup(seed):
     assert all(losses[some] == loss(some) for some in every if some in losses)
 
     # Wortsman et al. 2022, algorithm 1, over sets
-    soup = set()
+    soup: set[str] = set()
     for name in sorted(EXPORTS, key=lambda name: loss((name,))):
         wider = tuple(sorted(soup | {name}))
         assert wider in losses
@@ -61,7 +60,8 @@ class Commands:
     """The commands of a bench: text is split in earnest, models are not."""
 
     def __init__(self, run=subprocess.run) -> None:
-        self.started, self._run = [], run
+        self.started: list[list[str]] = []
+        self._run = run
 
     def __call__(self, command: list[str], **options):
         words = command[2:]
@@ -78,7 +78,7 @@ class Commands:
     def loss(self, words: list[str]) -> float:
         parts = Path(words[2]).name.removeprefix("step").split("-")
         steps = [int(part) for part in parts if part.isdigit()]
-        return 3.1 + 0.01 * np.mean([TARGET[step] for step in steps]) ** 2
+        return 3.1 + 0.01 * float(np.mean([TARGET[step] for step in steps])) ** 2
 
     def texts(self) -> list[str]:
         """The texts that models were measured on, in order."""
@@ -107,7 +107,7 @@ def bench(tmp_path, held_out_prefix, train_prefix, tokenizer_dir, monkeypatch):
         place.mkdir(parents=True)
         (place / "lineage.json").write_text("{}")
     commands = Commands()
-    monkeypatch.setattr(average.subprocess, "run", commands)
+    monkeypatch.setattr("study.choices.average.subprocess.run", commands)
     return Bench(directory, study, run, SPEC, last=4), commands, directory
 
 
@@ -117,10 +117,10 @@ def test_the_pick_is_chosen_on_one_text_and_measured_on_another(bench, held_out_
     pick = bench.pick()
 
     means = {
-        some: abs(np.mean([TARGET[int(name.removeprefix("step"))] for name in some]))
+        some: abs(float(np.mean([TARGET[int(name.removeprefix("step"))] for name in some])))
         for some in pick.losses
     }
-    assert pick.members == min(means, key=means.get)
+    assert pick.members == min(means, key=means.__getitem__)
     assert len(pick.members) > 1, "the planted best is an average"
     assert pick.comparison.difference.value == pytest.approx(
         pick.losses[pick.members] - pick.losses["step00000400",]
@@ -162,8 +162,8 @@ def test_the_last_weights_may_be_the_pick(bench, monkeypatch):
 
 def test_a_command_that_fails_ends_the_search(bench, monkeypatch):
     bench, *_ = bench
-    failed = subprocess.CompletedProcess([], 2)
-    monkeypatch.setattr(average.subprocess, "run", lambda *_, **__: failed)
+    failed = subprocess.CompletedProcess[bytes]([], 2)
+    monkeypatch.setattr("study.choices.average.subprocess.run", lambda *_, **__: failed)
     with pytest.raises(UserError, match="'python -m train prepare' ended with 2"):
         bench.pick()
 

@@ -9,6 +9,7 @@ from base.statistics import holm
 from study.claims import page
 from study.results import paired
 from study.results.paired import Paired
+from tests.present import present
 from tests.study.claimed import (
     SPEC,
     branched,
@@ -71,7 +72,7 @@ def test_flatness_and_surge(tmp_path, error, noise, flat, surge):
 
 def test_an_anneal_that_does_not_decay_is_not_tested(tmp_path):
     schedule = run_of("x").schedule
-    held = schedule.anneal.model_copy(update={"floor": 0.9})
+    held = present(schedule.anneal).model_copy(update={"floor": 0.9})
     study = study_of(run_of("held", schedule=schedule.model_copy(update={"anneal": held})))
     rows = rows_of(tmp_path, study, along(0.006, 0.01))
     assert outcomes(tmp_path, study, rows)["surge"] == NONE
@@ -217,7 +218,7 @@ def test_claims_are_corrected_for_their_number(tmp_path):
     rows = rows_of(tmp_path, PEAKS, along(0.0, 0.01))
     judged = page.judge_all(PEAKS, rows, Paired(tmp_path))
     lines = page.claims_table(judged)
-    own = [line.details[0].p for line in lines if line.p]
+    own = [present(line.details[0].p) for line in lines if line.p]
     assert [line.p.rstrip("*") for line in lines if line.p] == [f"{p:.2g}" for p in holm(own)]
     assert all(line.details[0].measure.startswith("KL divergence") for line in lines[:2])
 

@@ -19,7 +19,7 @@ def study_command(*arguments: str) -> CompletedProcess:
         (["run", "tinny"], "no recipe 'tinny'"),
         (["run", "tiny", "--profile", "huge"], "no profile 'huge'"),
         (["run", "tiny", "--set", "engin=deepspeed"], "no such key"),
-        (["show", "tiny", "--set", "save_steps=[640]"], "averages are to be measured at step 896"),
+        (["show", "tiny", "--set", "save_steps=[640]"], "averages are to be measured at step 768"),
         (
             ["show", "tiny", "--set", "model.family=llama"],
             "the megatron engine trains olmo2, not llama",
@@ -59,7 +59,7 @@ def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):
     setting = ["--set", "engine=deepspeed", "--set", "zero.stage=2"]
     shown = study_command("show", "tiny", *setting).stdout
     assert shown.startswith("tiny-engine=deepspeed-stage=2: ")
-    assert "lr2e-2-seed3: peak 0.02" in shown
+    assert "lr2.4e-2-seed3: peak 0.024" in shown
     assert "python -m train run" in shown
     changed = resolve("tiny", "full", ("engine=deepspeed", "zero.stage=2"))
     directory = write_study(tmp_path / changed.name, changed)

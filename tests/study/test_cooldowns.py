@@ -8,6 +8,7 @@ from study.choices.cooldowns import cost, with_cooldowns, write_recipe
 from study.definition import load_study, save_study
 from study.pipeline.steps import steps_of
 from study.recipes import resolve
+from tests.present import present
 from tests.study.claimed import branched, run_of, study_of
 from train.run.schedules import learning_rate
 
@@ -21,7 +22,7 @@ def test_a_cooldown_leaves_its_parent_where_it_says():
     first, second = study.trained[2:]
     assert (first.name, second.name) == ("stable-cooldown80-100", "stable-cooldown160-180")
     assert study.parent_of(first) == STABLE
-    assert first.branch_from.fingerprint == fingerprint(STABLE)
+    assert present(first.branch_from).fingerprint == fingerprint(STABLE)
     peak = STABLE.optimizer.peak_lr
     rates = [learning_rate(first, step) for step in (80, 90, 100)]
     assert rates == pytest.approx([peak, peak / 2, 0])

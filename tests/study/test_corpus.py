@@ -25,6 +25,7 @@ from study.text.package_sources import (
     read_package,
     split,
 )
+from tests.present import present
 from train.data.corpus import open_corpus
 from train.data.prepare import prepare
 
@@ -56,7 +57,7 @@ def installed():
     """The files that a walk over the installed packages finds, without their tests."""
     files = {}
     for package in SMALL:
-        root = Path(importlib.import_module(package.partition("==")[0]).__file__).parent
+        root = Path(present(importlib.import_module(package.partition("==")[0]).__file__)).parent
         for path in root.rglob("*.py"):
             if "/tests/" not in str(path) and path.read_bytes().strip():
                 files[path.relative_to(root.parent).as_posix()] = path.read_text("utf-8")

@@ -20,6 +20,7 @@ from study.choices.learning_rate import (
 from study.claims.verdict import Evidence, Measure, NotTested
 from study.results.paired import Paired
 from study.results.table import Row
+from tests.present import present
 from tests.study.claimed import SPEC, rows_of, run_of, study_of
 from tests.study.synthetic import TOKENS
 
@@ -64,20 +65,22 @@ def test_the_planted_peak_is_first_at_equal_loss_with_its_closed_form(evidence):
     (sweep,) = sweeps(evidence.ends)
     assert list(sweep) == list(PEAKS)
     answer = at_equal_loss(of, sweep)
-    at = max(end.last[LOSS] for end in sweep[PEAKS[0]])  # the last to arrive
+    at = max(present(end.last)[LOSS] for end in sweep[PEAKS[0]])  # the last to arrive
     assert f"{at:.4f}" in answer.where
     expected = {peak: at_loss(peak, at) for peak in PEAKS}
-    assert [peak_of(one.label) for one in answer.ranking] == sorted(expected, key=expected.get)
+    assert [peak_of(one.label) for one in answer.ranking] == sorted(
+        expected, key=expected.__getitem__
+    )
     for one in answer.ranking:
         assert one.estimate.value == pytest.approx(expected[peak_of(one.label)], rel=1e-6)
         low, high = one.estimate.interval(0.95)
         assert low < expected[peak_of(one.label)] < high
     best, *others = answer.ranking
     assert peak_of(best.label) == BEST
-    assert all(one.p_adjusted < 0.05 for one in others)
+    assert all(present(one.p_adjusted) < 0.05 for one in others)
     for one in others:
         difference = one.estimate.value - best.estimate.value
-        assert one.excess.value == pytest.approx(difference, rel=1e-6)
+        assert present(one.excess).value == pytest.approx(difference, rel=1e-6)
 
 
 def test_the_end_ranks_them_otherwise(evidence):
@@ -85,10 +88,10 @@ def test_the_end_ranks_them_otherwise(evidence):
     (sweep,) = sweeps(evidence.ends)
     answer = at_equal_tokens(Measure(evidence, SPEC, QUANTIZED_LOSS), sweep)
     ends = {
-        peak: np.mean([end.last[f"quant/{SPEC}/{QUANTIZED_LOSS}"] for end in own])
+        peak: np.mean([present(end.last)[f"quant/{SPEC}/{QUANTIZED_LOSS}"] for end in own])
         for peak, own in sweep.items()
     }
-    assert [peak_of(one.label) for one in answer.ranking] == sorted(ends, key=ends.get)
+    assert [peak_of(one.label) for one in answer.ranking] == sorted(ends, key=ends.__getitem__)
     assert peak_of(answer.ranking[0].label) != BEST
 
 
@@ -143,7 +146,7 @@ def test_the_standard_error_is_that_of_leaving_documents_out(tmp_path):
     evidence = evidence_of(tmp_path, seeds=(1,), noise=0.2)
     of = Measure(evidence, SPEC, "relative_error")
     (sweep,) = sweeps(evidence.ends)
-    at = max(own[0].last[LOSS] for own in sweep.values())
+    at = max(present(own[0].last)[LOSS] for own in sweep.values())
     ranking = at_equal_loss(of, sweep, at + 0.05).ranking
     path = [row for row in evidence.rows if row["run"] == f"lr{BEST:g}-seed1"]
     place, directory = crossing(path, LOSS, at + 0.05), tmp_path / evidence.study.name
@@ -159,6 +162,6 @@ def test_the_standard_error_is_that_of_leaving_documents_out(tmp_path):
             logs.append(math.log(quantized / nll - 1))
         left_out.append(math.exp((1 - place.share) * logs[0] + place.share * logs[1]))
     count = len(left_out)
-    expected = math.sqrt((count - 1) / count * np.sum((left_out - np.mean(left_out)) ** 2))
+    expected = math.sqrt((count - 1) / count * (np.std(left_out) ** 2 * count))
     own = next(one for one in ranking if peak_of(one.label) == BEST)
     assert own.estimate.standard_error == pytest.approx(expected, rel=0.1)

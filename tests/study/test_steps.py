@@ -64,12 +64,12 @@ def test_tiny_has_a_step_for_everything_that_is_measured(tiny, by_name):
         "report": 1,
         "mirror": 1,
     }
-    train = by_name["train-lr5e-3-seed1"]
+    train = by_name["train-lr6e-3-seed1"]
     assert len(train.outputs) == 4 + 1
     assert train.slots == 1
     assert train.outputs[-2:] == (
-        "lr5e-3-seed1/checkpoints/step00000896/checkpoint.json",
-        "lr5e-3-seed1/checkpoints/lawa5x16-step00000896/checkpoint.json",
+        "lr6e-3-seed1/checkpoints/step00000768/checkpoint.json",
+        "lr6e-3-seed1/checkpoints/lawa5x16-step00000768/checkpoint.json",
     )
 
 

@@ -11,6 +11,7 @@ from study.forecast.cooldowns import Source
 from study.forecast.miniature import is_miniature, miniature, miniature_of
 from study.paths import MeasuredModel, quantization_result
 from study.recipes.parts import annealed
+from tests.present import present
 from tests.study.ablation import tiny
 from tests.study.claimed import SPEC, branched, rows_of, run_of, study_of
 from tests.study.synthetic import change_losses, write_study
@@ -37,7 +38,7 @@ def source(tmp_path):
 
 
 def test_a_miniature_cooldown_takes_one_percent_of_the_steps():
-    assert (MINIATURE.branch_from.step, MINIATURE.total_steps) == (320, 323)
+    assert (present(MINIATURE.branch_from).step, MINIATURE.total_steps) == (320, 323)
     assert is_miniature(MINIATURE)
     assert not is_miniature(ONE), "an anneal in place"
     assert not is_miniature(branched(ONE, 160, 80)), "half of the steps"

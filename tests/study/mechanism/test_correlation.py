@@ -8,6 +8,7 @@ from scipy.stats import norm, rankdata, spearmanr
 
 from study.mechanism.correlation import partial_correlation
 from study.mechanism.ratios import mean_ratio
+from tests.present import present
 
 
 def planted(generator, *, effect: float, trainings: int = 8, checkpoints: int = 6):
@@ -28,11 +29,11 @@ def test_a_confounder_is_seen():
     for _ in range(50):
         first, second, given, names = planted(generator, effect=0.0)
         raw.append(spearmanr(first, second).statistic)
-        freed.append(partial_correlation(first, second, given, names).value)
+        freed.append(present(partial_correlation(first, second, given, names)).value)
     assert np.mean(raw) > 0.5
     assert abs(np.mean(freed)) < 3 * np.std(freed) / math.sqrt(len(freed))
     real = planted(generator, effect=2.0, trainings=40)
-    assert partial_correlation(*real).low > 0.5
+    assert present(partial_correlation(*real)).low > 0.5
 
 
 def test_the_value_is_that_of_the_textbook_formula():
@@ -41,7 +42,8 @@ def test_the_value_is_that_of_the_textbook_formula():
     matrix = np.corrcoef(ranks)
     xy, xz, yz = matrix[0, 1], matrix[0, 2], matrix[1, 2]
     expected = (xy - xz * yz) / math.sqrt((1 - xz**2) * (1 - yz**2))
-    assert partial_correlation(first, second, given, names).value == pytest.approx(expected)
+    found = present(partial_correlation(first, second, given, names))
+    assert found.value == pytest.approx(expected)
 
 
 def test_intervals_are_over_trainings_not_checkpoints():
@@ -52,7 +54,7 @@ def test_intervals_are_over_trainings_not_checkpoints():
     wrong = naive = 0
     for _ in range(300):
         first, second, given, names = planted(generator, effect=0.0)
-        found = partial_correlation(first, second, given, names)
+        found = present(partial_correlation(first, second, given, names))
         wrong += found.p_value < 0.05
         error = 1 / math.sqrt(len(names) - 4)
         naive += 2 * norm.sf(abs(math.atanh(found.value)) / error) < 0.05
@@ -69,7 +71,7 @@ def test_too_few_trainings_or_nothing_that_varies_is_unknown():
 def test_ratios_are_averaged_within_a_training_first():
     logs = {"a": [0.1, 0.3], "b": [0.2], "c": [0.4, 0.4, 0.4, 0.4]}
     means = np.array([0.2, 0.2, 0.4])
-    found = mean_ratio(logs)
+    found = present(mean_ratio(logs))
     assert found.value == pytest.approx(math.exp(means.mean()))
     half = 4.302653 * means.std(ddof=1) / math.sqrt(3)  # Student's 97.5% quantile at 2 degrees
     assert found.high == pytest.approx(math.exp(means.mean() + half), rel=1e-6)

@@ -19,8 +19,11 @@ from study.mechanism.formula import (
     predict,
     score,
 )
+from study.results.table import Row
+from tests.present import present
 from tests.study.claimed import rows_of, run_of, study_of
 
+EMPTY = Row.of({"study": "s", "run": "r", "phase": "stable", "step": 1})
 SLOPES = {RELATIVE: 0.8, BITS: 1.1, RATE: -0.3}
 
 
@@ -36,7 +39,7 @@ def planted(generator, trainings=12, checkpoints=5, spread=0.1) -> Observations:
     own = spread * generator.normal(size=trainings)[of_training]
     target = -1 + sum(SLOPES[name] * terms[name] for name in SLOPES) + own
     target = target + 0.05 * generator.normal(size=size)
-    return Observations([{}] * size, [""] * size, names, of_training % 2, target, terms)
+    return Observations([EMPTY] * size, [""] * size, names, of_training % 2, target, terms)
 
 
 def test_slopes_are_recovered_within_two_standard_errors():
@@ -82,9 +85,9 @@ def test_seeds_of_a_setting_are_in_one_half(tmp_path):
     rows = rows_of(tmp_path, study, lambda run, model: 0.02, trace=lambda run, model: 900.0)
     for row in rows:
         row |= {"curvature/relative_trace": 0.5, "peak_lr": 1e-3}
-    data = observe(study, rows)
+    data = present(observe(study, rows))
     halves = dict(zip(data.trainings, data.halves.tolist(), strict=True))
     assert [halves[run.name] for run in runs] == [0, 0, 1, 1, 0, 0]
     assert observe(study_of(*runs[:2], curvature=True), rows[: len(rows) // 3]) is None
     rows[0]["curvature/relative_trace"] = -0.1  # noise takes it below 0: no logarithm
-    assert len(observe(study, rows).target_N) == len(data.target_N) - 1
+    assert len(present(observe(study, rows)).target_N) == len(data.target_N) - 1

@@ -1,0 +1,11 @@
+"""A value that a test knows to be there."""
+
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+
+def present(value: Value | None) -> Value:
+    """Return the value; AssertionError without one."""
+    assert value is not None
+    return value
