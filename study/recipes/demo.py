@@ -18,7 +18,7 @@ HORIZON_OVER_ANNEAL_START = 5e12 / (72_000 * 4_194_304)
 # the 7B's run with a peak of 6e-4 and a decay of 0.1 is 4.3 such times long. So is the demo's at
 # its lowest peak: its peaks stand for the 7B's 6e-4 and 12e-4, and for twice that.
 PEAKS, SAVES, ANNEALS_AT = (6e-3, 1.2e-2, 2.4e-2), (288, 576, 672, 768), 576
-WEIGHT_DECAY = 72_000 * 6e-4 * 0.1 / (ANNEALS_AT * PEAKS[0])
+WEIGHT_DECAY = round(72_000 * 6e-4 * 0.1 / (ANNEALS_AT * PEAKS[0]), 4)
 
 TEXT = PackageSources(vocab_size=1024)
 MODEL = olmo2(hidden_size=64, layers=3, heads=4, intermediate_size=192).model_copy(
