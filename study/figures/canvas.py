@@ -15,6 +15,7 @@ from train.run.schedules import first_step, learning_rate
 
 MOST_RATES = 150  # points of a curve of learning rates, its corners aside
 RATE = "learning rate / its peak"
+CURVE = "schedule"  # number of a curve of learning rates
 WEIGHTS = "weights"  # the series of the weights as training left them
 
 
@@ -167,7 +168,7 @@ class Canvas:
         is_own = any(row["run"] for row in self.rates)
         colour = self.runs.colour if is_own else {"value": GREY}
         mark = {"type": "line", "strokeDash": [1, 2], "strokeWidth": 1.2}
-        detail = {"field": "run", "type": "nominal"}
+        detail = {"field": CURVE, "type": "nominal"}  # several may belong to no run
         axes = {"x": self.tokens.encoding(), "y": y, "color": colour, "detail": detail}
         return [data(self.rates, mark=mark, encoding=axes)]
 
@@ -179,10 +180,10 @@ class Canvas:
             if curve:
                 curves.setdefault(curve, []).append(run.name)
         rows = []
-        for curve, names in curves.items():
+        for number, (curve, names) in enumerate(curves.items(), 1):
             is_own = len(names) == 1 and len(curves) > 1
             label = self.runs.looks[names[0]].label if is_own else ""
-            head = {"panel": "", "run": label, "series": "learning rate"}
+            head = {"panel": "", "run": label, "series": "learning rate", CURVE: number}
             rows += [
                 head | self.tokens.values(tokens / self.unit) | {RATE: share}
                 for tokens, share in curve

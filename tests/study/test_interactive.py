@@ -17,7 +17,8 @@ from tests.study.varied import budgets, write_varied
 
 NAMES = [
     *("kl_divergence", "quantization_error", "ends", "validation_loss", "averages"),
-    *("full_against_quantized", "curvature", "methods", "blocks", "prediction"),
+    *("full_against_quantized", "curvature", "error_against_curvature"),
+    *("methods", "blocks", "prediction"),
 ]
 POINTS = "g.mark-symbol.role-mark path"  # with those of the legend below .role-legend
 

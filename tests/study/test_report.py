@@ -65,8 +65,9 @@ def page(report) -> Page:
 def test_it_needs_nothing_but_itself_and_shows_pictures_without_scripts(page, report):
     """Besides its pictures it names files that lie beside it, for the reader to open."""
     assert "link" not in page.tags
-    pictures = [one for one in page.references if not one.startswith(("figures/", "#"))]
-    assert len(pictures) == 11
+    files = ("figures/", "tables/", "#")
+    pictures = [one for one in page.references if not one.startswith(files)]
+    assert len(pictures) == 12
     for reference in pictures:
         kind, _, data = reference.partition(",")
         assert kind == "data:image/png;base64"
@@ -76,6 +77,9 @@ def test_it_needs_nothing_but_itself_and_shows_pictures_without_scripts(page, re
     beside = [one for one in page.references if one.startswith("figures/")]
     assert len(beside) == 3 * len(pictures)
     assert all((report.parent / name).stat().st_size > 500 for name in beside)
+    tables = [one for one in page.references if one.startswith("tables/")]
+    assert len(tables) == 2 * 5
+    assert all((report.parent / name).stat().st_size > 100 for name in tables)
     text = report.read_text()
     assert text.count('<div class="chart" hidden>') == len(pictures) - 1, "slices are a picture"
     assert '<div id="runs" hidden>' in text, "buttons that do nothing without scripts"
@@ -241,7 +245,8 @@ def test_a_partial_table_gives_a_partial_report(collected_dir, study):
     write_table(collected_dir, study, collect_rows(collected_dir, study).rows)
     text = write_report(collected_dir, study).read_text()
     assert "not measured" in text
-    assert "nothing of it is measured yet: curvature, blocks, prediction, slices." in text
+    missing = "curvature, error against curvature, blocks, formula, prediction, slices."
+    assert f"nothing of it is measured yet: {missing}" in text
     files = {path.name for path in (collected_dir / "figures").iterdir()}
     names = (
         "ends",
