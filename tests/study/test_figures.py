@@ -20,11 +20,12 @@ from study.figures.drawn.averages import averages
 from study.figures.drawn.curvature import curvature
 from study.figures.drawn.ends import ends
 from study.figures.drawn.full_against_quantized import full_against_quantized
-from study.figures.drawn.methods import methods, shown_methods
+from study.figures.drawn.methods import methods, shown_methods, tasks
 from study.figures.drawn.quantization import DIVERGENCE, MEASURES, kl_divergence
 from study.figures.drawn.slices import slices
 from study.figures.figure import Drawn, Figure
 from study.figures.looks import looks_for, runs_of
+from study.measurements.tasks import TasksSettings
 from study.measurements.titles import spec_title
 from study.paths import slice_result
 from study.released import ReleasedRevision, ReleasedRun
@@ -273,11 +274,12 @@ def test_the_figure_of_averages_holds_every_model(collected_dir, study):
     names = {look.label: run for run, look in runs_of(study).looks.items()}
     for panel, name in zip(
         chart_of(found)["concat"],
-        ("cross_entropy", "cross_entropy_quantized", "kl_divergence"),
+        ("cross_entropy", "cross_entropy_quantized", "relative_error", "kl_divergence"),
         strict=True,
     ):
         shown = data_of(panel)
-        y = next(key for key in shown[0] if key.startswith(("loss", "quantized loss", "KL")))
+        labels = ("loss", "quantized loss", "relative error", "KL")
+        y = next(key for key in shown[0] if key.startswith(labels))
         kinds = {"weights": None, "LAWA": "lawa5x16", "soup": "soup"}
         found_values = [
             (names[row["run"]], kinds[row["series"]], row["step"], row[y]) for row in shown
@@ -351,7 +353,13 @@ def test_slices_share_one_scale_of_colours_and_have_their_points(study_dir, stud
     assert levels[0][-1] == 0.5
     titles = [axis.get_title(loc="left") for axis in panels]
     assert titles == [f"peak learning rate {run.optimizer.peak_lr:g}" for run in study.trained]
-    places = {"base": (0.0, 0.0), "previous": (1.0, 0.0), "quantized": (0.1, 4.0)}
+    step = math.hypot(0.1, 4.0)  # distances are in its lengths
+    places = {
+        "base": (0.0, 0.0),
+        "previous": pytest.approx((1.0 / step, 0.0)),
+        "quantized": pytest.approx((0.1 / step, 4.0 / step)),
+    }
+    assert len({(axis.get_xlim(), axis.get_ylim()) for axis in panels}) == 1
     for axis in panels:
         marked = {
             line.get_marker(): tuple(float(np.asarray(data)[0]) for data in line.get_data())
@@ -386,3 +394,25 @@ def test_a_picture_is_drawn_of_a_chart_of_which_a_run_is_hidden(branched):
     assert whole != without
     assert pictures_of(chart)["pdf"].startswith(b"%PDF")
     assert math.isfinite(len(whole))
+
+
+def test_accuracy_is_drawn_task_by_task_and_in_the_mean(study_dir, study):
+    settings = TasksSettings(specs=(SPEC,), tasks=("piqa", "sciq"))
+    measured = study.model_copy(update={"tasks": settings})
+    column = f"tasks/{SPEC}"
+    values: dict[str, float | None] = {
+        f"{column}/degradation": 0.1,
+        f"{column}/piqa/degradation": 0.2,
+    }
+    values |= {f"{name}_{end}": 0.05 for name in values for end in ("low", "high")}
+    values |= {f"{column}/sciq/degradation": None}
+    rows = [
+        Row.of(
+            {"study": "s", "run": run.name, "phase": "anneal", "step": 640, "tokens": 1} | values
+        )
+        for run in study.runs
+    ]
+    found = drawn(tasks, Canvas(measured, rows, study_dir))
+    assert [row["task"] for row in found.rows] == ["mean of the tasks"] * 4 + ["piqa"] * 4
+    label = next(key for key in found.rows[0] if key.startswith("accuracy lost"))
+    assert {row[label] for row in found.rows} == {0.1, 0.2}

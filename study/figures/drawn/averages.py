@@ -5,7 +5,7 @@ from typing import Any
 from study.definition import Study
 from study.figures.canvas import WEIGHTS, Canvas
 from study.figures.charts import NATS, Chart, Quantity, Rows
-from study.figures.drawn.quantization import DIVERGENCE
+from study.figures.drawn.quantization import DIVERGENCE, ERROR
 from study.figures.figure import Drawn, drawn, figure
 from study.measurements.titles import spec_title
 from study.mechanism.checkpoints import RELATIVE
@@ -13,6 +13,7 @@ from study.results.averages import average_label, kept_averages, lowest_spec
 
 SOUP = "soup"
 SHARPNESS = Quantity("relative trace of the Hessian", NATS)
+PAIRED = (ERROR, DIVERGENCE, SHARPNESS)  # what a bar says something of
 STAR = "M0,-2L.46,-.62L1.9,-.62L.72,.24L1.18,1.62L0,.76L-1.18,1.62L-.72,.24L-1.9,-.62L-.46,-.62Z"
 DASHES = ([5, 3], [7, 2, 2, 2], [2, 2])  # of averages kept in training; weights are solid
 
@@ -24,11 +25,11 @@ def _applies(study: Study) -> bool:
 @figure(
     "averages",
     50,
-    "Averages of weights beside the weights themselves: loss in full precision, quantized loss and"
-    " KL divergence at the fewest bits, and the relative trace of the Hessian where the study"
-    " measures curvature of averages. Dashed: an average kept in training. Stars: soups, at the"
-    " last checkpoint that they take in. Bars are intervals; those of the losses are left out:"
-    " over documents, which all models share, they are as wide as the panel.",
+    "Averages of weights beside the weights themselves: loss in full precision, quantized loss,"
+    " relative error and KL divergence at the fewest bits, and the relative trace of the Hessian"
+    " where the study measures curvature of averages. Dashed: an average kept in training. Stars:"
+    " soups, at the last checkpoint that they take in. Bars are intervals; those of the losses are"
+    " left out: over documents, which all models share, they are as wide as the panel.",
     _applies,
 )
 def averages(canvas: Canvas) -> Drawn | None:
@@ -38,12 +39,13 @@ def averages(canvas: Canvas) -> Drawn | None:
     shown = [
         (Quantity("loss", NATS), f"{column}/cross_entropy", "Full precision"),
         (Quantity("quantized loss", NATS), f"{column}/cross_entropy_quantized", title),
+        (ERROR, f"{column}/relative_error", title),
         (DIVERGENCE, f"{column}/kl_divergence", title),
     ]
     settings = canvas.study.curvature
     if settings and settings.averages:
         shown.append((SHARPNESS, RELATIVE, "Curvature"))
-    columns = 3 if len(shown) == 3 else 2
+    columns = 2 if len(shown) == 4 else 3
     panels = [
         (rows, _panel(canvas, rows, quantity, columns))
         for quantity, name, panel in shown
@@ -58,7 +60,7 @@ def _rows(canvas: Canvas, quantity: Quantity, column: str, panel: str) -> Rows:
     models: dict[str | None, str] = {None: WEIGHTS}
     models |= {one.name: average_label(one, kept) for one in kept}
     models |= {one.name: SOUP for one in canvas.study.soups if one.name in measured}
-    has_bars = quantity in (DIVERGENCE, SHARPNESS)
+    has_bars = quantity in PAIRED
     parts = (
         canvas.along(quantity, column, panel, has_bars=has_bars, average=average, series=series)
         for average, series in models.items()
@@ -68,7 +70,7 @@ def _rows(canvas: Canvas, quantity: Quantity, column: str, panel: str) -> Rows:
 
 def _panel(canvas: Canvas, rows: Rows, quantity: Quantity, columns: int) -> Chart:
     since = [row["tokens"] for row in rows if row["series"] != WEIGHTS]
-    if quantity not in (DIVERGENCE, SHARPNESS) and since:
+    if quantity not in PAIRED and since:
         # the losses of the first steps, far above, would flatten the others
         quantity = quantity.near([row for row in rows if row["tokens"] >= min(since)])
     series = list(dict.fromkeys(row["series"] for row in rows))

@@ -1,16 +1,18 @@
-"""Quantization methods side by side at the end of training (arXiv 2510.06213, appendix A)."""
+"""The end of training by every method (arXiv 2510.06213, appendix A), and on every task."""
 
 from dataclasses import replace
 
 from quant_eval.specs import parse_spec
 from study.definition import Study
 from study.figures.canvas import Canvas, described, interval_of
-from study.figures.charts import Chart, Rows, level, marks, panel
+from study.figures.charts import Chart, Quantity, Rows, columns_of, level, marks, panel
 from study.figures.drawn.quantization import MEASURES
 from study.figures.figure import Drawn, drawn, figure
 from study.measurements.titles import spec_title
 
 ROW_PIXELS = 46
+LOST = Quantity("accuracy lost to quantization / accuracy before", is_percent=True)
+MEAN = "mean of the tasks"
 
 
 def shown_methods(study: Study) -> list[str]:
@@ -30,8 +32,7 @@ def methods(canvas: Canvas) -> Drawn | None:
     specs = shown_methods(canvas.study)
     place: Chart = {"field": "method", "type": "nominal", "title": ""}
     place["sort"] = [spec_title(spec) for spec in specs]
-    labels = [look.label for look in canvas.runs.looks.values()]
-    offset = {"field": "run", "type": "nominal", "sort": labels}
+    offset = _below_each_other(canvas)
     panels: list[tuple[Rows, Chart]] = []
     for name, quantity in MEASURES.items():
         rows = _rows(canvas, specs, name)
@@ -56,3 +57,43 @@ def _rows(canvas: Canvas, specs: list[str], name: str) -> Rows:
             values = quantity.values(row[column], interval_of(row, column))
             rows.append(described(row, quantity.title, look, method=method) | values)
     return rows
+
+
+def _below_each_other(canvas: Canvas) -> Chart:
+    """Return the place of a run among the marks of a line."""
+    labels = [look.label for look in canvas.runs.looks.values()]
+    return {"field": "run", "type": "nominal", "sort": labels}
+
+
+@figure(
+    "tasks",
+    92,
+    "Accuracy on downstream tasks that quantization costs, as a share of the accuracy before: at"
+    " the end of every run, task by task and in the mean. Bars are intervals over questions.",
+    lambda study: study.tasks is not None,
+)
+def tasks(canvas: Canvas) -> Drawn | None:
+    """Draw a panel per spec, with a line of marks per task."""
+    settings = canvas.study.tasks
+    assert settings
+    names = {MEAN: "", **{task: f"{task}/" for task in settings.tasks}}
+    place: Chart = {"field": "task", "type": "nominal", "title": "", "sort": list(names)}
+    columns, panels = columns_of(len(settings.specs)), []
+    for spec in settings.specs:
+        rows = [row for task, key in names.items() for row in _of_task(canvas, spec, task, key)]
+        if rows:
+            offset = _below_each_other(canvas)
+            values = marks(rows, canvas.runs, LOST, place, has_line=False, yOffset=offset)
+            height = ROW_PIXELS * len(names)
+            chart = panel([level(0.0, "x"), values], rows[0]["panel"], columns, height)
+            panels.append((rows, chart))
+    return drawn(panels, columns)
+
+
+def _of_task(canvas: Canvas, spec: str, task: str, key: str) -> Rows:
+    column, looks = f"tasks/{spec}/{key}degradation", canvas.runs.looks
+    return [
+        described(row, spec_title(spec), looks[run], task=task)
+        | LOST.values(row[column], interval_of(row, column))
+        for run, row in canvas.last_rows(column).items()
+    ]

@@ -3,6 +3,7 @@
 Contours, which Vega-Lite has none of: the picture is matplotlib's, on the page too.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,6 @@ from matplotlib.lines import Line2D
 
 from ckpt_tools.hf.measured import Slice
 from curvature.slices.figure import (
-    ALONG_X,
-    ALONG_Y,
     BAR_INCHES,
     INK,
     LOOK,
@@ -33,9 +32,12 @@ from study.measurements.titles import spec_title
 from study.paths import slice_result
 
 HEIGHT = 4.4  # inches of the planes
+BLANK = "#f0f0f0"  # of a panel, where its plane was not measured
 BESIDE, ABOVE = 0.62, 1.7  # inches of the labels beside a plane, and of labels and legend above it
 NAMES = {"base": "weights at the end of training", "previous": "one checkpoint before"}
-ALONG = ("distance along the last step", "distance towards the quantized weights")
+ALONG = ("along the last step", "towards the quantized weights")
+LENGTH = "distance / length of the quantization step"
+X, Y = (f"{LENGTH}, {along}" for along in ALONG)
 INCREASE = f"loss over that of the last ({NATS})"
 
 
@@ -43,43 +45,58 @@ INCREASE = f"loss over that of the last ({NATS})"
     "slices",
     120,
     "The loss on the plane through the last two checkpoints and the quantized last one, over that"
-    " of the last checkpoint on the same sequences. One scale of colours for all panels; distances"
-    " are Euclidean, and each panel has its own scale of them. Above each: the increases at the"
-    " points, with their standard errors over sequences.",
+    " of the last checkpoint on the same sequences. All panels have one scale of colours and one of"
+    " distances, in lengths of the run's own quantization step: where colours are paler, the same"
+    " relative step costs less. Above each: the increases at the points, with their standard errors"
+    " over sequences.",
     lambda study: bool(study.quantization.by_block),
 )
 def slices(canvas: Canvas) -> Drawn | None:
     """Draw a plane per run, in the order of the runs."""
     spec = canvas.study.quantization.by_block[0]
     measured = canvas.results(partial(slice_result, spec=spec), Slice)
-    # the figure of one slice draws what is as in result.json
-    results = {label: {"measured": one.model_dump()} for label, one in measured.items()}
+    results = {label: _in_steps(one) for label, one in measured.items()}
     if not results:
         return None
     return Drawn(_rows(results), _picture(results, canvas.runs.heading, spec))
 
 
+def _in_steps(one: Slice) -> dict[str, Any]:
+    """Return a slice as in result.json, its distances in lengths of the quantization step."""
+    content = one.model_dump()
+    grid, points = content["grid"], content["points"]
+    quantized = next(point for point in points if point["name"] == "quantized")
+    length = math.hypot(quantized["x"], quantized["y"])
+    for axis in "xy":
+        grid[axis] = [place / length for place in grid[axis]]
+        for point in points:
+            point[axis] /= length
+    return {"measured": content}
+
+
 @matplotlib.rc_context(LOOK)
 def _picture(results: dict[str, dict[str, Any]], heading: str, spec: str) -> Picture:
     levels = levels_of(np.concatenate([increase_over(one).ravel() for one in results.values()]))
-    shapes = []  # width / height
-    for result in results.values():
-        grid = result["measured"]["grid"]
-        width, height = (grid[axis][-1] - grid[axis][0] for axis in "xy")
-        shapes.append(float(width / height))
-    width = HEIGHT * sum(shapes) + BESIDE * len(shapes) + 1.1
+    grids = [result["measured"]["grid"] for result in results.values()]
+    limits = {
+        axis: (min(grid[axis][0] for grid in grids), max(grid[axis][-1] for grid in grids))
+        for axis in "xy"
+    }
+    shape = (limits["x"][1] - limits["x"][0]) / (limits["y"][1] - limits["y"][0])
+    width = (HEIGHT * shape + BESIDE) * len(grids) + 1.1
     picture = Picture(figsize=(width, HEIGHT + ABOVE), dpi=170, layout="constrained")
-    axes = list(picture.subplots(1, len(shapes), squeeze=False, width_ratios=shapes)[0])
+    axes = list(picture.subplots(1, len(grids), squeeze=False)[0])
     for axis, (label, result) in zip(axes, results.items(), strict=True):
         filled = draw_plane(axis, result, levels)
-        axis.set_xlabel(ALONG_X)
+        axis.set(xlim=limits["x"], ylim=limits["y"], facecolor=BLANK)
+        axis.set_xlabel(X.replace(", ", ",\n"))
         axis.annotate(
             costs(result), (0, 1), (0, 5), "axes fraction", "offset points", fontsize=8,
             linespacing=1.4,
         )  # fmt: skip
         axis.set_title(f"{heading} {label}", loc="left", pad=36)
-    axes[0].set_ylabel(ALONG_Y)
-    bar = axes[-1].inset_axes((1.06, 0.0, BAR_INCHES / (HEIGHT * shapes[-1]), 1.0))
+    axes[0].set_ylabel(Y.replace(", ", ",\n"))
+    bar = axes[-1].inset_axes((1.06, 0.0, BAR_INCHES / (HEIGHT * shape), 1.0))
     add_colour_bar(picture, filled, bar)
 
     names = NAMES | {"quantized": f"quantized: {spec_title(spec)}"}
@@ -101,9 +118,10 @@ def _rows(results: dict[str, dict[str, Any]]) -> Rows:
         grid, head = measured["grid"], {"run": label}
         for y, losses in zip(grid["y"], increase_over(result).tolist(), strict=True):
             for x, loss in zip(grid["x"], losses, strict=True):
-                rows.append(head | {"series": "grid", ALONG[0]: x, ALONG[1]: y, INCREASE: loss})
+                place = {X: x, Y: y, INCREASE: loss}
+                rows.append(head | {"series": "grid"} | place)
         for point in measured["points"]:
-            place = {ALONG[0]: point["x"], ALONG[1]: point["y"], INCREASE: point["increase"]}
+            place = {X: point["x"], Y: point["y"], INCREASE: point["increase"]}
             error = {f"standard error ({NATS})": point["increase_standard_error"]}
             rows.append(head | {"series": point["name"]} | place | error)
     return rows
