@@ -76,7 +76,9 @@ def _correlated(evidence: Evidence, column: str) -> Verdict:
         f"Spearman's partial correlation given loss and tokens {found}, p {found.p_value:.2g}"
         f" (jackknife over trainings, {found.checkpoints} checkpoints)"
     )
-    return Verdict(_outcome(found.value, found.p_value), words, f"{found}", found.p_value)
+    return Verdict(
+        _outcome(found.value, found.p_value), words, f"{found}", found.p_value, holds_seeds=True
+    )
 
 
 def _outcome(value: float, p_value: float) -> Outcome:
@@ -128,7 +130,7 @@ def _risen(evidence: Evidence, column: str) -> Verdict:
         f"against {against}: {effect}; geometric means over {divergence.trainings} trainings with"
         " 95% intervals, p of the weaker of the two"
     )
-    return Verdict(outcome, words, effect, p_value)
+    return Verdict(outcome, words, effect, p_value, holds_seeds=True)
 
 
 @claim(
@@ -172,7 +174,13 @@ def _lower(found: list[Averaged], log_ratio_of: Callable[[Averaged], float | Non
         f"{effect}; geometric mean over {ratio.trainings} trainings and"
         f" {sum(map(len, by_training.values()))} averages of them before the anneal"
     )
-    return Verdict(_outcome(-math.log(ratio.value), ratio.p_value), words, effect, ratio.p_value)
+    return Verdict(
+        _outcome(-math.log(ratio.value), ratio.p_value),
+        words,
+        effect,
+        ratio.p_value,
+        holds_seeds=True,
+    )
 
 
 @claim(
@@ -211,6 +219,5 @@ def _formula(found: Observations, model: Model) -> Verdict:
         f"KL divergence of held-out trainings is off by a {effect} of the weakest comparison; R"
         f" squared {scored.r_squared:.2f}; by all trainings {slopes_text(found)}, theory 1, 1 and 0"
     )
-    return Verdict(
-        _outcome(math.log(weakest.value), weakest.p_value), words, effect, weakest.p_value
-    )
+    outcome = _outcome(math.log(weakest.value), weakest.p_value)
+    return Verdict(outcome, words, effect, weakest.p_value, holds_seeds=True)

@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from study.claims.verdict import ALPHA, Measure, NotTested, Verdict, by_measure, claim
+from study.claims.verdict import ALPHA, Measure, NotTested, Outcome, Verdict, by_measure, claim
 from study.results.estimate import Estimate, Source
 from study.results.summary import RunSummary, lineage
 from study.results.table import Row, trained
@@ -21,8 +21,7 @@ LEAST_CHECKPOINTS = 3  # a power law through two always fits them
 @claim(
     25,
     "tokens",
-    "The error after the anneal is a power law in the tokens, whatever the learning rate, rather"
-    " than its control's error times one factor of the decay.",
+    "Tokens explain the error, not the decay",
     source="arXiv 2411.04330, scaling law of quantization after training",
     needs="two runs or more that anneal, other than by seed, their controls, and checkpoints"
     " before the anneal",
@@ -58,9 +57,16 @@ def tokens(of: Measure) -> Verdict:
         f" the power law, {fmean(by_decay):.3g} by the decay; difference {effect} over"
         f" {len(groups)} groups of runs (paired, Student's t, p {p_value:.2g})"
     )
-    if p_value > ALPHA:
-        return Verdict("not decided", statistic, effect)
-    return Verdict("supported" if estimate.value < 0 else "contradicted", statistic, effect)
+    outcome: Outcome = "supported" if estimate.value < 0 else "contradicted"
+    return Verdict(
+        "not decided" if p_value > ALPHA else outcome,
+        statistic,
+        effect,
+        p_value,
+        f"{sum(first < second for first, second in zip(by_tokens, by_decay, strict=True))} of"
+        f" {len(groups)} by tokens",
+        holds_seeds=True,
+    )
 
 
 def _is_complete(of: Measure, end: RunSummary) -> bool:

@@ -31,7 +31,7 @@ HIDDEN = torch.device(
 )  # what C++ takes the GPU for; tensors without content are on "meta" without a number
 PROJECT = Path(__file__).resolve().parents[2]
 FOLDERS = tuple(
-    f"{PROJECT}/{folder}/" for folder in ("train", "ckpt_tools", "quant_eval", "curvature")
+    f"{PROJECT}/{folder}/" for folder in ("base", "train", "ckpt_tools", "quant_eval", "curvature")
 )
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.matmul, aten.linear}  # of matrices

@@ -13,6 +13,7 @@ from slurm.submission.submit import dry_run
 from study.pipeline.steps import steps_of
 from study.recipes import RECIPES, resolve
 from study.text.own import Asked
+from tests.study.ablation import tiny
 
 USUAL = Limits()
 SMALL = Limits(checkpoints_per_job=3, specs_per_job=1, max_array_size=7)
@@ -84,9 +85,7 @@ def waits(arrays: dict[str, JobArray], array: JobArray, maker: str, correspondin
 
 
 def test_tiny_in_arrays():
-    arrays = {
-        array.name: array for array in arrays_of(resolve("tiny", "full"), Limits(specs_per_job=1))
-    }
+    arrays = {array.name: array for array in arrays_of(tiny(), Limits(specs_per_job=1))}
     assert {name: len(array.elements) for name, array in arrays.items()} == {
         "text": 1,
         "prepare": 3,
@@ -124,7 +123,7 @@ def test_tiny_in_arrays():
 def test_branches_are_held_for_their_parents():
     arrays = {array.name: array for array in arrays_of(resolve("olmo2-7b-lr", "full"), Limits())}
     assert len(arrays["train"].elements) == 4
-    assert len(arrays["branches"].elements) == 7
+    assert len(arrays["branches"].elements) == 7 + 4
     assert arrays["branches"].held_for == ("train",)
     assert set(arrays["export"].held_for) == {"train", "branches"}
 

@@ -71,7 +71,11 @@ def cosine(name: str, total: int) -> RunConfig:
 
 
 def study_of(
-    *runs: RunConfig, methods: tuple[str, ...] = (), curvature: bool = False, **changes
+    *runs: RunConfig,
+    methods: tuple[str, ...] = (),
+    curvature: bool = False,
+    controls: bool = True,
+    **changes,
 ) -> Study:
     """A study of these runs, and their controls, at 3 bits."""
     whole = tiny()
@@ -79,7 +83,7 @@ def study_of(
         update={"specs": (SPEC,), "methods": methods, "by_block": ()}
     )
     content = whole.model_dump() | {
-        "runs": [run.model_dump() for run in with_controls(runs)],
+        "runs": [run.model_dump() for run in (with_controls(runs) if controls else runs)],
         "soups": (),
         "averaged_steps": (),
     }

@@ -95,7 +95,7 @@ def written(root, width: int, engine: str = "megatron"):
         run_of(f"to{total}", total=total, model=model, engine=engine, seed=seed)
         for seed, total in enumerate((400, 1200))
     ]
-    study = study_of(*runs, name=f"width{width}")
+    study = study_of(*runs, controls=False, name=f"width{width}")
     directory = root / study.name
     scatter = 1 + 0.01 * math.sin(width)
     rows = rows_of(

@@ -145,7 +145,7 @@ def test_a_real_result_is_drawn_and_equals_the_one_without_blocks(
     from quant_eval.measuring.measurement import measure
     from quant_eval.specs import parse_spec
 
-    text = {"calibration_sequences": 16, "sequence_length": 32, "eval_tokens": 2000}
+    text = {"calibration_sequences": 16, "sequence_length": 32, "eval_tokens": 5000}
     settings = run_settings(train_prefix, held_out_prefix, **text)
     (plain,), (by_block,) = (
         measure(

@@ -99,7 +99,7 @@ def bench(tmp_path, held_out_prefix, train_prefix, tokenizer_dir, monkeypatch):
         tokenizer=str(tokenizer_dir),
         sha256="0" * 64,
     )
-    study = study_of(run, text=text.model_dump())
+    study = study_of(run, controls=False, text=text.model_dump())
     directory = tmp_path / study.name
     save_study(directory, study)
     for model in study.models_of(run):

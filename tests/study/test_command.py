@@ -19,7 +19,10 @@ def study_command(*arguments: str) -> CompletedProcess:
         (["run", "tinny"], "no recipe 'tinny'"),
         (["run", "tiny", "--profile", "huge"], "no profile 'huge'"),
         (["run", "tiny", "--set", "engin=deepspeed"], "no such key"),
-        (["show", "tiny", "--set", "save_steps=[640]"], "averages are to be measured at step 768"),
+        (
+            ["show", "tiny", "--set", "save_steps=[640]"],
+            "save_steps must lie in 0..768 and end with",
+        ),
         (
             ["show", "tiny", "--set", "model.family=llama"],
             "the megatron engine trains olmo2, not llama",

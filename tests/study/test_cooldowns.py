@@ -13,7 +13,7 @@ from tests.study.claimed import branched, run_of, study_of
 from train.run.schedules import learning_rate
 
 STABLE = run_of("stable")  # checkpoints at 40, 80, 160, 320 and 400, an anneal from 320 on
-STUDY = study_of(STABLE, run_of("other", seed=7), name="mine")
+STUDY = study_of(STABLE, run_of("other", seed=7), controls=False, name="mine")
 
 
 def test_a_cooldown_leaves_its_parent_where_it_says():
@@ -57,7 +57,7 @@ def test_a_cooldown_of_nothing_is_refused(runs, steps, words):
 
 
 def test_a_branch_has_no_cooldowns():
-    study = study_of(STABLE, branched(STABLE, 160, 40))
+    study = study_of(STABLE, branched(STABLE, 160, 40), controls=False)
     with pytest.raises(UserError, match="is a branch itself; give its parent, stable"):
         with_cooldowns(study, ["stable-cooldown160"], [160])
 

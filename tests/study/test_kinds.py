@@ -23,7 +23,8 @@ def test_what_the_table_reads_is_what_a_step_leaves(recipe):
         assert columns.issuperset(kind.columns(settings))
         for run in study.runs:
             if (kind, settings) not in study.measured(run, last_model(run)):
-                assert run.name in study.controls
+                others = study.detailed == "first seed" and run != study.group_of(run).runs[0]
+                assert run.name in study.controls or others
                 continue
             results = kind.results(settings, run.name, last_model(run))
             assert {outputs[path] for path in results} <= {kind.name}
@@ -59,7 +60,7 @@ def test_methods_without_calibration_wait_for_no_calibration_text():
     """They name it where they share a process with methods that read it."""
     for profile, named in (("full", True), ("smoke", False)):
         steps = [step for step in steps_of(resolve("tiny", profile)) if step.kind == "methods"]
-        assert len({step.process for step in steps if step.run == "lr3e-3"}) == 1
+        assert len({step.process for step in steps if step.run == steps[0].run}) == 1
         for step in steps:
             assert ("--calibration" in step.command) is named
             needed = step.specs[1].startswith(("gptq", "awq", "nvfp4"))

@@ -91,7 +91,7 @@ def check_the_end(study: Path, table: list[dict]) -> None:
             )["measured"]
             for place in ("blocks", "quant")
         )
-        assert len(by_block["blocks"]) == 4
+        assert len(by_block["blocks"]) == 3
         assert by_block["per_document"] == plain["per_document"]
         curvature = study / run / "hf/step00000072/curvature"
         along, plane = (

@@ -18,7 +18,14 @@ from tests.study.synthetic import change_losses, write_study
 
 ONE, TWO = run_of("one"), run_of("two", peak=3e-3)
 MINIATURE = miniature(ONE, 320)
-STUDY = study_of(ONE, TWO, MINIATURE, curvature=True)
+STUDY = study_of(
+    ONE,
+    TWO,
+    MINIATURE,
+    curvature=True,
+    controls=False,
+    labels={run.name: run.name for run in (ONE, TWO, MINIATURE)},
+)
 
 
 def error(run, model) -> float:

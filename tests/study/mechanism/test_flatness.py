@@ -36,7 +36,7 @@ def judged(directory, study, rows) -> dict[str, set[str]]:
 )
 def test_sharpness_is_what_loss_and_tokens_do_not_explain(tmp_path, runs, power, expected):
     peaks = [run_of(f"run{index}", peak=1e-3 * 2**index) for index in range(runs)]
-    study = study_of(*peaks, curvature=True)
+    study = study_of(*peaks, curvature=True, controls=False)
 
     def sharpness(run, model) -> float:
         return jitter(run.name) ** 4 * jitter(run.name, model.step)
@@ -88,7 +88,9 @@ def test_an_average_is_compared_at_its_loss(tmp_path, factor):
     lawa = Lawa(interval_steps=16, window=5)
     runs = [run_of(f"seed{seed}", seed=seed, averages=(lawa,)) for seed in range(4)]
     soup = SoupSettings(name="soup", steps=(160, 320))
-    study = study_of(*runs, curvature=True, averaged_steps=(320, 400), soups=(soup,))
+    study = study_of(
+        *runs, curvature=True, controls=False, averaged_steps=(320, 400), soups=(soup,)
+    )
 
     def loss(run, model) -> float:
         return 4.0 - model.step / 400 - (0.15 if model.average else 0)

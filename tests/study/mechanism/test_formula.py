@@ -81,13 +81,15 @@ def test_seeds_of_a_setting_are_in_one_half(tmp_path):
         for peak in (1e-3, 2e-3, 4e-3)
         for seed in (1, 2)
     ]
-    study = study_of(*runs, curvature=True)
+    study = study_of(*runs, curvature=True, controls=False)
     rows = rows_of(tmp_path, study, lambda run, model: 0.02, trace=lambda run, model: 900.0)
     for row in rows:
         row |= {"curvature/relative_trace": 0.5, "peak_lr": 1e-3}
     data = present(observe(study, rows))
     halves = dict(zip(data.trainings, data.halves.tolist(), strict=True))
     assert [halves[run.name] for run in runs] == [0, 0, 1, 1, 0, 0]
-    assert observe(study_of(*runs[:2], curvature=True), rows[: len(rows) // 3]) is None
+    assert (
+        observe(study_of(*runs[:2], curvature=True, controls=False), rows[: len(rows) // 3]) is None
+    )
     rows[0]["curvature/relative_trace"] = -0.1  # noise takes it below 0: no logarithm
     assert len(present(observe(study, rows)).target_N) == len(data.target_N) - 1

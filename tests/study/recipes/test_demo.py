@@ -4,6 +4,7 @@ import pytest
 
 from study.definition import load_study, save_study
 from study.recipes import learning_rate_name, resolve, tiny
+from tests.study.ablation import tiny as four_peaks
 from train.run.schedules import learning_rate
 
 PROFILES = ["full", "smoke"]
@@ -98,7 +99,8 @@ def test_runs_are_named_by_value(peak_lr, name):
 
 
 def test_models_are_measured_by_rising_step_weights_first():
-    models = tiny().models_of(tiny().trained[0])
+    study = four_peaks()
+    models = study.models_of(study.trained[0])
     assert [(model.step, model.average) for model in models] == [
         (64, None),
         (192, None), (192, "lawa5x16"),
