@@ -12,14 +12,14 @@ from study.claims.verdict import Evidence
 from study.figures.canvas import Canvas
 from study.figures.drawn.curvature import curvature
 from study.paths import MeasuredModel, curvature_result, quantization_result, step_result
-from study.recipes import resolve
 from study.results.collect import collect_rows, phase_of
 from study.results.paired import Paired
 from study.results.table import read_table, write_table
+from tests.study.ablation import tiny
 from tests.study.synthetic import table_of
 from train.run.directory import RunDirectory
 
-METHODS = [[spec] for spec in resolve("tiny").quantization.methods]
+METHODS = [[spec] for spec in tiny().quantization.methods]
 
 
 def test_every_checkpoint_is_one_row_with_its_own_numbers(study_dir, study):
