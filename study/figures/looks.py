@@ -49,7 +49,7 @@ class Runs:
 
     @property
     def has_replicates(self) -> bool:
-        """Whether some runs differ in their seed alone."""
+        """The presence of runs that differ in their seed alone."""
         return len(self.groups) < len(self.looks)
 
     def _encoding(self, values: list[Any]) -> dict[str, Any]:
