@@ -55,7 +55,11 @@ def made_once(
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory) -> Path:
     """A byte-level BPE tokenizer of 320 tokens, end-of-text has id 0."""
-    directory = tmp_path_factory.mktemp("tokenizer")
+    return made_once(tmp_path_factory, "tokenizer", _tokenizer)
+
+
+def _tokenizer(directory: Path) -> None:
+    directory.mkdir()
     tokenizer = train_tokenizer([Path(json.__file__).read_text()], VOCAB_SIZE)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
@@ -64,10 +68,9 @@ def tokenizer_dir(tmp_path_factory) -> Path:
         "pad_token": END_OF_TEXT,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return directory
 
 
-def _token_file(prefix: Path, tokenizer_dir: Path, seed: int, documents: int) -> Path:
+def _token_file(prefix: Path, tokenizer_dir: Path, seed: int, documents: int) -> None:
     """Documents of letters in which each letter decides its likely successors: something to
     learn.
     """
@@ -79,25 +82,29 @@ def _token_file(prefix: Path, tokenizer_dir: Path, seed: int, documents: int) ->
             letters.append((letters[-1] * 3 + int(generator.integers(4))) % 26)
         texts.append("".join(chr(97 + letter) for letter in letters))
     source = prefix.parent / f"{prefix.name}.jsonl"
+    prefix.parent.mkdir()
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     prepare([source], tokenizer_dir, prefix)
-    return prefix
 
 
 @pytest.fixture(scope="session")
 def train_prefix(tmp_path_factory, tokenizer_dir) -> Path:
     """A training token file of about 60,000 tokens in 300 documents."""
-    return _token_file(
-        tmp_path_factory.mktemp("data") / "train", tokenizer_dir, seed=1, documents=300
-    )
+
+    def make(directory: Path) -> None:
+        _token_file(directory / "train", tokenizer_dir, seed=1, documents=300)
+
+    return made_once(tmp_path_factory, "train_data", make) / "train"
 
 
 @pytest.fixture(scope="session")
 def held_out_prefix(tmp_path_factory, tokenizer_dir) -> Path:
     """A held-out token file of 30 documents."""
-    return _token_file(
-        tmp_path_factory.mktemp("data") / "held_out", tokenizer_dir, seed=2, documents=30
-    )
+
+    def make(directory: Path) -> None:
+        _token_file(directory / "held_out", tokenizer_dir, seed=2, documents=30)
+
+    return made_once(tmp_path_factory, "held_out_data", make) / "held_out"
 
 
 def make_hf_directory(
@@ -143,7 +150,10 @@ def hf_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def inputs(train_prefix, held_out_prefix, tokenizer_dir) -> dict[str, Path]:
-    """What every run is made from, as keyword arguments of `make_run`."""
+    """What every run is made from, as keyword arguments of `make_run`.
+
+    Every worker has the same paths: they are part of a run's fingerprint.
+    """
     return {
         "train_prefix": train_prefix,
         "held_out_prefix": held_out_prefix,

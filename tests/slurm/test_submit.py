@@ -80,11 +80,11 @@ def test_everything_is_submitted_once(submitted, study):
     directory, site, counts = submitted
     steps = steps_of(study)
     made = sum(counts[name] for name in counts if name not in (FINAL, "settle-train"))
-    # two runs, two checkpoints, one group of specs: text, two token files, and per run or
+    # two runs, two checkpoints, one group of specs: text, three token files, and per run or
     # checkpoint an element
     assert counts["train"] == 2
     assert counts["export"] == counts["quantize-1"] == counts["curvature"] == 4
-    assert made == 1 + 2 + 2 + 3 * 4
+    assert made == 1 + 3 + 2 + 3 * 4
     assert len(active_elements(existing_submission(directory))) == made + 2
     assert {step.name for step in steps} == {
         name

@@ -1,5 +1,6 @@
 """The command line as a user meets it."""
 
+import json
 from subprocess import CompletedProcess
 
 import pytest
@@ -76,12 +77,14 @@ def test_a_set_study_has_a_name_and_a_directory_of_its_own(tmp_path):
     )
 
 
-def test_a_used_name_is_refused_before_anything_runs(study_dir):
-    path = study_dir / "lr1e-2" / "run.json"
-    path.write_text(
-        path.read_text().replace('"seed": 6198', '"seed": 1').replace('"fingerprint"', '"was"')
-    )
-    done = study_command("run", "tiny", "--root", str(study_dir.parent))
+def test_a_used_name_is_refused_before_anything_runs(tmp_path):
+    study = resolve("tiny", "full")
+    directory = write_study(tmp_path / study.name, study)
+    path = directory / study.trained[-1].name / "run.json"
+    content = json.loads(path.read_text()) | {"seed": 12345}
+    del content["fingerprint"]
+    path.write_text(json.dumps(content))
+    done = study_command("run", "tiny", "--root", str(tmp_path))
     assert done.returncode == 2
-    assert "lr1e-2" in done.stderr
-    assert not (study_dir / "logs").exists()
+    assert study.trained[-1].name in done.stderr
+    assert not (directory / "logs").exists()
