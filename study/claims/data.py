@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable
 
-from study.claims.finding import all_directed, bounded, conclude, mean_of, times
+from study.claims.finding import all_directed, conclude_within, times
 from study.claims.schedule import (
     MARGIN,
     annealed,
@@ -110,16 +110,11 @@ def budgets(of: Measure) -> Verdict:
             for one in sets
         ]
         spans |= set(map(doublings, rows))
-    parts = {
-        label: bounded(of, changes[label], margins[label], two_sided=False) for label in groups
-    }
-    whole = mean_of(list(changes.values()))
-    finding = bounded(of, whole, mean_of(list(margins.values())), two_sided=False)
     beside = (
         f"slope x span over {min(spans):.2g} to {max(spans):.2g} doublings of the budget; the"
         f" margin is {MARGIN:g} of the mean change by the anneal; one-sided"
     )
-    return conclude(of, (finding, of.estimate(whole)), parts, "within", beside)
+    return conclude_within(of, changes, margins, two_sided=False, beside=beside)
 
 
 @claim(

@@ -115,6 +115,23 @@ def conclude(
     )
 
 
+def conclude_within(
+    of: Measure,
+    changes: Mapping[str, Replicates],
+    margins: Mapping[str, Replicates],
+    *,
+    two_sided: bool,
+    beside: str,
+) -> Verdict:
+    """Return the verdict on a mean change against its mean margin, and group by group beside it."""
+    parts = {
+        label: bounded(of, changes[label], margins[label], two_sided=two_sided) for label in changes
+    }
+    whole = mean_of(list(changes.values()))
+    finding = bounded(of, whole, mean_of(list(margins.values())), two_sided=two_sided)
+    return conclude(of, (finding, of.estimate(whole)), parts, "within", beside)
+
+
 def all_directed(
     of: Measure,
     parts: Mapping[str, Replicates],

@@ -12,8 +12,8 @@ import numpy as np
 from study.claims.finding import (
     Finding,
     all_directed,
-    bounded,
     conclude,
+    conclude_within,
     directed,
     mean_of,
     times,
@@ -149,16 +149,11 @@ def flat(of: Measure) -> Verdict:
     changes = by_group(lambda end: growth_over(_stable(of, end)), ends)
     margins = by_group(lambda end: times(MARGIN, effect_of_anneal(of, end)), ends)
     spans = [doublings(_stable(of, end)) for end in ends]
-    parts = {
-        label: bounded(of, changes[label], margins[label], two_sided=True) for label in changes
-    }
-    whole = mean_of(list(changes.values()))
-    finding = bounded(of, whole, mean_of(list(margins.values())), two_sided=True)
     beside = (
         f"slope x span over {min(spans):.2g} to {max(spans):.2g} doublings of the tokens; the"
         f" margin is {MARGIN:g} of what the anneal does; two one-sided tests"
     )
-    return conclude(of, (finding, of.estimate(whole)), parts, "within", beside)
+    return conclude_within(of, changes, margins, two_sided=True, beside=beside)
 
 
 @claim(

@@ -21,8 +21,7 @@ from base.statistics import LEAST_DOCUMENTS
 from ckpt_tools.hf.measured import Curvature, Quantization
 from ckpt_tools.hf.results import Result, read_result
 from curvature import paired_traces
-from quant_eval.compare import Comparison, compare, drawn_fraction, fraction
-from quant_eval.measuring.bootstrap import Resampled, Statistic, resample
+from quant_eval.compare import Comparison, compare, drawn_fraction
 from study.definition import load_study
 from study.measurements.kind import INTERVAL_LEVEL
 from study.paths import MeasuredModel, curvature_result, quantization_result
@@ -86,30 +85,6 @@ class Paired:
         places = _two_by_two(len(pairs))
         found = paired_traces.compare(results, places, level=INTERVAL_LEVEL)
         return dict(zip(pairs, found, strict=True))
-
-    def contrast(self, weighted: Sequence[tuple[Row, float]], spec: str, figure: str) -> Resampled:
-        """Return the weighted sum of a figure of several models, by a bootstrap of their documents.
-
-        C = sum_k w_k R_k with ratios R_k = sum(a_k) / sum(b_k) over documents. What is resampled is
-        C linearised in the documents, sum_k w_k (a_kD - R_k b_kD) / sum(b_k): exact where all
-        models share the denominator, the number of tokens; the relative error's differ by as much
-        as the losses of the models do.
-
-        Raises:
-            UserError: as for `compared`, or of other settings of the evaluation.
-        """
-        results = [self._result(row, spec, figure) for row, _ in weighted]
-        _check_alike(results)
-        tokens_D = np.asarray(results[0].measured.per_document.tokens, dtype=np.float64)
-        value, influence_D = 0.0, np.zeros(len(tokens_D))
-        for (_, weight), result in zip(weighted, results, strict=True):
-            a_D, b_D = fraction(result.measured.per_document, figure)
-            ratio = float(a_D.sum() / b_D.sum())
-            value += weight * ratio
-            influence_D += weight * (a_D - ratio * b_D) / b_D.sum()
-        statistic = Statistic(figure, (value * tokens_D + tokens_D.sum() * influence_D, tokens_D))
-        (resampled,) = resample([statistic], [None], samples=SAMPLES, seed=SEED)
-        return resampled
 
     def estimate(
         self, replicates: Sequence[Weighted], spec: str, figure: str, minus: str = ""
