@@ -11,6 +11,7 @@ from train.run.directory import RunDirectory, step_name
 
 MLFLOW_STORE = "mlflow.db"  # beside all studies of a root
 REPORT = "report.html"  # in a study's directory
+MIRROR_JSON = "mlflow.json"
 
 
 class MeasuredModel(NamedTuple):

@@ -13,6 +13,7 @@ from study.axes import AnyRun
 from study.definition import KINDS, Study
 from study.measurements.kind import Subject, Text
 from study.paths import (
+    MIRROR_JSON,
     REPORT,
     MeasuredModel,
     checkpoint_directory,
@@ -163,5 +164,5 @@ def _last_steps(study: Study, steps: list[Step]) -> list[Step]:
     return [
         last("collect", "table.parquet", of_kinds(*MADE, *tabled), 3.0),
         last("report", REPORT, ("collect", *of_kinds(*MEASURED)), 10.0),
-        last("mirror", "mlflow.json", ("collect", "report"), 15.0),
+        last("mirror", MIRROR_JSON, ("collect", "report"), 15.0),
     ]

@@ -34,7 +34,8 @@ def mirror(
     --follow 60
     """
     from study.tracking import importer
-    from study.tracking.store import opening, tracking_uri
+    from study.tracking.store import tracking_uri
+    from study.tracking.view import opening
 
     directory, study = existing(name, root)
     uri = tracking_uri(root)
@@ -50,4 +51,4 @@ def mirror(
         importer.follow(directory, study, run, uri, follow)
     else:
         typer.echo(f"{importer.mirror_run(directory, study, run, uri)} metrics of {run} were new")
-    typer.echo(opening(root, uri))
+    typer.echo(opening(directory, uri))

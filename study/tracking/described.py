@@ -7,7 +7,7 @@ from typing import Any
 
 from base.files import sha256_of
 from base.frozen import fingerprint
-from study.axes import AnyRun
+from study.axes import QUANTITIES, AnyRun
 from study.definition import Study
 from study.paths import REPORT
 from study.released import ReleasedRun
@@ -15,42 +15,31 @@ from study.results.table import TABLE
 from train.model.families import parameter_shapes
 from train.run.directory import CHECKPOINT_JSON, RunDirectory
 from train.run.environment import attempts
-from train.run.optimization import OptimizerConfig
 
 PARENT_TAG = "mlflow.parentRunId"
 STATUSES = {"done": "FINISHED", "failed": "FAILED"}  # of status.json; a preempted run is resumed
 
 
 def run_params(run: AnyRun) -> dict[str, str]:
-    """Return the settings by which runs are compared; run.json, an artifact, has all."""
+    """Return the settings by which runs are compared, named as the axes of a study are.
+
+    run.json, an artifact, has all settings.
+    """
     if isinstance(run, ReleasedRun):
         params: dict[str, Any] = {
             "peak_lr": run.peak_lr,
             "source": run.source,
-            "total_steps": run.total_steps,
+            "stage": run.name,
         }
     else:
-        phase, anneal = run.schedule.phase, run.schedule.anneal
         shapes = parameter_shapes(run.model)
-        params = {
-            "anneal_steps": run.total_steps - anneal.start_step if anneal else 0,
-            "batch_tokens": run.tokens_per_step,
-            "engine": run.engine,
-            "horizon_tokens": getattr(phase, "horizon_tokens", None),
-            "optimizer": _optimizer_name(run.optimizer),
+        params = {key: quantity.of(run) for key, quantity in QUANTITIES.items()} | {
+            "horizon_tokens": getattr(run.schedule.phase, "horizon_tokens", None),
             "parameters": sum(math.prod(shape) for shape in shapes.values()),
-            "peak_lr": run.optimizer.peak_lr,
             "precision": run.precision,
-            "schedule": f"{phase.kind}+{anneal.shape}" if anneal else phase.kind,
             "seed": run.seed,
-            "total_tokens": run.total_tokens,
-            "weight_decay": run.optimizer.weight_decay,
         }
     return {name: str(value) for name, value in params.items() if value is not None}
-
-
-def _optimizer_name(optimizer: OptimizerConfig) -> str:
-    return f"muon+{optimizer.decay}" if optimizer.matrices == "muon" else optimizer.decay
 
 
 def is_final(directory: RunDirectory, run: AnyRun) -> bool:

@@ -30,17 +30,18 @@ from base.files import locked, write_json
 from base.frozen import fingerprint
 from study.axes import AnyRun
 from study.definition import Study
+from study.paths import MIRROR_JSON
 from study.results.table import Row, read_table
 from study.tracking import described
 from study.tracking.store import HTTP, artifacts_of, masked, open_store, turn
 from study.tracking.streams import Stream, metrics_stream, table_stream
+from study.tracking.view import KIND, KIND_TAG, VIEW_TAG, view_of
 from train.run.directory import RunDirectory
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Run
 
-MIRROR_JSON = "mlflow.json"
 METRICS_PER_BATCH = 1000  # MLflow's limit of one request
 # The subject of a run (study, or study/run) and the exact configuration of it.
 SUBJECT_TAG, UID_TAG = "quantdyn.subject", "quantdyn.uid"
@@ -56,11 +57,12 @@ class Importer:
         self._client, self._directory, self._study = client, directory, study
         self.added = self.total = 0
         with self._locked("study"):
-            self._experiment = self._find_experiment()
+            self.experiment = self._find_experiment()
             tags = {NOTE_TAG: study.description}
             parent = self._find_run(study.name, study, tags)
             self._describe(parent, described.study_params(study), tags)
             self.parent = str(parent.info.run_id)
+            self._show_quantization_first()
 
     def _locked(self, name: str) -> AbstractContextManager[None]:
         return locked(self._directory / ".mlflow" / f"{name}.lock")
@@ -80,6 +82,12 @@ class Importer:
             )
         return str(found.experiment_id)
 
+    def _show_quantization_first(self) -> None:
+        known = self._client.get_experiment(self.experiment).tags
+        for key, value in {VIEW_TAG: view_of(self._study, self.parent), KIND_TAG: KIND}.items():
+            if known.get(key) != value:
+                self._client.set_experiment_tag(self.experiment, key, value)
+
     def _find_run(
         self,
         subject: str,
@@ -91,13 +99,13 @@ class Importer:
         own = {SUBJECT_TAG: subject, UID_TAG: f"{subject}/{fingerprint(of)}"}
         found = None
         condition = f"tags.`{SUBJECT_TAG}` = '{subject}'"
-        for run in self._client.search_runs([self._experiment], condition):
+        for run in self._client.search_runs([self.experiment], condition):
             if run.data.tags[UID_TAG] == own[UID_TAG] and found is None:
                 found = run
             else:
                 self._client.delete_run(run.info.run_id)
         create = self._client.create_run
-        return found or create(self._experiment, started_at, own | tags, of.name)
+        return found or create(self.experiment, started_at, own | tags, of.name)
 
     def _describe(self, run: "Run", params: dict[str, str], tags: dict[str, str]) -> None:
         """Log the tags, and the parameters that the run lacks: MLflow lets none be changed."""
@@ -190,6 +198,7 @@ def mirror(
         importer.finish_study()
     content = {
         "experiment": study.name,
+        "experiment_id": importer.experiment,
         "store": masked(uri),
         "parent": importer.parent,
         "runs": runs,

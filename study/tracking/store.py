@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SQLITE, POSTGRESQL = "sqlite:///", "postgresql+psycopg2://"
 HTTP = ("http://", "https://")
+HOST, PORT = "127.0.0.1", 5000  # of the root's own store
 KINDS = (SQLITE, POSTGRESQL, *HTTP)
 # MLflow's defaults block for four minutes where nothing answers; libpq's for two. What is set
 # already is left alone.
@@ -62,17 +63,11 @@ def masked(uri: str) -> str:
 
 def server_command(root: Path) -> str:
     """Return the shell command that opens MLflow on the root's own store, on this machine alone."""
-    command = f"{shlex.quote(sys.executable)} -m mlflow server --host 127.0.0.1 --port 5000"
+    address = f"--host {HOST} --port {PORT}"
+    command = f"{shlex.quote(sys.executable)} -m mlflow server {address}"
     places = ["--backend-store-uri", store_uri(root)]
     places += ["--artifacts-destination", str(artifacts_of(root))]
     return f"MLFLOW_DISABLE_TELEMETRY=true {command} --workers 1 {shlex.join(places)}"
-
-
-def opening(root: Path, uri: str) -> str:
-    """Return what a person does to look at the store."""
-    if uri == store_uri(root):
-        return f"open it with: {server_command(root)}"
-    return f"it is in {masked(uri)}"
 
 
 def artifacts_of(root: Path) -> Path:

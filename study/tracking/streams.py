@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 FINAL = "final"  # the most telling measurements of the end of a run, for MLflow's own pages
 KINDS = ("quant", "curvature", "tasks")  # the first part of the name of a measurement's column
-HEADLINES = (HELD_OUT_LOSS, "curvature/trace", "curvature/lambda_max")
+TRACE = "curvature/trace"
+HEADLINES = (HELD_OUT_LOSS, TRACE, "curvature/lambda_max")
 SPEC_HEADLINES = ("kl_divergence", "relative_error")
 
 

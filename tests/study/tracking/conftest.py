@@ -77,7 +77,9 @@ def postgres():
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/"
     )
-    wait_until(lambda: answers(port), "the server", process)
+    # it takes connections before it has started up, and refuses them
+    ready = [str(programs / "pg_isready"), "-q", "-h127.0.0.1", f"-p{port}"]
+    wait_until(lambda: subprocess.run(ready).returncode == 0, "the server", process)
     yield port
     process.send_signal(signal.SIGINT)  # SIGTERM would wait for MLflow's pools to disconnect
     process.wait(HANG_SECONDS)
