@@ -83,12 +83,12 @@ class Quantity:
     def logarithmic_for(self, rows: Rows) -> "Quantity":
         """Return the quantity on a logarithmic axis if all values of the rows have a place there.
 
-        Bars that reach zero have none.
+        Bars that reach zero leave the panel below.
         """
-        values = self.reach(rows)
+        values = [row[self.label] for row in rows if row.get(self.label) is not None]
         if not values or min(values) <= 0:
             return self
-        return replace(self, is_log=True, domain=(min(values) / 1.2, max(values) * 1.2))
+        return replace(self, is_log=True, domain=(min(values) / 2, max(self.reach(rows)) * 1.2))
 
     def reach(self, rows: Rows) -> list[float]:
         """Return the values of the rows with the ends of their intervals."""
@@ -158,10 +158,15 @@ def marks(
     for name, quantity in quantities.items():
         low, high = (f"{quantity.label}, {end}" for end in ("low", "high"))
         if any(low in row for row in rows):
-            bar = {name: quantity.encoding(low), f"{name}2": {"field": high}}
-            known = {"transform": [{"filter": f"isValid(datum['{low}'])"}]}
+            # an axis of logarithms has no place for an end below zero
+            least = quantity.domain[0] if quantity.is_log and quantity.domain else "-MAX_VALUE"
+            transform = [
+                {"filter": f"isValid(datum['{low}'])"},
+                {"calculate": f"max(datum['{low}'], {least})", "as": "low"},
+            ]
+            bar = {name: quantity.encoding("low"), f"{name}2": {"field": high}}
             mark = {"type": "rule", "clip": True, "opacity": bar_opacity}
-            layers.append(known | {"mark": mark, "encoding": bar})
+            layers.append({"transform": transform, "mark": mark, "encoding": bar})
     shape = {"shape": runs.shape, "tooltip": tooltip(rows)} | (points or {})
     styles = {"true": {}} if open_where == "false" else {f"!({open_where})": {}, open_where: OPEN}
     for where, style in styles.items():
