@@ -10,6 +10,7 @@ from study.claims.schedule import (
     doublings,
     effect_of_anneal,
     growth_over,
+    reach,
     slope_over_tokens,
 )
 from study.claims.verdict import Measure, NotTested, Replicates, Verdict, by_measure, claim
@@ -111,7 +112,7 @@ def budgets(of: Measure) -> Verdict:
         ]
         spans |= set(map(doublings, rows))
     beside = (
-        f"slope x span over {min(spans):.2g} to {max(spans):.2g} doublings of the budget; the"
+        f"slope x span over {reach(spans)} doublings of the budget; the"
         f" margin is {MARGIN:g} of the mean change by the anneal; one-sided"
     )
     return conclude_within(of, changes, margins, two_sided=False, beside=beside)

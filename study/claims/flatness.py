@@ -12,7 +12,6 @@ from study.claims.verdict import (
     ALPHA,
     Evidence,
     NotTested,
-    Outcome,
     Verdict,
     claim,
     decided,
@@ -76,15 +75,14 @@ def _correlated(evidence: Evidence, column: str) -> Verdict:
         f"Spearman's partial correlation given loss and tokens {found}, p {found.p_value:.2g}"
         f" (jackknife over trainings, {found.checkpoints} checkpoints)"
     )
-    return Verdict(
-        _outcome(found.value, found.p_value), words, f"{found}", found.p_value, holds_seeds=True
-    )
+    return _judged_by(found.value, found.p_value, f"{found}", words)
 
 
-def _outcome(value: float, p_value: float) -> Outcome:
-    """Return the outcome of one value that is claimed to be above 0."""
+def _judged_by(value: float, p_value: float, effect: str, words: str) -> Verdict:
+    """Return the verdict on one value over trainings that is claimed to be above 0."""
     is_significant = p_value <= ALPHA
-    return decided(is_significant and value > 0, is_significant, 1)
+    outcome = decided(is_significant and value > 0, is_significant, 1)
+    return Verdict(outcome, words, effect, p_value, holds_seeds=True)
 
 
 @claim(
@@ -122,15 +120,14 @@ def _risen(evidence: Evidence, column: str) -> Verdict:
     if curvature is None or divergence is None:
         raise NotTested(TOO_FEW)
     p_value = max(curvature.p_value, divergence.p_value)
-    both_rise = min(curvature.value, divergence.value) > 1
-    outcome = _outcome(1 if both_rise else -1, p_value)
     effect = f"{TITLES[column]} {curvature}, KL divergence {divergence}, p {p_value:.2g}"
     against = "the control at equal tokens" if has_controls else "the weights before the decay"
     words = (
         f"against {against}: {effect}; geometric means over {divergence.trainings} trainings with"
         " 95% intervals, p of the weaker of the two"
     )
-    return Verdict(outcome, words, effect, p_value, holds_seeds=True)
+    least = min(curvature.value, divergence.value)
+    return _judged_by(math.log(least), p_value, effect, words)
 
 
 @claim(
@@ -174,13 +171,7 @@ def _lower(found: list[Averaged], log_ratio_of: Callable[[Averaged], float | Non
         f"{effect}; geometric mean over {ratio.trainings} trainings and"
         f" {sum(map(len, by_training.values()))} averages of them before the anneal"
     )
-    return Verdict(
-        _outcome(-math.log(ratio.value), ratio.p_value),
-        words,
-        effect,
-        ratio.p_value,
-        holds_seeds=True,
-    )
+    return _judged_by(-math.log(ratio.value), ratio.p_value, effect, words)
 
 
 @claim(
@@ -219,5 +210,4 @@ def _formula(found: Observations, model: Model) -> Verdict:
         f"KL divergence of held-out trainings is off by a {effect} of the weakest comparison; R"
         f" squared {scored.r_squared:.2f}; by all trainings {slopes_text(found)}, theory 1, 1 and 0"
     )
-    outcome = _outcome(math.log(weakest.value), weakest.p_value)
-    return Verdict(outcome, words, effect, weakest.p_value, holds_seeds=True)
+    return _judged_by(math.log(weakest.value), weakest.p_value, effect, words)

@@ -4,7 +4,7 @@ What the anneal does is the difference from the control, the same run at equal t
 released trajectory has none: there it is the change of slope in log tokens where the decay starts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import log2
 
 import numpy as np
@@ -135,6 +135,16 @@ def by_group(contrast: Contrast, ends: Sequence[RunSummary]) -> dict[str, Replic
     return {label: [contrast(end) for end in group] for label, group in grouped(ends).items()}
 
 
+def reach(values: Iterable[float]) -> str:
+    """Return the least and the largest of some values in two digits, as one where they are alike.
+
+    >>> reach([1.4142, 1.4, 0.5]), reach([1.4142, 1.41])
+    ('0.5 to 1.4', '1.4')
+    """
+    ends = [f"{end(values):.2g}" for end in (min, max)]
+    return " to ".join(dict.fromkeys(ends))
+
+
 @claim(
     10,
     "flat",
@@ -150,7 +160,7 @@ def flat(of: Measure) -> Verdict:
     margins = by_group(lambda end: times(MARGIN, effect_of_anneal(of, end)), ends)
     spans = [doublings(_stable(of, end)) for end in ends]
     beside = (
-        f"slope x span over {min(spans):.2g} to {max(spans):.2g} doublings of the tokens; the"
+        f"slope x span over {reach(spans)} doublings of the tokens; the"
         f" margin is {MARGIN:g} of what the anneal does; two one-sided tests"
     )
     return conclude_within(of, changes, margins, two_sided=True, beside=beside)

@@ -7,7 +7,21 @@ from typing import Any
 from ckpt_tools.hf.results import Kind, read_result
 from study.axes import AnyRun
 from study.definition import Study
-from study.figures.charts import GREY, LINE, SHADE, Chart, Quantity, Rows, Span, data, marks, panel
+from study.figures.charts import (
+    BAND,
+    GREY,
+    LINE,
+    SHADE,
+    Chart,
+    Quantity,
+    Rows,
+    Span,
+    band_of,
+    data,
+    marks,
+    means_of,
+    panel,
+)
 from study.figures.looks import Look, runs_of
 from study.results.table import Row
 from train.run.config import RunConfig
@@ -132,7 +146,11 @@ class Canvas:
         encoding = {"x": self.tokens.encoding(), "y": quantity.encoding()}
         encoding |= {"color": self.runs.colour}
         encoding |= {"strokeDash": self.runs.dash} if self.runs.dash else {}
-        return [data(ends, mark=LINE, encoding=encoding)] if ends else []
+        if not ends or not self.runs.has_replicates:
+            return [data(ends, mark=LINE, encoding=encoding)] if ends else []
+        means = means_of(ends, self.runs, self.tokens, quantity)
+        of_band = {"color": self.runs.colour} | band_of(self.tokens, quantity)
+        return [data(means, mark=BAND, encoding=of_band), data(means, mark=LINE, encoding=encoding)]
 
     def _shade(self) -> list[Chart]:
         """The anneal where all runs share it."""

@@ -144,13 +144,16 @@ def marks(
     quantities = {name: one for name, one in axes.items() if isinstance(one, Quantity)}
     places = axes | {name: one.encoding() for name, one in quantities.items()}
     layers: list[Chart] = []
-    has_bands = has_line and runs.has_replicates and len(quantities) == 2
+    has_bands = False
+    if has_line and len(quantities) == 2:
+        alike = _replicates(rows, runs, match or quantities["x"].label)
+        has_bands = len(alike) < len(rows)
     if has_line:
         line: Chart = {"mark": LINE, "encoding": {"strokeDash": runs.dash} | (lines or {})}
         line["encoding"] = {name: one for name, one in line["encoding"].items() if one}
         if has_bands:
             means = means_of(rows, runs, quantities["x"], quantities["y"], match)
-            layers += [data(means, mark=BAND, encoding=_band(quantities["x"], quantities["y"]))]
+            layers += [data(means, mark=BAND, encoding=band_of(quantities["x"], quantities["y"]))]
             line = data(means, **line)
         layers.append(line)
     if has_bands:
@@ -158,13 +161,12 @@ def marks(
     for name, quantity in quantities.items():
         low, high = (f"{quantity.label}, {end}" for end in ("low", "high"))
         if any(low in row for row in rows):
-            # an axis of logarithms has no place for an end below zero
-            least = quantity.domain[0] if quantity.is_log and quantity.domain else "-MAX_VALUE"
-            transform = [
-                {"filter": f"isValid(datum['{low}'])"},
-                {"calculate": f"max(datum['{low}'], {least})", "as": "low"},
-            ]
-            bar = {name: quantity.encoding("low"), f"{name}2": {"field": high}}
+            transform: list[Chart] = [{"filter": f"isValid(datum['{low}'])"}]
+            if quantity.is_log and quantity.domain:
+                # no logarithm has a place for an end below zero
+                lowest = f"max(datum['{low}'], {quantity.domain[0]})"
+                transform.append({"calculate": lowest, "as": low})
+            bar = {name: quantity.encoding(low), f"{name}2": {"field": high}}
             mark = {"type": "rule", "clip": True, "opacity": bar_opacity}
             layers.append({"transform": transform, "mark": mark, "encoding": bar})
     shape = {"shape": runs.shape, "tooltip": tooltip(rows)} | (points or {})
@@ -176,14 +178,19 @@ def marks(
     return data(rows, encoding=places | {"color": runs.colour} | both, layer=layers)
 
 
-def means_of(rows: Rows, runs: Runs, x: Quantity, y: Quantity, match: str = "") -> Rows:
-    """Return the means of replicates with the ends of their range, named as their first run."""
+def _replicates(rows: Rows, runs: Runs, match: str) -> list[Rows]:
+    """Return the rows that belong together: of one group and series, with one value of `match`."""
     together: dict[tuple[Any, ...], Rows] = {}
     for row in rows:
-        key = (runs.group_of(row), row.get("series"), row[match or x.label])
+        key = (runs.group_of(row), row.get("series"), row[match])
         together.setdefault(key, []).append(row)
+    return list(together.values())
+
+
+def means_of(rows: Rows, runs: Runs, x: Quantity, y: Quantity, match: str = "") -> Rows:
+    """Return the means of replicates with the ends of their range, named as their first run."""
     means = []
-    for replicates in together.values():
+    for replicates in _replicates(rows, runs, match or x.label):
         values = [row[y.label] for row in replicates]
         low, high = (f"{y.label}, {end}" for end in ENDS)
         place = sum(row[x.label] for row in replicates) / len(replicates)
@@ -193,7 +200,8 @@ def means_of(rows: Rows, runs: Runs, x: Quantity, y: Quantity, match: str = "") 
     return means
 
 
-def _band(x: Quantity, y: Quantity) -> Chart:
+def band_of(x: Quantity, y: Quantity) -> Chart:
+    """Return the places of the band of means: from the lowest replicate to the highest."""
     low, high = (f"{y.label}, {end}" for end in ENDS)
     return {"x": x.encoding(), "y": y.encoding(low), "y2": {"field": high}}
 
@@ -267,5 +275,7 @@ CONFIG: Chart = {
         "labelLimit": 400,
         "symbolOpacity": 1,
         "symbolSize": 60,
+        # lines that are dashed would cut up the outline of the markers
+        "symbolStrokeWidth": 0,
     },
 }

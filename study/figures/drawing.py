@@ -17,7 +17,7 @@ from study.definition import Study
 from study.discovery import discovered
 from study.figures import drawn
 from study.figures.canvas import Canvas
-from study.figures.charts import Chart, Rows
+from study.figures.charts import ENDS, Chart, Rows
 from study.figures.figure import Figure
 
 DIRECTORY = "figures"
@@ -26,6 +26,7 @@ METADATA: dict[str, Any] = {  # without versions and dates: the same numbers mak
     "png": {"Software": None},
     "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
 }
+BANDS = "Lines are means over seeds, bands reach from the lowest seed to the highest."
 RESOURCES = re.compile(rb"(?: +/\w+ \d+ 0 R\n)+")  # of a page; their order is by chance
 
 
@@ -66,8 +67,14 @@ def draw_all(canvas: Canvas) -> tuple[list[Shown], list[str]]:
             with replaced_file(paths[kind]) as aside:
                 aside.write_bytes(content)
         chart = None if isinstance(found.chart, Picture) else found.chart
-        shown.append(Shown(one.name, one.caption, pictures["png"], chart))
+        shown.append(Shown(one.name, _caption(one, chart), pictures["png"], chart))
     return shown, empty
+
+
+def _caption(one: Figure, chart: Chart | None) -> str:
+    """Return the caption with what bands are, where there are some."""
+    has_bands = chart is not None and ENDS[0] in json.dumps(chart)
+    return f"{one.caption} {BANDS}" if has_bands else one.caption
 
 
 def _in_order(lines: re.Match[bytes]) -> bytes:

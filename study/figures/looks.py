@@ -76,7 +76,9 @@ class Runs:
         looks = self.looks.values()
         if not any(look.is_control for look in looks):
             return {}
-        return self._encoding([DASHED if look.is_control else SOLID for look in looks])
+        dashes = self._encoding([DASHED if look.is_control else SOLID for look in looks])
+        # the markers of the legend say which are controls
+        return dashes | {"legend": None}
 
     def group_of(self, row: dict[str, Any]) -> str:
         """Return the group of a row of a figure."""

@@ -10,7 +10,7 @@ from study.axes import AnyRun
 from study.definition import Study
 from study.forecast.backtest import Score, back_test, verdict
 from study.forecast.cooldowns import ERROR, Source, all_cooldowns
-from study.forecast.models import LEVEL, MODELS, Cooldown, Forecast
+from study.forecast.models import LEAST_PAST, LEVEL, MODELS, Cooldown, Forecast
 from study.measurements.kind import INTERVAL_LEVEL
 from study.measurements.titles import spec_title
 from study.report.tables import Cell, Table
@@ -64,6 +64,13 @@ def forecast_runs(study: Study) -> list[AnyRun]:
     return [run for run in study.runs if not (isinstance(run, RunConfig) and run.branch_from)]
 
 
+WHY_NONE = (
+    "No forecast by a model: its signal is not measured, the stable phase has fewer than"
+    f" {LEAST_PAST} checkpoints, or there are too few cooldowns of other settings, each with its"
+    " seeds taken as one."
+)
+
+
 def forecast_lines(own: Source, others: Sequence[Source], run: AnyRun) -> Iterator[str]:
     """Yield what the model would lose if annealed from its last stable checkpoint, by spec."""
     yield f"{own.study.label_of(run)} ({run.name})"
@@ -103,8 +110,7 @@ def _of_spec(spec: str, target: Cooldown, learned: Sequence[Cooldown]) -> Iterat
         else:
             silent.append(model.name)
     if silent:
-        reason = "a signal of this run, or enough cooldowns of other runs, is missing"
-        yield f"    no forecast by {'; '.join(silent)}: {reason}"
+        yield f"    no forecast by {'; '.join(silent)}"
 
 
 def _counted(learned: Sequence[Cooldown]) -> str:

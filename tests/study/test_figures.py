@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import vl_convert
 from matplotlib.contour import ContourSet
 from matplotlib.figure import Figure as Picture
 
@@ -217,10 +218,12 @@ def test_many_panels_are_wrapped():
     assert [columns_of(count) for count in (1, 2, 3, 4, 5, 6, 9)] == [1, 2, 3, 4, 3, 3, 3]
 
 
-def test_bars_that_reach_zero_keep_an_axis_linear(branched):
+def test_bars_that_reach_zero_end_at_the_axis_of_logarithms(branched):
+    """Values at or below zero have no place there at all."""
     study, rows, directory = branched
-    traces = [Row.of({**row, "curvature/trace_low": -1.0}) for row in rows]
-    for changed, kind in ((rows, "log"), (traces, "linear")):
+    reaching = [Row.of({**row, "curvature/trace_low": -1.0}) for row in rows]
+    negative = [Row.of({**row, "curvature/trace": -1.0}) for row in rows]
+    for changed, kind in ((rows, "log"), (reaching, "log"), (negative, "linear")):
         panel = chart_of(drawn(curvature, Canvas(study, changed, directory)))["concat"][0]
         scales = [
             one["encoding"]["y"]["scale"].get("type", "linear")
@@ -228,6 +231,10 @@ def test_bars_that_reach_zero_keep_an_axis_linear(branched):
             if "Trace" in one.get("encoding", {}).get("y", {}).get("field", "")
         ]
         assert set(scales) == {kind}
+    spec = chart_of(drawn(curvature, Canvas(study, reaching, directory)))
+    picture = vl_convert.vegalite_to_svg(json.dumps(spec))
+    assert "NaN" not in picture
+    assert "Infinity" not in picture
 
 
 def test_a_study_at_work_is_drawn_as_far_as_it_is(branched):
@@ -264,8 +271,8 @@ def test_a_quantity_names_its_column_with_its_unit():
         "loss (nats per token), high": 2.0,
     }
     assert Quantity("KL(a || b)", "nats").label == "KL(a || b), nats"
-    assert not loss.logarithmic_for([loss.values(1.0, (0.0, 2.0))]).is_log
-    assert loss.logarithmic_for([loss.values(1.0, (0.5, 2.0))]).is_log
+    assert not loss.logarithmic_for([loss.values(0.0, (-1.0, 2.0))]).is_log
+    assert loss.logarithmic_for([loss.values(1.0, (0.0, 2.0))]).is_log
 
 
 def test_the_figure_of_averages_holds_every_model(collected_dir, study):
