@@ -92,7 +92,7 @@ def check_the_end(study: Path, table: list[dict]) -> None:
             )["measured"]
             for place in ("blocks", "quant")
         )
-        assert len(by_block["blocks"]) == 3
+        assert len(by_block["blocks"]) == 2
         # block by block there is one draw of the calibration text, the first of the other's
         drawn = plain["calibration"]["per_document"]
         assert {key: by_block["per_document"][key] for key in drawn} == {

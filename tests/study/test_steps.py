@@ -49,29 +49,29 @@ def test_tiny_has_a_step_for_everything_that_is_measured():
     kinds: dict[str, int] = {}
     for step in by_name.values():
         kinds[step.kind] = kinds.get(step.kind, 0) + 1
-    # 3 peaks with 3 seeds: 4 checkpoints and an average, 2 specs of each; as many controls, 2 and 1;
+    # 2 peaks with 4 seeds: 3 checkpoints and an average, 2 specs of each; as many controls, 1 and 1;
     # the first seed's have curvature, and its annealed ones 5 methods and all along their steps
     assert kinds == {
         "corpus": 1,
         "prepare": 3,
-        "train": 9 + 9,
-        "export": 9 * (4 + 1) + 9 * (2 + 1),
-        "quantize": 9 * (4 + 1) * 2 + 9 * (2 + 1) * 2,
-        "methods": 3 * 5,
-        "curvature": 3 * 4 + 3 * 2,
-        "blocks": 3,
-        "step": 3,
-        "slice": 3,
+        "train": 8 + 8,
+        "export": 8 * (3 + 1) + 8 * (1 + 1),
+        "quantize": 8 * (3 + 1) * 2 + 8 * (1 + 1) * 2,
+        "methods": 2 * 5,
+        "curvature": 2 * 3 + 2,
+        "blocks": 2,
+        "step": 2,
+        "slice": 2,
         "collect": 1,
         "report": 1,
         "mirror": 1,
     }
-    train = by_name["train-lr6e-3-seed1"]
-    assert len(train.outputs) == 4 + 1
+    train = by_name["train-lr1.2e-2-seed1"]
+    assert len(train.outputs) == 3 + 1
     assert train.slots == 1
     assert train.outputs[-2:] == (
-        "lr6e-3-seed1/checkpoints/step00000768/checkpoint.json",
-        "lr6e-3-seed1/checkpoints/lawa5x16-step00000768/checkpoint.json",
+        "lr1.2e-2-seed1/checkpoints/step00001024/checkpoint.json",
+        "lr1.2e-2-seed1/checkpoints/lawa5x16-step00001024/checkpoint.json",
     )
 
 
