@@ -24,13 +24,13 @@ from study.measurements.kind import INTERVAL_LEVEL
 from study.measurements.quantization import draw_options
 from study.paths import hf_directory, model_record
 from study.pipeline.step import Machine, python, resolve
-from study.results.paired import SAMPLES, SEED
 from study.text.kinds import places_of
 from train.data.corpus import open_corpus
 from train.data.share import PLACES, Share
 from train.planning.memory import bytes_of_weight, parameter_count
 from train.run.config import RunConfig
 
+SAMPLES, SEED = 10_000, 0  # resamplings of the documents; a p-value is never below one of them
 FIGURE = "cross_entropy_quantized"
 SELECTION, EVALUATION = "selection", "evaluation"
 SHARES = {

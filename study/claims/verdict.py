@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from quant_eval.compare import Comparison
 from quant_eval.specs import parse_spec
 from study.definition import Study
 from study.measurements.kind import INTERVAL_LEVEL
 from study.measurements.titles import spec_title
 from study.results.estimate import Estimate
-from study.results.paired import Key, Paired, Pairs, Weighted
+from study.results.paired import Paired, Weighted
 from study.results.summary import DECAYED, Rows, RunSummary, summarize
 from study.results.table import Row
 from train.run.config import RunConfig
@@ -123,10 +122,6 @@ class Measure:
         """Return the mean over seeds of a weighted sum of the figure."""
         return self.evidence.paired.estimate(replicates, self.spec, self.figure, self.minus)
 
-    def compared(self, pairs: Pairs[Key]) -> dict[Key, Comparison]:
-        """Return the second row of each pair against the first."""
-        return self.evidence.paired.compared(pairs, self.figure, self.spec)
-
     def signed(self, value: float) -> str:
         """Return a difference with its unit: '+0.123%' of relative errors, else '-0.00123'."""
         is_share = self.figure == "relative_error"
@@ -155,19 +150,9 @@ class Measure:
         """Return the row of the end of training; NotTested where a column is not measured."""
         return needed(f"the end of {end.label}", end.last, self.column, *others)
 
-    def before(self, end: RunSummary, *others: str) -> Row:
-        """Return the row before the decay; NotTested where a column is not measured."""
-        return needed(f"{end.label} before the decay", end.first, self.column, *others)
-
-    def both_ends(self, *others: str) -> dict[str, tuple[Row, Row]]:
-        """Return label -> rows before and after the decay; NotTested where a column is missing."""
-        pairs = {
-            end.label: (self.before(end, *others), self.end(end, *others))
-            for end in self.evidence.annealed
-        }
-        if not pairs:
-            raise NotTested("no run's learning rate decays after a checkpoint at a higher one")
-        return pairs
+    def before(self, end: RunSummary) -> Row:
+        """Return the row before the decay; NotTested where the figure is not measured."""
+        return needed(f"{end.label} before the decay", end.first, self.column)
 
 
 @dataclass(frozen=True)

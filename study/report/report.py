@@ -99,8 +99,8 @@ def _intervals(study: Study, rows: Sequence[Row]) -> str:
     documents = " or ".join(map(str, counts)) or "0"
     return (
         f"Intervals of losses, errors and divergences: {INTERVAL_LEVEL:.0%}, each model for itself"
-        f" ({METHOD}; the evaluation text has {documents} documents). The verdicts compare models"
-        " on the same documents, by a bootstrap-t of the difference paired over them, so a"
-        " difference can be significant although the intervals overlap. Traces are compared on the"
-        " same microbatches with the same probes, by Student's t of the differences."
+        f" ({METHOD}; the evaluation text has {documents} documents). The verdicts estimate"
+        " differences over the same documents, calibration draws and seeds, with the variance of"
+        " each source (Student's t with Satterthwaite's degrees of freedom), so a difference can be"
+        " significant although the intervals overlap."
     )

@@ -1,90 +1,39 @@
-"""Comparisons of two models, paired over what both were measured on, with Holm's correction.
+"""Estimates of differences between models, paired over the documents both were measured on.
 
 The intervals of a result say how far another draw of documents would move it; two models are
 measured on the same documents, so most of that is common to both and tells nothing of their
-difference. Traces are measured on the same microbatches with the same probes.
+difference.
 
 Shapes: D documents.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import combinations
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from base.errors import UserError
 from base.statistics import LEAST_DOCUMENTS
-from ckpt_tools.hf.measured import Curvature, Quantization
+from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import Result, read_result
-from curvature import paired_traces
-from quant_eval.compare import Comparison, compare, drawn_fraction
+from quant_eval.compare import drawn_fraction
 from study.definition import load_study
-from study.measurements.kind import INTERVAL_LEVEL
-from study.paths import MeasuredModel, curvature_result, quantization_result
+from study.paths import MeasuredModel, quantization_result
 from study.results.estimate import Crossed, Estimate, contrast_of, estimate_of
 from study.results.table import Row
 
-SAMPLES = 10_000  # resamplings of the documents; a p-value is never below their reciprocal
-SEED = 0
-TRACE = "curvature/trace"
 Weighted = list[tuple[Row, float]]  # rows whose figures are summed, each times a factor
-Key = TypeVar("Key")
-Pairs = Mapping[Key, tuple[Row, Row]]
-
-
-def every_pair(rows: Mapping[str, Row]) -> dict[tuple[str, str], tuple[Row, Row]]:
-    """Return every pair of these rows, by both labels."""
-    pairs = combinations(rows, 2)
-    return {(first, second): (rows[first], rows[second]) for first, second in pairs}
 
 
 class Paired:
-    """Comparisons of rows of the table, by their results for every document or microbatch."""
+    """Estimates over rows of the table, by their results for every document."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._results: dict[Path, Result[Quantization]] = {}
-
-    def compared(
-        self, pairs: Pairs[Key], figure: str, spec: str, second_spec: str = ""
-    ) -> dict[Key, Comparison]:
-        """Compare the second model of each pair with the first, with Holm's correction over them.
-
-        Both are quantized with `spec`, or the second with another where that is given.
-
-        Raises:
-            UserError: a result is missing, damaged, of other documents, or newer than the table.
-        """
-        results = []
-        for first, second in pairs.values():
-            results.append(self._result(first, spec, figure))
-            results.append(self._result(second, second_spec or spec, figure))
-        if not pairs:
-            return {}
-        places = _two_by_two(len(pairs))
-        found = compare(results, places, figure, samples=SAMPLES, level=INTERVAL_LEVEL, seed=SEED)
-        return dict(zip(pairs, found, strict=True))
-
-    def compared_traces(self, pairs: Pairs[Key]) -> dict[Key, paired_traces.Comparison]:
-        """Compare the trace of the second row of each pair with that of the first.
-
-        Raises:
-            UserError: a result is missing, damaged, of other microbatches or probes, or newer than
-                the table.
-        """
-        results = []
-        for row in (row for pair in pairs.values() for row in pair):
-            path = self.directory / curvature_result(row["run"], self._model(row))
-            results.append(read_result(path, Curvature))
-            trace = results[-1].measured.trace
-            _check(path, row, TRACE, trace.mean if trace else None)
-        places = _two_by_two(len(pairs))
-        found = paired_traces.compare(results, places, level=INTERVAL_LEVEL)
-        return dict(zip(pairs, found, strict=True))
 
     def estimate(
         self, replicates: Sequence[Weighted], spec: str, figure: str, minus: str = ""
@@ -112,8 +61,8 @@ class Paired:
         tokens and those are equal.
 
         Raises:
-            UserError: as for `compared`, or of other settings of the evaluation, or of another
-                number of calibration draws.
+            UserError: a result is missing, damaged, newer than the table, of few documents, or of
+                other documents, settings or numbers of calibration draws than the others.
         """
         read = [
             [
@@ -157,11 +106,6 @@ class Paired:
         result = self._results[path]
         _check(path, row, f"quant/{spec}/{figure}", getattr(result.measured, figure))
         return result
-
-
-def _two_by_two(count: int) -> list[tuple[int, int]]:
-    """The places of so many pairs in a list that has them one after another."""
-    return [(2 * index, 2 * index + 1) for index in range(count)]
 
 
 def _check_alike(results: Sequence[Result[Quantization]]) -> None:

@@ -7,7 +7,6 @@ import pytest
 
 from base.statistics import holm
 from study.claims import page
-from study.results import paired
 from study.results.paired import Paired
 from tests.present import present
 from tests.study.claimed import (
@@ -23,12 +22,6 @@ from tests.study.claimed import (
 )
 
 YES, NO, OPEN, NONE = "supported", "contradicted", "not decided", "not tested"
-
-
-@pytest.fixture(autouse=True)
-def _fewer_samples(monkeypatch):
-    """A fifth of the resamplings: no p-value here is near its bound."""
-    monkeypatch.setattr(paired, "SAMPLES", 1_999)
 
 
 ONE = study_of(*(run_of(f"seed{seed}", seed=seed) for seed in (1, 2, 3)))

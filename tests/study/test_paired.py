@@ -5,16 +5,15 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import ttest_1samp, ttest_rel
+from scipy.stats import ttest_1samp
 
 from base.errors import UserError
 from base.files import write_json
-from base.statistics import holm
 from study.definition import save_study
 from study.paths import MeasuredModel, quantization_result
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.estimate import Crossed, estimate_of
-from study.results.paired import Paired, every_pair
+from study.results.paired import Paired
 from study.results.table import Row, trained
 from tests.study.synthetic import change_losses, per_document, result_of, table_of
 
@@ -26,152 +25,30 @@ def last_rows(directory, study) -> dict[str, Row]:
     return {row["run"]: row for row in rows if row["step"] == LAST}
 
 
-def verdicts(paired: Paired, pairs: list, spec: str, figure: str) -> list[str]:
-    found = paired.compared(dict(enumerate(pairs)), figure, spec)
-    return [one.verdict for one in found.values()]
-
-
-def traces(paired: Paired, pairs: list) -> list[str]:
-    return [one.verdict for one in paired.compared_traces(dict(enumerate(pairs))).values()]
-
-
 def kl_of(directory, run: str) -> list[float]:
     path = directory / run / f"hf/step{LAST:08d}/quant" / SPEC / "result.json"
     return json.loads(path.read_text())["measured"]["per_document"]["kl"]
 
 
-def test_the_verdicts_are_those_of_a_paired_t_test_with_holm(study_dir, study):
-    """Documents of equal length, where the divergence is a mean over documents and the t-test
-    applies.
-    """
-    generator = np.random.default_rng(0)
-    base = generator.lognormal(size=28)
-    for run, shift in zip(study.runs, (0.0, 0.0, 0.5, 0.5), strict=True):
-        kl = base + shift + 0.08 * generator.normal(size=28)
-        change_losses(
-            study_dir, run.name, SPEC, tokens=[1000] * 28, kl=[1000 * value for value in kl]
-        )
-    rows = last_rows(study_dir, study)
-    found = Paired(study_dir).compared(every_pair(rows), "kl_divergence", SPEC)
-    order = {pair: one.verdict for pair, one in found.items()}
-    tests = {
-        pair: ttest_rel(kl_of(study_dir, pair[1]), kl_of(study_dir, pair[0])) for pair in order
-    }
-    adjusted = dict(zip(tests, holm([test.pvalue for test in tests.values()]), strict=True))
-    assert all(not 0.02 < p < 0.1 for p in adjusted.values()), (
-        "no pair is near the border, where the tests may differ"
-    )
-    expected = {
-        pair: (
-            ("higher" if test.statistic > 0 else "lower")
-            if adjusted[pair] < 0.05
-            else "not significant"
-        )
-        for pair, test in tests.items()
-    }
-    assert order == expected
-    assert sorted(order.values()) == ["higher"] * 4 + ["not significant"] * 2
-    # each for itself, all their intervals would overlap
-    errors = [np.std(kl_of(study_dir, run.name)) / math.sqrt(28) / 1000 for run in study.runs]
-    assert min(errors) > 0.5 / 4
-
-
-def test_the_direction_is_that_of_the_second_row(study_dir, study):
-    rows = last_rows(study_dir, study)
-    low, high = rows["lr1e-3"], rows["lr3e-2"]
-    assert verdicts(Paired(study_dir), [(low, high), (high, low)], SPEC, "kl_divergence") == [
-        "higher",
-        "lower",
-    ]
-    assert verdicts(Paired(study_dir), [], SPEC, "kl_divergence") == []
-
-
 def test_results_of_other_documents_or_another_time_are_refused(study_dir, study):
     rows = last_rows(study_dir, study)
-    pair = [(rows["lr1e-3"], rows["lr3e-3"])]
+    pair = [[(rows["lr1e-3"], -1.0), (rows["lr3e-3"], 1.0)]]
     path = study_dir / "lr3e-3/hf/step00000640/quant" / SPEC / "result.json"
     whole = path.read_text()
     content = json.loads(whole)
     content["measured"]["per_document"]["document"][0] = 99
     path.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="other documents"):
-        verdicts(Paired(study_dir), pair, SPEC, "kl_divergence")
+    with pytest.raises(UserError, match="differ in the documents"):
+        Paired(study_dir).estimate(pair, SPEC, "kl_divergence")
     path.write_text(whole)
     change_losses(study_dir, "lr3e-3", SPEC, kl=[2 * value for value in kl_of(study_dir, "lr3e-3")])
     with pytest.raises(
         UserError, match="another kl_divergence than the table; run 'python -m study collect'"
     ):
-        verdicts(Paired(study_dir), pair, SPEC, "kl_divergence")
+        Paired(study_dir).estimate(pair, SPEC, "kl_divergence")
     path.unlink()
     with pytest.raises(UserError, match="does not exist"):
-        verdicts(Paired(study_dir), pair, SPEC, "kl_divergence")
-
-
-def change_trace(directory, run: str, values: list[float], step: int = LAST) -> None:
-    """Gives a result other products of the microbatches."""
-    path = directory / run / f"hf/step{step:08d}/curvature/hutchinson/result.json"
-    content = json.loads(path.read_text())
-    content["measured"]["trace"] |= {"mean": float(np.mean(values)), "per_microbatch": values}
-    write_json(path, content)
-
-
-def test_traces_are_compared_microbatch_by_microbatch(study_dir, study):
-    """By another library's paired test; each for itself, their intervals overlap."""
-    generator = np.random.default_rng(0)
-    base = 1000 + 300 * generator.normal(size=16)
-    for run, shift in zip(study.runs, (0.0, 0.0, 60.0, 60.0), strict=True):
-        change_trace(study_dir, run.name, list(base + shift + 20 * generator.normal(size=16)))
-    rows = last_rows(study_dir, study)
-    compared = Paired(study_dir).compared_traces(every_pair(rows))
-    order = {pair: one.verdict for pair, one in compared.items()}
-    results = [
-        study_dir / run.name / "hf/step00000640/curvature/hutchinson/result.json"
-        for run in study.runs
-    ]
-    found = {
-        path.parts[-6]: json.loads(path.read_text())["measured"]["trace"]["per_microbatch"]
-        for path in results
-    }
-    tests = {(first, second): ttest_rel(found[second], found[first]) for first, second in order}
-    adjusted = dict(zip(tests, holm([test.pvalue for test in tests.values()]), strict=True))
-    assert all(not 0.02 < p < 0.1 for p in adjusted.values()), "no pair is near the border"
-    assert order == {
-        pair: (
-            ("higher" if test.statistic > 0 else "lower")
-            if adjusted[pair] < 0.05
-            else "not significant"
-        )
-        for pair, test in tests.items()
-    }
-    assert sorted(order.values()) == ["higher"] * 4 + ["not significant"] * 2
-    assert np.std(base) / 4 > 60, "by their own errors no two would differ significantly"
-    low, high = rows["lr1e-3"], rows["lr3e-2"]
-    assert traces(Paired(study_dir), [(low, high), (high, low)]) == ["higher", "lower"]
-    assert traces(Paired(study_dir), []) == []
-
-
-def test_traces_of_other_pairs_or_another_time_are_refused(study_dir, study):
-    rows = last_rows(study_dir, study)
-    pair = [(rows["lr1e-3"], rows["lr3e-3"])]
-    path = study_dir / "lr3e-3/hf/step00000640/curvature/hutchinson/result.json"
-    whole = path.read_text()
-    content = json.loads(whole)
-    content["spec"]["seed"] = 1
-    path.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="not measured on the same"):
-        traces(Paired(study_dir), pair)
-    path.write_text(whole)
-    change_trace(study_dir, "lr3e-3", [900.0 + index for index in range(16)])
-    with pytest.raises(
-        UserError, match="another trace than the table; run 'python -m study collect'"
-    ):
-        traces(Paired(study_dir), pair)
-    path.write_text("{")
-    with pytest.raises(UserError, match="is no valid JSON"):
-        traces(Paired(study_dir), pair)
-    path.unlink()
-    with pytest.raises(UserError, match="does not exist"):
-        traces(Paired(study_dir), pair)
+        Paired(study_dir).estimate(pair, SPEC, "kl_divergence")
 
 
 WEIGHTS = {"lr1e-3": -1.5, "lr3e-3": -0.5, "lr1e-2": 0.5, "lr3e-2": 1.5}
@@ -324,4 +201,5 @@ def test_released_checkpoints_lie_under_the_names_of_their_revisions(tmp_path, s
                 }
             )
         )
-    assert verdicts(Paired(tmp_path), [(rows[0], rows[1])], SPEC, "kl_divergence") == ["higher"]
+    change = [[(rows[1], 1.0), (rows[0], -1.0)]]
+    assert Paired(tmp_path).estimate(change, SPEC, "kl_divergence").value == pytest.approx(0.04)
