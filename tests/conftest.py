@@ -150,7 +150,7 @@ def hf_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def inputs(train_prefix, held_out_prefix, tokenizer_dir) -> dict[str, Path]:
-    """What every run is made from, as keyword arguments of `make_run`.
+    """The inputs of every run, as keyword arguments of `make_run`.
 
     Every worker has the same paths: they are part of a run's fingerprint.
     """

@@ -112,8 +112,8 @@ def budgets(of: Measure) -> Verdict:
         ]
         spans |= set(map(doublings, rows))
     beside = (
-        f"slope x span over {reach(spans)} doublings of the budget; the"
-        f" margin is {MARGIN:g} of the mean change by the anneal; one-sided"
+        f"slope x span over {reach(spans)} doublings of the budget; the margin is {MARGIN:g} of the"
+        " mean change by the anneal; one-sided"
     )
     return conclude_within(of, changes, margins, two_sided=False, beside=beside)
 

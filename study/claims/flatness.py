@@ -17,15 +17,9 @@ from study.claims.verdict import (
     decided,
     judged,
 )
+from study.measurements.curvature import TOP
 from study.mechanism.averages import Averaged, at_equal_loss, averaged, log_ratio
-from study.mechanism.checkpoints import (
-    TITLES,
-    TOP,
-    checkpoints,
-    divergence_of,
-    loss_of,
-    training_of,
-)
+from study.mechanism.checkpoints import TITLES, checkpoints, divergence_of, loss_of, training_of
 from study.mechanism.formula import (
     BASELINES,
     MODELS,

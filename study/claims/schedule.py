@@ -160,8 +160,8 @@ def flat(of: Measure) -> Verdict:
     margins = by_group(lambda end: times(MARGIN, effect_of_anneal(of, end)), ends)
     spans = [doublings(_stable(of, end)) for end in ends]
     beside = (
-        f"slope x span over {reach(spans)} doublings of the tokens; the"
-        f" margin is {MARGIN:g} of what the anneal does; two one-sided tests"
+        f"slope x span over {reach(spans)} doublings of the tokens; the margin is {MARGIN:g} of"
+        " what the anneal does; two one-sided tests"
     )
     return conclude_within(of, changes, margins, two_sided=True, beside=beside)
 

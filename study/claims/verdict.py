@@ -127,11 +127,6 @@ class Measure:
         is_share = self.figure == "relative_error"
         return f"{100 * value:+.3g}%" if is_share else f"{value:+.3g}"
 
-    def spread(self, values: Sequence[float]) -> str:
-        """Return the range of some values with their unit."""
-        low, high = self.signed(min(values)), self.signed(max(values))
-        return low if low == high else f"{low} to {high}"
-
     def estimated(self, estimate: Estimate) -> str:
         """Return an estimate with its interval."""
         low, high = map(self.signed, estimate.interval())

@@ -21,6 +21,7 @@ from study.figures.charts import (
     marks,
     means_of,
     panel,
+    replicates_of,
 )
 from study.figures.looks import Look, runs_of
 from study.results.table import Row
@@ -146,9 +147,10 @@ class Canvas:
         encoding = {"x": self.tokens.encoding(), "y": quantity.encoding()}
         encoding |= {"color": self.runs.colour}
         encoding |= {"strokeDash": self.runs.dash} if self.runs.dash else {}
-        if not ends or not self.runs.has_replicates:
+        replicates = replicates_of(ends, self.runs, self.tokens.label)
+        if len(replicates) == len(ends):
             return [data(ends, mark=LINE, encoding=encoding)] if ends else []
-        means = means_of(ends, self.runs, self.tokens, quantity)
+        means = means_of(replicates, self.runs, self.tokens, quantity)
         of_band = {"color": self.runs.colour} | band_of(self.tokens, quantity)
         return [data(means, mark=BAND, encoding=of_band), data(means, mark=LINE, encoding=encoding)]
 

@@ -144,15 +144,15 @@ def marks(
     quantities = {name: one for name, one in axes.items() if isinstance(one, Quantity)}
     places = axes | {name: one.encoding() for name, one in quantities.items()}
     layers: list[Chart] = []
-    has_bands = False
+    replicates: list[Rows] = []
     if has_line and len(quantities) == 2:
-        alike = _replicates(rows, runs, match or quantities["x"].label)
-        has_bands = len(alike) < len(rows)
+        replicates = replicates_of(rows, runs, match or quantities["x"].label)
+    has_bands = 0 < len(replicates) < len(rows)
     if has_line:
         line: Chart = {"mark": LINE, "encoding": {"strokeDash": runs.dash} | (lines or {})}
         line["encoding"] = {name: one for name, one in line["encoding"].items() if one}
         if has_bands:
-            means = means_of(rows, runs, quantities["x"], quantities["y"], match)
+            means = means_of(replicates, runs, quantities["x"], quantities["y"])
             layers += [data(means, mark=BAND, encoding=band_of(quantities["x"], quantities["y"]))]
             line = data(means, **line)
         layers.append(line)
@@ -178,7 +178,7 @@ def marks(
     return data(rows, encoding=places | {"color": runs.colour} | both, layer=layers)
 
 
-def _replicates(rows: Rows, runs: Runs, match: str) -> list[Rows]:
+def replicates_of(rows: Rows, runs: Runs, match: str) -> list[Rows]:
     """Return the rows that belong together: of one group and series, with one value of `match`."""
     together: dict[tuple[Any, ...], Rows] = {}
     for row in rows:
@@ -187,15 +187,15 @@ def _replicates(rows: Rows, runs: Runs, match: str) -> list[Rows]:
     return list(together.values())
 
 
-def means_of(rows: Rows, runs: Runs, x: Quantity, y: Quantity, match: str = "") -> Rows:
+def means_of(replicates: Sequence[Rows], runs: Runs, x: Quantity, y: Quantity) -> Rows:
     """Return the means of replicates with the ends of their range, named as their first run."""
     means = []
-    for replicates in _replicates(rows, runs, match or x.label):
-        values = [row[y.label] for row in replicates]
-        low, high = (f"{y.label}, {end}" for end in ENDS)
-        place = sum(row[x.label] for row in replicates) / len(replicates)
+    low, high = (f"{y.label}, {end}" for end in ENDS)
+    for alike in replicates:
+        values = [row[y.label] for row in alike]
+        place = sum(row[x.label] for row in alike) / len(alike)
         mean = {x.label: place, y.label: sum(values) / len(values)}
-        head = {key: replicates[0].get(key) for key in ("run", runs.field, "series", "step")}
+        head = {key: alike[0].get(key) for key in ("run", runs.field, "series", "step")}
         means.append(head | mean | {low: min(values), high: max(values)})
     return means
 

@@ -28,7 +28,7 @@ def forecast(
     Example: python -m study forecast olmo2-30m-lr --run lr3e-3 --from tiny
     """
     from study.forecast.cooldowns import Source
-    from study.forecast.page import WHY_NONE, forecast_lines, forecast_runs
+    from study.forecast.page import NO_FORECAST, forecast_lines, forecast_runs
 
     own = Source.read(*existing(name, root))
     learned = [Source.read(*existing(other, root)) for other in others or ()]
@@ -40,4 +40,4 @@ def forecast(
         runs = [one for one in own.study.runs if one.name == run]
     for one in runs:
         typer.echo("\n".join(forecast_lines(own, learned, one)))
-    typer.echo(WHY_NONE)
+    typer.echo(NO_FORECAST)

@@ -14,13 +14,14 @@ from study.axes import AnyRun
 from study.definition import Study
 from study.forecast.miniature import is_miniature, miniature_of
 from study.forecast.models import Cooldown
+from study.measurements.curvature import TRACE
 from study.paths import MeasuredModel, quantization_result
 from study.results.collect import collect_rows
 from study.results.summary import Rows, at_high_rate, lineage, summarize
 from study.results.table import Row, trained
 from train.run.config import RunConfig
 
-ERROR, TRACE = "kl_divergence", "curvature/trace"
+ERROR = "kl_divergence"
 # The unit of the learning rate: where all cooldowns grow the tokens alike, it does not matter.
 UNIT_RATE = 1e-3
 

@@ -28,6 +28,11 @@ NOTE = (
     f" |log(forecast / measured)|. Intervals are {LEVEL:.0%}, Student's by the residuals of the"
     " runs that are learned from. Models have at most two coefficients."
 )
+NO_FORECAST = (
+    "No forecast by a model: its signal is not measured, the stable phase has fewer than"
+    f" {LEAST_PAST} checkpoints, or there are too few cooldowns of other settings, each with its"
+    " seeds taken as one."
+)
 
 
 def back_test_tables(directory: Path, study: Study, rows: Sequence[Row]) -> list[Table]:
@@ -62,13 +67,6 @@ def _line(spec: str, score: Score) -> list[Cell]:
 def forecast_runs(study: Study) -> list[AnyRun]:
     """Return the runs that hold a stable phase of their own."""
     return [run for run in study.runs if not (isinstance(run, RunConfig) and run.branch_from)]
-
-
-WHY_NONE = (
-    "No forecast by a model: its signal is not measured, the stable phase has fewer than"
-    f" {LEAST_PAST} checkpoints, or there are too few cooldowns of other settings, each with its"
-    " seeds taken as one."
-)
 
 
 def forecast_lines(own: Source, others: Sequence[Source], run: AnyRun) -> Iterator[str]:

@@ -11,12 +11,16 @@ from study.measurements.kind import Column, Kind, Result, Subject, estimated
 from study.paths import curvature_result
 from study.pipeline.step import Step
 
+# The figures that others read, as columns of the table.
+TRACE, TOP = "curvature/trace", "curvature/lambda_max"
+RELATIVE = "curvature/relative_trace"
+
 TRACES = ("trace", "gauss_newton_trace", "fisher_trace", "relative_trace")
 COLUMNS = [
     *(column for trace in TRACES for column in estimated(f"curvature/{trace}", trace)),
     Column("curvature/loss", ("loss",)),
     Column("curvature/trace_probes", ("trace", "probes"), "count"),
-    Column("curvature/lambda_max", ("lambda_max", "value")),
+    Column(TOP, ("lambda_max", "value")),
     Column("curvature/lambda_max_residual", ("lambda_max", "residual")),
     Column("curvature/lambda_max_converged", ("lambda_max", "converged"), "flag"),
     Column("curvature/lambda_max_iterations", ("lambda_max", "iterations"), "count"),

@@ -9,12 +9,11 @@ from numpy.typing import NDArray
 from quant_eval.specs import parse_spec
 from study.axes import AnyRun
 from study.definition import Study
+from study.measurements.curvature import RELATIVE, TOP, TRACE
 from study.released import ReleasedRun
 from study.results.averages import lowest_spec
 from study.results.table import Row, trained
 
-TRACE, TOP = "curvature/trace", "curvature/lambda_max"
-RELATIVE = "curvature/relative_trace"
 TITLES = {TRACE: "trace", TOP: "largest eigenvalue", RELATIVE: "relative trace"}
 Floats = NDArray[np.float64]
 

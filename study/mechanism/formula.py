@@ -31,9 +31,8 @@ from numpy.typing import NDArray
 
 from quant_eval.specs import parse_spec
 from study.definition import Study
+from study.measurements.curvature import RELATIVE, TRACE
 from study.mechanism.checkpoints import (
-    RELATIVE,
-    TRACE,
     Checkpoint,
     Floats,
     checkpoints,

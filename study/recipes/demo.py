@@ -19,7 +19,7 @@ HORIZON_OVER_ANNEAL_START = 5e12 / (72_000 * 4_194_304)
 # with a peak of 6e-3: its own peaks stand for the 7B's 12e-4, and for twice that.
 PEAKS, SAVES, ANNEALS_AT = (1.2e-2, 2.4e-2), (384, 768, 1024), 768
 WEIGHT_DECAY = round(72_000 * 6e-4 * 0.1 / (ANNEALS_AT * 6e-3), 4)
-# As few as decide at 3 bits whether the anneal raises the error, at either peak.
+# Enough to decide at 3 bits whether the anneal raises the error, at either peak.
 SEEDS = (1, 2, 3, 4)
 
 TEXT = PackageSources(vocab_size=1024)

@@ -62,7 +62,6 @@ class Importer:
             parent = self._find_run(study.name, study, tags)
             self._describe(parent, described.study_params(study), tags)
             self.parent = str(parent.info.run_id)
-            self._show_quantization_first()
 
     def _locked(self, name: str) -> AbstractContextManager[None]:
         return locked(self._directory / ".mlflow" / f"{name}.lock")
@@ -172,7 +171,8 @@ class Importer:
             self._client.log_artifact(run.info.run_id, str(path), folder)
 
     def finish_study(self) -> None:
-        """Upload the files of the study, which is done if all of its runs are."""
+        """Upload the files of the study, which is done if all of its runs are; set its view."""
+        self._show_quantization_first()
         run = self._client.get_run(self.parent)
         self._upload(run, described.study_files(self._directory))
         done = all(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from base.errors import UserError
+from study.measurements.curvature import TOP, TRACE
 from study.results.table import Row
 from train.run.metrics import HELD_OUT_LOSS, ROW_KEYS, TRAINED, surviving_rows
 
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 
 FINAL = "final"  # the most telling measurements of the end of a run, for MLflow's own pages
 KINDS = ("quant", "curvature", "tasks")  # the first part of the name of a measurement's column
-TRACE = "curvature/trace"
-HEADLINES = (HELD_OUT_LOSS, TRACE, "curvature/lambda_max")
+HEADLINES = (HELD_OUT_LOSS, TRACE, TOP)
 SPEC_HEADLINES = ("kl_divergence", "relative_error")
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from study.definition import Study
+from study.measurements.curvature import TRACE
 from study.paths import MIRROR_JSON
 from study.tracking.store import HOST, HTTP, PORT, masked, server_command, store_uri
-from study.tracking.streams import FINAL, TRACE
+from study.tracking.streams import FINAL
 from train.run.metrics import HELD_OUT_LOSS
 
 NAME = "quantization"

@@ -190,11 +190,9 @@ def test_the_verdicts_of_the_claims_are_at_the_top_with_their_effects(page, repo
     lines = {row[0]: row[1:] for row in page.rows if len(row) == 5}
     verdict, effect, *_ = lines["Fewer bits cost more"]
     assert verdict == "supported"
-    column, ends = (
-        "quant/gptq-b{}-g32/kl_divergence",
-        pq.read_table(report.parent / "table.parquet"),
-    )
-    last = [row for row in ends.to_pylist() if row["step"] == 640 and row["average"] is None]
+    column = "quant/gptq-b{}-g32/kl_divergence"
+    table = pq.read_table(report.parent / "table.parquet")
+    last = [row for row in table.to_pylist() if row["step"] == 640 and row["average"] is None]
     differences = [row[column.format(3)] - row[column.format(4)] for row in last]
     assert effect.split(" ")[0] == f"{sum(differences) / len(differences):+.3g}"
     text = report.read_text()

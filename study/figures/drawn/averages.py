@@ -7,8 +7,8 @@ from study.figures.canvas import WEIGHTS, Canvas
 from study.figures.charts import NATS, Chart, Quantity, Rows
 from study.figures.drawn.quantization import DIVERGENCE, ERROR
 from study.figures.figure import Drawn, drawn, figure
+from study.measurements.curvature import RELATIVE
 from study.measurements.titles import spec_title
-from study.mechanism.checkpoints import RELATIVE
 from study.results.averages import average_label, kept_averages, lowest_spec
 
 SOUP = "soup"

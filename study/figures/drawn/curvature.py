@@ -3,8 +3,8 @@
 from study.figures.canvas import Canvas
 from study.figures.charts import NATS, Chart, Quantity, Rows
 from study.figures.figure import Drawn, drawn, figure
+from study.measurements.curvature import TOP, TRACE
 
-TRACE, TOP = "curvature/trace", "curvature/lambda_max"
 UNIT = f"{NATS} / (unit of the parameters)"
 SOLVER = "solver"  # whether it converged
 

@@ -7,16 +7,9 @@ from study.figures.charts import NATS, Chart, Quantity, Rows, columns_of, marks,
 from study.figures.drawn.full_against_quantized import BEFORE_ANNEAL
 from study.figures.drawn.quantization import DIVERGENCE
 from study.figures.figure import Drawn, drawn, figure
+from study.measurements.curvature import RELATIVE, TOP, TRACE
 from study.measurements.titles import spec_title
-from study.mechanism.checkpoints import (
-    RELATIVE,
-    TOP,
-    TRACE,
-    Checkpoint,
-    checkpoints,
-    divergence_of,
-    loss_of,
-)
+from study.mechanism.checkpoints import Checkpoint, checkpoints, divergence_of, loss_of
 from study.mechanism.given import given_loss_and_tokens
 from study.results.averages import lowest_spec
 

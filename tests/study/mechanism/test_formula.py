@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from study.mechanism.checkpoints import RELATIVE, TRACE
+from study.measurements.curvature import RELATIVE, TRACE
 from study.mechanism.formula import (
     BITS,
     FORMULA,

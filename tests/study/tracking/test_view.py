@@ -37,8 +37,8 @@ def test_its_columns_and_charts_are_of_what_the_runs_have(collected_dir, study):
     assert {f"metrics.`{name}`" for name in shown} <= known
     assert all(chart["scaleType"] == "log" for chart in lines)
 
-    told = opening(collected_dir, uri)
-    assert f"/#/experiments/{experiment.experiment_id}/runs?viewStateShareKey={NAME}" in told
+    address = f"/#/experiments/{experiment.experiment_id}/runs?viewStateShareKey={NAME}"
+    assert address in opening(collected_dir, uri)
 
 
 @pytest.mark.parametrize("name", RECIPES)
