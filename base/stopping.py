@@ -5,6 +5,8 @@ from pathlib import Path
 from types import FrameType
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+USER = "user"
+OTHER_RANK = "a signal to another rank"
 _received: list[int] = []
 
 
@@ -30,7 +32,13 @@ def terminated() -> bool:
 
 
 def requested(stop_file: Path | None) -> str | None:
-    """Return what asked this rank to stop, if anything. One rank looks for the file."""
+    """Return who asked this rank to stop, if anybody: a signal, or what the file says.
+
+    One rank looks for the file. An empty one is the user's.
+    """
     if _received:
         return signal.Signals(_received[0]).name
-    return stop_file.name if stop_file and stop_file.exists() else None
+    try:
+        return (stop_file.read_text().strip() or USER) if stop_file else None
+    except FileNotFoundError:
+        return None

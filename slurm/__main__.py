@@ -43,7 +43,7 @@ def submit(
         bool, typer.Option("--dry-run", help="print every script, ask SLURM nothing")
     ] = False,
 ) -> None:
-    """Submit a study, or what is missing of it: all jobs at once, each waiting for what it needs.
+    """Submit a study, or what is missing of it: first what can start now, the rest once it can.
 
     Example: python -m slurm submit olmo2-7b-lr --site my_cluster.toml --dry-run
 
@@ -67,14 +67,15 @@ def _report(study: Study, study_dir: Path, submitted: dict[str, int]) -> None:
     watch = f"python -m slurm status {study.name} --root {study_dir.parent}"
     if not submitted:
         typer.echo(
-            f"nothing to submit: every element is complete or was submitted before; see '{watch}'"
+            f"nothing to submit: what can start is in the queue, complete or failed; see '{watch}'"
         )
         return
     width = max(map(len, submitted))
     for name, count in submitted.items():
         typer.echo(f"{name:{width}}  {count:,} elements")
     typer.echo(
-        f"{len(submitted):,} arrays, {sum(submitted.values()):,} elements; watch with '{watch}'"
+        f"{sum(submitted.values()):,} elements can start now, each job submits what comes after it;"
+        f" watch with '{watch}'"
     )
 
 
@@ -82,15 +83,29 @@ def _report(study: Study, study_dir: Path, submitted: dict[str, int]) -> None:
 def status(
     name: StudyName,
     root: Root = Path("runs"),
+    watch: Annotated[
+        int | None,
+        typer.Option(min=10, help="seconds: submit what can start and show again, until the end"),
+    ] = None,
 ) -> None:
     """Show how far a study is: trainings, checkpoints, measurements, failures and their logs.
 
+    With --watch it also submits what can start, as jobs do at their end: for sites whose nodes
+    may not call sbatch.
+
     Example: python -m slurm status tiny --root /shared/studies
+
+    Example: python -m slurm status tiny --root /shared/studies --watch 60
     """
     from slurm.status.overview import look
     from slurm.status.table import lines_of
+    from slurm.status.watching import watch as watch_study
 
-    for line in lines_of(look(directory_of(name, root))):
+    directory = directory_of(name, root)
+    if watch:
+        watch_study(directory, watch)
+        return
+    for line in lines_of(look(directory)):
         typer.echo(line)
 
 
@@ -176,6 +191,57 @@ def retry(
     _report(study, directory, submit_study(study, cluster, again=True))
 
 
+@app.command()
+def unexclude(
+    name: StudyName,
+    nodes: Annotated[list[str], typer.Argument(help="nodes that are fit again")],
+    root: Root = Path("runs"),
+) -> None:
+    """Let trainings go to nodes again that a health check found unfit.
+
+    Example: python -m slurm unexclude tiny node7
+    """
+    from slurm.submission.excluded import unexclude as include
+    from slurm.submission.record import submitting
+
+    directory = directory_of(name, root)
+    with submitting(directory, patience_seconds=60.0):
+        include(directory, nodes)
+
+
+@app.command()
+def run(
+    name: StudyName,
+    step: Annotated[str, typer.Argument(help="a step that is not complete, as status lists them")],
+    root: Root = Path("runs"),
+    interactive: Annotated[
+        bool, typer.Option("--interactive", help="ask salloc for a node; else run in its shell")
+    ] = False,
+) -> None:
+    """Run one step on one node in front of you, to look for a fault.
+
+    Example: python -m slurm run tiny train-lr3e-3 --interactive
+    """
+    from slurm.job.interactive import allocate, run_here
+
+    directory = directory_of(name, root)
+    (allocate if interactive else run_here)(directory, step)
+
+
+@app.command(hidden=True)
+def advance(
+    study_dir: Path,
+    ending: Annotated[str | None, typer.Option(help="the job that calls, as JOB_INDEX")] = None,
+) -> None:
+    """Submit what can start; jobs do so at their end.
+
+    Example: python -m slurm advance /shared/studies/tiny
+    """
+    from slurm.job.advancing import advance_at_end
+
+    advance_at_end(study_dir, ending)
+
+
 @app.command(hidden=True)
 def job(
     study_dir: Path,
@@ -188,7 +254,7 @@ def job(
     Example: python -m slurm job /shared/studies/tiny train 0
     /shared/studies/tiny/slurm/stop/17_0.0
     """
-    from slurm.job.element import run_element
+    from slurm.job.run import run_element
 
     run_element(study_dir, array, index, stop_file)
 

@@ -7,6 +7,7 @@ takes that for all of them.
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -21,8 +22,10 @@ WORDS_PER_CALL = 500  # far below what a command line may hold
 LEAKING = re.compile(r"(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SACCT|SINFO|SCONTROL)_")
 KEPT = ("SLURM_CONF", "SLURM_JWT")  # which cluster, and who asks
 
+LOWER_MAX_QUEUED = "lower limits.max_queued in the site file, or wait until other jobs have ended"
 NEXT_ACTIONS = (  # what SLURM's message says, in lower case: what to do
     (r"configuration (source|file)|cannot stat file", "set SLURM_CONF, or use a login node"),
+    (r"submitjob|temporarily unable to accept", LOWER_MAX_QUEUED),
     (r"database", "run again when the accounting service answers"),
     (r"contact|connect|timed out", "run again when `scontrol ping` finds the controller up"),
     (r"invalid job id|already finished", "the job has ended; look at `squeue -t all`"),
@@ -31,20 +34,19 @@ NEXT_ACTIONS = (  # what SLURM's message says, in lower case: what to do
 )
 
 
-def sbatch_words(dependency: str | None, hold: bool, array: str | None) -> list[str]:
-    """Return sbatch and its options; a dependency that cannot be met cancels the job."""
-    words = ["sbatch", "--parsable", *([f"--array={array}"] if array else [])]
-    if dependency:  # by default it would wait for ever
-        words += [f"--dependency={dependency}", "--kill-on-invalid-dep=yes"]
-    return words + ["--hold"] * hold
+def sbatch_words(array: str, token: str) -> list[str]:
+    """Return sbatch and its options, of which `token` tells this very call from all others."""
+    return ["sbatch", "--parsable", f"--array={array}", f"--comment={token}"]
 
 
-def submit(
-    script: Path, *, dependency: str | None = None, hold: bool = False, array: str | None = None
-) -> int:
-    """Submit a script and return the job's id."""
-    words = sbatch_words(dependency, hold, array)
-    answer = _answer(*words, str(script.resolve())).strip()
+def submit(script: Path, array: str, token: str) -> int:
+    """Submit elements of an array and return the job's id.
+
+    Raises:
+        SubmitLimitError: the queue is full for this user, account or QOS.
+        UserError: SLURM refuses the script, or does not answer.
+    """
+    answer = _answer(*sbatch_words(array, token), str(script.resolve())).strip()
     job, _, _ = answer.partition(";")  # the cluster's name follows where there are several
     if not job.isdecimal():
         raise UserError(
@@ -54,59 +56,61 @@ def submit(
     return int(job)
 
 
+def job_of(token: str) -> int | None:
+    """Return the job that the sbatch call of this token made; None without one that SLURM knows."""
+    fields = "ArrayJobID:|,Comment:|"
+    listed = _answer("squeue", "--me", "--noheader", "--states=all", "-O", fields)
+    for line in listed.splitlines():
+        job, comment = line.split("|")[:2]
+        if comment.strip() == token:
+            return int(job)
+    return None
+
+
 def check(script: Path) -> None:
     """Raise UserError if SLURM would refuse the script."""
     _answer("sbatch", "--test-only", str(script.resolve()))
 
 
-def states(ids: Collection[int]) -> dict[str, JobState]:
-    """Return the elements of these jobs and arrays that SLURM knows, by their names.
+def states(elements: Collection[str]) -> dict[str, JobState]:
+    """Return the elements, such as "123_4", that SLURM knows.
 
-    squeue answers for the present and as long after as the site's MinJobAge says, sacct for ever
-    where the site keeps accounts. Absent are ids that neither knows, and an element cancelled while
-    it and others of its array waited.
+    squeue answers for the present and as long after as the site's MinJobAge says. sacct adds what
+    squeue has forgotten, where the site keeps accounts and its database answers.
     """
     known: dict[str, JobState] = {}
-    for batch in _batches([str(job) for job in sorted(set(ids))]):
-        jobs = f"--jobs={','.join(batch)}"
-        # Times in seconds; no range of indices cut off.
-        accounts = _run(*SACCT, jobs, SLURM_TIME_FORMAT="%s", SLURM_BITSTR_LEN="0")
-        if accounts.returncode == 0:
-            known |= parse_sacct(accounts.stdout)
-        elif "storage is disabled" not in accounts.stderr:
-            raise _refusal("sacct", accounts.stderr)
-        queue = _run(*SQUEUE, jobs)
+    for batch in _batches(_jobs(elements)):
+        queue = _run(*SQUEUE, f"--jobs={','.join(batch)}")
         if queue.returncode == 0:
             known |= parse_squeue(queue.stdout)
         elif "Invalid job id" not in queue.stderr:  # said of one id that it does not know
             raise _refusal("squeue", queue.stderr)
-    return known
+    for batch in _batches(_jobs(set(elements) - known.keys())):
+        # Times in seconds; no range of indices cut off.
+        jobs = f"--jobs={','.join(batch)}"
+        accounts = _run(*SACCT, jobs, SLURM_TIME_FORMAT="%s", SLURM_BITSTR_LEN="0")
+        if accounts.returncode == 0:
+            known = parse_sacct(accounts.stdout) | known
+        elif "storage is disabled" not in accounts.stderr:
+            said = _refusal("sacct", accounts.stderr)
+            print(f"note: {said}; without it only squeue is asked", file=sys.stderr)
+            break
+    return {name: known[name] for name in elements if name in known}
 
 
-def jobs_named(name: str) -> list[int]:
-    """Return the ids of this user's jobs of that name that have not ended."""
-    found = _answer("squeue", "--me", "--noheader", f"--name={name}", "-O", "ArrayJobID:|").split()
-    return sorted({int(word.rstrip("|")) for word in found})
-
-
-def release(elements: Sequence[str]) -> None:
-    """Let held elements start; UserError names one that cannot, the others are released."""
-    _each_batch(["scontrol", "release"], elements)
+def _jobs(elements: Collection[str]) -> list[str]:
+    """Return the ids of the arrays of elements."""
+    return sorted({name.partition("_")[0] for name in elements}, key=int)
 
 
 def cancel(elements: Sequence[str]) -> None:
-    """Cancel elements, or arrays by their plain id; ignore what has ended or is unknown."""
-    _each_batch(["scancel", "--quiet"], elements)
+    """Cancel elements, or arrays by their plain id; ignore what has ended or is unknown.
 
-
-def requeue(element: str, *, held: bool = False) -> None:
-    """End the element if it runs and queue it again."""
-    _each_batch(["scontrol", "requeuehold" if held else "requeue"], [element])
-
-
-def exclude(element: str, nodes: Sequence[str]) -> None:
-    """Keep a pending element off exactly these nodes, in place of those before."""
-    _answer("scontrol", "update", f"JobId={element}", f"ExcNodeList={','.join(nodes)}")
+    Never with --state: `scancel --state=PENDING 123_4` cancels all of array 123.
+    """
+    for batch in _batches(elements):
+        assert all(re.fullmatch(r"\d+(_\d+)?", element) for element in batch), batch
+        _answer("scancel", "--quiet", *batch)
 
 
 def max_array_size() -> int:
@@ -120,12 +124,6 @@ def max_array_size() -> int:
 def hostnames(nodelist: str) -> list[str]:
     """Return the nodes of a list such as `node[1-3,7]`."""
     return _answer("scontrol", "show", "hostnames", nodelist).split() if nodelist else []
-
-
-def _each_batch(command: Sequence[str], elements: Sequence[str]) -> None:
-    for batch in _batches(elements):
-        assert all(re.fullmatch(r"\d+(_\d+)?", element) for element in batch), batch
-        _answer(*command, *batch)
 
 
 def _batches(words: Sequence[str]) -> Iterator[Sequence[str]]:
@@ -163,9 +161,14 @@ def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     raise UserError(f"{arguments[0]} {reason}")
 
 
+class SubmitLimitError(UserError):
+    """The queue takes no more jobs of this user now."""
+
+
 def _refusal(command: str, stderr: str) -> UserError:
-    """One line: what SLURM said, and what to do about it."""
+    """Return one line: what SLURM said, and what to do about it."""
     lines = [re.sub(r"^s\w+: (error: |fatal: )?", "", line) for line in stderr.splitlines()]
     said = "; ".join(line for line in lines if line.strip()) or "failed without a word"
     action = next(to_do for pattern, to_do in NEXT_ACTIONS if re.search(pattern, said.lower()))
-    return UserError(f"{command}: {said}; {action}")
+    kind = SubmitLimitError if action is LOWER_MAX_QUEUED else UserError
+    return kind(f"{command}: {said}; {action}")

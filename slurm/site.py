@@ -21,6 +21,7 @@ from slurm.values import (
     Memory,
     Mount,
     Name,
+    Pattern,
     SafePath,
     TimeLimit,
     seconds_of,
@@ -82,9 +83,16 @@ class Resources(Options):
             )
         return self
 
+    @model_validator(mode="after")
+    def _memory_is_given_once(self) -> Self:
+        for argument in self.extra or () if self.mem else ():
+            if argument.startswith("--mem-per"):
+                raise ValueError(f"mem is given beside {argument}; leave one of them out")
+        return self
+
 
 class Kinds(Frozen):
-    """Resources of every kind of job; `light` prepares, collects, reports and settles."""
+    """Resources of every kind of job; `light` prepares, collects and reports."""
 
     train: Resources
     export: Resources
@@ -108,10 +116,19 @@ class Kinds(Frozen):
 class Limits(Frozen):
     """Limits by which work is cut into jobs and a job gives up."""
 
-    throttle: dict[Kind, Count] = Field(default={})  # elements of an array that run at once
+    max_queued: Count = 100  # elements of a study in the queue at once, running ones included
+    throttle: dict[Kind, Count] = Field(default={})  # of them, those of a kind
     max_array_size: Count | None = None  # by default SLURM is asked
     stop_seconds_before_limit: Annotated[int, Field(strict=True, ge=1, le=MAX_SIGNAL_SECONDS)] = 300
+    restarts_in_place: Annotated[int, Field(strict=True, ge=0)] = (
+        3  # of a training, without progress
+    )
     starts_without_progress: Count = 3
+    # A training that logs nothing for so long is ended and resumed: start, evaluation and saves
+    # included. Its ranks see a step that does not end for themselves, within `hang_seconds`.
+    silent_seconds: Count = 3600
+    hang_seconds: Count = 600
+    health_seconds: Count = 300  # in which every node of a training has to show that it is fit
     checkpoints_per_job: Count = 1
     specs_per_job: Count = 4
 
@@ -137,6 +154,8 @@ class Nccl(Frozen):
 
     profile: Literal["default", "infiniband", "ethernet", "efa"] = "default"
     interface: Name | None = None
+    family: Literal["ipv4", "ipv6"] | None = None  # of addresses; None: as the library chooses
+    address: Pattern = "{node}"  # of a node, for the rendezvous; such as "{node}-ib"
 
 
 class Mlflow(Frozen):

@@ -8,13 +8,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 # "|" ends a field, which else is cut off at 20 characters.
-SQUEUE_FIELDS = "JobArrayID:|,State:|,Reason:|,NodeList:|,RestartCnt:|,exit_code:|"
+SQUEUE_FIELDS = "JobArrayID:|,State:|,Reason:|,NodeList:|,RestartCnt:|,exit_code:|,StartTime:|"
 SQUEUE = ("squeue", "--noheader", "--states=all", "--array", "-O", SQUEUE_FIELDS)
 SACCT_FIELDS = "JobID,State,Reason,NodeList,Submit,ExitCode"
 SACCT = ("sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", "-o", SACCT_FIELDS)
+# SLURM 21.08 to 25.11; all others are of jobs that wait, run or are about to end.
 ENDED = re.compile(
     "COMPLETED|FAILED|TIMEOUT|NODE_FAIL|PREEMPTED|CANCELLED|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE"
+    "|REVOKED|LAUNCH_FAILED|RECONFIG_FAIL"
 )
+HELD_REASON = re.compile(
+    r"Job(Held|Hold)\w*|job requeued in held state|launch failed requeued held"
+)
+HELD_STATE = re.compile("REQUEUE_HOLD|SPECIAL_EXIT|RESV_DEL_HOLD")
+PENDING = re.compile(f"PENDING|REQUEUED|REQUEUE_FED|{HELD_STATE.pattern}")
 
 
 @dataclass(frozen=True)
@@ -26,17 +33,36 @@ class JobState:
     nodes: str  # a node list such as `node[1-2]`, empty while it waits
     restarts: int  # how often it was requeued
     exit_code: str | None  # "code:signal" as sacct writes it, of an element that ended
+    starts: str = ""  # when it starts, as far as SLURM can say; the local time of the cluster
+
+    @property
+    def ended(self) -> bool:
+        """Return whether it will not run any more."""
+        return self.exit_code is not None
+
+    @property
+    def waits(self) -> bool:
+        """Return whether it has still to start."""
+        return PENDING.fullmatch(self.state) is not None
+
+    @property
+    def held(self) -> bool:
+        """Return whether it waits to be released by somebody."""
+        held = HELD_REASON.fullmatch(self.reason) or HELD_STATE.fullmatch(self.state)
+        return self.waits and held is not None
 
 
 def parse_squeue(text: str) -> dict[str, JobState]:
     """Return the elements in lines of SQUEUE_FIELDS."""
     known = {}
     for line in text.splitlines():
-        name, state, reason, nodes, restarts, status = line.split("|")[:6]
+        name, state, reason, nodes, restarts, status, starts = line.split("|")[:7]
         ended_with = f"{int(status) >> 8}:{int(status) & 127}"  # as waitpid() returned it
         exit_code = ended_with if ENDED.fullmatch(state) else None
         for element in _elements(name):
-            known[element] = JobState(state, reason, nodes, int(restarts), exit_code)
+            known[element] = JobState(
+                state, reason, nodes, int(restarts), exit_code, starts.replace("N/A", "")
+            )
     return known
 
 

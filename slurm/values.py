@@ -10,9 +10,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 MAX_SIGNAL_SECONDS = 65_535  # SLURM's largest time between a signal and the limit
 # Options of sbatch that the job script and the project's own calls depend on.
 OWNED = """
-    array chdir dependency error export export-file get-user-env hold input job-name
-    kill-on-invalid-dep no-requeue nodes ntasks ntasks-per-node open-mode output parsable quiet
-    requeue signal test-only time wait wrap
+    array chdir clusters comment dependency error exclude export export-file get-user-env hold
+    input job-name kill-on-invalid-dep no-requeue nodes ntasks ntasks-per-node open-mode output
+    parsable quiet requeue signal test-only time wait wrap
 """
 # Names that bash keeps for itself, or that the job script itself sets and reads.
 SHELL_NAMES = """
@@ -144,6 +144,9 @@ def _checked_uri(value: str) -> str:
 
 Count = Annotated[int, Field(strict=True, ge=1)]
 Name = Annotated[str, _matching(NAME, "letters, digits and _ . , : = + @ / [ ] -")]
+Pattern = Annotated[
+    str, _matching(r"[A-Za-z0-9.-]*\{node\}[A-Za-z0-9.-]*", "{node}, letters, digits and . -")
+]
 Image = Annotated[str, _matching(rf"{NAME}(#{NAME})?", "a path, or REGISTRY#NAME")]
 Constraint = Annotated[
     str, _matching(r"[A-Za-z0-9_.,:=+@/&|*()\[\]!-]+", "names of features and & | * ( ) [ ] , !")

@@ -9,7 +9,7 @@ import pytest
 from tests.cli_list import Entry, entries, listed
 
 LIST = Path(__file__).parent / "cli.txt"
-MOST_COMMANDS, MOST_OPTIONS = 42, 165
+MOST_COMMANDS, MOST_OPTIONS = 46, 170
 ENTRIES = entries()
 
 

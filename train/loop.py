@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from base import stopping
 from base.environment import is_rank_zero
 from base.errors import UserError
 from base.files import write_json
@@ -264,8 +265,8 @@ class _Training:
             place = f"step {self.step} of {self.run.total_steps}"
             if is_rank_zero():
                 print(f"stopped at {place}; the same command resumes", flush=True)
-            reason = f"asked to stop by {self.agreement.stop_reason or 'another rank'}"
-            self.attempt.end("preempted", self.step, reason)
+            asked_by = self.agreement.stop_reason or stopping.OTHER_RANK
+            self.attempt.end("preempted", self.step, f"stopped by {asked_by}", asked_by=asked_by)
         self.watchdog.close()
         self.engine.close()
 

@@ -3,14 +3,17 @@
 The user writes them, and so does an element whose job has to end. Only the user's stop is final.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from base.stopping import OTHER_RANK, SIGNALS
 from slurm.job.supervision import say
 from study.pipeline.step import Step
 from train.run.directory import RunDirectory
 
-OURS = "slurm"  # begins what an element writes into a STOP file; any other is the user's
+OURS = "slurm "  # begins what an element writes into a STOP file; any other is the user's
+SIGNALLED = (*(signal.name for signal in SIGNALS), OTHER_RANK)
 
 
 def ask_to_stop(study_dir: Path, step: Step, start: str) -> bool:
@@ -18,7 +21,7 @@ def ask_to_stop(study_dir: Path, step: Step, start: str) -> bool:
     stop = RunDirectory(study_dir / step.run).stop_file
     try:
         if not stop.exists():
-            stop.write_text(f"{OURS} {start}\n")
+            stop.write_text(f"{OURS}{start}\n")
     except OSError as error:
         say(f"{stop} could not be written ({error}); training is ended without a checkpoint")
         return False
@@ -26,16 +29,28 @@ def ask_to_stop(study_dir: Path, step: Step, start: str) -> bool:
     return True
 
 
-def stopped_by_user(study_dir: Path, run: str) -> bool:
-    """Return whether training ended because of the user's STOP file, or one waits for it."""
-    directory = RunDirectory(study_dir / run)
-    if directory.stop_file.exists():
-        return not directory.stop_file.read_text().startswith(OURS)
-    status = directory.status_json
-    return status.exists() and '"preempted"' in status.read_text() and "STOP" in status.read_text()
+def stopped_by(study_dir: Path, step: Step) -> str | None:
+    """Return who stopped the last attempt of a training: "user" or "job"; None: nobody.
+
+    A STOP file that is still there has not been seen: it counts as well.
+    """
+    if step.kind != "train":
+        return None
+    directory = RunDirectory(study_dir / step.run)
+    try:
+        asked_by = directory.stop_file.read_text().strip() or "user"
+    except FileNotFoundError:
+        try:
+            status = json.loads(directory.status_json.read_text())
+        except FileNotFoundError:
+            return None
+        asked_by = status.get("asked_by")
+    if asked_by is None:
+        return None
+    return "job" if asked_by.startswith(OURS) or asked_by in SIGNALLED else "user"
 
 
-def forget_stale_stops(study_dir: Path, steps: Sequence[Step]) -> None:
+def forget_earlier_stops(study_dir: Path, steps: Sequence[Step]) -> None:
     """Remove STOP files of earlier starts, which would end this one."""
     for step in steps:
         stop = RunDirectory(study_dir / step.run).stop_file

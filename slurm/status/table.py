@@ -6,14 +6,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from itertools import chain
 
-from slurm.status.overview import MARKS, Element, Overview, last_error
+from slurm.status.hours import Hours
+from slurm.status.overview import MARKS, ElementStatus, Overview, last_error
 from study.pipeline.step import Step
 
 Row = tuple[str, ...]
 
 ELEMENTS_SHOWN = 20
 MARKS_PER_ROW = 40
-TRAINING = ("training", "state", "step", "tokens", "loss", "tokens/s", "left", "saved")
+TRAINING = ("training", "state", "step", "logged", "tokens", "loss", "tokens/s", "left", "saved")
 MEASURING = ("measuring", "of", "made", "checkpoints", "not made")
 
 
@@ -25,6 +26,7 @@ def lines_of(overview: Overview) -> list[str]:
     lines = [f"{overview.study.name}: {made:,}/{total:,} steps made" + (others and f"; {others}")]
     if overview.without_slurm:
         lines.append(f"by marker files alone: {overview.without_slurm}")
+    lines += [_hours(overview.hours)]
     lines += [f"excluded {node}: {reason}" for node, reason in overview.excluded.items()]
     if overview.trainings:
         lines += ["", *_columns([TRAINING, *training_rows(overview)])]
@@ -33,6 +35,20 @@ def lines_of(overview: Overview) -> list[str]:
     lines += [f"checkpoints: {legend}", *_stragglers(overview)]
     lines += [*_restarted(overview), *_failures(overview)]
     return ["".join(one if one.isprintable() else "?" for one in line) for line in lines]
+
+
+def _hours(hours: Hours) -> str:
+    """Return the line on node-hours and the queue."""
+    words = [f"node-hours: {short(hours.used)} used"]
+    if hours.expected is not None:
+        words.append(f"{short(hours.expected)} more for trainings at their present speed")
+    if hours.queued:
+        words.append(
+            f"{hours.queued:,} elements queued, the first for {short(hours.waiting_hours)} h"
+        )
+    if hours.next_start:
+        words.append(f"next start expected {hours.next_start}")
+    return "; ".join(words)
 
 
 def _columns(rows: list[Row]) -> list[str]:
@@ -51,12 +67,15 @@ def training_rows(overview: Overview) -> list[Row]:
     for run in overview.study.trained:
         one, step = overview.trainings[run.name], steps[run.name]
         over = overview.situations[step.name] == "made"
+        runs = overview.situations[step.name] in ("running", "started")
+        logged = one.silent_seconds if runs else None
         left = None if over or one.left_seconds is None else round(one.left_seconds)
         rows.append(
             (
                 run.name,
                 _training_state(overview, step),
                 f"{one.step or 0:,}/{run.total_steps:,}",
+                "-" if logged is None else f"{logged:.0f} s ago",
                 short(one.tokens),
                 "-" if one.loss is None else f"{one.loss:.4f}",
                 "-" if one.tokens_per_second is None else short(one.tokens_per_second),
@@ -69,14 +88,9 @@ def training_rows(overview: Overview) -> list[Row]:
 
 def _training_state(overview: Overview, step: Step) -> str:
     word, one = overview.situations[step.name], overview.trainings[step.run]
-    element = next((element for element in overview.elements if step.name in element.steps), None)
-    if word in ("open", "started", "held", "queued") and one.ended:
-        word = one.ended
-    elif word in ("held", "queued") and one.attempt:
-        word = "preempted"
-    further = f", attempt {one.attempt}" if one.attempt > 1 else ""
-    restarts = element.state.restarts if element and element.state else 0
-    return f"{word}{further}{f', requeued {restarts}x' if restarts else ''}"
+    if word in ("held", "queued", "waiting") and one.ended:
+        word = f"{one.ended}, {word}"
+    return f"{word}, attempt {one.attempt}" if one.attempt > 1 else word
 
 
 def measuring_rows(overview: Overview) -> list[Row]:
@@ -120,38 +134,31 @@ def _stragglers(overview: Overview) -> list[str]:
 
 
 def _restarted(overview: Overview) -> list[str]:
-    """Return lines on elements that were requeued and have not ended."""
-    alive = ("running", "started", "held", "queued")
-    waiting = [one for one in overview.elements if one.situation in alive]
-    return _limited([one for one in waiting if one.state and one.state.restarts], _restart)
+    """Return lines on elements that go on after a start that failed."""
+    alive = [one for one in overview.elements if one.situation not in ("failed", "cancelled")]
+    return _limited([one for one in alive if _earlier_error(one)], _restart)
 
 
-def _restart(element: Element) -> list[str]:
-    assert element.state
-    assert element.log
-    error = last_error(element.log, of_last_start=False) or "no error in its log"
-    return [
-        f"requeued {element.state.restarts}x {element.name} ({element.id}), {element.situation};"
-        f" {error}"
-    ]
+def _earlier_error(element: ElementStatus) -> str | None:
+    return last_error(element.log, of_last_start=False) if element.log else None
+
+
+def _restart(element: ElementStatus) -> list[str]:
+    return [f"{element.situation} {element.name} ({element.id}), after {_earlier_error(element)}"]
 
 
 def _failures(overview: Overview) -> list[str]:
-    """Return lines on failed elements with logs, and on cancelled ones by array and reason."""
+    """Return lines on failed elements with their logs, and on cancelled ones by array."""
     failed = [one for one in overview.elements if one.situation == "failed"]
-    cancelled = Counter(
-        (one.array, one.state.reason if one.state else "before it started")
-        for one in overview.elements
-        if one.situation == "cancelled" and one.steps
-    )
+    cancelled = Counter(one.array for one in overview.elements if one.situation == "cancelled")
     return _limited(failed, _failure) + [
-        f"cancelled {array}: {count:,} elements ({reason})"
-        for (array, reason), count in cancelled.items()
+        f"cancelled {array}: {count:,} elements; 'python -m slurm retry' submits them"
+        for array, count in cancelled.items()
     ]
 
 
-def _failure(element: Element) -> list[str]:
-    state, steps = element.state, element.steps or ("settling",)
+def _failure(element: ElementStatus) -> list[str]:
+    state, steps = element.state, element.steps
     said = "SLURM says nothing of it"
     if state:
         said = f"{state.state}, {state.reason}, exit code {state.exit_code} on {state.nodes or '-'}"
@@ -164,7 +171,9 @@ def _failure(element: Element) -> list[str]:
     ]
 
 
-def _limited(elements: list[Element], lines: Callable[[Element], list[str]]) -> list[str]:
+def _limited(
+    elements: list[ElementStatus], lines: Callable[[ElementStatus], list[str]]
+) -> list[str]:
     """Return the lines of the first elements, and how many there are beyond."""
     found = [line for element in elements[:ELEMENTS_SHOWN] for line in lines(element)]
     more = len(elements) - ELEMENTS_SHOWN

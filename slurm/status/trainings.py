@@ -1,11 +1,12 @@
 """Progress of each training, by the files that it writes itself.
 
-Nothing here subtracts times of day: speed is what the training measured with a clock that cannot
-jump, and what is left is tokens over tokens per second.
+Speed is what the training measured with a clock that cannot jump, and what is left is tokens over
+tokens per second.
 """
 
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,7 +19,7 @@ from train.run.metrics import TRAINED
 
 METRICS_TAIL_BYTES = 2**16  # some hundred rows
 RANKS_TAIL_BYTES = 2**20  # a report of 4,000 ranks
-# Behind the speed: their median does not move with one step that waited for the disk.
+# Of the speed: their median does not move with one step that waited for the disk.
 SPEED_ROWS = 20
 STRAGGLER = 1.3  # times the median of the ranks
 
@@ -36,6 +37,7 @@ class Training:
     left_seconds: float | None  # of the run's tokens at that speed
     checkpoint: int | None  # step of the newest whole one, restart checkpoints included
     straggler: str | None  # the rank that holds up the others
+    silent_seconds: float | None  # since it last logged, by the clock of this machine; None: never
 
 
 def training_of(study_dir: Path, run: RunConfig) -> Training:
@@ -67,7 +69,15 @@ def training_of(study_dir: Path, run: RunConfig) -> Training:
         left_seconds=left / speed if speed else None,
         checkpoint=max(checkpoints, default=None),
         straggler=straggler_of(directory.ranks),
+        silent_seconds=_age_seconds(directory.metrics),
     )
+
+
+def _age_seconds(path: Path) -> float | None:
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except FileNotFoundError:
+        return None
 
 
 def straggler_of(ranks_jsonl: Path) -> str | None:

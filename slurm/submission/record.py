@@ -1,18 +1,27 @@
-"""The record of a submission: STUDY/slurm/submission.json, written after every sbatch.
+"""The record of a submission.
 
-STUDY/slurm/submission.json              site, arrays, and the jobs that run their elements
-STUDY/slurm/scripts/ARRAY.sh             the scripts as submitted; beside them site.json and
+STUDY/slurm/submission.json              the site, and the arrays that the study was cut into
+STUDY/slurm/jobs.jsonl                   a line before each sbatch call and one after it; what was
+                                         cancelled, and when a retry began
+STUDY/slurm/scripts/ARRAY.sh             the newest script of each array; beside them site.json and
                                          environment.json
-STUDY/slurm/logs/ARRAY-JOB_INDEX.log     of an element, over all its starts
-STUDY/slurm/starts/ARRAY-INDEX.json      one entry per start, with how far its work had come
+STUDY/slurm/logs/ARRAY-JOB_INDEX.log     of an element of a job, over all its starts
+STUDY/slurm/starts/ARRAY-INDEX.jsonl     two lines per start: how far the work had come, and how the
+                                         start ended
 """
 
 import fcntl
-from collections.abc import Iterator
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import IO, Any
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from base.errors import UserError, explain_validation
 from base.files import write_json
@@ -22,43 +31,59 @@ from slurm.submission.arrays import JobArray
 
 SLURM = "slurm"  # the directory below a study
 SUBMISSION_JSON = "submission.json"
+JOBS_JSONL = "jobs.jsonl"
+POLL_SECONDS = 0.2
+
+Element = tuple[str, int]  # name of the array, index
 
 
-class Job(Frozen):
+class Plan(Frozen):
+    """The site and the arrays of a study: the content of submission.json."""
+
+    site: Site
+    arrays: tuple[JobArray, ...]
+
+
+@dataclass(frozen=True)
+class Job:
     """One call of sbatch: elements `indices` of an array."""
 
+    token: str  # in the job's comment: of this very call
     array: str
-    id: int
     indices: tuple[int, ...]
-    time: float = Field(description="seconds since the epoch")
+    script: str  # hash of what was submitted
+    time: float  # seconds since the epoch
+    retries: int  # that came before it
+    id: int | None = None  # None: the answer of sbatch was not recorded
 
 
-class Submission(Frozen):
-    """The site, the arrays and all submitted jobs; of an element the newest job counts.
-
-    `submitting` names the array whose sbatch was called last: if that call was interrupted it may
-    have made a job that is not among `jobs`.
-    """
+@dataclass(frozen=True)
+class Submission:
+    """The site, the arrays and all sbatch calls of a study; of an element the newest job counts."""
 
     site: Site
     arrays: tuple[JobArray, ...]
     jobs: tuple[Job, ...] = ()
-    submitting: str | None = None
+    unanswered: Job | None = None  # may have made a job that is not among `jobs`
+    cancelled: frozenset[Element] = frozenset()  # since the last retry, by the user
+    retries: int = 0
+    replaced: frozenset[str] = frozenset()  # "JOB_INDEX" of what waited with an old script
+    # By element, every job that was submitted for it: "JOB_INDEX", and the retries before it.
+    jobs_of: dict[Element, list[tuple[str, int]]] = field(default_factory=dict)
+
+    @cached_property
+    def element_ids(self) -> dict[Element, str]:
+        """The newest job of every element that was submitted, as "JOB_INDEX"."""
+        return {element: jobs[-1][0] for element, jobs in self.jobs_of.items()}
 
     @property
     def job_arrays(self) -> dict[str, JobArray]:
-        """By name, each after those it depends on."""
+        """The arrays by name, each after those that make what it reads."""
         return {array.name: array for array in self.arrays}
-
-    def element_ids(self) -> dict[tuple[str, int], str]:
-        """(array, index) -> "JOB_INDEX", of the newest job that runs it."""
-        return {
-            (job.array, index): f"{job.id}_{index}" for job in self.jobs for index in job.indices
-        }
 
 
 def script_path(study_dir: Path, array: str) -> Path:
-    """Return the path of the script of an array as submitted."""
+    """Return the path of the newest script of an array."""
     return study_dir / SLURM / "scripts" / f"{array}.sh"
 
 
@@ -71,11 +96,51 @@ def read_submission(study_dir: Path) -> Submission | None:
     """Read the record of a study; None if nothing was submitted, UserError if damaged."""
     path = study_dir / SLURM / SUBMISSION_JSON
     try:
-        return Submission.model_validate_json(path.read_bytes())
+        plan = Plan.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValidationError as error:
         raise explain_validation(str(path), error) from None
+    return _with_jobs(plan, read_lines(study_dir / SLURM / JOBS_JSONL))
+
+
+def _with_jobs(plan: Plan, lines: list[dict[str, Any]]) -> Submission:
+    """Return the submission that the lines of jobs.jsonl tell of."""
+    jobs: dict[str, Job] = {}
+    cancelled: set[Element] = set()
+    replaced: set[str] = set()
+    unanswered, retries = None, 0
+    for line in lines:
+        event = line.pop("event")
+        if event == "calling":
+            unanswered = Job(**line | {"indices": tuple(line["indices"])}, retries=retries)
+        elif event == "submitted":
+            assert unanswered
+            jobs[unanswered.token] = Job(**vars(unanswered) | {"id": line["job"]})
+            unanswered = None
+        elif event == "refused":
+            unanswered = None
+        elif event == "cancelled":
+            cancelled |= {(array, index) for array, index in line["elements"]}
+        elif event == "replaced":
+            replaced |= set(line["elements"])
+        elif event == "retried":
+            cancelled, retries = set(), retries + 1
+    jobs_of: dict[Element, list[tuple[str, int]]] = {}
+    for job in jobs.values():
+        for index in job.indices:
+            own = jobs_of.setdefault((job.array, index), [])
+            own.append((f"{job.id}_{index}", job.retries))
+    return Submission(
+        plan.site,
+        plan.arrays,
+        tuple(jobs.values()),
+        unanswered,
+        frozenset(cancelled),
+        retries,
+        frozenset(replaced),
+        jobs_of,
+    )
 
 
 def existing_submission(study_dir: Path) -> Submission:
@@ -89,21 +154,67 @@ def existing_submission(study_dir: Path) -> Submission:
     return submission
 
 
-def write_submission(study_dir: Path, submission: Submission) -> None:
-    """Write the record, whole or not at all."""
-    write_json(study_dir / SLURM / SUBMISSION_JSON, submission.model_dump(mode="json"))
+def write_plan(study_dir: Path, site: Site, arrays: Iterable[JobArray], *, anew: bool) -> None:
+    """Write submission.json; `anew`, forget the jobs of another cut, all of which have ended."""
+    if anew:
+        (study_dir / SLURM / JOBS_JSONL).unlink(missing_ok=True)
+    plan = Plan(site=site, arrays=tuple(arrays))
+    write_json(study_dir / SLURM / SUBMISSION_JSON, plan.model_dump(mode="json"))
+
+
+def append(study_dir: Path, event: str, **content: Any) -> None:
+    """Add a line to jobs.jsonl."""
+    append_line(study_dir / SLURM / JOBS_JSONL, {"event": event, **content})
+
+
+def append_line(path: Path, content: dict[str, Any]) -> None:
+    """Add a line to a JSONL file, synced, after one that was cut off if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        whole = file.tell() == 0
+        if not whole:
+            file.seek(-1, os.SEEK_END)
+            whole = file.read() == b"\n"
+        file.write(b"" if whole else b"\n")
+        file.write(json.dumps(content).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a JSONL file, but for those that were cut off; empty without a file."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(dict(json.loads(line)))
+        except ValueError:
+            continue
+    return found
+
+
+def _locks(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager
-def submitting(study_dir: Path) -> Iterator[None]:
-    """Hold the study's submission; UserError while another command does."""
+def submitting(study_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
+    """Hold the study's submission; UserError if another command does for so long."""
+    deadline = time.monotonic() + patience_seconds
     place = study_dir / SLURM
     place.mkdir(parents=True, exist_ok=True)
     with (place / ".lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another command is submitting {study_dir}; wait until it ends and run again"
-            ) from None
+        while not _locks(lock):
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"another command is submitting {study_dir}; wait until it ends and run again"
+                )
+            time.sleep(POLL_SECONDS)
         yield

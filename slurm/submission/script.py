@@ -5,8 +5,9 @@ background: bash runs a trap only between commands or while it waits, and whatev
 to stop becomes a file that the job polls.
 """
 
+import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from base.errors import UserError
@@ -64,14 +65,10 @@ exec 9<> <(:)
 child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 read -r -t 1 rc <&9 || rc=137  # nothing there: it was killed
+# It ended without a word to others, which may start now, or to have itself submitted again.
+[ "$rc" -lt 128 ] || {advance} --ending "$self"
 exit "$rc"
 """
-
-
-def array_option(array: JobArray, indices: Iterable[int], site: Site) -> str:
-    """Return the value of --array: indices, and how many may run at once."""
-    throttle = site.limits.throttle.get(array.kind)
-    return ranges(indices) + (f"%{throttle}" if throttle else "")
 
 
 def ranges(indices: Iterable[int]) -> str:
@@ -101,6 +98,13 @@ def job_environment(site: Site, kind: Kind) -> dict[str, str]:
         variables["CUDA_VISIBLE_DEVICES"] = ""
     if interface:  # with '=' this one, not all whose names begin so
         variables |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
+    if site.nccl.family:
+        variables["NCCL_SOCKET_FAMILY"] = "AF_INET6" if site.nccl.family == "ipv6" else "AF_INET"
+    if kind == "train":  # what torchrun leaves its ranks to save after a SIGTERM, 30 s by default
+        seconds = site.limits.stop_seconds_before_limit
+        variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(seconds)
+    if site.container:
+        variables["QUANTDYN_IMAGE"] = site.container.image
     if site.mlflow.tracking_uri:
         variables["MLFLOW_TRACKING_URI"] = site.mlflow.tracking_uri
     return variables | site.environment
@@ -124,6 +128,8 @@ def srun_prefix(site: Site, kind: Kind, options: Sequence[str] = ()) -> list[str
     binds, project = ",".join(mounts), str(site.project)
     if container.kind == "pyxis":
         names = ",".join(("PYTHONPATH", *job_environment(site, kind)))
+        # Named, the image is unpacked once on a node for all steps of the job.
+        command += [f"--container-name=quantdyn_{os.environ.get('SLURM_JOB_ID', 'JOB')}"]
         command += [f"--container-image={container.image}", f"--container-mounts={binds}"]
         return [*command, f"--container-workdir={project}", f"--container-env={names}"]
     gpus = ["--nv"] if site.resources_of(kind).gpus_per_node else []
@@ -139,30 +145,52 @@ def _gpu_options(resources: Resources) -> list[str]:
     return [option] if resources.gpus_per_node else []
 
 
-def _options(array: JobArray, site: Site, study_dir: Path) -> list[str]:
+def allocation_options(
+    site: Site, kind: Kind, *, nodes: int | None = None, excluded: Collection[str] = ()
+) -> list[str]:
+    """Return the options of sbatch or salloc for what a job of the kind runs on.
+
+    Args:
+        site: the cluster.
+        kind: of the job.
+        nodes: how many; None: as the site says.
+        excluded: nodes that the job does not go to, besides those of the site.
+    """
+    resources = site.resources_of(kind)
+    options = [f"--nodes={nodes or resources.nodes}", "--ntasks-per-node=1"]
+    options += [f"--cpus-per-task={resources.cpus_per_node}"] if resources.cpus_per_node else []
+    options += [f"--mem={resources.mem}"] if resources.mem else []
+    options += [f"--time={resources.time}", *_gpu_options(resources)]
+    for name in ("partition", "account", "qos", "constraint", "reservation"):
+        value = getattr(resources, name)
+        options += [f"--{name}={value}"] if value else []
+    unwanted = [*([resources.exclude] if resources.exclude else []), *sorted(excluded)]
+    options += [f"--exclude={','.join(unwanted)}"] if unwanted else []
+    return [*options, *(resources.extra or ())]
+
+
+def _options(array: JobArray, site: Site, study_dir: Path, excluded: Collection[str]) -> list[str]:
     """Return the options of sbatch; the site's raw arguments come last, and win."""
     resources, stop_seconds = site.resources_of(array.kind), site.limits.stop_seconds_before_limit
     options = [
         f"--job-name={study_dir.name}.{array.name}",
-        f"--array={array_option(array, range(len(array.elements)), site)}",
         f"--output={study_dir}/{LOGS}/{array.name}-%A_%a.log",
         "--open-mode=append",
         "--requeue",
     ]
     if resources.time_seconds > stop_seconds:
         options.append(f"--signal=B:USR1@{stop_seconds}")
-    options += [f"--nodes={resources.nodes}", "--ntasks-per-node=1"]
-    options += [f"--cpus-per-task={resources.cpus_per_node}"] if resources.cpus_per_node else []
-    options += [f"--mem={resources.mem}"] if resources.mem else []
-    options += [f"--time={resources.time}", *_gpu_options(resources)]
-    for name in ("partition", "account", "qos", "constraint", "exclude", "reservation"):
-        value = getattr(resources, name)
-        options += [f"--{name}={value}"] if value else []
-    return [*options, *(resources.extra or ())]
+    return [*options, *allocation_options(site, array.kind, excluded=excluded)]
 
 
-def render(array: JobArray, site: Site, study_dir: Path) -> str:
+def render(array: JobArray, site: Site, study_dir: Path, excluded: Collection[str] = ()) -> str:
     """Return the script of an array; the same arguments give the same bytes.
+
+    Args:
+        array: whose elements the script runs; which of them is said to sbatch.
+        site: the cluster.
+        study_dir: the study.
+        excluded: nodes that the job does not go to, besides those of the site.
 
     Raises:
         UserError: if the study's path cannot stand in a #SBATCH line.
@@ -178,10 +206,13 @@ def render(array: JobArray, site: Site, study_dir: Path) -> str:
         setup.append(f"module load {modules} || exit 1")
     variables = job_environment(site, array.kind).items()
     return SCRIPT.format(
-        options="\n".join(f"#SBATCH {option}" for option in _options(array, site, study_dir)),
+        options="\n".join(
+            f"#SBATCH {option}" for option in _options(array, site, study_dir, excluded)
+        ),
         stops=shlex.quote(f"{study_dir}/{STOPS}"),
         setup="\n".join(["# The site's own.", *setup, "", ""]) if setup else "",
         exports="\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables),
         project=shlex.quote(str(site.project)),
         job=shlex.join([str(site.python), "-m", "slurm", "job", str(study_dir), array.name]),
+        advance=shlex.join([str(site.python), "-m", "slurm", "advance", str(study_dir)]),
     )

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from slurm import cluster
 from slurm.states import JobState
-from slurm.submission.arrays import FINAL
 from slurm.submission.record import existing_submission
 from tests.slurm.lab import Lab
 from tests.waiting import HANG_SECONDS
@@ -43,8 +42,8 @@ class Storm:
 
     def training(self, index: int) -> JobState | None:
         """What SLURM says of a training."""
-        name = existing_submission(self.study_dir).element_ids()["train", index]
-        return cluster.states({int(name.partition("_")[0])}).get(name)
+        name = existing_submission(self.study_dir).element_ids.get(("train", index))
+        return cluster.states([name]).get(name) if name else None
 
     def rank_killed(self, index: int, nodes: list[str]) -> bool:
         """SIGKILL to one worker of a training."""
@@ -82,7 +81,7 @@ class Storm:
         script.write_text(
             "#!/bin/bash\n#SBATCH -p urgent -N4 --exclusive --time=1 -o /dev/null\nsleep 5\n"
         )
-        cluster.submit(script)
+        self.lab.command("sbatch", str(script))
         return True
 
     def disk_full(self, index: int, nodes: list[str]) -> bool:
@@ -106,7 +105,6 @@ class Storm:
             time.monotonic() + seconds,
             dict.fromkeys(self.runs, 0),
         )
-        last = existing_submission(self.study_dir).element_ids()[FINAL, 0]
         while True:
             for moment, undo in list(self.undo_at):
                 if time.monotonic() >= moment:
@@ -122,9 +120,12 @@ class Storm:
                 if getattr(self, waiting[0])(index, cluster.hostnames(state.nodes)):
                     self.struck.append((waiting.pop(0), self.steps(run)))
                     since = {name: self.steps(name) for name in self.runs}
-            final = cluster.states({int(last.partition("_")[0])}).get(last)
-            if final and final.exit_code is not None:
+            if not waiting and not self.undo_at and self.is_complete():
                 return
             if time.monotonic() > deadline:
-                raise TimeoutError(f"after {self.struck}: {final}")
+                raise TimeoutError(f"after {self.struck}")
             time.sleep(0.2)
+
+    def is_complete(self) -> bool:
+        """Whether the last step, of the last job, is recorded."""
+        return (self.study_dir / "steps" / "mirror.json").exists()

@@ -10,9 +10,10 @@ import pytest
 from base.cli import run_command
 from slurm import cluster
 from slurm.__main__ import app
-from slurm.site import Limits
-from slurm.submission.arrays import arrays_of
+from slurm.site import load_site
 from slurm.submission.record import existing_submission
+from slurm.submission.submit import submit
+from slurm.submission.survey import survey
 from study.definition import load_study, save_study
 from study.text.kinds import USES
 from tests.slurm.watched import in_state, make, small_study, submitted, write_log
@@ -121,7 +122,7 @@ def test_bad_input_ends_with_one_line_and_code_2(tmp_path, words, told, command,
 
 def test_help_has_an_example_of_every_command(command):
     assert " job " not in command("--help")[1]  # for job scripts alone
-    for verb in ("submit", "status", "logs", "cancel", "retry", "job"):
+    for verb in ("submit", "status", "logs", "cancel", "retry", "unexclude", "run", "job"):
         assert f"Example: python -m slurm {verb} " in " ".join(command(verb, "--help")[1].split())
 
 
@@ -146,8 +147,9 @@ def watched(tmp_path, monkeypatch):
     is not there.
     """
     submission = submitted(tmp_path / "small", small_study())
-    names = submission.element_ids()
-    states = {
+    names = submission.element_ids
+    states = dict.fromkeys(names.values(), in_state("PENDING", "Priority"))
+    states |= {
         names["train", 0]: in_state("FAILED", "None", code="1:0"),
         names["train", 1]: in_state("RUNNING"),
     }
@@ -192,76 +194,83 @@ def test_a_study_of_another_place_is_not_retried_there(watched, command, tmp_pat
     assert "is not small below the site's root" in err
 
 
-def ended(study_dir: Path, alive: int = 0) -> bool:
-    """Whether SLURM has no more than so many elements of the study that have not ended."""
-    known = cluster.states({job.id for job in existing_submission(study_dir).jobs})
-    return sum(state.exit_code is None for state in known.values()) <= alive
+def in_queue(study_dir: Path) -> list[str]:
+    """The arrays whose elements SLURM has, one name for each."""
+    now = survey(study_dir, existing_submission(study_dir), load_study(study_dir))
+    return sorted(array for array, _ in now.active)
 
 
 def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
     root, study = tmp_path / "root", small_study()
     study_dir, python = root / study.name, tmp_path / "python"
     save_study(study_dir, study)
-    # Stands for the interpreter of jobs: the corpus fails, in its own way; all else waits for it.
+    # Stands for the interpreter of jobs: every one fails before it could record that it started.
     python.write_text("#!/bin/bash\necho 'error: out of luck; add memory'\nexit 3\n")
     python.chmod(0o755)
     site = site_file(tmp_path / "site.toml", root, python)
-    code, out, err = command("submit", "small", "--site", str(site))
-    assert (code, err) == (0, "")
-    arrays = arrays_of(study, Limits())
-    assert out.splitlines()[-1].startswith(
-        f"{len(arrays)} arrays, {sum(len(one.elements) for one in arrays)} elements"
-    )
-    assert "train         2 elements\n" in out
+    for _ in range(3):
+        code, out, err = command("submit", "small", "--site", str(site))
+        assert (code, err) == (0, "")
+        assert "text  1 elements\n" in out
+        wait_until(lambda: not in_queue(study_dir), "the corpus failed")
     watch = out.splitlines()[-1].partition("watch with '")[2].rstrip("'")
     assert shlex.split(watch)[3:] == ["status", "small", "--root", str(root)]
-
-    # What the fake interpreter does not settle stays: 4 exports are held, 8 measurements and the
-    # end wait for them.
-    wait_until(
-        lambda: ended(study_dir, alive=13), "corpus failed, texts and trainings were cancelled"
-    )
     code, out, err = command("submit", "small", "--site", str(site))
     assert (code, err) == (0, "")
-    assert out.startswith("nothing to submit")
+    assert "text" not in out, "three starts without progress are enough"
     out = command(*shlex.split(watch)[3:])[1]
-    log = (
-        study_dir / f"slurm/logs/text-{existing_submission(study_dir).element_ids()['text', 0]}.log"
-    )
+    log = study_dir / f"slurm/logs/text-{existing_submission(study_dir).element_ids['text', 0]}.log"
     assert ": FAILED, NonZeroExitCode, exit code 3:0 on node" in out
     assert f"  log {log}\n  error: out of luck; add memory\n" in out
-    assert "cancelled train: 2 elements (" in out
-    assert "lr3e-2     export     0/2   hh           2 held" in out
+    assert "lr3e-2     export     0/2   ..           2 waiting" in out
     assert command("logs", "small", "text", "--root", str(root))[1].endswith(
         "error: out of luck; add memory\n"
     )
 
-    assert command("cancel", "small", "--root", str(root))[1] == "13 elements cancelled\n"
-    wait_until(lambda: ended(study_dir), "all cancelled")
     texts = [f"prepare-{use}" for use in USES]
     make(study_dir, study, ["corpus", *texts, "train-lr3e-2"])
     python.write_text("#!/bin/bash\ntrap 'exit 0' TERM\nsleep 300 & wait\n")  # the next jobs last
     site_file(site, root, python, time="20")
     code, out, err = command("retry", "small", "--site", str(site))
     assert (code, err) == (0, "")
-    assert "train         1 elements\n" in out
-    assert "corpus" not in out
-    ids = existing_submission(study_dir).element_ids()
+    assert out.splitlines()[:2] == ["train   1 elements", "export  2 elements"]
+    ids = existing_submission(study_dir).element_ids
     assert "TimeLimit=00:20:00" in lab.command("scontrol", "show", "job", ids["train", 0])
 
-    train = int(ids["train", 0].partition("_")[0])
-    wait_until(lambda: cluster.states([train])[ids["train", 0]].state == "RUNNING", "training runs")
-    cancelled = command("cancel", "small", "curvature", "--root", str(root))[1]
-    assert cancelled == "4 elements cancelled\n"
+    train = ids["train", 0]
+    wait_until(lambda: cluster.states([train])[train].state == "RUNNING", "training runs")
+    assert command("cancel", "small", "export", "--root", str(root))[1] == "2 elements cancelled\n"
     out = command("cancel", "small", "lr3e-3", "--root", str(root), "--after-checkpoint")[1]
-    assert out == "4 elements cancelled\nlr3e-3 stops after its next step, with a checkpoint\n"
+    assert out == "0 elements cancelled\nlr3e-3 stops after its next step, with a checkpoint\n"
     assert (study_dir / "lr3e-3/STOP").read_bytes() == b""
-    known = cluster.states({int(id_.partition("_")[0]) for id_ in ids.values()})
-    assert known[ids["train", 0]].state == "RUNNING"
-    assert {known[ids["export", index]].exit_code for index in (2, 3)} == {None}  # the other run's
-    files = sorted(study_dir.rglob("*.json"))
-    assert command("cancel", "small", "--root", str(root))[1].endswith(" elements cancelled\n")
-    wait_until(lambda: ended(study_dir), "all cancelled")
+    assert cluster.states([train])[train].state == "RUNNING"
+    files = sorted(path for path in study_dir.rglob("*.json") if path.parent.name != "slurm")
+    assert command("cancel", "small", "--root", str(root))[1] == "1 elements cancelled\n"
+    wait_until(lambda: not in_queue(study_dir), "all cancelled")
     assert command("cancel", "small", "--root", str(root))[1] == "0 elements cancelled\n"
-    assert sorted(study_dir.rglob("*.json")) == files
+    assert command("submit", "small", "--site", str(site))[1].startswith("nothing to submit")
+    kept = sorted(path for path in study_dir.rglob("*.json") if path.parent.name != "slurm")
+    assert kept == files
     assert load_study(study_dir) == study
+
+
+def test_a_step_in_front_of_its_user_runs_on_one_node_of_salloc(lab, tmp_path, command):
+    root, study = tmp_path / "root", small_study()
+    site = load_site(site_file(tmp_path / "site.toml", root))
+    root.mkdir()
+    lab.command("scontrol", "update", "PartitionName=train", "State=DOWN")
+    try:
+        submit(study, site)
+    finally:
+        lab.command("scancel", "--user=root")
+        lab.command("scontrol", "update", "PartitionName=train", "State=UP")
+    code, _, err = command("run", "small", "corpus", "--root", str(root))
+    assert (code, "this is no job; give --interactive" in err) == (2, True)
+    assert "is no step of" in command("run", "small", "corpse", "--root", str(root))[2]
+    words = [sys.executable, "-m", "slurm", "run", "small", "corpus", "--root", str(root)]
+    done = subprocess.run(
+        [*words, "--interactive"], cwd=PROJECT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "salloc: Granted job allocation" in done.stderr
+    assert (study_dir := root / "small").joinpath("steps/corpus.json").exists(), study_dir

@@ -26,9 +26,9 @@ def submit(lab, tmp_path, request):
     """
     jobs: list[int] = []
 
-    def submit_lines(lines: str, extra=(), **options) -> int:
+    def submit_lines(lines: str, array: str = "0", extra=(), token: str = "t") -> int:
         script = write(tmp_path / f"{request.node.name} {len(jobs)}.sh", lines, *extra)
-        jobs.append(cluster.submit(script, **options))
+        jobs.append(cluster.submit(script, array, token))
         return jobs[-1]
 
     yield submit_lines
@@ -45,10 +45,9 @@ def write(path: Path, lines: str, *extra: str) -> Path:
 
 def wait_for(expected: dict[str, str]) -> dict[str, JobState]:
     """The elements when each of `expected` has its state."""
-    ids = {int(element.partition("_")[0]) for element in expected}
 
     def reached() -> bool:
-        known = cluster.states(ids)
+        known = cluster.states(expected)
         return all(
             element in known and known[element].state == state
             for element, state in expected.items()
@@ -57,8 +56,8 @@ def wait_for(expected: dict[str, str]) -> dict[str, JobState]:
     try:
         wait_until(reached, f"{expected}")
     except TimeoutError as error:
-        raise AssertionError(f"{error}: {cluster.states(ids)}") from None
-    return cluster.states(ids)
+        raise AssertionError(f"{error}: {cluster.states(expected)}") from None
+    return cluster.states(expected)
 
 
 def test_array_ends_as_its_elements_do(submit):
@@ -74,87 +73,41 @@ def test_array_ends_as_its_elements_do(submit):
     assert known[f"{job}_0"].restarts == 0
 
 
-def test_held_elements_are_released_one_by_one(submit):
-    job = submit("sleep 600", array="0-3", hold=True)
-    assert {known.reason for known in cluster.states([job]).values()} == {"JobHeldUser"}
-    cluster.release([f"{job}_2"])
-    known = wait_for({f"{job}_2": "RUNNING"})
-    assert {name for name, state in known.items() if state.state == "PENDING"} == {
-        f"{job}_{i}" for i in (0, 1, 3)
-    }
-    cluster.release([f"{job}_0", f"{job}_3"])
-    known = wait_for({f"{job}_{index}": "RUNNING" for index in (0, 2, 3)})
-    assert known[f"{job}_1"] == JobState("PENDING", "JobHeldUser", "", 0, None)
-    with pytest.raises(
-        UserError,
-        match=rf"scontrol: {job}_9: Invalid job id specified; the job has ended; look at",
-    ):
-        cluster.release([f"{job}_9", f"{job}_1"])
-    wait_for({f"{job}_1": "RUNNING"})  # the other one was released all the same
+def test_a_job_is_found_by_the_token_of_its_call(submit):
+    first = submit("exit 0", token="quantdyn:1", extra=["--begin=now+1hour"])
+    second = submit("exit 0", array="0-2", token="quantdyn:2", extra=["--begin=now+1hour"])
+    assert cluster.job_of("quantdyn:1") == first
+    assert cluster.job_of("quantdyn:2") == second
+    assert cluster.job_of("quantdyn:3") is None
 
 
-def test_failed_element_cancels_its_dependent_alone(submit):
-    first = submit("exit $SLURM_ARRAY_TASK_ID", array="0-1")
-    second = submit("exit 0", array="0-1", dependency=f"aftercorr:{first}")
-    last = submit("exit 0", dependency=f"afterok:{second}")
-    anyway = submit("exit 0", dependency=f"afterany:{second}")
-    known = wait_for(
-        {
-            f"{second}_0": "COMPLETED",
-            f"{second}_1": "CANCELLED",
-            f"{last}": "CANCELLED",
-            f"{anyway}": "COMPLETED",
-        }
-    )
-    assert known[f"{last}"].reason == "DependencyNeverSatisfied"
+def test_elements_are_cancelled_alone(submit):
+    job = submit("exit 0", array="0-3", extra=["--begin=now+1hour"])
+    cluster.cancel([f"{job}_0", f"{job}_2", "999999_1"])
+    known = cluster.states([f"{job}_{index}" for index in range(4)])
+    assert {name for name, state in known.items() if state.waits} == {f"{job}_1", f"{job}_3"}
 
 
-def test_last_element_is_requeued_alone(submit, tmp_path):
+def test_a_requeued_element_is_one_more_start(submit, lab, tmp_path):
     job = submit(f"echo x >> {tmp_path}/starts$SLURM_ARRAY_TASK_ID; sleep 600", array="0-1")
-    wait_for({f"{job}_0": "RUNNING", f"{job}_1": "RUNNING"})
-    cluster.requeue(f"{job}_1")
-    wait_until(lambda: cluster.states([job])[f"{job}_1"].restarts == 1, "requeued")
-    known = wait_for({f"{job}_0": "RUNNING", f"{job}_1": "RUNNING"})
+    both = {f"{job}_0": "RUNNING", f"{job}_1": "RUNNING"}
+    wait_for(both)
+    lab.command("scontrol", "requeue", f"{job}_1")
+    wait_until(lambda: cluster.states(both)[f"{job}_1"].restarts == 1, "requeued")
+    known = wait_for(both)
     assert (known[f"{job}_0"].restarts, known[f"{job}_1"].restarts) == (0, 1)
     wait_until(lambda: (tmp_path / "starts1").read_text() == "x\nx\n", "second start")
-    assert (tmp_path / "starts0").read_text() == "x\n"
-
-
-def last_looked_at(lab, element: str) -> str:
-    """The moment at which the scheduler last tried to start an element."""
-    shown = lab.command("scontrol", "show", "job", element)
-    return next(word for word in shown.split() if word.startswith("LastSchedEval="))
-
-
-def test_requeued_element_stays_off_an_excluded_node(submit, lab):
-    job = submit("sleep 600", array="0-3", extra=["--exclusive"])
-    known = wait_for({f"{job}_{index}": "RUNNING" for index in range(4)})
-    element = next(name for name, state in known.items() if state.nodes == "node3")
-    cluster.requeue(element, held=True)
-    held = wait_for({element: "PENDING"})[element]
-    assert "held" in held.reason.lower()
-    assert held.restarts == 1
-    cluster.exclude(element, ["node3"])
-    cluster.release([element])
-    wait_until(
-        lambda: cluster.states([job])[element].reason in ("Resources", "Priority"),
-        "looked at by SLURM",
-    )
-    seen = last_looked_at(lab, element)  # node3 is idle, all others are taken
-    wait_until(lambda: last_looked_at(lab, element) != seen, "looked at again")
-    assert cluster.states([job])[element].state == "PENDING"
-    cluster.exclude(element, [])
-    assert wait_for({element: "RUNNING"})[element].nodes == "node3"
 
 
 def test_inside_a_job_the_calls_mean_the_same(submit, tmp_path):
-    new = write(tmp_path / "new.sh", f"env > {tmp_path}/new.env; sleep 600")
+    new = write(tmp_path / "new.sh", f"env > {tmp_path}/new$SLURM_ARRAY_TASK_ID.env; sleep 600")
     caller = tmp_path / "caller.py"
     caller.write_text(
         "from pathlib import Path; from slurm import cluster\n"
-        f"job = cluster.submit(Path({str(new)!r}), array='0-1', hold=True)\n"
-        "cluster.release([f'{job}_1']); cluster.cancel([f'{job}_0'])\n"
-        f"Path({str(tmp_path)!r}, 'job').write_text(str(job)); print(cluster.states([job]))\n"
+        f"job = cluster.submit(Path({str(new)!r}), '0-1', 'quantdyn:in')\n"
+        "cluster.cancel([f'{job}_0']); print(cluster.states([f'{job}_1']))\n"
+        "assert cluster.job_of('quantdyn:in') == job\n"
+        f"Path({str(tmp_path)!r}, 'job').write_text(str(job))\n"
     )
     leaking = (
         "SBATCH_PARTITION=nope SBATCH_ARRAY_INX=7-9 SQUEUE_STATES=FAILED SQUEUE_PARTITION=urgent"
@@ -167,14 +120,11 @@ def test_inside_a_job_the_calls_mean_the_same(submit, tmp_path):
     )
     wait_until((tmp_path / "job").exists, "the job's own job")
     job = int((tmp_path / "job").read_text())
-    assert wait_for({f"{job}_0": "CANCELLED", f"{job}_1": "RUNNING"}).keys() == {
-        f"{job}_0",
-        f"{job}_1",
-    }
-    wait_until(lambda: "SLURM_JOB_ID" in read(tmp_path / "new.env"), "its environment")
+    wait_for({f"{job}_1": "RUNNING"})
+    wait_until(lambda: "SLURM_JOB_ID" in read(tmp_path / "new1.env"), "its environment")
     variables = dict(
         line.split("=", 1)
-        for line in read(tmp_path / "new.env").splitlines()
+        for line in read(tmp_path / "new1.env").splitlines()
         if line.startswith("S")
     )
     assert variables["SLURM_ARRAY_JOB_ID"] == str(job)
@@ -195,32 +145,17 @@ def test_states_of_many_elements_and_of_none(submit):
     squares = [
         index * index for index in range(70)
     ]  # what SLURM cuts off where it prints them in one line
-    many, some = (
-        submit("exit 0", array=indices, hold=True)
-        for indices in ("0-4999", ",".join(map(str, squares)))
-    )
+    later = ["--begin=now+1hour"]
+    many = submit("exit 0", array="0-4999", extra=later)
+    some = submit("exit 0", array=",".join(map(str, squares)), extra=later)
+    elements = [f"{many}_{index}" for index in range(5000)]
+    elements += [f"{some}_{index}" for index in squares]
     start = time.process_time()
-    known = cluster.states([many, some, 999_999])
-    assert time.process_time() - start < 5  # of this process alone, whatever else the machine does
-    assert known.keys() == {f"{many}_{index}" for index in range(5000)} | {
-        f"{some}_{index}" for index in squares
-    }
-    assert cluster.states([999_999]) == cluster.states([]) == {}
-    cluster.cancel([f"{some}_{index}" for index in squares[:5]] + ["999999"])
-    assert cluster.states([some]).keys() == {
-        f"{some}_{index}" for index in squares[5:]
-    }  # SLURM forgets the others
-
-
-def test_jobs_are_found_by_name_until_they_end(submit):
-    name = f"find me {time.time_ns()}"
-    array = submit("exit 0", array="0-2", hold=True, extra=[f"--job-name={name}"])
-    job = submit("exit 0", hold=True, extra=[f"--job-name={name}"])
-    submit("exit 0", hold=True)
-    assert cluster.jobs_named(name) == [array, job]
-    cluster.release([f"{array}_{index}" for index in range(3)])
-    wait_for({f"{array}_{index}": "COMPLETED" for index in range(3)})
-    assert cluster.jobs_named(name) == [job]
+    known = cluster.states([*elements, "999999_0"])
+    assert time.process_time() - start < 2  # of this process alone, whatever else the machine does
+    assert list(known) == elements
+    assert {state.waits for state in known.values()} == {True}
+    assert cluster.states(["999999_0"]) == cluster.states([]) == {}
 
 
 def test_what_slurm_refuses_is_said_in_one_line(lab, tmp_path):
@@ -235,8 +170,9 @@ def test_what_slurm_refuses_is_said_in_one_line(lab, tmp_path):
         "--exclude=nope": "Invalid node name specified; correct the site file",
     }
     for option, message in refused.items():
+        indices = option[8:] if option.startswith("--array=") else "0"
         with pytest.raises(UserError, match=message) as error:
-            cluster.submit(write(tmp_path / "refused.sh", "exit 0", option))
+            cluster.submit(write(tmp_path / "refused.sh", "exit 0", option), indices, "t")
         assert "\n" not in str(error.value)
     for option in ("--partition=nope", "--time=31-0", "--array=0-6001"):
         with pytest.raises(UserError, match=refused[option]):
@@ -252,7 +188,7 @@ def test_what_the_cluster_is(lab):
 def test_without_slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="sbatch is not on PATH; run this on a login node"):
-        cluster.submit(tmp_path / "any.sh")
+        cluster.submit(tmp_path / "any.sh", "0", "t")
 
 
 # What sacct 22.05.8 printed (times are shortened) where slurmdbd ran and MinJobAge was 5 s. Of
@@ -326,7 +262,7 @@ def test_lost_nodes_are_replaced_and_their_orphans_go_on(submit, lab, tmp_path):
     assert known[f"{job}_0"].nodes == known[f"{job}_1"].nodes == "node1"
     lab.kill_node(1, orphans=True)
     wait_until(
-        lambda: all(state.restarts == 1 for state in cluster.states([job]).values()), "requeued"
+        lambda: all(state.restarts == 1 for state in cluster.states(known).values()), "requeued"
     )
     known = wait_for({f"{job}_0": "RUNNING", f"{job}_1": "RUNNING"})
     assert "node1" not in {state.nodes for state in known.values()}

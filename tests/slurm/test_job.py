@@ -2,25 +2,26 @@
 measures.
 """
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import typer
 
-from base.errors import UserError
 from base.files import write_json
-from slurm.job import element, stop_files, supervision
+from slurm.job import advancing, element, stop_files
+from slurm.job.run import run_element
 from slurm.site import Limits
 from slurm.submission.arrays import FINAL, arrays_of
-from slurm.submission.record import Job, Submission, existing_submission, write_submission
+from slurm.submission.record import existing_submission, write_plan
+from slurm.submission.starts import starts_of
 from slurm.submission.submit import write_scripts
 from study.definition import save_study
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
 from study.recipes import resolve
 from tests.slurm.small_study import PROJECT, site_of
+from tests.slurm.watched import submit
 from train.run.directory import RunDirectory
 
 # Does what the step of this command would leave behind, or fails as TO_FAIL says.
@@ -36,7 +37,8 @@ study_dir = Path(os.environ["STUDY_DIR"])
 study = load_study(study_dir)
 machine = Machine(python=sys.argv[0])
 for batch in batches(steps_of(study), 1, 4):
-    if resolve(shared(batch), study_dir, machine) == sys.argv:
+    trains = batch[0].kind == "train" and str(study_dir / batch[0].run) in sys.argv
+    if trains or resolve(shared(batch), study_dir, machine) == sys.argv:
         names = [step.name for step in batch]
         with (study_dir / "ran.txt").open("a") as log:
             log.write(names[0] + "\\n")
@@ -49,7 +51,14 @@ for batch in batches(steps_of(study), 1, 4):
                 write_json(study_dir / output, {{"of": step.name}})
 """
 SRUN = '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n'
-SCONTROL = '#!/bin/sh\necho "$@" >> "$STUDY_DIR/scontrol.txt"\n'
+# Knows no job, and gives numbers to new ones.
+SBATCH = """#!/bin/sh
+echo "$@" >> "$STUDY_DIR/sbatch.txt"
+echo $((100 + $(wc -l < "$STUDY_DIR/sbatch.txt")))
+"""
+SQUEUE = "#!/bin/sh\nexit 0\n"
+SACCT = "#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2\nexit 1\n"
+SCONTROL = '#!/bin/sh\necho "$3"\n'  # scontrol show hostnames NODE
 
 
 @pytest.fixture
@@ -57,7 +66,8 @@ def cluster(tmp_path, monkeypatch):
     """A submitted smoke study whose last exports are there; returns its directory."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, text in (("python", INTERPRETER), ("srun", SRUN), ("scontrol", SCONTROL)):
+    stand_ins = {"python": INTERPRETER, "srun": SRUN, "sbatch": SBATCH, "squeue": SQUEUE}
+    for name, text in (stand_ins | {"sacct": SACCT, "scontrol": SCONTROL}).items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     study = resolve("tiny", "smoke")
@@ -65,31 +75,23 @@ def cluster(tmp_path, monkeypatch):
     save_study(directory, study)
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     monkeypatch.setenv("STUDY_DIR", str(directory))
-    for name, value in {
-        "ARRAY_JOB_ID": "70",
-        "ARRAY_TASK_ID": "1",
-        "JOB_ID": "71",
-        "JOB_NODELIST": "n1",
-    }.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setattr(supervision, "REQUEUED_SECONDS", 0)
+    monkeypatch.setenv("SLURM_JOB_ID", "71")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
     monkeypatch.setattr(element, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(advancing, "TRY_SECONDS", 0)
     site = site_of(tmp_path / "runs", train_nodes=1).model_copy(
         update={"python": programs / "python"}
     )
     arrays = arrays_of(study, Limits())
-    jobs = tuple(
-        Job(array=one.name, id=70, indices=(0, 1), time=0.0) for one in arrays if one.name == "ends"
-    )
     write_scripts(directory, site, arrays)
-    (directory / "slurm" / "released").mkdir()
-    write_submission(directory, Submission(site=site, arrays=tuple(arrays), jobs=jobs))
+    write_plan(directory, site, arrays, anew=True)
     ledger = Ledger(directory, steps_of(study))
     for step in ledger.steps.values():
         if step.kind in ("corpus", "prepare", "train", "export"):
             for output in step.outputs:
                 (directory / output).parent.mkdir(parents=True, exist_ok=True)
                 write_json(directory / output, {"of": output})
+            ledger.finish(step, ledger.fingerprint(step), 1.0)
     return directory
 
 
@@ -99,7 +101,21 @@ def ran(directory: Path) -> list[str]:
 
 
 def run(directory: Path, array: str = "ends", index: int = 1) -> None:
-    element.run_element(directory, array, index, directory / "stop")
+    """The newest job of an element, or job 70 if it has none."""
+    newest = existing_submission(directory).element_ids.get((array, index))
+    if newest is None:
+        submit(directory, array, 70, [index])
+        newest = f"70_{index}"
+    job, _, task = newest.partition("_")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SLURM_ARRAY_JOB_ID", job)
+        environment.setenv("SLURM_ARRAY_TASK_ID", task)
+        run_element(directory, array, index, directory / "stop")
+
+
+def again(directory: Path, array: str = "ends", index: int = 1) -> int:
+    """How often an element was submitted again."""
+    return len(existing_submission(directory).jobs_of.get((array, index), ())) - 1
 
 
 def steps_at_the_end(directory: Path) -> dict[str, bool]:
@@ -127,8 +143,8 @@ def test_a_job_on_gpus_gives_each_step_what_it_can_use(cluster, monkeypatch):
     quantize = submission.site.resources.quantize.model_copy(update=four)
     kinds = submission.site.resources.model_copy(update={"quantize": quantize})
     site = submission.site.model_copy(update={"resources": kinds})
-    write_submission(cluster, submission.model_copy(update={"site": site}))
-    one = element._Element(cluster, "ends", 1, cluster / "stop", "70_1")
+    write_plan(cluster, site, submission.arrays, anew=False)
+    one = element.Element(cluster, "ends", 1, cluster / "stop", "70_1")
     machines = {step.kind: one.machine(step) for step in one.steps}
     assert "--nproc-per-node" in machines["blocks"].launch, (
         "four ranks share the rows of every weight"
@@ -140,7 +156,7 @@ def test_a_job_on_gpus_gives_each_step_what_it_can_use(cluster, monkeypatch):
     }
 
 
-def test_what_does_not_need_a_failed_step_is_done_and_the_element_alone_queued_again(
+def test_what_does_not_need_a_failed_step_is_done_and_the_element_submitted_again(
     cluster, monkeypatch
 ):
     monkeypatch.setenv("TO_FAIL", "methods-lr3e-2-int8-t6 methods-lr3e-2-rtn-b3-g32")
@@ -151,8 +167,10 @@ def test_what_does_not_need_a_failed_step_is_done_and_the_element_alone_queued_a
         "methods-lr3e-2-rtn-b3-g32",
         "methods-lr3e-2-int8-t6",
     }
-    # the other run's element can start, too: its export is there
-    assert (cluster / "scontrol.txt").read_text().splitlines() == ["release 70_0", "requeue 70_1"]
+    assert starts_of(cluster, ("ends", 1))[-1]["ended"] == "failed"
+    assert again(cluster) == 1
+    # With what else can start, but not what reads measurements that are not there.
+    assert (FINAL, 0) not in existing_submission(cluster).element_ids
 
 
 def test_what_needs_a_failed_step_waits_and_three_starts_are_enough(cluster, monkeypatch):
@@ -161,46 +179,116 @@ def test_what_needs_a_failed_step_waits_and_three_starts_are_enough(cluster, mon
         with pytest.raises(typer.Exit):
             run(cluster)
     assert not {"step-lr3e-2", "slice-lr3e-2"} & set(ran(cluster))
-    with pytest.raises(UserError, match="3 starts of ends/1 came no further"):
-        run(cluster)
-    assert (cluster / "scontrol.txt").read_text().count("requeue 70_1") == 4
+    assert again(cluster) == 3, "after the fourth start it is given up"
 
 
-def test_an_element_whose_input_is_missing_ends_with_a_line(cluster):
+def test_an_element_whose_input_is_missing_ends_with_a_line(cluster, capsys):
     for path in (cluster / "lr3e-2" / "hf").rglob("lineage.json"):
         path.unlink()
-    with pytest.raises(
-        UserError, match=r"lineage\.json is not there; what makes it failed, retry that first"
-    ):
+    with pytest.raises(typer.Exit):
         run(cluster)
+    assert "lineage.json, which is not there" in capsys.readouterr().out
     assert ran(cluster) == []
-    assert not (cluster / "scontrol.txt").exists()
+    assert again(cluster) == 0, "not before it is there"
 
 
 def test_a_request_to_stop_leaves_the_rest_to_the_next_start(cluster):
     (cluster / "stop").touch()
-    with pytest.raises(typer.Exit):
-        run(cluster)
+    run(cluster)
     assert len(ran(cluster)) <= 1
-    assert "requeue 70_1" in (cluster / "scontrol.txt").read_text()
+    assert starts_of(cluster, ("ends", 1))[-1]["ended"] == "asked"
+    assert again(cluster) == 1
     (cluster / "stop").unlink()
     run(cluster)
     assert all(steps_at_the_end(cluster).values())
 
 
-def test_a_stop_file_of_the_user_ends_a_training_and_ours_is_forgotten(cluster):
-    directory = RunDirectory(cluster / "lr3e-2")
-    directory.stop_file.write_text("slurm 70_1.0\n")
-    stop_files.forget_stale_stops(
-        cluster, [step for step in steps_of(resolve("tiny", "smoke")) if step.kind == "train"]
+def test_a_job_that_is_not_the_newest_of_its_element_leaves(cluster, monkeypatch, capsys):
+    submit(cluster, "ends", 70, [1])
+    submit(cluster, "ends", 80, [1])
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "70")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    run_element(cluster, "ends", 1, cluster / "stop")
+    assert ran(cluster) == []
+    assert "another job runs ends/1" in capsys.readouterr().out
+
+
+TRAIN = "train-lr3e-2"
+
+
+@pytest.fixture
+def training(cluster, monkeypatch):
+    """A study whose second run is not trained; how often it was started is in ran.txt."""
+    ledger = Ledger(cluster, steps_of(resolve("tiny", "smoke")))
+    for output in ledger.steps[TRAIN].outputs:
+        (cluster / output).unlink()
+    (ledger.records / f"{TRAIN}.json").unlink()
+    monkeypatch.setenv("TO_FAIL", TRAIN)
+    monkeypatch.setattr(element.Element, "follow", lambda _self, _step: None)
+    return cluster
+
+
+def test_a_training_is_resumed_in_place_and_then_submitted_again(training):
+    with pytest.raises(typer.Exit):
+        run(training, "train", 1)
+    assert ran(training) == [TRAIN] * 4, "three times more on the same nodes"
+    assert again(training, "train") == 1
+    with pytest.raises(typer.Exit):
+        run(training, "train", 1)
+    with pytest.raises(typer.Exit):
+        run(training, "train", 1)
+    assert again(training, "train") == 2, "three starts without progress"
+
+
+def test_who_stopped_an_earlier_attempt_says_nothing_of_this_one(training):
+    """As after a time limit: the job asked, the run was saved; the next start fails at once."""
+    directory = RunDirectory(training / "lr3e-2")
+    write_json(
+        directory.status_json, {"status": "preempted", "step": 5, "asked_by": "slurm 70_1.0"}
     )
+    with pytest.raises(typer.Exit):
+        run(training, "train", 1)
+    assert starts_of(training, ("train", 1))[-1]["ended"] == "failed"
+    write_json(directory.status_json, {"status": "preempted", "step": 5, "asked_by": "user"})
+    with pytest.raises(typer.Exit):
+        run(training, "train", 1)
+    assert starts_of(training, ("train", 1))[-1]["ended"] == "failed"
+    assert again(training, "train") == 2
+
+
+def test_a_stop_of_the_user_ends_a_training_until_a_retry(training, capsys):
+    (training / "lr3e-2" / "STOP").touch()
+    run(training, "train", 1)
+    assert starts_of(training, ("train", 1))[-1]["ended"] == "stopped"
+    assert "'python -m slurm retry tiny-smoke' resumes" in capsys.readouterr().out
+    assert again(training, "train") == 0
+
+
+@pytest.mark.parametrize(
+    ("asked_by", "who"),
+    [
+        ("slurm 70_1.0", "job"),
+        ("SIGTERM", "job"),
+        ("a signal to another rank", "job"),
+        ("user", "user"),
+        ("maria, for the maintenance", "user"),
+        (None, None),
+    ],
+)
+def test_who_stopped_a_training(training, asked_by, who):
+    step = next(step for step in steps_of(resolve("tiny", "smoke")) if step.name == TRAIN)
+    directory = RunDirectory(training / "lr3e-2")
+    write_json(directory.status_json, {"status": "preempted", "asked_by": asked_by})
+    assert stop_files.stopped_by(training, step) == who
+
+
+def test_a_stop_file_of_ours_is_forgotten_by_the_next_start(training):
+    directory = RunDirectory(training / "lr3e-2")
+    directory.stop_file.write_text("slurm 70_1.0\n")
+    with pytest.raises(typer.Exit):
+        run(training, "train", 1)
     assert not directory.stop_file.exists()
-    assert not stop_files.stopped_by_user(cluster, "lr3e-2")
-    directory.stop_file.touch()
-    assert stop_files.stopped_by_user(cluster, "lr3e-2")
-    directory.stop_file.unlink()
-    write_json(directory.status_json, {"status": "preempted", "reason": "asked to stop by STOP"})
-    assert stop_files.stopped_by_user(cluster, "lr3e-2")
+    assert len(ran(training)) == 4
 
 
 def test_the_table_is_made_of_what_there_is_and_is_not_complete_then(cluster):
@@ -212,13 +300,11 @@ def test_the_table_is_made_of_what_there_is_and_is_not_complete_then(cluster):
     )
     assert ran(cluster) == ["collect", "report", "mirror"]
     assert "collect" not in records, "results are missing: it is to be made again"
-    assert (
-        json.loads((cluster / "slurm" / "starts" / f"{FINAL}-0.json").read_text())[0]["restart"]
-        == 0
-    )
+    assert starts_of(cluster, (FINAL, 0))[-1]["ended"] == "partial"
 
 
-def test_an_unknown_element_is_refused(cluster):
+def test_an_unknown_element_is_refused(cluster, capsys):
     for array, index in (("nothing", 0), ("ends", 7)):
-        with pytest.raises(UserError, match="has no element"):
+        with pytest.raises(typer.Exit):
             run(cluster, array, index)
+        assert "has no element" in capsys.readouterr().out

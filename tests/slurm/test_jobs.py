@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from slurm.__main__ import app
 from slurm.site import EXAMPLE, Limits, load_site
-from slurm.submission.arrays import FINAL, SETTLE, JobArray, arrays_of
+from slurm.submission.arrays import arrays_of
 from slurm.submission.submit import dry_run
 from study.pipeline.steps import steps_of
 from study.recipes import RECIPES, resolve
@@ -28,33 +28,19 @@ def test_every_step_runs_once_and_after_what_it_reads(recipe, profile, limits):
     study = resolve(recipe, profile)
     steps = {step.name: step for step in steps_of(study)}
     arrays = {array.name: array for array in arrays_of(study, limits)}
-    placed = {
-        name: (array.name, index)
-        for array in arrays.values()
-        for index, element in enumerate(array.elements)
-        for name in element
-        if name != SETTLE
-    }
-    listed = [
-        n for array in arrays.values() for element in array.elements for n in element if n != SETTLE
-    ]
+    listed = [name for array in arrays.values() for element in array.elements for name in element]
     assert sorted(listed) == sorted(steps)
     assert all(
         0 < len(array.elements) <= (limits.max_array_size or 1001) for array in arrays.values()
     )
-    order = list(arrays)
-    for name, (array, index) in placed.items():
-        if array == FINAL:
-            continue
-        for before in steps[name].after:
-            maker, position = placed[before]
-            if (maker, position) == (array, index):
-                element = arrays[array].elements[index]
-                assert element.index(before) < element.index(name)
-            else:
-                assert order.index(maker) < order.index(array)
-                assert waits(arrays, arrays[array], maker, index == position), (name, before)
-    assert {one.array for one in arrays[FINAL].after} == set(arrays) - {FINAL}
+    order = {name: place for place, name in enumerate(listed)}
+    late = [
+        (step.name, before)
+        for step in steps.values()
+        for before in step.after
+        if order[before] > order[step.name]
+    ]
+    assert late == []
 
 
 @pytest.mark.parametrize(("recipe", "profile"), PROFILES)
@@ -65,23 +51,9 @@ def test_every_recipe_has_a_dry_run_on_the_example_site(recipe, profile):
     for script in scripts:
         call, _, text = script.partition("\n")
         assert call.startswith("### sbatch --parsable --array=0")
+        assert " --comment=quantdyn:TOKEN " in call
         assert text.startswith("#!/bin/bash\n#SBATCH --job-name=")
         assert f"python -m slurm job {site.root}/{study.name} " in text
-
-
-def waits(arrays: dict[str, JobArray], array: JobArray, maker: str, corresponding: bool) -> bool:
-    """Whether an element of `array` starts after that of `maker`, perhaps because of an array
-    between them.
-    """
-    if maker in array.held_for:
-        return True
-    for one in array.after:
-        if one.array == maker and (one.kind == "afterok" or corresponding):
-            return True
-        if waits(arrays, arrays[one.array], maker, corresponding):
-            return True
-    # training reads all text; what is held for its checkpoints comes after it
-    return any(waits(arrays, arrays[name], maker, corresponding) for name in array.held_for)
 
 
 def test_tiny_in_arrays():
@@ -101,16 +73,7 @@ def test_tiny_in_arrays():
         "quantize-soups-1": 8,
         "quantize-soups-2": 8,
         "ends": 4,
-        "settle-train": 1,
-        "settle-export": 1,
         "final": 1,
-    }
-    held = {name: array.held_for for name, array in arrays.items() if array.held_for}
-    assert held == {
-        "export": ("train",),
-        "export-averages": ("train",),
-        "average": ("export",),
-        "ends": ("export",),
     }
     # element for element the same checkpoint
     for index in range(28):
@@ -120,12 +83,10 @@ def test_tiny_in_arrays():
             assert export.removeprefix("export-") in step
 
 
-def test_branches_are_held_for_their_parents():
+def test_branches_are_an_array_of_their_own():
     arrays = {array.name: array for array in arrays_of(resolve("olmo2-7b-lr", "full"), Limits())}
     assert len(arrays["train"].elements) == 4
     assert len(arrays["branches"].elements) == 7 + 4
-    assert arrays["branches"].held_for == ("train",)
-    assert set(arrays["export"].held_for) == {"train", "branches"}
 
 
 def test_text_of_the_users_is_made_by_jobs_before_training(tmp_path):
@@ -157,4 +118,3 @@ def test_text_of_the_users_is_made_by_jobs_before_training(tmp_path):
         ("prepare-held_out",),
         ("prepare-calibration",),
     )
-    assert [(one.kind, one.array) for one in arrays["train"].after] == [("afterok", "prepare")]

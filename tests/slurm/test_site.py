@@ -63,6 +63,8 @@ TEXTS = {
     "container.python": "python",
     "nccl.profile": "efa",
     "nccl.interface": "ib0",
+    "nccl.family": "ipv6",
+    "nccl.address": "{node}-ib",
     "mlflow.tracking_uri": "https://host:5000",
 }
 HOSTILE = (
@@ -114,7 +116,7 @@ def test_example_is_a_site_and_tables_of_kinds_come_first():
     assert (site.resources_of("train").qos, site.resources_of("light").qos) == ("long", None)
     assert {site.resources_of(kind).partition for kind in ("train", "light")} == {"gpu"}
     assert site.resources_of("train").ranks == 8
-    assert site.limits.throttle == {"train": 4, "export": 20, "quantize": 50, "curvature": 50}
+    assert site.limits.throttle == {"train": 4, "quantize": 50}
 
 
 def test_everything_but_root_and_resources_has_a_default(tmp_path):

@@ -8,50 +8,80 @@ from pathlib import Path
 
 import pytest
 
-from base.errors import UserError
-from slurm.job.starts import check_progress, last_restart, record_start, starts_of
 from slurm.job.supervision import say, wait_for
+from slurm.job.watch import Watch
+from slurm.states import JobState
+from slurm.submission.starts import (
+    failures,
+    record_end,
+    record_start,
+    starts_of,
+    was_stopped,
+)
+
+JOBS = ["7_0", "8_0"]
 
 
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    """Starts the element `train/0` of a job, with its work come as far as `position`."""
-
-    def again(job: str, restart: int, position: int, limit: int = 3) -> None:
-        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", job)
-        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
-        check_progress(tmp_path, "train", 0, position, limit)
-        record_start(tmp_path, "train", 0, position)
-
-    return again
+def start(job: str, position: int, ended: str | None = None, restart: int = 0) -> dict:
+    one = {"job": job, "restart": restart, "position": position}
+    return one if ended is None else one | {"ended": ended}
 
 
-def test_starts_are_counted_by_progress(start, tmp_path):
-    for restart in range(40):
-        start(
-            "7", restart, position=100 * restart
-        )  # a run that is preempted forty times and comes further each time
-    for restart in (40, 41):
-        start("7", restart, position=3900)
-    with pytest.raises(UserError, match="3 starts of train/0 came no further"):
-        start("7", 42, position=3900)
-    assert len(starts_of(tmp_path, "train", 0)) == 42
-    start("9", 0, position=3900)  # a retry begins to count anew
-    assert last_restart(tmp_path, "train", 0) == 0
-    for restart in (1, 2):
-        start("9", restart, position=3900)
-    start("9", 3, position=3901)  # one step is progress
+def state(word: str) -> JobState:
+    return JobState(word, "None", "node1", 0, "0:0")
 
 
-def test_a_run_that_is_set_back_does_not_count_as_progress(start):
-    start("7", 0, position=50)
-    start("7", 1, position=30)  # a damaged checkpoint
-    start("7", 2, position=40)
-    start("7", 3, position=60)
-    start("7", 4, position=60)
-    start("7", 5, position=50)
-    with pytest.raises(UserError, match="came no further"):
-        start("7", 6, position=50)
+def test_failed_starts_are_counted_by_progress():
+    one_each = [start("7_0", 10 * number, "failed", number) for number in range(40)]
+    assert failures(one_each, ["7_0"], None, position=400) == 0, "each came further"
+    assert failures(one_each, ["7_0"], None, position=390) == 1
+    stuck = [*one_each, start("7_0", 390, "failed", 40), start("8_0", 390, "failed")]
+    assert failures(stuck, JOBS, None, position=390) == 3
+    assert failures(stuck, JOBS, None, position=391) == 0, "one step is progress"
+    assert failures(stuck, ["8_0"], None, position=390) == 1, "a retry begins to count anew"
+
+
+def test_a_run_that_is_set_back_does_not_count_as_progress():
+    starts = [
+        start("7_0", position, "failed", n) for n, position in enumerate((50, 30, 40, 60, 60))
+    ]
+    assert failures(starts, ["7_0"], None, position=50) == 2, "a damaged checkpoint"
+
+
+def test_preempted_starts_are_no_failures():
+    """Requeued by SLURM nine times on one day, with nothing saved in between."""
+    starts = [start("7_0", 5, restart=number) for number in range(10)]
+    for word in ("PREEMPTED", "NODE_FAIL", "CANCELLED"):
+        assert failures(starts, ["7_0"], state(word), position=5) == 0
+    for word in ("FAILED", "TIMEOUT", "OUT_OF_MEMORY", "COMPLETED"):
+        assert failures(starts, ["7_0"], state(word), position=5) == 1, "the last one alone"
+    assert failures([start("7_0", 5, "asked"), start("8_0", 5, "unfit")], JOBS, None, 5) == 0
+
+
+def test_jobs_that_never_started_count():
+    """As with an interpreter that is not there."""
+    assert failures([], JOBS, state("FAILED"), position=0) == 2
+    assert failures([], JOBS, state("PREEMPTED"), position=0) == 1
+    assert failures([], ["7_0"], None, position=0) == 1
+
+
+def test_a_stop_of_the_user_holds_until_a_retry():
+    starts = [start("7_0", 5, "stopped")]
+    assert was_stopped(starts, ["7_0"])
+    assert not was_stopped(starts, ["8_0"])
+    assert not was_stopped([*starts, start("8_0", 5, "failed")], JOBS)
+
+
+def test_starts_are_read_as_they_were_recorded(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    record_start(tmp_path, ("train", 0), "7_0", 4, position=100)
+    record_end(tmp_path, ("train", 0), "7_0", "asked")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    record_start(tmp_path, ("train", 0), "7_0", 4, position=120)
+    first, second = starts_of(tmp_path, ("train", 0))
+    assert (first["restart"], first["position"], first["ended"]) == (2, 100, "asked")
+    assert first["until"] >= first["time"]
+    assert (second["nodes"], second.get("ended")) == (4, None)
 
 
 def waiting(code: str, tmp_path: Path, **calls) -> int:
@@ -87,6 +117,24 @@ def test_what_can_be_asked_is_asked_once_and_ends_by_itself(tmp_path):
 
 def test_what_cannot_be_asked_is_interrupted(tmp_path):
     assert waiting("import time; time.sleep(100_000)", tmp_path, asked=lambda: True) != 0
+
+
+def test_what_hangs_is_ended_and_named(tmp_path, capfd):
+    """A training whose ranks never meet, and one that stops logging."""
+    code = "import time; time.sleep(100_000)"
+    watch = Watch(tmp_path, "run", silent_seconds=1.5)
+    assert waiting(code, tmp_path, hung=watch.hung) != 0
+    assert (
+        "error: hung: training does not start: its ranks have not met, a node does not answer at"
+        " the rendezvous for 2 s"
+    ) in capfd.readouterr().out
+    (tmp_path / "run").mkdir()
+    log = f"open({str(tmp_path / 'run/metrics.jsonl')!r}, 'a').write('1\\n')"
+    code = f"import time\nfor _ in range(4): time.sleep(0.5); {log}\ntime.sleep(100_000)"
+    watch = Watch(tmp_path, "run", silent_seconds=1.5)
+    assert waiting(code, tmp_path, hung=watch.hung) != 0
+    assert "error: hung: training logs nothing for 2 s" in capfd.readouterr().out
+    assert (tmp_path / "run/metrics.jsonl").read_text() == "1\n" * 4
 
 
 def test_an_error_beside_the_command_leaves_no_process(tmp_path):

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from slurm.submission.starts import starts_of
 from slurm.submission.submit import submit
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
@@ -25,8 +26,8 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def starts(study_dir, array: str, index: int) -> list[dict]:
-    return json.loads((study_dir / "slurm" / "starts" / f"{array}-{index}.json").read_text())
+def attempts(study_dir, run: str) -> list[dict]:
+    return json.loads((study_dir / run / "environment.json").read_text())["attempts"]
 
 
 def check_complete(study, study_dir, local) -> None:
@@ -62,11 +63,9 @@ def test_a_study_as_jobs_gives_the_table_of_the_local_runner(
         assert [name for name, _ in storm.struck] == ["rank_killed"]
         assert submit(study, site_of(tmp_path / "runs")) == {}
     check_complete(study, study_dir, local)
-    assert len(starts(study_dir, "train", 0)) == 2, (
-        "the killed rank ended the job at once, and it went on"
-    )
-    positions = [start["position"] for start in starts(study_dir, "train", 0)]
-    assert positions[1] > positions[0], "from a checkpoint"
+    (run,) = study.runs
+    assert len(attempts(study_dir, run.name)) == 2
+    assert len(starts_of(study_dir, ("train", 0))) == 1, "in the same allocation"
     assert (study_dir / "report.html").is_file()
 
 
@@ -87,6 +86,6 @@ def test_limits_preemption_a_lost_node_a_killed_rank_and_a_full_disk(
         assert [name for name, _ in storm.struck] == faults
     local = run_here(tmp_path / "local", study)
     check_complete(study, study_dir, local)
-    restarts = [len(starts(study_dir, "train", index)) for index in range(2)]
+    restarts = [len(starts_of(study_dir, ("train", index))) for index in range(2)]
     print(f"struck {storm.struck}, starts of the trainings {restarts}")
     assert min(restarts) >= 3, "one-minute limits alone end each of them more than once"

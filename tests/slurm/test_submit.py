@@ -1,35 +1,32 @@
-"""Submitting to a real SLURM: what is submitted, once, with which dependencies; and what is
-refused.
-"""
+"""Submitting to a real SLURM: what is submitted, and when; and what is refused."""
 
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
 from base.errors import UserError
 from base.files import write_json
 from slurm import cluster
+from slurm.cancel import cancel
 from slurm.site import Site
+from slurm.submission.advance import advance
 from slurm.submission.arrays import FINAL
+from slurm.submission.excluded import exclude, unexclude
 from slurm.submission.record import (
+    JOBS_JSONL,
     SLURM,
     SUBMISSION_JSON,
+    append,
     existing_submission,
     read_submission,
     script_path,
     submitting,
-    write_submission,
 )
 from slurm.submission.script import ranges
-from slurm.submission.submit import (
-    active_elements,
-    dry_run,
-    submit,
-    training_layouts,
-)
+from slurm.submission.submit import dry_run, submit, training_layouts
+from slurm.submission.survey import survey
 from study.definition import Study
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
@@ -39,35 +36,34 @@ from tests.slurm.small_study import PROJECT, site_of, small_study
 from tests.waiting import HANG_SECONDS
 from train.planning.memory import rank_memory
 
+TEXT = ("corpus", "prepare-train", "prepare-held_out", "prepare-calibration")
+
 
 @pytest.fixture
 def full(lab):
     """A lab on which nothing of these tests starts."""
     lab.command("scontrol", "update", "PartitionName=train", "State=DOWN")
     yield lab
+    lab.command("scancel", "--user=root")
     lab.command("scontrol", "update", "PartitionName=train", "State=UP")
 
 
 @pytest.fixture
 def study() -> Study:
+    """Two runs, two checkpoints each, one group of specs, curvature."""
     return small_study("s", steps=24, runs=2, restart_every=None, curved=True)
 
 
 @pytest.fixture
-def submitted(full, tmp_path, study):
-    site = site_of(tmp_path / "runs")
+def root(tmp_path):
     (tmp_path / "runs").mkdir()
-    counts = submit(study, site)
-    directory = tmp_path / "runs" / study.name
-    yield directory, site, counts
-    for job in existing_submission(directory).jobs:
-        cluster.cancel([str(job.id)])
+    return tmp_path / "runs"
 
 
-def complete(directory, study: Study, *names: str) -> None:
-    """Records steps as the ledger does when they ended well."""
+def complete(directory, study: Study, *begins: str) -> None:
+    """Records steps, by the beginnings of their names, as the ledger does when they ended well."""
     ledger = Ledger(directory, steps_of(study))
-    for name in names:
+    for name in (name for name in ledger.steps if name.startswith(begins)):
         step = ledger.steps[name]
         for place in (*ledger.reads(step), *step.outputs):
             (directory / place).parent.mkdir(parents=True, exist_ok=True)
@@ -76,106 +72,197 @@ def complete(directory, study: Study, *names: str) -> None:
         ledger.finish(step, ledger.fingerprint(step), 1.0)
 
 
-def test_everything_is_submitted_once(submitted, study):
-    directory, site, counts = submitted
-    steps = steps_of(study)
-    made = sum(counts[name] for name in counts if name not in (FINAL, "settle-train"))
-    # two runs, two checkpoints, one group of specs: text, three token files, and per run or
-    # checkpoint an element
-    assert counts["train"] == 2
-    assert counts["export"] == counts["quantize-1"] == counts["curvature"] == 4
-    assert made == 1 + 3 + 2 + 3 * 4
-    assert len(active_elements(existing_submission(directory))) == made + 2
-    assert {step.name for step in steps} == {
-        name
-        for array in existing_submission(directory).job_arrays.values()
-        for element in array.elements
-        for name in element
-        if name != "settle"
-    }
-    jobs = existing_submission(directory).jobs
-    assert submit(study, site) == {}
-    assert existing_submission(directory).jobs == jobs
-    known = cluster.states({job.id for job in jobs})
-    held = {name for name, state in known.items() if state.reason == "JobHeldUser"}
-    export = next(job for job in jobs if job.array == "export")
-    assert held == {f"{export.id}_{index}" for index in range(4)}
-    shown = subprocess.run(
-        ["scontrol", "show", "job", str(next(job.id for job in jobs if job.array == "quantize-1"))],
+def jobs_of(directory) -> list[tuple[str, tuple[int, ...]]]:
+    return [(job.array, job.indices) for job in existing_submission(directory).jobs]
+
+
+def in_queue(name: str) -> set[str]:
+    """The elements that SLURM has of jobs of a name."""
+    listed = subprocess.run(
+        ["squeue", "--noheader", "--array", f"--name={name}", "-o", "%F_%K"],
         capture_output=True,
         text=True,
-    ).stdout
-    assert f"Dependency=aftercorr:{export.id}_*" in shown
+        check=True,
+    )
+    return set(listed.stdout.split())
 
 
-def test_an_interrupted_submission_goes_on(submitted, study):
-    directory, site, _ = submitted
-    submission = existing_submission(directory)
-    kept = tuple(job for job in submission.jobs if job.array in ("text", "prepare"))
-    lost = [job.id for job in submission.jobs if job not in kept and job.array != "train"]
-    cluster.cancel([str(job) for job in lost])
-    # killed while it submitted `train`: the job is there, the record says only that sbatch was
-    # called
-    write_submission(directory, submission.model_copy(update={"jobs": kept, "submitting": "train"}))
-    train = next(job.id for job in submission.jobs if job.array == "train")
-    counts = submit(study, site)
-    assert set(counts) == {
-        name for name in submission.job_arrays if name not in ("text", "prepare")
-    }
-    state = cluster.states({train})
-    assert all(one.state == "CANCELLED" for one in state.values()), "not two jobs for one training"
-    assert existing_submission(directory).submitting is None
-
-
-def test_what_is_complete_is_neither_submitted_nor_waited_for(full, tmp_path, study):
-    root = tmp_path / "runs"
-    directory = root / study.name
-    names = [step.name for step in steps_of(study)]
-    run = study.runs[0].name
-    done = [
-        name
-        for name in names
-        if name.startswith(("corpus", "prepare", f"train-{run}", f"export-{run}-step00000012"))
-    ]
-    complete(directory, study, *done)
-    counts = submit(study, site_of(root))
-    jobs = {job.array: job for job in existing_submission(directory).jobs}
-    try:
-        assert "text" not in counts
-        assert "prepare" not in counts
-        assert jobs["train"].indices == (1,)
-        assert jobs["export"].indices == (1, 2, 3)
-        quantize = [job for job in existing_submission(directory).jobs if job.array == "quantize-1"]
-        assert sorted(job.indices for job in quantize) == [
-            (0,),
-            (1, 2, 3),
-        ], "one of them waits for nothing"
-        # the other checkpoint of the finished run is there: its export need not wait for training
-        known = cluster.states({jobs["export"].id})
-        reasons = {name.partition("_")[2]: state.reason for name, state in known.items()}
-        assert reasons["1"] != "JobHeldUser"
-        assert reasons["2"] == reasons["3"] == "JobHeldUser"
-    finally:
-        cluster.cancel([str(job.id) for job in existing_submission(directory).jobs])
-
-
-def test_only_retry_submits_what_failed(submitted, study):
-    directory, site, _ = submitted
-    train = next(job for job in existing_submission(directory).jobs if job.array == "train")
-    cluster.cancel([f"{train.id}_1"])
+def test_what_can_start_is_submitted_once(full, root, study):
+    site, directory = site_of(root), root / study.name
+    assert submit(study, site) == {"text": 1}
     assert submit(study, site) == {}
-    counts = submit(study, site, again=True)
-    assert counts["train"] == 1
-    assert counts[FINAL] == 1, "the last job waits for the new one, too"
-    newest = existing_submission(directory).element_ids()
-    assert newest["train", 0] == f"{train.id}_0"
-    assert newest["train", 1] != f"{train.id}_1"
+    assert advance(directory) == {}
+    complete(directory, study, *TEXT)
+    assert advance(directory) == {"train": 2}
+    # A checkpoint is exported while its run still trains.
+    checkpoint = steps_of(study)[[s.kind for s in steps_of(study)].index("export")].reads[0]
+    (directory / checkpoint).parent.mkdir(parents=True)
+    write_json(directory / checkpoint, {"of": "the first"})
+    assert advance(directory) == {"export": 1}
+    assert advance(directory) == {}
+    complete(directory, study, "train", "export")
+    assert advance(directory) == {"quantize-1": 4, "curvature": 4}
+    assert len(in_queue("s.quantize-1")) == 4
+    complete(directory, study, "quantize", "curvature")
+    lab_jobs = {job.id for job in existing_submission(directory).jobs}
+    cluster.cancel([str(job) for job in lab_jobs])
+    assert advance(directory) == {FINAL: 1}
+    assert advance(directory) == {}
 
 
-def test_two_submissions_at_once(full, tmp_path, study):
-    directory = tmp_path / "runs" / study.name
+def test_nothing_waits_in_the_queue_for_anything_else(full, root, study):
+    submit(study, site_of(root))
+    job = existing_submission(root / "s").jobs[0].id
+    shown = full.command("scontrol", "show", "job", str(job))
+    assert "Dependency=(null)" in shown
+    assert f"Comment={existing_submission(root / 's').jobs[0].token}" in shown
+
+
+def test_a_call_whose_answer_was_lost_is_found_by_its_token(full, root, study):
+    directory = root / study.name
+    submit(study, site_of(root))
+    jobs = directory / SLURM / JOBS_JSONL
+    kept = jobs.read_text().splitlines(keepends=True)[:-1]
+    jobs.write_text("".join(kept))
+    before = in_queue("s.text")
+    assert submit(study, site_of(root)) == {}
+    assert in_queue("s.text") == before
+    assert len(existing_submission(directory).jobs) == 1
+
+
+def test_a_call_that_never_came_about_is_made_again(full, root, study):
+    directory = root / study.name
+    submit(study, site_of(root))
+    complete(directory, study, *TEXT)
+    call = {"token": "quantdyn:none", "array": "train", "indices": [0, 1], "script": "0" * 16}
+    append(directory, "calling", **call, time=0.0)
+    assert advance(directory) == {"train": 2}
+
+
+def test_another_root_with_a_study_of_the_same_name_is_left_alone(full, tmp_path, study):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for root in (here, there):
+        root.mkdir()
+        submit(study, site_of(root))
+    both = in_queue("s.text")
+    assert len(both) == 2
+    call = {"token": "quantdyn:none", "array": "text", "indices": [0], "script": "0" * 16}
+    append(here / "s", "calling", **call, time=0.0)
+    submit(study, site_of(here))
+    cancel(here / "s")
+    (left,) = in_queue("s.text")
+    assert left == existing_submission(there / "s").element_ids["text", 0]
+
+
+def test_an_edited_site_file_acts_on_what_waits(full, root, study):
+    directory = root / study.name
+    submit(study, site_of(root))
+    complete(directory, study, *TEXT)
+    advance(directory)
+    before = in_queue("s.train")
+    assert submit(study, site_of(root)) == {}, "the same site"
+    assert submit(study, site_of(root, train_minutes=30)) == {"train": 2}
+    after = in_queue("s.train")
+    assert len(after) == 2
+    assert not after & before
+    assert "TimeLimit=00:30:00" in full.command("scontrol", "show", "job", min(after))
+    assert advance(directory) == {}
+
+
+def test_what_the_user_cancelled_comes_back_by_retry_alone(full, root, study):
+    directory, site = root / study.name, site_of(root)
+    submit(study, site)
+    complete(directory, study, *TEXT)
+    advance(directory)
+    cluster.cancel([existing_submission(directory).element_ids["train", 1]])
+    # By scancel: it shows until SLURM forgets it, and is remembered here.
+    assert advance(directory) == {}
+    assert ("train", 1) in existing_submission(directory).cancelled
+    assert cancel(directory, "train")[0] == [("train", 0)]
+    assert submit(study, site) == {FINAL: 1}, "a table of what there is"
+    assert in_queue("s.train") == set()
+    assert submit(study, site, again=True) == {"train": 2}
+
+
+def test_a_cancelled_study_stays_cancelled(full, root, study):
+    directory = root / study.name
+    submit(study, site_of(root))
+    cancel(directory)
+    complete(directory, study, *TEXT)
+    assert advance(directory) == {}
+    assert submit(study, site_of(root), again=True) == {"train": 2}
+
+
+def test_excluded_nodes_are_those_of_the_site_and_of_the_study(full, root, study):
+    directory, site = root / study.name, site_of(root)
+    options = site.slurm.model_copy(update={"exclude": "node4"})
+    submit(study, site.model_copy(update={"slurm": options}))
+    complete(directory, study, *TEXT)
+    exclude(directory, {"node2": "no GPU"})
+    advance(directory)
+    job = existing_submission(directory).element_ids["train", 0]
+    assert "ExcNodeList=node[2,4]" in full.command("scontrol", "show", "job", job)
+    unexclude(directory, ["node2"])
+    submit(study, site.model_copy(update={"slurm": options}))
+    job = existing_submission(directory).element_ids["train", 0]
+    assert "ExcNodeList=node4\n" in full.command("scontrol", "show", "job", job)
+    with pytest.raises(UserError, match="node 'node2' is not excluded; those that are: none"):
+        unexclude(directory, ["node2"])
+
+
+def test_no_more_is_queued_than_the_site_says(full, root, study):
+    directory = root / study.name
+    limits = {"max_queued": 5, "throttle": {"curvature": 1}}
+    site = site_of(root)
+    site = site.model_copy(update={"limits": site.limits.model_copy(update=limits)})
+    submit(study, site)
+    complete(directory, study, *TEXT, "train", "export")
+    cluster.cancel([existing_submission(directory).element_ids["text", 0]])
+    assert advance(directory) == {"quantize-1": 4, "curvature": 1}
+    complete(directory, study, "quantize")
+    first = existing_submission(directory).element_ids["quantize-1", 0]
+    cluster.cancel([first.partition("_")[0]])
+    assert advance(directory) == {}, "one of curvature is there"
+
+
+def test_a_full_queue_is_filled_as_far_as_it_goes(full, root, study, monkeypatch):
+    """A stand-in for the limit of a QOS: 3 jobs more."""
+    directory, real, left = root / study.name, cluster.submit, [3]
+
+    def limited(script, array, token):
+        count = len(range(*_span(array)))
+        if count > left[0]:
+            raise cluster.SubmitLimitError("sbatch: QOSMaxSubmitJobPerUserLimit")
+        left[0] -= count
+        return real(script, array, token)
+
+    submit(study, site_of(root))
+    complete(directory, study, *TEXT, "train", "export")
+    monkeypatch.setattr(cluster, "submit", limited)
+    assert advance(directory) == {"quantize-1": 3}
+    assert advance(directory) == {}
+    left[0] = 10
+    assert advance(directory) == {"quantize-1": 1, "curvature": 4}
+
+
+def _span(array: str) -> tuple[int, int]:
+    first, _, last = array.partition("-")
+    return int(first), int(last or first) + 1
+
+
+def test_a_full_queue_of_others_is_said(full, root, study, monkeypatch):
+    def refused(script, array, token):
+        raise cluster.SubmitLimitError("sbatch: full; lower limits.max_queued")
+
+    monkeypatch.setattr(cluster, "submit", refused)
+    with pytest.raises(UserError, match=r"lower limits\.max_queued"):
+        submit(study, site_of(root))
+
+
+def test_two_submissions_at_once(full, root, study):
+    directory = root / study.name
     with submitting(directory), pytest.raises(UserError, match="another command is submitting"):
-        submit(study, site_of(tmp_path / "runs"))
+        submit(study, site_of(root))
     assert read_submission(directory) is None
 
 
@@ -187,9 +274,18 @@ def test_a_record_that_is_not_text_is_refused(tmp_path):
         read_submission(tmp_path)
 
 
-def test_nothing_is_submitted_where_something_is_wrong(full, tmp_path, study):
-    root = tmp_path / "runs"
-    root.mkdir()
+def test_a_line_that_was_cut_off_is_left_out_and_the_next_one_is_whole(full, root, study):
+    directory = root / study.name
+    submit(study, site_of(root))
+    with (directory / SLURM / JOBS_JSONL).open("a") as file:
+        file.write('{"event": "calling", "tok')
+    append(directory, "cancelled", elements=[("text", 0)])
+    submission = existing_submission(directory)
+    assert len(submission.jobs) == 1
+    assert submission.cancelled == {("text", 0)}
+
+
+def test_nothing_is_submitted_where_something_is_wrong(full, root, study):
     site = site_of(root)
 
     def with_train(**changes):
@@ -206,11 +302,24 @@ def test_nothing_is_submitted_where_something_is_wrong(full, tmp_path, study):
         ),
         (with_train(nodes=99), "Requested node configuration|nodes"),
         (huge, "free space, take a root on another"),
+        (site.model_copy(update={"python": root / "python"}), "is no program; correct python in"),
+        (site.model_copy(update={"project": root}), "is no checkout of this project; correct"),
     ):
         with pytest.raises(UserError, match=reason):
             submit(study, wrong)
         recorded = read_submission(root / study.name)
         assert recorded is None or recorded.jobs == ()
+
+
+def test_another_cut_has_to_wait_for_what_is_in_the_queue(full, root, study):
+    site = site_of(root)
+    limits = site.limits.model_copy(update={"specs_per_job": 1})
+    other = site.model_copy(update={"limits": limits})
+    submit(study, site)
+    with pytest.raises(UserError, match=r"cut in another way; .* 'python -m slurm cancel s'"):
+        submit(study, other)
+    cancel(root / "s")
+    assert submit(study, other) == {"text": 1}, "a record begins anew with another cut"
 
 
 def test_a_study_of_400_checkpoints_and_12_specs_keeps_to_the_limits(
@@ -226,16 +335,16 @@ def test_a_study_of_400_checkpoints_and_12_specs_keeps_to_the_limits(
         monkeypatch.setenv("SLURM_CONF", str(lab.conf))
         lab.command("scontrol", "update", "PartitionName=train", "State=DOWN")
         site = site_of(tmp_path, train_nodes=1)
-        counts = submit(study, site)
+        limits = site.limits.model_copy(update={"max_queued": 2000})
+        directory = tmp_path / study.name
+        assert submit(study, site.model_copy(update={"limits": limits})) == {"text": 1}
+        complete(directory, study, *TEXT, "train", "export")
+        counts = advance(directory)
         assert max(counts.values()) == 150
-        assert [counts[f"export.{part}"] for part in (1, 2, 3)] == [150, 150, 100]
-        measuring = sum(
-            count for name, count in counts.items() if name.startswith(("quantize", "curvature"))
-        )
-        assert measuring == 400 * (3 + 1)
-        assert submit(study, site) == {}
-        known = cluster.states({job.id for job in existing_submission(tmp_path / "many").jobs})
-        assert len(known) == sum(counts.values())
+        assert sum(counts.values()) == 400 * (3 + 1)
+        assert advance(directory) == {}
+        submission = existing_submission(directory)
+        assert len(survey(directory, submission, study).active) == sum(counts.values())
 
 
 def test_a_dry_run_needs_no_slurm_and_writes_nothing(tmp_path, study, monkeypatch):
@@ -245,21 +354,18 @@ def test_a_dry_run_needs_no_slurm_and_writes_nothing(tmp_path, study, monkeypatc
     scripts = {text.partition("\n")[0].split()[-1]: text.partition("\n")[2] for text in texts}
     names = {path.rpartition("/")[2] for path in scripts}
     assert {"train.sh", "export.sh", "quantize-1.sh", "final.sh"} <= names
-    held = [text for text in texts if "--hold" in text.partition("\n")[0]]
-    assert len(held) == 1
-    assert "--dependency=aftercorr:<export> --kill-on-invalid-dep=yes" in "\n".join(texts)
 
 
-def test_the_scripts_lie_in_the_study_as_submitted(submitted, study):
-    directory, site, counts = submitted
+def test_the_scripts_lie_in_the_study_as_submitted(full, root, study):
+    site, directory = site_of(root), root / study.name
+    submit(study, site)
     printed = {
         text.partition("\n")[0].split()[-1]: text.partition("\n")[2]
         for text in dry_run(study, site)
     }
-    for name in counts:
-        assert (
-            script_path(directory, name).read_text() == printed[str(script_path(directory, name))]
-        )
+    for array in existing_submission(directory).arrays:
+        path = script_path(directory, array.name)
+        assert path.read_text() == printed[str(path)]
     assert json.loads((directory / "slurm/scripts/environment.json").read_text())["python"]
     assert not (directory / "slurm/starts").exists()
 
@@ -270,9 +376,7 @@ def test_indices_are_written_as_ranges():
     assert ranges([0, 2, 3, 5]) == "0,2-3,5"
 
 
-def test_two_processes_that_submit_at_once_submit_once(full, tmp_path, study):
-    root = tmp_path / "runs"
-    root.mkdir()
+def test_two_processes_that_submit_at_once_submit_once(full, root, study):
     code = (
         "import sys; from pathlib import Path\n"
         "from slurm.submission.submit import submit\n"
@@ -280,7 +384,8 @@ def test_two_processes_that_submit_at_once_submit_once(full, tmp_path, study):
         "from base.errors import UserError\n"
         "try:\n"
         "    study = small_study('s', steps=24, runs=2, restart_every=None, curved=True)\n"
-        "    print(len(submit(study, site_of(Path(sys.argv[1])))))\n"
+        f"    site = site_of(Path(sys.argv[1])).model_copy(update={{'python': {sys.executable!r}}})\n"
+        "    print(len(submit(study, site)))\n"
         "except UserError as error:\n"
         "    print(error)\n"
     )
@@ -291,29 +396,9 @@ def test_two_processes_that_submit_at_once_submit_once(full, tmp_path, study):
         for _ in range(2)
     ]
     said = sorted(process.communicate(timeout=HANG_SECONDS)[0].strip() for process in both)
-    jobs = existing_submission(root / "s").jobs
-    try:
-        assert len({job.array for job in jobs}) == len(jobs)
-        assert said[0] in ("0", str(len(jobs))) or "another command" in said[1]
-        assert str(len(jobs)) in said
-    finally:
-        cluster.cancel([str(job.id) for job in jobs])
-
-
-def test_retry_releases_what_a_node_could_not_start(submitted, study, monkeypatch, capsys):
-    directory, site, _ = submitted
-    train = existing_submission(directory).element_ids()["train", 1]
-    known = cluster.states({job.id for job in existing_submission(directory).jobs})
-    # as SLURM says it after a failed prolog, which the lab has not
-    known[train] = replace(known[train], state="PENDING", reason="launch failed requeued held")
-    released: list[str] = []
-    monkeypatch.setattr(cluster, "states", lambda ids: known)
-    monkeypatch.setattr(cluster, "release", released.extend)
-    assert submit(study, site) == {}
-    assert released == []
-    submit(study, site, again=True)
-    assert released[:1] == [train]
-    assert "which a node could not start" in capsys.readouterr().err
+    assert jobs_of(root / "s") == [("text", (0,))]
+    assert said[0] == "0" or "another command" in said[1]
+    assert "1" in said
 
 
 def test_layouts_follow_from_the_gpus_that_a_site_states(tmp_path):

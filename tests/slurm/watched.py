@@ -9,7 +9,13 @@ from base.files import write_json
 from slurm.site import Limits, Site
 from slurm.states import JobState
 from slurm.submission.arrays import arrays_of
-from slurm.submission.record import Job, Submission, log_of, write_submission
+from slurm.submission.record import (
+    Submission,
+    append,
+    existing_submission,
+    log_of,
+    write_plan,
+)
 from study.definition import Study, save_study
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
@@ -42,7 +48,7 @@ def site_of(root: Path) -> Site:
         {
             "root": str(root),
             "resources": dict.fromkeys(("train", "export", "quantize", "curvature", "light"), kind),
-            "limits": {"stop_seconds_before_limit": 60},
+            "limits": {"stop_seconds_before_limit": 60, "starts_without_progress": 1},
         }
     )
 
@@ -50,16 +56,19 @@ def site_of(root: Path) -> Site:
 def submitted(study_dir: Path, study: Study, first_job: int = 11) -> Submission:
     """Every array of the study as submitted, numbered from `first_job`."""
     save_study(study_dir, study)
-    arrays = tuple(arrays_of(study, Limits()))
-    submission = Submission(site=site_of(study_dir.parent), arrays=arrays)
-    jobs = [
-        Job(array=array.name, id=number, indices=tuple(range(len(array.elements))), time=0.0)
-        for number, array in enumerate(submission.job_arrays.values(), start=first_job)
-    ]
-    submission = submission.model_copy(update={"jobs": tuple(jobs)})
+    arrays = arrays_of(study, Limits())
     (study_dir / "slurm/logs").mkdir(parents=True, exist_ok=True)
-    write_submission(study_dir, submission)
-    return submission
+    write_plan(study_dir, site_of(study_dir.parent), arrays, anew=True)
+    for number, array in enumerate(arrays, start=first_job):
+        submit(study_dir, array.name, number, list(range(len(array.elements))))
+    return existing_submission(study_dir)
+
+
+def submit(study_dir: Path, array: str, job: int, indices: list[int]) -> None:
+    """Records a call of sbatch and its answer."""
+    call = {"token": f"quantdyn:{job}", "array": array, "indices": indices, "script": "0" * 16}
+    append(study_dir, "calling", **call, time=0.0)
+    append(study_dir, "submitted", job=job)
 
 
 def make(study_dir: Path, study: Study, names: list[str], seconds: float = 30.0) -> None:
@@ -119,7 +128,7 @@ def write_attempts(study_dir: Path, run: str, count: int) -> None:
 
 def write_log(study_dir: Path, submission: Submission, array: str, index: int, *lines: str) -> Path:
     """Adds to the log of an element."""
-    log = log_of(study_dir, array, submission.element_ids()[array, index])
+    log = log_of(study_dir, array, submission.element_ids[array, index])
     with log.open("a") as file:
         file.writelines(f"{line}\n" for line in lines)
     return log

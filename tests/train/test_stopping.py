@@ -36,7 +36,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_the_same(trained, tmp_path, 
         status(directory)["step"],
         status(directory)["attempt"],
     ) == ("preempted", 1, 1)
-    assert "STOP" in status(directory)["reason"]
+    assert status(directory)["asked_by"] == "user"
 
     stalled, never = ("tests.train.stalled", *command), tmp_path / "never"
     training = start_ranks(2, *stalled, variables=stalling(never, step=6))

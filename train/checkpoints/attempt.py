@@ -93,15 +93,22 @@ class Attempt:
         self._seen = (status.st_ino, status.st_mtime_ns)
         return None
 
-    def end(self, status: Literal["done", "preempted", "failed"], step: int, reason: str) -> None:
+    def end(
+        self,
+        status: Literal["done", "preempted", "failed"],
+        step: int,
+        reason: str,
+        asked_by: str | None = None,
+    ) -> None:
         """Write status.json, remove a used STOP file, and ignore signals from now on."""
         if self._rank_zero:
             if status != "failed":
                 self._directory.stop_file.unlink(missing_ok=True)
-            self.record_end(status, step, reason)
+            self.record_end(status, step, reason, asked_by)
         stopping.ignore()
 
-    def record_end(self, status: str, step: int, reason: str) -> None:
-        """Write status.json."""
+    def record_end(self, status: str, step: int, reason: str, asked_by: str | None = None) -> None:
+        """Write status.json; `asked_by` says who asked a preempted run to stop."""
         marker = {"status": status, "step": step, "attempt": self.number, "reason": reason}
+        marker["asked_by"] = asked_by
         write_json(self._directory.status_json, marker | {"time": time.time()})

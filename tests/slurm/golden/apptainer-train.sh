@@ -1,6 +1,5 @@
 #!/bin/bash
 #SBATCH --job-name=olmo2-7b-lr.train
-#SBATCH --array=0-3
 #SBATCH --output=/project/p123/quantdyn/olmo2-7b-lr/slurm/logs/train-%A_%a.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
@@ -32,6 +31,8 @@ export MLFLOW_DISABLE_TELEMETRY=true
 export DO_NOT_TRACK=true
 export FI_PROVIDER=efa
 export NCCL_DEBUG=WARN
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
+export QUANTDYN_IMAGE=/project/p123/quantdyn.sif
 export PYTHONPATH=/project/p123/src"${PYTHONPATH:+:$PYTHONPATH}"
 
 set -uo pipefail
@@ -45,4 +46,6 @@ exec 9<> <(:)
 child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 read -r -t 1 rc <&9 || rc=137  # nothing there: it was killed
+# It ended without a word to others, which may start now, or to have itself submitted again.
+[ "$rc" -lt 128 ] || /usr/bin/python3.11 -m slurm advance /project/p123/quantdyn/olmo2-7b-lr --ending "$self"
 exit "$rc"

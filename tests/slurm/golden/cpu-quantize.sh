@@ -1,6 +1,5 @@
 #!/bin/bash
 #SBATCH --job-name=olmo2-7b-lr.quantize-gptq-b3-g128.1
-#SBATCH --array=0-27
 #SBATCH --output=/lab/studies/olmo2-7b-lr/slurm/logs/quantize-gptq-b3-g128.1-%A_%a.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
@@ -41,4 +40,6 @@ exec 9<> <(:)
 child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 read -r -t 1 rc <&9 || rc=137  # nothing there: it was killed
+# It ended without a word to others, which may start now, or to have itself submitted again.
+[ "$rc" -lt 128 ] || /lab/venv/bin/python -m slurm advance /lab/studies/olmo2-7b-lr --ending "$self"
 exit "$rc"

@@ -1,6 +1,5 @@
 #!/bin/bash
 #SBATCH --job-name=olmo2-7b-lr.train
-#SBATCH --array=0-3%2
 #SBATCH --output=/lab/studies/olmo2-7b-lr/slurm/logs/train-%A_%a.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
@@ -29,6 +28,7 @@ export SRUN_CPUS_PER_TASK=2
 export CUDA_VISIBLE_DEVICES=''
 export NCCL_SOCKET_IFNAME==lo
 export GLOO_SOCKET_IFNAME=lo
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=40
 export PYTHONPATH=/lab/quantdyn"${PYTHONPATH:+:$PYTHONPATH}"
 
 set -uo pipefail
@@ -42,4 +42,6 @@ exec 9<> <(:)
 child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 read -r -t 1 rc <&9 || rc=137  # nothing there: it was killed
+# It ended without a word to others, which may start now, or to have itself submitted again.
+[ "$rc" -lt 128 ] || /lab/venv/bin/python -m slurm advance /lab/studies/olmo2-7b-lr --ending "$self"
 exit "$rc"

@@ -1,6 +1,5 @@
 #!/bin/bash
 #SBATCH --job-name=olmo2-7b-lr.quantize-gptq-b3-g128.1
-#SBATCH --array=0-27%50
 #SBATCH --output=/shared/quantdyn/olmo2-7b-lr/slurm/logs/quantize-gptq-b3-g128.1-%A_%a.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
@@ -35,6 +34,7 @@ export NCCL_NET=IB
 export NCCL_DEBUG=WARN
 export NCCL_SOCKET_IFNAME==ib0
 export GLOO_SOCKET_IFNAME=ib0
+export QUANTDYN_IMAGE='registry.example.org#llm/quantdyn:25.06'
 export MLFLOW_TRACKING_URI=https://mlflow.example.org:5000
 export HF_HOME='/shared/hf cache'
 export GREETING='it'"'"'s $HOME and `whoami`'
@@ -51,4 +51,6 @@ exec 9<> <(:)
 child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 read -r -t 1 rc <&9 || rc=137  # nothing there: it was killed
+# It ended without a word to others, which may start now, or to have itself submitted again.
+[ "$rc" -lt 128 ] || /shared/quantdyn/.venv/bin/python -m slurm advance /shared/quantdyn/olmo2-7b-lr --ending "$self"
 exit "$rc"

@@ -1,6 +1,5 @@
 #!/bin/bash
 #SBATCH --job-name=olmo2-7b-lr.train
-#SBATCH --array=0-3%4
 #SBATCH --output=/shared/quantdyn/olmo2-7b-lr/slurm/logs/train-%A_%a.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
@@ -14,10 +13,9 @@
 #SBATCH --partition=batch
 #SBATCH --account=llm_pretrain
 #SBATCH --qos=long
-#SBATCH --exclude=h[013,200-203]
 #SBATCH --reservation=ablation
+#SBATCH --exclude=h[013,200-203]
 #SBATCH --exclusive
-#SBATCH --comment=quantdyn
 
 self=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}  # a plain id may mean the whole array
 stop=/shared/quantdyn/olmo2-7b-lr/slurm/stop/$self.${SLURM_RESTART_COUNT:-0}
@@ -37,6 +35,8 @@ export NCCL_NET=IB
 export NCCL_DEBUG=WARN
 export NCCL_SOCKET_IFNAME==ib0
 export GLOO_SOCKET_IFNAME=ib0
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=900
+export QUANTDYN_IMAGE='registry.example.org#llm/quantdyn:25.06'
 export MLFLOW_TRACKING_URI=https://mlflow.example.org:5000
 export HF_HOME='/shared/hf cache'
 export GREETING='it'"'"'s $HOME and `whoami`'
@@ -53,4 +53,6 @@ exec 9<> <(:)
 child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 read -r -t 1 rc <&9 || rc=137  # nothing there: it was killed
+# It ended without a word to others, which may start now, or to have itself submitted again.
+[ "$rc" -lt 128 ] || /shared/quantdyn/.venv/bin/python -m slurm advance /shared/quantdyn/olmo2-7b-lr --ending "$self"
 exit "$rc"

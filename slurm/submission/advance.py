@@ -1,0 +1,226 @@
+"""The next jobs of a study: `advance` submits what can start and SLURM does not have.
+
+It may be called at any moment and any number of times: by `submit` and `retry`, at the end of every
+job, beside training, by `status --watch`. There are no dependencies and no held jobs. What is not
+submitted yet is decided when its inputs are there, by the site file as it is then.
+"""
+
+import hashlib
+import time
+import uuid
+from pathlib import Path
+
+from base.files import replaced_file
+from slurm import cluster
+from slurm.submission.arrays import FINAL, JobArray
+from slurm.submission.excluded import excluded_nodes
+from slurm.submission.record import (
+    Element,
+    append,
+    existing_submission,
+    log_of,
+    script_path,
+    submitting,
+)
+from slurm.submission.script import ranges, render
+from slurm.submission.starts import failures, jobs_since_retry, position_of, starts_of, was_stopped
+from slurm.submission.survey import Survey, survey
+from study.definition import load_study
+
+HELD_BY_SLURM = ("launch failed requeued held", "JobHoldMaxRequeue")  # until somebody acts
+
+
+def advance(
+    study_dir: Path, *, ending: str | None = None, patience_seconds: float = 0.0
+) -> dict[str, int]:
+    """Submit every element whose inputs exist; return how many, by array.
+
+    Args:
+        study_dir: a study that was submitted.
+        ending: "JOB_INDEX" of the caller, which runs still and is about to end.
+        patience_seconds: how long to wait for another command that is submitting.
+
+    Raises:
+        UserError: SLURM does not answer or refuses a script, or another command is submitting.
+    """
+    with submitting(study_dir, patience_seconds):
+        return submit_ready(study_dir, ending=ending)
+
+
+def submit_ready(
+    study_dir: Path, *, ending: str | None = None, verify: bool = False
+) -> dict[str, int]:
+    """Submit as `advance` does; the caller holds the study's submission.
+
+    With `verify` it reads the files of all steps again, and submits anew what waits with a script
+    that the site file would make otherwise now, or that SLURM holds after failed launches.
+    """
+    adopt(study_dir)
+    submission = existing_submission(study_dir)
+    now = survey(study_dir, submission, load_study(study_dir), verify=verify)
+    return _Submitter(now, ending).run(replace=verify)
+
+
+def adopt(study_dir: Path) -> None:
+    """Record the job of an sbatch call whose answer never came, if it made one."""
+    lost = existing_submission(study_dir).unanswered
+    if lost:
+        job = cluster.job_of(lost.token)
+        append(study_dir, "submitted", job=job) if job else append(study_dir, "refused")
+
+
+def why_not(now: Survey, element: Element) -> str | None:
+    """Return why an open element that SLURM does not have is not submitted again, if it is not.
+
+    "cancelled" by the user, "stopped" by a STOP file, or "given up".
+    """
+    if element in now.submission.cancelled:
+        return "cancelled"
+    jobs = jobs_since_retry(now.submission, element)
+    if not jobs:
+        return None
+    state = now.states.get(element)
+    starts = starts_of(now.study_dir, element)
+    if (state and state.state == "CANCELLED") or (not state and _vanished(now, element, jobs[-1])):
+        return "cancelled"
+    if was_stopped(starts, jobs):
+        return "stopped"
+    steps = now.submission.job_arrays[element[0]].elements[element[1]]
+    position = position_of(now.study_dir, (now.ledger.steps[name] for name in steps))
+    failed = failures(starts, jobs, state, position)
+    return "given up" if failed >= now.submission.site.limits.starts_without_progress else None
+
+
+def _vanished(now: Survey, element: Element, job: str) -> bool:
+    """Return whether SLURM forgot an element that never started, though it knows its array.
+
+    Without accounts it does so where an element is cancelled while it waits.
+    """
+    parent = f"{job.partition('_')[0]}_"
+    ids = now.submission.element_ids
+    known = any(ids[other].startswith(parent) for other in now.states)
+    return known and not log_of(now.study_dir, element[0], job).exists()
+
+
+class _Submitter:
+    """One call of `submit_ready`."""
+
+    def __init__(self, now: Survey, ending: str | None) -> None:
+        self.now, self.study_dir, self.submission = now, now.study_dir, now.submission
+        self.limits = now.submission.site.limits
+        self.excluded = excluded_nodes(now.study_dir)
+        ended = {key for key, id_ in self.submission.element_ids.items() if id_ == ending}
+        self.active = now.active - ended
+
+    def run(self, *, replace: bool) -> dict[str, int]:
+        """Submit in the order of the arrays, up to the limits; return how many by array."""
+        replaced = self.replaced() if replace else set()
+        ready = [key for key in self.now.open if self.is_ready(key, replaced)]
+        if not ready and not self.active and self.final_is_due():
+            ready = [(FINAL, 0)]
+        submitted: dict[str, int] = {}
+        for name, array in self.submission.job_arrays.items():
+            indices = [index for own, index in ready if own == name]
+            room = self.room(array)
+            count = self.submit(array, indices[:room])
+            if count:
+                submitted[name] = count
+            if count < len(indices[:room]):
+                break  # SLURM takes no more now
+        return submitted
+
+    def is_ready(self, element: Element, replaced: set[Element]) -> bool:
+        """Return whether an element is to be submitted now."""
+        if element in self.active or element[0] == FINAL or self.now.missing(element):
+            return False
+        if element in replaced:
+            return True
+        reason = why_not(self.now, element)
+        if reason == "cancelled" and element not in self.submission.cancelled:
+            # SLURM forgets it within minutes; whoever cancelled it should not have to repeat it.
+            append(self.study_dir, "cancelled", elements=[element])
+        return reason is None
+
+    def final_is_due(self) -> bool:
+        """Return whether table and report are open, and something came since they were made."""
+        if (FINAL, 0) not in self.now.open or why_not(self.now, (FINAL, 0)):
+            return False
+        jobs = self.submission.jobs
+        made = (
+            bool(jobs) and jobs[-1].array == FINAL and jobs[-1].retries == self.submission.retries
+        )
+        starts = starts_of(self.study_dir, (FINAL, 0))
+        return not (made and starts and starts[-1].get("ended") == "partial")
+
+    def room(self, array: JobArray) -> int:
+        """Return how many elements of an array the limits of the site file leave room for."""
+        arrays = self.submission.job_arrays
+        alike = sum(arrays[name].kind == array.kind for name, _ in self.active)
+        of_kind = self.limits.throttle.get(array.kind, self.limits.max_queued) - alike
+        return max(0, min(of_kind, self.limits.max_queued - len(self.active)))
+
+    def replaced(self) -> set[Element]:
+        """Cancel what waits with a script of an earlier site file, or is held by SLURM itself."""
+        arrays, ids = self.submission.job_arrays, self.submission.element_ids
+        submitted = {
+            f"{job.id}_{index}": job for job in self.submission.jobs for index in job.indices
+        }
+        scripts = {name: _hash(self.script(array)) for name, array in arrays.items()}
+        old = {
+            key
+            for key in self.active
+            if (state := self.now.states[key]).waits
+            and (submitted[ids[key]].script != scripts[key[0]] or state.reason in HELD_BY_SLURM)
+        }
+        if not old:
+            return set()
+        # Recorded first: they are not cancelled by the user.
+        append(self.study_dir, "replaced", elements=sorted(ids[key] for key in old))
+        cluster.cancel([ids[key] for key in sorted(old)])
+        self.active -= old
+        return old
+
+    def script(self, array: JobArray) -> str:
+        """Return the script of an array by the present site file."""
+        return render(array, self.submission.site, self.study_dir, self.excluded)
+
+    def submit(self, array: JobArray, indices: list[int]) -> int:
+        """Submit elements of an array, as many as SLURM takes; return how many.
+
+        Raises:
+            SubmitLimitError: it takes none, and the study has nothing else in the queue.
+        """
+        left, size = indices, len(indices)
+        while left:
+            try:
+                self.sbatch(array, left[:size])
+            except cluster.SubmitLimitError:
+                size = min(size, len(left)) // 2
+                if not size and not self.active:
+                    raise
+                if not size:
+                    break
+            else:
+                left = left[size:]
+        return len(indices) - len(left)
+
+    def sbatch(self, array: JobArray, indices: list[int]) -> None:
+        """Submit elements of an array by one call, recorded before and after it."""
+        text, path = self.script(array), script_path(self.study_dir, array.name)
+        if not path.exists() or path.read_text() != text:
+            with replaced_file(path) as aside:
+                aside.write_text(text)
+        token = f"quantdyn:{uuid.uuid4().hex}"
+        call = {"token": token, "array": array.name, "indices": indices, "script": _hash(text)}
+        append(self.study_dir, "calling", **call, time=time.time())
+        try:
+            job = cluster.submit(path, ranges(indices), token)
+        except cluster.SubmitLimitError:
+            append(self.study_dir, "refused")
+            raise
+        append(self.study_dir, "submitted", job=job)
+        self.active |= {(array.name, index) for index in indices}
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,35 @@
+"""The nodes that no training of a study goes to: those that a health check found unfit."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from base.errors import UserError
+from base.files import write_json
+from slurm.submission.record import SLURM
+
+EXCLUDED_JSON = "excluded.json"  # node -> reason
+
+
+def excluded_nodes(study_dir: Path) -> dict[str, str]:
+    """Return the reason by node."""
+    try:
+        return dict(json.loads((study_dir / SLURM / EXCLUDED_JSON).read_text()))
+    except FileNotFoundError:
+        return {}
+
+
+def exclude(study_dir: Path, bad: dict[str, str]) -> None:
+    """Add nodes with their reasons."""
+    write_json(study_dir / SLURM / EXCLUDED_JSON, excluded_nodes(study_dir) | bad)
+
+
+def unexclude(study_dir: Path, nodes: Iterable[str]) -> None:
+    """Let jobs go to nodes again; UserError for one that is not excluded."""
+    excluded = excluded_nodes(study_dir)
+    for node in nodes:
+        if node not in excluded:
+            known = ", ".join(excluded) or "none"
+            raise UserError(f"node {node!r:.80} is not excluded; those that are: {known}")
+        del excluded[node]
+    write_json(study_dir / SLURM / EXCLUDED_JSON, excluded)

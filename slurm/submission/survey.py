@@ -1,0 +1,144 @@
+"""A study as it stands: what is complete, what is open, and what SLURM has of it."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from base.files import write_json
+from slurm import cluster
+from slurm.states import JobState
+from slurm.submission.record import SLURM, Element, Submission
+from study.definition import Study
+from study.pipeline.ledger import Ledger
+from study.pipeline.step import Step
+from study.pipeline.steps import steps_of
+
+COMPLETE_JSON = "complete.json"  # names of the steps that were found complete
+
+
+class Inputs:
+    """The files that steps read: which are there.
+
+    A step reads what other steps made, and those have to be complete. Training makes checkpoints
+    one by one: each may be read once it is there.
+    """
+
+    def __init__(self, ledger: Ledger, complete: set[str]) -> None:
+        self._ledger, self._complete = ledger, complete
+        steps = ledger.steps.values()
+        self._makers = {output: step for step in steps for output in step.outputs}
+        self._listed: dict[Path, set[str]] = {}
+
+    def missing(self, steps: Iterable[Step]) -> list[str]:
+        """Return what these steps read, do not make themselves, and cannot be read yet."""
+        steps = list(steps)
+        own = {output for step in steps for output in step.outputs}
+        read = (name for step in steps for name in self._ledger.reads(step) if name not in own)
+        return [name for name in read if not self._is_there(name)]
+
+    def _is_there(self, name: str) -> bool:
+        maker = self._makers.get(name)
+        if maker and maker.kind != "train":
+            return maker.name in self._complete
+        path = self._ledger.directory / name
+        # Of hundreds of checkpoints one listing tells which to look at.
+        return path.parent.name in self._names_in(path.parent.parent) and path.is_file()
+
+    def _names_in(self, directory: Path) -> set[str]:
+        if directory not in self._listed:
+            try:
+                self._listed[directory] = {path.name for path in directory.iterdir()}
+            except FileNotFoundError:
+                self._listed[directory] = set()
+        return self._listed[directory]
+
+
+def complete_steps(study_dir: Path, ledger: Ledger, *, verify: bool = False) -> set[str]:
+    """Return the names of the complete steps.
+
+    The files of thousands of steps are not read at every look: a step that was found complete
+    counts until its record is removed or a step before it is made again. `verify` reads all files.
+    """
+    path = study_dir / SLURM / COMPLETE_JSON
+    before: set[str] = set()
+    if not verify and path.exists():
+        before = set(json.loads(path.read_text()))
+    recorded = set()
+    if ledger.records.exists():
+        recorded = {path.stem for path in ledger.records.iterdir()}
+    recorded &= ledger.steps.keys()
+    new = recorded - before
+    doubtful = {name for name in recorded if not new.isdisjoint({name, *ledger.steps[name].after})}
+    found = {name for name in doubtful if ledger.is_complete(ledger.steps[name])}
+    complete = (before & recorded) - doubtful | found
+    if complete != before:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, sorted(complete))
+    return complete
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A study at one moment."""
+
+    study_dir: Path
+    submission: Submission
+    ledger: Ledger
+    complete: set[str]  # names of steps
+    open: dict[Element, tuple[str, ...]]  # elements that are not complete, with their open steps
+    states: dict[Element, JobState]  # what SLURM knows of the newest jobs of open elements
+
+    @property
+    def active(self) -> set[Element]:
+        """The elements that SLURM has: they wait or run."""
+        return {element for element, state in self.states.items() if not state.ended}
+
+    @cached_property
+    def _inputs(self) -> Inputs:
+        return Inputs(self.ledger, self.complete)
+
+    def missing(self, element: Element) -> list[str]:
+        """Return what an element needs and is not there yet."""
+        return self._inputs.missing(self.ledger.steps[name] for name in self.open[element])
+
+
+def survey(
+    study_dir: Path,
+    submission: Submission,
+    study: Study,
+    *,
+    verify: bool = False,
+    ask: bool = True,
+) -> Survey:
+    """Look at the files of a study and ask SLURM once.
+
+    Args:
+        study_dir: its directory.
+        submission: its record.
+        study: the study.
+        verify: read the files of all steps again, also of those that were complete before.
+        ask: SLURM, too.
+
+    Raises:
+        UserError: SLURM does not answer.
+    """
+    ledger = Ledger(study_dir, steps_of(study))
+    complete = complete_steps(study_dir, ledger, verify=verify)
+    elements = open_elements(submission, complete)
+    ids = {key: submission.element_ids[key] for key in elements if key in submission.element_ids}
+    known = cluster.states(ids.values()) if ask else {}
+    states = {key: known[id_] for key, id_ in ids.items() if id_ in known}
+    return Survey(study_dir, submission, ledger, complete, elements, states)
+
+
+def open_elements(submission: Submission, complete: set[str]) -> dict[Element, tuple[str, ...]]:
+    """Return the elements with steps that are not complete, in the order of their arrays."""
+    found = {}
+    for array in submission.arrays:
+        for index, names in enumerate(array.elements):
+            steps = tuple(name for name in names if name not in complete)
+            if steps:
+                found[array.name, index] = steps
+    return found
