@@ -1,5 +1,6 @@
 """A quantization setting is one frozen value with one name, such as gptq-b3-g128-actorder."""
 
+from functools import cache
 from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -180,6 +181,7 @@ class QuantSpec(Frozen):
         return self
 
 
+@cache
 def parse_spec(text: str) -> QuantSpec:
     """The spec of a name; UserError with the grammar for anything that is not one.
 

@@ -232,20 +232,24 @@ class Study(Frozen):
         chosen = ((kind, settings_of(self)) for kind, settings_of in KINDS)
         return tuple(Measurement(kind, settings) for kind, settings in chosen if settings)
 
-    def measured(self, run: AnyRun, model: MeasuredModel) -> tuple["Measurement", ...]:
-        """Return the kinds of measurement that are made of a model of a run.
+    def measured(self, run: AnyRun) -> dict[MeasuredModel, tuple["Measurement", ...]]:
+        """Return the kinds of measurement that are made of each measured model of a run.
 
         A control has none of those that only the end of a run has.
         """
         has_details = self.detailed == "every seed" or run == self.group_of(run).runs[0]
         is_control = run.name in self.controls
-        return tuple(
+        kinds = [
             one
             for one in self.measurements
-            if one.kind.measures(one.settings, model, last_model(run))
-            and (has_details or one.kind is QUANTIZE)
+            if (has_details or one.kind is QUANTIZE)
             and not (is_control and one.kind.models == "last")
-        )
+        ]
+        last = last_model(run)
+        return {
+            model: tuple(one for one in kinds if one.kind.measures(one.settings, model, last))
+            for model in self.models_of(run)
+        }
 
 
 class Measurement(NamedTuple):

@@ -1,5 +1,6 @@
 """The places of a study's files, below its directory."""
 
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ def checkpoint_directory(run: str, model: MeasuredModel) -> Path:
     return directory.checkpoint(model.step)
 
 
+@cache  # asked several times for each of thousands of measurements
 def hf_directory(run: str, model: MeasuredModel) -> Path:
     """Return where the model is as it is measured."""
     directory = RunDirectory(Path(run))

@@ -74,6 +74,13 @@ class Element:
         """Return how far its work has come."""
         return position_of(self.study_dir, self.steps)
 
+    def made(self, step: Step) -> list[str]:
+        """Return what a step has made, by one listing of a directory if it trains."""
+        if step.kind != "train":
+            return [name for name in step.outputs if (self.study_dir / name).is_file()]
+        checkpoints = RunDirectory(self.study_dir / step.run).checkpoints
+        return sorted(path.name for path in checkpoints.iterdir()) if checkpoints.exists() else []
+
     def run(self) -> Ending:
         """Run what is not complete; return how that ended."""
         open_steps = [step for step in self.steps if not self.ledger.is_complete(step)]
@@ -185,7 +192,7 @@ class Element:
                 Path(self.site.project),
                 asked=self.stop_file.exists,
                 stop=lambda: train and ask_to_stop(self.study_dir, first, self.start),
-                recurring=AdvancingBeside(self.study_dir, self.position).look,
+                recurring=AdvancingBeside(self.study_dir, lambda: self.made(first)).look,
                 hung=watch.hung if watch else lambda: None,
             )
         finally:

@@ -66,10 +66,10 @@ def look(study_dir: Path) -> Overview:
     submission, study = existing_submission(study_dir), load_study(study_dir)
     reason = None
     try:
-        now = survey(study_dir, submission, study, verify=True)
+        now = survey(study_dir, submission, study)
     except UserError as error:
         reason = str(error)
-        now = survey(study_dir, submission, study, verify=True, ask=False)
+        now = survey(study_dir, submission, study, ask=False)
     elements = [element_status(now, element, reason) for element in now.open]
     situations = dict.fromkeys(now.ledger.steps, "made")
     for element in elements:

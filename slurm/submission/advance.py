@@ -24,7 +24,7 @@ from slurm.submission.record import (
 )
 from slurm.submission.script import ranges, render
 from slurm.submission.starts import failures, jobs_since_retry, position_of, starts_of, was_stopped
-from slurm.submission.survey import Survey, survey
+from slurm.submission.survey import Survey, remember_complete, survey
 from study.definition import load_study
 
 HELD_BY_SLURM = ("launch failed requeued held", "JobHoldMaxRequeue")  # until somebody acts
@@ -58,6 +58,7 @@ def submit_ready(
     adopt(study_dir)
     submission = existing_submission(study_dir)
     now = survey(study_dir, submission, load_study(study_dir), verify=verify)
+    remember_complete(study_dir, now.complete)
     return _Submitter(now, ending).run(replace=verify)
 
 

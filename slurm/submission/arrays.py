@@ -35,8 +35,7 @@ class _Planner:
     """The arrays of one study."""
 
     def __init__(self, study: Study, limits: Limits) -> None:
-        self.study, self.limits = study, limits
-        self.steps = steps_of(study)
+        self.study, self.limits, self.steps = study, limits, steps_of(study)
         self.arrays: list[JobArray] = []
 
     def named(

@@ -73,10 +73,14 @@ def complete_steps(study_dir: Path, ledger: Ledger, *, verify: bool = False) -> 
     doubtful = {name for name in recorded if not new.isdisjoint({name, *ledger.steps[name].after})}
     found = {name for name in doubtful if ledger.is_complete(ledger.steps[name])}
     complete = (before & recorded) - doubtful | found
-    if complete != before:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, sorted(complete))
     return complete
+
+
+def remember_complete(study_dir: Path, complete: set[str]) -> None:
+    """Write down the complete steps for the next look; the caller holds the study's submission."""
+    path = study_dir / SLURM / COMPLETE_JSON
+    if not path.exists() or set(json.loads(path.read_text())) != complete:
+        write_json(path, sorted(complete))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ class Ledger:
         self.steps = {step.name: step for step in steps}
         self.records = directory / "steps"
         self._known: dict[Path, tuple[tuple[int, int], str]] = {}
+        self._places: dict[str, Path] = {}  # thousands of steps read the same text
 
     def reads(self, step: Step) -> list[str]:
         """Return the files that a step reads of what others made, relative to the study."""
@@ -24,9 +25,14 @@ class Ledger:
             output for name in step.after for output in self.steps[name].outputs
         ]
 
+    def _place(self, name: str) -> Path:
+        if name not in self._places:
+            self._places[name] = self.directory / name
+        return self._places[name]
+
     def missing(self, step: Step) -> list[str]:
         """Return what it reads and is not there yet."""
-        return [name for name in self.reads(step) if not (self.directory / name).is_file()]
+        return [name for name in self.reads(step) if not self._place(name).is_file()]
 
     def fingerprint(self, step: Step) -> str:
         """Return 16 hex digits of a hash of the command, its settings, and what the step reads.
@@ -34,7 +40,9 @@ class Ledger:
         What it reads holds the hashes of the large files beside it, so a changed checkpoint or text
         changes this too; where the study is does not.
         """
-        reads = self._hashes(self.reads(step))
+        return self._fingerprint(step, self._hashes(self.reads(step)))
+
+    def _fingerprint(self, step: Step, reads: dict[str, str]) -> str:
         content = {"command": step.command, "settings": step.settings, "reads": reads}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -59,20 +67,21 @@ class Ledger:
         record = self.record(step)
         if record is None:
             return "not run yet"
-        for name in (*step.outputs, *self.reads(step)):
-            if not (self.directory / name).is_file():
-                place = (self.directory / name).resolve()
-                return f"{place} is missing; copy it from where the study was made, or run"
+        try:
+            outputs = self._hashes([*step.outputs])
+            hashes = self._hashes(self.reads(step))
+        except FileNotFoundError as error:
+            place = Path(error.filename).resolve()
+            return f"{place} is missing; copy it from where the study was made, or run"
         made = record.get("outputs")
-        for name, sha256 in self._hashes(self._own(step)).items():
-            if not isinstance(made, dict) or made.get(name) != sha256:
+        for name in self._own(step):
+            if not isinstance(made, dict) or made.get(name) != outputs[name]:
                 return f"{name} is not what the step left; run makes it again"
-        if record.get("fingerprint") == self.fingerprint(step):
+        if record.get("fingerprint") == self._fingerprint(step, hashes):
             return None
         if record.get("command") != list(step.command):
             return "its command has changed"
         read = record.get("reads") or {}
-        hashes = self._hashes(self.reads(step))
         changed = [name for name, sha256 in hashes.items() if read.get(name) != sha256]
         return f"{changed[0]}, which it reads, has changed" if changed else "its settings changed"
 
@@ -81,7 +90,7 @@ class Ledger:
         return [output for output in step.outputs if not output.startswith("../")]
 
     def _hashes(self, names: list[str]) -> dict[str, str]:
-        return {name: self._sha256(self.directory / name) for name in names}
+        return {name: self._sha256(self._place(name)) for name in names}
 
     def _sha256(self, path: Path) -> str:
         """Return the hash of a file, computed again only where size or time of change differ."""

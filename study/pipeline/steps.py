@@ -91,10 +91,11 @@ def _run_steps(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Step]:
         subject = Subject(run.name, model, making[model], texts, before)
         subjects.append(subject)
         before = before if model.average else subject
+    measured = study.measured(run)
     for kind, settings in study.measurements:
         made[kind.name] = own = []
         for subject in subjects:
-            if (kind, settings) in study.measured(run, subject.model):
+            if (kind, settings) in measured[subject.model]:
                 own += kind.steps(settings, subject, made)
     return [step for steps in made.values() for step in steps]
 

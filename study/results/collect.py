@@ -33,10 +33,10 @@ def collect_rows(directory: Path, study: Study) -> Collected:
     empty = dict.fromkeys(figure_columns(study))
     for run in study.runs:
         is_settled = True
-        for model in study.models_of(run):
+        for model, measured in study.measured(run).items():
             readers = {
                 directory / path: read
-                for kind, settings in study.measured(run, model)
+                for kind, settings in measured
                 for path, read in kind.results(settings, run.name, model).items()
             }
             expected += 1 + len(readers)

@@ -30,6 +30,13 @@ def attempts(study_dir, run: str) -> list[dict]:
     return json.loads((study_dir / run / "environment.json").read_text())["attempts"]
 
 
+def pause_seconds(study_dir, run: str) -> float:
+    """From the last step of the first attempt to the first step of the second one."""
+    rows = [json.loads(line) for line in (study_dir / run / "metrics.jsonl").open()]
+    first, second = ([row["time"] for row in rows if row["attempt"] == one] for one in (1, 2))
+    return min(second) - max(first)
+
+
 def check_complete(study, study_dir, local) -> None:
     steps = steps_of(study)
     assert Ledger(study_dir, steps).complete_steps() == {step.name for step in steps}
@@ -66,6 +73,7 @@ def test_a_study_as_jobs_gives_the_table_of_the_local_runner(
     (run,) = study.runs
     assert len(attempts(study_dir, run.name)) == 2
     assert len(starts_of(study_dir, ("train", 0))) == 1, "in the same allocation"
+    assert pause_seconds(study_dir, run.name) < 20
     assert (study_dir / "report.html").is_file()
 
 

@@ -22,7 +22,7 @@ def test_what_the_table_reads_is_what_a_step_leaves(recipe):
     for kind, settings in study.measurements:
         assert columns.issuperset(kind.columns(settings))
         for run in study.runs:
-            if (kind, settings) not in study.measured(run, last_model(run)):
+            if (kind, settings) not in study.measured(run)[last_model(run)]:
                 others = study.detailed == "first seed" and run != study.group_of(run).runs[0]
                 assert run.name in study.controls or others
                 continue

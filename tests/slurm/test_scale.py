@@ -1,0 +1,149 @@
+"""Thousands of elements: the time and the file operations of a look, with a stand-in for SLURM."""
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from slurm import cluster
+from slurm.states import JobState
+from slurm.status.overview import look
+from slurm.status.table import lines_of
+from slurm.submission.advance import advance
+from slurm.submission.record import existing_submission
+from slurm.submission.submit import submit
+from study.definition import Study
+from study.pipeline.steps import steps_of
+from tests.slurm.watched import make, site_of, small_study, write_metrics
+
+counted: Counter[str] = Counter()
+hooked: list[bool] = []
+
+
+@pytest.fixture
+def slurm(monkeypatch) -> dict[str, JobState]:
+    """A queue in which everything waits."""
+    queue: dict[str, JobState] = {}
+
+    def submitted(script: Path, array: str, token: str) -> int:
+        number = len(queue) + 100
+        for part in array.split(","):
+            first, _, last = part.partition("-")
+            for index in range(int(first), int(last or first) + 1):
+                queue[f"{number}_{index}"] = JobState("PENDING", "Priority", "", 0, None)
+        return number
+
+    monkeypatch.setattr(cluster, "submit", submitted)
+    monkeypatch.setattr(
+        cluster, "states", lambda ids: {name: queue[name] for name in ids if name in queue}
+    )
+    monkeypatch.setattr(cluster, "check", lambda _script: None)
+    monkeypatch.setattr(cluster, "max_array_size", lambda: 1001)
+    return queue
+
+
+def large_study(runs: int, checkpoints: int) -> Study:
+    """Runs with many checkpoints, 16 specs in 4 groups and curvature: six elements a checkpoint."""
+    study = small_study()
+    specs = tuple(f"gptq-b{bits}-g{size}" for bits in (2, 3, 4, 8) for size in (32, 64, 128, 256))
+    steps = tuple(range(4, 4 * checkpoints + 1, 4))
+    several = tuple(
+        study.runs[0].model_copy(
+            update={
+                "name": f"run{number}",
+                "seed": number + 1,
+                "save_steps": steps,
+                "total_steps": steps[-1],
+            }
+        )
+        for number in range(runs)
+    )
+    quantization = study.quantization.model_copy(update={"specs": specs})
+    return study.model_copy(update={"runs": several, "quantization": quantization})
+
+
+def two_thirds_made(root: Path, study: Study) -> Path:
+    """The directory of a submitted study with two of three steps made."""
+    submit(study, site_of(root))
+    names = [step.name for step in steps_of(study)]
+    make(root / study.name, study, names[: len(names) * 2 // 3])
+    for run in study.trained:
+        write_metrics(root / study.name, run.name, range(1, 2000), attempt=1)
+    return root / study.name
+
+
+@contextmanager
+def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Counts what a look asks of the filesystem: files opened, directories listed, stat."""
+    if not hooked:  # for good
+        sys.addaudithook(
+            lambda event, _: counted.update([event]) if event in ("open", "os.scandir") else None
+        )
+        sys.addaudithook(
+            lambda event, _: counted.update([event]) if event == "os.listdir" else None
+        )
+        hooked.append(True)
+    real = os.stat
+
+    def stat(*arguments, **options):
+        counted["stat"] += 1
+        return real(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", stat)
+        counted.clear()
+        yield counted
+
+
+def operations(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> int:
+    with counting(monkeypatch) as counts:
+        call()
+        return sum(counts.values())
+
+
+def test_a_look_without_news_asks_little_of_the_filesystem(tmp_path, slurm, monkeypatch):
+    """The number does not grow with the elements, but with checkpoints whose export is open."""
+    asked = []
+    for checkpoints in (20, 80):
+        root = tmp_path / str(checkpoints)
+        root.mkdir()
+        study = large_study(2, checkpoints)
+        directory = two_thirds_made(root, study)
+        assert 50 < sum(advance(directory).values()) <= 100, "as many as the site lets queue"
+        assert advance(directory) == {}
+        asked.append(operations(monkeypatch, partial(advance, directory)))
+    few, many = asked
+    assert 10 < few <= many <= few + 5
+
+
+@pytest.mark.stress
+def test_10_000_elements(tmp_path, slurm):
+    study = large_study(4, 400)
+
+    def seconds(call: Callable[[], object]) -> float:
+        began = time.process_time()
+        call()
+        return time.process_time() - began
+
+    first = seconds(lambda: submit(study, site_of(tmp_path)))
+    directory = two_thirds_made(tmp_path, study)
+    arrays = existing_submission(directory).arrays
+    assert sum(len(array.elements) for array in arrays) > 9000
+    advance(directory)
+    figures = {
+        "submit": first,
+        "submit again": seconds(lambda: submit(study, site_of(tmp_path))),
+        "advance": seconds(lambda: advance(directory)),
+        "status": seconds(lambda: lines_of(look(directory))),
+    }
+    print({name: round(value, 2) for name, value in figures.items()})
+    assert figures["submit"] < 5
+    assert figures["submit again"] < 5
+    assert figures["advance"] < 2
+    assert figures["status"] < 2
