@@ -1,0 +1,91 @@
+"""Trainings over two nodes of a real SLURM that hang: ended, named and resumed, unattended."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slurm.submission.record import existing_submission, log_of
+from slurm.submission.starts import starts_of
+from slurm.submission.submit import submit
+from study.definition import Study
+from study.text.kinds import TokenFiles
+from tests.interpreter import interpreter
+from tests.slurm.faults import Storm
+from tests.slurm.lab import Lab, running
+from tests.slurm.small_study import site_of, small_study
+from tests.waiting import wait_until
+
+# The interpreter of jobs, but that the first torchrun of node2 never comes to the rendezvous.
+LATE = """#!/bin/bash
+case "$*" in *slurm.job.rendezvous*)
+    [ "$SLURMD_NODENAME" = node2 ] && mkdir {late} 2>/dev/null && exec sleep 100000;;
+esac
+exec {python} "$@"
+"""
+
+
+@pytest.fixture
+def study(inputs) -> Study:
+    """One run of 30 steps and no curvature, of a text that is there."""
+    text = TokenFiles(
+        train=str(inputs["train_prefix"]),
+        held_out=str(inputs["held_out_prefix"]),
+        calibration=str(inputs["train_prefix"]),
+        tokenizer=str(inputs["tokenizer_dir"]),
+        sha256="0" * 64,
+    )
+    return small_study("hang", steps=30, runs=1, restart_every=3, curved=False, text=text)
+
+
+@pytest.fixture
+def lab(lab_directory, slurm_installed, monkeypatch):
+    with running(Lab(lab_directory, nodes=2, cpus=1)) as lab:
+        monkeypatch.setenv("SLURM_CONF", str(lab.conf))
+        yield lab
+
+
+def site(root: Path, **limits: int):
+    found = site_of(root)
+    return found.model_copy(update={"limits": found.limits.model_copy(update=limits)})
+
+
+def log_and_attempts(study_dir: Path, run: str) -> tuple[str, int]:
+    element = existing_submission(study_dir).element_ids["train", 0]
+    environment = json.loads((study_dir / run / "environment.json").read_text())
+    return log_of(study_dir, "train", element).read_text(), len(environment["attempts"])
+
+
+def test_a_stopped_rank_is_named_and_training_resumed_in_the_same_allocation(lab, tmp_path, study):
+    (run,), study_dir = (run.name for run in study.runs), tmp_path / study.name
+    submit(study, site(tmp_path, hang_seconds=5))
+    storm = Storm(lab, study_dir, [run], tmp_path)
+    wait_until(lambda: storm.steps(run) >= 5, "five steps")
+    beat = json.loads((study_dir / run / "watch/rank1.json").read_text())
+    host, pid = beat[1], beat[2]
+    lab.inside(int(host.removeprefix("node")), "kill", "-STOP", str(pid))
+    wait_until(lambda: (study_dir / "steps" / f"train-{run}.json").exists(), "the run's end")
+    log, attempts = log_and_attempts(study_dir, run)
+    assert f"no sign of life of rank 1 on {host} (pid {pid})" in log
+    assert "it is resumed on the same nodes" in log
+    assert attempts == 2
+    assert len(starts_of(study_dir, ("train", 0))) == 1
+
+
+def test_a_rendezvous_that_one_node_never_comes_to_is_ended(lab, tmp_path, study):
+    (run,), study_dir = (run.name for run in study.runs), tmp_path / study.name
+    python = tmp_path / "python"
+    python.write_text(LATE.format(late=tmp_path / "late", python=interpreter()))
+    python.chmod(0o755)
+    submit(study, site(tmp_path, silent_seconds=15).model_copy(update={"python": python}))
+    wait_until(lambda: (study_dir / "steps" / f"train-{run}.json").exists(), "the run's end")
+    log, attempts = log_and_attempts(study_dir, run)
+    assert "error: hung: training does not start: its ranks have not met" in log
+    assert attempts == 1, "the one that never met is none"
+    endpoints = {
+        line.partition("--rdzv-endpoint ")[2].split()[0]
+        for line in log.splitlines()
+        if "--rdzv-endpoint " in line
+    }
+    assert len(endpoints) == 2, "another port at the second attempt"
+    assert {endpoint.partition(":")[0] for endpoint in endpoints} == {"node1"}
