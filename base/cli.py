@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from base import stopping
 from base.environment import is_rank_zero
-from base.errors import UserError, explain_validation
+from base.errors import UserError, explain_validation, printable
 
 # torchrun ends the other ranks within a second of rank 0, later on a busy machine.
 SILENCE_OF_OTHER_RANKS_SECONDS = 5.0
@@ -127,7 +127,7 @@ def _refuse(line: str) -> None:
             os._exit(2)
         time.sleep(SILENCE_OF_OTHER_RANKS_SECONDS)
         line = f"rank {os.environ['RANK']}: {line}"
-    print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)
+    print(f"error: {printable(' '.join(line.split()))}", file=sys.stderr, flush=True)
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_initialized():
         # A gloo thread that frees its tensors while the interpreter goes down aborts the process

@@ -7,6 +7,11 @@ class UserError(ValueError):
     """Bad input: a message of one line that names the next action, and exit code 2."""
 
 
+def printable(text: str) -> str:
+    """Return text in which what would steer a terminal is a question mark; lines stay lines."""
+    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in text)
+
+
 def explain_validation(source: str, error: ValidationError) -> UserError:
     """Return the first problem that pydantic found in `source`, as one line with its key."""
     problem = error.errors()[0]

@@ -1,14 +1,16 @@
 """Files and directories that are there whole or not at all, and their hashes."""
 
+import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
-import tempfile
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from pydantic import Field
 
@@ -31,16 +33,48 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def read_regular(path: Path) -> bytes:
+    """Return the bytes of a file of unknown origin; UserError for a pipe or a device.
+
+    Those would block, or never end.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123  it is open
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise UserError(f"{path} is no regular file; put the file itself there")
+        return file.read()
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file of unknown origin.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is no JSON, no UTF-8, nested too deeply, or no regular file.
+    """
+    try:
+        return json.loads(read_regular(path).decode())
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", str(path), 0) from None
+
+
+def open_to_readers(path: Path) -> None:
+    """Give a file the mode of a new one; safetensors makes them for their owner alone."""
+    status = Path("/proc/self/status").read_text()  # os.umask() would change it for a moment
+    umask = int(status.partition("\nUmask:")[2].split()[0], 8)
+    path.chmod(0o666 & ~umask)
+
+
 @contextmanager
-def replaced_file(path: Path) -> Iterator[Path]:
-    """Yield an empty file that replaces `path`, synced, if the block ends well."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(descriptor)
-    unfinished = Path(name)
+def replaced_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
+    """Yield an empty file that replaces `path`, synced, if the block ends well.
+
+    Its mode is `mode` without what the umask takes away.
+    """
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL, mode))
     try:
         yield unfinished
         fsync_path(unfinished)
-        unfinished.chmod(0o644)
         os.replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
@@ -48,7 +82,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
     fsync_path(path.parent)
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any, mode: int = 0o666) -> None:
     """Write JSON to a new file that replaces `path`, whole or not at all; UserError for NaN."""
     try:
         text = json.dumps(content, indent=2, allow_nan=False) + "\n"
@@ -56,8 +90,28 @@ def write_json(path: Path, content: Any) -> None:
         raise UserError(
             f"{path} was not written, a figure is not finite ({error}); check the checkpoint"
         ) from None
-    with replaced_file(path) as unfinished:
+    with replaced_file(path, mode) as unfinished:
         unfinished.write_text(text)
+
+
+def take_lock(file: IO[Any], *, wait: bool = False) -> bool:
+    """Return whether this process now holds the lock of an open file, until it is closed.
+
+    Raises:
+        UserError: the filesystem has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        raise UserError(
+            f"{file.name} cannot be locked ({error.strerror}); have its filesystem mounted with"
+            " flock, or use another directory"
+        ) from None
+    return True
 
 
 @contextmanager
@@ -65,7 +119,7 @@ def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file, which the end of its process frees; other processes wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        take_lock(lock, wait=True)
         yield
 
 
@@ -73,28 +127,33 @@ def locked(path: Path) -> Iterator[None]:
 def scratch_directory(unfinished: Path) -> Iterator[Path]:
     """Yield an empty directory of this process alone, removed at the end.
 
-    What a killed process left there goes: its lock ended with it.
+    What a killed process left there goes: its lock ended with it. The lock is that of a file beside
+    the directory: one of a directory holds on its own node alone, on NFS and Lustre.
     """
-    while True:
-        unfinished.mkdir(exist_ok=True)
-        lock = os.open(unfinished, os.O_RDONLY)
+    with _lock_beside(unfinished) as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise UserError(
-                f"another process is writing {unfinished}; wait until it ends and run again"
-            ) from None
-        if unfinished.exists() and os.path.samestat(os.fstat(lock), unfinished.stat()):
-            break
-        os.close(lock)  # its writer renamed it between our mkdir and our lock
-    try:
-        for left in unfinished.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        yield unfinished
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        os.close(lock)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            yield unfinished
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            lock.unlink()
+
+
+@contextmanager
+def _lock_beside(directory: Path) -> Iterator[Path]:
+    """Hold the lock of DIRECTORY.lock, a file that its holder removes."""
+    path = directory.with_name(f"{directory.name}.lock")
+    while True:
+        with path.open("a") as lock:
+            if not take_lock(lock):
+                raise UserError(
+                    f"another process is writing {directory}; wait until it ends and run again"
+                )
+            # Else its holder removed it between our open and our lock.
+            if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                yield path
+                return
 
 
 @contextmanager

@@ -7,8 +7,9 @@ from pydantic import ValidationError
 
 from base.errors import UserError, explain_validation
 from base.frozen import fingerprint
+from ckpt_tools.formats.dcp_metadata import METADATA
 from ckpt_tools.formats.hf_weights import HFWeights
-from ckpt_tools.formats.megatron_shards import METADATA, MegatronWeights
+from ckpt_tools.formats.megatron_shards import MegatronWeights
 from ckpt_tools.formats.parallel import verify_in_parallel
 from ckpt_tools.formats.weights import Weights, check_tensors
 from train.model.config import ModelConfig
@@ -73,7 +74,7 @@ def model_of(checkpoint: Path, record: CheckpointRecord) -> ModelConfig:
 def open_weights(checkpoint: Path, record: CheckpointRecord) -> Weights:
     """Open the weights of a checkpoint, which the model computed with, by HF name.
 
-    Only what is opened is hashed: the pickled `.metadata` before it is read, then the files that
+    Only what is opened is hashed: `.metadata` before it is read, then the files that
     weights are in. Optimizer state has files of its own, several times as large, that stay closed.
 
     Raises:

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from base.errors import UserError
+from base.errors import UserError, printable
 from ckpt_tools.checkpoint import model_of, verified_record
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.parallel import verify_in_parallel
@@ -46,9 +46,9 @@ def inspect(paths: list[Path], *, check: bool = False) -> None:
         print(path)
         for key, value in description.items():
             shown = f"{value:,}" if isinstance(value, int) else value
-            print(f"  {key.replace('_', ' '):<15} {shown}")
+            print(printable(f"  {key.replace('_', ' '):<15} {shown}").replace("\n", "?"))
         for name, size in files.items():
-            print(f"    {size:>18,}  {name}")
+            print(printable(f"    {size:>18,}  {name}").replace("\n", "?"))
     if failures:
         several = f"{len(failures)} of {len(paths)} failed: " if len(paths) > 1 else ""
         raise UserError(several + failures[0])

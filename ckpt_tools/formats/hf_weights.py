@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from base.errors import UserError, explain_validation
+from base.files import read_regular
 from ckpt_tools.formats.weights import FileTensor
 from train.run.directory import MODEL_WEIGHTS
 
@@ -43,7 +44,7 @@ def read_header(path: Path) -> dict[str, FileTensor]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(length))
-    except (SafetensorError, json.JSONDecodeError) as error:
+    except (SafetensorError, json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); restore it and run again") from None
     header.pop("__metadata__", None)
     tensors = {}
@@ -66,7 +67,7 @@ def weight_files(directory: Path) -> list[Path]:
     index, names = directory / INDEX_JSON, {MODEL_WEIGHTS}
     if index.exists():
         try:
-            names = set(_Index.model_validate_json(index.read_bytes()).weight_map.values())
+            names = set(_Index.model_validate_json(read_regular(index)).weight_map.values())
         except ValidationError as error:
             raise explain_validation(str(index), error) from None
     elif not (directory / MODEL_WEIGHTS).is_file():

@@ -15,17 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from base.errors import UserError
+from ckpt_tools.formats.dcp_metadata import read_metadata
 from ckpt_tools.formats.weights import Described, FileTensor, check_tensors
 from train.model import megatron_names
 from train.model.config import ModelConfig
 from train.model.families import parameter_shapes
 
-METADATA = ".metadata"  # a pickle: the place of each part
 OPTIMIZER = "optimizer.state."
 FP8_SCALES = "._extra_state"  # within the keys of Transformer Engine's objects, never opened here
 
@@ -44,7 +43,7 @@ class Box(NamedTuple):
 class ShardedTensors:
     """Every tensor of a checkpoint, weights and optimizer state.
 
-    Check its hashes first: `.metadata` is a pickle.
+    Check its hashes first.
 
     Attributes:
         tensors: shape and type of each, by global name.
@@ -56,7 +55,7 @@ class ShardedTensors:
         self.boxes: dict[str, list[Box]] = defaultdict(list)
         self._files: dict[Box, FileTensor] = {}
         self._lock = threading.Lock()
-        metadata = FileSystemReader(checkpoint).read_metadata()
+        metadata = read_metadata(checkpoint)
         stored = {
             key: value
             for key, value in metadata.state_dict_metadata.items()

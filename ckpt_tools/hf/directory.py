@@ -3,7 +3,6 @@
 Names are made here and nowhere else. Needs neither torch nor transformers.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from base.digests import Algorithm
 from base.environment import environment
 from base.errors import UserError
-from base.files import FileRecord, check_inside, record_file, write_json
+from base.files import FileRecord, check_inside, read_json, record_file, write_json
 
 LINEAGE_JSON = "lineage.json"
 RESULT_JSON = "result.json"
@@ -111,7 +110,7 @@ def read_lineage(hf_dir: Path) -> tuple[dict[str, Any], dict[str, FileRecord]] |
     if not path.exists():
         return None
     try:
-        lineage = json.loads(path.read_text())
+        lineage = read_json(path)
         files = {
             name: FileRecord.model_validate(record) for name, record in lineage.pop("files").items()
         }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from base.errors import UserError
+from base.files import read_json
 from ckpt_tools.formats.parallel import hash_in_parallel, verify_in_parallel
 from ckpt_tools.hf.directory import read_lineage
 
@@ -32,7 +33,7 @@ def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] | None = None) -
     """Return config.json of an HF directory; UserError if it is none or of other architectures."""
     path = hf_dir / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = read_json(path)
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist; give an HF directory made by 'python -m ckpt_tools export'"

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar, overload
 from pydantic import Field, ValidationError
 
 from base.errors import UserError
+from base.files import read_json
 from ckpt_tools.hf.directory import RESULT_JSON
 from ckpt_tools.hf.measured import Curvature, Quantization, Read, Slice, Step, Tasks
 
@@ -100,7 +101,7 @@ def read_result(path: Path, kind: type[Any] | None = None) -> Result[Any]:
     """
     path = path / RESULT_JSON if path.is_dir() else path
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist; measure it, or run the study again, which does"

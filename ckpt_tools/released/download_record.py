@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from base.errors import explain_validation
-from base.files import FileRecord, check_inside
+from base.files import FileRecord, check_inside, read_regular
 from base.frozen import Frozen
 
 DOWNLOAD_JSON = "download.json"
@@ -34,7 +34,7 @@ def read_download(directory: Path) -> DownloadRecord | None:
     if not path.is_file():
         return None
     try:
-        record = DownloadRecord.model_validate_json(path.read_bytes())
+        record = DownloadRecord.model_validate_json(read_regular(path))
     except ValidationError as error:
         raise explain_validation(str(path), error) from None
     check_inside(path, record.files)

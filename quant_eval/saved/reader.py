@@ -1,12 +1,12 @@
 """The weights of a saved checkpoint, unpacked one linear at a time."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from base.files import read_json
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import Described, read_whole
 from quant_eval.model.streamed import Block
@@ -23,7 +23,7 @@ class SavedWeights:
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        config = json.loads((directory / "config.json").read_text())
+        config = read_json(directory / "config.json")
         self._format = read_format(config[SETTINGS])
         self._dtype, self._files = dtype, HFWeights(directory)
         held = self._files.tensors

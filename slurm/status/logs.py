@@ -4,7 +4,7 @@ import difflib
 from collections import deque
 from pathlib import Path
 
-from base.errors import UserError
+from base.errors import UserError, printable
 from slurm.status.overview import look
 from slurm.submission.record import Submission, existing_submission, log_of
 
@@ -61,4 +61,4 @@ def _elements(submission: Submission, which: str) -> list[str]:
 def last_lines(log: Path, count: int) -> str:
     """Return the last lines of a log."""
     with log.open("rb") as file:
-        return b"".join(deque(file, count)).decode(errors="replace")
+        return printable(b"".join(deque(file, count)).decode(errors="replace"))

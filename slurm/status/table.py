@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from itertools import chain
 
+from base.errors import printable
 from slurm.status.hours import Hours
 from slurm.status.overview import MARKS, ElementStatus, Overview, last_error
 from study.pipeline.step import Step
@@ -34,7 +35,7 @@ def lines_of(overview: Overview) -> list[str]:
     legend = ", ".join(f"{mark} {word}" for word, mark in MARKS.items() if counts[word])
     lines += [f"checkpoints: {legend}", *_stragglers(overview)]
     lines += [*_restarted(overview), *_failures(overview)]
-    return ["".join(one if one.isprintable() else "?" for one in line) for line in lines]
+    return [printable(line) for line in lines]
 
 
 def _hours(hours: Hours) -> str:

@@ -15,6 +15,7 @@ from slurm import cluster
 from slurm.submission.arrays import FINAL, JobArray
 from slurm.submission.excluded import excluded_nodes
 from slurm.submission.record import (
+    PRIVATE,
     Element,
     append,
     existing_submission,
@@ -209,8 +210,7 @@ class _Submitter:
         """Submit elements of an array by one call, recorded before and after it."""
         text, path = self.script(array), script_path(self.study_dir, array.name)
         if not path.exists() or path.read_text() != text:
-            with replaced_file(path) as aside:
-                aside.write_text(text)
+            write_script(path, text)
         token = f"quantdyn:{uuid.uuid4().hex}"
         call = {"token": token, "array": array.name, "indices": indices, "script": _hash(text)}
         append(self.study_dir, "calling", **call, time=time.time())
@@ -221,6 +221,12 @@ class _Submitter:
             raise
         append(self.study_dir, "submitted", job=job)
         self.active |= {(array.name, index) for index in indices}
+
+
+def write_script(path: Path, text: str) -> None:
+    """Write a job script, whole or not at all."""
+    with replaced_file(path, PRIVATE) as aside:
+        aside.write_text(text)
 
 
 def _hash(text: str) -> str:

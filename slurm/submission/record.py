@@ -10,7 +10,6 @@ STUDY/slurm/starts/ARRAY-INDEX.jsonl     two lines per start: how far the work h
                                          start ended
 """
 
-import fcntl
 import json
 import os
 import time
@@ -19,12 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pydantic import ValidationError
 
 from base.errors import UserError, explain_validation
-from base.files import write_json
+from base.files import take_lock, write_json
 from base.frozen import Frozen
 from slurm.site import Site
 from slurm.submission.arrays import JobArray
@@ -33,6 +32,7 @@ SLURM = "slurm"  # the directory below a study
 SUBMISSION_JSON = "submission.json"
 JOBS_JSONL = "jobs.jsonl"
 POLL_SECONDS = 0.2
+PRIVATE = 0o600  # of files with lines of the site, which may hold what is nobody else's business
 
 Element = tuple[str, int]  # name of the array, index
 
@@ -159,7 +159,8 @@ def write_plan(study_dir: Path, site: Site, arrays: Iterable[JobArray], *, anew:
     if anew:
         (study_dir / SLURM / JOBS_JSONL).unlink(missing_ok=True)
     plan = Plan(site=site, arrays=tuple(arrays))
-    write_json(study_dir / SLURM / SUBMISSION_JSON, plan.model_dump(mode="json"))
+    path = study_dir / SLURM / SUBMISSION_JSON
+    write_json(path, plan.model_dump(mode="json"), mode=PRIVATE)
 
 
 def append(study_dir: Path, event: str, **content: Any) -> None:
@@ -196,14 +197,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _locks(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 @contextmanager
 def submitting(study_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
     """Hold the study's submission; UserError if another command does for so long."""
@@ -211,7 +204,7 @@ def submitting(study_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]
     place = study_dir / SLURM
     place.mkdir(parents=True, exist_ok=True)
     with (place / ".lock").open("a") as lock:
-        while not _locks(lock):
+        while not take_lock(lock):
             if time.monotonic() >= deadline:
                 raise UserError(
                     f"another command is submitting {study_dir}; wait until it ends and run again"

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from base.environment import environment
 from base.errors import UserError
-from base.files import replaced_file, write_json
+from base.files import write_json
 from slurm import cluster
 from slurm.site import Site
-from slurm.submission.advance import submit_ready
+from slurm.submission.advance import submit_ready, write_script
 from slurm.submission.arrays import JobArray, arrays_of
 from slurm.submission.excluded import excluded_nodes
 from slurm.submission.record import (
+    PRIVATE,
     Submission,
     append,
     read_submission,
@@ -120,9 +121,8 @@ def write_scripts(study_dir: Path, site: Site, arrays: Iterable[JobArray]) -> No
         directory.mkdir(parents=True, exist_ok=True)
     excluded = excluded_nodes(study_dir)
     for array in arrays:
-        with replaced_file(script_path(study_dir, array.name)) as aside:
-            aside.write_text(render(array, site, study_dir, excluded))
-    write_json(scripts / "site.json", site.model_dump(mode="json"))
+        write_script(script_path(study_dir, array.name), render(array, site, study_dir, excluded))
+    write_json(scripts / "site.json", site.model_dump(mode="json"), mode=PRIVATE)
     write_json(scripts / "environment.json", environment())
 
 

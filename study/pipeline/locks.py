@@ -4,13 +4,13 @@ STUDY/.runner.lock is held by the runner alone, STUDY/.steps.lock also by everyt
 a new runner can tell another one at work from the last processes of one that was killed.
 """
 
-import fcntl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from base.errors import UserError
+from base.files import take_lock
 
 ORPHAN_SECONDS = 30.0  # supervise.py needs about 3 to end what a killed runner left
 
@@ -23,23 +23,17 @@ def locked(directory: Path) -> Iterator[int]:
         (directory / ".runner.lock").open("a") as runner,
         (directory / ".steps.lock").open("a") as steps,
     ):
-        try:
-            fcntl.flock(runner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(runner):
             raise UserError(
                 f"another 'study run' works on {directory}; wait until it ends, or end it and run"
                 " again"
-            ) from None
+            )
         deadline = time.monotonic() + ORPHAN_SECONDS
-        while True:
-            try:
-                fcntl.flock(steps, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"processes of an earlier run still work on {directory}; end them "
-                        f"('fuser {directory}/.steps.lock' lists them) and run again"
-                    ) from None
-                time.sleep(0.1)
+        while not take_lock(steps):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"processes of an earlier run still work on {directory}; end them "
+                    f"('fuser {directory}/.steps.lock' lists them) and run again"
+                )
+            time.sleep(0.1)
         yield steps.fileno()

@@ -1,6 +1,8 @@
 """Token files: Megatron reads the same documents, OLMo's files are cut as in OLMo."""
 
 import json
+import shutil
+import struct
 import subprocess
 import tracemalloc
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from base.errors import UserError
+from base.files import record_file
 from tests.interpreter import interpreter
 from tests.runs import environment, error_line, python
 from train.data.corpus import NpyCorpus, check_vocabulary, open_corpus, open_source
@@ -213,3 +216,57 @@ def test_a_trillion_tokens_are_opened_without_reading_them(tmp_path):
     tracemalloc.stop()
     assert np.array_equal(rows[0, :-1], last)
     assert (rows[1] == 0).all()
+
+
+INDEX = struct.Struct("<9sQBQQ")
+
+
+@pytest.fixture
+def copied(train_prefix, tmp_path):
+    """Writes another .idx, and a manifest whose hashes are right; the prefix."""
+
+    def write(change) -> Path:
+        prefix = tmp_path / "copy"
+        for suffix in ("bin", "idx", "json"):
+            shutil.copy(f"{train_prefix}.{suffix}", f"{prefix}.{suffix}")
+        index = Path(f"{prefix}.idx")
+        index.write_bytes(change(bytearray(index.read_bytes())))
+        manifest = json.loads(Path(f"{prefix}.json").read_text())
+        manifest["idx"] = record_file(index, "sha256").model_dump()
+        Path(f"{prefix}.json").write_text(json.dumps(manifest))
+        return prefix
+
+    return write
+
+
+def with_header(content: bytearray, **changes: int) -> bytes:
+    magic, version, code, documents, bounds = INDEX.unpack_from(content)
+    values = {"documents": documents, "bounds": bounds} | changes
+    INDEX.pack_into(content, 0, magic, version, code, values["documents"], values["bounds"])
+    return bytes(content)
+
+
+def with_length(content: bytearray, place: int, length: int) -> bytes:
+    struct.pack_into("<i", content, INDEX.size + 4 * place, length)
+    return bytes(content)
+
+
+HOSTILE = {
+    "a count of 2^62": lambda content: with_header(content, documents=2**62),
+    "too large a count": lambda content: with_header(content, documents=10**6),
+    "no documents": lambda content: with_header(content, documents=0),
+    "wild bounds": lambda content: with_header(content, bounds=2**63),
+    "a negative length": lambda content: with_length(content, 3, -5),
+    "a length of 2^31 - 1": lambda content: with_length(content, 3, 2**31 - 1),
+    "half a header": lambda content: bytes(content[:20]),
+    "nothing": lambda content: b"",
+    "half an index": lambda content: bytes(content[: len(content) // 2]),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_index_is_refused_in_one_line(copied, change):
+    prefix = copied(change)
+    with pytest.raises(UserError, match=r"\.idx .*make it again with") as refused:
+        _ = open_corpus(prefix, verify_hashes=True).bounds_D
+    assert "\n" not in str(refused.value)

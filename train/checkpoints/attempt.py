@@ -1,6 +1,5 @@
 """One start of a run: its number, its lock on the run directory, and its status.json."""
 
-import fcntl
 import os
 import socket
 import time
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from base import stopping
 from base.errors import UserError
-from base.files import write_json
+from base.files import take_lock, write_json
 from train.distributed import from_rank_zero, gathered
 from train.run.directory import RunDirectory
 from train.run.environment import amend_attempt, attempts, record_attempt
@@ -61,9 +60,7 @@ class Attempt:
         """Return whether this attempt may train: it, or an orphan of its own job, has the lock."""
         job = os.environ.get("SLURM_JOB_ID", "")
         self._lock = (self._directory.path / ".lock").open("a+")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(self._lock):
             self._lock.seek(0)
             return bool(job) and self._lock.read() == job
         self._lock.truncate(0)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from base.errors import UserError
-from base.files import FileRecord, fsync_path, record_file, write_json
+from base.files import FileRecord, fsync_path, open_to_readers, record_file, write_json
 from train.distributed import gathered
 from train.engine import Engine
 from train.run.directory import CHECKPOINT_JSON, PROBE, CheckpointRecord, RunDirectory
@@ -100,7 +100,7 @@ class Checkpoint:
 
     def _write_record(self, files: dict[str, FileRecord]) -> None:
         save_file(self._probe, self._directory / PROBE)
-        (self._directory / PROBE).chmod(0o644)
+        open_to_readers(self._directory / PROBE)
         files = files | self._recorded([PROBE])
         present = {
             str(path.relative_to(self._directory))

@@ -78,7 +78,13 @@ class Corpus:
     @functools.cached_property
     def bounds_D(self) -> np.ndarray:  # noqa: N802  shape suffix
         """Return D + 1 offsets: document d is `tokens_T[bounds_D[d]:bounds_D[d + 1]]`."""
-        return np.concatenate([[0], np.cumsum(self.lengths_D, dtype=np.int64)])
+        bounds_D = np.concatenate([[0], np.cumsum(self.lengths_D, dtype=np.int64)])
+        if bounds_D[-1] != len(self.tokens_T) or (len(self.lengths_D) and self.lengths_D.min() < 0):
+            raise UserError(
+                f"{self.prefix}.idx gives documents that do not add up to the"
+                f" {len(self.tokens_T)} tokens of {self.prefix}.bin; {REMAKE}"
+            )
+        return bounds_D
 
     def document(self, index: int) -> np.ndarray:
         """Return the tokens of one document, int64, its end-of-text token included."""
@@ -173,9 +179,18 @@ def _map_bin(prefix: Path, manifest: Manifest) -> Corpus:
     with index.open("rb") as file:
         header = file.read(INDEX_HEADER.size)
     dtypes: dict[int, np.dtype[Any]] = {value: key for key, value in DTYPE_CODES.items()}
-    magic, version, code, documents, _ = INDEX_HEADER.unpack(header)
+    if len(header) < INDEX_HEADER.size:
+        raise UserError(f"{index} is truncated; {REMAKE}")
+    magic, version, code, documents, bounds = INDEX_HEADER.unpack(header)
     if magic != INDEX_MAGIC or version != 1 or code not in dtypes:
         raise UserError(f"{index} is no Megatron index of 16 or 32 bit tokens; {REMAKE}")
+    # A length and an offset of each document, and the bounds.
+    expected = INDEX_HEADER.size + documents * (4 + 8) + bounds * 8
+    if index.stat().st_size != expected:
+        raise UserError(
+            f"{index} says it holds {documents} documents, which would be {expected} bytes, and has"
+            f" {index.stat().st_size}; {REMAKE}"
+        )
     lengths_D = np.memmap(index, np.int32, "r", INDEX_HEADER.size, (documents,)).view(np.ndarray)
     return Corpus(prefix, manifest, TokenMap(Path(f"{prefix}.bin"), dtypes[code]), lengths_D)
 

@@ -9,7 +9,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from base.digests import digest_of
 from base.errors import UserError, explain_validation
-from base.files import FileRecord
+from base.files import FileRecord, read_regular
 from base.frozen import Frozen
 from train.data.share import Share
 
@@ -81,7 +81,7 @@ def read_manifest(prefix: Path) -> Manifest | NpyManifest:
     """Read PREFIX.json; UserError if it is missing, damaged or no manifest."""
     path = Path(f"{prefix}.json")
     try:
-        return _ANY_MANIFEST.validate_json(path.read_bytes())
+        return _ANY_MANIFEST.validate_json(read_regular(path))
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist; make it with 'python -m train prepare' or 'index'"

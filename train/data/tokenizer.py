@@ -1,11 +1,11 @@
 """The tokenizer of an HF directory."""
 
-import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from base.errors import UserError
+from base.files import read_json
 
 TOKENIZER_JSON = "tokenizer.json"
 
@@ -19,7 +19,7 @@ def load_tokenizer(directory: Path) -> tuple[Tokenizer, int]:
             " directory"
         )
     try:
-        eos_token = json.loads(config_path.read_text()).get("eos_token")
+        eos_token = read_json(config_path).get("eos_token")
     except (ValueError, AttributeError) as error:
         raise UserError(f"{config_path} is damaged ({error}); copy the tokenizer again") from None
     try:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from base.errors import UserError
+from base.files import open_to_readers
 from train.deepspeed.sharding import Partition, Piece, by_piece
 from train.run.directory import MODEL_WEIGHTS
 from train.snapshot_memory import Copies, SnapshotMemory
@@ -70,7 +71,7 @@ class StateFiles:
             copies.wait()
         for name, (tensors, metadata) in self._files.items():
             save_file(tensors, self._directory / name, metadata)
-            (self._directory / name).chmod(0o644)
+            open_to_readers(self._directory / name)
         for copies in self._copies:
             copies.release()
         return sorted(self._files)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from base.errors import UserError, explain_validation
+from base.files import read_json
 from base.frozen import NAME_PATTERN, Frozen, fingerprint
 from train.data.config import DataConfig
 from train.model.config import ModelConfig
@@ -253,8 +254,7 @@ def dump_run(config: RunConfig) -> dict[str, Any]:
 def load_run(path: Path) -> RunConfig:
     """Read run.json; UserError for what is unknown, mistyped or does not fit its fingerprint."""
     try:
-        content = json.loads(path.read_text())
-        stated = content.pop("fingerprint", None)
+        stated = (content := read_json(path)).pop("fingerprint", None)
         config = RunConfig.model_validate_json(json.dumps(content), strict=True)
     except FileNotFoundError:
         raise UserError(

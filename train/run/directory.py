@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from base.errors import UserError, explain_validation
-from base.files import FileRecord, check_inside
+from base.files import FileRecord, check_inside, read_regular
 from base.frozen import Frozen
 
 CHECKPOINT_JSON = "checkpoint.json"
@@ -134,7 +134,7 @@ def read_checkpoint_record(checkpoint: Path) -> CheckpointRecord:
     """Read checkpoint.json without touching the shards."""
     path = checkpoint / CHECKPOINT_JSON
     try:
-        record = CheckpointRecord.model_validate_json(path.read_bytes())
+        record = CheckpointRecord.model_validate_json(read_regular(path))
     except FileNotFoundError:
         raise UserError(
             f"{checkpoint} holds no {CHECKPOINT_JSON}: it is no complete checkpoint; give another"

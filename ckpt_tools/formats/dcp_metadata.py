@@ -1,0 +1,83 @@
+"""`.metadata` of torch's distributed checkpoints, read without running what a stranger put there.
+
+The file is a pickle, and a pickle may name any function to be called. The hash in checkpoint.json
+shows that it is the file that was written; it says nothing about who wrote both.
+"""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from base.errors import UserError
+from base.files import read_regular
+
+METADATA = ".metadata"  # the place of each part
+# All that torch 2.13 writes there: its own records, and the types of tensors.
+RECORDS = frozenset(
+    {
+        *(
+            f"torch.distributed.checkpoint.metadata.{name}"
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        *(
+            f"torch.distributed.checkpoint.planner.{name}"
+            for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem")
+        ),
+        "torch.distributed.checkpoint.planner.WriteItemType",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.serialization._get_layout",
+        "torch.Size",
+        "torch.device",
+        "collections.OrderedDict",
+        "pathlib.PosixPath",
+        "pathlib._local.PosixPath",  # of Python 3.13
+    }
+)
+DTYPES = frozenset(
+    f"torch.{name}"
+    for name in (
+        *("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8"),
+        *("bool", "float8_e4m3fn", "float8_e5m2"),
+    )
+)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.BytesIO(read_regular(path)))
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of the lists above; UserError for any other name."""
+        if f"{module}.{name}" not in RECORDS | DTYPES:
+            raise UserError(
+                f"{self._path} names {module}.{name}, which no checkpoint holds; do not open it"
+                " with other programs, and ask where it comes from"
+            )
+        return super().find_class(module, name)
+
+
+def read_metadata(checkpoint: Path) -> Metadata:
+    """Return the metadata of a checkpoint directory; UserError if it is damaged or hostile."""
+    path = checkpoint / METADATA
+    try:
+        metadata = _Unpickler(path).load()
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001  a damaged pickle raises nearly anything
+        raise UserError(f"{path} is damaged ({error}); give another checkpoint") from None
+    if not isinstance(metadata, Metadata):
+        raise UserError(f"{path} holds no metadata of a checkpoint; give another checkpoint")
+    return metadata
