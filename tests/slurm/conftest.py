@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.lab import Lab, missing, running
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +43,22 @@ def lab(tmp_path_factory, slurm_installed):
     ):
         environment.setenv("SLURM_CONF", str(lab.conf))
         yield lab
+
+
+@pytest.fixture(scope="session")
+def started_accounting_lab(tmp_path_factory, slurm_installed):
+    """Two nodes whose SLURM keeps accounts, and itself soon forgets what has ended."""
+    directory = tmp_path_factory.mktemp("lab") / "cluster"
+    settings = {"MinJobAge": "2"}
+    with running(Lab(directory, nodes=2, extra_conf=settings, accounting=True)) as lab:
+        yield lab
+
+
+@pytest.fixture
+def accounting_lab(started_accounting_lab, monkeypatch):
+    """A SLURM with accounts, which SLURM_CONF names for a test; its jobs end with the test."""
+    lab = started_accounting_lab
+    monkeypatch.setenv("SLURM_CONF", str(lab.conf))
+    yield lab
+    lab.command("scancel", "--user=root")
+    wait_until(lambda: not lab.command("squeue", "--noheader"), "no job left")

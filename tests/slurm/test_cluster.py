@@ -229,14 +229,16 @@ def processes(word: Path) -> list[str]:
     return [line for line in listed.stdout.splitlines() if str(word) in line]
 
 
-def test_no_process_outlives_whoever_started_the_lab(slurm_installed, tmp_path):
+@pytest.mark.parametrize("accounting", [False, True])
+def test_no_process_outlives_whoever_started_the_lab(slurm_installed, tmp_path, accounting):
     """Killed with -9, while a job runs that has left its session."""
     script = write(
         tmp_path / "stays.sh", f"setsid bash -c 'sleep 600; echo {tmp_path}' & sleep 600"
     )
     starts = (
         "import time; from pathlib import Path; from tests.slurm.lab import Lab, running\n"
-        f"with running(Lab(Path({str(tmp_path)!r}, 'own'), nodes=1)) as lab:\n"
+        f"new = Lab(Path({str(tmp_path)!r}, 'own'), nodes=1, accounting={accounting})\n"
+        "with running(new) as lab:\n"
         f"    lab.command('sbatch', {str(script)!r}); print('up', flush=True); time.sleep(600)\n"
     )
     with subprocess.Popen(
@@ -247,7 +249,9 @@ def test_no_process_outlives_whoever_started_the_lab(slurm_installed, tmp_path):
         wait_until(
             lambda: any("sleep 600; echo" in line for line in processes(tmp_path)), "the job"
         )
-        assert any("slurmctld" in line for line in processes(tmp_path))
+        daemons = ["slurmctld", *["mariadbd", "slurmdbd"] * accounting]
+        for name in daemons:
+            assert any(name in line for line in processes(tmp_path)), name
         owner.send_signal(signal.SIGKILL)
     wait_until(lambda: not processes(tmp_path), "no process left")
 
