@@ -13,10 +13,13 @@ from pathlib import Path
 from slurm import cluster
 from slurm.states import JobState
 from slurm.submission.record import existing_submission
+from slurm.submission.submit import submit
+from study.definition import load_study
 from tests.slurm.lab import Lab
 from tests.waiting import HANG_SECONDS
 
-NODE_IS_GONE_SECONDS, DISK_IS_FULL_SECONDS, STEPS_BETWEEN_FAULTS = 40.0, 20.0, 15
+NODE_IS_GONE_SECONDS, DISK_IS_FULL_SECONDS, ACCOUNTS_ARE_DOWN_SECONDS = 40.0, 20.0, 30.0
+STEPS_BETWEEN_FAULTS = 15
 
 
 @dataclass
@@ -48,20 +51,54 @@ class Storm:
     def rank_killed(self, index: int, nodes: list[str]) -> bool:
         """SIGKILL to one worker of a training."""
         marker = f"train run {self.study_dir / self.runs[index]}"
+        others = ("torch.distributed.run", "slurm.job.rendezvous", "srun", "bash")
+        return self.killed(nodes, marker, lambda command: not any(o in command for o in others))
+
+    def agent_killed(self, index: int, nodes: list[str]) -> bool:
+        """SIGKILL to torchrun on the last node of a training."""
+        marker = f"train run {self.study_dir / self.runs[index]}"
+        return self.killed(nodes[::-1], marker, lambda command: " torch.distributed.run" in command)
+
+    def supervisor_killed(self, index: int, nodes: list[str]) -> bool:
+        """SIGKILL to what the job script has started."""
+        marker = f"slurm job {self.study_dir} train {index}"
+        return self.killed(nodes, marker, lambda command: "bash" not in command)
+
+    def killed(self, nodes: list[str], marker: str, wanted: Callable[[str], bool]) -> bool:
+        """Whether a process was found whose command line has the marker; it is killed."""
         for node in nodes:
-            listed = self.lab.inside(
-                int(node.removeprefix("node")), "pgrep", "-a", "-f", marker
-            ).splitlines()
-            for line in listed:
-                pid, _, command = line.partition(" ")
-                if (
-                    "torch.distributed.run" not in command
-                    and "srun" not in command
-                    and "bash" not in command
-                ):
-                    self.lab.inside(int(node.removeprefix("node")), "kill", "-KILL", pid)
-                    return True
+            number = int(node.removeprefix("node"))
+            with contextlib.suppress(RuntimeError):  # pgrep finds none
+                for line in self.lab.inside(number, "pgrep", "-a", "-f", marker).splitlines():
+                    pid, _, command = line.partition(" ")
+                    if wanted(command):
+                        self.lab.inside(number, "kill", "-KILL", pid)
+                        return True
         return False
+
+    def controller_restarted(self, index: int, nodes: list[str]) -> bool:
+        """slurmctld is away for a moment, and knows what it knew before."""
+        self.lab.restart_controller()
+        return True
+
+    def accounts_down(self, index: int, nodes: list[str]) -> bool:
+        """slurmdbd is down for a while."""
+        self.lab.stop_accounting()
+        self.undo_at.append(
+            (time.monotonic() + ACCOUNTS_ARE_DOWN_SECONDS, self.lab.start_accounting)
+        )
+        return True
+
+    def site_edited(self, index: int, nodes: list[str]) -> bool:
+        """The user submits again with another site file."""
+        submission = existing_submission(self.study_dir)
+        resources = submission.site.resources
+        train = resources.train.model_copy(update={"time": "2"})
+        changed = resources.model_copy(update={"train": train})
+        submit(
+            load_study(self.study_dir), submission.site.model_copy(update={"resources": changed})
+        )
+        return True
 
     def node_lost(self, index: int, nodes: list[str]) -> bool:
         """The last node of a training is not heard of any more, and goes on training."""

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from base.errors import UserError
 from slurm import cluster
 from tests.waiting import wait_until
 
@@ -53,7 +52,8 @@ def test_states_outlive_the_memory_of_slurmctld(accounting_lab, tmp_path):
     lab.command("scancel", f"{waiting}_1")
 
     wait_until(lambda: not in_queue(lab, array, held[0], states="all"), "squeue forgets")
-    known = cluster.states([array, *held, waiting])
+    elements = [f"{array}_{index}" for index in range(3)] + [f"{waiting}_0", f"{waiting}_1"]
+    known = cluster.states([*elements, *map(str, held)])
     ended = {name: (state.state, state.exit_code, state.restarts) for name, state in known.items()}
     assert ended == {
         f"{array}_0": ("COMPLETED", "0:0", 0),
@@ -74,15 +74,15 @@ def test_limit_of_submitted_jobs_refuses_a_whole_array(accounting_lab, tmp_path)
     lab.limit_submissions(4)
     try:
         queue(lab, "--hold", "--array=0-2", str(any_script))
-        with pytest.raises(UserError, match="QOSMaxSubmitJobPerUserLimit") as error:
-            cluster.submit(any_script, array="0-1", hold=True)
+        with pytest.raises(cluster.SubmitLimitError, match=r"lower limits\.max_queued") as error:
+            cluster.submit(any_script, "0-1", "token")
         assert "\n" not in str(error.value)
         assert len(lab.command("squeue", "--noheader", "--array").splitlines()) == 3
         queue(lab, "--hold", str(any_script))  # the fourth
         assert "QOSMaxSubmitJobPerUserLimit" in refusal("sbatch", "--hold", str(any_script))
     finally:
         lab.limit_submissions(-1)
-    assert cluster.submit(any_script, array="0-1", hold=True)
+    assert cluster.submit(any_script, "0-1", "token")
 
 
 def test_only_accounts_of_the_user_are_taken(accounting_lab):
@@ -92,7 +92,7 @@ def test_only_accounts_of_the_user_are_taken(accounting_lab):
     assert "Account=research QOS=normal" in lab.command("scontrol", "show", "job", str(job))
 
 
-def test_jobs_go_on_while_slurmdbd_is_down(accounting_lab, tmp_path):
+def test_jobs_go_on_while_slurmdbd_is_down(accounting_lab, tmp_path, capsys):
     """The accounts of what happened meanwhile are complete afterwards."""
     lab = accounting_lab
     go = tmp_path / "go"
@@ -103,6 +103,8 @@ def test_jobs_go_on_while_slurmdbd_is_down(accounting_lab, tmp_path):
     try:
         assert "Connection refused" in refusal("sacct")
         assert in_queue(lab, job)
+        assert cluster.states([str(job), "999999_0"])[str(job)].state == "RUNNING"
+        assert capsys.readouterr().err.startswith("note: sacct: ")
         later = queue(lab, "--wrap=exit 0")  # limits are enforced from slurmctld's own copy
         go.touch()
         wait_until(lambda: not in_queue(lab, job, later), "both ended")
@@ -117,11 +119,11 @@ def test_jobs_outlive_a_restart_of_the_controller(accounting_lab):
     lab = accounting_lab
     running = queue(lab, "--wrap=sleep 600")
     held = queue(lab, "--hold", "--wrap=exit 0")
-    wait_until(lambda: cluster.states([running])[str(running)].state == "RUNNING", "start")
+    wait_until(lambda: cluster.states([str(running)])[str(running)].state == "RUNNING", "start")
     lab.limit_submissions(2)
     try:
         lab.restart_controller()
-        known = cluster.states([running, held])
+        known = cluster.states([str(running), str(held)])
         assert known[str(running)].state == "RUNNING"
         assert known[str(held)].reason == "JobHeldUser"
         assert "QOSMaxSubmitJobPerUserLimit" in refusal("sbatch", "--wrap=exit 0")
@@ -140,7 +142,7 @@ def test_each_partition_preempts_in_its_own_way(accounting_lab, tmp_path):
     }
 
     def states() -> dict[str, tuple[str, int]]:
-        known = cluster.states(list(jobs.values()))
+        known = cluster.states([str(job) for job in jobs.values()])
         found = {name: known[str(job)] for name, job in jobs.items() if str(job) in known}
         return {name: (state.state, state.restarts) for name, state in found.items()}
 

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from slurm.cancel import cancel
 from slurm.submission.starts import starts_of
 from slurm.submission.submit import submit
 from study.pipeline.ledger import Ledger
@@ -14,16 +15,6 @@ from tests.slurm.faults import Storm
 from tests.slurm.lab import Lab, running
 from tests.slurm.small_study import run_here, site_of, small_study, table
 from tests.waiting import HANG_SECONDS
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A filesystem that can be filled."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900m", "tmpfs", str(place)], check=True)
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def attempts(study_dir, run: str) -> list[dict]:
@@ -66,30 +57,56 @@ def test_a_study_as_jobs_gives_the_table_of_the_local_runner(
         monkeypatch.setenv("SLURM_CONF", str(lab.conf))
         submit(study, site_of(tmp_path / "runs"))
         storm = Storm(lab, study_dir, [run.name for run in study.runs], tmp_path)
-        storm.go_on(["rank_killed"])
-        assert [name for name, _ in storm.struck] == ["rank_killed"]
+        storm.go_on(["rank_killed", "supervisor_killed", "site_edited"])
+        assert [name for name, _ in storm.struck] == [
+            "rank_killed",
+            "supervisor_killed",
+            "site_edited",
+        ]
         assert submit(study, site_of(tmp_path / "runs")) == {}
     check_complete(study, study_dir, local)
     (run,) = study.runs
-    assert len(attempts(study_dir, run.name)) == 2
-    assert len(starts_of(study_dir, ("train", 0))) == 1, "in the same allocation"
-    assert pause_seconds(study_dir, run.name) < 20
+    assert len(attempts(study_dir, run.name)) == 3
+    assert pause_seconds(study_dir, run.name) < 20, "in the same allocation"
+    assert len(starts_of(study_dir, ("train", 0))) == 2, "another job after the supervisor's end"
     assert (study_dir / "report.html").is_file()
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A filesystem that can be filled."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900m", "tmpfs", str(place)], check=True)
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
 @pytest.mark.stress
-def test_limits_preemption_a_lost_node_a_killed_rank_and_a_full_disk(
-    tmp_path, lab_directory, small_disk, slurm_installed, monkeypatch
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_storm_of_faults_unattended(
+    tmp_path, lab_directory, small_disk, slurm_installed, monkeypatch, order
 ):
+    """With limits of a minute, 6 jobs in the queue at most, and a study of the same name in another
+    root.
+    """
     study = small_study("storm", steps=300, runs=2, restart_every=20, curved=True)
-    with running(Lab(lab_directory, cpus=1)) as lab:
+    faults = [
+        *("rank_killed", "agent_killed", "supervisor_killed", "node_lost", "preempted"),
+        *("controller_restarted", "accounts_down", "disk_full", "site_edited"),
+    ][::order]
+    with running(Lab(lab_directory, cpus=1, accounting=True)) as lab:
         monkeypatch.setenv("SLURM_CONF", str(lab.conf))
+        lab.limit_submissions(6)
+        other = tmp_path / "other"
+        other.mkdir()
+        submit(study, site_of(other))
         submit(study, site_of(small_disk, train_minutes=1, starts=6))
+        cancel(other / study.name)
         study_dir = small_disk / study.name
         # Faults strike one upon the other, so some starts end before a checkpoint: hence six
         # without progress.
         storm = Storm(lab, study_dir, [run.name for run in study.runs], small_disk)
-        faults = ["rank_killed", "node_lost", "preempted", "disk_full"]
         storm.go_on(faults, seconds=3 * HANG_SECONDS)
         assert [name for name, _ in storm.struck] == faults
     local = run_here(tmp_path / "local", study)
