@@ -192,6 +192,29 @@ def retry(
 
 
 @app.command()
+def doctor(
+    site: Annotated[Path, typer.Option(help="TOML file that describes the cluster")],
+    wait: Annotated[
+        int, typer.Option(min=1, help="seconds until the job has to have ended")
+    ] = 1800,
+) -> None:
+    """Check a cluster by one small job, and say what it has to allow; exit code 2 if it does not.
+
+    Example: python -m slurm doctor --site my_cluster.toml
+    """
+    from slurm.doctor.visit import NEEDS, visit
+    from slurm.site import load_site
+
+    failed = 0
+    for check in visit(load_site(site), wait):
+        typer.echo(str(check))
+        failed += check.problem is not None
+    typer.echo(NEEDS)
+    if failed:
+        raise UserError(f"{failed} checks failed; correct them before submitting a study")
+
+
+@app.command()
 def unexclude(
     name: StudyName,
     nodes: Annotated[list[str], typer.Argument(help="nodes that are fit again")],

@@ -121,6 +121,11 @@ def max_array_size() -> int:
     return int(found[1])
 
 
+def partition(name: str) -> str:
+    """Return what SLURM says of a partition; UserError for one that it does not know."""
+    return _answer("scontrol", "show", "partition", name)
+
+
 def hostnames(nodelist: str) -> list[str]:
     """Return the nodes of a list such as `node[1-3,7]`."""
     return _answer("scontrol", "show", "hostnames", nodelist).split() if nodelist else []

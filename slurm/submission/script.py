@@ -51,11 +51,7 @@ mkdir -p {stops} || exit 1
 trap ': >"$stop" && trap "" USR1 TERM' USR1 TERM
 echo "== $(date -u +%FT%TZ) $self start ${{SLURM_RESTART_COUNT:-0}} on ${{SLURM_JOB_NODELIST:-}}"
 
-{setup}{exports}
-export PYTHONPATH={project}"${{PYTHONPATH:+:$PYTHONPATH}}"
-
-set -uo pipefail
-cd {project} || exit 1
+{preamble}
 exec 9<> <(:)
 {{
     trap : USR1 TERM
@@ -69,6 +65,25 @@ read -r -t 1 rc <&9 || rc=137  # nothing there: it was killed
 [ "$rc" -lt 128 ] || {advance} --ending "$self"
 exit "$rc"
 """
+
+
+def preamble(site: Site, kind: Kind) -> str:
+    """Return the lines of a job script between its options and what it runs: setup, variables."""
+    setup, modules = list(site.setup.lines), shlex.join(site.setup.modules)
+    if modules:
+        setup.append(f"module load {modules} || exit 1")
+    variables = job_environment(site, kind).items()
+    project = shlex.quote(str(site.project))
+    return "\n".join(
+        [
+            *(["# The site's own.", *setup, ""] if setup else []),
+            *(f"export {name}={shlex.quote(value)}" for name, value in variables),
+            f'export PYTHONPATH={project}"${{PYTHONPATH:+:$PYTHONPATH}}"',
+            "",
+            "set -uo pipefail",
+            f"cd {project} || exit 1",
+        ]
+    )
 
 
 def ranges(indices: Iterable[int]) -> str:
@@ -201,18 +216,12 @@ def render(array: JobArray, site: Site, study_dir: Path, excluded: Collection[st
         raise UserError(
             f"{error}; rename the study or choose another root in the site file"
         ) from None
-    setup, modules = list(site.setup.lines), shlex.join(site.setup.modules)
-    if modules:
-        setup.append(f"module load {modules} || exit 1")
-    variables = job_environment(site, array.kind).items()
     return SCRIPT.format(
         options="\n".join(
             f"#SBATCH {option}" for option in _options(array, site, study_dir, excluded)
         ),
         stops=shlex.quote(f"{study_dir}/{STOPS}"),
-        setup="\n".join(["# The site's own.", *setup, "", ""]) if setup else "",
-        exports="\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables),
-        project=shlex.quote(str(site.project)),
+        preamble=preamble(site, array.kind),
         job=shlex.join([str(site.python), "-m", "slurm", "job", str(study_dir), array.name]),
         advance=shlex.join([str(site.python), "-m", "slurm", "advance", str(study_dir)]),
     )

@@ -1,0 +1,1 @@
+"""Checks of a cluster before the first job of a study."""

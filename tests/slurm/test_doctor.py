@@ -1,0 +1,81 @@
+"""The doctor on a real SLURM: what is right, and each thing that is wrong, named."""
+
+import json
+import os
+
+import pytest
+
+from base.errors import UserError
+from slurm import cluster
+from slurm.doctor import job as doctor_job
+from slurm.doctor.visit import checks_here, visit
+from tests.slurm.small_study import site_of
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "runs").mkdir()
+    return tmp_path / "runs"
+
+
+def failures(site, wait: int = 300) -> dict[str, str]:
+    return {check.name: check.problem for check in visit(site, wait) if check.problem}
+
+
+def test_a_cluster_that_is_fit(lab, root):
+    checks = list(visit(site_of(root), 300))
+    assert [str(check) for check in checks if check.problem] == []
+    by_name = {check.name: check.detail for check in checks}
+    assert by_name["root on every node"] == "node1, node2"
+    assert "GB/s a rank over 2 ranks by gloo" in by_name["all-reduce between all ranks"]
+    assert {"locks on node1", "locks on node2", "imports on node2"} <= by_name.keys()
+    assert list(root.iterdir()) == [], "nothing is left"
+
+
+def test_a_node_that_does_not_see_the_root(lab, root):
+    lab.inside(2, "mount", "-t", "tmpfs", "tmpfs", str(root))
+    try:
+        found = failures(site_of(root))
+    finally:
+        lab.inside(2, "umount", str(root))
+    assert "no report of node2: root is not there" in found["root on every node"]
+
+
+def test_an_interpreter_that_is_not_there(lab, root):
+    found = failures(site_of(root).model_copy(update={"python": root / "python"}))
+    assert "is no program; correct python" in found["interpreter and project"]
+    assert "it ended early" in found["a job on nodes"]
+
+
+def test_a_job_that_does_not_start_is_cancelled(lab, root):
+    lab.command("scontrol", "update", "PartitionName=train", "State=DOWN")
+    try:
+        found = failures(site_of(root), wait=1)
+    finally:
+        lab.command("scontrol", "update", "PartitionName=train", "State=UP")
+    assert "PENDING, PartitionDown after 1 s; give --wait more" in found["a job on nodes"]
+    assert lab.command("squeue", "--noheader", "--name=quantdyn.doctor", "--states=pending") == ""
+
+
+def test_without_slurm_the_first_line_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    first = next(checks_here(site_of(tmp_path)))
+    assert str(first).startswith("FAIL SLURM's commands: sbatch, squeue, scontrol, scancel, srun")
+
+
+def test_a_lock_of_another_node_that_is_not_seen(tmp_path, monkeypatch):
+    """As on a Lustre whose locks are each node's own: here nobody holds it."""
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    (tmp_path / ".clock.json").write_text(json.dumps({"time": 0.0}))
+    problems = {check.name: check.problem for check in doctor_job.node(tmp_path)}
+    assert "mount root with flock for all nodes" in (problems["locks on node7"] or "")
+
+
+def test_a_node_that_may_not_submit(tmp_path, monkeypatch):
+    def refuse(_script):
+        raise UserError("sbatch: Access denied")
+
+    monkeypatch.setattr(cluster, "check", refuse)
+    monkeypatch.setitem(os.environ, "SLURM_JOB_ID", "7")
+    check = doctor_job._slurm_from_here(tmp_path)
+    assert "Access denied: keep 'status --watch' running" in (check.problem or "")
