@@ -49,9 +49,30 @@ def environment() -> dict[str, Any]:
         "packages": versions,
         "host": socket.gethostname(),
         "slurm_job": _slurm_job(),
+        "partition": os.environ.get("SLURM_JOB_PARTITION"),
+        "image": os.environ.get("QUANTDYN_IMAGE"),
+        **_gpus(),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _gpus() -> dict[str, Any]:
+    """Return names of the GPUs, and versions of driver, CUDA and NCCL; empty where torch sees none.
+
+    torch is asked only where it is imported already: to import it takes seconds. Not run on a GPU
+    yet.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    driver = Path("/proc/driver/nvidia/version")
+    return {
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
 
 

@@ -2,6 +2,7 @@
 
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -25,6 +26,7 @@ from slurm.values import (
     SafePath,
     TimeLimit,
     seconds_of,
+    secret_in,
 )
 from study.machine.hardware import UNKNOWN_BYTES, Hardware
 
@@ -210,6 +212,18 @@ class Site(Frozen):
         return self.container.python if self.container else str(self.python)
 
 
+def _texts(content: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """Yield every value of a TOML document that is no table or list, with its dotted key."""
+    if isinstance(content, dict):
+        for name, inner in content.items():
+            yield from _texts(inner, f"{key}.{name}" if key else name)
+    elif isinstance(content, list):
+        for inner in content:
+            yield from _texts(inner, key)
+    else:
+        yield key, content
+
+
 def load_site(path: Path) -> Site:
     """Load a site; UserError, one line with file and key, for anything it cannot mean."""
     try:
@@ -220,6 +234,14 @@ def load_site(path: Path) -> Site:
         raise UserError(
             f"{path} is not TOML: {error}; correct it (text and times stand in quotes)"
         ) from None
+    for key, value in _texts(content):
+        secret = secret_in(key.rpartition(".")[2], value)
+        if secret and key != "mlflow.tracking_uri":  # of which the address is told
+            raise UserError(
+                f"{path}: '{key}': {secret} looks like a secret, and this file is copied beside the"
+                " study; export it in the shell that submits, or use ~/.netrc or MLflow's own"
+                " variables there"
+            )
     try:
         return Site.model_validate(content)
     except ValidationError as error:

@@ -24,9 +24,14 @@ SHELL_NAMES = """
 """
 # In names of variables that usually hold a secret; HF_TOKEN_PATH does not.
 SECRET = re.compile(
-    r"(^|_)((credential|secret|token)s?|pwd)(_|$)|passw(or)?d|api_?key|(access|private)_key",
+    r"(^|_)((credential|secret|token)s?|pwd|pass|key|auth)(_|$)|passw(or)?d|api_?key",
     re.IGNORECASE,
 )
+# Tokens that say whose they are, and `NAME=value` in a line of shell; a value of $NAME is none.
+TOKEN = re.compile(
+    r"\b((hf|gh[pousr])_[A-Za-z0-9]{16,}|(glpat|sk|nvapi|xox[bp])-[\w-]{16,}|AKIA[A-Z0-9]{12,})"
+)
+ASSIGNED = re.compile(r"\b([A-Za-z_][A-Za-z0-9_]*)=[\"']?([^\s\"'$])")
 NO_SECRETS = ("_path", "_file", "_dir")
 # An address with a password, before the host or after a '?'.
 PASSWORD = re.compile(r"://[^\s/@]*:[^\s@]*@|[?&]password=")
@@ -100,6 +105,21 @@ def _checked_extra(value: str) -> str:
     return value
 
 
+def secret_in(name: str, value: object) -> str | None:
+    """Return what looks like a secret in a value of a site file, by its name alone.
+
+    Args:
+        name: of the variable or key.
+        value: its text.
+    """
+    text = str(value)
+    assigned = [name, *(found[1] for found in ASSIGNED.finditer(text))]
+    for one in assigned:
+        if SECRET.search(one) and not one.lower().endswith(NO_SECRETS):
+            return one
+    return name if PASSWORD.search(text) or TOKEN.search(text) else None
+
+
 def _checked_line(value: str) -> str:
     if LINE_END.search(value):
         raise ValueError(f"{value!r:.80} is more than one line; list each on its own")
@@ -111,12 +131,6 @@ def _checked_environment(values: object) -> object:
     for name, value in values.items() if isinstance(values, dict) else ():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
             raise ValueError(f"{name!r:.80} is no name of a variable; use letters, digits and _")
-        secret = SECRET.search(name) and not name.lower().endswith(NO_SECRETS)
-        if secret or PASSWORD.search(str(value)):
-            raise ValueError(
-                f"{name} looks like a secret, and this file is copied beside the study; export it"
-                " in the shell that submits, or use ~/.netrc or MLflow's own variables there"
-            )
         if name == "MLFLOW_TRACKING_URI":
             raise ValueError("give MLflow's address as tracking_uri in [mlflow]")
         if name in SHELL_NAMES.split():

@@ -30,6 +30,8 @@ def opening(directory: Path, uri: str) -> str:
     root = directory.parent
     own = uri == store_uri(root)
     lines = [f"open it with: {server_command(root)}" if own else f"it is in {masked(uri)}"]
+    if own:
+        lines.append("every user of that machine can read and change it; SECURITY.md has a login")
     server = f"http://{HOST}:{PORT}" if own else masked(uri).rstrip("/")
     mirrored = directory / MIRROR_JSON
     if server.startswith(HTTP) and mirrored.exists():

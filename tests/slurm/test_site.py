@@ -208,6 +208,13 @@ WRONG = [
     ({"environment": {"HF_TOKEN": "hf_very_secret"}}, "HF_TOKEN looks like a secret"),
     ({"environment": {"DB": "postgresql://me:very_secret@host/db"}}, "DB looks like a secret"),
     ({"environment": {"PGPASSWORD": 5}}, "PGPASSWORD looks like a secret"),
+    ({"environment": {"DB_PASS": "very_secret"}}, "DB_PASS looks like a secret"),
+    ({"environment": {"NGC_KEY": "very_secret"}}, "NGC_KEY looks like a secret"),
+    ({"environment": {"WHERE": "nvapi-very_secret-very_secret"}}, "WHERE looks like a secret"),
+    ({"setup.lines": ["export HF_TOKEN=very_secret"]}, "'setup.lines': HF_TOKEN looks like a"),
+    ({"setup.lines": ["true", "A=1 DB_PASS='very_secret' x"]}, "DB_PASS looks like a secret"),
+    ({"setup.lines": ["curl -H 'Bearer ghp_verysecretverysecret'"]}, "lines looks like a secret"),
+    ({"slurm.extra": ["--export-file=glpat-very_secret-very_secret"]}, "extra looks like a secret"),
     ({"environment": {"A-B": "x"}}, "no name of a variable"),
     ({"environment": {"SLURM_RESTART_COUNT": "x"}}, "belongs to bash or to the job script"),
     ({"environment": {"N": 5}}, "put it in quotes"),
@@ -235,10 +242,15 @@ def test_mistakes_are_told_in_one_line_with_file_and_key(tmp_path, changes, said
 
 
 def test_names_that_only_look_like_secrets_are_taken(tmp_path):
-    names = ("TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "PGPASSFILE", "MAX_TOKENS_PATH")
-    assert loaded(tmp_path, {"environment": dict.fromkeys(names, "x")}).environment.keys() == set(
-        names
-    )
+    names = ("TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "PGPASSFILE", "MAX_TOKENS_PATH", "MONKEY")
+    lines = [
+        "export HF_TOKEN=$(cat ~/.token)",
+        "MONKEY=1",
+        "source /opt/keys.sh",
+        "pip install hf_transfer",
+    ]
+    site = loaded(tmp_path, {"environment": dict.fromkeys(names, "x"), "setup.lines": lines})
+    assert site.environment.keys() == set(names)
 
 
 @pytest.mark.parametrize(

@@ -366,6 +366,9 @@ def test_the_scripts_lie_in_the_study_as_submitted(full, root, study):
     for array in existing_submission(directory).arrays:
         path = script_path(directory, array.name)
         assert path.read_text() == printed[str(path)]
+        assert path.stat().st_mode & 0o777 == 0o600
+    for name in ("submission.json", "scripts/site.json"):
+        assert (directory / SLURM / name).stat().st_mode & 0o777 == 0o600
     assert json.loads((directory / "slurm/scripts/environment.json").read_text())["python"]
     assert not (directory / "slurm/starts").exists()
 
