@@ -90,7 +90,7 @@ def test_a_storm_of_faults_unattended(
     """With limits of a minute, 6 jobs in the queue at most, and a study of the same name in another
     root.
     """
-    study = small_study("storm", steps=300, runs=2, restart_every=20, curved=True)
+    study = small_study("storm", steps=2000, runs=2, restart_every=50, curved=True)
     faults = [
         *("rank_killed", "agent_killed", "supervisor_killed", "node_lost", "preempted"),
         *("controller_restarted", "accounts_down", "disk_full", "site_edited"),
