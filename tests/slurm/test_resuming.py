@@ -1,13 +1,17 @@
-"""Trainings over two nodes of a real SLURM that hang: ended, named and resumed, unattended."""
+"""Trainings over two nodes of a real SLURM that hang or are preempted: resumed, unattended."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from slurm import cluster
+from slurm.submission.advance import advance, why_not
 from slurm.submission.record import existing_submission, log_of
 from slurm.submission.starts import starts_of
 from slurm.submission.submit import submit
+from slurm.submission.survey import survey
 from study.definition import Study
 from study.text.kinds import TokenFiles
 from tests.interpreter import interpreter
@@ -89,3 +93,34 @@ def test_a_rendezvous_that_one_node_never_comes_to_is_ended(lab, tmp_path, study
     }
     assert len(endpoints) == 2, "another port at the second attempt"
     assert {endpoint.partition(":")[0] for endpoint in endpoints} == {"node1"}
+
+
+@pytest.mark.parametrize("grace_seconds", [15, 0])
+def test_a_training_that_is_preempted_and_not_requeued_comes_back(
+    lab, tmp_path, study, grace_seconds
+):
+    """PreemptMode=CANCEL. With time to leave, the job saves and submits itself again; without, any
+    other look does, such as that of `status --watch`.
+    """
+    (run,), study_dir = (run.name for run in study.runs), tmp_path / study.name
+    lab.command("scontrol", "update", "PartitionName=spot", f"GraceTime={grace_seconds}")
+    options = site(tmp_path).slurm.model_copy(update={"partition": "spot"})
+    submit(study, site(tmp_path).model_copy(update={"slurm": options}))
+    storm = Storm(lab, study_dir, [run], tmp_path)
+    wait_until(lambda: storm.steps(run) >= 5, "five steps")
+    element = existing_submission(study_dir).element_ids["train", 0]
+    urgent = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
+    lab.command("sbatch", *urgent, "--wrap=sleep 5")
+    wait_until(lambda: cluster.states([element])[element].ended, "preempted")
+
+    def over() -> bool:
+        if not grace_seconds:
+            advance(study_dir)
+            time.sleep(1)
+        return (study_dir / "steps" / f"train-{run}.json").exists()
+
+    wait_until(over, "the run's end")
+    first, second = starts_of(study_dir, ("train", 0))
+    assert first.get("ended") == ("asked" if grace_seconds else None)
+    assert second["position"] > first["position"], "from a checkpoint"
+    assert why_not(survey(study_dir, existing_submission(study_dir), study), ("train", 0)) is None
