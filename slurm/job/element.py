@@ -41,7 +41,7 @@ from study.pipeline.step import (
 from study.pipeline.steps import ONLINE, steps_of
 from train.run.directory import RunDirectory
 
-PAUSE_SECONDS = 30.0  # before a second restart: a full disk or a lost mount may recover
+RESTART_SECONDS = 30.0  # before a second restart in place: what failed may recover
 RECORD_SECONDS = 60.0  # until the command that submitted this element has recorded it
 
 
@@ -89,13 +89,15 @@ class Element:
             return "complete"
         forget_earlier_stops(self.study_dir, self.steps)
         record_start(self.study_dir, self.key, self.job, len(self.nodes), self.position())
+        ended: Ending = "failed"
         try:
             self.unpack_image()
             ended = self.run_final(open_steps) if self.key[0] == FINAL else self.run_all(open_steps)
         except UnfitNodesError as error:
             say(str(error))
             ended = "unfit"
-        record_end(self.study_dir, self.key, self.job, ended)
+        finally:
+            record_end(self.study_dir, self.key, self.job, ended)
         return ended
 
     def run_all(self, open_steps: list[Step]) -> Ending:
@@ -165,7 +167,7 @@ class Element:
             if vain > self.site.limits.restarts_in_place:
                 return status
             say(f"training ended with status {status}; it is resumed on the same nodes")
-            time.sleep(PAUSE_SECONDS if vain > 1 else 0.0)
+            time.sleep(RESTART_SECONDS if vain > 1 else 0.0)
 
     def execute(self, batch: list[Step]) -> int:
         """Return the exit status of the command of these steps."""

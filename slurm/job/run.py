@@ -1,6 +1,7 @@
 """One job: its element, then the submission of what can start because of it."""
 
 import os
+import time
 from pathlib import Path
 
 import typer
@@ -12,6 +13,8 @@ from slurm.job.supervision import say
 from slurm.submission.advance import adopt
 from slurm.submission.record import existing_submission, submitting
 from slurm.submission.starts import Ending
+
+PAUSE_SECONDS = 30.0  # after a failure: a full disk or a lost mount may recover
 
 
 def is_recorded(study_dir: Path, array: str, index: int, job: str) -> bool:
@@ -45,12 +48,11 @@ def run_element(study_dir: Path, array: str, index: int, stop_file: Path) -> Non
             say(f"another job runs {array}/{index}, or it was cancelled: this one, {job}, leaves")
             return
         ended = Element(study_dir, array, index, stop_file, job).run()
-    # Whatever it is, others may start now, and this element again.
-    except Exception as error:
+    except (UserError, OSError) as error:
         say(f"error: {error}")
-        if not isinstance(error, (UserError, OSError)):
-            raise
-    finally:
+    finally:  # whatever it was, others may start now, and this element again
+        if ended == "failed" and not stop_file.exists():
+            time.sleep(PAUSE_SECONDS)
         advance_at_end(study_dir, job)
     if ended in ("failed", "unfit"):
         raise typer.Exit(1)

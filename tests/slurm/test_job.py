@@ -10,6 +10,7 @@ import typer
 
 from base.files import write_json
 from slurm.job import advancing, element, stop_files
+from slurm.job import run as run_module
 from slurm.job.run import run_element
 from slurm.site import Limits
 from slurm.submission.arrays import FINAL, arrays_of
@@ -77,7 +78,8 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("STUDY_DIR", str(directory))
     monkeypatch.setenv("SLURM_JOB_ID", "71")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
-    monkeypatch.setattr(element, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(element, "RESTART_SECONDS", 0)
+    monkeypatch.setattr(run_module, "PAUSE_SECONDS", 0)
     monkeypatch.setattr(advancing, "TRY_SECONDS", 0)
     site = site_of(tmp_path / "runs", train_nodes=1).model_copy(
         update={"python": programs / "python"}
