@@ -154,7 +154,7 @@ class Container(Frozen):
 class Nccl(Frozen):
     """The network between GPUs."""
 
-    profile: Literal["default", "infiniband", "ethernet", "efa"] = "default"
+    profile: Literal["default", "infiniband", "ethernet", "efa", "slingshot"] = "default"
     interface: Name | None = None
     family: Literal["ipv4", "ipv6"] | None = None  # of addresses; None: as the library chooses
     address: Pattern = "{node}"  # of a node, for the rendezvous; such as "{node}-ib"

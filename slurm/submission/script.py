@@ -36,6 +36,7 @@ NCCL_PROFILES = {
     "ethernet": {"NCCL_NET": "Socket", "NCCL_DEBUG": "WARN"},
     # The plugin for libfabric takes no other, slower provider.
     "efa": {"FI_PROVIDER": "efa", "NCCL_DEBUG": "WARN"},
+    "slingshot": {"FI_PROVIDER": "cxi", "NCCL_DEBUG": "WARN"},
 }
 # The exit code comes through a pipe: where a signal arrives as the job ends, bash's `wait` gives
 # the signal's or 255. With the trap the inner shell outlives a signal to all processes; unlike an
@@ -120,6 +121,7 @@ def job_environment(site: Site, kind: Kind) -> dict[str, str]:
         variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(seconds)
     if site.container:
         variables["QUANTDYN_IMAGE"] = site.container.image
+        variables["PYTHONNOUSERSITE"] = "1"  # the home's packages are not the image's
     if site.mlflow.tracking_uri:
         variables["MLFLOW_TRACKING_URI"] = site.mlflow.tracking_uri
     return variables | site.environment

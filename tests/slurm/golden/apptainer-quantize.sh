@@ -31,6 +31,7 @@ export DO_NOT_TRACK=true
 export FI_PROVIDER=efa
 export NCCL_DEBUG=WARN
 export QUANTDYN_IMAGE=/project/p123/quantdyn.sif
+export PYTHONNOUSERSITE=1
 export PYTHONPATH=/project/p123/src"${PYTHONPATH:+:$PYTHONPATH}"
 
 set -uo pipefail

@@ -33,6 +33,7 @@ export FI_PROVIDER=efa
 export NCCL_DEBUG=WARN
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
 export QUANTDYN_IMAGE=/project/p123/quantdyn.sif
+export PYTHONNOUSERSITE=1
 export PYTHONPATH=/project/p123/src"${PYTHONPATH:+:$PYTHONPATH}"
 
 set -uo pipefail

@@ -35,6 +35,7 @@ export NCCL_DEBUG=WARN
 export NCCL_SOCKET_IFNAME==ib0
 export GLOO_SOCKET_IFNAME=ib0
 export QUANTDYN_IMAGE='registry.example.org#llm/quantdyn:25.06'
+export PYTHONNOUSERSITE=1
 export MLFLOW_TRACKING_URI=https://mlflow.example.org:5000
 export HF_HOME='/shared/hf cache'
 export GREETING='it'"'"'s $HOME and `whoami`'
