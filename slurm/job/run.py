@@ -44,10 +44,11 @@ def run_element(study_dir: Path, array: str, index: int, stop_file: Path) -> Non
     job = f"{parent}_{task}"  # the plain id of the last element would be the whole array's
     ended: Ending = "failed"
     try:
-        if not is_recorded(study_dir, array, index, job):
+        if is_recorded(study_dir, array, index, job):
+            ended = Element(study_dir, array, index, stop_file, job).run()
+        else:
+            ended = "complete"
             say(f"another job runs {array}/{index}, or it was cancelled: this one, {job}, leaves")
-            return
-        ended = Element(study_dir, array, index, stop_file, job).run()
     except (UserError, OSError) as error:
         say(f"error: {error}")
     finally:  # whatever it was, others may start now, and this element again

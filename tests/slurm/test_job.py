@@ -213,6 +213,7 @@ def test_a_job_that_is_not_the_newest_of_its_element_leaves(cluster, monkeypatch
     run_element(cluster, "ends", 1, cluster / "stop")
     assert ran(cluster) == []
     assert "another job runs ends/1" in capsys.readouterr().out
+    assert starts_of(cluster, ("ends", 1)) == []
 
 
 TRAIN = "train-lr3e-2"
