@@ -40,6 +40,7 @@ from study.pipeline.step import (
 )
 from study.pipeline.steps import ONLINE, steps_of
 from train.run.directory import RunDirectory
+from train.run.environment import OWNER
 
 RESTART_SECONDS = 30.0  # before a second restart in place: what failed may recover
 RECORD_SECONDS = 60.0  # until the command that submitted this element has recorded it
@@ -181,7 +182,8 @@ class Element:
             command += ("--hang-seconds", str(self.site.limits.hang_seconds))
         say(f"{COMMAND_PROMPT}{shown(command, machine)}")
         prefix = srun_prefix(self.site, self.array.kind, self.everywhere)
-        environment = dict(os.environ)
+        # Of all jobs of an element only the newest runs: `is_recorded` sees to that.
+        environment = os.environ | {OWNER: f"{self.study_dir}:{self.array.name}/{self.key[1]}"}
         if first.kind in ONLINE:
             environment.pop("HF_HUB_OFFLINE", None)
         follower = self.follow(first) if train else None

@@ -106,8 +106,8 @@ def test_an_orphan_leaves_when_a_later_attempt_has_begun(tmp_path, inputs):
     assert last_step(directory.path) < 2000
 
 
-def test_a_requeued_job_goes_on_beside_its_orphan(trained, tmp_path, monkeypatch):
-    """The orphan's node still holds the lock. Any other job is refused."""
+def test_the_next_job_of_an_owner_goes_on_beside_its_orphan(trained, tmp_path, monkeypatch):
+    """The orphan's node still holds the lock. Any other is refused."""
     import fcntl
 
     directory = RunDirectory(tmp_path / "run")
@@ -116,11 +116,11 @@ def test_a_requeued_job_goes_on_beside_its_orphan(trained, tmp_path, monkeypatch
         lock.write("4711")
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        monkeypatch.setenv("SLURM_JOB_ID", "4712")
+        monkeypatch.setenv("QUANTDYN_OWNER", "4712")
         assert "another process is training" in error_line(
             python("train", "run", str(directory.path))
         )
-        monkeypatch.setenv("SLURM_JOB_ID", "4711")
+        monkeypatch.setenv("QUANTDYN_OWNER", "4711")
         done = python("train", "run", str(directory.path))
         assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(directory.status_json.read_text())["attempt"] == 2

@@ -13,7 +13,7 @@ from base.errors import UserError
 from base.files import take_lock, write_json
 from train.distributed import from_rank_zero, gathered
 from train.run.directory import RunDirectory
-from train.run.environment import amend_attempt, attempts, record_attempt
+from train.run.environment import OWNER, amend_attempt, attempts, record_attempt
 from train.run.launch import recorded_variables
 
 
@@ -25,9 +25,9 @@ class Attempt:
     """One attempt on this rank; rank 0 writes.
 
     Two things keep attempts apart. A lock on the run refuses a second one while the first is alive.
-    A node that SLURM gave up may continue training, though, and hold the lock: the requeued job
-    resumes without it. The requeued job is in environment.json, and so the orphan finds that it is
-    no longer the newest before it publishes a checkpoint or logs anything.
+    A node that SLURM gave up may continue training, though, and hold the lock: the next job of the
+    same OWNER resumes without it. That one is in environment.json, and so the orphan finds that it
+    is no longer the newest before it publishes a checkpoint or logs anything.
 
     Attributes:
         number: counted from 1.
@@ -57,14 +57,14 @@ class Attempt:
             )
 
     def _take_lock(self) -> bool:
-        """Return whether this attempt may train: it, or an orphan of its own job, has the lock."""
-        job = os.environ.get("SLURM_JOB_ID", "")
+        """Return whether this attempt may train: it, or an orphan of its owner, has the lock."""
+        owner = os.environ.get(OWNER, "")
         self._lock = (self._directory.path / ".lock").open("a+")
         if not take_lock(self._lock):
             self._lock.seek(0)
-            return bool(job) and self._lock.read() == job
+            return bool(owner) and self._lock.read() == owner
         self._lock.truncate(0)
-        self._lock.write(job)
+        self._lock.write(owner)
         self._lock.flush()
         return True
 

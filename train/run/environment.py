@@ -8,6 +8,9 @@ from base.environment import environment
 from base.errors import UserError
 from base.files import write_json
 
+# Variable: whose jobs train a run, of which only the newest may. Set by who makes sure of that.
+OWNER = "QUANTDYN_OWNER"
+
 
 def attempts(environment_json: Path) -> list[dict[str, Any]]:
     """Return the entries of environment.json, one per attempt; FileNotFoundError for none."""

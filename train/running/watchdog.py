@@ -5,7 +5,7 @@ It is a thread of every rank, so that every start of a run has it: by hand, by a
 own rank makes no step it looks at all of them. A rank whose heart stands still is stopped, or its
 node is lost; else the rank that is farthest back holds up the others. The lowest living rank says
 so, and all that live exit with EX_TEMPFAIL; torchrun then kills the rest. The run is resumed by
-`study.pipeline.runner`, by SLURM's requeueing, or by the user's same command. (Not by torchrun
+`study.pipeline.runner`, by `slurm.job`, or by the user's same command. (Not by torchrun
 --max-restarts: its new ranks find the old ones' addresses in its store, pytorch issue 135712.)
 """
 
