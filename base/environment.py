@@ -68,11 +68,12 @@ def _gpus() -> dict[str, Any]:
     if torch is None or not torch.cuda.is_available():
         return {}
     driver = Path("/proc/driver/nvidia/version")
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     return {
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
     }
 
 

@@ -228,7 +228,7 @@ def unexclude(
     from slurm.submission.record import submitting
 
     directory = directory_of(name, root)
-    with submitting(directory, patience_seconds=60.0):
+    with submitting(directory):
         include(directory, nodes)
 
 

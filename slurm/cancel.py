@@ -10,8 +10,6 @@ from slurm.submission.survey import Survey, survey
 from study.definition import load_study
 from train.run.directory import RunDirectory
 
-PATIENCE_SECONDS = 60.0  # for a job that is submitting what comes next
-
 
 def cancel(
     study_dir: Path, which: str | None = None, *, after_checkpoint: bool = False
@@ -36,7 +34,7 @@ def cancel(
         raise UserError(
             f"the study has no run or array {which!r:.80}; such as: {', '.join(known[:8])}"
         )
-    with submitting(study_dir, PATIENCE_SECONDS):
+    with submitting(study_dir):
         adopt(study_dir)
         now = survey(study_dir, existing_submission(study_dir), study)
         chosen = [element for element in now.open if _belongs(now, element, which)]

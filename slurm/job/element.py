@@ -43,7 +43,6 @@ from train.run.directory import RunDirectory
 from train.run.environment import OWNER
 
 RESTART_SECONDS = 30.0  # before a second restart in place: what failed may recover
-RECORD_SECONDS = 60.0  # until the command that submitted this element has recorded it
 
 
 class UnfitNodesError(Exception):
@@ -263,6 +262,6 @@ class Element:
             say(f"{node} is not fit: {reason}")
         if len(bad) == len(self.nodes):
             raise UserError(f"no node is fit: what they share is at fault, see {out}")
-        with submitting(self.study_dir, RECORD_SECONDS):
+        with submitting(self.study_dir):
             exclude(self.study_dir, bad)
         raise UnfitNodesError(f"{self.array.name} goes on without {', '.join(sorted(bad))}")

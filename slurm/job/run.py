@@ -8,7 +8,7 @@ import typer
 
 from base.errors import UserError
 from slurm.job.advancing import advance_at_end
-from slurm.job.element import RECORD_SECONDS, Element
+from slurm.job.element import Element
 from slurm.job.supervision import say
 from slurm.submission.advance import adopt
 from slurm.submission.record import existing_submission, submitting
@@ -29,7 +29,7 @@ def is_recorded(study_dir: Path, array: str, index: int, job: str) -> bool:
 
     if newest() == job:
         return True
-    with submitting(study_dir, RECORD_SECONDS):
+    with submitting(study_dir):
         adopt(study_dir)
     return newest() == job
 

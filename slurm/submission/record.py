@@ -31,6 +31,7 @@ from slurm.submission.arrays import JobArray
 SLURM = "slurm"  # the directory below a study
 SUBMISSION_JSON = "submission.json"
 JOBS_JSONL = "jobs.jsonl"
+PATIENCE_SECONDS = 60.0  # for another command, or a job that submits what comes next
 POLL_SECONDS = 0.2
 PRIVATE = 0o600  # of files with lines of the site, which may hold what is nobody else's business
 
@@ -198,8 +199,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def submitting(study_dir: Path, patience_seconds: float = 0.0) -> Iterator[None]:
-    """Hold the study's submission; UserError if another command does for so long."""
+def submitting(study_dir: Path, patience_seconds: float | None = None) -> Iterator[None]:
+    """Hold the study's submission; UserError if another command does, for PATIENCE_SECONDS."""
+    patience_seconds = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
     deadline = time.monotonic() + patience_seconds
     place = study_dir / SLURM
     place.mkdir(parents=True, exist_ok=True)

@@ -64,7 +64,7 @@ def test_a_stopped_rank_is_named_and_training_resumed_in_the_same_allocation(lab
     (run,), study_dir = (run.name for run in study.runs), tmp_path / study.name
     submit(study, site(tmp_path, hang_seconds=5))
     storm = Storm(lab, study_dir, [run], tmp_path)
-    wait_until(lambda: storm.steps(run) >= 5, "five steps")
+    wait_until(lambda: storm.steps(run) >= 5, "five steps")  # it may be saving by now
     beat = json.loads((study_dir / run / "watch/rank1.json").read_text())
     host, pid = beat[1], beat[2]
     lab.inside(int(host.removeprefix("node")), "kill", "-STOP", str(pid))

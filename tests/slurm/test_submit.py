@@ -11,6 +11,7 @@ from base.files import write_json
 from slurm import cluster
 from slurm.cancel import cancel
 from slurm.site import Site
+from slurm.submission import record
 from slurm.submission.advance import advance
 from slurm.submission.arrays import FINAL
 from slurm.submission.excluded import exclude, unexclude
@@ -259,7 +260,8 @@ def test_a_full_queue_of_others_is_said(full, root, study, monkeypatch):
         submit(study, site_of(root))
 
 
-def test_two_submissions_at_once(full, root, study):
+def test_two_submissions_at_once(full, root, study, monkeypatch):
+    monkeypatch.setattr(record, "PATIENCE_SECONDS", 0.5)
     directory = root / study.name
     with submitting(directory), pytest.raises(UserError, match="another command is submitting"):
         submit(study, site_of(root))

@@ -12,20 +12,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from base import stopping
+from train.averages import Averages
 from train.data.batches import Batch, Replica, RunData
 from train.data.documents import TextFile
 
-STEP, SOURCE, UNTIL = (f"QUANTDYN_TEST_STALLED_{name}" for name in ("STEP", "SOURCE", "UNTIL"))
+NAMES = ("STEP", "SAVE", "SOURCE", "UNTIL")
+STEP, SAVE, SOURCE, UNTIL = (f"QUANTDYN_TEST_STALLED_{name}" for name in NAMES)
 
 
-def stalling(until: Path, *, step: int | None = None, source: Path | None = None) -> dict[str, str]:
-    """Return the environment in which a batch or a text comes once the file `until` is there.
+def stalling(
+    until: Path, *, step: int | None = None, save: int | None = None, source: Path | None = None
+) -> dict[str, str]:
+    """Return the environment in which something comes once the file `until` is there.
+
+    A batch, what follows the training of a step, or a text.
 
     A signal that asks a training to stop lets go of it, too.
     """
     return (
         {UNTIL: str(until)}
         | ({STEP: str(step)} if step else {})
+        | ({SAVE: str(save)} if save else {})
         | ({SOURCE: str(source)} if source else {})
     )
 
@@ -35,13 +42,19 @@ def _wait() -> None:
         time.sleep(0.005)
 
 
-_batch, _texts = RunData.batch, TextFile.texts
+_batch, _update, _texts = RunData.batch, Averages.update, TextFile.texts
 
 
 def _stalled_batch(data: RunData, step: int, replica: Replica | None = None) -> Batch:
     if step >= int(os.environ[STEP]):
         _wait()
     return _batch(data, step, replica)
+
+
+def _stalled_update(averages: Averages, step: int) -> None:
+    if step >= int(os.environ[SAVE]):
+        _wait()
+    _update(averages, step)
 
 
 def _stalled_texts(source: TextFile) -> Iterator[str]:
@@ -52,6 +65,8 @@ def _stalled_texts(source: TextFile) -> Iterator[str]:
 
 if STEP in os.environ:
     RunData.batch = _stalled_batch  # type: ignore[assignment, method-assign]
+if SAVE in os.environ:
+    Averages.update = _stalled_update  # type: ignore[assignment, method-assign]
 if SOURCE in os.environ:
     TextFile.texts = _stalled_texts  # type: ignore[assignment, method-assign]
 

@@ -1,9 +1,11 @@
 """A rank that hangs is named, its attempt ended, and the run resumed as if nothing had been."""
 
+import contextlib
 import json
 import os
 import pickle
 import signal
+import time
 from pathlib import Path
 from threading import Thread
 
@@ -60,6 +62,33 @@ def test_a_stopped_rank_is_named_and_the_run_resumed(trained, tmp_path, inputs):
     resumed_from = [each["resumed_from_step"] for each in attempts(directory.environment_json)]
     assert resumed_from == [None, 10]
     assert numbers(directory.path) == numbers(trained("dp2"))
+
+
+def test_a_rank_stopped_during_a_save_is_named(tmp_path, inputs):
+    """A save takes as long as it needs, but no rank is waited for that is not alive."""
+    directory, released = RunDirectory(tmp_path / "dp2"), tmp_path / "released"
+    make_run(directory.path, **inputs)
+    command = ("train", "run", str(directory.path), "--hang-seconds", HANG)
+    training = start_ranks(
+        2, "tests.train.stalled", *command, variables=stalling(released, save=20)
+    )
+
+    def saves() -> Heartbeat | None:
+        with contextlib.suppress(OSError, ValueError):
+            beat = Heartbeat(*json.loads(directory.heartbeat(1).read_text()))
+            return beat if beat.phase == Phase.SAVE and beat.step == 20 else None
+        return None
+
+    wait_until(saves, "a heartbeat of the last save", training)
+    time.sleep(2 * float(HANG))
+    assert training.poll() is None  # both are alive
+    os.kill(training.pid(rank=1), signal.SIGSTOP)
+    released.touch()
+    wait_until(lambda: training.poll() is not None, "the end of rank 0")
+    training.kill()  # as torchrun does
+    ended_by_watchdog = ended(training)
+    assert ended_by_watchdog.returncode == os.EX_TEMPFAIL, ended_by_watchdog.stderr[-3000:]
+    assert "no sign of life of rank 1 on " in ended_by_watchdog.stderr
 
 
 @pytest.mark.stress

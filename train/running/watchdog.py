@@ -3,10 +3,11 @@
 It is a thread of every rank, so that every start of a run has it: by hand, by a study, by SLURM.
 `train.loop` says where its rank is. The thread writes that to RUN/watch, a heartbeat, and once its
 own rank makes no step it looks at all of them. A rank whose heart stands still is stopped, or its
-node is lost; else the rank that is farthest back holds up the others. The lowest living rank says
-so, and all that live exit with EX_TEMPFAIL; torchrun then kills the rest. The run is resumed by
-`study.pipeline.runner`, by `slurm.job`, or by the user's same command. (Not by torchrun
---max-restarts: its new ranks find the old ones' addresses in its store, pytorch issue 135712.)
+node is lost, also while the others save; else the rank that is farthest back holds them up. The
+lowest living rank says so, and all that live exit with EX_TEMPFAIL; torchrun then kills the rest.
+The run is resumed by `study.pipeline.runner`, by `slurm.job`, or by the user's same command. (Not
+by torchrun --max-restarts: its new ranks find the old ones' addresses in its store, pytorch issue
+135712.)
 """
 
 import contextlib
@@ -35,6 +36,7 @@ USUAL_STEPS = 10  # of time without a step, and at least `hang_seconds`
 BEATS = 30  # of a heart in `hang_seconds`
 COLLECTIVES_LATER = 1.2  # they time out after the verdict, which alone names a rank
 STILL_BEATS = 2  # a rank that misses so many is not alive
+SAVING_BEATS = BEATS // 2  # the same in a save: what it writes may hold up the file of the beats
 SPEAKING_SECONDS = 5.0  # that the others leave to the rank that speaks: their exit would end it
 LEAVING_SECONDS = 60.0  # for what is written at the end: the disk may be what hangs
 NAMED_RANKS = 4
@@ -131,12 +133,13 @@ class Watchdog:
         seen, silent = self._place, 0
         while self._alive():
             place = self._place
-            if place != seen or place[1] == Phase.SAVE or not self._step_seconds:
+            if place != seen or not self._step_seconds:
                 seen, silent = place, 0
                 continue
             silent += 1
-            if silent >= BEATS * self._allowed_seconds() / self._hang_seconds - STILL_BEATS:
-                self._judge(place)
+            still = SAVING_BEATS if place[1] == Phase.SAVE else STILL_BEATS
+            if silent >= BEATS * self._allowed_seconds() / self._hang_seconds - still:
+                self._judge(place, still)
                 silent = 0
 
     def _alive(self) -> bool:
@@ -150,14 +153,19 @@ class Watchdog:
             aside.replace(path)
         return not self._over.wait(self._hang_seconds / BEATS)
 
-    def _judge(self, place: tuple[int, Phase]) -> None:
-        """End the attempt, unless this rank comes further meanwhile."""
+    def _judge(self, place: tuple[int, Phase], still: int) -> None:
+        """End the attempt, unless this rank comes further while it counts so many beats.
+
+        A save takes as long as it needs: only a rank that is not alive ends it.
+        """
         earlier = self._heartbeats()
-        for _ in range(STILL_BEATS):
+        for _ in range(still):
             if not self._alive() or self._place != place:
                 return
         now = self._heartbeats()
         dead = [beat for beat in now if beat == earlier[beat.rank] and beat.rank != self._rank]
+        if place[1] == Phase.SAVE and not dead:
+            return
         living = [beat for beat in now if beat not in dead]
         self._end(diagnosis(living, dead), speaks=living[0].rank == self._rank)
 
