@@ -38,7 +38,9 @@ def first(place: Path) -> Iterator[Check]:
     seconds, failure = _run([*prefix, "true"])
     yield Check("srun, image unpacked", failure, f"{seconds:.0f} s")
     health.write_clock(place)
-    seconds, failure = _run([*prefix, python, "-m", "slurm.doctor.job", str(place), "node"])
+    # A node that fails does not end the others: all are to be heard.
+    each = srun_prefix(site, "train", ("--kill-on-bad-exit=0", *everywhere))
+    seconds, failure = _run([*each, python, "-m", "slurm.doctor.job", str(place), "node"])
     seen = [node for node in nodes if (place / f"checks-{node}.json").exists()]
     if len(seen) < len(nodes):
         missing = ", ".join(set(nodes) - set(seen))

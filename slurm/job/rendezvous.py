@@ -1,9 +1,9 @@
 """The rendezvous of a training over several nodes: torchrun on each, at a port that is free.
 
-`python -m slurm.job.rendezvous HEAD ADDRESS TORCHRUN_ARGUMENT...` is what srun starts on every
-node. It tells torchrun what differs from node to node: the node's own address, and which of them
-keeps the rendezvous. torchrun would take the full name of the host for the address, which compute
-nodes often cannot resolve, and would guess the keeper by comparing names.
+`python -m slurm.job.rendezvous TORCHRUN_ARGUMENT...` is what srun starts on every node. The nodes
+are known, so the rendezvous is torchrun's static one: each takes its rank from SLURM, and node 0
+keeps the store. (In the dynamic one, c10d, nodes change one record in turns, each with a look at
+its own stack: twelve on two cores did not meet in 150 s, in the static one 128 do in 11 s.)
 """
 
 import os
@@ -27,22 +27,18 @@ def torchrun_of_nodes(address: str, nodes: int, ranks: int, start: str) -> tuple
         ranks: on each.
         start: of the element.
     """
-    head, port = os.environ["SLURMD_NODENAME"], free_port()
-    endpoint = f"{address.replace('{node}', head)}:{port}"
+    head, port = address.replace("{node}", os.environ["SLURMD_NODENAME"]), str(free_port())
     return (
-        *("{python}", "-m", "slurm.job.rendezvous", head, address),
+        *("{python}", "-m", "slurm.job.rendezvous"),
         *("--nnodes", str(nodes), "--nproc-per-node", str(ranks)),
-        *("--rdzv-backend", "c10d", "--rdzv-id", f"{start}.{port}", "--rdzv-endpoint", endpoint),
+        *("--master-addr", head, "--master-port", port, "--rdzv-id", f"{start}.{port}"),
     )
 
 
 def main() -> None:
     """Become torchrun."""
-    head, address, *arguments = sys.argv[1:]
-    node = os.environ["SLURMD_NODENAME"]
-    own = ["--local-addr", address.replace("{node}", node)]
-    own += ["--rdzv-conf", f"is_host={str(node == head).lower()}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *own, *arguments]
+    rank = ["--node-rank", os.environ["SLURM_NODEID"]]
+    command = [sys.executable, "-m", "torch.distributed.run", *rank, *sys.argv[1:]]
     os.execv(command[0], command)  # noqa: S606  signals of srun are torchrun's
 
 

@@ -1,6 +1,7 @@
 """Thousands of elements: the time and the file operations of a look, with a stand-in for SLURM."""
 
 import os
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from slurm import cluster
+from slurm.job.rendezvous import torchrun_of_nodes
 from slurm.states import JobState
 from slurm.status.overview import look
 from slurm.status.table import lines_of
@@ -20,6 +22,7 @@ from slurm.submission.record import existing_submission
 from slurm.submission.submit import submit
 from study.definition import Study
 from study.pipeline.steps import steps_of
+from tests.interpreter import interpreter
 from tests.slurm.watched import make, site_of, small_study, write_metrics
 
 counted: Counter[str] = Counter()
@@ -147,3 +150,27 @@ def test_10_000_elements(tmp_path, slurm):
     assert figures["submit again"] < 5
     assert figures["advance"] < 2
     assert figures["status"] < 2
+
+
+@pytest.mark.parametrize("nodes", [12, pytest.param(128, marks=pytest.mark.stress)])
+def test_many_nodes_meet(monkeypatch, nodes):
+    """The agents of all nodes, on the processors of this machine."""
+    monkeypatch.setenv("SLURMD_NODENAME", "localhost")
+    words = torchrun_of_nodes("{node}", nodes, 1, "41_0.1")
+    command = [interpreter(), *words[1:], "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE"]
+
+    began = time.monotonic()
+    agents = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, "SLURM_NODEID": str(number)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(nodes)
+    ]
+    ended = [agent.communicate() for agent in agents]
+    print(f"{nodes} nodes: {time.monotonic() - began:.1f} s")
+    assert [agent.returncode for agent in agents] == [0] * nodes, ended[0][1][-3000:]
+    assert {out.strip() for out, _ in ended} == {f"{rank} of {nodes}" for rank in range(nodes)}
