@@ -3,10 +3,12 @@
 import errno
 import fcntl
 import json
+import math
 import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -17,6 +19,8 @@ from pydantic import Field
 from base.digests import PATTERN, Algorithm, digest_of
 from base.errors import UserError
 from base.frozen import Frozen
+
+POLL_SECONDS = 0.1  # between looks at a lock that another process has
 
 
 def sha256_of(path: Path) -> str:
@@ -94,24 +98,29 @@ def write_json(path: Path, content: Any, mode: int = 0o666) -> None:
         unfinished.write_text(text)
 
 
-def take_lock(file: IO[Any], *, wait: bool = False) -> bool:
+def take_lock(file: IO[Any], patience_seconds: float = 0.0) -> bool:
     """Return whether this process now holds the lock of an open file, until it is closed.
 
     Raises:
         UserError: the filesystem has no locks.
     """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            raise
-        raise UserError(
-            f"{file.name} cannot be locked ({error.strerror}); have its filesystem mounted with"
-            " flock, or use another directory"
-        ) from None
-    return True
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise
+            raise UserError(
+                f"{file.name} cannot be locked ({error.strerror}); have its filesystem mounted with"
+                " flock, or use another directory"
+            ) from None
+        else:
+            return True
 
 
 @contextmanager
@@ -119,7 +128,7 @@ def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file, which the end of its process frees; other processes wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as lock:
-        take_lock(lock, wait=True)
+        take_lock(lock, math.inf)
         yield
 
 

@@ -43,12 +43,13 @@ def inspect(paths: list[Path], *, check: bool = False) -> None:
             failures.append(str(error))
             continue
         files = description.pop("files")
-        print(path)
+        lines = [str(path)]
         for key, value in description.items():
             shown = f"{value:,}" if isinstance(value, int) else value
-            print(printable(f"  {key.replace('_', ' '):<15} {shown}").replace("\n", "?"))
-        for name, size in files.items():
-            print(printable(f"    {size:>18,}  {name}").replace("\n", "?"))
+            lines.append(f"  {key.replace('_', ' '):<15} {shown}")
+        lines += [f"    {size:>18,}  {name}" for name, size in files.items()]
+        for line in lines:
+            print(printable(line).replace("\n", "?"))
     if failures:
         several = f"{len(failures)} of {len(paths)} failed: " if len(paths) > 1 else ""
         raise UserError(several + failures[0])

@@ -15,43 +15,24 @@ from base.errors import UserError
 from base.files import read_regular
 
 METADATA = ".metadata"  # the place of each part
-# All that torch 2.13 writes there: its own records, and the types of tensors.
-RECORDS = frozenset(
-    {
-        *(
-            f"torch.distributed.checkpoint.metadata.{name}"
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        *(
-            f"torch.distributed.checkpoint.planner.{name}"
-            for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem")
-        ),
-        "torch.distributed.checkpoint.planner.WriteItemType",
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "torch.serialization._get_layout",
-        "torch.Size",
-        "torch.device",
-        "collections.OrderedDict",
-        "pathlib.PosixPath",
-        "pathlib._local.PosixPath",  # of Python 3.13
-    }
-)
-DTYPES = frozenset(
-    f"torch.{name}"
-    for name in (
-        *("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8"),
-        *("bool", "float8_e4m3fn", "float8_e5m2"),
-    )
-)
+RECORDS = {
+    "torch.distributed.checkpoint.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.planner": (
+        *("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": (
+        *("Size", "device", "float64", "float32", "bfloat16", "float16", "float8_e4m3fn"),
+        *("float8_e5m2", "int64", "int32", "int16", "int8", "uint8", "bool"),
+    ),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),  # of Python 3.13
+}  # all that torch 2.13 writes there, by module: its own records, and the types of tensors
 
 
 class _Unpickler(pickle.Unpickler):
@@ -60,8 +41,8 @@ class _Unpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of the lists above; UserError for any other name."""
-        if f"{module}.{name}" not in RECORDS | DTYPES:
+        """Return what RECORDS names; UserError for any other name."""
+        if name not in RECORDS.get(module, ()):
             raise UserError(
                 f"{self._path} names {module}.{name}, which no checkpoint holds; do not open it"
                 " with other programs, and ask where it comes from"

@@ -21,7 +21,7 @@ from slurm.doctor.visit import Check
 from slurm.job import health
 from slurm.job.rendezvous import torchrun_of_nodes
 from slurm.site import Site
-from slurm.submission.script import srun_prefix
+from slurm.submission.script import on_every_node, srun_prefix
 from study.pipeline.step import torchrun
 
 SRUN_SECONDS = 240
@@ -33,7 +33,7 @@ def first(place: Path) -> Iterator[Check]:
     site = Site.model_validate_json((place / "site.json").read_text())
     nodes = cluster.hostnames(os.environ["SLURM_JOB_NODELIST"])
     yield _slurm_from_here(place)
-    everywhere = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
+    everywhere = on_every_node(len(nodes))
     prefix, python = srun_prefix(site, "train", everywhere), site.measuring_python
     seconds, failure = _run([*prefix, "true"])
     yield Check("srun, image unpacked", failure, f"{seconds:.0f} s")

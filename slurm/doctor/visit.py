@@ -56,7 +56,6 @@ def visit(site: Site, wait_seconds: int) -> Iterator[Check]:
     try:
         with (place / "lock").open("a") as lock:
             take_lock(lock)  # which the job must not get
-            write_json(place / "clock.json", time.time())
             yield from _job(site, place, wait_seconds)
     finally:
         shutil.rmtree(place, ignore_errors=True)

@@ -23,7 +23,7 @@ from slurm.job.watch import Watch
 from slurm.submission.arrays import FINAL
 from slurm.submission.excluded import exclude
 from slurm.submission.record import SLURM, existing_submission, submitting
-from slurm.submission.script import srun_prefix
+from slurm.submission.script import on_every_node, srun_prefix
 from slurm.submission.starts import Ending, position_of, record_end, record_start, restarts
 from study.definition import load_study
 from study.machine.needs import Needs
@@ -66,9 +66,7 @@ class Element:
         self.start = f"{job}.{restarts()}"
         self.steps = [self.ledger.steps[name] for name in self.array.elements[index]]
         self.nodes = cluster.hostnames(os.environ["SLURM_JOB_NODELIST"])
-        # Of srun, for one task on every node of the job.
-        count = len(self.nodes)
-        self.everywhere = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
+        self.everywhere = on_every_node(len(self.nodes))
 
     def position(self) -> int:
         """Return how far its work has come."""

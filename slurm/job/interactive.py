@@ -9,7 +9,7 @@ from base.errors import UserError
 from slurm.job.element import Element
 from slurm.submission.record import Element as Key
 from slurm.submission.record import existing_submission
-from slurm.submission.script import allocation_options
+from slurm.submission.script import STOPS, allocation_options
 
 
 def _element_of(study_dir: Path, step: str) -> Key:
@@ -48,6 +48,6 @@ def run_here(study_dir: Path, step: str) -> None:
     if "SLURM_JOB_NODELIST" not in os.environ:
         raise UserError("this is no job; give --interactive, or run it in the shell of salloc")
     job = os.environ["SLURM_JOB_ID"]
-    never = study_dir / "slurm" / "stop" / f"{job}.interactive"
+    never = study_dir / STOPS / f"{job}.interactive"
     if Element(study_dir, array, index, never, job).run() != "complete":
         raise typer.Exit(1)

@@ -1,6 +1,5 @@
 """Node-hours of a study, and what waits in the queue, by the clocks of the cluster's machines."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slurm.status.trainings import Training
@@ -33,21 +32,12 @@ class Hours:
 
 def hours_of(now: Survey, trainings: dict[str, Training], moment: float) -> Hours:
     """Return the hours of a study at a moment, in seconds since the epoch."""
-    elements = [
-        (array.name, index)
-        for array in now.submission.arrays
-        for index in range(len(array.elements))
-    ]
-    used = sum(_used(now, element, moment) for element in _started(now, elements))
+    jobs_of = now.submission.jobs_of
+    used = sum(_used(now, element, moment) for element in jobs_of)
     nodes = now.submission.site.resources_of("train").nodes
     left = [one.left_seconds for one in trainings.values() if one.left_seconds is not None]
     waiting = [element for element, state in now.states.items() if state.waits]
-    ids = {now.submission.element_ids[element] for element in waiting}
-    since = [
-        job.time
-        for job in now.submission.jobs
-        if any(f"{job.id}_{index}" in ids for index in job.indices)
-    ]
+    since = [jobs_of[element][-1].time for element in waiting]
     starts = sorted(now.states[element].starts for element in waiting)
     return Hours(
         used=used / HOUR,
@@ -56,10 +46,6 @@ def hours_of(now: Survey, trainings: dict[str, Training], moment: float) -> Hour
         waiting_hours=max(0.0, moment - min(since, default=moment)) / HOUR,
         next_start=next((start for start in starts if start), ""),
     )
-
-
-def _started(now: Survey, elements: Iterable[Element]) -> list[Element]:
-    return [element for element in elements if element in now.submission.element_ids]
 
 
 def _used(now: Survey, element: Element, moment: float) -> float:

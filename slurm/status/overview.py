@@ -92,7 +92,8 @@ def element_status(now: Survey, element: Element, without_slurm: str | None) -> 
     """Return what an open element is."""
     array, index = element
     id_, state = now.submission.element_ids.get(element), now.states.get(element)
-    logs = [log_of(now.study_dir, array, job) for job, _ in now.submission.jobs_of.get(element, [])]
+    jobs = now.submission.jobs_of.get(element, [])
+    logs = [log_of(now.study_dir, array, job.element_id(index)) for job in jobs]
     log = next((log for log in reversed(logs) if log.exists()), None)
     if state and not state.ended:
         situation = situation_of(state)

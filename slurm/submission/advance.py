@@ -164,15 +164,13 @@ class _Submitter:
     def replaced(self) -> set[Element]:
         """Cancel what waits with a script of an earlier site file, or is held by SLURM itself."""
         arrays, ids = self.submission.job_arrays, self.submission.element_ids
-        submitted = {
-            f"{job.id}_{index}": job for job in self.submission.jobs for index in job.indices
-        }
+        jobs_of = self.submission.jobs_of
         scripts = {name: _hash(self.script(array)) for name, array in arrays.items()}
         old = {
             key
             for key in self.active
             if (state := self.now.states[key]).waits
-            and (submitted[ids[key]].script != scripts[key[0]] or state.reason in HELD_BY_SLURM)
+            and (jobs_of[key][-1].script != scripts[key[0]] or state.reason in HELD_BY_SLURM)
         }
         if not old:
             return set()

@@ -12,10 +12,9 @@ STUDY/slurm/starts/ARRAY-INDEX.jsonl     two lines per start: how far the work h
 
 import json
 import os
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ SLURM = "slurm"  # the directory below a study
 SUBMISSION_JSON = "submission.json"
 JOBS_JSONL = "jobs.jsonl"
 PATIENCE_SECONDS = 60.0  # for another command, or a job that submits what comes next
-POLL_SECONDS = 0.2
 PRIVATE = 0o600  # of files with lines of the site, which may hold what is nobody else's business
 
 Element = tuple[str, int]  # name of the array, index
@@ -57,6 +55,10 @@ class Job:
     retries: int  # that came before it
     id: int | None = None  # None: the answer of sbatch was not recorded
 
+    def element_id(self, index: int) -> str:
+        """Return the job of one element, as "JOB_INDEX"."""
+        return f"{self.id}_{index}"
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -69,15 +71,22 @@ class Submission:
     cancelled: frozenset[Element] = frozenset()  # since the last retry, by the user
     retries: int = 0
     replaced: frozenset[str] = frozenset()  # "JOB_INDEX" of what waited with an old script
-    # By element, every job that was submitted for it: "JOB_INDEX", and the retries before it.
-    jobs_of: dict[Element, list[tuple[str, int]]] = field(default_factory=dict)
+
+    @cached_property
+    def jobs_of(self) -> dict[Element, list[Job]]:
+        """The jobs of every element that was submitted, the newest last."""
+        jobs_of: dict[Element, list[Job]] = {}
+        for job in self.jobs:
+            for index in job.indices:
+                jobs_of.setdefault((job.array, index), []).append(job)
+        return jobs_of
 
     @cached_property
     def element_ids(self) -> dict[Element, str]:
         """The newest job of every element that was submitted, as "JOB_INDEX"."""
-        return {element: jobs[-1][0] for element, jobs in self.jobs_of.items()}
+        return {key: jobs[-1].element_id(key[1]) for key, jobs in self.jobs_of.items()}
 
-    @property
+    @cached_property
     def job_arrays(self) -> dict[str, JobArray]:
         """The arrays by name, each after those that make what it reads."""
         return {array.name: array for array in self.arrays}
@@ -107,7 +116,7 @@ def read_submission(study_dir: Path) -> Submission | None:
 
 def _with_jobs(plan: Plan, lines: list[dict[str, Any]]) -> Submission:
     """Return the submission that the lines of jobs.jsonl tell of."""
-    jobs: dict[str, Job] = {}
+    jobs: list[Job] = []
     cancelled: set[Element] = set()
     replaced: set[str] = set()
     unanswered, retries = None, 0
@@ -117,7 +126,7 @@ def _with_jobs(plan: Plan, lines: list[dict[str, Any]]) -> Submission:
             unanswered = Job(**line | {"indices": tuple(line["indices"])}, retries=retries)
         elif event == "submitted":
             assert unanswered
-            jobs[unanswered.token] = Job(**vars(unanswered) | {"id": line["job"]})
+            jobs.append(replace(unanswered, id=line["job"]))
             unanswered = None
         elif event == "refused":
             unanswered = None
@@ -127,20 +136,14 @@ def _with_jobs(plan: Plan, lines: list[dict[str, Any]]) -> Submission:
             replaced |= set(line["elements"])
         elif event == "retried":
             cancelled, retries = set(), retries + 1
-    jobs_of: dict[Element, list[tuple[str, int]]] = {}
-    for job in jobs.values():
-        for index in job.indices:
-            own = jobs_of.setdefault((job.array, index), [])
-            own.append((f"{job.id}_{index}", job.retries))
     return Submission(
         plan.site,
         plan.arrays,
-        tuple(jobs.values()),
+        tuple(jobs),
         unanswered,
         frozenset(cancelled),
         retries,
         frozenset(replaced),
-        jobs_of,
     )
 
 
@@ -189,27 +192,24 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    found = []
+    rows = []
     for line in lines:
         try:
-            found.append(dict(json.loads(line)))
+            rows.append(dict(json.loads(line)))
         except ValueError:
             continue
-    return found
+    return rows
 
 
 @contextmanager
 def submitting(study_dir: Path, patience_seconds: float | None = None) -> Iterator[None]:
     """Hold the study's submission; UserError if another command does, for PATIENCE_SECONDS."""
     patience_seconds = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
-    deadline = time.monotonic() + patience_seconds
     place = study_dir / SLURM
     place.mkdir(parents=True, exist_ok=True)
     with (place / ".lock").open("a") as lock:
-        while not take_lock(lock):
-            if time.monotonic() >= deadline:
-                raise UserError(
-                    f"another command is submitting {study_dir}; wait until it ends and run again"
-                )
-            time.sleep(POLL_SECONDS)
+        if not take_lock(lock, patience_seconds):
+            raise UserError(
+                f"another command is submitting {study_dir}; wait until it ends and run again"
+            )
         yield

@@ -127,6 +127,11 @@ def job_environment(site: Site, kind: Kind) -> dict[str, str]:
     return variables | site.environment
 
 
+def on_every_node(nodes: int) -> tuple[str, ...]:
+    """Return the options of srun for one task on every node of a job."""
+    return (f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1")
+
+
 def srun_prefix(site: Site, kind: Kind, options: Sequence[str] = ()) -> list[str]:
     """Return the command up to what runs on the nodes: srun, its `options`, the container.
 

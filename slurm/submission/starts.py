@@ -67,11 +67,9 @@ def position_of(study_dir: Path, steps: Iterable[Step]) -> int:
 
 def jobs_since_retry(submission: Submission, element: Element) -> list[str]:
     """Return the jobs of an element that were submitted since the last retry, as "JOB_INDEX"."""
-    return [
-        job
-        for job, retries in submission.jobs_of.get(element, [])
-        if retries == submission.retries and job not in submission.replaced
-    ]
+    jobs = submission.jobs_of.get(element, [])
+    since = [job.element_id(element[1]) for job in jobs if job.retries == submission.retries]
+    return [job for job in since if job not in submission.replaced]
 
 
 def failures(

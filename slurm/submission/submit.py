@@ -70,11 +70,12 @@ def submit(study: Study, site: Site, *, again: bool = False) -> dict[str, int]:
     """
     study_dir, largest = Path(site.root) / study.name, cluster.max_array_size()
     largest = min(site.limits.max_array_size or largest, largest)
-    arrays = arrays_of(study, site.limits.model_copy(update={"max_array_size": largest}))
+    arrays = tuple(arrays_of(study, site.limits.model_copy(update={"max_array_size": largest})))
     check_start(site)
     with submitting(study_dir):
         recorded = read_submission(study_dir)
-        if recorded and recorded.arrays != tuple(arrays):
+        anew = recorded is not None and recorded.arrays != arrays
+        if recorded and anew:
             refuse_another_cut(study_dir, study, recorded)
         check_text(study, study_dir)
         check_room(study, Path(site.root), site.disk.reserve_gb)
@@ -86,7 +87,6 @@ def submit(study: Study, site: Site, *, again: bool = False) -> dict[str, int]:
             # Before several jobs would create its schema at once; the root's own SQLite is created
             # under a lock.
             create_store(site.mlflow.tracking_uri)
-        anew = recorded is not None and recorded.arrays != tuple(arrays)
         write_plan(study_dir, site, arrays, anew=anew)
         if again:
             append(study_dir, "retried")

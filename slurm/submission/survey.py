@@ -71,9 +71,9 @@ def complete_steps(study_dir: Path, ledger: Ledger, *, verify: bool = False) -> 
     recorded &= ledger.steps.keys()
     new = recorded - before
     doubtful = {name for name in recorded if not new.isdisjoint({name, *ledger.steps[name].after})}
-    found = {name for name in doubtful if ledger.is_complete(ledger.steps[name])}
-    complete = (before & recorded) - doubtful | found
-    return complete
+    return (before & recorded) - doubtful | {
+        name for name in doubtful if ledger.is_complete(ledger.steps[name])
+    }
 
 
 def remember_complete(study_dir: Path, complete: set[str]) -> None:

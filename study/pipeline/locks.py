@@ -4,7 +4,6 @@ STUDY/.runner.lock is held by the runner alone, STUDY/.steps.lock also by everyt
 a new runner can tell another one at work from the last processes of one that was killed.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,12 +27,9 @@ def locked(directory: Path) -> Iterator[int]:
                 f"another 'study run' works on {directory}; wait until it ends, or end it and run"
                 " again"
             )
-        deadline = time.monotonic() + ORPHAN_SECONDS
-        while not take_lock(steps):
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"processes of an earlier run still work on {directory}; end them "
-                    f"('fuser {directory}/.steps.lock' lists them) and run again"
-                )
-            time.sleep(0.1)
+        if not take_lock(steps, ORPHAN_SECONDS):
+            raise UserError(
+                f"processes of an earlier run still work on {directory}; end them "
+                f"('fuser {directory}/.steps.lock' lists them) and run again"
+            )
         yield steps.fileno()

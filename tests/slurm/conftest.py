@@ -24,8 +24,9 @@ def slurm_installed() -> None:
 
 @pytest.fixture
 def lab_directory():
-    """For a lab of a test's own. pytest's directories are too deep: the name of a Unix socket
-    ends at 108 bytes.
+    """A place for a lab of a test's own.
+
+    pytest's directories are too deep: the name of a Unix socket ends at 108 bytes.
     """
     place = Path(tempfile.mkdtemp(prefix="lab"))
     yield place / "cluster"

@@ -1,4 +1,4 @@
-"""What happens to a study on a cluster, on purpose: each fault once, when a training is at work.
+"""Faults that strike a study on a cluster, on purpose: each once, when a training is at work.
 
 A fault strikes when its training has come far enough since the fault before; what has to be undone
 later is undone.
@@ -44,7 +44,7 @@ class Storm:
         return path.read_text().count('"grad_norm"') if path.exists() else 0
 
     def training(self, index: int) -> JobState | None:
-        """What SLURM says of a training."""
+        """The state of a training in SLURM; None while it has none."""
         name = existing_submission(self.study_dir).element_ids.get(("train", index))
         return cluster.states([name]).get(name) if name else None
 
@@ -65,7 +65,7 @@ class Storm:
         return self.killed(nodes, marker, lambda command: "bash" not in command)
 
     def killed(self, nodes: list[str], marker: str, wanted: Callable[[str], bool]) -> bool:
-        """Whether a process was found whose command line has the marker; it is killed."""
+        """Kill a process whose command line has the marker; return whether there was one."""
         for node in nodes:
             number = int(node.removeprefix("node"))
             with contextlib.suppress(RuntimeError):  # pgrep finds none
@@ -164,5 +164,5 @@ class Storm:
             time.sleep(0.2)
 
     def is_complete(self) -> bool:
-        """Whether the last step, of the last job, is recorded."""
+        """Return whether the last step, of the last job, is recorded."""
         return (self.study_dir / "steps" / "mirror.json").exists()

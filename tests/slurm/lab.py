@@ -203,9 +203,7 @@ class Lab:
         self._accounting.limit_submissions(count)
 
     def node_states(self, *nodes: int) -> list[str]:
-        """What SLURM says of these nodes, or of all, in order: idle, mixed, allocated, down*,
-        ...
-        """
+        """Return the states of these nodes, or of all, in order: idle, mixed, allocated, down*."""
         chosen = [f"node{node}" for node in nodes or range(1, self.nodes + 1)]
         shown = dict(
             line.split()
@@ -214,15 +212,14 @@ class Lab:
         return [shown[name] for name in chosen]
 
     def inside(self, node: int, *arguments: str) -> str:
-        """What a command prints that runs on the node, outside of any job, such as `pkill -KILL
-        -f worker`.
-        """
+        """Return the output of a command on the node, outside of any job, such as `pkill -f NAME`."""
         init = (self.directory / f"run/node{node}.pid").read_text().strip()
         return self.command("nsenter", f"--target={init}", *NAMESPACES, *arguments)
 
     def command(self, *arguments: str) -> str:
-        """What a command prints, with this cluster's SLURM_CONF. Raises RuntimeError, stderr in
-        log/commands.log.
+        """Return the output of a command with this cluster's SLURM_CONF.
+
+        Raises RuntimeError if it fails; its stderr is in log/commands.log.
         """
         environment = os.environ | {"SLURM_CONF": str(self.conf)}
         with (self.directory / "log/commands.log").open(

@@ -66,6 +66,17 @@ def small_study(
     return Study.model_validate_json(json.dumps(content))
 
 
+def text_of(inputs: dict[str, Path]) -> TokenFiles:
+    """The token files of the tests, as a text that is there."""
+    return TokenFiles(
+        train=str(inputs["train_prefix"]),
+        held_out=str(inputs["held_out_prefix"]),
+        calibration=str(inputs["train_prefix"]),
+        tokenizer=str(inputs["tokenizer_dir"]),
+        sha256="0" * 64,
+    )
+
+
 def site_of(root: Path, *, train_minutes: int = 60, train_nodes: int = 2, starts: int = 3) -> Site:
     """Jobs of a core; training on nodes of one rank each."""
     job = {"ranks_per_node": 1, "cpus_per_node": 1, "time": "60"}

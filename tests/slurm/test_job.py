@@ -1,6 +1,4 @@
-"""What a job does with its steps, with stand-ins for srun, scontrol and the interpreter that
-measures.
-"""
+"""A job and its steps, with stand-ins for srun, scontrol and the interpreter that measures."""
 
 import sys
 from pathlib import Path
@@ -116,7 +114,7 @@ def run(directory: Path, array: str = "ends", index: int = 1) -> None:
 
 
 def again(directory: Path, array: str = "ends", index: int = 1) -> int:
-    """How often an element was submitted again."""
+    """The number of times that an element was submitted again."""
     return len(existing_submission(directory).jobs_of.get((array, index), ())) - 1
 
 

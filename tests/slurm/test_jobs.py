@@ -1,4 +1,4 @@
-"""How a study is cut into arrays, worked out by hand from its steps."""
+"""Arrays that a study is cut into, worked out by hand from its steps."""
 
 import json
 import random

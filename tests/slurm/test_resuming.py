@@ -14,11 +14,10 @@ from slurm.submission.starts import starts_of
 from slurm.submission.submit import submit
 from slurm.submission.survey import survey
 from study.definition import Study
-from study.text.kinds import TokenFiles
 from tests.interpreter import interpreter
 from tests.slurm.faults import Storm
 from tests.slurm.lab import Lab, running
-from tests.slurm.small_study import site_of, small_study
+from tests.slurm.small_study import site_of, small_study, text_of
 from tests.waiting import wait_until
 
 # The interpreter of jobs, but that the first torchrun of node2 never comes to the rendezvous.
@@ -33,14 +32,9 @@ exec {python} "$@"
 @pytest.fixture
 def study(inputs) -> Study:
     """One run of 30 steps and no curvature, of a text that is there."""
-    text = TokenFiles(
-        train=str(inputs["train_prefix"]),
-        held_out=str(inputs["held_out_prefix"]),
-        calibration=str(inputs["train_prefix"]),
-        tokenizer=str(inputs["tokenizer_dir"]),
-        sha256="0" * 64,
+    return small_study(
+        "hang", steps=30, runs=1, restart_every=3, curved=False, text=text_of(inputs)
     )
-    return small_study("hang", steps=30, runs=1, restart_every=3, curved=False, text=text)
 
 
 @pytest.fixture

@@ -191,8 +191,8 @@ def signals_at_the_end(stage: Stage, runs: int) -> None:
 
 
 def test_exit_code_is_the_jobs_when_signals_come_as_it_ends(stage):
-    """Of 250 such runs with one signal, loops around bash's wait made 138 or 255 in 46, with a
-    second wait in 35.
+    """The job's own: loops around bash's wait made 138 or 255 in 46 of 250 such runs with one
+    signal, with a second wait in 35.
     """
     signals_at_the_end(stage, runs=60)
 

@@ -1,4 +1,4 @@
-"""What `status` says of studies that were written by hand, and of what SLURM would answer."""
+"""The words of `status`, of studies that were written by hand and answers that SLURM would give."""
 
 import json
 import random
@@ -53,7 +53,7 @@ def study_dir(tmp_path):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """What SLURM says of every element, to be filled in."""
+    """The states of elements in SLURM, to be filled in."""
     known: dict = {}
     monkeypatch.setattr(
         cluster, "states", lambda ids: {name: known[name] for name in ids if name in known}

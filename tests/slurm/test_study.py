@@ -10,10 +10,9 @@ from slurm.submission.starts import starts_of
 from slurm.submission.submit import submit
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
-from study.text.kinds import TokenFiles
 from tests.slurm.faults import Storm
 from tests.slurm.lab import Lab, running
-from tests.slurm.small_study import run_here, site_of, small_study, table
+from tests.slurm.small_study import run_here, site_of, small_study, table, text_of
 from tests.waiting import HANG_SECONDS
 
 
@@ -22,7 +21,7 @@ def attempts(study_dir, run: str) -> list[dict]:
 
 
 def pause_seconds(study_dir, run: str) -> float:
-    """From the last step of the first attempt to the first step of the second one."""
+    """Seconds from the last step of the first attempt to the first step of the second one."""
     rows = [json.loads(line) for line in (study_dir / run / "metrics.jsonl").open()]
     first, second = ([row["time"] for row in rows if row["attempt"] == one] for one in (1, 2))
     return min(second) - max(first)
@@ -43,14 +42,8 @@ def check_complete(study, study_dir, local) -> None:
 def test_a_study_as_jobs_gives_the_table_of_the_local_runner(
     tmp_path, inputs, lab_directory, slurm_installed, monkeypatch
 ):
-    """Of a text that is there: the stress test makes one as jobs, too."""
-    text = TokenFiles(
-        train=str(inputs["train_prefix"]),
-        held_out=str(inputs["held_out_prefix"]),
-        calibration=str(inputs["train_prefix"]),
-        tokenizer=str(inputs["tokenizer_dir"]),
-        sha256="0" * 64,
-    )
+    """The text is there: the stress test makes one as jobs, too."""
+    text = text_of(inputs)
     study = small_study("jobs", steps=60, runs=1, restart_every=6, curved=False, text=text)
     local, study_dir = run_here(tmp_path / "local", study), tmp_path / "runs" / study.name
     with running(Lab(lab_directory, cpus=1)) as lab:

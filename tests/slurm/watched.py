@@ -137,5 +137,5 @@ def write_log(study_dir: Path, submission: Submission, array: str, index: int, *
 def in_state(
     state: str, reason: str = "None", nodes: str = "", restarts: int = 0, code: str | None = None
 ) -> JobState:
-    """What SLURM says of an element."""
+    """The state of an element in SLURM."""
     return JobState(state, reason, nodes, restarts, code)

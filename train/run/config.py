@@ -254,12 +254,11 @@ def dump_run(config: RunConfig) -> dict[str, Any]:
 def load_run(path: Path) -> RunConfig:
     """Read run.json; UserError for what is unknown, mistyped or does not fit its fingerprint."""
     try:
-        stated = (content := read_json(path)).pop("fingerprint", None)
+        content = read_json(path)
+        stated = content.pop("fingerprint", None)
         config = RunConfig.model_validate_json(json.dumps(content), strict=True)
     except FileNotFoundError:
-        raise UserError(
-            f"{path} does not exist; give a run directory that holds a run.json"
-        ) from None
+        raise UserError(f"{path} does not exist; give a run directory with a run.json") from None
     except ValidationError as error:
         raise explain_validation(str(path), error) from None
     except (ValueError, AttributeError, TypeError) as error:
