@@ -30,6 +30,26 @@ FIRST = (
 )
 
 
+class FailuresAtOnce:
+    """Prints a failure when it happens: a run that is ended before its summary has named it."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Print where and how a test failed."""
+        if report.failed:
+            self._terminal.write_line(f"\nFAILED {report.nodeid}\n{report.longreprtext}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Register what prints, where the results of all workers arrive."""
+    terminal = config.pluginmanager.getplugin("terminalreporter")
+    if terminal is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(terminal))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first; `--no-loadscope-reorder` leaves them there."""
     first = {str(Path(__file__).parent / name): place for place, name in enumerate(FIRST)}

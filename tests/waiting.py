@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from tests.forked import Forked
 
-# Longer than anything takes on a slow and busy machine; a test as a whole is ended by
-# faulthandler_timeout of pytest.
-HANG_SECONDS = 1800.0
+# Longer than any wait takes on a slow and busy machine; a test as a whole is ended by
+# faulthandler_timeout of pytest. Both are short beside the time limit of continuous integration,
+# so that a test that hangs is named there.
+HANG_SECONDS = 600.0
 EVERY_SECONDS = 0.02
 
 

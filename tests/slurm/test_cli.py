@@ -240,6 +240,7 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
     train = ids["train", 0]
     wait_until(lambda: cluster.states([train])[train].state == "RUNNING", "training runs")
     assert command("cancel", "small", "export", "--root", str(root))[1] == "2 elements cancelled\n"
+    wait_until(lambda: in_queue(study_dir) == ["train"], "exports cancelled")
     out = command("cancel", "small", "lr3e-3", "--root", str(root), "--after-checkpoint")[1]
     assert out == "0 elements cancelled\nlr3e-3 stops after its next step, with a checkpoint\n"
     assert (study_dir / "lr3e-3/STOP").read_bytes() == b""

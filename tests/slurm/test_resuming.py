@@ -57,7 +57,7 @@ def log_and_attempts(study_dir: Path, run: str) -> tuple[str, int]:
 
 def test_a_stopped_rank_is_named_and_training_resumed_in_the_same_allocation(lab, tmp_path, study):
     (run,), study_dir = (run.name for run in study.runs), tmp_path / study.name
-    submit(study, site(tmp_path, hang_seconds=5))
+    submit(study, site(tmp_path, hang_seconds=20))
     storm = Storm(lab, study_dir, [run], tmp_path)
     wait_until(lambda: storm.steps(run) >= 5, "five steps")  # it may be saving by now
     beat = json.loads((study_dir / run / "watch/rank1.json").read_text())
@@ -76,7 +76,7 @@ def test_a_rendezvous_that_one_node_never_comes_to_is_ended(lab, tmp_path, study
     python = tmp_path / "python"
     python.write_text(LATE.format(late=tmp_path / "late", python=interpreter()))
     python.chmod(0o755)
-    submit(study, site(tmp_path, silent_seconds=15).model_copy(update={"python": python}))
+    submit(study, site(tmp_path, silent_seconds=45).model_copy(update={"python": python}))
     wait_until(lambda: (study_dir / "steps" / f"train-{run}.json").exists(), "the run's end")
     log, attempts = log_and_attempts(study_dir, run)
     assert "error: hung: training does not start: its ranks have not met" in log

@@ -44,7 +44,7 @@ def test_a_study_as_jobs_gives_the_table_of_the_local_runner(
 ):
     """The text is there: the stress test makes one as jobs, too."""
     text = text_of(inputs)
-    study = small_study("jobs", steps=60, runs=1, restart_every=6, curved=False, text=text)
+    study = small_study("jobs", steps=150, runs=1, restart_every=6, curved=False, text=text)
     local, study_dir = run_here(tmp_path / "local", study), tmp_path / "runs" / study.name
     with running(Lab(lab_directory, cpus=1)) as lab:
         monkeypatch.setenv("SLURM_CONF", str(lab.conf))
@@ -100,7 +100,7 @@ def test_a_storm_of_faults_unattended(
         # Faults strike one upon the other, so some starts end before a checkpoint: hence six
         # without progress.
         storm = Storm(lab, study_dir, [run.name for run in study.runs], small_disk)
-        storm.go_on(faults, seconds=3 * HANG_SECONDS)
+        storm.go_on(faults, seconds=9 * HANG_SECONDS)
         assert [name for name, _ in storm.struck] == faults
     local = run_here(tmp_path / "local", study)
     check_complete(study, study_dir, local)
