@@ -37,9 +37,11 @@ class FailuresAtOnce:
         self._terminal = terminal
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Print where and how a test failed."""
+        """Print where and how a test failed, and the ends of what it printed and logged."""
         if report.failed:
             self._terminal.write_line(f"\nFAILED {report.nodeid}\n{report.longreprtext}")
+            for title, text in report.sections:
+                self._terminal.write_line(f"--- {title}\n{text[-4000:]}")
 
 
 @pytest.hookimpl(trylast=True)

@@ -22,7 +22,7 @@ from base.files import fsync_path, write_json
 
 CLOCK_JSON = ".clock.json"  # no node is called so
 CLOCK_SECONDS = 5.0
-WRITE_BYTES, WRITE_SECONDS = 2**20, 10.0
+WRITE_BYTES, WRITE_SECONDS = 2**20, 60.0  # slow is no reason to lose a node, hanging is
 MEMORY_GB = 1.0  # that the kernel could give to a process
 NVIDIA_SMI_SECONDS = 60.0  # a GPU that has fallen off the bus lets it hang
 MATRIX = 2048  # rows of the product that each GPU computes

@@ -11,6 +11,17 @@ from tests.slurm.lab import Lab, missing, running
 from tests.waiting import wait_until
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    """Add the ends of all logs of jobs to the report of a test that failed."""
+    report = yield
+    tmp_path = getattr(item, "funcargs", {}).get("tmp_path")
+    if report.when == "call" and report.failed and tmp_path:
+        for log in sorted(tmp_path.rglob("slurm/logs/*.log")):
+            report.sections.append((str(log), log.read_text(errors="replace")[-2000:]))
+    return report
+
+
 @pytest.fixture(scope="session")
 def slurm_installed() -> None:
     """Skips where no lab can run; where QUANTDYN_REQUIRE_SLURM=1, as in .ci/run, that is a
