@@ -88,7 +88,12 @@ def site_of(root: Path, *, train_minutes: int = 60, train_nodes: int = 2, starts
             "project": PROJECT,
             "python": interpreter(),
             "resources": kinds,
-            "limits": {"stop_seconds_before_limit": 10, "starts_without_progress": starts},
+            "limits": {
+                "stop_seconds_before_limit": 10,
+                "starts_without_progress": starts,
+                "hang_seconds": 60,
+                "silent_seconds": 180,  # for what no rank sees
+            },
             "environment": {"GLOO_SOCKET_IFNAME": "lo"},
             "mlflow": {"every_seconds": 10},
             "disk": {"reserve_gb": 0.1},
