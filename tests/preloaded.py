@@ -1,4 +1,4 @@
-"""What the server of `tests.forked` imports before it forks: what most commands import, and
+"""Imports of the server of `tests.forked` before it forks: what most commands import, and
 nothing of the project.
 """
 

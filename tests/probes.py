@@ -1,4 +1,4 @@
-"""What a probe has to hold, by a plain forward pass of transformers, and whom a refusal accuses."""
+"""The content of a probe, by a plain forward pass of transformers, and whom a refusal accuses."""
 
 import re
 from typing import Any

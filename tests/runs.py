@@ -125,7 +125,7 @@ def ranks(
 
 
 def ended(forked: Forked, timeout_seconds: float = HANG_SECONDS) -> subprocess.CompletedProcess:
-    """What forked processes leave at their end."""
+    """Things that forked processes leave at their end."""
     out, err = forked.communicate(timeout_seconds)
     return subprocess.CompletedProcess(forked.arguments, forked.returncode or 0, out, err)
 

@@ -228,7 +228,7 @@ def test_disk(free, torch_index, words):
 
 
 def pins(name: str) -> dict[str, str]:
-    """What a lock pins, by canonical name."""
+    """Versions that a lock pins, by canonical name."""
     lines = [line for line in (PROJECT / name).read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==\S+", line) for line in lines), (
         "a pin of another form"

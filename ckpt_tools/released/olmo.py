@@ -25,7 +25,7 @@ def _olmo2(
     soup: str | None = None,
     templates: tuple[str, ...] = ("stage1-step{S}-tokens{T}",),
 ) -> Family:
-    """An OLMo 2 with both stages.
+    """Return an OLMo 2 with both stages.
 
     Stage 1 is a cosine to 10% at `horizon` tokens. Stage 2 is a linear anneal to 0 per ingredient,
     counted from 0 again, which starts at the rate that its configuration states: `stop_lr`, stage

@@ -93,7 +93,7 @@ def _amber() -> Family:
 
 
 def _pythia(size: str) -> Family:
-    """A size of Pythia, of either data.
+    """Return a size of Pythia, trained on either data set.
 
     GPT-NeoX let the cosine fall to 0 at warm-up + horizon and cut it off at the minimum, 10% of the
     peak, so that the last fifth of training has a constant rate. Pull request 1008 changed that in

@@ -21,5 +21,5 @@ class Flag:
 
 
 def stand_in() -> None:
-    """Makes `import pcre` find this module, in this process."""
+    """Make `import pcre` find this module, in this process."""
     sys.modules["pcre"] = sys.modules[__name__]

@@ -84,7 +84,7 @@ class NotingAWQModifier(AWQModifier):
 
 
 def weight_arguments(job: Job) -> QuantizationArgs:
-    """The spec in llmcompressor's words, every field given.
+    """Return the spec in llmcompressor's words, every field given.
 
     Symmetric grids have the scale 2 max|w| / (2^bits - 1), asymmetric ones run from min(w, 0) to
     max(w, 0).

@@ -66,7 +66,7 @@ class Block:
         return gain
 
     def __call__(self, x_BLD: Tensor, context: dict[str, Any]) -> Tensor:
-        """The block's output."""
+        """Return the block's output."""
         output: Tensor = self.module(x_BLD, **context)
         return output
 
@@ -84,7 +84,7 @@ class Block:
         return read[0]
 
     def after_attention(self, x_BLD: Tensor, attended_BLG: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream that the MLP reads, and what it is added to in the end."""
+        """Return the residual stream that the MLP reads, and what it is added to in the end."""
         written = getattr(self.attention, self.family.writing)(attended_BLG)
         if self.is_parallel:
             return x_BLD, x_BLD + written
@@ -103,7 +103,7 @@ class Block:
         return read_BLG
 
     def after_mlp(self, x_BLD: Tensor, gated_BLG: Tensor) -> Tensor:
-        """The block's output, from the residual stream the MLP is added to."""
+        """Return the block's output, from the residual stream the MLP is added to."""
         written: Tensor = getattr(self.mlp, self.family.mlp_writing)(gated_BLG)
         return x_BLD + (written if self.family.norms == "before" else self._norms[1](written))
 
@@ -150,7 +150,7 @@ class StreamedModel:
         }
 
     def block(self, index: int) -> Block:
-        """A decoder block with its weights; UserError naming one that is not finite."""
+        """Return a decoder block with its weights; UserError naming one that is not finite."""
         name = f"{self.family.decoder}.{LAYERS}.{index}"
         return Block(self._load(name), name, self.family, self._is_parallel)
 

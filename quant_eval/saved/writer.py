@@ -63,7 +63,7 @@ class CheckpointWriter:
     def __init__(
         self, hf_dir: Path, out: Path, spec: QuantSpec, dtype: Literal["fp32", "bf16"]
     ) -> None:
-        """Checks everything that can be checked before a linear is quantized.
+        """Check everything that can be checked before a linear is quantized.
 
         `dtype` is that of all tensors that are not packed. UserError if the spec or a linear does
         not fit the format, or something else than a quantized checkpoint is at `out`.

@@ -126,7 +126,7 @@ def compare(
     tasks: Sequence[LoadedTask],
     seed: int,
 ) -> dict[str, Any]:
-    """The `measured` part of a result: each task, and the unweighted mean over tasks.
+    """Return the `measured` part of a result: each task, and the unweighted mean over tasks.
 
     The degradation of the mean is that of the mean accuracies. Its intervals resample items within
     each task.
@@ -179,7 +179,7 @@ def compare(
 def _mean(
     by_task: dict[str, dict[str, Any]], resampled: list[tuple[Floats, Floats]]
 ) -> dict[str, Any]:
-    """The unweighted mean over tasks; tasks are independent, so standard errors add in squares."""
+    """Return the unweighted mean over tasks, which are independent: their variances add."""
     rows = list(by_task.values())
     accuracy, accuracy_quantized = (
         float(np.mean([row[name] for row in rows])) for name in ("accuracy", "accuracy_quantized")

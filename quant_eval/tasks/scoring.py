@@ -138,7 +138,7 @@ def evaluate_tasks(
     label: str,
     ranks: Ranks = ALONE,
 ) -> dict[str, Answers]:
-    """The model's answers by task, on every rank; each computes its share of the batches.
+    """Return the model's answers by task, on every rank; each computes its share of the batches.
 
     The same tasks and settings ask every model the same.
     """

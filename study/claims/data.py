@@ -61,12 +61,12 @@ LENGTH = ("total_steps", "schedule.anneal.start_step", "schedule.phase.horizon_t
 
 
 def _is_cooldown(run: RunConfig) -> bool:
-    """A constant rate, then an anneal: WSD."""
+    """Return whether the schedule is WSD: a constant rate, then an anneal."""
     return run.schedule.phase.kind == "constant" and run.schedule.anneal is not None
 
 
 def _is_cosine(run: RunConfig) -> bool:
-    """A cosine that is most of the way down at the end."""
+    """Return whether it is a cosine that is most of the way down at the end."""
     decayed = learning_rate(run, run.total_steps) <= DECAYED * run.optimizer.peak_lr
     return run.schedule.phase.kind == "cosine" and run.schedule.anneal is None and decayed
 

@@ -155,7 +155,7 @@ class Canvas:
         return [data(means, mark=BAND, encoding=of_band), data(means, mark=LINE, encoding=encoding)]
 
     def _shade(self) -> list[Chart]:
-        """The anneal where all runs share it."""
+        """Return the anneal where all runs share it."""
         spans = set()
         for run in self.study.runs:
             anneal = run.schedule.anneal if isinstance(run, RunConfig) else None
@@ -211,7 +211,7 @@ class Canvas:
         return rows
 
     def _released(self, name: str) -> tuple[Span, ...]:
-        """The known learning rates at the checkpoints of a released model."""
+        """Return the known learning rates at the checkpoints of a released model."""
         rows = self.rows_of(name, "learning_rate")
         peak = max((row["learning_rate"] for row in rows), default=0.0)
         shares = [(row["tokens"], row["learning_rate"]) for row in rows]

@@ -28,7 +28,7 @@ def _schedule(run: RunConfig) -> str:
 
 
 def _of_run(run: RunConfig) -> dict[str, str]:
-    """The settings of a training in words, by name."""
+    """Return the settings of a training in words, by name."""
     model, optimizer = run.model, run.optimizer
     algorithm = "Muon and AdamW" if optimizer.matrices == "muon" else "AdamW"
     sizes = " to ".join(map(str, run.batch_sizes))
@@ -44,7 +44,7 @@ def _of_run(run: RunConfig) -> dict[str, str]:
 
 
 def _training_rows(directory: Path, study: Study) -> dict[str, str]:
-    """Settings of the training; values that differ between runs are listed once each."""
+    """Return settings of the training; values that differ between runs are listed once each."""
     each = [_of_run(run) for run in study.trained]
     rows = {name: "; ".join(dict.fromkeys(one[name] for one in each)) for name in each[0]}
     averages = [average_title(average) for average in kept_averages(study)]

@@ -72,14 +72,14 @@ def _tables(study: Study, rows: Sequence[Row]) -> list[Table]:
 
 
 def _newest(directory: Path) -> str:
-    """The day of the newest result, '23 November 2026' (UTC); empty without any."""
+    """Return the day of the newest result, '23 November 2026' (UTC); empty without any."""
     times = [path.stat().st_mtime for path in directory.glob("*/hf/**/result.json")]
     newest = datetime.fromtimestamp(max(times), UTC) if times else None
     return f"{newest.day} {newest:%B %Y}" if newest else ""
 
 
 def _facts(study: Study, rows: Sequence[Row]) -> str:
-    """The size of the study in a sentence, and what its intervals leave out."""
+    """Return the size of the study in a sentence, and what its intervals leave out."""
     seeds = sorted({run.seed for run in study.trained})
     facts = f"{len(study.runs)} runs, {len(study.controls)} of them controls without an anneal"
     facts += f"; {len(rows)} measured models."

@@ -65,7 +65,7 @@ class _Known(NamedTuple):
 
 
 def _known(row: Row | None, column: str) -> _Known | None:
-    """A column of a row with the interval beside it; None where it is not measured."""
+    """Return a column of a row with the interval beside it; None where it is not measured."""
     if row is None or row[column] is None:
         return None
     return _Known(row[column], row[f"{column}_low"], row[f"{column}_high"])

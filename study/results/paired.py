@@ -127,7 +127,7 @@ def _check_alike(results: Sequence[Result[Quantization]]) -> None:
 
 
 def _settings(result: Result[Quantization]) -> dict[str, Any]:
-    """The settings that two evaluations share if they can be paired, by their names in words."""
+    """Return the settings that two evaluations share if they can be paired, by name."""
     evaluation = {"sha256": None} | dict(result.spec.evaluation or ())
     per_document = result.measured.per_document
     settings = {"the text": evaluation.pop("sha256"), "dtype": result.spec.dtype, **evaluation}

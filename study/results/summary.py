@@ -110,7 +110,7 @@ def summarize(study: Study, rows: Rows) -> list[RunSummary]:
 
 
 def _before_decay(rows: Rows, last: Row | None) -> tuple[Row | None, bool]:
-    """The row before the decay of a released run, by its learning rates where they are known."""
+    """Return the row before the decay of a released run, by its learning rates where known."""
     high = at_high_rate(rows)
     if last is None or last["learning_rate"] is None or not high:
         return None, False

@@ -94,7 +94,7 @@ class Importer:
         tags: dict[str, str],
         started_at: int | None = None,
     ) -> "Run":
-        """The run of `subject`, made if need be; one of another configuration is deleted."""
+        """Return the run of `subject`, made if need be; one of another configuration is deleted."""
         own = {SUBJECT_TAG: subject, UID_TAG: f"{subject}/{fingerprint(of)}"}
         found = None
         condition = f"tags.`{SUBJECT_TAG}` = '{subject}'"

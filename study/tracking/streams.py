@@ -58,7 +58,7 @@ def metric_name(key: str) -> str:
 
 
 def _current(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that no later attempt will write again.
+    """Return the rows that no later attempt will write again.
 
     An attempt that resumes from a checkpoint writes every later step again, one by one. The rows of
     these steps by earlier attempts go when it has begun, not step by step: the run is made anew
@@ -121,7 +121,7 @@ def _milliseconds(row: dict[str, Any]) -> int:
 
 
 def _metric(name: str, value: float, at: int, milliseconds: int) -> "Metric":
-    """A metric; UserError for a value that MLflow would keep as another number."""
+    """Return a metric; UserError for a value that MLflow would keep as another number."""
     from mlflow.entities import Metric
 
     if not math.isfinite(value):

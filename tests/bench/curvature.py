@@ -128,7 +128,7 @@ def attention_of(name: str) -> str:
 
 
 def cost(name: str, place: Path, pool_NS1: Tensor) -> dict[str, float]:
-    """Of one product, and of one product and its probe as the contender's trace has it."""
+    """Seconds of one product, and of one product and its probe as the contender's trace has it."""
     tokens_NS1, attention = pool_NS1[:BATCH], attention_of(name)
     plain = load(place / "model", "sdpa")
     v_P = (
@@ -330,7 +330,7 @@ def trace_lines(place: Path, costs: dict[str, dict[str, float]]) -> list[str]:
 
 
 def curvature_lines() -> list[str]:
-    """What make bench prints."""
+    """Return the lines that make bench prints."""
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         prepare(place)
@@ -343,7 +343,7 @@ def curvature_lines() -> list[str]:
 
 
 def contend(task: str, name: str, place: Path, *numbers: int) -> dict[str, Any]:
-    """What a child process prints."""
+    """Return the figures that a child process prints."""
     pool_NS1 = load_file(place / "pool.safetensors")["tokens"]
     if task == "cost":
         return cost(name, place, pool_NS1)

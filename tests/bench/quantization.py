@@ -52,7 +52,7 @@ SHARED_INPUTS = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and the text; groups of 128 divide both widths."""
+    """Sizes of the model and the text; groups of 128 divide both widths."""
 
     hidden: int
     intermediate: int
@@ -66,7 +66,7 @@ FULL, SMALL = Size(512, 1408, 8, 32, 2048), Size(128, 256, 2, 16, 128)
 
 @dataclass(frozen=True)
 class Cost:
-    """Of quantizing, in one process."""
+    """Seconds of quantizing, in one process."""
 
     seconds: float
     cpu_seconds: float
@@ -341,7 +341,7 @@ def ratio_lines(costs: dict[str, list[Cost]]) -> list[str]:
 
 
 def quantization_lines() -> list[str]:
-    """What make bench prints."""
+    """Return the lines that make bench prints."""
     return compete(FULL)
 
 

@@ -1,4 +1,4 @@
-"""What an importer beside training costs it: the median step with one over the median without,
+"""Cost of an importer beside training: the median step with one over the median without,
 whatever its store does.
 
 Every round trains the same run alone, then beside a follower whose server never answers, and beside
@@ -50,7 +50,7 @@ def serve_slowly(listening: socket.socket) -> None:
 
 
 def median_step_seconds(root: Path, name: str, texts: dict[str, Any], uri: str | None) -> float:
-    """Of one run, trained anew."""
+    """Step times of one run, trained anew."""
     model = ModelConfig(
         vocab_size=320,
         hidden_size=128,

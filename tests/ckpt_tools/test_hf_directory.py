@@ -1,4 +1,4 @@
-"""Where results go: refused before hours of measuring, not after them."""
+"""Places of results: refused before hours of measuring, not after them."""
 
 import os
 

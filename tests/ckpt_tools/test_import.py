@@ -175,7 +175,7 @@ def edit(source: Path, **changes: Any) -> None:
 
 
 def test_both_spellings_of_rope_theta_mean_the_same(tmp_path):
-    """What models released before transformers 5 have in config.json beside their sizes."""
+    """Values that models released before transformers 5 have in config.json beside their sizes."""
     source = make_source(tmp_path, "llama")
     released = {
         "pretraining_tp": 1,

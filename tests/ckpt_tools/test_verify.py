@@ -289,7 +289,7 @@ def test_weights_that_lineage_does_not_know_are_refused(exported, tmp_path):
 
 
 def test_a_directory_without_a_probe_is_told_so(hf_dir, tmp_path):
-    """Of others, or an average: nothing vouches for the weights, but what is unsound is named."""
+    """Directories of others, and averages: nothing vouches for the weights, but what is unsound is named."""
     report = verify(hf_dir)
     assert "no engine's probe vouches" in report["verdict"]
     shutil.copytree(hf_dir, tmp_path / "average")

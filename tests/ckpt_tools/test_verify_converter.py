@@ -15,7 +15,7 @@ from train.model.families import parameter_shapes
 
 
 def spans_in_a_row(name: str, model: Any) -> dict[str, list[tuple[int, int]]]:
-    """What `megatron_names.hf_rows` would say if a fused tensor held all queries, then all keys,
+    """Rows as `megatron_names.hf_rows` would give them if a fused tensor held all queries, then all keys,
     then all values.
     """
     before, rows = 0, {}
@@ -27,14 +27,14 @@ def spans_in_a_row(name: str, model: Any) -> dict[str, list[tuple[int, int]]]:
 
 
 def names_backwards(name: str) -> list[str]:
-    """What `megatron_names.hf_names` would say if up came before gate."""
+    """Names as `megatron_names.hf_names` would give them if up came before gate."""
     entry, prefix = megatron_names._entry(name)
     names = [prefix + hf_name for hf_name in entry.hf_names]
     return names[::-1] if entry.fusion == "gate_up" else names
 
 
 def names_of_the_next_layer(name: str) -> list[str]:
-    """What `megatron_names.hf_names` would say if layers were counted from the last."""
+    """Names as `megatron_names.hf_names` would give them if layers were counted from the last."""
     entry, prefix = megatron_names._entry(name)
     found = re.sub(r"\d+", lambda match: str(3 - int(match[0])), prefix)
     return [found + hf_name for hf_name in entry.hf_names]

@@ -41,7 +41,7 @@ class SpelledOutSilu(nn.Module):
 
 
 def inputs_and_labels(tokens_BS1: Tensor) -> tuple[Tensor, Tensor]:
-    """What the model reads, int64 [B, S], and the label of every token, int64 [N]."""
+    """Input of the model, int64 [B, S], and the label of every token, int64 [N]."""
     return tokens_BS1[:, :-1], tokens_BS1[:, 1:].flatten()
 
 

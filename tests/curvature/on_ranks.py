@@ -50,7 +50,7 @@ VARIANTS = [(tied, checkpointing) for tied in (False, True) for checkpointing in
 
 
 class Record:
-    """What one rank found: its parts of vectors, by vector and tensor, and figures."""
+    """Results of one rank: its parts of vectors, by vector and tensor, and figures."""
 
     def __init__(self) -> None:
         self.parts: dict[str, Tensor] = {}
@@ -68,7 +68,7 @@ class Record:
 
 
 def everything(ranks: Ranks, sharding: Sharding) -> Record:
-    """What has to come out the same on any number of ranks."""
+    """Values that have to be the same on any number of ranks."""
     record = Record()
     _vectors(record, ranks, sharding)
     for tied, checkpointing in VARIANTS:
@@ -216,7 +216,7 @@ def guarded(ranks: Ranks) -> dict[str, Any]:
 
 
 def poisoned(ranks: Ranks) -> list[str]:
-    """What each way to a product says of a model in which one rank holds a weight that is not a
+    """The message of each way to a product for a model in which one rank holds a weight that is not a
     number.
     """
     said = []

@@ -66,7 +66,7 @@ def settings_of(checkpointing: bool = False, dtype: str = "fp32") -> HutchinsonS
 
 
 def real_flops(depth: int, settings: HutchinsonSettings, dual: bool) -> float:
-    """Of a product, or of a gradient, that is made; by torch's counter."""
+    """Operations of a product, or of a gradient, that is made; by torch's counter."""
     model = AutoModelForCausalLM.from_config(
         config_of(depth), dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
@@ -106,7 +106,7 @@ def test_operations_are_those_of_a_pass_that_is_made(dual, checkpointing, dtype)
 
 
 def test_operations_by_hand():
-    """Of y = Wx: 1 product forward and 2 backward; in dual numbers 3 and 5, in two products of
+    """A linear y = Wx: 1 product forward and 2 backward; in dual numbers 3 and 5, in two products of
     activations 3 and 6, and the 3 of the scores once more in the backward pass.
     """
     depth, tokens = 3, B * S

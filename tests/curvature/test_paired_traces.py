@@ -65,7 +65,7 @@ def test_differences_without_any_spread():
 
 
 def test_intervals_cover_and_tests_reject_as_stated():
-    """Of 2,000 draws: within what a binomial at the stated level gives 999 times of 1,000."""
+    """The share of 2,000 draws: within what a binomial at the stated level gives 999 times of 1,000."""
     repetitions, truth = 2000, 7.0
     covered = rejected = 0
     for seed in range(repetitions):

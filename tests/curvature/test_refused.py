@@ -1,4 +1,4 @@
-"""What the commands of curvature refuse: one line, exit code 2, nothing written; and where
+"""Refusals of the commands of curvature: one line, exit code 2, nothing written; and where
 results go otherwise.
 """
 

@@ -26,7 +26,7 @@ EXACT = [
 
 
 class Shared(NamedTuple):
-    """What several ranks found: their parts of vectors joined, by vector and tensor, and the
+    """Results of several ranks: their parts of vectors joined, by vector and tensor, and the
     figures of each.
     """
 
@@ -105,7 +105,7 @@ def quadratic_of(figures: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("label", EXACT)
 def test_products_in_float64(shared, alone, label):
-    """Of large weights in few rows: v'Hv may cancel to a thirtieth of what it is summed from,
+    """Large weights in few rows: v'Hv may cancel to a thirtieth of what it is summed from,
     hence 1e-12 of that.
     """
     found, expected = shared.figures[0][label], alone.figures[0][label]
@@ -118,7 +118,7 @@ def test_products_in_float64(shared, alone, label):
 
 
 def test_products_in_fp32(shared, alone):
-    """Of a model of ordinary scale: width 64, weights of standard deviation 0.03."""
+    """A model of ordinary scale: width 64, weights of standard deviation 0.03."""
     found, expected = shared.figures[0]["fp32"], alone.figures[0]["fp32"]
     assert quadratic_of(found) == pytest.approx(quadratic_of(expected), rel=1e-6)
     assert found["of the form"] == pytest.approx(expected["of the form"], rel=1e-6)
@@ -143,7 +143,7 @@ def test_bf16_computation_with_fp32_shards(shared, alone):
 
 
 def test_losses_by_the_models_own_forward(shared, alone):
-    """Of the batch, by a criterion that weighs its rows, at a moved point, and back; fp32 sums
+    """Products of the batch, by a criterion that weighs its rows, at a moved point, and back; fp32 sums
     in another order.
     """
     here, weighted, there, back = alone.figures[0]["plain losses"]

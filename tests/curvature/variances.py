@@ -1,4 +1,4 @@
-"""What the noise of a Hutchinson trace consists of: the text's, the probes' and that of both
+"""Parts of the noise of a Hutchinson trace: the text's, the probes' and that of both
 together.
 
 Shapes: I sequences, J probes.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Variances(NamedTuple):
-    """Of v'Hv, relative to the squared trace: between sequences, between probes, and of both
+    """Variances of v'Hv, relative to the squared trace: between sequences, between probes, and of both
     together.
     """
 

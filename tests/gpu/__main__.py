@@ -115,7 +115,7 @@ def run(place: Place, names: Iterable[str], total_seconds: float) -> list[Figure
 
 
 def machine(gpu: str) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return the machine that the figures were measured on."""
     versions = {}
     for package in PACKAGES:
         try:

@@ -62,6 +62,7 @@ PACKAGES = (
     ),
     *("numpy", "scipy", "psutil"),
     *("compressed-tensors", "loguru"),
+    *("blake3", "nvidia-ml-py"),
 )
 
 

@@ -52,7 +52,7 @@ class Figure(NamedTuple):
         return ", ".join(filter(None, (least, most)))
 
     def described(self) -> dict[str, Any]:
-        """For JSON, which has no infinity."""
+        """Return a value that JSON can hold: it has no infinity."""
         value = self.value if self.value is not None and math.isfinite(self.value) else None
         return self._asdict() | {"value": value, "verdict": self.verdict}
 

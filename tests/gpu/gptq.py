@@ -178,7 +178,7 @@ def block_seconds(place: Place) -> list[Figure]:
 
 
 def roofline_seconds(model: ModelConfig, tokens: int) -> float:
-    """What one block takes at least, reading and copying aside."""
+    """Least time of one block, reading and copying aside."""
     hidden, wide = model.hidden_size, model.intermediate_size
     inputs = (hidden, hidden, hidden, wide)  # of q, k and v; of o; of gate and up; of down
     hessians = sum(9 / 16 * 2 * tokens * width**2 for width in inputs)

@@ -1,4 +1,4 @@
-"""Where the checks run, how large they are, and the inputs they make."""
+"""The device of the checks, how large they are, and the inputs they make."""
 
 import multiprocessing
 import os
@@ -44,7 +44,7 @@ def small_model(hidden: int, layers: int, vocabulary: int) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the checks are.
+    """Sizes of the checks.
 
     Attributes:
         compared: the model that a CPU runs too, its tokens per sequence and its training steps.

@@ -32,7 +32,7 @@ ROUNDS = 6  # timed steps, after two that warm up
 
 
 def losses(directory: Path) -> list[float]:
-    """Of every step of a run, nats per token."""
+    """Loss of every step of a run, nats per token."""
     return [row["loss"] for row in read_metrics(RunDirectory(directory).metrics) if "loss" in row]
 
 
@@ -146,7 +146,7 @@ def _need(kernels: str) -> None:
 
 
 def saves(place: Place) -> list[Figure]:
-    """How long training stands still for an asynchronous save, and how long the save takes."""
+    """Seconds of the stall of an asynchronous save, and of the save itself."""
     sizes = place.sizes
     run = make_run(
         place.work / "saves",

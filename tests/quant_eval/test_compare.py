@@ -162,7 +162,7 @@ def test_the_interval_leaves_out_zero_exactly_where_p_is_small():
 
 
 def test_pairs_are_compared_on_the_documents_they_share():
-    """What both add to a document cancels: the difference is known far better than either."""
+    """An addition to a document that both share cancels: the difference is known far better than either."""
     generator = np.random.default_rng(3)
     losses = documents(generator, 60, "lognormal")
     more = replace(losses, nll_quantized=losses.nll_quantized + 0.001 * losses.tokens)
@@ -175,7 +175,7 @@ def test_pairs_are_compared_on_the_documents_they_share():
 
 
 def size(figure, count, setting, repetitions, samples):
-    """How often quantizations that do not differ in truth are found different at 5%."""
+    """The share of quantizations without a true difference that are significant at 5%."""
     found = 0
     for seed in range(repetitions):
         first, second = null_pair(seed, count, setting)

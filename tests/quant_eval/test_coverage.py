@@ -1,4 +1,4 @@
-"""How often 95% intervals contain the truth, on documents whose truth is known.
+"""Coverage: how often 95% intervals contain the truth, on documents whose truth is known.
 
 Documents are drawn anew for every repetition, so the truth of a figure is a ratio of expectations,
 worked out below.
@@ -70,7 +70,7 @@ def coverage(setting, count, repetitions, samples=1000, seed=0, skew=0.5):
 
 
 def accepted(hits, repetitions):
-    """Whether a share of hits is what a coverage somewhere in 93-97% gives, with 99% on either
+    """Return whether a share of hits is what a coverage somewhere in 93-97% gives, with 99% on either
     side.
     """
     return (

@@ -1,4 +1,4 @@
-"""What GPTQ and rounding to nearest are by themselves: grids by hand, what is refused, what does
+"""GPTQ and rounding to nearest by themselves: grids by hand, what is refused, what does
 not matter.
 
 Shapes: O outputs, I inputs, N calibration tokens.

@@ -150,7 +150,7 @@ def main(library: str, out: str) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> dict[str, Tensors]:
-    """What each library returned, by "KIND/SPEC/dense" and the like."""
+    """Results of each library, by "KIND/SPEC/dense" and the like."""
     results = {}
     for library in RUNS:
         directory = tmp_path_factory.mktemp(library)

@@ -1,4 +1,4 @@
-"""How much memory a measurement takes: one decoder block and the activations, however many
+"""Memory of a measurement: one decoder block and the activations, however many
 blocks there are.
 """
 

@@ -59,7 +59,7 @@ def quantize(directory: Path, name: str, calibration, batch_size=6, dtype="fp32"
 
 @torch.no_grad()
 def inputs_of(model: Any, name: str, calibration) -> torch.Tensor:
-    """What a linear reads in an ordinary forward pass of the whole model, float64 [N x L, I]."""
+    """Input of a linear in an ordinary forward pass of the whole model, float64 [N x L, I]."""
     seen = []
     handle = model.get_submodule(name).register_forward_pre_hook(
         lambda _, arguments: seen.append(arguments[0].flatten(0, 1).double())
@@ -119,7 +119,7 @@ def test_every_linear_is_quantized_on_the_inputs_the_quantized_model_before_it_m
 
 
 def test_the_second_layer_would_differ_on_inputs_of_the_full_precision_model(hf_dir, calibration):
-    """What the test above tells apart: on unquantized earlier layers a tenth of the weights or
+    """The test above can fail: on unquantized earlier layers a tenth of the weights or
     more fall elsewhere.
     """
     quantized, _, _ = quantize(hf_dir, "gptq-b2-g16", calibration)

@@ -245,7 +245,7 @@ def test_figures_are_means_over_draws():
 
 
 def test_standard_errors_are_those_of_each_source():
-    """Of documents against leaving each out, on the figure's own scale; of draws that move all
+    """Variance of documents against leaving each out, on the figure's own scale; of draws that move all
     documents alike, their deviation over sqrt(K).
     """
     draws = [shifted(documents(), change) for change in (0.01, 0.02, 0.06)]
@@ -261,7 +261,7 @@ def test_standard_errors_are_those_of_each_source():
 
 
 def test_draws_alone_give_the_interval_of_student():
-    """Where documents do not vary, K draws are K normal observations."""
+    """If documents do not vary, K draws are K normal observations."""
     ones = np.ones(12)
     losses = PairedLosses(100 * ones, 300 * ones, 306 * ones, 4 * ones, 90 * ones)
     draws = [shifted(losses, change) for change in (0.01, 0.02, 0.06)]

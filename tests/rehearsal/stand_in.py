@@ -245,7 +245,7 @@ def _held(leaf: Any) -> Any:
 
 
 def _wrapped(leaf: Any, wrappers: dict[int, OnGPU]) -> Any:
-    """What an operation gives back on the stand-in; an operation in place gives back its own
+    """Result of an operation on the stand-in; an operation in place gives back its own
     argument.
     """
     if not isinstance(leaf, Tensor):

@@ -24,7 +24,7 @@ SPECS = {
 
 @pytest.fixture(scope="module")
 def text(held_out_prefix):
-    """What all measurements are made on."""
+    """Inputs of all measurements."""
     return ["--data", held_out_prefix, "--sequence-length", 8, "--microbatch-sequences", 1]
 
 

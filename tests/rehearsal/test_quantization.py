@@ -16,7 +16,7 @@ from tests.rehearsal.stand_in import GPU, MixedDevicesError, gpu
 
 @pytest.fixture(scope="module")
 def options(train_prefix, held_out_prefix):
-    """Of a small measurement."""
+    """Settings of a small measurement."""
     return [
         *("--calibration", train_prefix, "--eval", held_out_prefix, "--eval-tokens", 5000),
         *("--calibration-sequences", 5),

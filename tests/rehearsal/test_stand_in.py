@@ -47,7 +47,7 @@ UNLINKED = {
 
 
 def refused(mix) -> bool:
-    """Whether the operation is refused, on tensors that the mode that is active makes."""
+    """Return whether the operation is refused, on tensors that the mode that is active makes."""
     there, here = torch.zeros(4, 4, device=GPU), torch.zeros(4, 4)
     try:
         mix(there, here)

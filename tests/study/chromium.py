@@ -97,7 +97,7 @@ class Browser:
         return dict(json.loads(message))
 
     def value(self, expression: str) -> Any:
-        """What JavaScript makes of it on the page."""
+        """Value of a JavaScript expression on the page."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -116,5 +116,5 @@ class Browser:
         wait_until(is_shown, f"{until} of {path.name}")
 
     def of(self, method: str) -> list[dict[str, Any]]:
-        """What was told by one kind of event."""
+        """Parameters of all events of one kind."""
         return [event["params"] for event in self.events if event.get("method") == method]

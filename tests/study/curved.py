@@ -1,4 +1,4 @@
-"""What the commands of `curvature` leave behind, with made-up numbers."""
+"""Results as the commands of `curvature` leave them, with made-up numbers."""
 
 import math
 import statistics

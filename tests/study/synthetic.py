@@ -199,7 +199,7 @@ def _write_results(
 
 
 def _write_end(directory: Path, study: Study, run: RunConfig, loss: float) -> None:
-    """What is measured block by block, and the slice."""
+    """Results block by block, and the slice."""
     hf = directory / hf_directory(run.name, MeasuredModel(run.total_steps))
     for spec in study.quantization.by_block:
         increase = loss * relative_error(run, run.total_steps, spec)
@@ -232,7 +232,7 @@ def _write_metrics(directory: RunDirectory, run: RunConfig) -> None:
 
 
 def _told(run: RunConfig, model: MeasuredModel) -> dict | None:
-    """What checkpoint.json says of an average."""
+    """Content of checkpoint.json for an average."""
     kept = {average.name: average for average in run.averages}
     if model.average is None or model.soup_of:
         return None

@@ -10,7 +10,7 @@ from study.__main__ import app
 
 
 def said(*arguments: str) -> str:
-    """What a command prints; a refusal is raised."""
+    """Return what a command prints; a refusal is raised."""
     done = CliRunner().invoke(app, arguments)
     if isinstance(done.exception, UserError):
         raise done.exception

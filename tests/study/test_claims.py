@@ -1,4 +1,4 @@
-"""What is said of the paper's claims where the truth is known by construction."""
+"""Verdicts on the paper's claims where the truth is known by construction."""
 
 import math
 from functools import partial
@@ -28,7 +28,7 @@ ONE = study_of(*(run_of(f"seed{seed}", seed=seed) for seed in (1, 2, 3)))
 
 
 def doublings(model) -> float:
-    """Of the tokens, since the first checkpoint."""
+    """Doublings of the tokens since the first checkpoint."""
     return math.log2(model.step / 40)
 
 

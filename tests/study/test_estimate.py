@@ -126,7 +126,7 @@ def noise(generator, shape, tail):
 
 
 def covered(case, seeds, documents, draws, *, tail="normal", spread=0.0, repetitions=REPETITIONS):
-    """How often the interval of a difference between two models holds its truth, 0.1.
+    """Coverage: how often the interval of a difference between two models holds its truth, 0.1.
 
     Tokens of documents are lognormal with that spread. What an effect adds is drawn for the mean
     of a document; both models share the rest of their sums.
@@ -158,7 +158,7 @@ def covered(case, seeds, documents, draws, *, tail="normal", spread=0.0, repetit
 
 
 def is_within(share, limits, repetitions=REPETITIONS):
-    """Whether a coverage within the limits gives such a share, with 99% on either side."""
+    """Return whether a coverage within the limits gives such a share, with 99% on either side."""
     low, high = (
         binom.ppf(quantile, repetitions, limit)
         for quantile, limit in zip((0.01, 0.99), limits, strict=True)
@@ -191,7 +191,7 @@ def test_documents_alone_do_not_hold_the_seeds():
     ("tail", "spread"), [("normal", 0.0), ("normal", 1.0), ("t3", 0.5), ("skewed", 0.5)]
 )
 def test_intervals_hold_every_mixture_of_sources(seeds, documents, draws, tail, spread):
-    """Of 372 mixtures 347 were within 93-97% and the others within 91.6-98.2%: skewed documents
+    """347 of 372 mixtures were within 93-97% and the others within 91.6-98.2%: skewed documents
     alone below, two seeds on either side. What nothing does by itself is covered in up to 99%.
     """
     several = {"s": seeds > 1, "d": True, "k": draws > 1}

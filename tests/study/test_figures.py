@@ -1,4 +1,4 @@
-"""From data to charts: every value at its place, branches start at their parents, ends are at
+"""Charts of data: every value at its place, branches start at their parents, ends are at
 what varies.
 """
 
@@ -194,7 +194,7 @@ def test_one_value_has_one_colour_and_one_group_one_marker(branched):
 
 
 def test_a_released_model_has_the_learning_rates_that_are_known(branched, study, tmp_path):
-    """Of three checkpoints one has no known tokens, and one no known learning rate."""
+    """One of three checkpoints has no known tokens, and one no known learning rate."""
     _, rows, _ = branched
     known = [(10, 1e9, 2e-4), (20, None, 3e-4), (30, 3e9, None)]
     revisions = tuple(ReleasedRevision(name=f"r{step}", step=step) for step, _, _ in known)

@@ -1,4 +1,4 @@
-"""What of a machine a study may use, with a stand-in for the driver; and what this machine
+"""The part of a machine that a study may use, with a stand-in for the driver; and what this machine
 really answers.
 """
 
@@ -20,7 +20,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 
 def driver(*used: float, models: tuple[str, ...] = (), cuda: int = 13000) -> SimpleNamespace:
-    """What the study asks of NVML, for GPUs of a model, with so many GiB in use on each."""
+    """Answers of NVML to a study, for GPUs of a model, with so many GiB in use on each."""
 
     def memory(number: int, version: int) -> SimpleNamespace:
         total, reserved, taken = 80 * GIB, GIB, round(used[number] * GIB)

@@ -65,7 +65,7 @@ def test_every_value_of_the_table_has_its_mark(browser, report, name, marks):
 
 
 def count_of(name: str) -> str:
-    """How many marks of values a figure has, by JavaScript."""
+    """Count the marks of values of a figure, by JavaScript."""
     return f"document.querySelectorAll('#figure-{name} {POINTS}').length"
 
 

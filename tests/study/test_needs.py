@@ -1,4 +1,4 @@
-"""What steps take of hardware: every recipe on one GPU and on eight, and how a job's processes
+"""Hardware that steps take: every recipe on one GPU and on eight, and how a job's processes
 share a step.
 """
 

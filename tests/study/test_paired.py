@@ -1,4 +1,4 @@
-"""What is said of differences: by document, against another library's paired test, and in words."""
+"""Statements on differences: by document, against another library's paired test, and in words."""
 
 import json
 import math

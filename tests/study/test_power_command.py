@@ -26,7 +26,7 @@ def study_of(seeds) -> Study:
 
 @pytest.fixture
 def printed(tmp_path):
-    """What the command prints of results with noise between seeds alone, for this difference."""
+    """Return what the command prints of results with noise between seeds alone, for this difference."""
 
     def print_for(difference, seeds=SEEDS, deviation=0.0):
         study = study_of(seeds)

@@ -25,7 +25,7 @@ TITLE = "GPTQ, 3 bits, groups of 32"
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_figure_holds_every_part_of_every_step(study_dir, study, sign):
-    """Where an increase is negative, or an interval reaches 0, the axes are not logarithmic."""
+    """If an increase is negative, or an interval reaches 0, the axes are not logarithmic."""
     for run in study.runs:
         for spec in study.quantization.by_block:
             write_json(

@@ -39,7 +39,7 @@ def newest(directory: RunDirectory) -> int | None:
 
 
 def has_rows(directory: RunDirectory, attempt: int) -> bool:
-    """Whether an attempt has logged anything."""
+    """Return whether an attempt has logged anything."""
     return directory.metrics.exists() and f'"attempt": {attempt},' in directory.metrics.read_text()
 
 

@@ -152,7 +152,7 @@ def test_ai2s_batches_from_ai2s_files(opened, mix):
 
 
 def test_repetitive_sequences_lose_their_labels(opened, tmp_path, tokenizer_dir, mix):
-    """Of four planted sequences two repeat often enough; held-out ones are never filtered."""
+    """Two of four planted sequences repeat often enough; held-out ones are never filtered."""
     generator = np.random.default_rng(2)
     instances = generator.integers(1, 320, (10, LENGTH)).astype("<u2")
     instances[3] = 5  # 32 copies of one token

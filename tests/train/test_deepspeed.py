@@ -101,7 +101,7 @@ def batch_of(step: int) -> Batch:
 
 
 def first_sequences(count: int) -> Batch:
-    """Of the batch with dropped labels."""
+    """Losses of the batch with dropped labels."""
     whole = batch_of(3)
     return Batch(whole.tokens_BS[:count], whole.counted_BS[:count])
 
@@ -222,7 +222,7 @@ def probe_errors(report: dict, expected: dict) -> list[float]:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[str, dict]:
-    """What every run of RUNS reports, trained by two processes."""
+    """Reports of every run of RUNS, trained by two processes."""
     directory = tmp_path_factory.mktemp("runs")
     for name, run in RUNS.items():
         write_json(directory / f"{name}.json", dump_run(run))

@@ -189,7 +189,7 @@ def measured(tmp_path):
 
 
 def exact_part(run: RunConfig) -> dict[str, int]:
-    """What the plan says to the byte of what `held` measures."""
+    """The plan is what `held` measures, to the byte."""
     estimated = "gradients, fp32" if run.engine == "deepspeed" else None
     parts = rank_memory(run, 2).components.items()
     return {name: size for name, size in parts if name in STATE and name != estimated}

@@ -131,7 +131,7 @@ def test_olmo2_7b(run, peak_lr, step, published):
 @pytest.mark.parametrize("length", [11_921, 23_842])  # 50B and 100B tokens
 @pytest.mark.parametrize("peak_lr", [3e-4, 6e-4, 9e-4, 12e-4])
 def test_anneals_of_the_300b_ablation(run, peak_lr, length, horizon_tokens, share, rel):
-    """From LR(72000) straight to zero: nearly the peak with Ai2's horizon, a tenth with 300B."""
+    """A line from LR(72000) to zero: nearly the peak with Ai2's horizon, a tenth with 300B."""
     phase = CosinePhase(horizon_tokens=horizon_tokens)
     schedule = ScheduleConfig(
         warmup_tokens=OLMO2_WARMUP_TOKENS, phase=phase, anneal=Anneal(start_step=72_000)

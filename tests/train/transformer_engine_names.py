@@ -107,7 +107,7 @@ class Release:
         return any(each.arg == parameter for method in made for each in method.args.args)
 
     def defined(self, module: str) -> dict[str, str | None]:
-        """What a module defines: None, or for what it imports the dotted name of that."""
+        """Return what a module defines: None, or for what it imports the dotted name of that."""
         path = self.path(module)
         if path is None:
             return {}
@@ -137,7 +137,7 @@ class Release:
 
 
 def derive() -> dict[str, dict[str, bool]]:
-    """For every name that is taken, whether a release has it; needs PyPI.
+    """Return for every name that is taken whether a release has it; needs PyPI.
 
     Raises:
         RuntimeError: pip cannot download a release.

@@ -64,7 +64,7 @@ def _ticks(places: Iterable[float]) -> tuple[float, ...]:
 
 
 def _lines(study: Study, varied: Varied, runs: Runs) -> Runs:
-    """A colour for each group of runs; where there is one group, those of the runs."""
+    """Return a colour for each group of runs; where there is one group, those of the runs."""
     groups = list(dict.fromkeys(text or ANNEALED for text in varied.groups.values()))
     if len(groups) < 2:
         return runs

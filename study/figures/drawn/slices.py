@@ -111,7 +111,7 @@ def _picture(results: dict[str, dict[str, Any]], heading: str, spec: str) -> Pic
 
 
 def _rows(results: dict[str, dict[str, Any]]) -> Rows:
-    """The grids and the points on them."""
+    """Return the grids and the points on them."""
     rows = []
     for label, result in results.items():
         measured = result["measured"]

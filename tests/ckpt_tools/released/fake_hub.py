@@ -59,7 +59,7 @@ class FakeHub(ThreadingHTTPServer):
 
     @property
     def endpoint(self) -> str:
-        """What HF_ENDPOINT is set to."""
+        """Value of HF_ENDPOINT."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def commit(self, revision: str) -> str:

@@ -1,4 +1,4 @@
-"""What names of released revisions say, against figures computed elsewhere and schedules worked
+"""Names of released revisions against figures computed elsewhere and schedules worked
 by hand.
 """
 

@@ -1,4 +1,4 @@
-"""What the dual layers do not spell out is refused by name."""
+"""Models that the dual layers do not cover are refused by name."""
 
 import pytest
 from transformers import AutoConfig

@@ -57,7 +57,7 @@ def test_second_order_predicts_four_and_eight_bits(predictions, bits):
 
 
 def test_the_remainder_shrinks_faster_than_the_second_order(predictions):
-    """Of third order beside second: as the size of the rounding, but for the sign it takes on a
+    """Third order beside second: as the size of the rounding, but for the sign it takes on a
     microbatch.
     """
     relative = {}

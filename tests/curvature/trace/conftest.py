@@ -98,7 +98,7 @@ class Population(NamedTuple):
         return dots_RMKT
 
     def quadratics(self, dots_nT: Tensor) -> list[Quadratic]:
-        """What an evaluation of these pairs hands over."""
+        """Result of an evaluation of these pairs."""
         return [
             Quadratic(1.0, 0.0, dict(zip(self.names, row, strict=True))) for row in dots_nT.tolist()
         ]

@@ -1,4 +1,4 @@
-"""What gptqmodel makes of a small OLMo2, against a float64 walk column by column on inputs from
+"""gptqmodel on a small OLMo2, against a float64 walk column by column on inputs from
 transformers' hooks.
 
 Shapes: O output features, I input features, T calibration tokens, N sequences, L tokens of a
@@ -109,7 +109,7 @@ def gptaq_done(job) -> Done:
 
 @torch.no_grad()
 def inputs_of(model: PreTrainedModel, linear: str, ids_NL: Tensor) -> Tensor:
-    """What a linear reads, float64 [T, I]; those of a subset all read the same."""
+    """Input of a linear, float64 [T, I]; those of a subset all read the same."""
     seen: list[Tensor] = []
     handle = model.get_submodule(linear).register_forward_pre_hook(
         lambda _, inputs: seen.append(inputs[0])
@@ -256,7 +256,7 @@ def test_a_repaired_hessian_is_refused(job, tmp_path):
 
 
 def watched(invert):
-    """What a watch of block 2 makes of an inversion of the identity at damping 0.1: the result,
+    """Outcome of a watch of block 2 on an inversion of the identity at damping 0.1: the result,
     and the problem.
     """
     watch = Watch(SimpleNamespace(extract_layers_node=lambda: ["blocks"]), "gptq", 0.1)

@@ -21,7 +21,7 @@ NEOX = ("neox-gptq-b3-g32-asym-s16", "neox-gptq-b4-g32-actorder-s16")
 
 
 def packing_example(bits: int) -> Rounded:
-    """What gptqmodel's packer can be given: it rounds dense weights again, so scales are powers
+    """Weights that gptqmodel's packer takes: it rounds dense weights again, so scales are powers
     of two.
     """
     rounded = random_rounded(bits, num_outputs=64, num_inputs=128, groups=4, first_zero=1)
@@ -33,7 +33,7 @@ def packing_example(bits: int) -> Rounded:
 
 @pytest.fixture(scope="session")
 def witness(tmp_path_factory, examples) -> Path:
-    """Where gptqmodel left what it made of all examples."""
+    """The directory of what gptqmodel made of all examples."""
     root = tmp_path_factory.mktemp("witness")
     for name, example in examples.items():
         (root / name).symlink_to(example.out)

@@ -1,4 +1,4 @@
-"""What is written around the packed linears, and what is refused before anything is."""
+"""Files around the packed linears, and refusals before anything is written."""
 
 import json
 

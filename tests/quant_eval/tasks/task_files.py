@@ -45,7 +45,7 @@ LM_EVAL = {
 
 
 class Draw:
-    """What random documents are made of."""
+    """Words of random documents."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self.generator = generator

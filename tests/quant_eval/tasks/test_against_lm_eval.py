@@ -27,7 +27,7 @@ def measured(pair, settings_of, measure_tasks):
 
 @pytest.fixture(scope="module")
 def own(pair, task_files, tmp_path_factory):
-    """What lm-eval says of the full and of the quantized model, in other batches."""
+    """Answers of lm-eval for the full and of the quantized model, in other batches."""
     manager = own_task_manager(task_files, tmp_path_factory.mktemp("own"))
     return [
         lm_eval.simple_evaluate(

@@ -1,4 +1,4 @@
-"""Where documents come from, and every way to give unfit ones."""
+"""Sources of documents, and every way to give unfit ones."""
 
 import http.server
 import json

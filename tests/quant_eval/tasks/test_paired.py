@@ -81,7 +81,7 @@ def test_degradation_is_null_where_nothing_can_be_lost_relative_to():
 
 
 def test_a_degradation_may_be_defined_and_its_interval_not():
-    """Of three items with one wrong, 8 of 27 samples hold none that is wrong."""
+    """With one of three items wrong, 8 of 27 samples hold none that is wrong."""
     full, quantized = {"piqa": answers([1, 1, 0])}, {"piqa": answers([1, 0, 0])}
     figures = compare(full, quantized, [task("piqa")], 3)["tasks"]["piqa"]
     assert figures["degradation"] == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""What is said of curvature where the truth is known by construction."""
+"""Statements on curvature where the truth is known by construction."""
 
 import math
 

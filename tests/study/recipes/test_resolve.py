@@ -1,4 +1,4 @@
-"""What all recipes promise, and how their settings are changed."""
+"""Promises of all recipes, and changes of their settings."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a study refuses to be, and what it calls things."""
+"""Refusals of a study, and its names of things."""
 
 import pytest
 from pydantic import ValidationError

@@ -167,7 +167,7 @@ def test_of_exports_with_their_averages_as_lines_of_their_own(tmp_path, text_dir
 
 
 def command(*arguments: str) -> str:
-    """What a refused command says."""
+    """Message of a refused command."""
     with pytest.raises(UserError) as refused:
         CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert "\n" not in str(refused.value)

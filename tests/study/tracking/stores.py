@@ -1,4 +1,4 @@
-"""What a store holds, by SQL: no code of MLflow's or ours is in between. And files of runs to be
+"""Content of a store, by SQL: no code of MLflow's or ours is in between. And files of runs to be
 imported.
 """
 
@@ -104,7 +104,7 @@ def value_of(name: str, step: int, attempt: int) -> float:
 
 
 def expected(steps: int, since: dict[int, int]) -> Held:
-    """What is right: of `steps` steps, those from since[attempt] on have that attempt's values."""
+    """The right rows: of `steps` steps, those from since[attempt] on have that attempt's values."""
     held: Held = {}
     for step in range(1, steps + 1):
         attempt = max(number for number, first in since.items() if step >= first)

@@ -1,4 +1,4 @@
-"""Which stores are taken, what is said of one that fails, and what is never said."""
+"""Stores that are taken, messages of those that fail, and secrets that are never said."""
 
 import contextlib
 import socket
@@ -46,7 +46,7 @@ def test_a_password_is_masked(password):
 
 
 def connections(listener: socket.socket) -> int:
-    """How many clients have come; takes them off the queue."""
+    """Return how many clients have come; take them off the queue."""
     listener.setblocking(False)
     count = 0
     with contextlib.suppress(BlockingIOError):
