@@ -65,13 +65,10 @@ TEXT = web_text(
         ),
     ),
 )
-# Curvature, by 'python -m curvature hutchinson --dry-run --gpu h100': the vectors of the largest
-# eigenvalue, 21 at most, take 22 GB of a GPU for the 190M, 125 GB for the 1B, which two GPUs share,
-# and 613 GB for the 7B, of which traces alone are measured: 66 GB of a GPU and 33 GB of its host.
 CURVATURE = WEB_CURVATURE.model_copy(update={"checkpointing": True})
-# Traces alone, which take no vector: 4.5 minutes of an H100 a checkpoint by the dry run, which has
-# a product of 4,096 tokens at 3.6 s, 19% of the peak. The weights themselves lie on the host while
-# the guard moves them.
+# Traces alone, which need no vector: by 'python -m curvature hutchinson --dry-run 8xh100' 60.1 GB
+# of one GPU, 33.2 GB of its host, where the weights are while the guard moves them, and 1.6 s a
+# product of 4,096 tokens. The vectors of the largest eigenvalue would take 617 GB.
 TRACES = CURVATURE.model_copy(
     update={"lambda_max": False, "dtype": "bf16", "vectors": "host"}
     | {"pairs": 32, "companion_pairs": 8}
