@@ -161,7 +161,7 @@ def _chart(differences: list[dict[str, Any]], products: list[dict[str, Any]]) ->
                 "mark": {"type": "rule", "strokeWidth": 2, "strokeDash": [7, 3]},
                 "encoding": {"y": error, "color": colour},
             },
-            _words(differences, products, step, error, colour),
+            _words(differences, products, step, error),
         ],
         "config": CONFIG,
     }
@@ -172,33 +172,33 @@ def _words(
     products: list[dict[str, Any]],
     step: dict[str, Any],
     error: dict[str, Any],
-    colour: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the names of the lines, on them."""
-    first, last = 10.0 ** (SMALLEST + 0.15), 10.0 ** (LARGEST - 0.15)
+    """Return the names of lines and points, beside them."""
     words = [
-        {"text": f"dual product, {one['precision']}: {one['error']:.0e}", "step": last}
-        | {"precision": one["precision"], "error": 0.65 * one["error"], "align": "right"}
+        {"text": f"dual product in {one['precision']}: {one['error']:.0e}", "step": 10.0**LARGEST}
+        | {"error": one["error"], "colour": COLOURS[one["precision"]], "right": True}
         for one in products
     ]
-    for one, at in (("fp32", 10**-6.5), ("fp64", 10**-8.5)):
-        at_step = next(row for row in differences if row["precision"] == one and row["step"] >= at)
-        words.append(at_step | {"text": f"difference, {one}  ", "align": "right"})
-    words.append(
-        {"text": "the guard refuses above 1%", "step": first, "error": 0.6 * 1e-2, "align": "left"}
-        | {"precision": "none"}
-    )
-    guards = [row for row in differences if row["guards"]]
-    words.append(guards[0] | {"text": "the guard's step  ", "align": "right"})
+    for precision, smallest in (("fp32", 1e-7), ("fp64", 1e-9)):
+        of_one = [row for row in differences if row["precision"] == precision]
+        place = next(row for row in of_one if row["step"] >= smallest)
+        text = f"finite difference in {precision}"
+        words.append(place | {"text": text, "colour": COLOURS[precision], "above": True})
+    limit = LIMITS["fp32"].product
+    refused = {"text": f"the guard refuses above {limit:.0%}", "step": 10.0**SMALLEST}
+    words.append(refused | {"error": limit, "colour": INK})
+    accepted = [row for row in differences if row["guards"]]
+    words.append(accepted[-1] | {"text": "steps that the guard accepts", "colour": INK})
+    mark: dict[str, Any] = {"type": "text", "fontSize": 11, "baseline": "middle"}
+    mark |= {"dy": {"expr": "datum.above ? -8 : 11"}}
+    mark |= {"align": {"expr": "datum.right ? 'right' : 'left'"}}
+    mark |= {"dx": {"expr": "datum.right ? -4 : 8"}}
+    colour = {"field": "colour", "type": "nominal", "scale": None}
+    text = {"field": "text", "type": "nominal"}
     return {
         "data": {"values": words},
-        "mark": {"type": "text", "fontSize": 11},
-        "encoding": {
-            "x": step,
-            "y": error,
-            "text": {"field": "text", "type": "nominal"},
-            "color": colour,
-        },
+        "mark": mark,
+        "encoding": {"x": step, "y": error, "text": text, "color": colour},
     }
 
 
