@@ -179,7 +179,7 @@ def _words(
         | {"error": one["error"], "colour": COLOURS[one["precision"]], "right": True}
         for one in products
     ]
-    for precision, smallest in (("fp32", 1e-7), ("fp64", 1e-9)):
+    for precision, smallest in (("fp32", 1e-7), ("fp64", 1e-8)):
         of_one = [row for row in differences if row["precision"] == precision]
         place = next(row for row in of_one if row["step"] >= smallest)
         text = f"finite difference in {precision}"
@@ -188,7 +188,7 @@ def _words(
     refused = {"text": f"the guard refuses above {limit:.0%}", "step": 10.0**SMALLEST}
     words.append(refused | {"error": limit, "colour": INK})
     accepted = [row for row in differences if row["guards"]]
-    words.append(accepted[-1] | {"text": "steps that the guard accepts", "colour": INK})
+    words.append(accepted[-1] | {"text": "steps the guard takes", "colour": INK})
     mark: dict[str, Any] = {"type": "text", "fontSize": 11, "baseline": "middle"}
     mark |= {"dy": {"expr": "datum.above ? -8 : 11"}}
     mark |= {"align": {"expr": "datum.right ? 'right' : 'left'"}}
