@@ -11,7 +11,7 @@ IMPORTS := import torch, megatron.core, deepspeed; \
     from quant_eval.libraries import pcre; pcre.stand_in(); import gptqmodel
 GPU_EXTRA := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
     print(*project["optional-dependencies"]["gpu"])
-FOLDERS := base train ckpt_tools quant_eval curvature study slurm tests check_machine.py
+FOLDERS := base train ckpt_tools quant_eval curvature study slurm docs tests check_machine.py
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: venv demo test test-gpu gpu-bundle lint bench stress transformer-engine

@@ -88,8 +88,8 @@ def double_backward(model: Opened) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
         loss = model.curved.loss(model.tokens_BS1).share
         gradient = torch.autograd.grad(loss, weights, create_graph=True)
-        slope = sum((v * g).sum() for v, g in zip(_parts(model), gradient, strict=True))
-        products = torch.autograd.grad(slope, weights)
+        slopes = [(v * g).sum() for v, g in zip(_parts(model), gradient, strict=True)]
+        products = torch.autograd.grad(torch.stack(slopes).sum(), weights)
     return torch.cat([part.flatten() for part in products])
 
 
@@ -182,8 +182,8 @@ def _words(
     for precision, smallest in (("fp32", 1e-7), ("fp64", 1e-8)):
         of_one = [row for row in differences if row["precision"] == precision]
         place = next(row for row in of_one if row["step"] >= smallest)
-        text = f"finite difference in {precision}"
-        words.append(place | {"text": text, "colour": COLOURS[precision], "above": True})
+        label = f"finite difference in {precision}"
+        words.append(place | {"text": label, "colour": COLOURS[precision], "above": True})
     limit = LIMITS["fp32"].product
     refused = {"text": f"the guard refuses above {limit:.0%}", "step": 10.0**SMALLEST}
     words.append(refused | {"error": limit, "colour": INK})

@@ -20,7 +20,7 @@ OUTPUTS, INPUTS = 128, 256
 BITS, GROUP = 3, 32
 TOKENS = {"128": "#e8912d", "512": "#cc4778", "4,096": "#7e03a8"}  # of calibration
 TOKENS_AFTER = 8192  # new tokens, on which the error counts
-DAMPINGS = tuple(digit * 10.0**power for power in range(-6, 0) for digit in (1, 2, 5)) + (1.0,)
+DAMPINGS = (*(digit * 10.0**power for power in range(-6, 0) for digit in (1, 2, 5)), 1.0)
 DECAY, LOUD_SHARE, LOUDNESS = 0.75, 0.03, 6.0  # of the inputs
 TEXTS = ("new text", "the calibration text")
 SHOWN = (2e-3, 5e-2)  # relative output errors
@@ -55,7 +55,8 @@ def correlated(generator: torch.Generator) -> Callable[[int], Tensor]:
 
     def draw(tokens: int) -> Tensor:
         normal_NI = torch.randn(tokens, INPUTS, generator=generator)
-        return ((normal_NI * spectrum_I) @ mixing_II) * scale_I
+        inputs_NI: Tensor = ((normal_NI * spectrum_I) @ mixing_II) * scale_I
+        return inputs_NI
 
     return draw
 
@@ -84,11 +85,12 @@ def _chart(rows: list[dict[str, Any]], nearest: float) -> dict[str, Any]:
     ticks = [0.002, 0.005, 0.01, 0.02, 0.05]
     error = _logarithmic("error", "squared error of the outputs, relative", SHOWN, ticks)
 
-    tokens = {"field": "tokens", "type": "nominal", "sort": None, "title": "calibration tokens"}
+    tokens: dict[str, Any] = {"field": "tokens", "type": "nominal", "sort": None, "title": "calibration tokens"}
     tokens |= {"scale": {"domain": list(TOKENS), "range": list(TOKENS.values())}}
-    texts = {"field": "measured on", "type": "nominal", "sort": None, "title": "error on"}
+    texts: dict[str, Any] = {"field": "measured on", "type": "nominal", "sort": None, "title": "error on"}
     texts |= {"scale": {"domain": list(TEXTS), "range": [[1, 0], [2, 3]]}}
     legend = {"orient": "right", "titleOrient": "top", "columns": 1}
+    legend |= {"symbolType": "stroke", "symbolSize": 300, "symbolStrokeWidth": 1.8}
     lines = {
         "data": {"values": rows},
         "mark": {"type": "line", "strokeWidth": 1.8},

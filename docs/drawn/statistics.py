@@ -53,7 +53,7 @@ def coverage(seeds: int, documents: int, draws: int) -> float:
 
 def _noise(generator: np.random.Generator, sizes: tuple[int, int, int]) -> NDArray[np.float64]:
     """Return the sum of all random effects, [S, D, K]."""
-    total = np.zeros(sizes)
+    total: NDArray[np.float64] = np.zeros(sizes)
     for effect, deviation in DEVIATIONS.items():
         shape = tuple(
             size if name in effect else 1

@@ -1,0 +1,1 @@
+"""The pages of the project, and what generates parts of them."""
