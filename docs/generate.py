@@ -115,7 +115,7 @@ def _default(required: bool, shown: object, value: object) -> str:
         return "required"
     if isinstance(shown, str):
         return shown
-    return "" if value in (None, False, ()) or callable(value) else f"`{value}`"
+    return "" if value is None or value is False or callable(value) else f"`{value}`"
 
 
 def recipes() -> str:

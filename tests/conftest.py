@@ -16,6 +16,7 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from study.text.tokenizer import END_OF_TEXT, train_tokenizer
 from tests.runs import make_run, ranks
+from tests.study.smoke import make_smoke_study
 from train.data.prepare import prepare
 
 VOCAB_SIZE = 320
@@ -23,6 +24,7 @@ VOCAB_SIZE = 320
 # nothing left.
 FIRST = (
     "study/test_smoke.py",
+    "docs/test_commands.py",
     "slurm/test_study.py",
     "curvature/test_cost.py",
     "study/tracking/test_importer.py",
@@ -181,6 +183,12 @@ def inputs(train_prefix, held_out_prefix, tokenizer_dir) -> dict[str, Path]:
         "held_out_prefix": held_out_prefix,
         "tokenizer_dir": tokenizer_dir,
     }
+
+
+@pytest.fixture(scope="session")
+def smoke_root(tmp_path_factory) -> Path:
+    """The root of the finished smoke study; tests that write copy it."""
+    return made_once(tmp_path_factory, "smoke", make_smoke_study)
 
 
 # name -> processes, settings of make_run

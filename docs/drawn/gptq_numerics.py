@@ -85,9 +85,19 @@ def _chart(rows: list[dict[str, Any]], nearest: float) -> dict[str, Any]:
     ticks = [0.002, 0.005, 0.01, 0.02, 0.05]
     error = _logarithmic("error", "squared error of the outputs, relative", SHOWN, ticks)
 
-    tokens: dict[str, Any] = {"field": "tokens", "type": "nominal", "sort": None, "title": "calibration tokens"}
+    tokens: dict[str, Any] = {
+        "field": "tokens",
+        "type": "nominal",
+        "sort": None,
+        "title": "calibration tokens",
+    }
     tokens |= {"scale": {"domain": list(TOKENS), "range": list(TOKENS.values())}}
-    texts: dict[str, Any] = {"field": "measured on", "type": "nominal", "sort": None, "title": "error on"}
+    texts: dict[str, Any] = {
+        "field": "measured on",
+        "type": "nominal",
+        "sort": None,
+        "title": "error on",
+    }
     texts |= {"scale": {"domain": list(TEXTS), "range": [[1, 0], [2, 3]]}}
     legend = {"orient": "right", "titleOrient": "top", "columns": 1}
     legend |= {"symbolType": "stroke", "symbolSize": 300, "symbolStrokeWidth": 1.8}

@@ -172,6 +172,7 @@ def wsd_run(
     """
     if isinstance(text, PackageSources):
         model = model.model_copy(update={"vocab_size": text.vocab_size})
+    checkpoints = spread(0, steps, 4)
     content: dict[str, Any] = {
         "name": name,
         "seed": 1,
@@ -182,7 +183,7 @@ def wsd_run(
         "total_steps": steps,
         "batch_size": 16,
         "micro_batch_size": 8,
-        "save_steps": spread(0, steps, 4),
+        "save_steps": checkpoints,
         "evaluate_every_steps": max(1, steps // 10),
         **settings,
     }
@@ -190,7 +191,7 @@ def wsd_run(
     schedule = ScheduleConfig(
         warmup_tokens=steps // 20 * tokens_per_step,
         phase=ConstantPhase(),
-        anneal=Anneal(start_step=content["save_steps"][2]),
+        anneal=Anneal(start_step=checkpoints[2]),
     )
     return RunConfig.model_validate({"schedule": schedule} | content)
 

@@ -3,10 +3,7 @@ change nothing.
 """
 
 import json
-import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,15 +14,7 @@ import torch
 from mlflow import MlflowClient
 from safetensors.torch import load_file
 
-from tests.interpreter import interpreter
-from tests.runs import PROJECT, environment
-from tests.waiting import wait_until
-
-# With batches of half the size: the weights need not be good ones.
-SETTINGS = ("batch_size=8", "micro_batch_size=4", "evaluate_every_steps=24")
-NAME = "-".join(("tiny-smoke", *SETTINGS))
-COMMAND = ["-m", "study", "run", "tiny", "--profile", "smoke"]
-COMMAND += [word for setting in SETTINGS for word in ("--set", setting)]
+from tests.study.smoke import BEFORE_THE_KILL, LAST_CHECKPOINT, NAME, SAID, finish, kill, start
 
 FIGURES = {
     "quantization_error",
@@ -38,37 +27,6 @@ FIGURES = {
 }
 FIGURES |= {"anneal_against_control", "error_against_curvature"}
 FIGURES |= {"ends", "full_against_quantized", "curvature", "prediction", "slices"}
-
-
-def start(python: str, root: Path) -> subprocess.Popen:
-    log = (root / "console.log").open("a")
-    return subprocess.Popen(
-        [python, *COMMAND, "--root", str(root)],
-        cwd=PROJECT,
-        env=environment(),
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
-
-
-def kill(process: subprocess.Popen) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def finish(python: str, root: Path) -> str:
-    """Runs the study to its end; returns what it printed."""
-    done = subprocess.run(
-        [python, *COMMAND, "--root", str(root)],
-        cwd=PROJECT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
 
 
 def check_the_end(study: Path, table: list[dict]) -> None:
@@ -127,24 +85,16 @@ def check_the_step(whole: dict, plane: dict) -> None:
     assert measured == pytest.approx(pairs, abs=1e-5)  # each a difference of losses near 6 in fp32
 
 
-def test_the_whole_study_survives_a_kill(tmp_path):
+def test_the_whole_study_survives_a_kill(smoke_root):
     """kill -9 while the first quantization runs; the second start skips what is complete and
     ends the study.
     """
-    study, started = tmp_path / NAME, start(interpreter(), tmp_path)
-    wait_until(
-        lambda: list((study / "logs").glob("quantize-*.log")), "the first quantization", started
-    )
-    kill(started)
-    trained = (
-        (study / "lr3e-3" / "checkpoints" / "step00000072" / "checkpoint.json").stat().st_mtime_ns
-    )
-    printed = finish(interpreter(), tmp_path)
-    assert (
-        study / "lr3e-3" / "checkpoints" / "step00000072" / "checkpoint.json"
-    ).stat().st_mtime_ns == trained
-    assert f"report: {study / 'report.html'}" in printed
-    assert f"sqlite:///{tmp_path / 'mlflow.db'}" in printed
+    study = smoke_root / NAME
+    written = str((study / LAST_CHECKPOINT).stat().st_mtime_ns)
+    assert written == (smoke_root / BEFORE_THE_KILL).read_text()
+    said = (smoke_root / SAID).read_text()
+    assert f"report: {study / 'report.html'}" in said
+    assert f"sqlite:///{smoke_root / 'mlflow.db'}" in said
 
     table = pq.read_table(study / "table.parquet").to_pylist()
     models = [(step, average) for step in (48, 72) for average in (None, "lawa5x4")]
@@ -175,7 +125,7 @@ def test_the_whole_study_survives_a_kill(tmp_path):
     for suffix in ("png", "pdf", "csv"):
         assert {path.stem for path in (study / "figures").glob(f"*.{suffix}")} == FIGURES
 
-    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    client = MlflowClient(f"sqlite:///{smoke_root / 'mlflow.db'}")
     (experiment,) = [one for one in client.search_experiments() if one.name != "Default"]
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
     assert set(runs) == {NAME, "lr3e-3", "lr3e-3-control", "lr3e-2", "lr3e-2-control"}

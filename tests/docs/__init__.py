@@ -1,0 +1,1 @@
+"""Tests of the pages: commands, links, and what is generated."""

@@ -1,0 +1,167 @@
+"""Directories in which the commands of the pages run: what a reader has, at sizes of seconds."""
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from study.recipes import resolve
+from study.results.collect import collect_rows
+from study.results.table import write_table
+from study.text.kinds import TokenFiles
+from tests.ckpt_tools.released.fake_hub import FakeHub
+from tests.conftest import make_hf_directory
+from tests.docs.pages import PROJECT
+from tests.interpreter import interpreter
+from tests.quant_eval.tasks.task_files import write_task_files
+from tests.slurm.conftest import lab, slurm_installed  # noqa: F401  (fixtures)
+from tests.study.smoke import NAME
+from tests.study.synthetic import write_study
+
+REVISION = "stage1-step1907359-tokens4001B"
+RECIPE = '''"""In place of a large recipe: one run and its control."""
+
+from study.measurements.quantization import QuantizationSettings
+from study.recipes import parts
+from study.text.kinds import TokenFiles
+from train.model.presets import olmo2
+
+TEXT = {text}
+
+
+@parts.recipe
+def {function}(*, smoke: bool = False):
+    """One run of seconds."""
+    run = parts.wsd_run(
+        "lr3e-4",
+        model=olmo2(
+            hidden_size=32, layers=1, heads=2, intermediate_size=64
+        ).model_copy(update={{"vocab_size": 1024}}),
+        text=TEXT,
+        steps=16,
+        peak_lr=3e-4,
+        save_steps=(12, 16),
+    )
+    quantization = QuantizationSettings(
+        specs=("gptq-b3-g32",),
+        calibration_sequences=16,
+        calibration_draws=1,
+        eval_tokens=16_384,
+        block_tokens=16_384,
+    )
+    return parts.study([run], text=TEXT, quantization=quantization, sized_for="cpu")
+'''
+
+
+SITE = """
+root = "{root}"
+python = "{python}"
+project = "{project}"
+[limits]
+stop_seconds_before_limit = 10
+hang_seconds = 60
+silent_seconds = 180
+[environment]
+GLOO_SOCKET_IFNAME = "lo"
+[mlflow]
+every_seconds = 10
+[disk]
+reserve_gb = 0.1
+"""
+RESOURCES = """
+[resources.{kind}]
+ranks_per_node = 1
+cpus_per_node = 1
+time = "60"
+"""
+KINDS = ("train", "export", "quantize", "curvature", "light")
+
+
+@pytest.fixture(scope="module")
+def statistics(tmp_path_factory) -> Path:
+    """A directory whose runs/tiny has the demo's runs, and made-up numbers."""
+    place = tmp_path_factory.mktemp("statistics")
+    study = resolve("tiny")
+    directory = write_study(place / "runs/tiny", study)
+    write_table(directory, study, collect_rows(directory, study).rows)
+    return place
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory, smoke_root) -> Path:
+    """A directory with runs/, recipes/, the files in my/ that pages name, and mine.py."""
+    place = tmp_path_factory.mktemp("checkout")
+    # a store remembers where it was made
+    shutil.copytree(smoke_root, place / "runs", ignore=shutil.ignore_patterns("ml*"))
+    (place / "recipes").mkdir()
+    data = place / "runs" / NAME / "data"
+    text = TokenFiles(
+        train=str(data / "train"),
+        held_out=str(data / "held_out"),
+        calibration=str(data / "calibration"),
+        tokenizer=str(data / "corpus/tokenizer"),
+        sha256="0" * 64,
+    )
+    for name in ("tiny", "olmo2-30m-lr", "olmo2-190m-lr", "olmo2-7b-lr"):
+        recipe = RECIPE.format(function=name.replace("-", "_"), text=repr(text))
+        (place / "recipes" / f"{name}.py").write_text(recipe)
+    (place / "mine.py").write_text(_own_recipe())
+    write_task_files(place / "my/tasks")
+    _write_text(place / "my")
+    site = SITE.format(root=place / "shared", python=interpreter(), project=PROJECT)
+    resources = "".join(RESOURCES.format(kind=kind) for kind in KINDS)
+    (place / "lab.toml").write_text(site + resources)
+    return place
+
+
+def _own_recipe() -> str:
+    """Return the first recipe of the guide, of one run and without curvature."""
+    page = (PROJECT / "docs/guides/own-ablation.md").read_text()
+    text = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    for whole, part in (
+        ("peak_lr=[3e-3, 1e-2], weight_decay=[0.0, 0.1]", "peak_lr=[1e-2], weight_decay=[0.1]"),
+        ("        curvature=parts.SMALL_CURVATURE,\n", ""),
+        ("steps = 40 if smoke", "steps = 8 if smoke"),
+    ):
+        assert whole in text
+        text = text.replace(whole, part)
+    return str(text)
+
+
+def _write_text(place: Path) -> None:
+    """Write books.jsonl.zst, 3,000 documents of random words, and OLMo's kind of token files."""
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcdefgh", k=generator.randint(2, 9))) for _ in range(900)]
+    lines = [
+        json.dumps({"text": " ".join(generator.choices(words, k=90))}) + "\n" for _ in range(3000)
+    ]
+    place.mkdir(exist_ok=True)
+    compressed = zstandard.compress("".join(lines).encode())
+    (place / "books.jsonl.zst").write_bytes(compressed)
+    tokens = np.random.default_rng(0).integers(1, 300, size=4096, dtype=np.uint32)
+    tokens[::64] = 0  # ends of documents
+    (place / "mix").mkdir()
+    tokens.tofile(place / "mix/part-0.npy")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory, tokenizer_dir) -> Iterator[FakeHub]:
+    """A hub of one released model at one revision."""
+    model = make_hf_directory(
+        tmp_path_factory.mktemp("released") / "model",
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        max_position_embeddings=128,
+    )
+    files = {path.name: path.read_bytes() for path in (*model.iterdir(), *tokenizer_dir.iterdir())}
+    server = FakeHub({REVISION: files, "main": files})
+    yield server
+    server.shutdown()
+    server.server_close()

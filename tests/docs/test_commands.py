@@ -1,0 +1,117 @@
+"""Every command that a page shows, run as shown, at sizes of seconds.
+
+A page's commands run in the order of the page, in a directory like a checkout after `make demo`:
+`runs/` holds the smoke study in place of the demo. Large recipes are replaced by a study of one
+run, the hub by one on the loopback, and the cluster by a SLURM on this machine. `make` says what it
+would do.
+"""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.ckpt_tools.released.fake_hub import FakeHub
+from tests.docs.conftest import REVISION
+from tests.docs.pages import NAMES, PROJECT, commands_of
+from tests.interpreter import interpreter
+from tests.runs import environment, torchrun
+from tests.study.smoke import NAME
+from tests.waiting import HANG_SECONDS
+
+MODEL = f"models/OLMo-2-0425-1B/{REVISION}"
+# The smoke study has other names than the demo; there is no GPU; texts are short.
+SMALLER = (
+    (r"runs/tiny\b", f"runs/{NAME}"),
+    (r"(study (status|mirror|choose-average)) tiny\b", rf"\1 {NAME}"),
+    (r"lr2\.4e-2-seed1", "lr3e-2"),
+    (r"step00001024", "step00000072"),
+    (r"step00000768", "step00000048"),
+    (r"step00000500", "step00000016"),
+    (r" --device cuda", ""),
+    (r" --gpus 8(?! --gpu )", ""),
+    (r"--follow 60", "--follow 1"),
+    (r"--watch 60", "--watch 10"),
+    (r"--vocab-size 32768", "--vocab-size 1024"),
+    (r"--dtype bf16 --checkpointing", "--checkpointing"),  # a small random model is too rough
+    (r"--sequence-length 2048", "--sequence-length 64"),
+    (r"curvature lanczos", "curvature lanczos --fixed-sequences 1 --steps 4 --largest 1"),
+    (
+        r"(study run|slurm submit|study show(?=.* --text)) (tiny|olmo2-\w+-lr)\b",
+        r"\1 recipes/\2.py",
+    ),
+    (
+        r"study run trajectory",
+        f"study run trajectory --profile smoke --text my/books.jsonl.zst --tokenizer {MODEL}",
+    ),
+    (r"source=allenai/", "source=models/"),
+    (r"allenai/OLMo-2-1124-7B", "allenai/OLMo-2-0425-1B"),
+    (r"/shared/quantdyn", "shared"),
+    (r"cp slurm/sites/example.toml", "cp lab.toml"),
+)
+# Statistics need seeds and many checkpoints: these read made-up numbers of the demo's own runs.
+STATISTICS = re.compile(r"study (choose|power|forecast|cooldowns|report) tiny ?")
+# What a reader of this page has done before.
+BEFORE = {
+    "docs/guides/released-models.md": [
+        "python -m ckpt_tools download allenai/OLMo-2-0425-1B models/OLMo-2-0425-1B"
+        f" --revision {REVISION}"
+    ],
+    "docs/reproduce.md": [
+        "cp slurm/sites/example.toml my_cluster.toml",
+        "python -m study run olmo2-30m-lr",
+        "python -m study run olmo2-190m-lr",
+    ],
+}
+
+
+def smaller(command: str) -> str:
+    """Return a command at the size of a test."""
+    for pattern, small in SMALLER:
+        command = re.sub(pattern, small, command)
+    return command
+
+
+def run(command: str, directory: Path, hub: FakeHub) -> None:
+    """Run a command in a directory, and fail with what it printed if it fails."""
+    words = [place for word in shlex.split(command) for place in _expanded(word, directory)]
+    variables = environment()
+    if "allenai/" in command:
+        variables |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(directory / "hub")}
+    if words[0] == "make":
+        words, directory = ["make", "--dry-run", *words[1:]], PROJECT
+    elif words[0] == "torchrun":
+        words = torchrun(2, *words[words.index("-m") + 1 :], python=interpreter())
+    elif words[0] == "python":
+        words[0] = interpreter()
+    ended = subprocess.run(
+        words,
+        cwd=directory,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+    assert ended.returncode == 0, f"{command}\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+
+
+def _expanded(word: str, directory: Path) -> list[str]:
+    """Return the places that a word with an asterisk means, as the shell does."""
+    if "*" not in word:
+        return [word]
+    return sorted(str(path.relative_to(directory)) for path in directory.glob(word))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if commands_of(name)])
+def test_commands_of_a_page(name, checkout, statistics, hub, request):
+    commands = [*BEFORE.get(name, ()), *commands_of(name)]
+    if any(" -m slurm " in command for command in commands):
+        request.getfixturevalue("lab")
+    for command in commands:
+        if STATISTICS.search(command):
+            run(command, statistics, hub)
+        else:
+            run(smaller(command), checkout, hub)

@@ -1,0 +1,49 @@
+"""Every link of a page leads to a file, and to a heading where it names one; README stays short."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import NAMES, PROJECT
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+MOST_BYTES, MOST_COLUMNS = 6000, 100  # of README.md
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    words = [re.sub(r"[^\w\- ]", "", title.lower()).strip() for title in titles]
+    return {word.replace(" ", "-") for word in words}
+
+
+@pytest.mark.parametrize("name", [*NAMES, "CONTRIBUTING.md", "SECURITY.md"])
+def test_links_lead_somewhere(name):
+    page = PROJECT / name
+    for link in LINK.findall(FENCE.sub("", page.read_text())):
+        if link.startswith("https://"):
+            continue
+        place, _, anchor = link.partition("#")
+        target = (page.parent / place).resolve() if place else page
+        assert target.exists(), link
+        assert target.is_relative_to(PROJECT), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_readme_is_short():
+    text = (PROJECT / "README.md").read_text()
+    assert len(text.encode()) <= MOST_BYTES
+    for line in text.splitlines():
+        assert len(line) <= MOST_COLUMNS or line.startswith("|"), line
+
+
+def test_every_page_is_in_the_index():
+    index = {
+        (PROJECT / "docs" / link.partition("#")[0]).resolve()
+        for link in LINK.findall((PROJECT / "docs/README.md").read_text())
+    }
+    pages = {PROJECT / name for name in NAMES} - {PROJECT / "README.md", PROJECT / "docs/README.md"}
+    assert pages <= index
