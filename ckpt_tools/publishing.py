@@ -150,7 +150,7 @@ def _results(hf_dir: Path, files: dict[str, FileRecord]) -> list[Result[Any]]:
 def _check_out(out: Path, hf: Path, exports: list[_Export], run_fingerprint: str) -> None:
     """Raise UserError unless `out` is new, or holds only what this run was published as."""
     if out.resolve().is_relative_to(hf.resolve()):
-        raise UserError(f"{out} lies within the exports in {hf}; publish elsewhere")
+        raise UserError(f"{out} is within the exports in {hf}; publish elsewhere")
     revisions = {one.revision for one in exports}
     for path in sorted(out.glob("[!.]*")):
         lineage, _ = (read_lineage(path) if path.name in revisions else None) or ({}, {})

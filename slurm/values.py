@@ -146,7 +146,7 @@ def _checked_uri(value: str) -> str:
             "the address holds a password; leave it out and give it by MLFLOW_TRACKING_PASSWORD,"
             " PGPASSWORD or ~/.netrc"
         )
-    # A relative path of SQLite's would lie elsewhere for every process.
+    # A relative path of SQLite's would be elsewhere for every process.
     pattern = r"(?!sqlite:///[^/])[a-z][a-z0-9+]*://[A-Za-z0-9_.,:=+@/?&%~\[\]-]*"
     if not re.fullmatch(pattern, value, re.ASCII):
         raise ValueError(

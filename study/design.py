@@ -127,6 +127,7 @@ def _control(annealed: Sequence[RunConfig]) -> RunConfig:
         "name": f"{parent}-control",
         "schedule": first.schedule.model_copy(update={"anneal": None}),
         "branch_from": branch,
+        "start_from": None,  # the parent did
         "total_steps": max(saves),
         "save_steps": tuple(sorted(saves)),
         "saving": first.saving.model_copy(update={"full_steps": None, "average_steps": None}),

@@ -4,7 +4,7 @@
 AdamW's, so one learning rate serves both (Liu et al. 2025, arXiv 2502.16982). The engines register
 their matrices with their AdamW, which then leaves those out; `exp_avg` is the momentum.
 
-The optimizer's state lies flat over data-parallel ranks. A matrix is on one rank or on several that
+The optimizer's state is flat over data-parallel ranks. A matrix is on one rank or on several that
 follow each other: the first receives the others' parts, orthogonalises, and returns them.
 """
 

@@ -3,7 +3,7 @@
 `Grid` is uniform; the points of formats such as FP8 are in `levels`.
 
 Shapes: O output features (rows), I input features, G groups of a row, K weights that share a scale.
-What shares a scale lies along the first dimension, so one group [K, O] and all groups [K, O, G] use
+What shares a scale is along the first dimension, so one group [K, O] and all groups [K, O, G] use
 the same code.
 """
 
@@ -120,11 +120,11 @@ def fit_grid(weights: Tensor, spec: RoundingSpec) -> Grid:
     """Fit the min-max grid of integers to each group of fp32 weights [K, ...].
 
     Symmetric: scale = 2 max|w| / (2^bits - 1) and zero = 2^(bits - 1), the convention of AutoGPTQ
-    and gptqmodel: the positive end lies half a step inside max|w|, the negative end half a step
+    and gptqmodel: the positive end is half a step inside max|w|, the negative end half a step
     outside. Asymmetric: from min(w, 0) to max(w, 0), so that zero is a grid point. A group of zeros
     gets the grid of [-1, 1], as there; it rounds to zeros.
 
-    Scales are cut to fp32 or fp16, towards zero: the weight -max|w| of a symmetric group lies
+    Scales are cut to fp32 or fp16, towards zero: the weight -max|w| of a symmetric group is
     midway between two points, and so it always takes the outer one, instead of the one that
     rounding noise would choose. A cut that takes half a step or more off the range is no rounding:
     such a scale, too small or too large for the format, becomes NaN.

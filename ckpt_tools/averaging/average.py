@@ -62,7 +62,7 @@ def average_models(
         )
     for path in inputs:
         if any(target.resolve().is_relative_to(path.resolve()) for target in targets):
-            raise UserError(f"{out} lies in the input {path}; give another directory to write")
+            raise UserError(f"{out} is in the input {path}; give another directory to write")
     models = open_inputs(inputs)
     with Progress("average", total=len(targets)) as progress:
         for first, target in enumerate(targets):

@@ -92,7 +92,7 @@ class HFWeights:
             twice = sorted(tensors.keys() & self.tensors.keys())
             if twice:
                 raise UserError(
-                    f"'{twice[0]}' lies in {self.tensors[twice[0]].path} and in {path}; move one"
+                    f"'{twice[0]}' is in {self.tensors[twice[0]].path} and in {path}; move one"
                     " of them away"
                 )
             self.tensors |= tensors

@@ -79,7 +79,7 @@ def _scores(query: tuple[Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[T
 
 
 def _softmax(scores_NQT: Tensor, hidden_CC: Tensor) -> Tensor:
-    """Return the weights; hidden keys lie above the diagonal of the last C columns, and have 0."""
+    """Return the weights; hidden keys are above the diagonal of the last C columns, and have 0."""
     wide_NQT, own = wide(scores_NQT), len(hidden_CC)
     last_NGCC = wide_NQT.unflatten(1, (-1, own))[..., -own:]
     last_NGCC.masked_fill_(hidden_CC, float("-inf"))

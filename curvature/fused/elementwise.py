@@ -66,7 +66,7 @@ def _normed_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients by x, x_dot and w.
 
-    With q = w G, b = w H + w_dot G, m = mean(n x_dot), k = mean(n q), and what of x_dot and q lies
+    With q = w G, b = w H + w_dot G, m = mean(n x_dot), k = mean(n q), and what of x_dot and q is
     across n, t = x_dot - n m and u = q - n k:
         by x_dot: r u,    by w: sum over tokens of H n + G n_dot, n_dot = r t,
         by x: r (b - n mean(n b) - r (m u + k t + n (mean(u t) + k m epsilon r^2))).

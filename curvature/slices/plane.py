@@ -67,7 +67,7 @@ class Plane:
         across = math.sqrt(max(lengths[1] ** 2 - along**2, 0.0))
         if across < SMALLEST_ANGLE * lengths[1]:
             raise UserError(
-                "both points lie on one line with the model, no plane; give another point"
+                "both points are on one line with the model, which is no plane; give another point"
             )
         self.ends = Point(lengths[0], 0.0), Point(along, across)
         self.cosine = along / lengths[1]

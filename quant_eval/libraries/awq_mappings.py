@@ -2,7 +2,7 @@
 
 A fold multiplies the input columns of the balanced linears by s and divides what feeds them, the
 smoothed layer's rows (weight and bias), by s. It is exact where nothing but a product with a
-constant or with another activation lies between the two, and nothing else reads the smoothed
+constant or with another activation is between the two, and nothing else reads the smoothed
 layer's output. Nothing is concluded from names: `check_folds` tries it.
 
 Shapes: O output features, I input features, B sequences, L tokens, V tokens of a vocabulary.
@@ -206,7 +206,7 @@ def witness(model: PreTrainedModel) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = min(WITNESS_BLOCKS, config.num_hidden_layers)
     config.vocab_size = min(WITNESS_VOCABULARY, config.vocab_size)
-    config.pad_token_id = None  # may lie outside of these rows
+    config.pad_token_id = None  # may be outside of these rows
     small: PreTrainedModel = (
         AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
     )

@@ -262,4 +262,4 @@ class Element:
             raise UserError(f"no node is fit: what they share is at fault, see {out}")
         with submitting(self.study_dir):
             exclude(self.study_dir, bad)
-        raise UnfitNodesError(f"{self.array.name} goes on without {', '.join(sorted(bad))}")
+        raise UnfitNodesError(f"{self.array.name} continues without {', '.join(sorted(bad))}")

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 LEVEL = 0.9  # coverage of the intervals
-LEAST_PAST = 3  # checkpoints that a power law is fitted to: two would always lie on it
+LEAST_PAST = 3  # checkpoints that a power law is fitted to: two would always be on it
 LEAST_SPREAD = 1e-6  # singular value of the terms, which are logs: below, they are one term
 
 

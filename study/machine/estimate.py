@@ -8,6 +8,8 @@ from study.pipeline.steps import steps_of
 from study.recipes.shown import gpu_hours
 from train.planning.memory import rank_memory
 
+GPUS_OF_A_NODE = 8
+
 
 def estimate_lines(needs: Needs) -> Iterator[str]:
     """Yield what the study takes of `needs.hardware`, of a kind in `train.planning.flops.GPUS`.
@@ -36,6 +38,8 @@ def estimate_lines(needs: Needs) -> Iterator[str]:
         f"    training: {training_hours / len(hardware.gpus):,.3g} hours if no GPU idles,"
         f" {training_hours:,.3g} GPU-hours"
     )
+    if len(hardware.gpus) > GPUS_OF_A_NODE:
+        yield "    several nodes: start it with python -m slurm; the commands are those of one machine"
 
 
 def disk_line(needs: Needs) -> str:

@@ -14,7 +14,7 @@ def given_loss_and_tokens(
 ) -> Correlation | None:
     """Return the partial rank correlation of a measure of curvature and of the KL divergence.
 
-    Both grow as training goes on and the loss falls; at equal loss and equal tokens, what is left
+    Both grow as training continues and the loss falls; at equal loss and equal tokens, what is left
     is what the settings of the trainings and the phase of the schedule make of them. None where it
     is not known.
     """

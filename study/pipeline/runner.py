@@ -242,7 +242,7 @@ class Runner:
             return
         if status == 0:
             missing = self.ledger.missing_outputs(first)[0]
-            why = f"it ended well but left no {missing}; move what it left away and run again"
+            why = f"it ended without {missing}; run again, and if nobody stopped it read the log"
         else:
             why = reason or f"it ended with status {status}; read the log"
         line = f"step {first.name} failed, log {running.log}: {why}"

@@ -71,11 +71,16 @@ def _compared(ends: Sequence[RunSummary], column: str) -> dict[str, list[list[We
     return {what: comparisons for what, comparisons in several.items() if comparisons}
 
 
+def _percent(share: float) -> str:
+    """Return a share with two digits, such as 6.5% or 150%."""
+    return f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g}%"
+
+
 def _table(components: Components, difference: float, size: float) -> Iterator[str]:
     seeds, documents, draws = at_hand = components.plan
     least = ROUNDING * max(components.variances.values())
     deviations = ", ".join(
-        f"{_named(effect)} {100 * variance**0.5 / size:.2g}%"
+        f"{_named(effect)} {_percent(variance**0.5 / size)}"
         for effect, variance in components.variances.items()
         if variance > least
     )
@@ -83,7 +88,7 @@ def _table(components: Components, difference: float, size: float) -> Iterator[s
     error = components.estimate(difference, at_hand).standard_error
     yield (
         f"  {seeds} seeds, {documents} documents and {draws} draws, as at hand: standard error"
-        f" {100 * error / size:.2g}%, power {components.power(difference, at_hand):.0%}"
+        f" {_percent(error / size)}, power {components.power(difference, at_hand):.0%}"
     )
     several = frozenset({DRAWS}) in components.variances
     columns = sorted({draws, *DRAWS_SHOWN}) if several else [draws]

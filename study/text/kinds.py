@@ -73,7 +73,7 @@ class PreparedText(Frozen):
 class OwnText(Frozen):
     """Text of the user's: files, or one token file, shared out by document; see `study.text.own`.
 
-    Everything that is made of it lies in the study's own directory, and no step needs a network.
+    Everything that is made of it is in the study's own directory, and no step needs a network.
     """
 
     kind: Literal["own"] = "own"

@@ -47,7 +47,7 @@ def test_the_oracle_is_a_hessian(case):
 
 
 def test_every_column_of_a_whole_hessian(case):
-    """Every seventh column: at least one lies in every row of the matrices."""
+    """Every seventh column: at least one is in every row of the matrices."""
     hessian, hessian_PP = dual_hessian(tiny_model(**case.config)), case.dense.hessian_PP
     for column in range(0, len(hessian_PP), 7):
         unit_P = torch.zeros(len(hessian_PP), dtype=torch.float64)

@@ -22,7 +22,7 @@ def study_command(*arguments: str) -> CompletedProcess:
         (["run", "tiny", "--set", "engin=deepspeed"], "no such key"),
         (
             ["show", "tiny", "--set", "save_steps=[640]"],
-            "save_steps must lie in 0..1024 and end with",
+            "save_steps must be in 0..1024 and end with",
         ),
         (
             ["show", "tiny", "--set", "model.family=llama"],

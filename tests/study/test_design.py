@@ -8,6 +8,7 @@ from study.design import control_among, with_controls, with_seeds
 from study.recipes import RECIPES, resolve
 from study.recipes.parts import sweep, wsd_run
 from tests.study.recipes.mine import MODEL, TEXT
+from train.run.config import RunConfig, StartFrom
 from train.run.schedules import learning_rate
 
 
@@ -59,6 +60,17 @@ def test_a_control_branches_off_where_the_anneal_starts():
     assert control_among([first, second, control], first) == control
     assert control_among([first, second, control], second) is None
     assert with_controls(with_controls([first, second])) == with_controls([first, second])
+
+
+def test_a_run_from_imported_weights_has_a_control_too():
+    """The control branches off the run, and so has the run's beginning, not one of its own."""
+    first, _ = runs()
+    imported = StartFrom(checkpoint="/imported", sha256="0" * 64)
+    started = RunConfig.model_validate(dict(first) | {"start_from": imported})
+    started, control = with_controls([started])
+    assert control.branch_from and control.start_from is None
+    assert control.branch_from.fingerprint == fingerprint(started)
+    assert control_among([started, control], started) == control
 
 
 def test_a_run_that_saves_nothing_where_its_anneal_starts_has_no_control():

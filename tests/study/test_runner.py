@@ -214,7 +214,7 @@ def test_an_error_of_an_earlier_attempt_is_not_reported_again(tmp_path):
 
 
 def test_success_without_the_outputs_is_a_failure(tmp_path):
-    with pytest.raises(StepError, match=r"left no lazy\.json"):
+    with pytest.raises(StepError, match=r"ended without lazy\.json"):
         run_steps(tmp_path, [python_step("lazy", "pass")], workers=1)
 
 

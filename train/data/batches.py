@@ -81,7 +81,7 @@ class Batch(NamedTuple):
         return [Batch(*piece) for piece in zip(tokens, counted, starts, strict=True)]
 
     def pinned(self) -> "Batch":
-        """Return the batch in memory that a GPU copies from while the host goes on."""
+        """Return the batch in memory that a GPU copies from while the host continues."""
         return Batch(self.tokens_BS.pin_memory(), self.counted_BS.pin_memory(), self.starts_BS)
 
 

@@ -80,7 +80,7 @@ def _standard_normal(bits: Tensor, lowest: float) -> Tensor:
 
 @cache
 def _quantiles() -> tuple[Tensor, Tensor]:
-    """Return by cell the distance from 0 beyond which its first probability lies, and the rise.
+    """Return by cell the distance from 0 beyond which its first probability is, and the rise.
 
     With the roundings of fp32 a line in a cell is off by less than 5e-7.
     """

@@ -116,7 +116,7 @@ class RunConfig(Frozen):
             raise ValueError("save_steps must rise strictly and not be empty")
         if self.save_steps[0] < 0 or self.save_steps[-1] != self.total_steps:
             raise ValueError(
-                f"save_steps must lie in 0..{self.total_steps} and end with {self.total_steps}"
+                f"save_steps must be in 0..{self.total_steps} and end with {self.total_steps}"
             )
         for name in ("full_steps", "average_steps"):
             others = set(getattr(self.saving, name) or ()) - set(self.save_steps)
