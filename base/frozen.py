@@ -19,7 +19,7 @@ class Frozen(BaseModel):
 
     def __hash__(self) -> int:
         """Return a hash of the plain fields: others, such as dictionaries, may have none."""
-        return hash(tuple(one for _, one in self if isinstance(one, str | int | float)))
+        return hash(tuple(value for _, value in self if isinstance(value, str | int | float)))
 
 
 def fingerprint(value: Frozen) -> str:

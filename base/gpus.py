@@ -100,13 +100,13 @@ def _gpu(number: int) -> Gpu:
 
 def _named(name: str, gpus: list[Gpu]) -> Gpu:
     """Return the GPU that a word of CUDA_VISIBLE_DEVICES means: a number, or a UUID's beginning."""
-    found = [
+    matches = [
         gpu
         for gpu in gpus
         if str(gpu.number) == name or (len(name) > 4 and gpu.uuid.startswith(name))
     ]
-    if len(found) == 1:
-        return found[0]
+    if len(matches) == 1:
+        return matches[0]
     raise UserError(
         f"CUDA_VISIBLE_DEVICES names {name}, and the GPUs here are 0 to {len(gpus) - 1} (slices of"
         " MIG are not supported); correct it, or unset it"

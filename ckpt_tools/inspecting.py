@@ -68,12 +68,12 @@ def describe(path: Path) -> dict[str, Any]:
     """Return kind, facts, number of parameters, bytes, and files with their sizes."""
     if (path / CHECKPOINT_JSON).exists():
         record = read_checkpoint_record(path)
-        kind, told = "checkpoint", record.model_dump(mode="json")
+        kind, facts = "checkpoint", record.model_dump(mode="json")
         shapes = list(parameter_shapes(model_of(path, record)).values())
     elif (path / "config.json").exists():
         lineage, _ = read_lineage(path) or ({}, {})
         download = read_download(path)
-        told = lineage | (download.model_dump() if download else {})
+        facts = lineage | (download.model_dump() if download else {})
         origin = lineage.get("kind", "download" if download else "without lineage")
         kind = f"HF directory, {origin}"
         shapes = [tensor.shape for tensor in HFWeights(path).tensors.values()]
@@ -86,7 +86,7 @@ def describe(path: Path) -> dict[str, Any]:
     sizes = {str(file.relative_to(path)): file.stat().st_size for file in files}
     return {
         "kind": kind,
-        **{key: told[key] for key in FACTS if told.get(key) is not None},
+        **{key: facts[key] for key in FACTS if facts.get(key) is not None},
         "parameters": sum(map(math.prod, shapes)),
         "bytes": sum(sizes.values()),
         "files": sizes,

@@ -117,11 +117,11 @@ def check_probe(hf_dir: Path, probe: dict[str, Tensor], precision: str) -> dict[
     errors = {key: _relative_error(key, outputs[key], probe[key]) for key in parameters}
     levels = {
         "attention": max(error for key, error in errors.items() if key.endswith(ATTENTION)),
-        "layer": max(errors[key] for key, held in parameters.items() if not held),
+        "layer": max(errors[key] for key, outside in parameters.items() if not outside),
         "logits": errors["logits"],
     }
     # Rounding errors add up over the layers before an output.
-    num_layers = sum(not held for held in parameters.values())
+    num_layers = sum(not outside for outside in parameters.values())
     layers = {key: min(max(stage_of(key)[0] + 1, 1), num_layers) for key in parameters}
     allowed = {key: TOLERANCE[precision] * math.sqrt(layers[key]) for key in parameters}
     _check_errors(parameters, errors, allowed, levels)

@@ -10,7 +10,7 @@ import torch
 
 from base.ranks import Ranks
 from curvature.cost.memory import check_room
-from curvature.opened import open_model
+from curvature.problem import open_model
 from curvature.settings import CurvatureSettings, HutchinsonSettings
 from curvature.spectrum.fixed_batch import measure_spectrum, measure_top
 from curvature.trace.estimates import TRACE_UNIT
@@ -47,20 +47,22 @@ def measure(
     """
     seconds: dict[str, float] = {}
     with _timed(seconds, "guard"):
-        opened = open_model(hf_dir, settings, data_prefix, ranks, needed=needed_sequences(settings))
-    entries = opened.hessian.parameters.size // (ranks.size if settings.sharding == "fsdp" else 1)
+        problem = open_model(
+            hf_dir, settings, data_prefix, ranks, needed=needed_sequences(settings)
+        )
+    entries = problem.hessian.parameters.size // (ranks.size if settings.sharding == "fsdp" else 1)
     place = torch.device("cpu") if settings.vectors == "host" else ranks.device
     check_room(settings, entries, place)
     if isinstance(settings, HutchinsonSettings):
         with _timed(seconds, "traces"):
-            measured = measure_traces(opened, settings)
+            measured = measure_traces(problem, settings)
         if settings.lambda_max:
             with _timed(seconds, "lambda_max"):
-                measured |= measure_top(opened, settings)
+                measured |= measure_top(problem, settings)
     else:
         with _timed(seconds, "spectrum"):
-            measured = measure_spectrum(opened, settings)
-    return opened.result(measured | {"units": UNITS}, {"name": settings.name}, seconds)
+            measured = measure_spectrum(problem, settings)
+    return problem.result(measured | {"units": UNITS}, {"name": settings.name}, seconds)
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def run(
     --calibration data/train --eval data/held_out
     """
     specs = [parse_spec(text) for text in spec]
-    outs = result_directories(hf_dirs, "quant", [one.name for one in specs], out)
+    outs = result_directories(hf_dirs, "quant", [each.name for each in specs], out)
     settings = settings.of_specs(specs)
     for hf_dir in hf_dirs:
         read_hf_config(hf_dir, ARCHITECTURES)
@@ -108,7 +108,7 @@ def tasks(hf_dirs: Models, spec: Specs, settings: TaskSettings) -> None:
     --calibration data/train --tasks arc_easy,piqa
     """
     specs = [parse_spec(text) for text in spec]
-    outs = result_directories(hf_dirs, "tasks", [one.name for one in specs], None)
+    outs = result_directories(hf_dirs, "tasks", [each.name for each in specs], None)
     settings = settings.of_specs(specs)
     for hf_dir in hf_dirs:
         read_hf_config(hf_dir, ARCHITECTURES)

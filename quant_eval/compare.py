@@ -88,23 +88,23 @@ def compare(
         except UserError as error:
             raise UserError(f"{named[first]} and {named[second]}: {error}") from None
     resampled = resample(statistics, draws, samples=samples, seed=seed)
-    adjusted = holm([one.p_value() for one in resampled])
+    adjusted = holm([resample.p_value() for resample in resampled])
     comparisons = []
-    for (first, second), statistic, one, draw, p in zip(
+    for (first, second), statistic, drawn, draw, p in zip(
         pairs, statistics, resampled, draws, adjusted, strict=True
     ):
         (a_D, b_D), (c_D, d_D) = statistic.ratios
-        low, high = one.interval(level)
+        low, high = drawn.interval(level)
         comparisons.append(
             Comparison(
                 first,
                 second,
                 first_value=float(c_D.sum() / d_D.sum()),
                 second_value=float(a_D.sum() / b_D.sum()),
-                difference=Difference(one.value, low, high, one.p_value()),
+                difference=Difference(drawn.value, low, high, drawn.p_value()),
                 sources="documents and calibration draws" if draw else "documents",
                 p_adjusted=p,
-                verdict=verdict_of(one.value, p, level),
+                verdict=verdict_of(drawn.value, p, level),
             )
         )
     return comparisons
@@ -112,10 +112,10 @@ def compare(
 
 def _paired(first: Result[Quantization], second: Result[Quantization], figure: str) -> Statistic:
     """Return the figure of `second` minus that of `first`; UserError for other settings."""
-    held = [one.spec.evaluation for one in (first, second)]
+    evaluations = [result.spec.evaluation for result in (first, second)]
     settings = [
         (evaluation.model_dump() if evaluation else {}) | {"dtype": result.spec.dtype}
-        for evaluation, result in zip(held, (first, second), strict=True)
+        for evaluation, result in zip(evaluations, (first, second), strict=True)
     ]
     for key, value in settings[0].items():
         if value != settings[1].get(key):

@@ -91,10 +91,10 @@ def _write_group(values: Values, defaults: Values) -> str:
 
 
 def _write_activations(values: Values, _: Values) -> str:
-    held = values["activations"]
-    if held == _own_activations(values) or _is_short(values):
+    activations = values["activations"]
+    if activations == _own_activations(values) or _is_short(values):
         return ""
-    return "a" + (held.removeprefix("int") if held else "16")
+    return "a" + (activations.removeprefix("int") if activations else "16")
 
 
 def _read_rotation(text: str) -> dict[str, Any]:
@@ -260,8 +260,8 @@ def _read_head(text: str) -> tuple[dict[str, Any], str]:
 
 def _read_parts(text: str, rest: str) -> dict[str, Any]:
     given: dict[str, Any] = {}
-    if found := re.fullmatch(r"((?:-[bg]\d{1,6})*)-paper", rest, re.ASCII):
-        given, rest = _read_parts(text, found[1]), ""
+    if match := re.fullmatch(r"((?:-[bg]\d{1,6})*)-paper", rest, re.ASCII):
+        given, rest = _read_parts(text, match[1]), ""
         if not text.startswith("gptqmodel-") or given.get("group_size") != 128:
             raise UserError(
                 f"spec {text!r}: paper stands for all settings of gptqmodel but bits, in groups of"
@@ -269,9 +269,9 @@ def _read_parts(text: str, rest: str) -> dict[str, Any]:
             )
         return given | PAPER
     for part in PARTS:
-        if found := re.match(rf"-({part.pattern})(?=-|$)", rest, re.ASCII):
-            given |= part.read(found[1])
-            rest = rest[found.end() :]
+        if match := re.match(rf"-({part.pattern})(?=-|$)", rest, re.ASCII):
+            given |= part.read(match[1])
+            rest = rest[match.end() :]
     if rest:
         raise UserError(f"{_problem(text, rest)}; {HINT}")
     return given
@@ -280,11 +280,11 @@ def _read_parts(text: str, rest: str) -> dict[str, Any]:
 def _problem(text: str, rest: str) -> str:
     """Return what is wrong with a name of which a rest was not read."""
     for part in PARTS:
-        if found := re.match(rf"-({part.pattern})(?=-|$)", rest, re.ASCII):
+        if match := re.match(rf"-({part.pattern})(?=-|$)", rest, re.ASCII):
             before = re.search(rf"-({part.pattern})(?=-)", text[: -len(rest)] + "-", re.ASCII)
             if before:
-                return f"spec {text!r}: {before[1]} and {found[1]} do not compose; give one"
-            return f"spec {text!r}: {found[1]} comes too late; keep the order of the parts"
+                return f"spec {text!r}: {before[1]} and {match[1]} do not compose; give one"
+            return f"spec {text!r}: {match[1]} comes too late; keep the order of the parts"
     if rest == f"-{text}":
         return f"unknown spec {text!r}"
     return f"spec {text!r}: {rest[1:]!r} is not understood"

@@ -86,10 +86,10 @@ def _same(
     return result if same else None
 
 
-def _holds(held: Any, wanted: Any) -> bool:
+def _holds(content: Any, wanted: Any) -> bool:
     """Return whether all settings wanted are held, places aside."""
     if isinstance(wanted, dict):
-        return isinstance(held, dict) and all(
-            key in PLACES or _holds(held.get(key), value) for key, value in wanted.items()
+        return isinstance(content, dict) and all(
+            key in PLACES or _holds(content.get(key), value) for key, value in wanted.items()
         )
-    return bool(held == wanted)
+    return bool(content == wanted)

@@ -129,11 +129,11 @@ def logs(
     if which is None:
         typer.echo("\n".join(listed(directory)))
         return
-    found = newest_logs(directory, which)
-    if len(found) > 1:
-        typer.echo("\n".join(f"{element} {log}" for element, log in found.items()))
+    by_element = newest_logs(directory, which)
+    if len(by_element) > 1:
+        typer.echo("\n".join(f"{element} {log}" for element, log in by_element.items()))
         return
-    (log,) = found.values()
+    (log,) = by_element.values()
     typer.echo(f"==> {log} <==", err=True)
     typer.echo(last_lines(log, LINES), nl=False)
 

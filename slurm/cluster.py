@@ -116,9 +116,9 @@ def cancel(elements: Sequence[str]) -> None:
 def max_array_size() -> int:
     """Return one more than the largest index of an array."""
     settings = _answer("scontrol", "show", "config")
-    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", settings, re.MULTILINE)
-    assert found, settings
-    return int(found[1])
+    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", settings, re.MULTILINE)
+    assert match, settings
+    return int(match[1])
 
 
 def partition(name: str) -> str:

@@ -48,8 +48,8 @@ class JobState:
     @property
     def held(self) -> bool:
         """Return whether it waits to be released by somebody."""
-        held = HELD_REASON.fullmatch(self.reason) or HELD_STATE.fullmatch(self.state)
-        return self.waits and held is not None
+        match = HELD_REASON.fullmatch(self.reason) or HELD_STATE.fullmatch(self.state)
+        return self.waits and match is not None
 
 
 def parse_squeue(text: str) -> dict[str, JobState]:

@@ -64,10 +64,10 @@ def checked_path(path: Path) -> Path:
 def seconds_of(time: str) -> int:
     """Return the seconds of a limit of sbatch, rounded up to minutes; 0 if it is none."""
     pattern = r"(?:(\d{1,3})-)?(\d{1,7})(?::([0-5]?\d))?(?::([0-5]?\d))?"
-    found = re.fullmatch(pattern, time, re.ASCII)
-    if not found:
+    match = re.fullmatch(pattern, time, re.ASCII)
+    if not match:
         return 0
-    days, *clock = found.groups()
+    days, *clock = match.groups()
     counts = [int(part) for part in clock if part]
     if days is None and len(counts) < 3:  # minutes, or minutes and seconds
         counts.insert(0, 0)
@@ -113,10 +113,10 @@ def secret_in(name: str, value: object) -> str | None:
         value: its text.
     """
     text = str(value)
-    assigned = [name, *(found[1] for found in ASSIGNED.finditer(text))]
-    for one in assigned:
-        if SECRET.search(one) and not one.lower().endswith(NO_SECRETS):
-            return one
+    assigned = [name, *(match[1] for match in ASSIGNED.finditer(text))]
+    for candidate in assigned:
+        if SECRET.search(candidate) and not candidate.lower().endswith(NO_SECRETS):
+            return candidate
     return name if PASSWORD.search(text) or TOKEN.search(text) else None
 
 

@@ -204,7 +204,7 @@ def collect(
         raise UserError(f"{directory} holds no checkpoint yet; start 'python -m study run' first")
     path = write_table(directory, study, collected.rows)
     typer.echo(
-        f"{path}: {len(collected.rows)} rows, {collected.found} of {collected.expected} results"
+        f"{path}: {len(collected.rows)} rows, {collected.num_found} of {collected.expected} results"
     )
 
 

@@ -240,14 +240,14 @@ class Study(Frozen):
         has_details = self.detailed == "every seed" or run == self.group_of(run).runs[0]
         is_control = run.name in self.controls
         kinds = [
-            one
-            for one in self.measurements
-            if (has_details or one.kind is QUANTIZE)
-            and not (is_control and one.kind.models == "last")
+            measurement
+            for measurement in self.measurements
+            if (has_details or measurement.kind is QUANTIZE)
+            and not (is_control and measurement.kind.models == "last")
         ]
         last = last_model(run)
         return {
-            model: tuple(one for one in kinds if one.kind.measures(one.settings, model, last))
+            model: tuple(each for each in kinds if each.kind.measures(each.settings, model, last))
             for model in self.models_of(run)
         }
 

@@ -99,7 +99,7 @@ def with_controls(runs: Sequence[RunConfig]) -> list[RunConfig]:
             key = _trajectory(run), run.schedule.anneal.start_step
             lacking.setdefault(key, []).append(run)
     controls = {group[-1].name: _control(group) for group in lacking.values()}
-    return [one for run in runs for one in (run, controls.get(run.name)) if one]
+    return [each for run in runs for each in (run, controls.get(run.name)) if each]
 
 
 def _control(annealed: Sequence[RunConfig]) -> RunConfig:

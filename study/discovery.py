@@ -13,5 +13,5 @@ def discovered(folder: ModuleType, kind: type[Kind]) -> list[Kind]:
     """Return every instance of `kind` that a module of the folder defines, by its place."""
     names = [module.name for module in pkgutil.iter_modules(folder.__path__)]
     modules = [importlib.import_module(f"{folder.__name__}.{name}") for name in names]
-    found = {id(value): value for module in modules for value in vars(module).values()}.values()
-    return sorted((one for one in found if isinstance(one, kind)), key=attrgetter("place"))
+    values = {id(value): value for module in modules for value in vars(module).values()}.values()
+    return sorted((each for each in values if isinstance(each, kind)), key=attrgetter("place"))

@@ -31,4 +31,4 @@ def refresh(name: StudyName, root: Root = Path("runs")) -> None:
         write_table(directory, study, collected.rows)
         write_report(directory, study)
     mirror(directory, study, tracking_uri(root), collected.settled)
-    typer.echo(f"{directory}: {collected.found} of {collected.expected} results")
+    typer.echo(f"{directory}: {collected.num_found} of {collected.expected} results")

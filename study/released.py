@@ -53,7 +53,11 @@ class ReleasedRun(Frozen):
     def peak_lr(self) -> float | None:
         """The largest known learning rate; None where none is known."""
         return max(
-            (one.learning_rate for one in self.revisions if one.learning_rate is not None),
+            (
+                revision.learning_rate
+                for revision in self.revisions
+                if revision.learning_rate is not None
+            ),
             default=None,
         )
 

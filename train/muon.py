@@ -24,7 +24,7 @@ ITERATIONS = 5
 class Part(NamedTuple):
     """The part on this rank of a matrix, or of its tensor-parallel shard."""
 
-    held: Tensor  # flat: what the optimizer updates, and its key for the state
+    flat: Tensor  # what the optimizer updates, and its key for the state
     place: slice  # of the part in it
     owner: int  # first data-parallel rank with a part
     ranges: tuple[tuple[int, int], ...]  # (start, stop) in the flat matrix, from the owner on
@@ -60,7 +60,7 @@ def register(
     def before_step(stepping: torch.optim.Optimizer, *_: Any) -> None:
         for settings in stepping.param_groups:
             params = set(map(id, settings["params"]))
-            own = [part for part in parts if id(part.held) in params]
+            own = [part for part in parts if id(part.flat) in params]
             _update(optimizer, own, settings["lr"], settings["weight_decay"], group)
 
     optimizer.register_step_pre_hook(before_step)
@@ -76,20 +76,20 @@ def _update(
 ) -> None:
     updates = []
     for part in parts:
-        assert part.held.grad is not None
-        gradient = part.held.grad[part.place]
-        momentum = optimizer.state[part.held]["exp_avg"][part.place]
+        assert part.flat.grad is not None
+        gradient = part.flat.grad[part.place]
+        momentum = optimizer.state[part.flat]["exp_avg"][part.place]
         momentum.lerp_(gradient, 1 - MOMENTUM)
         updates.append(gradient.lerp(momentum, MOMENTUM))  # Nesterov's
 
     _orthogonalize(parts, updates, group)
     for part, update in zip(parts, updates, strict=True):
-        part.held.detach()[part.place].mul_(1 - rate * decay).add_(update, alpha=-rate)
+        part.flat.detach()[part.place].mul_(1 - rate * decay).add_(update, alpha=-rate)
 
-    for held in {id(part.held): part.held for part in parts}.values():
-        held.grad = None  # AdamW leaves it out, and does not count its step
-        if "step" in optimizer.state[held]:
-            optimizer.state[held]["step"] += 1
+    for parameter in {id(part.flat): part.flat for part in parts}.values():
+        parameter.grad = None  # AdamW leaves it out, and does not count its step
+        if "step" in optimizer.state[parameter]:
+            optimizer.state[parameter]["step"] += 1
 
 
 def _orthogonalize(

@@ -110,7 +110,9 @@ def _make(out: Path, method: str, factors: tuple[float, ...], inputs: list[Input
         if is_whole(out, files):
             return
     newest = inputs[-1]
-    mean = AveragedWeights({one.path: one.weights for one in inputs}, factors, DTYPES[newest.dtype])
+    mean = AveragedWeights(
+        {source.path: source.weights for source in inputs}, factors, DTYPES[newest.dtype]
+    )
     with committed_directory(out) as aside:
         files = write_weights(aside, mean)
         copy_files(newest.path, aside, (*CONFIGURATION_FILES, *TOKENIZER_FILES))
@@ -132,7 +134,7 @@ def _lineage(
     Of an average within one run these are run and fingerprint, and step, tokens and learning rate
     of the newest model.
     """
-    facts = [one.facts for one in inputs]
+    facts = [source.facts for source in inputs]
     runs = {each.get("fingerprint") for each in facts}
     one_run = len(runs) == 1 and None not in runs and all("step" in each for each in facts)
     return {
@@ -145,10 +147,10 @@ def _lineage(
         "steps": sorted({each["step"] for each in facts if "step" in each}),
         "ingredients": [
             {
-                "path": os.path.relpath(one.path, out.parent.resolve()),
-                **one.facts,
-                "files": {name: file.model_dump() for name, file in sorted(one.files.items())},
+                "path": os.path.relpath(source.path, out.parent.resolve()),
+                **source.facts,
+                "files": {name: file.model_dump() for name, file in sorted(source.files.items())},
             }
-            for one in inputs
+            for source in inputs
         ],
     }

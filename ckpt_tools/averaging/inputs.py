@@ -61,8 +61,8 @@ def open_inputs(paths: list[Path]) -> list[Input]:
     for other in others:
         _check_agreement(first, other)
     model = empty_model(read_config(first.path))
-    for one in inputs:
-        check_shapes(model, one.weights, one.path)
+    for source in inputs:
+        check_shapes(model, source.weights, source.path)
     return inputs
 
 

@@ -79,8 +79,8 @@ class ShardedTensors:
             corner = tuple(index.offset or ())
             self._place(index.fqn, corner, tuple(sizes[index.fqn, index.offset]), where)
         for name, tensor in self.tensors.items():
-            held = sum(torch.Size(box.shape).numel() for box in self.boxes[name])
-            if held != torch.Size(tensor.shape).numel():
+            entries = sum(torch.Size(box.shape).numel() for box in self.boxes[name])
+            if entries != torch.Size(tensor.shape).numel():
                 raise _damaged(checkpoint, f"'{name}' is not whole")
 
     def _place(
@@ -110,12 +110,12 @@ class ShardedTensors:
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise _damaged(box.path, str(error)) from None
         contiguous = tensor.is_contiguous() and tensor.storage_offset() == 0
-        held = Described(tuple(tensor.shape)[-len(box.shape) :], tensor.dtype)
-        if not contiguous or held != Described(box.shape, self.tensors[name].dtype):
+        stored = Described(tuple(tensor.shape)[-len(box.shape) :], tensor.dtype)
+        if not contiguous or stored != Described(box.shape, self.tensors[name].dtype):
             raise _damaged(box.path, f"'{name}' is not there as `.metadata` says")
         before: int = tensor.untyped_storage()._checkpoint_offset
-        first = box.offset + before + box.layer * held.nbytes
-        self._files[box] = FileTensor(held.shape, held.dtype, box.path, first)
+        first = box.offset + before + box.layer * stored.nbytes
+        self._files[box] = FileTensor(stored.shape, stored.dtype, box.path, first)
         return self._files[box]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -171,14 +171,14 @@ class MegatronWeights:
 
     def __init__(self, checkpoint: Path, model: ModelConfig) -> None:
         self._stored = ShardedTensors(checkpoint)
-        held = {
+        stored = {
             name: tensor
             for name, tensor in self._stored.tensors.items()
             if not name.startswith(OPTIMIZER)
         }
         names = megatron_names.megatron_names(model.num_hidden_layers)
         wanted = {name: megatron_names.whole_shape(name, model) for name in names}
-        check_tensors(held, wanted, checkpoint, "give another checkpoint")
+        check_tensors(stored, wanted, checkpoint, "give another checkpoint")
         self.files = sorted({box.path.name for name in names for box in self._stored.boxes[name]})
         self._rows: dict[str, tuple[str, list[tuple[int, int]]]] = {}
         described: dict[str, Described] = {}
@@ -186,7 +186,7 @@ class MegatronWeights:
             for hf_name, spans in megatron_names.hf_rows(name, model).items():
                 self._rows[hf_name] = name, spans
                 count = sum(stop - start for start, stop in spans)
-                described[hf_name] = Described((count, *wanted[name][1:]), held[name].dtype)
+                described[hf_name] = Described((count, *wanted[name][1:]), stored[name].dtype)
         self.tensors = {name: described[name] for name in parameter_shapes(model)}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:

@@ -68,8 +68,10 @@ def names_in_files(model: PreTrainedModel) -> dict[str, str]:
 
 def check_shapes(model: PreTrainedModel, weights: Weights, source: Path) -> None:
     """Raise UserError naming the keys of the files that are missing, unknown or misshapen."""
-    held = model.state_dict()
-    wanted = {file: tuple(held[name].shape) or (1,) for name, file in names_in_files(model).items()}
+    state = model.state_dict()
+    wanted = {
+        file: tuple(state[name].shape) or (1,) for name, file in names_in_files(model).items()
+    }
     next_action = "its weights are not those of config.json, restore both"
     check_tensors(weights.tensors, wanted, source, next_action)
 

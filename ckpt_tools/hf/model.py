@@ -42,9 +42,9 @@ def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] | None = None) -
         config = None
     if not isinstance(config, dict):
         raise UserError(f"{path} is not valid JSON; export the checkpoint again")
-    held = config.get("architectures") or ["none"]
-    if architectures is not None and held[0] not in architectures:
-        raise UserError(f"{hf_dir} holds a {held[0]}; give one of {', '.join(architectures)}")
+    names = config.get("architectures") or ["none"]
+    if architectures is not None and names[0] not in architectures:
+        raise UserError(f"{hf_dir} holds a {names[0]}; give one of {', '.join(architectures)}")
     return dict(config)
 
 

@@ -111,13 +111,15 @@ def read_result(path: Path, kind: type[Any] | None = None) -> Result[Any]:
     settings = content.get("spec", {}) if isinstance(content, dict) else None
     if not isinstance(settings, dict) or "measured" not in content:
         raise UserError(f"{path} is no result of a measurement; give one, or measure again")
-    held = next((held for key, held in TOLD_BY.items() if key in settings), kind)
-    if held is None:
+    written_kind = next(
+        (kind_by_key for key, kind_by_key in TOLD_BY.items() if key in settings), kind
+    )
+    if written_kind is None:
         raise UserError(f"{path} is of no known kind of measurement; measure again")
-    if kind not in (None, held):
-        raise UserError(f"{path} is a result of {NAMES[held]}; give one of {NAMES[kind]}")
+    if kind not in (None, written_kind):
+        raise UserError(f"{path} is a result of {NAMES[written_kind]}; give one of {NAMES[kind]}")
     try:
-        result: Result[Any] = Result[held].model_validate(  # type: ignore[valid-type]
+        result: Result[Any] = Result[written_kind].model_validate(  # type: ignore[valid-type]
             content | {"path": path, "settings": settings}
         )
     except ValidationError as error:

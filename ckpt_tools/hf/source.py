@@ -97,17 +97,17 @@ def read_model(directory: Path) -> tuple[ModelConfig, PretrainedConfig]:
     quiet_transformers()
     config, path = read_config(directory), directory / "config.json"
     if config.architectures != [ARCHITECTURES.get(config.model_type)]:
-        held = ", ".join(config.architectures or ["no architecture"])
-        raise UserError(f"{path} is of {held}; give one of {', '.join(ARCHITECTURES.values())}")
-    found = config.to_dict()
-    rope = found.get("rope_parameters") or {}
-    sizes = {key: found[key] for key in ModelConfig.model_fields.keys() & found.keys()}
+        names = ", ".join(config.architectures or ["no architecture"])
+        raise UserError(f"{path} is of {names}; give one of {', '.join(ARCHITECTURES.values())}")
+    content = config.to_dict()
+    rope = content.get("rope_parameters") or {}
+    sizes = {key: content[key] for key in ModelConfig.model_fields.keys() & content.keys()}
     settings = {
         "family": config.model_type,
         "num_key_value_heads": config.num_attention_heads,  # if the family has no other
         "rope_theta": rope.get("rope_theta"),
         "rotary_fraction": rope.get("partial_rotary_factor", 1.0),
-        "norm_eps": found.get("rms_norm_eps", found.get("layer_norm_eps")),
+        "norm_eps": content.get("rms_norm_eps", content.get("layer_norm_eps")),
         "initializer": "truncated_normal" if config.model_type == "olmo2" else "normal",
     }
     try:
@@ -119,11 +119,11 @@ def read_model(directory: Path) -> tuple[ModelConfig, PretrainedConfig]:
     ).to_dict()
     # Not every family's configuration has it, but attention goes by it.
     head_dim = {"head_dim": model.head_dim}
-    found, known = head_dim | found, head_dim | known
-    for key in sorted((found.keys() | known.keys()) - WITHOUT_EFFECT):
-        if found.get(key) != known.get(key):
+    content, known = head_dim | content, head_dim | known
+    for key in sorted((content.keys() | known.keys()) - WITHOUT_EFFECT):
+        if content.get(key) != known.get(key):
             raise UserError(
-                f"{path}: {key} is {found.get(key)!r}, runs of this family are trained with"
+                f"{path}: {key} is {content.get(key)!r}, runs of this family are trained with"
                 f" {known.get(key)!r}; such models cannot be imported"
             )
     return model, config

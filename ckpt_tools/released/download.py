@@ -81,7 +81,7 @@ def _origins(
     if names and not local:
         return dict.fromkeys(names, place)
     revisions = choose(revisions_of(place, family), every=every, stage=stage)
-    table = {one.revision: one.repo if local else place for one in revisions}
+    table = {revision.revision: revision.repo if local else place for revision in revisions}
     for name in names:
         if name not in table:
             raise UserError(f"{place} holds no revision '{name}'; list them with --dry-run")

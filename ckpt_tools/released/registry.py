@@ -16,9 +16,8 @@ def family_of(repo: str) -> Family:
     for family in FAMILIES:
         if family.has(repo):
             return family
-    raise UserError(
-        f"{repo} is no known trajectory; give one of {', '.join(one.repo for one in FAMILIES)}"
-    )
+    repos = ", ".join(family.repo for family in FAMILIES)
+    raise UserError(f"{repo} is no known trajectory; give one of {repos}")
 
 
 def repo_of_directory(name: str) -> str | None:

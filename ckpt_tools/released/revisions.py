@@ -80,16 +80,16 @@ class Stage(Frozen):
         match = re.fullmatch(pattern, revision)
         if not match:
             return None
-        held, step = match.groupdict(), self.at_step
-        if "number" in held:
-            number = int(held["number"])
+        named, step = match.groupdict(), self.at_step
+        if "number" in named:
+            number = int(named["number"])
             step = number if self.chunk_steps is None else (number + 1) * self.chunk_steps
         tokens = None if step is None or not self.batches else tokens_after(self.batches, step)
-        if tokens is not None and "count" in held:
-            unit = UNITS[held["unit"]]
+        if tokens is not None and "count" in named:
+            unit = UNITS[named["unit"]]
             # Names are rounded up, down or to the nearest, even within one family; Apertus's count
             # 4.2M tokens a step instead of 1024 x 4096.
-            if abs(int(held["count"]) * unit - tokens) >= unit + tokens * NAMED_WITHIN:
+            if abs(int(named["count"]) * unit - tokens) >= unit + tokens * NAMED_WITHIN:
                 raise UserError(
                     f"{revision}: {repo} saw {tokens:,} tokens by step {step} of {self.name}; give"
                     " --family, the repository whose revision it is"

@@ -133,19 +133,19 @@ def choose(
     Raises:
         UserError: there is no such stage.
     """
-    stages = list(dict.fromkeys(one.stage for one in revisions))
+    stages = list(dict.fromkeys(revision.stage for revision in revisions))
     if stage is not None and stage not in stages:
         raise UserError(f"there is no stage '{stage}'; give one of {', '.join(stages)}")
     chosen: list[Revision] = []
     for (_, name, _), group in groupby(
-        revisions, key=lambda one: (one.repo, one.stage, one.ingredient)
+        revisions, key=lambda revision: (revision.repo, revision.stage, revision.ingredient)
     ):
         if stage in (None, name):
             members = list(group)
             chosen += [
-                one
-                for index, one in enumerate(members)
-                if index % (every or 1) == 0 or one is members[-1]
+                revision
+                for index, revision in enumerate(members)
+                if index % (every or 1) == 0 or revision is members[-1]
             ]
     return chosen
 
@@ -155,18 +155,22 @@ def show(revisions: list[Revision]) -> None:
     rows = [("revision", "stage", "step", "tokens", "learning rate", "schedule")]
     rows += [
         (
-            one.revision,
-            one.stage if one.ingredient is None else f"{one.stage} {one.ingredient}",
-            UNKNOWN if one.step is None else f"{one.step:,}",
-            UNKNOWN if one.tokens is None else f"{one.tokens:,}",
-            UNKNOWN if one.learning_rate is None else f"{one.learning_rate:.3e}",
-            one.schedule or UNKNOWN,
+            revision.revision,
+            revision.stage
+            if revision.ingredient is None
+            else f"{revision.stage} {revision.ingredient}",
+            UNKNOWN if revision.step is None else f"{revision.step:,}",
+            UNKNOWN if revision.tokens is None else f"{revision.tokens:,}",
+            UNKNOWN if revision.learning_rate is None else f"{revision.learning_rate:.3e}",
+            revision.schedule or UNKNOWN,
         )
-        for one in revisions
+        for revision in revisions
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = zip(row, widths, strict=True)
         print("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
-    for source in dict.fromkeys(f"{one.schedule}: {one.source}" for one in revisions if one.source):
+    for source in dict.fromkeys(
+        f"{revision.schedule}: {revision.source}" for revision in revisions if revision.source
+    ):
         print(source)

@@ -30,11 +30,11 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
         )
     settings = config.to_dict() | (config.rope_parameters or {})
     for name, known in (SETTINGS_OF_ALL | dict(architecture.settings)).items():
-        held = settings.get(name)
+        setting = settings.get(name)
         unknown = {
-            str(one)
-            for one in (held if isinstance(held, list) else [held])
-            if one not in (None, known)
+            str(value)
+            for value in (setting if isinstance(setting, list) else [setting])
+            if value not in (None, known)
         }
         if unknown:
             raise UserError(

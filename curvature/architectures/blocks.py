@@ -60,7 +60,7 @@ def _projected(attention: Any, x_BSD: Dual, dtype: torch.dtype) -> tuple[Dual, D
     """Return queries, keys and values, each [B, heads, S, E]."""
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     query, key, value = (
-        heads(project(one, x_BSD, dtype), attention.head_dim) for one in projections
+        heads(project(projection, x_BSD, dtype), attention.head_dim) for projection in projections
     )
     return query, key, value
 
@@ -79,7 +79,7 @@ def _normed_heads(attention: Any, x_BSD: Dual, context: Context) -> Dual:
 def _clipped(attention: Any, x_BSD: Dual, context: Context) -> Dual:
     query, key, value = _projected(attention, x_BSD, context.dtype)
     if (limit := attention.config.clip_qkv) is not None:
-        query, key, value = (clipped(one, limit) for one in (query, key, value))
+        query, key, value = (clipped(projected, limit) for projected in (query, key, value))
     return attended(attention, query, key, value, context)
 
 
@@ -112,7 +112,7 @@ def _olmo2_attention(attention: Any, x_BSD: Dual, context: Context) -> Dual:
     query = rms_normed(attention.q_norm, project(attention.q_proj, x_BSD, dtype), dtype)
     key = rms_normed(attention.k_norm, project(attention.k_proj, x_BSD, dtype), dtype)
     value = project(attention.v_proj, x_BSD, dtype)
-    query, key, value = (heads(one, attention.head_dim) for one in (query, key, value))
+    query, key, value = (heads(projected, attention.head_dim) for projected in (query, key, value))
     return attended(attention, query, key, value, context)
 
 

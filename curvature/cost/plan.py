@@ -82,9 +82,9 @@ def estimate(config: PretrainedConfig, settings: CurvatureSettings, plan: Plan) 
     plain = simulate(config, on_rank, length, dual=False)
     product = simulate(config, on_rank, length, dual=True)
     size = sum(weight.numel() for weight in empty_model(config).parameters())
-    held = size / plan.world_size if sharded else size
-    gradient_seconds = _seconds(plain, held * moved_around(DTYPES["fp32"], dual=False), plan.gpu)
-    beside = held * moved_around(DTYPES[settings.dtype], dual=True)
+    entries = size / plan.world_size if sharded else size
+    gradient_seconds = _seconds(plain, entries * moved_around(DTYPES["fp32"], dual=False), plan.gpu)
+    beside = entries * moved_around(DTYPES[settings.dtype], dual=True)
     product_seconds = _seconds(product, beside, plan.gpu)
     work = work_of(settings)
     seconds = work.products * product_seconds + work.gradients * gradient_seconds

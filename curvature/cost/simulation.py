@@ -114,7 +114,9 @@ class Count(TorchDispatchMode):
 
     def _move(self, tensors: list[Tensor]) -> None:
         self.kernels += 1
-        self.moved += sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in tensors)
+        self.moved += sum(
+            min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors
+        )
 
     def _count(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         packet = func._overloadpacket

@@ -74,7 +74,7 @@ def _chunks(positions: int, rows: int, device: torch.device) -> Iterator[_Chunk]
 
 def _scores(query: tuple[Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return s = q k' and s_dot = q_dot k' + q k_dot', each [N, Q, T]."""
-    (q_NQE, q_dot_NQE), (k_NET, k_dot_NET) = query, (one.transpose(1, 2) for one in key)
+    (q_NQE, q_dot_NQE), (k_NET, k_dot_NET) = query, (x.transpose(1, 2) for x in key)
     return q_NQE @ k_NET, torch.baddbmm(q_dot_NQE @ k_NET, q_NQE, k_dot_NET)
 
 
@@ -114,7 +114,7 @@ def _score_gradients(
     w_NQT = torch.addcmul(by_p_NQT, u_NQT, t_NQT)
     w_NQT = w_NQT - (p_NQT * w_NQT).sum(-1, keepdim=True)
     products = p_NQT, t_NQT.mul_(p_NQT), w_NQT.mul_(p_NQT), u_NQT.mul_(p_NQT)
-    return [one.to(scores_NQT.dtype) for one in products]
+    return [product.to(scores_NQT.dtype) for product in products]
 
 
 class _Attention(torch.autograd.Function):
@@ -124,14 +124,12 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *tensors, rows = arguments
         q_NGSE, q_dot_NGSE, *others = tensors
-        k_NSE, k_dot_NSE, v_NSE, v_dot_NSE = (one.contiguous() for one in others)
+        k_NSE, k_dot_NSE, v_NSE, v_dot_NSE = (x.contiguous() for x in others)
         o_NGSE, o_dot_NGSE = torch.empty_like(q_NGSE), torch.empty_like(q_NGSE)
         centre_NGS1 = wide(q_NGSE.new_empty((*q_NGSE.shape[:-1], 1)))
         for chunk in _chunks(q_NGSE.shape[2], rows, q_NGSE.device):
             q, q_dot = chunk.rows(q_NGSE), chunk.rows(q_dot_NGSE)
-            k, k_dot, v, v_dot = (
-                one[:, : chunk.stop] for one in (k_NSE, k_dot_NSE, v_NSE, v_dot_NSE)
-            )
+            k, k_dot, v, v_dot = (x[:, : chunk.stop] for x in (k_NSE, k_dot_NSE, v_NSE, v_dot_NSE))
             p, p_dot, centre = _weights(*_scores((q, q_dot), (k, k_dot)), chunk.hidden_CC)
             chunk.put(o_NGSE, p @ v)
             chunk.put(o_dot_NGSE, torch.baddbmm(p_dot @ v, p, v_dot))
@@ -144,14 +142,14 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, by_o_NGSE: Tensor, by_o_dot_NGSE: Tensor) -> Any:  # type: ignore[override]
         q_NGSE, q_dot_NGSE, *others, centre_NGS1 = ctx.saved_tensors
-        k_NSE, k_dot_NSE, v_NSE, v_dot_NSE = (one.contiguous() for one in others)
+        k_NSE, k_dot_NSE, v_NSE, v_dot_NSE = (x.contiguous() for x in others)
         by_q_NGSE, by_q_dot_NGSE = torch.empty_like(q_NGSE), torch.empty_like(q_NGSE)
         by_k, by_k_dot, by_v, by_v_dot = (torch.zeros_like(k_NSE) for _ in range(4))
         for chunk in _chunks(q_NGSE.shape[2], ctx.rows, q_NGSE.device):
             keys = slice(chunk.stop)
             q, q_dot = chunk.rows(q_NGSE), chunk.rows(q_dot_NGSE)
             by_o, by_o_dot = chunk.rows(by_o_NGSE), chunk.rows(by_o_dot_NGSE)
-            k, k_dot, v, v_dot = (one[:, keys] for one in (k_NSE, k_dot_NSE, v_NSE, v_dot_NSE))
+            k, k_dot, v, v_dot = (x[:, keys] for x in (k_NSE, k_dot_NSE, v_NSE, v_dot_NSE))
             by_p_dot, by_p = _scores((by_o_dot, by_o), (v, v_dot))
             p, p_dot, by_s, by_s_dot = _score_gradients(
                 *_scores((q, q_dot), (k, k_dot)),

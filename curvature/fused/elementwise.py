@@ -138,7 +138,7 @@ def _gated_gradients(
     by_slope = slope * by_y_dot
     by_u = (f * by_y).addcmul_(by_slope, a_dot)
     by_a = bend.addcmul_(slope, by_y).mul_(u).addcmul_(by_slope, u_dot)
-    return [one.to(dtype) for one in (by_a, by_slope.mul_(u), by_u, f.mul_(by_y_dot))]
+    return [gradient.to(dtype) for gradient in (by_a, by_slope.mul_(u), by_u, f.mul_(by_y_dot))]
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -171,11 +171,11 @@ def _turned(
     half = turning // 2
     sin = sin_SE[..., :half]
     results = []
-    for one in (wide(x), wide(x_dot)):
-        result = one.clone(memory_format=torch.contiguous_format)
+    for part in (wide(x), wide(x_dot)):
+        result = part.clone(memory_format=torch.contiguous_format)
         result[..., :turning].mul_(cos_SE)
-        result[..., :half].addcmul_(one[..., half:turning], sin, value=-1)
-        result[..., half:turning].addcmul_(one[..., :half], sin)
+        result[..., :half].addcmul_(part[..., half:turning], sin, value=-1)
+        result[..., half:turning].addcmul_(part[..., :half], sin)
         results.append(result.to(dtype))
     return results
 

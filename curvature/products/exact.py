@@ -125,12 +125,12 @@ def collected(
     parameters: Parameters, objective: Tensor, measure: Callable[[str, Tensor], Tensor]
 ) -> dict[str, Tensor]:
     """Return what `measure` makes of every name and gradient, without two in memory at once."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
 
     def hook_of(name: str) -> Callable[[Tensor], None]:
         def hook(weight: Tensor) -> None:
             assert weight.grad is not None
-            found[name] = measure(name, local(weight.grad))
+            results[name] = measure(name, local(weight.grad))
             weight.grad = None
 
         return hook
@@ -145,6 +145,6 @@ def collected(
     finally:
         for hook in hooks:
             hook.remove()
-    waiting = parameters.weights.keys() - found
+    waiting = parameters.weights.keys() - results
     assert not waiting, f"{sorted(waiting)[:3]} do not enter the loss"
-    return found
+    return results

@@ -75,7 +75,7 @@ def measure(
     base, base_B = losses_of(hf_dir)
     before, before_B = losses_of(previous)
     shapes = [
-        {name: weight.shape for name, weight in one.weights.items()} for one in (base, before)
+        {name: weight.shape for name, weight in model.weights.items()} for model in (base, before)
     ]
     if shapes[0] != shapes[1]:
         raise UserError(
@@ -94,8 +94,8 @@ def measure(
     plane = Plane(base.weights, first, second)
     with torch.no_grad():  # the plane holds a copy of the base, from which it sets the weights
         for name in second:
-            held = step.quantized[files[name]]
-            base.weights[name].copy_(held.read(0, held.shape[0]).view_as(base.weights[name]))
+            tensor = step.quantized[files[name]]
+            base.weights[name].copy_(tensor.read(0, tensor.shape[0]).view_as(base.weights[name]))
     measured = _measured(
         plane, base, {"base": base_B, "previous": before_B, "quantized": base()}, settings, ranks
     )

@@ -80,12 +80,14 @@ def read_step(hf_dir: Path, result_dir: Path) -> Step:
         )
     base = HFWeights(hf_dir).tensors
     quantized = {
-        name: held for file in dense.files for name, held in read_header(path.parent / file).items()
+        name: tensor
+        for file in dense.files
+        for name, tensor in read_header(path.parent / file).items()
     }
-    for name, held in quantized.items():
-        if name not in base or base[name].shape != held.shape:
+    for name, tensor in quantized.items():
+        if name not in base or base[name].shape != tensor.shape:
             raise UserError(f"{path}: '{name}' does not fit {hf_dir}; {again}")
-        if promote_types(base[name].dtype, held.dtype) != held.dtype:
+        if promote_types(base[name].dtype, tensor.dtype) != tensor.dtype:
             raise UserError(
                 f"{result_dir} was measured in {dense.dtype}, {hf_dir} holds more digits, which the"
                 " step would count as quantization; measure it with --dtype fp32"

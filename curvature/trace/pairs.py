@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from base.progress import Progress
-from curvature.opened import Opened
+from curvature.problem import Problem
 from curvature.products.exact import Quadratic, streamed
 from curvature.products.parameters import Parameters, Probe, dot, is_norm
 from curvature.settings import HutchinsonSettings
@@ -17,9 +17,9 @@ from curvature.trace.gauss_newton import fisher_loss, ggn_loss
 from curvature.trace.hutchinson import Sample, TraceEstimate, estimate_trace
 
 
-def measure_traces(opened: Opened, settings: HutchinsonSettings) -> dict[str, Any]:
+def measure_traces(problem: Problem, settings: HutchinsonSettings) -> dict[str, Any]:
     """Return the loss and all traces, ready for JSON."""
-    parameters = opened.hessian.parameters
+    parameters = problem.hessian.parameters
     names = list(parameters.weights)
     norms = [name for name in names if is_norm(name)]
 
@@ -29,20 +29,20 @@ def measure_traces(opened: Opened, settings: HutchinsonSettings) -> dict[str, An
                 sample,
                 names,
                 pairs=pairs,
-                sharing=opened.sharing,
+                sharing=problem.sharing,
                 level=settings.level,
                 on_pair=progress.advance,
             )
 
     def of_hessian(index: int, only: list[str] | None = None) -> Quadratic:
         """Return v'Hv of pair i: probe i, of some tensors if asked to, on microbatch i."""
-        return opened.hessian.probed(opened.microbatch(index), Probe(settings.seed, index, only))
+        return problem.hessian.probed(problem.microbatch(index), Probe(settings.seed, index, only))
 
     def of_gradient(criterion: Any, index: int) -> Quadratic:
         """Return N |g_t|^2 by tensor, with g the gradient of a criterion's mean over N tokens."""
-        tokens_BS1 = opened.microbatch(index)
+        tokens_BS1 = problem.microbatch(index)
         drawn = functools.partial(criterion, seed=settings.seed, microbatch=index)
-        objective = opened.model.loss(tokens_BS1, drawn)
+        objective = problem.model.loss(tokens_BS1, drawn)
         squares = streamed(parameters, objective.share, lambda _, gradient: dot(gradient, gradient))
         num_tokens = tokens_BS1[:, 1:].numel()
         scaled = {name: num_tokens * square for name, square in squares.items()}

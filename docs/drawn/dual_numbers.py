@@ -37,7 +37,7 @@ SHOWN = (-16, 1)  # powers of ten of the relative error
 COLOURS = {"fp32": "#cc4778", "fp64": "#7e03a8"}
 
 
-class Opened(NamedTuple):
+class Problem(NamedTuple):
     """A model in one precision, with the exact product by the dual layers."""
 
     curved: CurvedModel
@@ -55,11 +55,11 @@ class Difference(NamedTuple):
 
 def dual_numbers() -> dict[str, Any]:
     """Return the relative error of products against the step of the difference, as a chart."""
-    exact_p = double_backward(opened(torch.float64))
+    exact_p = double_backward(loaded(torch.float64))
     differences: list[dict[str, Any]] = []
     products: list[dict[str, Any]] = []
     for name, dtype in DTYPES.items():
-        model = opened(dtype)
+        model = loaded(dtype)
         products.append({"precision": name, "error": relative(model.product_p, exact_p)})
         for place in range(STEPS_PER_DECADE * SMALLEST, STEPS_PER_DECADE * LARGEST + 1):
             step = 10 ** (place / STEPS_PER_DECADE)
@@ -69,7 +69,7 @@ def dual_numbers() -> dict[str, Any]:
     return _chart(differences, products)
 
 
-def opened(dtype: torch.dtype) -> Opened:
+def loaded(dtype: torch.dtype) -> Problem:
     """Return the model of random weights, the same numbers in every precision."""
     torch.manual_seed(0)
     model = GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE, eos_token_id=0, bos_token_id=0)).eval()
@@ -79,10 +79,10 @@ def opened(dtype: torch.dtype) -> Opened:
     curved = CurvedModel(model.to(dtype), ranks=ALONE)
     tokens_BS1 = torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, LENGTH + 1))
     v_p = curved.parameters.probe(Probe(seed=0, index=0))
-    return Opened(curved, tokens_BS1, v_p, DualHessian(curved).product(tokens_BS1, v_p).hv_p)
+    return Problem(curved, tokens_BS1, v_p, DualHessian(curved).product(tokens_BS1, v_p).hv_p)
 
 
-def double_backward(model: Opened) -> Tensor:
+def double_backward(model: Problem) -> Tensor:
     """Return Hv by two backward passes through transformers' code: the reference."""
     weights = list(model.curved.parameters.weights.values())
     with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
@@ -93,7 +93,7 @@ def double_backward(model: Opened) -> Tensor:
     return torch.cat([part.flatten() for part in products])
 
 
-def difference(model: Opened, step: float) -> Difference:
+def difference(model: Problem, step: float) -> Difference:
     """Return (g(theta + e v) - g(theta - e v)) / (2 e), of |e v| = step |theta|."""
     parameters = model.curved.parameters
     theta_p, direction = parameters.point(), parameters.split(model.v_p)
@@ -120,7 +120,7 @@ def relative(product_p: Tensor, exact_p: Tensor) -> float:
     return float((product_p.double() - exact_p).norm() / exact_p.norm())
 
 
-def _parts(model: Opened) -> list[Tensor]:
+def _parts(model: Problem) -> list[Tensor]:
     return list(model.curved.parameters.split(model.v_p).values())
 
 
@@ -175,9 +175,12 @@ def _words(
 ) -> dict[str, Any]:
     """Return the names of lines and points, beside them."""
     words = [
-        {"text": f"dual product in {one['precision']}: {one['error']:.0e}", "step": 10.0**LARGEST}
-        | {"error": one["error"], "colour": COLOURS[one["precision"]], "right": True}
-        for one in products
+        {
+            "text": f"dual product in {product['precision']}: {product['error']:.0e}",
+            "step": 10.0**LARGEST,
+        }
+        | {"error": product["error"], "colour": COLOURS[product["precision"]], "right": True}
+        for product in products
     ]
     for precision, smallest in (("fp32", 1e-7), ("fp64", 1e-8)):
         of_one = [row for row in differences if row["precision"] == precision]

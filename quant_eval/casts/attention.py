@@ -184,8 +184,8 @@ class CacheRanges(nn.Module):
 
     def forward(self, keys_BHLF: Tensor, values_BHLF: Tensor) -> tuple[Tensor, Tensor]:
         """Take note of a batch, and return it."""
-        held = [_held(x_BHLF, self.rotation_FF) for x_BHLF in (keys_BHLF, values_BHLF)]
-        largest_2 = torch.stack([x_BHLF.abs().amax() for x_BHLF in held])
+        turned = [_held(x_BHLF, self.rotation_FF) for x_BHLF in (keys_BHLF, values_BHLF)]
+        largest_2 = torch.stack([x_BHLF.abs().amax() for x_BHLF in turned])
         # of NaN and a number, some libraries' maximum over ranks is the number
         largest_2 = largest_2.where(largest_2.isfinite(), torch.inf)
         self.largest_2 = self.largest_2.maximum(largest_2)

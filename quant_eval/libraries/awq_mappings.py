@@ -176,7 +176,7 @@ def check_scaled(
 
     `scales` are those of each fold of each block, by the full name of the smoothed layer.
     """
-    held = dict(scaled.named_parameters())
+    weights = dict(scaled.named_parameters())
     expected = dict(original.named_parameters())
     touched = set()
     for index, block in enumerate(_blocks(original, mappings)):
@@ -189,9 +189,9 @@ def check_scaled(
             touched |= {f"{prefix}{fold.smooth}.{name}" for name, _ in smooth.named_parameters()}
         expected |= {prefix + name: parameter for name, parameter in exact.named_parameters()}
     for name, parameter in expected.items():
-        eps = torch.finfo(held[name].dtype).eps if name in touched else 0.0
+        eps = torch.finfo(weights[name].dtype).eps if name in touched else 0.0
         allowed = SCALING_ROUNDINGS * eps * parameter.abs()
-        if not bool(((held[name] - parameter).abs() <= allowed).all()):
+        if not bool(((weights[name] - parameter).abs() <= allowed).all()):
             raise UserError(f"{name} is not the original times its AWQ scales; use another method")
 
 
@@ -210,10 +210,10 @@ def witness(model: PreTrainedModel) -> PreTrainedModel:
     small: PreTrainedModel = (
         AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
     )
-    held = model.state_dict()
+    weights = model.state_dict()
     small.load_state_dict(
         {
-            name: held[name][: len(tensor)] if tensor.ndim else held[name]
+            name: weights[name][: len(tensor)] if tensor.ndim else weights[name]
             for name, tensor in small.state_dict().items()
         }
     )

@@ -153,8 +153,8 @@ def check_sizes(linears: dict[str, nn.Linear], ids_NL: Tensor) -> None:
 
 def check_rounded(name: str, linear: nn.Module, original_OI: Tensor, spec: QuantSpec) -> None:
     """Refuse a weight that is not on the spec's grid, as the linear reports scales and zeros."""
-    told = scheme(spec) | {"scale_dtype": torch.float32}
-    for key, value in told.items():
+    settings = scheme(spec) | {"scale_dtype": torch.float32}
+    for key, value in settings.items():
         if getattr(linear, key, None) != value:
             raise UserError(
                 f"auto-round took {key} {getattr(linear, key, None)} instead of {value} for {name}"
@@ -192,9 +192,9 @@ def changed_weights(
     model: PreTrainedModel, original: PreTrainedModel, linears: dict[str, nn.Linear], job: Job
 ) -> dict[str, Tensor]:
     """Return the linears' weights, all on their grids; everything else has to be the original's."""
-    weights, held = {}, dict(model.named_parameters())
+    weights, unread = {}, dict(model.named_parameters())
     for key, before in original.named_parameters():
-        after, name = held.pop(key, None), key.removesuffix(".weight")
+        after, name = unread.pop(key, None), key.removesuffix(".weight")
         if after is None or after.dtype != before.dtype or after.shape != before.shape:
             raise UserError(f"auto-round changed the dtype or shape of {key}; use our own gptq")
         if key == f"{name}.weight" and name in linears:
@@ -202,8 +202,8 @@ def changed_weights(
             weights[key] = after.detach().cpu().contiguous()
         elif not torch.equal(after.detach().cpu(), before):
             raise UserError(f"auto-round changed {key}, which is no linear of a block; report it")
-    if held:
-        raise UserError(f"auto-round added {min(held)}; report it")
+    if unread:
+        raise UserError(f"auto-round added {min(unread)}; report it")
     return weights
 
 

@@ -240,14 +240,14 @@ def quantize(job: Job) -> None:
     logs = model.quantize(sequences, **arguments)
     samples = ids_NL.numel() if process == "gptq" else len(ids_NL)
     check_log(logs[process], watch, linears, samples)
-    told = {
+    report = {
         "quantize_config": settings,
         "quantize": arguments,
         "environment": ENVIRONMENT,
         "attention": "sdpa",
         "calibration": list(ids_NL.shape),
     }
-    write_report(job, watch.weights, "gptqmodel", gptqmodel.__version__, told)
+    write_report(job, watch.weights, "gptqmodel", gptqmodel.__version__, report)
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def calibrate(
     # here.
     IntermediatesCache.pin_memory = lambda *_: None  # type: ignore[method-assign]
     blocks: Any = model.get_submodule(mappings.blocks)
-    told = [
+    awq_mappings = [
         AWQMapping(
             f"{mappings.blocks}.{i}.{fold.smooth}",
             [f"{mappings.blocks}.{i}.{name}" for name in fold.balance],
@@ -138,7 +138,7 @@ def calibrate(
         for fold in mappings.folds
     ]
     sequences: Any = [{"input_ids": ids_L} for ids_L in ids_NL]
-    awq = NotingAWQModifier(mappings=told, offload_device=None, **GRID)
+    awq = NotingAWQModifier(mappings=awq_mappings, offload_device=None, **GRID)
     awq._num_tokens = ids_NL.numel()
     scheme = QuantizationScheme(targets=linears, weights=weights)
     pipeline = PIPELINE | {
@@ -158,7 +158,7 @@ def calibrate(
     unexpected = [line for line in warned if not line.startswith(HARMLESS)]
     if unexpected:
         raise UserError(f"llmcompressor warned: {unexpected[0]}; choose another method")
-    missing = {mapping.smooth_layer for mapping in told} ^ awq._found.keys()
+    missing = {mapping.smooth_layer for mapping in awq_mappings} ^ awq._found.keys()
     if missing:
         raise UserError(f"llmcompressor did not scale {sorted(missing)[0]}; choose another method")
     settings = {
@@ -187,11 +187,11 @@ def dense_values(
         weight_OI = linear.get_parameter("weight")
         weight_OI.copy_(forward_quantize(linear, weight_OI, "weight", weights))
     rounded = {f"{name}.weight" for name in linears}
-    held = dict(scaled.named_parameters())
+    state = dict(scaled.named_parameters())
     values = {
-        name: held[name].detach().cpu().contiguous()
+        name: state[name].detach().cpu().contiguous()
         for name, parameter in original.named_parameters()
-        if name in rounded or not torch.equal(held[name], parameter)
+        if name in rounded or not torch.equal(state[name], parameter)
     }
     for name, value in values.items():
         if not bool(value.isfinite().all()):

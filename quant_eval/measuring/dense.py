@@ -33,12 +33,14 @@ class DenseWriter:
     def add(self, index: int, block: Block) -> None:
         """Write what differs in any bit from the base in the same type; every block once."""
         changed: dict[str, Tensor] = {}
-        for key, made in block.module.state_dict().items():
+        for key, weight in block.module.state_dict().items():
             name = self._names[f"{block.prefix}.{key}"]
-            held = read_whole(self._base, name).to(DTYPES[self._dtype])
-            made = made.cpu().contiguous().view(held.shape)
-            if not torch.equal(made.view(-1).view(torch.uint8), held.view(-1).view(torch.uint8)):
-                changed[name] = made
+            original = read_whole(self._base, name).to(DTYPES[self._dtype])
+            weight = weight.cpu().contiguous().view(original.shape)
+            if not torch.equal(
+                weight.view(-1).view(torch.uint8), original.view(-1).view(torch.uint8)
+            ):
+                changed[name] = weight
         file = f"block{index:05d}.safetensors"
         save_file(changed, self._directory / file, metadata={"format": "pt"})
         self._files[file] = record_file(self._directory / file)

@@ -211,13 +211,13 @@ class GroupQuantizer:
         cast: ActivationCast | MixedCast,
     ) -> None:
         """Replace linears by ones that cast their inputs, in the basis of the transform."""
-        made = []
+        casts = []
         parts = made_OI.split(_sizes(linears))
         for (name, linear), part_OI in zip(linears.items(), parts, strict=True):
             bias = shifted_bias(linear.weight, linear.bias, transform)
-            made.append(CastLinear(part_OI.clone(), bias, transform, cast, self._output(name)))
-            block.module.set_submodule(name.removeprefix(f"{block.prefix}."), made[-1])
-        share_inputs(made)
+            casts.append(CastLinear(part_OI.clone(), bias, transform, cast, self._output(name)))
+            block.module.set_submodule(name.removeprefix(f"{block.prefix}."), casts[-1])
+        share_inputs(casts)
 
     def _int8(self, block: Block, linears: Linears) -> Tensor:
         """Replace the linears by LLM.int8()'s own modules; what their weights decode to."""

@@ -162,9 +162,9 @@ def summarize(
     spec: QuantSpec, quantized: list[Quantized], settings: RunSettings, data: EvaluationSet
 ) -> dict[str, Any]:
     """Return the `measured` part of a result, from one quantized model per calibration draw."""
-    losses = [one.losses for one in quantized if one.losses]
-    for one in losses:
-        for name, values_U in asdict(one).items():
+    losses = [each.losses for each in quantized if each.losses]
+    for own in losses:
+        for name, values_U in asdict(own).items():
             if not math.isfinite(float(values_U.sum())):
                 raise UserError(
                     f"{name} of {spec.name} sums to {values_U.sum()}; check the checkpoint's"
@@ -196,22 +196,22 @@ def summarize(
             "tokens": losses[0].tokens.astype(int).tolist(),
             "nll": losses[0].nll.tolist(),
             **{
-                name: np.mean([getattr(one, name) for one in losses], axis=0).tolist()
+                name: np.mean([getattr(own, name) for own in losses], axis=0).tolist()
                 for name in DRAWN
             },
         },
     }
     if measured["calibration"]:
         measured["calibration"]["per_document"] = {
-            name: [getattr(one, name).tolist() for one in losses] for name in DRAWN
+            name: [getattr(own, name).tolist() for own in losses] for name in DRAWN
         }
     if quantized[0].alone:
         measured["units"] = UNITS | {"blocks": "those of the figures"}
         measured["blocks"] = [
             {
                 "block": block,
-                "alone": _increase(figures([one.alone[block] for one in quantized])),
-                "all_but_it": _increase(figures([one.others[block] for one in quantized])),
+                "alone": _increase(figures([each.alone[block] for each in quantized])),
+                "all_but_it": _increase(figures([each.others[block] for each in quantized])),
             }
             for block in range(len(quantized[0].alone))
         ]

@@ -36,8 +36,8 @@ def prove_saved(
         block = model.block(index)
         weights.restore(block)
         stream.advance(block)
-    held = stream.activations
-    (own,) = paired_losses(model.head(), held, [held], data, share, ranks)
+    activations = stream.activations
+    (own,) = paired_losses(model.head(), activations, [activations], data, share, ranks)
     reloaded, expected = float(own.nll.sum()), float(measured.nll_quantized.sum())
     difference = abs(reloaded / expected - 1)
     report = {

@@ -98,12 +98,12 @@ class BlockQuantizer:
         learned = self._learned(block, seed)
         groups, errors = block.linears(), list[Linear]()
         of_library = given.linears() if given else [None] * len(groups)
-        for site, linears, inputs, made in zip(SITES, groups, reads, of_library, strict=True):
+        for site, linears, inputs, dense in zip(SITES, groups, reads, of_library, strict=True):
             # the inputs are computed as they are read, when all groups before this are quantized
             statistics = self._statistics(linears, inputs(block)) if is_calibrated else None
             again = self._again(block, site)
             errors += self._quantize(
-                block, site, linears, statistics, learned.get(site), again, made, seed
+                block, site, linears, statistics, learned.get(site), again, dense, seed
             )
             if site == "attention_in" and self.spec.kv:
                 self._cast_cache(block)
@@ -141,11 +141,11 @@ class BlockQuantizer:
 
     def _again(self, block: Block, site: str) -> Iterator[Tensor]:
         """Compute the inputs of a site once more, when those before it are quantized."""
-        held = self._attended(block)
+        attended = self._attended(block)
         # in front of the MLP, what it reads is there by now
         read = {
             "attention_in": lambda index: block.attention_input(self._x.read(index)),
-            "attention_out": held.read,
+            "attention_out": attended.read,
             "mlp_in": lambda index: block.mlp_input(self._x.read(index)),
             "mlp_out": lambda index: block.gated(self._x.read(index)),
         }
@@ -156,33 +156,33 @@ class BlockQuantizer:
             yield block.attention_input(self._x.read(index))
 
     def _output_reads(self, block: Block) -> Iterator[Tensor]:
-        held = self._attended(block)
+        buffer = self._attended(block)
         for index in range(len(self._x)):
             attended = block.attended(self._x.read(index), self._context)
-            held.write(index, attended)
+            buffer.write(index, attended)
             yield attended
 
     def _up_reads(self, block: Block) -> Iterator[Tensor]:
-        held, residual = self._attended(block), self._residual(block)
+        attended, residual = self._attended(block), self._residual(block)
         for index in range(len(self._x)):
-            stream, added = block.after_attention(self._x.read(index), held.read(index))
+            stream, added = block.after_attention(self._x.read(index), attended.read(index))
             residual.write(index, added)
             yield block.mlp_input(stream)
 
     def _down_reads(self, block: Block) -> Iterator[Tensor]:
-        held = self._gated(block)
+        buffer = self._gated(block)
         for index in range(len(self._x)):
             gated = block.gated(self._x.read(index))
-            if held is not None:
-                held.write(index, gated)
+            if buffer is not None:
+                buffer.write(index, gated)
             yield gated
 
     def _advance(self, block: Block) -> None:
-        held, residual = self._gated(block), self._residual(block)
+        buffer, residual = self._gated(block), self._residual(block)
         for index in range(len(self._x)):
             added = residual.read(index)
-            if held is not None:
-                gated = held.read(index)
+            if buffer is not None:
+                gated = buffer.read(index)
             else:
                 gated = block.gated(self._x.read(index) if block.is_parallel else added)
             self._x.write(index, block.after_mlp(added, gated))

@@ -70,29 +70,30 @@ def figures_of(
     """
     first, seeds = losses[0], len(losses)
     assert all(
-        np.array_equal(one.tokens, first.tokens) and np.array_equal(one.nll, first.nll)
-        for one in losses
+        np.array_equal(draw.tokens, first.tokens) and np.array_equal(draw.nll, first.nll)
+        for draw in losses
     )
-    of_draw = [_fractions_of(one) for one in losses]
+    of_draw = [_fractions_of(draw) for draw in losses]
     statistics, draws, values_of = [], [], {}
     for name, (_, b_D) in of_draw[0].items():
-        a_KD = np.stack([one[name][0] for one in of_draw])
+        a_KD = np.stack([fractions[name][0] for fractions in of_draw])
         statistics.append(Statistic(name, (a_KD.mean(0), b_D), logarithmic=name in POSITIVE))
         values_of[name] = a_KD.sum(1) / b_D.sum()
         draws.append(_calibration_draws(a_KD, b_D) if seeds > 1 else None)
     resampled = resample(statistics, draws, samples=samples, seed=seed)
-    intervals = {one.name: one.interval(level) for one in resampled}
+    intervals = {resample.name: resample.interval(level) for resample in resampled}
     low, high = intervals["top1_agreement"]
     intervals["top1_agreement"] = [max(low, 0.0), min(high, 1.0)]  # a share
     return {
-        **{one.name: one.value for one in resampled},
+        **{resample.name: resample.value for resample in resampled},
         "intervals": intervals,
         "standard_errors": {
-            one.name: {
-                "documents": one.standard_error * (one.value if one.logarithmic else 1.0),
+            statistic.name: {
+                "documents": statistic.standard_error
+                * (statistic.value if statistic.logarithmic else 1.0),
                 "draws": draw and draw.standard_error,
             }
-            for one, draw in zip(statistics, draws, strict=True)
+            for statistic, draw in zip(statistics, draws, strict=True)
         },
         "interval": {
             "level": level,

@@ -140,23 +140,23 @@ class _Passes:
 
     def quantize(self, variants: Sequence[Variant]) -> list[Quantized]:
         """Quantize and evaluate variants in one pass through the model."""
-        with ExitStack() as opened:
-            given = [
-                variant.given and opened.enter_context(variant.given()) for variant in variants
-            ]
-            errors, evaluated = self._pass(variants, [made[0] if made else None for made in given])
+        with ExitStack() as stack:
+            given = [variant.given and stack.enter_context(variant.given()) for variant in variants]
+            errors, evaluated = self._pass(
+                variants, [library[0] if library else None for library in given]
+            )
         losses = iter(self._losses(evaluated))
-        reports = [made[1] if made else None for made in given]
+        reports = [library[1] if library else None for library in given]
         return [
             Quantized(
                 self.room,
                 report,
                 own,
                 next(losses, None),
-                [next(losses) for _ in one.alone] if one else [],
-                [next(losses) for _ in one.others] if one else [],
+                [next(losses) for _ in streams.alone] if streams else [],
+                [next(losses) for _ in streams.others] if streams else [],
             )
-            for report, own, one in zip_longest(reports, errors, evaluated)
+            for report, own, streams in zip_longest(reports, errors, evaluated)
         ]
 
     def _pass(
@@ -173,9 +173,9 @@ class _Passes:
                 block = model.block(index)
                 for number, (variant, library) in enumerate(zip(variants, given, strict=True)):
                     quantized = block.copy()
-                    made = library.block(index) if library else None
+                    dense = library.block(index) if library else None
                     is_last = index == model.num_blocks - 1
-                    errors[number] += quantizers[number](quantized, made, is_last)
+                    errors[number] += quantizers[number](quantized, dense, is_last)
                     if variant.finished:
                         variant.finished(index, quantized)
                     if full:
@@ -191,7 +191,7 @@ class _Passes:
         """Return those of each variant, and of its blocks alone, then of all but each block."""
         if self._data is None or self._final is None:
             return []
-        streams = [each for one in evaluated for each in (one.quantized, *one.alone, *one.others)]
+        streams = [each for own in evaluated for each in (own.quantized, *own.alone, *own.others)]
         activations = [stream.activations for stream in streams]
         head = self._model.head()
         return paired_losses(head, self._final, activations, self._data, self._share, self._ranks)

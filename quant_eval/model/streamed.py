@@ -181,12 +181,12 @@ class StreamedModel:
         module = copy.deepcopy(self._empty.get_submodule(name))
         tensors = {}
         for key, empty in module.state_dict().items():
-            held = read_whole(self._weights, self._files[f"{name}.{key}"])
-            if not bool(held.isfinite().all()):
+            tensor = read_whole(self._weights, self._files[f"{name}.{key}"])
+            if not bool(tensor.isfinite().all()):
                 raise UserError(
                     f"{self._source}: '{name}.{key}' holds values that are not finite; give an"
                     " earlier checkpoint"
                 )
-            tensors[key] = held.to(self.dtype).view(empty.shape)
+            tensors[key] = tensor.to(self.dtype).view(empty.shape)
         module.load_state_dict(tensors, assign=True)
         return module.requires_grad_(False).to(self.device)

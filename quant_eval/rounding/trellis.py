@@ -99,8 +99,8 @@ def qtip(
     own_OI = unit_OI[share.start * TILE : share.stop * TILE]
     codes = ranks.gather(round_tiles(own_OI, prepared.factor_II, trellis), len(unit_OI) // TILE)
     parts = []
-    made = dense_tiles(codes, trellis).split(list(sizes))
-    for own_OI, scale, output in zip(made, scales, outputs, strict=True):
+    rounded = dense_tiles(codes, trellis).split(list(sizes))
+    for own_OI, scale, output in zip(rounded, scales, outputs, strict=True):
         parts.append(output.restored((own_OI * scale).T).T)
     return inputs.restored(torch.cat(parts))
 

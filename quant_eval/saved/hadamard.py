@@ -116,9 +116,9 @@ class HadamardTransforms:
         `transform` is that of its inputs, which has to be the one that config.json tells.
         """
         probe_1I = torch.linspace(-1, 1, width, dtype=torch.float64)[None]
-        told, given = self.of(INPUT, linear, width), copy.deepcopy(transform).to("cpu")
-        assert told is not None, f"{linear} has a transform that config.json does not tell"
-        assert torch.equal(given.inputs(probe_1I), told.inputs(probe_1I)), "another transform"
+        described, given = self.of(INPUT, linear, width), copy.deepcopy(transform).to("cpu")
+        assert described is not None, f"{linear} has a transform that config.json does not tell"
+        assert torch.equal(given.inputs(probe_1I), described.inputs(probe_1I)), "another transform"
         tensors = {}
         for location in (INPUT, OUTPUT):
             matrix = self._matrices.get((location, linear.rpartition(".")[2]))
@@ -158,8 +158,8 @@ class HadamardTransforms:
         for location in (INPUT, OUTPUT):
             targets = [
                 rf"re:.*\.{name}$"
-                for (where, name), held in self._matrices.items()
-                if where == location and held == matrix
+                for (where, name), stored in self._matrices.items()
+                if where == location and stored == matrix
             ]
             if targets:
                 is_inverse = location == OUTPUT

@@ -26,12 +26,14 @@ class SavedWeights:
         config = read_json(directory / "config.json")
         self._format = read_format(config[SETTINGS])
         self._dtype, self._files = dtype, HFWeights(directory)
-        held = self._files.tensors
+        stored = self._files.tensors
         self._parts: dict[str, dict[str, str]] = {
-            name.rpartition(".")[0]: {} for name in held if name.endswith(f".{self._format.scales}")
+            name.rpartition(".")[0]: {}
+            for name in stored
+            if name.endswith(f".{self._format.scales}")
         }
         tensors: dict[str, Described] = {}
-        for name, described in held.items():
+        for name, described in stored.items():
             linear, _, last = name.rpartition(".")
             if linear in self._parts and last != "bias":
                 self._parts[linear][last] = name
@@ -39,7 +41,7 @@ class SavedWeights:
             elif self._format.is_weight(name):
                 tensors[name] = described
         for linear, parts in self._parts.items():
-            shape = self._format.weight_shape({last: held[name] for last, name in parts.items()})
+            shape = self._format.weight_shape({last: stored[name] for last, name in parts.items()})
             tensors[f"{linear}.weight"] = Described(shape, dtype)
         self.tensors: Mapping[str, Described] = tensors
 

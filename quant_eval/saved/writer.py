@@ -72,9 +72,9 @@ class CheckpointWriter:
         if out.exists() and (read_lineage(out) or ({}, {}))[0].get("kind") != KIND:
             raise UserError(f"{out} exists and is no quantized checkpoint; give a new directory")
         model = empty_model(read_config(hf_dir))
-        held, head = model.state_dict(), model.get_output_embeddings()
+        weights, head = model.state_dict(), model.get_output_embeddings()
         self._shapes = {
-            file: tuple(held[name].shape) for name, file in names_in_files(model).items()
+            file: tuple(weights[name].shape) for name, file in names_in_files(model).items()
         }
         head_name = next(name for name, part in model.named_modules() if part is head)
         self._format = format_of(spec, head_name, model.config)
@@ -148,7 +148,7 @@ class CheckpointWriter:
             write_json(aside / "config.json", config | {SETTINGS: self._format.settings})
             others = {path.name for path in aside.iterdir()} - files.keys()
             files |= {name: record_file(aside / name) for name in others}
-            told = {
+            content = {
                 "kind": KIND,
                 "source": str(self.hf_dir.resolve()),
                 "spec": {"name": self.spec.name, **self.spec.model_dump(mode="json")},
@@ -158,4 +158,4 @@ class CheckpointWriter:
                 "files": {name: record.model_dump() for name, record in sorted(files.items())},
                 "environment": environment(),
             }
-            write_json(aside / LINEAGE_JSON, told)
+            write_json(aside / LINEAGE_JSON, content)

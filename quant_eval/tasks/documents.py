@@ -99,11 +99,14 @@ def from_files(row: PaperTask, leaves: list[str], directory: Path) -> Sources:
     if row.name == "mmlu":
         paths = {leaf: directory / f"mmlu/{leaf.removeprefix('mmlu_')}.jsonl" for leaf in leaves}
         files = {leaf: path for leaf, path in paths.items() if path.exists()}
-        held = {path for path in directory.glob("mmlu/*.jsonl") if FEWSHOT_SUFFIX not in path.name}
-        if not files or held - set(files.values()):
+        subjects = {
+            path for path in directory.glob("mmlu/*.jsonl") if FEWSHOT_SUFFIX not in path.name
+        }
+        unknown = subjects - set(files.values())
+        if not files or unknown:
             raise UserError(
-                f"{min(held - set(files.values()), default=directory / 'mmlu')} holds no subject of"
-                f" mmlu; they are {', '.join(path.stem for path in paths.values())}"
+                f"{min(unknown, default=directory / 'mmlu')} holds no subject of mmlu; they are"
+                f" {', '.join(path.stem for path in paths.values())}"
             )
     sources, hashes = {}, {}
     with_examples = any(examples_of(path).exists() for path in files.values())

@@ -109,8 +109,8 @@ def _check(task: Any, row: PaperTask, source: Source, settings: TaskSettings) ->
     pool = list(task.fewshot_docs())
     own = task.fewshot_cfg.split == row.evaluated
     examples = source.file if own else examples_of(source.file)
-    for path, found in ((source.file, problems), (examples, _problems(task, pool))):
-        for index, problem in found.items():
+    for path, by_index in ((source.file, problems), (examples, _problems(task, pool))):
+        for index, problem in by_index.items():
             raise UserError(f"{path}, line {index + 1}: {problem}; correct the document")
     # lm-eval draws one more than it needs wherever the asked item might be among them.
     needed = settings.shots + (task.fewshot_cfg.split == task.config.test_split)

@@ -153,7 +153,7 @@ def evaluate_tasks(
     ).sharing(label, ranks)
     # lm-eval draws a bar for each of up to 68 tasks; what is wrong, it raises
     with redirect_stderr(io.StringIO()):
-        found = lm_eval.simple_evaluate(
+        evaluation = lm_eval.simple_evaluate(
             model=asked,
             tasks=[task.task for task in tasks],
             task_manager=TaskManager(include_defaults=False),  # the tasks are at hand
@@ -166,10 +166,10 @@ def evaluate_tasks(
             fewshot_random_seed=settings.seed,
         )
     answers = {}
-    for task in tasks if found else ():  # lm-eval tells the first rank of a machine only
-        samples = {leaf: found["samples"][leaf] for leaf in task.leaves}
+    for task in tasks if evaluation else ():  # lm-eval tells the first rank of a machine only
+        samples = {leaf: evaluation["samples"][leaf] for leaf in task.leaves}
         answers[task.name] = _answers(samples, asked.truncated)
-        reported = found["results"][task.name]["acc,none"]
+        reported = evaluation["results"][task.name]["acc,none"]
         assert math.isclose(answers[task.name].correct_N.mean(), reported, rel_tol=1e-12)
     return ranks.gather_values(answers)[0]
 
@@ -186,5 +186,5 @@ def _answers(samples: dict[str, list[dict[str, Any]]], truncated: set[tuple[str,
         truncated_N=np.array([not truncated.isdisjoint(requests) for requests in asked]),
         documents=[item["doc_hash"] for item in items],
         prompts=[hashlib.sha256(json.dumps(requests).encode()).hexdigest() for requests in asked],
-        leaves={leaf: len(found) for leaf, found in samples.items()},
+        leaves={leaf: len(items) for leaf, items in samples.items()},
     )

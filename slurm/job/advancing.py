@@ -22,10 +22,10 @@ class AdvancingBeside:
     time.
     """
 
-    def __init__(self, study_dir: Path, made: Callable[[], list[str]]) -> None:
-        self._study_dir, self._made = study_dir, made
+    def __init__(self, study_dir: Path, outputs: Callable[[], list[str]]) -> None:
+        self._study_dir, self._outputs = study_dir, outputs
         self._looked_at = self._advanced_at = time.monotonic()
-        self._seen = made()
+        self._seen = outputs()
         self._thread: threading.Thread | None = None
 
     def look(self) -> None:
@@ -33,9 +33,9 @@ class AdvancingBeside:
         now = time.monotonic()
         if now - self._looked_at < LOOK_SECONDS or (self._thread and self._thread.is_alive()):
             return
-        self._looked_at, made = now, self._made()
-        if made != self._seen or now - self._advanced_at >= ADVANCE_SECONDS:
-            self._seen, self._advanced_at = made, now
+        self._looked_at, outputs = now, self._outputs()
+        if outputs != self._seen or now - self._advanced_at >= ADVANCE_SECONDS:
+            self._seen, self._advanced_at = outputs, now
             self._thread = threading.Thread(target=_advance, args=(self._study_dir,), daemon=True)
             self._thread.start()
 

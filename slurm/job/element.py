@@ -138,16 +138,16 @@ class Element:
         began_at = time.monotonic()
         status = self.train(batch) if batch[0].kind == "train" else self.execute(batch)
         seconds = (time.monotonic() - began_at) / len(batch)
-        made = [
+        complete = [
             step
             for step in batch
             if not self.ledger.missing_outputs(step) and (status == 0 or not step.resumes)
         ]
-        for step in made:
+        for step in complete:
             self.ledger.finish(step, fingerprints[step.name], seconds)
-        if len(made) == len(batch):
+        if len(complete) == len(batch):
             return 0
-        left = next(step for step in batch if step not in made)
+        left = next(step for step in batch if step not in complete)
         say(f"{left.name} is not complete, its command ended with status {status}")
         return status or 1
 

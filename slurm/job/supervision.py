@@ -34,7 +34,7 @@ def wait_for(
     Once `hung` says what hangs, the command is ended.
     """
     process = subprocess.Popen(command, env=environment, cwd=directory, stdin=subprocess.DEVNULL)
-    told = False
+    was_asked = False
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -44,8 +44,8 @@ def wait_for(
             if reason := hung():
                 say(f"error: {reason}")
                 end(process)
-            if asked() and not told:
-                told = True
+            if asked() and not was_asked:
+                was_asked = True
                 if not stop():
                     end(process)
     except BaseException:

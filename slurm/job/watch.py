@@ -37,7 +37,7 @@ class Watch:
 
     def _missing(self) -> str:
         """Return how many ranks have met; before, none has written a heartbeat."""
-        found = sorted(self._run.watch.glob("rank*.json")) if self._run.watch.exists() else []
-        if not found:
+        reports = sorted(self._run.watch.glob("rank*.json")) if self._run.watch.exists() else []
+        if not reports:
             return "its ranks have not met, a node does not answer at the rendezvous"
-        return f"{len(found)} ranks have met and none makes a step"
+        return f"{len(reports)} ranks have met and none makes a step"

@@ -35,7 +35,11 @@ def hours_of(now: Survey, trainings: dict[str, Training], moment: float) -> Hour
     jobs_of = now.submission.jobs_of
     used = sum(_used(now, element, moment) for element in jobs_of)
     nodes = now.submission.site.resources_of("train").nodes
-    left = [one.left_seconds for one in trainings.values() if one.left_seconds is not None]
+    left = [
+        training.left_seconds
+        for training in trainings.values()
+        if training.left_seconds is not None
+    ]
     waiting = [element for element, state in now.states.items() if state.waits]
     since = [jobs_of[element][-1].time for element in waiting]
     starts = sorted(now.states[element].starts for element in waiting)

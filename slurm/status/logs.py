@@ -11,12 +11,12 @@ from slurm.submission.record import Submission, existing_submission, log_of
 
 def listed(study_dir: Path) -> list[str]:
     """Return a line for each element that failed or runs: situation, name, log."""
-    found = [
+    lines = [
         f"{element.situation} {element.name} {element.log}"
         for element in look(study_dir).elements
         if element.situation in ("failed", "running", "started")
     ]
-    return found or ["nothing failed and nothing runs; give a step, an array or ARRAY/INDEX"]
+    return lines or ["nothing failed and nothing runs; give a step, an array or ARRAY/INDEX"]
 
 
 def newest_logs(study_dir: Path, which: str) -> dict[str, Path]:

@@ -124,7 +124,7 @@ def last_error(log: Path, *, of_last_start: bool = True) -> str | None:
     starts = [number for number, line in enumerate(lines) if line.startswith(START)]
     recent = lines[starts[-1] :] if starts and of_last_start else lines
     for pattern in (ERROR, ERROR_OF_SLURM):
-        found = next((line for line in reversed(recent) if pattern.match(line)), None)
-        if found:
-            return found
+        message = next((line for line in reversed(recent) if pattern.match(line)), None)
+        if message:
+            return message
     return None

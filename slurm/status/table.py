@@ -22,9 +22,11 @@ MEASURING = ("measuring", "of", "made", "checkpoints", "not made")
 def lines_of(overview: Overview) -> list[str]:
     """Return the whole output: counts, two tables, and what needs a look."""
     counts = Counter(overview.situations.values())
-    made, total = counts["made"], len(overview.steps)
+    complete, total = counts["made"], len(overview.steps)
     others = _others(counts)
-    lines = [f"{overview.study.name}: {made:,}/{total:,} steps made" + (others and f"; {others}")]
+    lines = [
+        f"{overview.study.name}: {complete:,}/{total:,} steps made" + (others and f"; {others}")
+    ]
     if overview.without_slurm:
         lines.append(f"by marker files alone: {overview.without_slurm}")
     lines += [_hours(overview.hours)]
@@ -66,32 +68,32 @@ def training_rows(overview: Overview) -> list[Row]:
     rows: list[Row] = []
     steps = {step.run: step for step in overview.steps if step.kind == "train"}
     for run in overview.study.trained:
-        one, step = overview.trainings[run.name], steps[run.name]
+        training, step = overview.trainings[run.name], steps[run.name]
         over = overview.situations[step.name] == "made"
         runs = overview.situations[step.name] in ("running", "started")
-        logged = one.silent_seconds if runs else None
-        left = None if over or one.left_seconds is None else round(one.left_seconds)
+        logged = training.silent_seconds if runs else None
+        left = None if over or training.left_seconds is None else round(training.left_seconds)
         rows.append(
             (
                 run.name,
                 _training_state(overview, step),
-                f"{one.step or 0:,}/{run.total_steps:,}",
+                f"{training.step or 0:,}/{run.total_steps:,}",
                 "-" if logged is None else f"{logged:.0f} s ago",
-                short(one.tokens),
-                "-" if one.loss is None else f"{one.loss:.4f}",
-                "-" if one.tokens_per_second is None else short(one.tokens_per_second),
+                short(training.tokens),
+                "-" if training.loss is None else f"{training.loss:.4f}",
+                "-" if training.tokens_per_second is None else short(training.tokens_per_second),
                 "-" if left is None else str(timedelta(seconds=left)),
-                "-" if one.checkpoint is None else f"{one.checkpoint:,}",
+                "-" if training.checkpoint is None else f"{training.checkpoint:,}",
             )
         )
     return rows
 
 
 def _training_state(overview: Overview, step: Step) -> str:
-    word, one = overview.situations[step.name], overview.trainings[step.run]
-    if word in ("held", "queued", "waiting") and one.ended:
-        word = f"{one.ended}, {word}"
-    return f"{word}, attempt {one.attempt}" if one.attempt > 1 else word
+    word, training = overview.situations[step.name], overview.trainings[step.run]
+    if word in ("held", "queued", "waiting") and training.ended:
+        word = f"{training.ended}, {word}"
+    return f"{word}, attempt {training.attempt}" if training.attempt > 1 else word
 
 
 def measuring_rows(overview: Overview) -> list[Row]:
@@ -103,8 +105,8 @@ def measuring_rows(overview: Overview) -> list[Row]:
     rows: list[Row] = []
     for (run, kind), steps in groups.items():
         counts = Counter(overview.situations[step.name] for step in steps)
-        made = f"{counts['made']}/{len(steps)}"
-        rows.append((run, kind, made, _marks(overview, steps), _others(counts) or "-"))
+        complete = f"{counts['made']}/{len(steps)}"
+        rows.append((run, kind, complete, _marks(overview, steps), _others(counts) or "-"))
     return rows
 
 
@@ -116,7 +118,7 @@ def _marks(overview: Overview, steps: list[Step]) -> str:
     models = list(by_model.values())
     size = math.ceil(len(models) / MARKS_PER_ROW)
     bins = [set(chain(*models[start : start + size])) for start in range(0, len(models), size)]
-    return "".join(next(mark for word, mark in MARKS.items() if word in found) for found in bins)
+    return "".join(next(mark for word, mark in MARKS.items() if word in words) for words in bins)
 
 
 def _others(counts: Counter[str]) -> str:
@@ -136,8 +138,10 @@ def _stragglers(overview: Overview) -> list[str]:
 
 def _restarted(overview: Overview) -> list[str]:
     """Return lines on elements that go on after a start that failed."""
-    alive = [one for one in overview.elements if one.situation not in ("failed", "cancelled")]
-    return _limited([one for one in alive if _earlier_error(one)], _restart)
+    alive = [
+        element for element in overview.elements if element.situation not in ("failed", "cancelled")
+    ]
+    return _limited([element for element in alive if _earlier_error(element)], _restart)
 
 
 def _earlier_error(element: ElementStatus) -> str | None:
@@ -150,8 +154,10 @@ def _restart(element: ElementStatus) -> list[str]:
 
 def _failures(overview: Overview) -> list[str]:
     """Return lines on failed elements with their logs, and on cancelled ones by array."""
-    failed = [one for one in overview.elements if one.situation == "failed"]
-    cancelled = Counter(one.array for one in overview.elements if one.situation == "cancelled")
+    failed = [element for element in overview.elements if element.situation == "failed"]
+    cancelled = Counter(
+        element.array for element in overview.elements if element.situation == "cancelled"
+    )
     return _limited(failed, _failure) + [
         f"cancelled {array}: {count:,} elements; 'python -m slurm retry' submits them"
         for array, count in cancelled.items()
@@ -176,11 +182,11 @@ def _limited(
     elements: list[ElementStatus], lines: Callable[[ElementStatus], list[str]]
 ) -> list[str]:
     """Return the lines of the first elements, and how many there are beyond."""
-    found = [line for element in elements[:ELEMENTS_SHOWN] for line in lines(element)]
+    shown = [line for element in elements[:ELEMENTS_SHOWN] for line in lines(element)]
     more = len(elements) - ELEMENTS_SHOWN
     if more > 0:
-        found.append(f"and {more:,} more; 'python -m slurm logs NAME' lists them")
-    return found
+        shown.append(f"and {more:,} more; 'python -m slurm logs NAME' lists them")
+    return shown
 
 
 def short(number: float) -> str:

@@ -148,11 +148,11 @@ class _Submitter:
         if (FINAL, 0) not in self.now.open or why_not(self.now, (FINAL, 0)):
             return False
         jobs = self.submission.jobs
-        made = (
+        is_complete = (
             bool(jobs) and jobs[-1].array == FINAL and jobs[-1].retries == self.submission.retries
         )
         starts = starts_of(self.study_dir, (FINAL, 0))
-        return not (made and starts and starts[-1].get("ended") == "partial")
+        return not (is_complete and starts and starts[-1].get("ended") == "partial")
 
     def room(self, array: JobArray) -> int:
         """Return how many elements of an array the limits of the site file leave room for."""

@@ -110,7 +110,12 @@ class _Planner:
             number = part_name.removeprefix(name)
             for kind, table in CHAINED.items():
                 own = [
-                    [step for made in element for step in measuring[made] if step.kind == kind]
+                    [
+                        step
+                        for kind_of_step in element
+                        for step in measuring[kind_of_step]
+                        if step.kind == kind
+                    ]
                     for element in part
                 ]
                 chosen: dict[str, Sequence[str] | None] = {"": None} if any(own) else {}

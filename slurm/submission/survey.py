@@ -139,10 +139,10 @@ def survey(
 
 def open_elements(submission: Submission, complete: set[str]) -> dict[Element, tuple[str, ...]]:
     """Return the elements with steps that are not complete, in the order of their arrays."""
-    found = {}
+    elements = {}
     for array in submission.arrays:
         for index, names in enumerate(array.elements):
             steps = tuple(name for name in names if name not in complete)
             if steps:
-                found[array.name, index] = steps
-    return found
+                elements[array.name, index] = steps
+    return elements

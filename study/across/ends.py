@@ -41,7 +41,7 @@ def parameters_of(model: ModelConfig) -> int:
 def ends_of(directory: Path, study: Study) -> list[End]:
     """Return a row for every end of training that the study's table holds."""
     summaries = summarize(study, read_table(directory, study))
-    return [_end(directory, study, one) for one in summaries if one.last]
+    return [_end(directory, study, summary) for summary in summaries if summary.last]
 
 
 def _end(directory: Path, study: Study, summary: RunSummary) -> End:

@@ -101,11 +101,11 @@ class Bench:
                 *("--out", f"{self.place}/{text}"),
             )
         losses = search(self.exports, self.kept, self._selection_loss)
-        members = min(losses, key=lambda one: losses[one])
+        members = min(losses, key=lambda candidate: losses[candidate])
         last = (self.exports[-1],)
         if members == last:
             return Pick(members, losses, None)
-        results = [self._measured(one, EVALUATION) for one in (last, members)]
+        results = [self._measured(candidate, EVALUATION) for candidate in (last, members)]
         (comparison,) = compare(
             results, [(0, 1)], FIGURE, samples=SAMPLES, level=INTERVAL_LEVEL, seed=SEED
         )
@@ -122,7 +122,7 @@ class Bench:
         model = f"{hf}/{members[0]}"
         if len(members) > 1:
             model = f"{self.place}/{name_of(members)}"
-            self._start("ckpt_tools", "average", model, *(f"{hf}/{one}" for one in members))
+            self._start("ckpt_tools", "average", model, *(f"{hf}/{member}" for member in members))
         out = f"{self.place}/{text}-{name_of(members)}/{self.spec.name}"
         settings = self.study.quantization
         calibration: tuple[str, ...] = ()

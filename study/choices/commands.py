@@ -92,9 +92,9 @@ def choose_average(
     from study.results.averages import lowest_spec
 
     directory, study = existing(name, root)
-    chosen = next((one for one in study.trained if one.name == run), None)
+    chosen = next((each for each in study.trained if each.name == run), None)
     if chosen is None:
-        names = ", ".join(one.name for one in study.trained)
+        names = ", ".join(each.name for each in study.trained)
         raise UserError(f"{name} trains no run {run}; give one of {names}")
     bench = Bench(directory, study, chosen, spec or lowest_spec(study), last)
     typer.echo(bench.cost())

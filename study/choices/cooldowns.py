@@ -63,7 +63,7 @@ def with_cooldowns(
     ]
     known = {run.name for run in study.runs}
     content = [run.model_dump() for run in (*study.runs, *added)]
-    fresh = [one for one in content[len(study.runs) :] if one["name"] not in known]
+    fresh = [each for each in content[len(study.runs) :] if each["name"] not in known]
     try:
         return Study.model_validate(
             study.model_dump() | {"runs": [*content[: len(study.runs)], *fresh]}

@@ -95,7 +95,9 @@ def at_equal_loss(of: Measure, sweep: Sweep, loss: float | None = None) -> Answe
     choices = {}
     for peak, own in paths.items():
         crossings = [crossing(path, loss_column, at) for path in own]
-        choices[_label(peak, crossings)] = [interpolated(one, of.column) for one in crossings]
+        choices[_label(peak, crossings)] = [
+            interpolated(crossing, of.column) for crossing in crossings
+        ]
     where = f"at a loss of {at:.4f} nats per token"
     where += ", the lowest that all reach" if loss is None else ""
     return Answer(of, where, ranked(choices, of.evidence.paired, of.spec, of.figure))

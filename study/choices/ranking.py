@@ -41,7 +41,9 @@ def ranked(
         (low, high): paired.estimate(_differences(choices[low], choices[high]), spec, figure)
         for low, high in combinations(order, 2)
     }
-    adjusted = dict(zip(pairs, holm([one.p_value() for one in pairs.values()]), strict=True))
+    adjusted = dict(
+        zip(pairs, holm([difference.p_value() for difference in pairs.values()]), strict=True)
+    )
     best, *others = order
     return [
         Ranked(best, estimates[best]),

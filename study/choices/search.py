@@ -44,7 +44,7 @@ def _greedy_soup(exports: Sequence[str], loss: Loss) -> Members:
     best, *others = sorted(exports, key=lambda name: loss((name,)))
     soup: Members = (best,)
     for name in others:
-        wider = tuple(one for one in exports if one in (*soup, name))
+        wider = tuple(export for export in exports if export in (*soup, name))
         if loss(wider) <= loss(soup):
             soup = wider
     return soup

@@ -17,7 +17,7 @@ NOTE = (
 
 def headline(given: Sequence[Answer]) -> str:
     """Return the first ranking in a sentence; empty without any."""
-    answer = next((one for one in given if one.ranking), None)
+    answer = next((each for each in given if each.ranking), None)
     if answer is None:
         return ""
     of, (best, second, *_) = answer.measure, answer.ranking
@@ -39,18 +39,18 @@ def answers_text(given: Sequence[Answer]) -> str:
         title = f"{answer.measure.title}, {answer.where}: {answer.reason}".rstrip()
         lines += ["", title, *_ranking(answer.measure, answer.ranking)]
     sources = dict.fromkeys(
-        name for answer in given for one in answer.ranking for name in one.estimate.sources
+        name for answer in given for ranked in answer.ranking for name in ranked.estimate.sources
     )
     return "\n".join([*lines, "", NOTE.format(sources=" and ".join(sources) or "nothing")])
 
 
 def _ranking(of: Measure, ranking: Sequence[Ranked]) -> Iterator[str]:
-    width = max((len(one.label) for one in ranking), default=0)
-    for place, one in enumerate(ranking, 1):
-        low, high = (_value(of, end) for end in one.estimate.interval(INTERVAL_LEVEL))
-        own = f"{_value(of, one.estimate.value)} [{low}, {high}]"
-        yield f"  {place}. {one.label:{width}}  {own}" + (
-            f"  {_difference(of, one)}" if one.excess else ""
+    width = max((len(ranked.label) for ranked in ranking), default=0)
+    for place, ranked in enumerate(ranking, 1):
+        low, high = (_value(of, end) for end in ranked.estimate.interval(INTERVAL_LEVEL))
+        own = f"{_value(of, ranked.estimate.value)} [{low}, {high}]"
+        yield f"  {place}. {ranked.label:{width}}  {own}" + (
+            f"  {_difference(of, ranked)}" if ranked.excess else ""
         )
 
 
@@ -60,7 +60,7 @@ def _value(of: Measure, value: float) -> str:
     return f"{100 * value:.3g}%" if of.figure == "relative_error" else f"{value:.3g}"
 
 
-def _difference(of: Measure, one: Ranked) -> str:
-    assert one.excess is not None
-    low, high = (of.signed(end) for end in one.excess.interval(INTERVAL_LEVEL))
-    return f"{of.signed(one.excess.value)} [{low}, {high}], Holm p {one.p_adjusted:.2g}"
+def _difference(of: Measure, ranked: Ranked) -> str:
+    assert ranked.excess is not None
+    low, high = (of.signed(end) for end in ranked.excess.interval(INTERVAL_LEVEL))
+    return f"{of.signed(ranked.excess.value)} [{low}, {high}], Holm p {ranked.p_adjusted:.2g}"

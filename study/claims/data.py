@@ -46,15 +46,15 @@ def replicated(ends: Iterable[RunSummary], but: Iterable[str]) -> dict[str, list
 
     Each is under the labels of its runs, those of the first seed.
     """
-    found: dict[str, list[Chosen]] = {}
+    by_label: dict[str, list[Chosen]] = {}
     for group in alike(ends, [*but, "seed"]):
         by_seed: dict[int, Chosen] = {}
         for end in group:
             by_seed.setdefault(end.run.seed, []).append(end)  # type: ignore[union-attr]
-        sets = [one for one in by_seed.values() if len({end.group for end in one}) > 1]
+        sets = [ends for ends in by_seed.values() if len({end.group for end in ends}) > 1]
         if sets:
-            found[listed([end.group for end in sets[0]])] = sets
-    return found
+            by_label[listed([end.group for end in sets[0]])] = sets
+    return by_label
 
 
 LENGTH = ("total_steps", "schedule.anneal.start_step", "schedule.phase.horizon_tokens")
@@ -95,20 +95,20 @@ def budgets(of: Measure) -> Verdict:
     if not groups:
         raise NotTested("no two runs hold the rate, then anneal, and differ in their length alone")
     tested = {end.run.name for end in annealed(of)}
-    if not all(end.run.name in tested for sets in groups.values() for one in sets for end in one):
+    if not all(end.run.name in tested for sets in groups.values() for ends in sets for end in ends):
         raise NotTested("an annealed run has no control at equal tokens")
 
     changes, margins, spans = dict[str, Replicates](), dict[str, Replicates](), set[float]()
     for label, sets in groups.items():
-        rows = [[of.end(end) for end in one] for one in sets]
+        rows = [[of.end(end) for end in ends] for ends in sets]
         changes[label] = list(map(growth_over, rows))
         margins[label] = [
             [
                 weighted
-                for end in one
-                for weighted in times(MARGIN / len(one), effect_of_anneal(of, end))
+                for end in ends
+                for weighted in times(MARGIN / len(ends), effect_of_anneal(of, end))
             ]
-            for one in sets
+            for ends in sets
         ]
         spans |= set(map(doublings, rows))
     beside = (
@@ -132,8 +132,8 @@ def schedules(of: Measure) -> Verdict:
     parts = dict[str, Replicates]()
     for label, sets in replicated(chosen, ("total_steps", "schedule")).items():
         contrasts = []
-        for one in sets:
-            kinds = [_of_schedule(one, fits) for fits in KINDS]
+        for ends in sets:
+            kinds = [_of_schedule(ends, fits) for fits in KINDS]
             if min(len({end.run.total_steps for end in kind}) for kind in kinds) < 2:
                 continue
             rows = [[of.end(end) for end in kind] for kind in kinds]

@@ -37,9 +37,9 @@ def combined(factors: Sequence[tuple[float, Replicates]]) -> Replicates:
     """Return a weighted sum of quantities, seed by seed; of the seeds that all of them have."""
     return [
         [
-            one
+            weighted
             for (factor, _), part in zip(factors, parts, strict=True)
-            for one in times(factor, part)
+            for weighted in times(factor, part)
         ]
         for parts in zip(*(replicates for _, replicates in factors), strict=False)
     ]
@@ -75,7 +75,7 @@ def bounded(of: Measure, change: Replicates, margin: Replicates, *, two_sided: b
 
     if sign * estimate.value <= bound.value:
         sides = (-1.0, 1.0) if two_sided else (-1.0,)
-        return Finding("within", max(p_above((1, margin), (one, change)) for one in sides), words)
+        return Finding("within", max(p_above((1, margin), (side, change)) for side in sides), words)
     one_sided = max(p_above((sign, change)), p_above((sign, change), (-1, margin)))
     return Finding("beyond", min(1.0, (2 if two_sided else 1) * one_sided), words)
 

@@ -62,14 +62,15 @@ def _planned(evidence: Evidence) -> dict[str, str]:
 def _correlated(evidence: Evidence, column: str) -> Verdict:
     study = evidence.study
     points = checkpoints(study, evidence.rows, divergence_of(study), loss_of(study), column)
-    found = given_loss_and_tokens(study, points, column)
-    if found is None:
+    correlation = given_loss_and_tokens(study, points, column)
+    if correlation is None:
         raise NotTested(TOO_FEW)
     words = (
-        f"Spearman's partial correlation given loss and tokens {found}, p {found.p_value:.2g}"
-        f" (jackknife over trainings, {found.checkpoints} checkpoints)"
+        f"Spearman's partial correlation given loss and tokens {correlation}, p"
+        f" {correlation.p_value:.2g} (jackknife over trainings,"
+        f" {correlation.checkpoints} checkpoints)"
     )
-    return _judged_by(found.value, found.p_value, f"{found}", words)
+    return _judged_by(correlation.value, correlation.p_value, f"{correlation}", words)
 
 
 def _judged_by(value: float, p_value: float, effect: str, words: str) -> Verdict:
@@ -133,11 +134,11 @@ def _risen(evidence: Evidence, column: str) -> Verdict:
 )
 def of_averages(evidence: Evidence) -> list[Verdict]:
     """Compare averages with weights: curvature at the same step, error at equal loss."""
-    found = averaged(evidence.study, evidence.rows)
-    kinds = list(dict.fromkeys(one.kind for one in found))
+    averages = averaged(evidence.study, evidence.rows)
+    kinds = list(dict.fromkeys(average.kind for average in averages))
     verdicts = []
     for kind in kinds:
-        own = [one for one in found if one.kind == kind]
+        own = [average for average in averages if average.kind == kind]
         for column, title in _planned(evidence).items():
             judge = partial(_lower, own, partial(_beside_weights, column))
             verdicts.append(judged(f"{title}, {kind} against weights of its step", judge))
@@ -146,17 +147,17 @@ def of_averages(evidence: Evidence) -> list[Verdict]:
     return verdicts
 
 
-def _beside_weights(column: str, one: Averaged) -> float | None:
-    return log_ratio(one.row, one.weights, column)
+def _beside_weights(column: str, average: Averaged) -> float | None:
+    return log_ratio(average.row, average.weights, column)
 
 
-def _lower(found: list[Averaged], log_ratio_of: Callable[[Averaged], float | None]) -> Verdict:
+def _lower(averages: list[Averaged], log_ratio_of: Callable[[Averaged], float | None]) -> Verdict:
     """Judge whether the figure of averages is lower: its ratio to that of weights is below 1."""
     by_training = LogRatios()
-    for one in found:
-        value = log_ratio_of(one)
+    for average in averages:
+        value = log_ratio_of(average)
         if value is not None:
-            by_training.setdefault(one.training, []).append(value)
+            by_training.setdefault(average.training, []).append(value)
     ratio = mean_ratio(by_training)
     if ratio is None:
         raise NotTested(TOO_FEW)
@@ -177,31 +178,36 @@ def _lower(found: list[Averaged], log_ratio_of: Callable[[Averaged], float | Non
 )
 def by_formula(evidence: Evidence) -> list[Verdict]:
     """Judge the formula with fitted slopes, and with those of the second-order theory."""
-    found = observe(evidence.study, evidence.rows)
-    if found is None:
+    observations = observe(evidence.study, evidence.rows)
+    if observations is None:
         return [Verdict("not tested", "fewer than four trainings of two settings hold curvature")]
     lines = {"slopes by least squares": "formula", "slopes of the theory": "theory"}
-    return [_formula(found, MODELS[name])._replace(measure=line) for line, name in lines.items()]
+    return [
+        _formula(observations, MODELS[name])._replace(measure=line) for line, name in lines.items()
+    ]
 
 
-def _formula(found: Observations, model: Model) -> Verdict:
+def _formula(observations: Observations, model: Model) -> Verdict:
     """Judge whether errors of held-out trainings are smaller than those of every baseline.
 
     The largest p-value decides (Berger 1982, intersection-union test).
     """
-    own, ratios = errors(found, model), dict[str, Ratio]()
+    own, ratios = errors(observations, model), dict[str, Ratio]()
     for name in BASELINES:
-        other = errors(found, MODELS[name])
+        other = errors(observations, MODELS[name])
         ratio = mean_ratio({training: [other[training] - own[training]] for training in own})
         assert ratio, "there are four trainings or more"
         ratios[name] = ratio
     weakest = max(ratios.values(), key=lambda ratio: (ratio.value < 1, ratio.p_value))
-    scores = {name: score(found, MODELS[name]) for name in BASELINES}
-    scored = score(found, model)
-    others = ", ".join(f"{one.median_factor:.3g} by {name}" for name, one in scores.items())
+    scores = {name: score(observations, MODELS[name]) for name in BASELINES}
+    scored = score(observations, model)
+    others = ", ".join(
+        f"{scores_of.median_factor:.3g} by {name}" for name, scores_of in scores.items()
+    )
     effect = f"median factor {scored.median_factor:.3g}, {others}; p {weakest.p_value:.2g}"
     words = (
         f"KL divergence of held-out trainings is off by a {effect} of the weakest comparison; R"
-        f" squared {scored.r_squared:.2f}; by all trainings {slopes_text(found)}, theory 1, 1 and 0"
+        f" squared {scored.r_squared:.2f}; by all trainings {slopes_text(observations)}, theory 1,"
+        " 1 and 0"
     )
     return _judged_by(math.log(weakest.value), weakest.p_value, effect, words)

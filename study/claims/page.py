@@ -73,7 +73,7 @@ def claims_table(judged: Judgements) -> list[Line]:
     The family are all claims with a p-value: those that it leaves undecided, too.
     """
     primary = {claim.name: verdicts[0] for claim, verdicts in judged}
-    p_values = {name: one.p for name, one in primary.items() if one.p is not None}
+    p_values = {name: verdict.p for name, verdict in primary.items() if verdict.p is not None}
     adjusted = dict(zip(p_values, holm(list(p_values.values())), strict=True))
     return [_line(claim, verdicts, adjusted.get(claim.name)) for claim, verdicts in judged]
 
@@ -94,7 +94,7 @@ def _against(verdicts: list[Verdict]) -> str:
     if primary.against or primary.p is None:
         return primary.against
     reverse = {"supported": "contradicted", "contradicted": "supported"}.get(primary.outcome)
-    opposed = [one for one in others if one.outcome == reverse]
+    opposed = [verdict for verdict in others if verdict.outcome == reverse]
     return f"{opposed[0].measure}: {opposed[0].effect}" if opposed else ""
 
 

@@ -26,7 +26,7 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> tuple[float, flo
         signs = np.sign(moved[..., j] - moved[..., i]) @ sign_P
         return np.asarray(signs / comb(len(first), 2), dtype=np.float64)
 
-    found = permutation_test(
+    result = permutation_test(
         (np.asarray(second, dtype=np.float64),),
         tau,
         permutation_type="pairings",
@@ -35,4 +35,4 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> tuple[float, flo
         alternative="two-sided",
         rng=np.random.default_rng(0),
     )
-    return float(found.statistic), float(found.pvalue)
+    return float(result.statistic), float(result.pvalue)

@@ -48,8 +48,14 @@ def _sweeps(of: Measure) -> list[dict[float, list[Row]]]:
         raise NotTested("no two runs differ in their peak learning rate alone")
     sweeps = []
     for sets in groups.values():
-        peaks = sorted(set.intersection(*({_peak(end) for end in one} for one in sets)))
-        ends = {(place, _peak(end)): end for place, one in enumerate(sets) for end in one}
+        peaks = sorted(
+            set.intersection(*({_peak(end) for end in ends_of_seed} for ends_of_seed in sets))
+        )
+        ends = {
+            (place, _peak(end)): end
+            for place, ends_of_seed in enumerate(sets)
+            for end in ends_of_seed
+        }
         sweeps.append(
             {peak: [of.end(ends[place, peak]) for place in range(len(sets))] for peak in peaks}
         )
@@ -125,10 +131,11 @@ def matched(of: Measure) -> Verdict:
 def _is_equal(of_loss: Measure, change_of_loss: Replicates) -> bool:
     """Return whether the losses differ by less than a share of the first."""
     first = [
-        [(row, -EQUAL_LOSS * weight) for row, weight in one if weight < 0] for one in change_of_loss
+        [(row, -EQUAL_LOSS * weight) for row, weight in change if weight < 0]
+        for change in change_of_loss
     ]
-    found = bounded(of_loss, change_of_loss, first, two_sided=True)
-    return found.way == "within" and found.p <= ALPHA
+    finding = bounded(of_loss, change_of_loss, first, two_sided=True)
+    return finding.way == "within" and finding.p <= ALPHA
 
 
 @claim(
@@ -155,9 +162,9 @@ def averages(evidence: Evidence) -> list[Verdict]:
 
 def _averaged(of: Measure, average: Made) -> Verdict:
     study, rows = of.evidence.study, of.evidence.rows
-    made = {(row["run"], row["step"]): row for row in rows if row["average"] == average.name}
+    averages = {(row["run"], row["step"]): row for row in rows if row["average"] == average.name}
     planned = [
-        (end, made.get(place))
+        (end, averages.get(place))
         for end in of.evidence.annealed
         if (place := average.place(study, end.run))
     ]
@@ -199,9 +206,9 @@ def _same_order(of: Measure) -> Verdict:
         for first, second in combinations(groups, 2)
     }
     known = {label: directed(by_first, pair) for label, pair in pairs.items()}
-    p_values = holm([one.p for one in known.values()])
+    p_values = holm([finding.p for finding in known.values()])
     apart = {
-        label: [times(1 if known[label].way == "higher" else -1, one) for one in pairs[label]]
+        label: [times(1 if known[label].way == "higher" else -1, pair) for pair in pairs[label]]
         for label, p in zip(known, p_values, strict=True)
         if p <= ALPHA
     }

@@ -195,8 +195,8 @@ def measures(evidence: Evidence, specs: Sequence[str]) -> list[Measure]:
 def by_measure(judge: Callable[[Measure], Verdict]) -> Callable[[Evidence], list[Verdict]]:
     """Judge each figure at each spec of all checkpoints: KL divergence at the fewest bits first."""
     return lambda evidence: [
-        judged(one.title, judge, one)
-        for one in measures(evidence, evidence.study.quantization.specs)
+        judged(measure.title, judge, measure)
+        for measure in measures(evidence, evidence.study.quantization.specs)
     ]
 
 

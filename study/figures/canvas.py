@@ -88,12 +88,12 @@ class Canvas:
     def results(self, path_of: Callable[[AnyRun], str], kind: type[Kind]) -> dict[str, Kind]:
         """Return what is measured, by the label of its run, in the order of the runs."""
         runs = {run.name: run for run in self.study.runs}
-        found = {}
+        by_label = {}
         for name, look in self.runs.looks.items():
             path = self.directory / path_of(runs[name])
             if path.exists():
-                found[look.label] = read_result(path, kind).measured
-        return found
+                by_label[look.label] = read_result(path, kind).measured
+        return by_label
 
     def along(
         self,

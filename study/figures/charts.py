@@ -141,8 +141,8 @@ def marks(
         both: those of all marks.
     """
     axes = {"x": x, "y": y}
-    quantities = {name: one for name, one in axes.items() if isinstance(one, Quantity)}
-    places = axes | {name: one.encoding() for name, one in quantities.items()}
+    quantities = {name: axis for name, axis in axes.items() if isinstance(axis, Quantity)}
+    places = axes | {name: axis.encoding() for name, axis in quantities.items()}
     layers: list[Chart] = []
     replicates: list[Rows] = []
     if has_line and len(quantities) == 2:
@@ -150,7 +150,7 @@ def marks(
     has_bands = 0 < len(replicates) < len(rows)
     if has_line:
         line: Chart = {"mark": LINE, "encoding": {"strokeDash": runs.dash} | (lines or {})}
-        line["encoding"] = {name: one for name, one in line["encoding"].items() if one}
+        line["encoding"] = {name: channel for name, channel in line["encoding"].items() if channel}
         if has_bands:
             means = means_of(replicates, runs, quantities["x"], quantities["y"])
             layers += [data(means, mark=BAND, encoding=band_of(quantities["x"], quantities["y"]))]

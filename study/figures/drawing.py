@@ -41,7 +41,7 @@ class Shown(NamedTuple):
 
 def figures_of(study: Study) -> list[Figure]:
     """Return the figures that the study can have, in the order of the report."""
-    return [one for one in discovered(drawn, Figure) if one.applies(study)]
+    return [figure for figure in discovered(drawn, Figure) if figure.applies(study)]
 
 
 def draw_all(canvas: Canvas) -> tuple[list[Shown], list[str]]:
@@ -53,28 +53,28 @@ def draw_all(canvas: Canvas) -> tuple[list[Shown], list[str]]:
     shown, empty = [], []
     folder = canvas.directory / DIRECTORY
     folder.mkdir(exist_ok=True)
-    for one in figures_of(canvas.study):
-        paths = {kind: folder / f"{one.name}.{kind}" for kind in ("csv", "png", "pdf")}
-        found = one.draw(canvas)
-        if found is None:
-            empty.append(one.name)
+    for figure in figures_of(canvas.study):
+        paths = {kind: folder / f"{figure.name}.{kind}" for kind in ("csv", "png", "pdf")}
+        drawing = figure.draw(canvas)
+        if drawing is None:
+            empty.append(figure.name)
             for path in paths.values():
                 path.unlink(missing_ok=True)
             continue
-        pictures = pictures_of(found.chart)
-        write_rows(found.rows, paths["csv"])
+        pictures = pictures_of(drawing.chart)
+        write_rows(drawing.rows, paths["csv"])
         for kind, content in pictures.items():
             with replaced_file(paths[kind]) as aside:
                 aside.write_bytes(content)
-        chart = None if isinstance(found.chart, Picture) else found.chart
-        shown.append(Shown(one.name, _caption(one, chart), pictures["png"], chart))
+        chart = None if isinstance(drawing.chart, Picture) else drawing.chart
+        shown.append(Shown(figure.name, _caption(figure, chart), pictures["png"], chart))
     return shown, empty
 
 
-def _caption(one: Figure, chart: Chart | None) -> str:
+def _caption(figure: Figure, chart: Chart | None) -> str:
     """Return the caption with what bands are, where there are some."""
     has_bands = chart is not None and ENDS[0] in json.dumps(chart)
-    return f"{one.caption} {BANDS}" if has_bands else one.caption
+    return f"{figure.caption} {BANDS}" if has_bands else figure.caption
 
 
 def _in_order(lines: re.Match[bytes]) -> bytes:

@@ -96,7 +96,7 @@ def looks_for(labels: Iterable[str]) -> list[Look]:
     """Return a look for each label, in order."""
     names = list(labels)
     shapes = [SHAPES[index % len(SHAPES)] for index in range(len(names))]
-    return [Look(*one) for one in zip(names, colours(len(names)), shapes, names, strict=True)]
+    return [Look(*parts) for parts in zip(names, colours(len(names)), shapes, names, strict=True)]
 
 
 def runs_of(study: Study) -> Runs:

@@ -88,7 +88,10 @@ def verdict(scores: Sequence[Score]) -> str:
         return f"Not decided: one model alone forecasts all {count} cooldowns."
     best, second = sorted(complete, key=lambda score: median(score.errors))[:2]
     differences = [best.by_group[group] - error for group, error in second.by_group.items()]
-    nearer, farther = sum(one < 0 for one in differences), sum(one > 0 for one in differences)
+    nearer, farther = (
+        sum(difference < 0 for difference in differences),
+        sum(difference > 0 for difference in differences),
+    )
     p_value = float(binomtest(nearer, nearer + farther).pvalue) if nearer + farther else 1.0
     words = (
         f"{best.model.name} is nearer than {second.model.name} for {nearer} of {len(differences)}"

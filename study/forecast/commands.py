@@ -34,10 +34,10 @@ def forecast(
     learned = [Source.read(*existing(other, root)) for other in others or ()]
     runs = forecast_runs(own.study)
     if run is not None:
-        names = [one.name for one in own.study.runs]
+        names = [each.name for each in own.study.runs]
         if run not in names:
             raise UserError(f"{name} has no run {run}; give one of {', '.join(names)}")
-        runs = [one for one in own.study.runs if one.name == run]
-    for one in runs:
-        typer.echo("\n".join(forecast_lines(own, learned, one)))
+        runs = [each for each in own.study.runs if each.name == run]
+    for each in runs:
+        typer.echo("\n".join(forecast_lines(own, learned, each)))
     typer.echo(NO_FORECAST)

@@ -41,15 +41,15 @@ class Source:
 
     def cooldowns(self, spec: str) -> list[Cooldown]:
         """Return every cooldown whose start and end are measured with this spec."""
-        found = []
+        cooldowns = []
         for end in summarize(self.study, self.rows):
             if end.first is None or end.last is None or is_miniature(end.run):
                 continue
             error = _error(end.last, spec)
             start = self.at(end.run, end.first, spec)
             if start and error and end.last["tokens"]:
-                found.append(replace(start, tokens_end=end.last["tokens"], error_end=error))
-        return found
+                cooldowns.append(replace(start, tokens_end=end.last["tokens"], error_end=error))
+        return cooldowns
 
     def at(self, run: AnyRun, start: Row, spec: str) -> Cooldown | None:
         """Return the cooldown of a run that starts at a row, from rows up to there alone.

@@ -80,7 +80,9 @@ def forecast_lines(own: Source, others: Sequence[Source], run: AnyRun) -> Iterat
             yield f"  {spec_title(spec)}: no checkpoint of the stable phase is measured yet"
             continue
         learned = _teaching(all_cooldowns([own, *others], spec), start)
-        growth = median(one.growth for one in learned) if learned else math.log(1 + COOLDOWN)
+        growth = (
+            median(cooldown.growth for cooldown in learned) if learned else math.log(1 + COOLDOWN)
+        )
         tokens_end = round(start.past[-1][0] * math.exp(growth))
         yield from _of_spec(spec, replace(start, tokens_end=tokens_end), learned)
         yield from _averages(own.rows, measured[-1], run, spec)
@@ -89,7 +91,9 @@ def forecast_lines(own: Source, others: Sequence[Source], run: AnyRun) -> Iterat
 def _teaching(cooldowns: Sequence[Cooldown], target: Cooldown) -> list[Cooldown]:
     """Return the cooldowns that a run may learn from: of others, or its own that ended before."""
     return [
-        one for one in cooldowns if one.stem != target.stem or one.tokens_end <= target.past[-1][0]
+        other
+        for other in cooldowns
+        if other.stem != target.stem or other.tokens_end <= target.past[-1][0]
     ]
 
 
@@ -129,7 +133,7 @@ def _averages(rows: Sequence[Row], start: Row, run: AnyRun, spec: str) -> Iterat
     """Yield the error of each LAWA window at the start: measured there, so no forecast."""
     column = f"quant/{spec}/{ERROR}"
     windows = run.averages if isinstance(run, RunConfig) else ()
-    for window in (one for one in windows if isinstance(one, Lawa)):
+    for window in (each for each in windows if isinstance(each, Lawa)):
         place = (start["run"], start["step"], window.name)
         for row in rows:
             if (row["run"], row["step"], row["average"]) == place and row.get(column):

@@ -39,7 +39,7 @@ def estimate_lines(needs: Needs) -> Iterator[str]:
         f" {training_hours:,.3g} GPU-hours"
     )
     if len(hardware.gpus) > GPUS_OF_A_NODE:
-        yield "    several nodes: start it with python -m slurm; the commands are those of one machine"
+        yield "    several nodes: start it with python -m slurm; these commands are for one"
 
 
 def disk_line(needs: Needs) -> str:

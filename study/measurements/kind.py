@@ -146,8 +146,13 @@ class Kind(Generic[Settings]):
         self, settings: Settings, run: str, model: MeasuredModel
     ) -> dict[str, Callable[[Path], dict[str, Any]]]:
         """Return what reads each result of a model, by its path relative to the study."""
-        return {result(run, model, one.folder, one.spec): one.read for one in self.tabled(settings)}
+        return {
+            result(run, model, table.folder, table.spec): table.read
+            for table in self.tabled(settings)
+        }
 
     def columns(self, settings: Settings) -> dict[str, Type]:
         """Return the columns of the table, with their types."""
-        return {column.name: column.type for one in self.tabled(settings) for column in one.columns}
+        return {
+            column.name: column.type for table in self.tabled(settings) for column in table.columns
+        }

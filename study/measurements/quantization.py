@@ -210,7 +210,7 @@ def _tabled(specs: tuple[str, ...]) -> list[Result]:
     for spec in specs:
         name = f"quant/{spec}"
         columns = [
-            *(one for figure in FIGURES for one in _of_figure(name, figure)),
+            *(column for figure in FIGURES for column in _of_figure(name, figure)),
             *(Column(f"{name}/{count}", (count,), "count") for count in COUNTS),
         ]
         results.append(Result("quant", spec, Quantization, columns))

@@ -32,8 +32,8 @@ def _command(subject: Subject, measurement: str) -> tuple[str, ...]:
     return ("{launch}", "-m", "curvature", measurement, subject.hf, *text)
 
 
-def _steps(along: Along, subject: Subject, made: Mapping[str, list[Step]]) -> list[Step]:
-    settings, (blocks,) = along.curvature, made["blocks"]
+def _steps(along: Along, subject: Subject, steps_by_kind: Mapping[str, list[Step]]) -> list[Step]:
+    settings, (blocks,) = along.curvature, steps_by_kind["blocks"]
     command = (
         *_command(subject, "step"),
         *product_options(settings),
@@ -64,7 +64,11 @@ def _tabled(along: Along) -> list[Result]:
     for spec in along.specs:
         name = f"curvature/step-{spec}"
         columns = [
-            *(column for one in FIGURES for column in estimated(f"{name}/{one}", "whole", one)),
+            *(
+                column
+                for figure in FIGURES
+                for column in estimated(f"{name}/{figure}", "whole", figure)
+            ),
             *(
                 column
                 for ratio in RATIOS
@@ -75,8 +79,10 @@ def _tabled(along: Along) -> list[Result]:
     return results
 
 
-def _slice_steps(along: Along, subject: Subject, made: Mapping[str, list[Step]]) -> list[Step]:
-    settings, (blocks,), before = along.curvature, made["blocks"], subject.before
+def _slice_steps(
+    along: Along, subject: Subject, steps_by_kind: Mapping[str, list[Step]]
+) -> list[Step]:
+    settings, (blocks,), before = along.curvature, steps_by_kind["blocks"], subject.before
     assert before, "a study with steps saves two checkpoints of each run"
     command = (
         *_command(subject, "slice"),

@@ -51,8 +51,8 @@ def _casts(spec: QuantSpec) -> list[str]:
     parts = []
     form = FORMATS.get(spec.format)
     if spec.activations:
-        held = "as weights" if spec.activations == spec.format else _number(spec.activations)
-        parts.append(f"activations {held}" + (", static" if spec.static_activations else ""))
+        numbers = "as weights" if spec.activations == spec.format else _number(spec.activations)
+        parts.append(f"activations {numbers}" + (", static" if spec.static_activations else ""))
     elif form and form.is_cast:
         parts.append("weights only")
     if spec.kv:

@@ -36,7 +36,7 @@ def averaged(study: Study, rows: Sequence[Row]) -> list[Averaged]:
 
     An average of annealed weights lags behind weights that still change their rate.
     """
-    kinds = {one.name: one.kind.upper() for one in kept_averages(study)}
+    kinds = {average.name: average.kind.upper() for average in kept_averages(study)}
     runs = {run.name: run for run in study.runs}
     weights = {(row["run"], row["step"]): row for row in trained(rows)}
     return [
@@ -55,11 +55,11 @@ def averaged(study: Study, rows: Sequence[Row]) -> list[Averaged]:
 def _annealed(study: Study, run: AnyRun) -> AnyRun:
     """Return the first run of the same training that anneals, or the run itself."""
     training = training_of(study, run)
-    of_training = (one for one in study.trained if training_of(study, one) == training)
-    return next((one for one in of_training if one.schedule.anneal), run)
+    of_training = (each for each in study.trained if training_of(study, each) == training)
+    return next((each for each in of_training if each.schedule.anneal), run)
 
 
-def at_equal_loss(study: Study, one: Averaged) -> float | None:
+def at_equal_loss(study: Study, average: Averaged) -> float | None:
     """Return log(KL of an average / KL of the weights of its training at its loss).
 
     KL divergence at the fewest bits, in nats per token. Between the two neighbouring checkpoints
@@ -69,23 +69,23 @@ def at_equal_loss(study: Study, one: Averaged) -> float | None:
         None where no two checkpoints are, or a divergence is not above 0.
     """
     loss, divergence = loss_of(study), divergence_of(study)
-    known = [row for row in (*one.path, one.row) if (row[divergence] or 0.0) > 0]
-    if one.row not in known:
+    known = [row for row in (*average.path, average.row) if (row[divergence] or 0.0) > 0]
+    if average.row not in known:
         return None
-    path, at = [row for row in known if row is not one.row], float(one.row[loss])
+    path, at = [row for row in known if row is not average.row], float(average.row[loss])
     for before, after in zip(reversed(path[:-1]), reversed(path[1:]), strict=True):
         losses = before[loss], after[loss]
         if min(losses) <= at <= max(losses) and losses[0] != losses[1]:
             share = (at - losses[0]) / (losses[1] - losses[0])
             ends = math.log(before[divergence]), math.log(after[divergence])
             expected = ends[0] + share * (ends[1] - ends[0])
-            return math.log(float(one.row[divergence])) - float(expected)
+            return math.log(float(average.row[divergence])) - float(expected)
     return None
 
 
 def log_ratio(row: Row | None, other: Row | None, column: str) -> float | None:
     """Return log(row / other) of a column; None where one is missing or not above 0."""
-    value, reference = (one.get(column) if one else None for one in (row, other))
+    value, reference = (each.get(column) if each else None for each in (row, other))
     if value is None or reference is None or min(value, reference) <= 0:
         return None
     return math.log(value / reference)

@@ -65,7 +65,7 @@ def related_specs(study: Study) -> list[str]:
         name: parse_spec(name).model_copy(update={"bits": lowest.bits})
         for name in study.quantization.specs
     }
-    return [name for name, one in bits_only.items() if one == lowest and one.format == "int"]
+    return [name for name, spec in bits_only.items() if spec == lowest and spec.format == "int"]
 
 
 def logarithms(rows: Sequence[Row], column: str) -> Floats:

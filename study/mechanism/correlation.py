@@ -68,7 +68,7 @@ def _z(first_N: Floats, second_N: Floats, given_NC: Floats) -> float:
     if len(first_N) <= ranks_NC.shape[1] + 1:
         return math.nan
     left = [_residual(rankdata(values), ranks_NC) for values in (first_N, second_N)]
-    lengths = [float(np.linalg.norm(one)) for one in left]
+    lengths = [float(np.linalg.norm(residual)) for residual in left]
     if min(lengths) < 1e-9 * len(first_N):  # rounding: nothing is left
         return math.nan
     return math.atanh(max(-MOST, min(MOST, float(left[0] @ left[1]) / math.prod(lengths))))

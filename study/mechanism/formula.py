@@ -114,12 +114,12 @@ def observe(study: Study, rows: Sequence[Row]) -> Observations | None:
     specs = related_specs(study)
     figures = {spec: f"quant/{spec}/kl_divergence" for spec in specs}
     points = checkpoints(study, rows, *figures.values(), RELATIVE, TRACE, loss_of(study))
-    points = [one for one in points if all(one.row[name] > 0 for name in figures.values())]
-    points = [one for one in points if min(one.row[RELATIVE], one.row[TRACE]) > 0]
+    points = [point for point in points if all(point.row[name] > 0 for name in figures.values())]
+    points = [point for point in points if min(point.row[RELATIVE], point.row[TRACE]) > 0]
     halves = _halves(study, points)
-    if len({one.training for one in points}) < LEAST or len(set(halves.values())) < 2:
+    if len({point.training for point in points}) < LEAST or len(set(halves.values())) < 2:
         return None
-    own = [one.row for _ in specs for one in points]
+    own = [point.row for _ in specs for point in points]
     of_spec = [spec for spec in specs for _ in points]
     terms = {name: logarithms(own, name) for name in (RELATIVE, TRACE, "tokens")}
     terms[LOSS] = logarithms(own, loss_of(study))
@@ -128,10 +128,10 @@ def observe(study: Study, rows: Sequence[Row]) -> Observations | None:
     return Observations(
         own,
         of_spec,
-        [one.training for one in points] * len(specs),
-        np.array([halves[one.training] for one in points] * len(specs), dtype=np.float64),
+        [point.training for point in points] * len(specs),
+        np.array([halves[point.training] for point in points] * len(specs), dtype=np.float64),
         np.concatenate(
-            [logarithms([one.row for one in points], name) for name in figures.values()]
+            [logarithms([point.row for point in points], name) for name in figures.values()]
         ),
         terms,
     )
@@ -139,7 +139,7 @@ def observe(study: Study, rows: Sequence[Row]) -> Observations | None:
 
 def _halves(study: Study, points: Sequence[Checkpoint]) -> dict[str, int]:
     """Return the half of every training: the place of its setting in the study, even or odd."""
-    known = {one.training for one in points}
+    known = {point.training for point in points}
     settings = [[run.name for run in group.runs if run.name in known] for group in study.groups]
     places = enumerate(names for names in settings if names)
     return {name: place % 2 for place, names in places for name in names}
@@ -154,7 +154,7 @@ def fit(data: Observations, model: Model = FORMULA) -> Fit:
     errors_C = np.sqrt(spread_C * (len(without) - 1) / len(without))
     whole_C = _coefficients(data, model, trainings == trainings)
     labels = ("constant", *model.terms)
-    return Fit(*(dict(zip(labels, one.tolist(), strict=True)) for one in (whole_C, errors_C)))
+    return Fit(*(dict(zip(labels, part_C.tolist(), strict=True)) for part_C in (whole_C, errors_C)))
 
 
 def slopes_text(data: Observations) -> str:

@@ -20,11 +20,11 @@ def given_loss_and_tokens(
     """
 
     def values(name: str) -> list[float]:
-        return [float(one.row[name]) for one in points]
+        return [float(point.row[name]) for point in points]
 
     return partial_correlation(
         np.array(values(column)),
         np.array(values(divergence_of(study))),
         np.column_stack([values(loss_of(study)), values("tokens")]),
-        [one.training for one in points],
+        [point.training for point in points],
     )

@@ -34,9 +34,9 @@ def mean_ratio(logarithms: Mapping[str, Sequence[float]]) -> Ratio | None:
     means = [math.fsum(values) / len(values) for values in logarithms.values() if values]
     if len(means) < LEAST_TRAININGS:
         return None
-    found = estimate_mean(means, level=INTERVAL_LEVEL)
-    error = found.standard_error
-    t = abs(found.mean) / error if error > 0 else math.inf
-    low, high = map(math.exp, found.interval)
-    p_value = 2 * float(stdtr(len(means) - 1, -t)) if found.mean else 1.0
-    return Ratio(math.exp(found.mean), low, high, p_value, len(means))
+    estimate = estimate_mean(means, level=INTERVAL_LEVEL)
+    error = estimate.standard_error
+    t = abs(estimate.mean) / error if error > 0 else math.inf
+    low, high = map(math.exp, estimate.interval)
+    p_value = 2 * float(stdtr(len(means) - 1, -t)) if estimate.mean else 1.0
+    return Ratio(math.exp(estimate.mean), low, high, p_value, len(means))

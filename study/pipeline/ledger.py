@@ -73,9 +73,9 @@ class Ledger:
         except FileNotFoundError as error:
             place = Path(error.filename).resolve()
             return f"{place} is missing; copy it from where the study was made, or run"
-        made = record.get("outputs")
+        recorded = record.get("outputs")
         for name in self._own(step):
-            if not isinstance(made, dict) or made.get(name) != outputs[name]:
+            if not isinstance(recorded, dict) or recorded.get(name) != outputs[name]:
                 return f"{name} is not what the step left; run makes it again"
         if record.get("fingerprint") == self._fingerprint(step, hashes):
             return None

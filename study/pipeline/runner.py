@@ -223,14 +223,14 @@ class Runner:
         # Outputs are written whole and were removed before: one that is there is the process's own,
         # however it ended.
         several = len(running.steps) > 1
-        made = [step for step in running.steps if status == 0 or (several and not step.resumes)]
-        made = [step for step in made if not self.ledger.missing_outputs(step)]
-        for step in made:
+        complete = [step for step in running.steps if status == 0 or (several and not step.resumes)]
+        complete = [step for step in complete if not self.ledger.missing_outputs(step)]
+        for step in complete:
             self.ledger.finish(step, running.fingerprints[step.name], seconds / len(running.steps))
             self.complete.add(step.name)
-        if made:
-            self.progress.finished(made, seconds)
-        failed = [step for step in running.steps if step not in made]
+        if complete:
+            self.progress.finished(complete, seconds)
+        failed = [step for step in running.steps if step not in complete]
         if not failed:
             return
         first = failed[0]

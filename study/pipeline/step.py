@@ -108,8 +108,8 @@ def shared(steps: Sequence[Step]) -> tuple[str, ...]:
     specs = dict.fromkeys(step.specs for step in steps)
     return (
         *first.head,
-        *(word for one in models for word in one),
-        *(word for one in specs for word in one),
+        *(word for words in models for word in words),
+        *(word for words in specs for word in words),
         *first.tail,
     )
 

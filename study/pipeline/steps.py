@@ -84,7 +84,9 @@ def _run_steps(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Step]:
     models = study.models_of(run)
     making = {model: _making_step(run, model) for model in models}
     # averages are made of exports
-    made = {kind: [one for one in making.values() if one.kind == kind] for kind in MAKING}
+    steps_by_kind = {
+        kind: [step for step in making.values() if step.kind == kind] for kind in MAKING
+    }
     subjects: list[Subject] = []
     before: Subject | None = None
     for model in models:
@@ -93,11 +95,11 @@ def _run_steps(study: Study, run: AnyRun, texts: dict[str, Text]) -> list[Step]:
         before = before if model.average else subject
     measured = study.measured(run)
     for kind, settings in study.measurements:
-        made[kind.name] = own = []
+        steps_by_kind[kind.name] = own = []
         for subject in subjects:
             if (kind, settings) in measured[subject.model]:
-                own += kind.steps(settings, subject, made)
-    return [step for steps in made.values() for step in steps]
+                own += kind.steps(settings, subject, steps_by_kind)
+    return [step for steps in steps_by_kind.values() for step in steps]
 
 
 def _making_step(run: AnyRun, model: MeasuredModel) -> Step:

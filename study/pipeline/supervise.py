@@ -33,12 +33,12 @@ def descendants() -> list[int]:
             continue
         if state != "Z":
             children.setdefault(int(parent), []).append(int(stat.parent.name))
-    found, pending = [], [os.getpid()]
+    pids, pending = [], [os.getpid()]
     while pending:
         below = children.get(pending.pop(), [])
-        found += below
+        pids += below
         pending += below
-    return found
+    return pids
 
 
 def send(signal_number: int) -> bool:

@@ -160,7 +160,7 @@ def ablation(
             name = f"{parent.name}-anneal{amount_name((end - start) * parent.tokens_per_step)}"
             save_steps = spread(start, end, saves)
             runs.append(annealed(parent, name, start=start, save_steps=save_steps))
-    averaged_steps = sorted({*spread(0, start, averaged), *(one.total_steps for one in runs)})
+    averaged_steps = sorted({*spread(0, start, averaged), *(run.total_steps for run in runs)})
     defaults: dict[str, Any] = {"ranks": 8, "sized_for": "cuda", "quantization": WEB_QUANTIZATION}
     return study(
         lean(with_controls(runs), averaged_steps),

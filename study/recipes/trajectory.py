@@ -78,17 +78,19 @@ def trajectory(released: Released, profile: str, measured_on: bool = False) -> S
             f"{released.source} is a directory; name with --text what is measured on, such as the"
             " study runs/tiny"
         )
-    found = choose(
+    revisions = choose(
         revisions_of(released.source, released.family), every=released.every, stage=released.stage
     )
     source = str(Path(released.source).resolve()) if local else released.source
     name = released.source.partition("/")[2]
     if local:  # of exports the name of their run
-        repos = {one.repo for one in found}
+        repos = {each.repo for each in revisions}
         name = Path(source).name
         name = repos.pop() if len(repos) == 1 and name == "hf" else name
         name = re.sub(r"[^A-Za-z0-9._=+-]+", "-", name)
-    schedules = dict.fromkeys(f"{one.schedule}: {one.source}" for one in found if one.source)
+    schedules = dict.fromkeys(
+        f"{each.schedule}: {each.source}" for each in revisions if each.source
+    )
     return Study(
         name=f"{TRAJECTORY}-{name}{'-smoke' if profile == 'smoke' else ''}",
         description=f"The released trajectory of {released.source}",
@@ -96,40 +98,42 @@ def trajectory(released: Released, profile: str, measured_on: bool = False) -> S
         ranks=1,
         sized_for="any",
         text=web_text(TOKENIZERS.get(released.source, released.source)),
-        runs=_runs(source, released, found),
+        runs=_runs(source, released, revisions),
         quantization=SMALL_QUANTIZATION if profile == "smoke" else QUANTIZATION,
-        curvature=_curvature(Path(source) if local else None, found, profile),
+        curvature=_curvature(Path(source) if local else None, revisions, profile),
     )
 
 
-def _curvature(directory: Path | None, found: list[Revision], profile: str) -> CurvatureSettings:
+def _curvature(
+    directory: Path | None, revisions: list[Revision], profile: str
+) -> CurvatureSettings:
     """Return settings for traces, on sequences within the context of a model that is here."""
     length = SEQUENCE_LENGTH
-    if directory and (directory / found[0].revision / "config.json").exists():
-        config = read_hf_config(directory / found[0].revision)
+    if directory and (directory / revisions[0].revision / "config.json").exists():
+        config = read_hf_config(directory / revisions[0].revision)
         length = min(length, config.get("max_position_embeddings", length))
     settings = SMALL_CURVATURE if profile == "smoke" else TRACES
     return settings.model_copy(update={"sequence_length": length, "lambda_max": False})
 
 
-def _runs(source: str, released: Released, found: list[Revision]) -> tuple[ReleasedRun, ...]:
+def _runs(source: str, released: Released, revisions: list[Revision]) -> tuple[ReleasedRun, ...]:
     """Return the chosen revisions by stage and ingredient; print those that have no place."""
-    several = len({one.repo for one in found}) > 1
+    several = len({each.repo for each in revisions}) > 1
     runs = []
     for (repo, stage, ingredient), group in groupby(
-        found, key=lambda one: (one.repo, one.stage, one.ingredient)
+        revisions, key=lambda each: (each.repo, each.stage, each.ingredient)
     ):
         members: list[ReleasedRevision] = []
-        for one in group:
-            reason = _left_out(one, members, released.stage)
+        for each in group:
+            reason = _left_out(each, members, released.stage)
             if reason:
-                print(f"left out: {one.revision} {reason}", file=sys.stderr)
+                print(f"left out: {each.revision} {reason}", file=sys.stderr)
                 continue
-            revision = {"name": one.revision, "step": one.step, "tokens": one.tokens}
+            revision = {"name": each.revision, "step": each.step, "tokens": each.tokens}
             members.append(
-                ReleasedRevision.model_validate(revision | {"learning_rate": one.learning_rate})
+                ReleasedRevision.model_validate(revision | {"learning_rate": each.learning_rate})
             )
-            schedule = one.schedule
+            schedule = each.schedule
         if members:
             parts = [repo.replace("/", "--")] * several + [stage]
             parts += [f"ingredient{ingredient}"] * bool(ingredient)
@@ -148,11 +152,11 @@ def _runs(source: str, released: Released, found: list[Revision]) -> tuple[Relea
     return tuple(runs)
 
 
-def _left_out(one: Revision, members: list[ReleasedRevision], stage: str | None) -> str | None:
-    if one.step is None:
+def _left_out(revision: Revision, members: list[ReleasedRevision], stage: str | None) -> str | None:
+    if revision.step is None:
         return "states no step"
-    if one.stage == MAIN and stage != MAIN:
+    if revision.stage == MAIN and stage != MAIN:
         return f"repeats a revision or averages several; --stage {MAIN} measures it"
-    if members and members[-1].step == one.step:
+    if members and members[-1].step == revision.step:
         return f"is of the same step as {members[-1].name}"
     return None

@@ -38,6 +38,6 @@ def latex(table: Table) -> str:
 
 
 def _line(texts: Sequence[str]) -> str:
-    escaped = ("".join(ESCAPED.get(one, one) for one in text) for text in texts)
+    escaped = ("".join(ESCAPED.get(character, character) for character in text) for text in texts)
     # braces keep a bracketed interval from being read as an option of the line before
     return " & ".join(f"{{{text}}}" for text in escaped) + r" \\"

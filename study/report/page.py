@@ -60,7 +60,9 @@ def library() -> str:
 
 def policy(scripts: tuple[str, ...]) -> str:
     """Return the Content-Security-Policy of a page with these scripts."""
-    digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts)
+    digests = (
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts
+    )
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
     rules = ("default-src 'none'", f"script-src {allowed}", "style-src 'unsafe-inline'")
     return "; ".join((*rules, "img-src data: blob:", "base-uri 'none'", "form-action 'none'"))
@@ -68,8 +70,8 @@ def policy(scripts: tuple[str, ...]) -> str:
 
 def write_page(path: Path, shown: list[Shown], runs: Runs, **content: Any) -> None:
     """Render the template aside with these figures, then rename the file."""
-    pictures = {one.name: base64.b64encode(one.png).decode() for one in shown}
-    charts = {one.name: one.chart for one in shown if one.chart}
+    pictures = {figure.name: base64.b64encode(figure.png).decode() for figure in shown}
+    charts = {figure.name: figure.chart for figure in shown if figure.chart}
     text = json.dumps(charts, allow_nan=False, separators=(",", ":"))
     text = text.replace("<", "\\u003c")  # no text can end the element that it is in
     scripts = (library(), SCRIPT) if charts else ()

@@ -46,7 +46,7 @@ def _of_run(run: RunConfig) -> dict[str, str]:
 def _training_rows(directory: Path, study: Study) -> dict[str, str]:
     """Return settings of the training; values that differ between runs are listed once each."""
     each = [_of_run(run) for run in study.trained]
-    rows = {name: "; ".join(dict.fromkeys(one[name] for one in each)) for name in each[0]}
+    rows = {name: "; ".join(dict.fromkeys(row[name] for row in each)) for name in each[0]}
     averages = [average_title(average) for average in kept_averages(study)]
     if averages:
         steps = ", ".join(map(str, study.averaged_steps))

@@ -72,32 +72,34 @@ def _known(row: Row | None, column: str) -> _Known | None:
 
 
 def _all_known(rows: Iterable[Row | None], column: str) -> list[_Known]:
-    return [one for row in rows if (one := _known(row, column))]
+    return [known for row in rows if (known := _known(row, column))]
 
 
 def _cell(row: Row | None, column: str, digits: int, scale: float = 1.0, unit: str = "") -> Cell:
     known = _known(row, column)
     if known is None:
         return Cell("not measured")
-    value, low, high = (f"{scale * one:.{digits}f}" for one in known)
+    value, low, high = (f"{scale * end:.{digits}f}" for end in known)
     return Cell(f"{value}{unit}", f"[{low}, {high}]")
 
 
 def _percent_digits(rows: Iterable[Row | None], column: str) -> int:
     """Decimals at which the largest of these shares has three figures in per cent; two at least."""
-    largest = max((abs(one.value) for one in _all_known(rows, column)), default=1.0)
+    largest = max((abs(known.value) for known in _all_known(rows, column)), default=1.0)
     return max(2, 1 - math.ceil(math.log10(largest))) if largest > 0 else 2
 
 
 def _figures_of_smallest(rows: Iterable[Row | None], column: str) -> int:
     """Decimals at which the smallest of these values has three figures; four at least."""
-    values = [one.value for one in _all_known(rows, column) if one.value > 0]
+    values = [known.value for known in _all_known(rows, column) if known.value > 0]
     return max(4, 2 - math.floor(math.log10(min(values, default=1.0))))
 
 
 def _digits_of_errors(rows: Iterable[Row | None], column: str, scale: float) -> int:
     """Decimals at which the shortest of these intervals has two figures or more."""
-    widths = [one.high - one.low for one in _all_known(rows, column) if one.high > one.low]
+    widths = [
+        known.high - known.low for known in _all_known(rows, column) if known.high > known.low
+    ]
     return max(0, 1 - math.floor(math.log10(scale * min(widths, default=1.0))))
 
 
@@ -136,7 +138,7 @@ def heat_tables(study: Study, summaries: Sequence[RunSummary]) -> list[Table]:
     for spec in study.quantization.specs:
         figure = f"quant/{spec}/kl_divergence"
         digits = _figures_of_smallest(ends.values(), figure)
-        largest = max((one.value for one in _all_known(ends.values(), figure)), default=1.0)
+        largest = max((known.value for known in _all_known(ends.values(), figure)), default=1.0)
         body = []
         for head in heads:
             line = [Cell(head)]
@@ -173,14 +175,20 @@ def average_table(study: Study, rows: Sequence[Row]) -> Table | None:
         return None
     specs, figures = study.quantization.specs, ("cross_entropy_quantized", "relative_error")
     columns = [f"quant/{specs[0]}/cross_entropy"]
-    columns += [f"quant/{spec}/{one}" for spec in specs for one in (*figures, "kl_divergence")]
+    columns += [
+        f"quant/{spec}/{figure}" for spec in specs for figure in (*figures, "kl_divergence")
+    ]
     formats: dict[str, tuple[int, float, str]] = {}
     for column in columns:
         formats[column] = (5 if column.endswith("kl_divergence") else 3, 1, "")
         if column.endswith("relative_error"):
             formats[column] = (_percent_digits((row for *_, row in compared), column), 100, " %")
     body = [
-        [Cell(label), Cell(model), *(_cell(row, column, *one) for column, one in formats.items())]
+        [
+            Cell(label),
+            Cell(model),
+            *(_cell(row, column, *layout) for column, layout in formats.items()),
+        ]
         for label, model, row in compared
     ]
     names = ["quantized loss", "error", "KL divergence"]
@@ -201,7 +209,7 @@ def step_table(study: Study, summaries: Sequence[RunSummary]) -> Table | None:
     for spec in study.quantization.by_block:
         terms = {f"curvature/step-{spec}/{term}": 0 for term in STEP_TERMS}
         for term in terms:
-            terms[term] = _digits_of_errors((one.last for one in summaries), term, 1e3)
+            terms[term] = _digits_of_errors((summary.last for summary in summaries), term, 1e3)
         ratios = [f"curvature/step-{spec}/{ratio}" for ratio in STEP_RATIOS]
         for summary in summaries:
             line = [Cell(summary.label), Cell(spec_title(spec))]

@@ -86,16 +86,16 @@ class Made(NamedTuple):
         led = [(run, run.total_steps)]
         if run.branch_from:
             led.append((study.parent_of(run), run.branch_from.step))
-        for one, last in led:
-            for model in reversed(study.models_of(one)):
+        for trained, last in led:
+            for model in reversed(study.models_of(trained)):
                 fits = (
                     model.average == self.name
                     and model.step <= last
-                    and self.phase in (None, phase_of(one, model.step))
+                    and self.phase in (None, phase_of(trained, model.step))
                     and self.step in (None, model.step)
                 )
                 if fits:
-                    return one.name, model.step
+                    return trained.name, model.step
         return None
 
 

@@ -22,14 +22,14 @@ class Collected(NamedTuple):
     """The table's rows and how much of the study they cover."""
 
     rows: list[Row]
-    found: int
+    num_found: int
     expected: int
     settled: list[Row]  # of each run those before the first that still lacks a result
 
 
 def collect_rows(directory: Path, study: Study) -> Collected:
     """Return a row per run and measured model that is there, in the order of the study."""
-    rows, settled, found, expected = [], [], 0, 0
+    rows, settled, num_found, expected = [], [], 0, 0
     empty = dict.fromkeys(figure_columns(study))
     for run in study.runs:
         is_settled = True
@@ -48,13 +48,13 @@ def collect_rows(directory: Path, study: Study) -> Collected:
             for path, read in readers.items():
                 if path.exists():
                     values |= read(path)
-                    found += 1
-            found += 1
+                    num_found += 1
+            num_found += 1
             of_model |= {"study": study.name, "run": run.name, "step": model.step}
             of_model |= {"average": model.average, "phase": phase_of(run, model.step)}
             rows.append(Row(**of_model, figures={column: values[column] for column in empty}))
             settled += rows[-1:] if is_settled else []
-    return Collected(rows, found, expected, settled)
+    return Collected(rows, num_found, expected, settled)
 
 
 def phase_of(run: AnyRun, step: int) -> str:

@@ -170,7 +170,7 @@ def mean_squares(crossed: Crossed) -> dict[Effect, MeanSquare]:
     for effect in effects_of(name for name, count in counts.items() if count > 1):
         averaged = tuple(axis for name, axis in AXES.items() if name not in effect)
         part = values_SDK.mean(axis=averaged, keepdims=True)
-        part = part - sum(smaller for held, smaller in parts.items() if held < effect)
+        part = part - sum(smaller for other, smaller in parts.items() if other < effect)
         parts[effect] = part
         contrasts = math.prod(counts[name] - 1 for name in effect)
         squares[effect] = MeanSquare(

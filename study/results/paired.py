@@ -66,20 +66,20 @@ class Paired:
         """
         read = [
             [
-                (sign * weight, self._result(row, one, figure))
+                (sign * weight, self._result(row, each, figure))
                 for row, weight in weighted
-                for sign, one in ((1, spec), (-1, minus))
-                if one
+                for sign, each in ((1, spec), (-1, minus))
+                if each
             ]
             for weighted in replicates
         ]
-        results = [result for one in read for _, result in one]
+        results = [result for weighted in read for _, result in weighted]
         _check_alike(results)
         contrasts = [
             contrast_of(
-                [(weight, *drawn_fraction(result.measured, figure)) for weight, result in one]
+                [(weight, *drawn_fraction(result.measured, figure)) for weight, result in weighted]
             )
-            for one in read
+            for weighted in read
         ]
         return Crossed(
             np.stack([pseudo_DK for _, pseudo_DK in contrasts]),
@@ -118,7 +118,7 @@ def _check_alike(results: Sequence[Result[Quantization]]) -> None:
         )
     shared = _settings(results[0])
     for result in results[1:]:
-        differing = [name for name, one in _settings(result).items() if one != shared.get(name)]
+        differing = [name for name, value in _settings(result).items() if value != shared.get(name)]
         if differing:
             raise UserError(
                 f"{results[0].model.path} and {result.model.path} differ in {differing[0]};"

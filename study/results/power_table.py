@@ -34,9 +34,13 @@ def power_lines(study: Study, rows: Rows, paired: Paired, share: float) -> Itera
     for what, comparisons in compared.items():
         for figure, title in FIGURES.items():
             column = f"quant/{spec}/{figure}"
-            every = [row for one in comparisons for weighted in one for row, _ in weighted]
+            every = [
+                row for comparison in comparisons for weighted in comparison for row, _ in weighted
+            ]
             size = abs(float(np.mean([row[column] for row in every])))
-            components = components_of([paired.crossed(one, spec, figure) for one in comparisons])
+            components = components_of(
+                [paired.crossed(comparison, spec, figure) for comparison in comparisons]
+            )
             yield f"{title} ({spec_title(spec)}), {what}: {share:.0%} of {size:.4g}"
             yield from _table(components, share * size, size)
 
@@ -59,14 +63,18 @@ def _compared(ends: Sequence[RunSummary], column: str) -> dict[str, list[list[We
     for first, second in pairwise(groups.values()):
         neighbours.append(
             [
-                [(two.last, 1.0), (one.last, -1.0)]
-                for one, two in zip(first, second, strict=False)
-                if one.last and two.last
+                [(two.last, 1.0), (earlier.last, -1.0)]
+                for earlier, two in zip(first, second, strict=False)
+                if earlier.last and two.last
             ]
         )
-    found = {"annealed against its control": annealed, "one setting against the next": neighbours}
+    by_question = {
+        "annealed against its control": annealed,
+        "one setting against the next": neighbours,
+    }
     several = {
-        what: [one for one in comparisons if len(one) > 1] for what, comparisons in found.items()
+        what: [comparison for comparison in comparisons if len(comparison) > 1]
+        for what, comparisons in by_question.items()
     }
     return {what: comparisons for what, comparisons in several.items() if comparisons}
 
@@ -96,7 +104,7 @@ def _table(components: Components, difference: float, size: float) -> Iterator[s
     yield f"  seeds for {POWER:.0%} power{heads}"
     for count in (times * documents for times in MORE_DOCUMENTS):
         seeds_needed = [components.least_seeds(difference, count, column) for column in columns]
-        cells = "".join(f"{found or f'>{MOST_SEEDS}':>10}" for found in seeds_needed)
+        cells = "".join(f"{count or f'>{MOST_SEEDS}':>10}" for count in seeds_needed)
         yield f"  {f'{count:,} documents':>19}{cells}"
 
 

@@ -85,18 +85,18 @@ def _of_study(directory: Path, tokenizer: Path | None) -> tuple[tuple[Path, ...]
     if tokenizer:
         raise UserError(f"{directory} is a study and has its tokenizer; leave --tokenizer out")
     roots = {"{study}": directory, "{root}": directory.parent}
-    found = {}
+    places = {}
     for use, place in places_of(load_study(directory).text).items():
         root, _, rest = place.partition("/")
-        found[use] = roots[root] / rest if root in roots else Path(place)
-    tokenizer = found.pop("tokenizer")
-    for path in found.values():
+        places[use] = roots[root] / rest if root in roots else Path(place)
+    tokenizer = places.pop("tokenizer")
+    for path in places.values():
         if not Path(f"{path}.json").is_file():
             raise UserError(
                 f"{path}.json does not exist; run 'python -m study run {directory.name}"
                 f" --root {directory.parent}' first, which makes that text, or give another"
             )
-    return tuple(found[use] for use in USES if use in found), tokenizer
+    return tuple(places[use] for use in USES if use in places), tokenizer
 
 
 def _identity(kind: Kind, places: tuple[Path, ...], tokenizer: Path | None) -> str:
@@ -167,10 +167,10 @@ def text_of(study: Study, given: Given) -> OwnText | TokenFiles:
             " --tokenizer"
         )
     if given.kind == "prefix" and given.tokenizer:
-        found = survey.survey_tokens(given.places[0], sha256_of(given.tokenizer / TOKENIZER_JSON))
+        sizes = survey.survey_tokens(given.places[0], sha256_of(given.tokenizer / TOKENIZER_JSON))
     else:
-        found = survey.survey_files(given.places, given.tokenizer, vocab_size)
-    shares = survey.shares_of(found, needs, ", ".join(path.name for path in given.places[:3]))
+        sizes = survey.survey_files(given.places, given.tokenizer, vocab_size)
+    shares = survey.shares_of(sizes, needs, ", ".join(path.name for path in given.places[:3]))
     return OwnText(
         sources=tuple(map(str, given.places)),
         sha256=given.sha256,

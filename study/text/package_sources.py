@@ -147,6 +147,6 @@ def build_corpus(out: Path, vocab_size: int, packages: Sequence[str]) -> None:
             ]
             (directory / f"{use}.jsonl").write_text("".join(lines))
         save_tokenizer(train_tokenizer(first, vocab_size), directory / "tokenizer")
-        records = {name: one.model_dump() for name, one in record_files(directory).items()}
+        records = {name: record.model_dump() for name, record in record_files(directory).items()}
         content = {"packages": packages, "files": records}
         write_json(directory / "corpus.json", content)

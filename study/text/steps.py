@@ -42,7 +42,7 @@ def check_text(study: Study, directory: Path) -> None:
     Where the study's own steps still have to make one, the files they make it of have to be there
     unchanged.
     """
-    text, made = study.text, {output for step in text_steps(study) for output in step.outputs}
+    text, outputs = study.text, {output for step in text_steps(study) for output in step.outputs}
     for use in used(study):
         place = record(study, use)
         path = _place(directory, place)
@@ -52,7 +52,7 @@ def check_text(study: Study, directory: Path) -> None:
             check_unchanged(text)
         if isinstance(text, PackageSources):
             check_versions(text.packages)
-        if place in made:
+        if place in outputs:
             continue
         if not isinstance(text, PreparedText):
             raise UserError(f"{path} does not exist; prepare that text, or give another")

@@ -72,7 +72,9 @@ def run_tags(directory: RunDirectory, run: AnyRun, parent: str) -> dict[str, str
         tags["quantdyn.checkpoint_sha256"] = sha256_of(checkpoint)
     if directory.environment_json.exists():
         recorded = attempts(directory.environment_json)
-        jobs = dict.fromkeys(str(one["slurm_job"]) for one in recorded if one.get("slurm_job"))
+        jobs = dict.fromkeys(
+            str(entry["slurm_job"]) for entry in recorded if entry.get("slurm_job")
+        )
         tags["quantdyn.attempts"] = str(len(recorded))
         if jobs:
             tags["quantdyn.slurm_jobs"] = " ".join(jobs)

@@ -70,16 +70,16 @@ class Importer:
         name, root, uri = self._study.name, self._directory.parent, self._client.tracking_uri
         # a server has a place of its own
         artifacts = None if uri.startswith(HTTP) else (artifacts_of(root) / name).as_uri()
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             return str(self._client.create_experiment(name, artifacts))
-        if artifacts and found.artifact_location != artifacts:
+        if artifacts and experiment.artifact_location != artifacts:
             raise UserError(
                 f"{masked(uri)} holds an experiment {name} that was made elsewhere"
-                f" ({found.artifact_location}); set another"
+                f" ({experiment.artifact_location}); set another"
                 f" MLFLOW_TRACKING_URI, and run 'python -m study mirror {name} --root {root}'"
             )
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _show_quantization_first(self) -> None:
         known = self._client.get_experiment(self.experiment).tags
@@ -96,15 +96,15 @@ class Importer:
     ) -> "Run":
         """Return the run of `subject`, made if need be; one of another configuration is deleted."""
         own = {SUBJECT_TAG: subject, UID_TAG: f"{subject}/{fingerprint(of)}"}
-        found = None
+        existing = None
         condition = f"tags.`{SUBJECT_TAG}` = '{subject}'"
         for run in self._client.search_runs([self.experiment], condition):
-            if run.data.tags[UID_TAG] == own[UID_TAG] and found is None:
-                found = run
+            if run.data.tags[UID_TAG] == own[UID_TAG] and existing is None:
+                existing = run
             else:
                 self._client.delete_run(run.info.run_id)
         create = self._client.create_run
-        return found or create(self.experiment, started_at, own | tags, of.name)
+        return existing or create(self.experiment, started_at, own | tags, of.name)
 
     def _describe(self, run: "Run", params: dict[str, str], tags: dict[str, str]) -> None:
         """Log the tags, and the parameters that the run lacks: MLflow lets none be changed."""
@@ -124,17 +124,19 @@ class Importer:
             if table is not None:
                 rows = [row for row in table if row["run"] == run.name]
                 streams[TABLE_TAG] = table_stream(rows, training, run.total_steps)
-            self.total += sum(len(own) for one in streams.values() for own in one.metrics)
+            self.total += sum(len(own) for stream in streams.values() for own in stream.metrics)
             times = [int(row["time"] * 1000) for row in training.rows]
             started_at, ended_at = (times[0], times[-1]) if times else (None, None)
             tags = described.run_tags(directory, run, self.parent)
 
             mirrored = self._find_run(subject, run, tags, started_at)
-            known = {tag: mirrored.data.tags.get(tag, one.tags[0]) for tag, one in streams.items()}
-            if not all(known[tag] in one.tags for tag, one in streams.items()):
+            known = {
+                tag: mirrored.data.tags.get(tag, stream.tags[0]) for tag, stream in streams.items()
+            }
+            if not all(known[tag] in stream.tags for tag, stream in streams.items()):
                 self._client.delete_run(mirrored.info.run_id)
                 mirrored = self._find_run(subject, run, tags, started_at)
-                known = {tag: one.tags[0] for tag, one in streams.items()}
+                known = {tag: stream.tags[0] for tag, stream in streams.items()}
             self._describe(mirrored, described.run_params(run), tags)
             for tag, stream in streams.items():
                 self._import_stream(mirrored, tag, stream, stream.tags.index(known[tag]))
@@ -176,8 +178,8 @@ class Importer:
         run = self._client.get_run(self.parent)
         self._upload(run, described.study_files(self._directory))
         done = all(
-            described.is_final(RunDirectory(self._directory / one.name), one)
-            for one in self._study.runs
+            described.is_final(RunDirectory(self._directory / run.name), run)
+            for run in self._study.runs
         )
         if done and run.info.status != "FINISHED":
             self._client.set_terminated(self.parent)

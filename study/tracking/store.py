@@ -159,8 +159,8 @@ def _make_file(path: Path) -> None:
     if path.exists():
         return
     with scratch_directory(path.with_name(f".{path.name}.unfinished")) as directory:
-        made = directory.absolute() / path.name
-        MlflowClient(tracking_uri=f"{SQLITE}{made}").search_experiments(max_results=1)
-        fsync_path(made)
-        made.rename(path)
+        aside = directory.absolute() / path.name
+        MlflowClient(tracking_uri=f"{SQLITE}{aside}").search_experiments(max_results=1)
+        fsync_path(aside)
+        aside.rename(path)
         fsync_path(path.parent)

@@ -26,7 +26,7 @@ def test_every_checkpoint_is_one_row_with_its_own_numbers(study_dir, study):
     collected = collect_rows(study_dir, study)
     # of a checkpoint: itself, two quantizations, curvature; of three averages and two soups all but
     # curvature; of the last checkpoint eight more methods and three steps
-    assert collected.found == collected.expected == 4 * (7 * 4 + (3 + 2) * 3 + 8 + 3)
+    assert collected.num_found == collected.expected == 4 * (7 * 4 + (3 + 2) * 3 + 8 + 3)
     write_table(study_dir, study, collected.rows)
     rows = read_table(study_dir, study)
     trained = [(row["run"], row["step"]) for row in rows if row["average"] is None]
@@ -175,7 +175,7 @@ def test_what_is_not_measured_is_null_and_counted(study_dir, study):
     (RunDirectory(study_dir / "lr3e-2").checkpoint(640) / "checkpoint.json").unlink()
     (study_dir / "lr3e-2/hf/soup-anneal-step00000640/lineage.json").unlink()
     collected = collect_rows(study_dir, study)
-    assert collected.expected - collected.found == 1 + 1 + (4 + 8 + 3) + 3
+    assert collected.expected - collected.num_found == 1 + 1 + (4 + 8 + 3) + 3
     path = write_table(study_dir, study, collected.rows)
     table = pq.read_table(path)
     assert table.num_rows == 27 + 4 * 3 + 7

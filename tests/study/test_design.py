@@ -68,7 +68,8 @@ def test_a_run_from_imported_weights_has_a_control_too():
     imported = StartFrom(checkpoint="/imported", sha256="0" * 64)
     started = RunConfig.model_validate(dict(first) | {"start_from": imported})
     started, control = with_controls([started])
-    assert control.branch_from and control.start_from is None
+    assert control.branch_from
+    assert control.start_from is None
     assert control.branch_from.fingerprint == fingerprint(started)
     assert control_among([started, control], started) == control
 

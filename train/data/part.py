@@ -49,7 +49,7 @@ class Chosen(Frozen):
 ALL = Chosen()
 
 
-class Made(Frozen):
+class Origin(Frozen):
     """The source and settings of a part: one made from others has to be made again."""
 
     source: Source
@@ -62,7 +62,7 @@ class Made(Frozen):
 class Part(Frozen):
     """part.json: one source, beside `bin`, its tokens, and `lengths` of its documents, int32."""
 
-    made: Made
+    origin: Origin
     bin: FileRecord
     documents: int
     tokens: int
@@ -91,7 +91,7 @@ def vocabulary_of(directory: Path) -> Vocabulary:
 def make_part(source: Source, tokenizer_dir: Path, directory: Path, chosen: Chosen) -> None:
     """Make the part of one source, unless a prepare that was killed has made it."""
     vocabulary = vocabulary_of(tokenizer_dir)
-    made = Made(
+    origin = Origin(
         source=source,
         record=_record_of(source),
         tokenizer_sha256=vocabulary.sha256,
@@ -99,7 +99,7 @@ def make_part(source: Source, tokenizer_dir: Path, directory: Path, chosen: Chos
         chosen=chosen,
     )
     try:
-        if Part.model_validate_json((directory / PART_JSON).read_bytes()).made == made:
+        if Part.model_validate_json((directory / PART_JSON).read_bytes()).origin == origin:
             return
     except (FileNotFoundError, ValidationError):
         pass
@@ -111,14 +111,14 @@ def make_part(source: Source, tokenizer_dir: Path, directory: Path, chosen: Chos
             (unfinished / "bin").open("wb") as file,
             (unfinished / "lengths").open("wb") as lengths,
         ):
-            for batch in read(made, vocabulary):
+            for batch in read(origin, vocabulary):
                 joined = np.concatenate(batch)
                 file.write(joined.tobytes())
                 lengths.write(np.array([len(document) for document in batch], np.int32).tobytes())
                 documents, tokens = documents + len(batch), tokens + len(joined)
                 max_token_id = max(max_token_id, int(joined.max()))
         part = Part(
-            made=made,
+            origin=origin,
             bin=record_file(unfinished / "bin", "sha256"),
             documents=documents,
             tokens=tokens,
@@ -141,25 +141,25 @@ def token_bytes(document: Document) -> bytes:
     return document.astype("<i4").tobytes()
 
 
-def _known_tokens(made: Made, vocabulary: Vocabulary) -> Iterator[list[Document]]:
+def _known_tokens(origin: Origin, vocabulary: Vocabulary) -> Iterator[list[Document]]:
     """Yield the chosen documents of a token file; UserError where another tokenizer made it."""
-    assert isinstance(made.source, TokenDocuments)
-    corpus = open_corpus(made.source.prefix, verify_hashes=True)
+    assert isinstance(origin.source, TokenDocuments)
+    corpus = open_corpus(origin.source.prefix, verify_hashes=True)
     if corpus.manifest.tokenizer_sha256 != vocabulary.sha256:
         raise UserError(
             f"{corpus.prefix} was not made by this tokenizer; give the directory that made it"
         )
     for index in range(corpus.manifest.documents):
         document = corpus.document(index)
-        if made.chosen.share.holds(token_bytes(document)):
+        if origin.chosen.share.holds(token_bytes(document)):
             eos_token_id = corpus.manifest.eos_token_id
-            yield [made.chosen.cut(document[:-1], eos_token_id, vocabulary.dtype)]
+            yield [origin.chosen.cut(document[:-1], eos_token_id, vocabulary.dtype)]
 
 
-def _tokenized(made: Made, vocabulary: Vocabulary) -> Iterator[list[Document]]:
+def _tokenized(origin: Origin, vocabulary: Vocabulary) -> Iterator[list[Document]]:
     """Yield the chosen documents of a text as tokens, some at a time."""
-    assert not isinstance(made.source, TokenDocuments)
-    chosen, texts = made.chosen, made.source.texts()
+    assert not isinstance(origin.source, TokenDocuments)
+    chosen, texts = origin.chosen, origin.source.texts()
     if chosen.share != EVERYTHING:
         texts = (text for text in texts if chosen.share.holds(text.encode()))
     while batch := list(islice(texts, DOCUMENTS_PER_CALL)):

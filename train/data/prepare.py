@@ -93,7 +93,7 @@ def prepare(
             share=None if chosen.share == EVERYTHING else chosen.share,
             bin=files["bin"],
             idx=files["idx"],
-            sources={part.made.source.name: part.made.record or part.bin for part in parts},
+            sources={part.origin.source.name: part.origin.record or part.bin for part in parts},
         )
         commit_corpus(prefix, unfinished, manifest)
         shutil.rmtree(kept)

@@ -73,7 +73,7 @@ class OptimizerState:
         (ranges_by_bucket,) = part.gbuf_ranges[buffer_index].values()
         for bucket, ranges in zip(buffer.buckets, ranges_by_bucket, strict=True):
             stretch = bucket.grad_data.numel() // self._group.size()
-            for parameter, held in ranges["param_map"].items():
+            for parameter, range_of in ranges["param_map"].items():
                 begin, end, _ = buffer.param_index_map[parameter]
                 begin, end = begin - bucket.offset, end - bucket.offset
                 owner, last = begin // stretch, (end - 1) // stretch
@@ -81,8 +81,8 @@ class OptimizerState:
                 group_index, order = part.model_param_group_index_map[parameter]
                 yield Piece(
                     parameter,
-                    held["param"].start,
-                    held["param"].end,
+                    range_of["param"].start,
+                    range_of["param"].end,
                     owner,
                     last,
                     tuple((a - begin, b - begin) for a, b in itertools.pairwise(bounds)),

@@ -40,7 +40,10 @@ def anneal_against_control(canvas: Canvas) -> Drawn | None:
         head = {"panel": spec_title(spec), canvas.runs.heading: group, "seeds": len(ends)}
         annealed: list[Weighted] = [[(end.last, 1.0)] for end in ends if end.last]
         control: list[Weighted] = [[(end.control, 1.0)] for end in ends if end.control]
-        change = [[*one, (row, -1.0)] for one, ((row, _),) in zip(annealed, control, strict=True)]
+        change = [
+            [*weighted, (row, -1.0)]
+            for weighted, ((row, _),) in zip(annealed, control, strict=True)
+        ]
         for series, weighted in zip(SERIES, (annealed, control), strict=True):
             estimate = paired.estimate(weighted, spec, FIGURE)
             errors.append(head | {"series": series} | _values(DIVERGENCE, estimate))

@@ -56,10 +56,10 @@ def averages(canvas: Canvas) -> Drawn | None:
 
 def _rows(canvas: Canvas, quantity: Quantity, column: str, panel: str) -> Rows:
     measured = {row["average"] for row in canvas.table}
-    kept = [one for one in kept_averages(canvas.study) if one.name in measured]
+    kept = [average for average in kept_averages(canvas.study) if average.name in measured]
     models: dict[str | None, str] = {None: WEIGHTS}
-    models |= {one.name: average_label(one, kept) for one in kept}
-    models |= {one.name: SOUP for one in canvas.study.soups if one.name in measured}
+    models |= {average.name: average_label(average, kept) for average in kept}
+    models |= {soup.name: SOUP for soup in canvas.study.soups if soup.name in measured}
     has_bars = quantity in PAIRED
     parts = (
         canvas.along(quantity, column, panel, has_bars=has_bars, average=average, series=series)

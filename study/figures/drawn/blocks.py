@@ -52,7 +52,7 @@ def blocks(canvas: Canvas) -> Drawn | None:
     spec = canvas.study.quantization.by_block[0]
     measured = canvas.results(partial(blocks_result, spec=spec), Quantization)
     looks = {look.label: look for look in canvas.runs.looks.values()}
-    results = [(looks[label], one) for label, one in measured.items() if one.blocks]
+    results = [(looks[label], result) for label, result in measured.items() if result.blocks]
     return blocks_of(canvas.runs, results, spec_title(spec)) if results else None
 
 
@@ -67,8 +67,8 @@ def shares(measured: Quantization) -> dict[Quantity, dict[int, Share]]:
         return {}
     alone, needed = {}, {}
     for block in measured.blocks:
-        if one := _share(block.alone, total):
-            alone[block.block] = one
+        if share := _share(block.alone, total):
+            alone[block.block] = share
         if rest := _share(block.all_but_it, total):
             value, low, high = rest
             needed[block.block] = (1 - value, 1 - high, 1 - low)

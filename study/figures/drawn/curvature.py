@@ -45,5 +45,7 @@ def curvature(canvas: Canvas) -> Drawn | None:
 def _solver(canvas: Canvas, row: dict[str, object]) -> str:
     runs = {look.label: run for run, look in canvas.runs.looks.items()}
     at = (runs[str(row["run"])], row["step"], None)
-    found = next(one for one in canvas.table if (one["run"], one["step"], one["average"]) == at)
-    return "converged" if found[f"{TOP}_converged"] else "not converged"
+    model = next(
+        each for each in canvas.table if (each["run"], each["step"], each["average"]) == at
+    )
+    return "converged" if model[f"{TOP}_converged"] else "not converged"

@@ -38,8 +38,10 @@ SHOWN = {
 def error_against_curvature(canvas: Canvas) -> Drawn | None:
     """Draw a panel per measure of curvature."""
     needed = divergence_of(canvas.study), loss_of(canvas.study)
-    found = {column: checkpoints(canvas.study, canvas.table, *needed, column) for column in SHOWN}
-    known = {column: points for column, points in found.items() if points}
+    by_column = {
+        column: checkpoints(canvas.study, canvas.table, *needed, column) for column in SHOWN
+    }
+    known = {column: points for column, points in by_column.items() if points}
     columns = columns_of(len(known))
     return drawn([_panel(canvas, column, known[column], columns) for column in known], columns)
 
@@ -54,7 +56,7 @@ def _panel(
         described(row, title, canvas.runs.looks[row["run"]], series=WEIGHTS)
         | SHOWN[column].values(row[column])
         | DIVERGENCE.values(row[divergence_of(canvas.study)])
-        for row in (one.row for one in points)
+        for row in (point.row for point in points)
     ]
     x, y = SHOWN[column].logarithmic_for(rows), DIVERGENCE.logarithmic_for(rows)
     early = {"field": "phase", "oneOf": BEFORE_ANNEAL}

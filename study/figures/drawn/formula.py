@@ -41,33 +41,37 @@ TITLES = {
 )
 def formula(canvas: Canvas) -> Drawn | None:
     """Draw the formula, and what it has to beat."""
-    found = observe(canvas.study, canvas.table)
-    if found is None:
+    observations = observe(canvas.study, canvas.table)
+    if observations is None:
         return None
-    return drawn([_panel(canvas, found, name) for name in TITLES], 2)
+    return drawn([_panel(canvas, observations, name) for name in TITLES], 2)
 
 
-def _panel(canvas: Canvas, found: Observations, name: str) -> tuple[Rows, Chart]:
+def _panel(canvas: Canvas, observations: Observations, name: str) -> tuple[Rows, Chart]:
     model = MODELS[name]
-    scored = score(found, model)
+    scored = score(observations, model)
     title = (
         f"{TITLES[name]}\nmedian factor {scored.median_factor:.2f},"
         f" R squared {scored.r_squared:.2f}"
     )
     if model is FORMULA:
-        title += f"\n{slopes_text(found)}".replace(", (", ",\n(")
+        title += f"\n{slopes_text(observations)}".replace(", (", ",\n(")
     rows = [
         described(row, title, canvas.runs.looks[row["run"]], series=WEIGHTS)
         | {"spec": spec_title(spec)}
         | PREDICTED.values(math.exp(predicted))
         | MEASURED.values(math.exp(measured))
         for row, spec, predicted, measured in zip(
-            found.rows, found.specs, predict(found, model), found.target_N, strict=True
+            observations.rows,
+            observations.specs,
+            predict(observations, model),
+            observations.target_N,
+            strict=True,
         )
     ]
     reach = [*PREDICTED.reach(rows), *MEASURED.reach(rows)]
     ends = min(reach) / 1.2, max(reach) * 1.2
-    x, y = (replace(one, is_log=True, domain=ends) for one in (PREDICTED, MEASURED))
+    x, y = (replace(axis, is_log=True, domain=ends) for axis in (PREDICTED, MEASURED))
     equal = [{x.label: end, y.label: end} for end in ends]
     diagonal = data(
         equal, mark=DASHED | {"type": "line"}, encoding={"x": x.encoding(), "y": y.encoding()}

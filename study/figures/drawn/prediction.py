@@ -85,7 +85,7 @@ def _agreement(canvas: Canvas, rows: Rows, columns: int) -> Chart:
     reach = [*MEASURED.reach(rows), *PREDICTED.reach(rows)]
     is_log = min(reach) > 0
     ends: Span = (min(reach) / 1.2, max(reach) * 1.2) if is_log else around(reach, MARGIN)
-    x, y = (replace(one, is_log=is_log, domain=ends) for one in (MEASURED, PREDICTED))
+    x, y = (replace(axis, is_log=is_log, domain=ends) for axis in (MEASURED, PREDICTED))
     axes = {"x": x.encoding(), "y": y.encoding()}
     equal = [{x.label: end, y.label: end} for end in ends]
     diagonal = data(equal, mark=DASHED | {"type": "line"}, encoding=axes)

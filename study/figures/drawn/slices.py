@@ -55,15 +55,15 @@ def slices(canvas: Canvas) -> Drawn | None:
     """Draw a plane per run, in the order of the runs."""
     spec = canvas.study.quantization.by_block[0]
     measured = canvas.results(partial(slice_result, spec=spec), Slice)
-    results = {label: _in_steps(one) for label, one in measured.items()}
+    results = {label: _in_steps(plane) for label, plane in measured.items()}
     if not results:
         return None
     return Drawn(_rows(results), _picture(results, canvas.runs.heading, spec))
 
 
-def _in_steps(one: Slice) -> dict[str, Any]:
+def _in_steps(measured: Slice) -> dict[str, Any]:
     """Return a slice as in result.json, its distances in lengths of the quantization step."""
-    content = one.model_dump()
+    content = measured.model_dump()
     grid, points = content["grid"], content["points"]
     quantized = next(point for point in points if point["name"] == "quantized")
     length = math.hypot(quantized["x"], quantized["y"])
@@ -76,7 +76,7 @@ def _in_steps(one: Slice) -> dict[str, Any]:
 
 @matplotlib.rc_context(LOOK)
 def _picture(results: dict[str, dict[str, Any]], heading: str, spec: str) -> Picture:
-    levels = levels_of(np.concatenate([increase_over(one).ravel() for one in results.values()]))
+    levels = levels_of(np.concatenate([increase_over(plane).ravel() for plane in results.values()]))
     grids = [result["measured"]["grid"] for result in results.values()]
     limits = {
         axis: (min(grid[axis][0] for grid in grids), max(grid[axis][-1] for grid in grids))

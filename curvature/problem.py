@@ -30,7 +30,7 @@ from curvature.products.sketch import CountSketch
 from curvature.settings import ProductSettings
 
 
-class Opened(NamedTuple):
+class Problem(NamedTuple):
     """The model and the text of a measurement.
 
     Attributes:
@@ -79,7 +79,7 @@ class Opened(NamedTuple):
 
 def open_model(
     hf_dir: Path, settings: ProductSettings, data_prefix: Path, ranks: Ranks, *, needed: int
-) -> Opened:
+) -> Problem:
     """Load and shard a model, and check its products; `needed` sequences of the text will be read.
 
     Raises:
@@ -122,4 +122,4 @@ def open_model(
         sketch,
         settings.dtype,
     )
-    return Opened(identity, settings, model, hessian, batches, Sharing(ranks, sharded), guard)
+    return Problem(identity, settings, model, hessian, batches, Sharing(ranks, sharded), guard)
