@@ -14,7 +14,12 @@ LEAST_DOCUMENTS = 20
 
 
 def pairs_of(count: int, pairing: Pairing) -> list[tuple[int, int]]:
-    """Return the compared pairs of `count` results: with the first, with the one before, or all."""
+    """Return the compared pairs of `count` results: with the first, with the one before, or all.
+
+    Example:
+        >>> pairs_of(4, "successive")
+        [(0, 1), (1, 2), (2, 3)]
+    """
     if pairing == "all":
         return list(itertools.combinations(range(count), 2))
     return [(0 if pairing == "baseline" else second - 1, second) for second in range(1, count)]
@@ -26,6 +31,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     With p_(1) <= ... <= p_(m): max over j <= i of min(1, (m - j + 1) p_(j)). Holm 1979, "A simple
     sequentially rejective multiple test procedure"; it holds whatever the dependence, and pairs
     that share a result depend.
+
+    Example:
+        >>> holm([0.01, 0.04, 0.02])
+        [0.03, 0.04, 0.04]
     """
     adjusted = [0.0] * len(p_values)
     largest = 0.0

@@ -30,6 +30,10 @@ def member_steps(average: Lawa | Ema, start: int, step: int) -> range:
 
     A LAWA window that is not full yet holds the members there are; before the first there is no
     average.
+
+    Example:
+        >>> list(member_steps(Lawa(interval_steps=16, window=3), start=0, step=100))
+        [64, 80, 96]
     """
     interval = average.interval_steps
     first, last = (start // interval + 1) * interval, step // interval * interval

@@ -34,7 +34,19 @@ def round_columns(
 
     `grid` [G, O] has the rows that `group_C` names. After column k (from 1), the last s columns
     reach the next s, s the largest power of two that divides k: so every column is reached by all
-    before it when its turn comes, in products rather than one column at a time.
+    before it when its turn comes, in products rather than one column at a time. Of 8 columns:
+
+        after k   rounded columns   reach columns
+           1      1                 2
+           2      1 2               3 4
+           3      3                 4
+           4      1 2 3 4           5 6 7 8
+           5      5                 6
+           6      5 6               7 8
+           7      7                 8
+
+    (In 0-based slices: [k - s, k) reaches [k, k + s).) The same tree of products as in recursive
+    Cholesky factorizations (Gustavson 1997, "Recursion leads to automatic variable blocking").
     """
     groups = group_C.tolist()
     grids = {group: grid.of(group) for group in set(groups)}

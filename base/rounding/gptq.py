@@ -46,7 +46,16 @@ class Preparation:
 def row_output_errors(
     weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (w - wq) H (w - wq)^T, GPTQ's objective (eq. 1), and w H w^T of each row, [O]."""
+    """Return (w - wq) H (w - wq)^T, GPTQ's objective (eq. 1), and w H w^T of each row, [O].
+
+    Example: one row, two inputs that are always alike, so the errors +1 and -1 cancel.
+        >>> same_II = torch.ones(2, 2, dtype=torch.float64)
+        >>> error_O, whole_O = row_output_errors(
+        ...     torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 1.0]]), same_II
+        ... )
+        >>> error_O.item(), whole_O.item()
+        (0.0, 9.0)
+    """
     none_O = weight_OI.new_empty(0, dtype=torch.float64)
     errors, wholes = [none_O], [none_O]
     for weight_CI, quantized_CI in zip(
@@ -168,8 +177,26 @@ def gptq(
     tensor is that of the given weight, of which `largest` is max|w|, as in `round_to_nearest`.
 
     Dead columns are set to 0, before the grids of groups are fitted, but after the one grid of a
-    whole row: also as in both. UserError if a weight is not finite, or a scale is beyond the spec's
-    format.
+    whole row: also as in both.
+
+    Args:
+        weight_OI: of any float dtype.
+        preparation: of the Hessian of its inputs, by `prepare`.
+        spec: bits, groups, symmetry and order.
+        largest: fp32 [1], for formats with a scale of the tensor; None: of this weight.
+
+    Raises:
+        UserError: a weight is not finite, or a scale is beyond the spec's format.
+
+    Example: two correlated inputs with the same weight, 1.4 steps of 2 / 7. The first is rounded
+    down to 1 step. The second makes good the error and is rounded up to 2, where rounding to
+    nearest gives 1. The code of 0 is 4.
+        >>> from base.rounding.spec import IntegerSpec
+        >>> hessian_II = torch.tensor([[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], dtype=torch.float64)
+        >>> spec = IntegerSpec("gptq", 3, 3)
+        >>> weight_OI = torch.tensor([[0.4, 0.4, 1.0]])
+        >>> gptq(weight_OI, prepare(hessian_II, spec, "linear"), spec).codes_OI.tolist()
+        [[5, 6, 7]]
     """
     return gptq_with_errors(weight_OI, preparation, spec, largest)[0]
 

@@ -156,6 +156,12 @@ def round_to_nearest(
 
     `largest`, fp32 [1], is for formats with a scale of the tensor: max|w| of all linears that read
     the same input, on all ranks; None: of this weight.
+
+    Example: symmetric, 3 bits, so the scale is 2 x 1.05 / 7 = 0.3 and the points are -1.2 to 0.9.
+        >>> from base.rounding.spec import IntegerSpec
+        >>> rounded = round_to_nearest(torch.tensor([[0.4, -1.05]]), IntegerSpec("rtn", 3, 2))
+        >>> [round(weight, 4) for weight in rounded.dense()[0].tolist()]
+        [0.3, -1.2]
     """
     num_outputs, num_inputs = weight_OI.shape
     group_size = spec.group_size or num_inputs

@@ -77,6 +77,10 @@ def hadamard_matrix(size: int) -> Tensor:
     """Return the orthogonal Hadamard matrix of a known size, float64.
 
     By Sylvester's construction for powers of two, of any size; otherwise as in compressed-tensors.
+
+    Example:
+        >>> (hadamard_matrix(4) * 2).int().tolist()
+        [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
     """
     from compressed_tensors.transform.utils import hadamard
     from safetensors import safe_open

@@ -44,8 +44,22 @@ def partial_correlation(
     not independent. So the error is that of a jackknife over trainings, of Fisher's z = artanh r,
     with Student's quantile at U - 1 degrees: it holds for other trainings of such settings.
 
+    Args:
+        first_N: a value for each checkpoint.
+        second_N: the other quantity, for the same checkpoints.
+        given_NC: what is held fixed.
+        trainings: the training of each checkpoint.
+
     Returns:
         None with fewer than three trainings, or where nothing is left that varies.
+
+    Example: the second is the first, disturbed; what is held fixed says nothing.
+        >>> first_N = np.arange(12.0)
+        >>> second_N = first_N + np.tile([0, 2.5, -1, 0.5], 3)
+        >>> given_NC = np.tile([1.0, 2.0, 4.0, 3.0], 3)[:, None]
+        >>> found = partial_correlation(first_N, second_N, given_NC, ["a", "b", "c"] * 4)
+        >>> found.value > 0.9, found.checkpoints, found.trainings
+        (True, 12, 3)
     """
     names = np.array(trainings)
     kept = [names != name for name in dict.fromkeys(trainings)]

@@ -30,6 +30,11 @@ def mean_ratio(logarithms: Mapping[str, Sequence[float]]) -> Ratio | None:
 
     The unit is the training: those of one are averaged first, and Student's interval is over the
     averages.
+
+    Example:
+        >>> double = math.log(2)
+        >>> str(mean_ratio({"a": [double], "b": [double, double], "c": [double]}))
+        'x 2 [2, 2]'
     """
     means = [math.fsum(values) / len(values) for values in logarithms.values() if values]
     if len(means) < LEAST_TRAININGS:

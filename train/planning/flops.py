@@ -52,6 +52,11 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     term is attention's products of queries, keys and values over the whole sequence, causal or not
     (PaLM, arXiv 2204.02311, appendix B). Recomputed activations do not count, so that what is
     divided by the peak is the model FLOPs utilization (MFU).
+
+    Example: OLMo2-7B at 4,096 tokens.
+        >>> from train.model.presets import OLMO2_7B
+        >>> f"{flops_per_token(OLMO2_7B, 4096):.3g}"
+        '4.78e+10'
     """
     shapes = parameter_shapes(model)
     multiplied = sum(math.prod(shape) for name, shape in shapes.items() if name not in EMBEDDINGS)

@@ -23,7 +23,12 @@ def _before_anneal(config: RunConfig, step: int) -> float:
 
 
 def share_left(shape: str, progress: float) -> float:
-    """Return the share of a decay of this shape that is left: 1 at its start, 0 at its end."""
+    """Return the share of a decay of this shape that is left: 1 at its start, 0 at its end.
+
+    Example: a quarter of the way.
+        >>> share_left("linear", 0.25), share_left("sqrt", 0.25), share_left("cosine", 0.5)
+        (0.75, 0.5, 0.5)
+    """
     if shape == "cosine":
         return (1 + math.cos(math.pi * progress)) / 2
     return 1 - math.sqrt(progress) if shape == "sqrt" else 1 - progress
