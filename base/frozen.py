@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -20,6 +21,13 @@ class Frozen(BaseModel):
     def __hash__(self) -> int:
         """Return a hash of the plain fields: others, such as dictionaries, may have none."""
         return hash(tuple(value for _, value in self if isinstance(value, str | int | float)))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with other fields, and without what was derived of these and cached."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
 
 
 def fingerprint(value: Frozen) -> str:

@@ -1,6 +1,7 @@
 """The definition of a study: its text, its runs and its measurements; see `study.recipes`."""
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -82,7 +83,7 @@ class Study(Frozen):
         description="runs of which more is measured than the quantization of their checkpoints",
     )
 
-    @property
+    @cached_property
     def trained(self) -> tuple[RunConfig, ...]:
         """The runs that the study trains itself."""
         return tuple(run for run in self.runs if isinstance(run, RunConfig))
@@ -180,17 +181,17 @@ class Study(Frozen):
         """Return the run of this study that trains like an annealed one, to its end, without."""
         return control_among(self.trained, run)
 
-    @property
+    @cached_property
     def controls(self) -> frozenset[str]:
         """The names of the runs that are the controls of others."""
         return frozenset(control.name for run in self.runs if (control := self.control_of(run)))
 
-    @property
+    @cached_property
     def axes(self) -> tuple[Axis, ...]:
         """The quantities in which the runs differ, in the order in which labels have them."""
         return axes_of(self.runs, self.controls)
 
-    @property
+    @cached_property
     def varied(self) -> Varied | None:
         """The axis that figures of final errors are drawn against; None where none has numbers."""
         return varied_of(self.axes, self.controls)
@@ -201,7 +202,7 @@ class Study(Frozen):
         *first, last = (axis.name for axis in self.axes)
         return f"{', '.join(first)} and {last}" if first else last
 
-    @property
+    @cached_property
     def groups(self) -> tuple[Group, ...]:
         """The runs that are the same but for their seed, with their values on the axes.
 

@@ -137,6 +137,9 @@ class Count(TorchDispatchMode):
         self._now -= self._sizes.pop(key)
 
 
+_PASSES: dict[tuple[object, ...], Pass] = {}
+
+
 def simulate(
     config: PretrainedConfig, settings: ProductSettings, sequence_length: int, *, dual: bool
 ) -> Pass:
@@ -147,6 +150,17 @@ def simulate(
 
 
 def _at_depth(
+    config: PretrainedConfig, depth: int, settings: ProductSettings, length: int, dual: bool
+) -> Pass:
+    """Return a pass of the first blocks, simulated once: it takes seconds."""
+    product = settings.dtype, settings.checkpointing, settings.microbatch_sequences
+    key = (config.to_json_string(), depth, *product, length, dual)
+    if key not in _PASSES:
+        _PASSES[key] = _simulated(config, depth, settings, length, dual)
+    return _PASSES[key]
+
+
+def _simulated(
     config: PretrainedConfig, depth: int, settings: ProductSettings, length: int, dual: bool
 ) -> Pass:
     shortened = copy.deepcopy(config)

@@ -5,7 +5,6 @@ Shapes: B sequences, S positions of a sequence, D hidden, F width of the MLP, E 
     vocabulary, L blocks.
 """
 
-import functools
 import json
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from base.errors import UserError
 from base.ranks import ALONE
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.forward import read_config
-from curvature.cost import plan, simulation
+from curvature.cost import simulation
 from curvature.cost.memory import PROCESS_BYTES, work_of
 from curvature.cost.plan import Plan, cost_lines, estimate
 from curvature.cost.simulation import simulate
@@ -216,23 +215,6 @@ def giant(tmp_path: Path, name: str) -> Path:
     return tmp_path
 
 
-@functools.cache
-def simulated(model: int, settings: HutchinsonSettings, length: int, dual: bool) -> simulation.Pass:
-    """A pass of the giant of this width."""
-    return simulate(CONFIGS[model], settings, length, dual=dual)
-
-
-@pytest.fixture
-def simulated_once(monkeypatch):
-    """Every pass of a giant is simulated once for all tests that ask for this."""
-
-    def found(config, settings, length, *, dual):
-        passed = settings.model_dump(include={"dtype", "checkpointing", "microbatch_sequences"})
-        return simulated(config.hidden_size, HutchinsonSettings(**passed), length, dual)
-
-    monkeypatch.setattr(plan, "simulate", found)
-
-
 THRIFTY: dict[str, Any] = {
     "dtype": "bf16",
     "checkpointing": True,
@@ -242,7 +224,7 @@ THRIFTY: dict[str, Any] = {
 H100 = Plan()
 
 
-def test_traces_of_seven_billion_parameters_fit_one_gpu_and_64_gigabytes(tmp_path, simulated_once):
+def test_traces_of_seven_billion_parameters_fit_one_gpu_and_64_gigabytes(tmp_path):
     hf_dir = giant(tmp_path, "7B")
     settings = HutchinsonSettings(lambda_max=False, **THRIFTY)
     found = estimate(read_config(hf_dir), settings, H100)
@@ -257,9 +239,7 @@ def test_traces_of_seven_billion_parameters_fit_one_gpu_and_64_gigabytes(tmp_pat
     assert gpu.endswith("of 80 GB: fits")
 
 
-def test_an_eigenvalue_with_its_vectors_on_the_host_takes_no_more_of_a_gpu(
-    tmp_path, simulated_once
-):
+def test_an_eigenvalue_with_its_vectors_on_the_host_takes_no_more_of_a_gpu(tmp_path):
     """Nothing of a product stays on the GPU; advice names what is not given yet."""
     config = read_config(giant(tmp_path, "7B"))
     settings = HutchinsonSettings(**THRIFTY)
@@ -274,7 +254,7 @@ def test_an_eigenvalue_with_its_vectors_on_the_host_takes_no_more_of_a_gpu(
     assert line.endswith("DOES NOT FIT; give --vectors host, or more ranks with --sharding fsdp")
 
 
-def test_vectors_and_models_of_all_ranks_of_a_node_count(tmp_path, simulated_once):
+def test_vectors_and_models_of_all_ranks_of_a_node_count(tmp_path):
     hf_dir = giant(tmp_path, "7B")
     settings = HutchinsonSettings(**THRIFTY)
     eight = H100._replace(world_size=8)
@@ -295,7 +275,7 @@ def test_vectors_and_models_of_all_ranks_of_a_node_count(tmp_path, simulated_onc
     assert host == pytest.approx([theta, vectors / 8, theta / 8]), "nothing is loaded whole"
 
 
-def test_the_time_is_of_products_and_of_bytes(tmp_path, simulated_once):
+def test_the_time_is_of_products_and_of_bytes(tmp_path):
     """A product of OLMo2-7B, 4,096 tokens in bf16, checkpointing. Operation by operation, without a
     fused function, it was 6.7 TB and 3.4 s, 16 to 20% of the peak, by a count made apart from this.
     """

@@ -25,12 +25,13 @@ from tests.study.smoke import NAME
 from tests.study.synthetic import write_study
 
 REVISION = "stage1-step1907359-tokens4001B"
-RECIPE = '''"""In place of a large recipe: one run and its control."""
+RECIPE = '''"""In place of a large recipe: one run at a constant rate."""
 
 from study.measurements.quantization import QuantizationSettings
 from study.recipes import parts
 from study.text.kinds import TokenFiles
 from train.model.presets import olmo2
+from train.run.optimization import ConstantPhase, ScheduleConfig
 
 TEXT = {text}
 
@@ -46,7 +47,8 @@ def {function}(*, smoke: bool = False):
         text=TEXT,
         steps=16,
         peak_lr=3e-4,
-        save_steps=(12, 16),
+        save_steps=(16,),
+        schedule=ScheduleConfig(warmup_tokens=0, phase=ConstantPhase()),
     )
     quantization = QuantizationSettings(
         specs=("gptq-b3-g32",),
@@ -55,7 +57,7 @@ def {function}(*, smoke: bool = False):
         eval_tokens=16_384,
         block_tokens=16_384,
     )
-    return parts.study([run], text=TEXT, quantization=quantization, sized_for="cpu")
+    return parts.study([run], text=TEXT, quantization=quantization, ranks=1)
 '''
 
 

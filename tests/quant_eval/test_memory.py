@@ -24,8 +24,10 @@ print(int(next(line for line in open("/proc/self/status") if line.startswith("Vm
 """
 
 
-@pytest.fixture(scope="module")
-def peaks(tmp_path_factory, train_prefix, held_out_prefix) -> list[float]:
+@pytest.fixture(
+    params=["rtn-b4-g128", pytest.param("gptq-b4-g128", marks=pytest.mark.stress)], scope="module"
+)
+def peaks(request, tmp_path_factory, train_prefix, held_out_prefix) -> list[float]:
     """Peak memory of the whole process in MiB, by number of blocks."""
     found = []
     for blocks in BLOCKS:
@@ -39,7 +41,7 @@ def peaks(tmp_path_factory, train_prefix, held_out_prefix) -> list[float]:
         options = {
             "calibration": train_prefix,
             "eval": held_out_prefix,
-            "spec": "gptq-b4-g128",
+            "spec": request.param,
             "eval-tokens": 5000,
         }
         options |= {"calibration-sequences": 32, "out": root / "out"}
