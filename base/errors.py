@@ -8,8 +8,10 @@ class UserError(ValueError):
 
 
 def printable(text: str) -> str:
-    """Return text in which what would steer a terminal is a question mark; lines stay lines."""
-    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in text)
+    """Return text with a question mark for each terminal control character; lines stay lines."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else "?" for character in text
+    )
 
 
 def explain_validation(source: str, error: ValidationError) -> UserError:

@@ -1,4 +1,4 @@
-"""Values that cannot change, know no keys but their own, and have a fingerprint."""
+"""Immutable values that reject unknown keys and have a fingerprint."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$"
 
 
 class Frozen(BaseModel):
-    """A value that cannot change and knows no other keys than its own."""
+    """An immutable value that rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     # Fields that leave the fingerprint as it is.
@@ -19,7 +19,7 @@ class Frozen(BaseModel):
 
     def __hash__(self) -> int:
         """Return a hash of the plain fields: others, such as dictionaries, may have none."""
-        return hash(tuple(one for _, one in self if isinstance(one, str | int | float)))
+        return hash(tuple(value for _, value in self if isinstance(value, str | int | float)))
 
 
 def fingerprint(value: Frozen) -> str:
