@@ -52,8 +52,8 @@ def read_json(path: Path) -> Any:
     """Return the content of a JSON file of unknown origin.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no JSON, no UTF-8, nested too deeply, or no regular file.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is not JSON, not UTF-8, nested too deeply, or not a regular file.
     """
     try:
         return json.loads(read_regular(path).decode())

@@ -25,8 +25,8 @@ AVERAGE = re.compile(r"(?P<exported>.+)-step\d{8,}|.+-tokens\d+[BMK]-(?P<publish
 def revisions_of(place: str, family: str | None = None) -> list[Revision]:
     """Return the revisions of a repository of the hub or of a local directory, in training order.
 
-    A line on stderr names what is left out because its name says nothing that the trajectory's
-    naming knows.
+    A line on stderr names each revision that is left out because its name does not follow the
+    trajectory's naming.
 
     Args:
         place: OWNER/NAME, or a directory that holds one HF directory per revision: exports of a
@@ -36,7 +36,7 @@ def revisions_of(place: str, family: str | None = None) -> list[Revision]:
             NAME.
 
     Raises:
-        UserError: `place` is neither, its family is not known, or no name is left.
+        UserError: `place` is neither, its family is not known, or no name follows its naming.
     """
     if is_local(place):
         directory = Path(place)
@@ -98,7 +98,7 @@ def _local_revision(path: Path, family: str | None, by_name: str | None) -> Revi
     repo = family or (record.repo if record else by_name)
     if repo is None:
         raise UserError(
-            f"{path} tells no trajectory that it belongs to; give --family, such as"
+            f"{path} does not say which trajectory it belongs to; give --family, such as"
             " allenai/OLMo-2-1124-7B"
         )
     return parse_revision(repo, path.name)
@@ -133,40 +133,44 @@ def choose(
     Raises:
         UserError: there is no such stage.
     """
-    stages = list(dict.fromkeys(one.stage for one in revisions))
+    stages = list(dict.fromkeys(revision.stage for revision in revisions))
     if stage is not None and stage not in stages:
         raise UserError(f"there is no stage '{stage}'; give one of {', '.join(stages)}")
-    chosen: list[Revision] = []
+    selection: list[Revision] = []
     for (_, name, _), group in groupby(
-        revisions, key=lambda one: (one.repo, one.stage, one.ingredient)
+        revisions, key=lambda revision: (revision.repo, revision.stage, revision.ingredient)
     ):
         if stage in (None, name):
             members = list(group)
-            chosen += [
-                one
-                for index, one in enumerate(members)
-                if index % (every or 1) == 0 or one is members[-1]
+            selection += [
+                revision
+                for index, revision in enumerate(members)
+                if index % (every or 1) == 0 or revision is members[-1]
             ]
-    return chosen
+    return selection
 
 
 def show(revisions: list[Revision]) -> None:
-    """Print a line per revision: stage, step, tokens, learning rate; then the sources of these."""
+    """Print a line per revision: stage, step, tokens, learning rate; then all sources."""
     rows = [("revision", "stage", "step", "tokens", "learning rate", "schedule")]
     rows += [
         (
-            one.revision,
-            one.stage if one.ingredient is None else f"{one.stage} {one.ingredient}",
-            UNKNOWN if one.step is None else f"{one.step:,}",
-            UNKNOWN if one.tokens is None else f"{one.tokens:,}",
-            UNKNOWN if one.learning_rate is None else f"{one.learning_rate:.3e}",
-            one.schedule or UNKNOWN,
+            revision.revision,
+            revision.stage
+            if revision.ingredient is None
+            else f"{revision.stage} {revision.ingredient}",
+            UNKNOWN if revision.step is None else f"{revision.step:,}",
+            UNKNOWN if revision.tokens is None else f"{revision.tokens:,}",
+            UNKNOWN if revision.learning_rate is None else f"{revision.learning_rate:.3e}",
+            revision.schedule or UNKNOWN,
         )
-        for one in revisions
+        for revision in revisions
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = zip(row, widths, strict=True)
         print("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
-    for source in dict.fromkeys(f"{one.schedule}: {one.source}" for one in revisions if one.source):
+    for source in dict.fromkeys(
+        f"{revision.schedule}: {revision.source}" for revision in revisions if revision.source
+    ):
         print(source)

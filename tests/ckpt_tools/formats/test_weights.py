@@ -180,7 +180,7 @@ def truncate(directory: Path) -> None:
     ("damage", "expected"),
     [
         (climb, "names '../elsewhere.safetensors', which is no file beside it"),
-        (repeat, "'a' lies in"),
+        (repeat, "'a' is in"),
         (truncate, "is damaged"),
         (lambda out: sorted(out.glob("*.safetensors"))[1].unlink(), "which is no file beside it"),
         (lambda out: (out / INDEX_JSON).write_text("{"), "is not valid JSON"),
