@@ -80,12 +80,12 @@ def _standard_normal(bits: Tensor, lowest: float) -> Tensor:
 
 @cache
 def _quantiles() -> tuple[Tensor, Tensor]:
-    """Return by cell the distance from 0 beyond which its first probability lies, and the rise.
+    """Return by cell the distance from 0 beyond which its first probability is, and the rise.
 
     With the roundings of fp32 a line in a cell is off by less than 5e-7.
     """
     mantissas = 1 + np.arange(1 << CELL_BITS) / (1 << CELL_BITS)
     octaves = 2.0 ** np.arange(FIRST_EXPONENT, -1)
     probabilities = [*np.outer(octaves, mantissas).flatten().tolist(), 0.5, 0.5]
-    distances = np.array([-NormalDist().inv_cdf(each) for each in probabilities])
+    distances = np.array([-NormalDist().inv_cdf(probability) for probability in probabilities])
     return torch.from_numpy(distances[:-1]).float(), torch.from_numpy(np.diff(distances)).float()

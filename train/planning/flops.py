@@ -82,8 +82,8 @@ def kind_of(device_name: str) -> str | None:
     """
     if re.search(r"\bMIG\b", device_name) or re.search(r"\bH[12]00\b.*\b(PCIe|NVL)\b", device_name):
         return None
-    found = re.search(r"\b(A100|H100|H200)\b", device_name)
-    return found[1].lower() if found else None
+    match = re.search(r"\b(A100|H100|H200)\b", device_name)
+    return match[1].lower() if match else None
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -116,14 +116,13 @@ class RunConfig(Frozen):
             raise ValueError("save_steps must rise strictly and not be empty")
         if self.save_steps[0] < 0 or self.save_steps[-1] != self.total_steps:
             raise ValueError(
-                f"save_steps must lie in 0..{self.total_steps} and end with {self.total_steps}"
+                f"save_steps must be in 0..{self.total_steps} and end with {self.total_steps}"
             )
         for name in ("full_steps", "average_steps"):
             others = set(getattr(self.saving, name) or ()) - set(self.save_steps)
             if others:
-                raise ValueError(
-                    f"saving.{name} has {min(others)}, which save_steps has not; add it"
-                )
+                raise ValueError(f"saving.{name} has {min(others)}, which save_steps lacks; add it")
+
         self._check_schedule()
         for size in self.batch_sizes:
             if size % self.micro_batch_size:
@@ -137,6 +136,7 @@ class RunConfig(Frozen):
         names = [average.name for average in self.averages]
         if len(set(names)) != len(names):
             raise ValueError(f"an average is listed twice among {', '.join(names)}")
+
         self._check_engine()
         self._check_layout()
         if self.probe:
