@@ -31,7 +31,7 @@ def options_of(settings: type[BaseModel]) -> Callable[[Callable[..., None]], Cal
     The command's parameter `settings` takes the object; its other parameters stay. Name, type and
     default of an option are those of the field, its help is the field's description. A field
     without description is no option: a kind, or a constant that results record. Options that equal
-    their default are not passed on, so `settings.model_fields_set` names what was chosen.
+    their default are not passed on, so `settings.model_fields_set` names what the user changed.
 
         @options_of(TraceSettings)
         def trace(hf_dir: Path, settings: TraceSettings) -> None: ...
@@ -41,10 +41,12 @@ def options_of(settings: type[BaseModel]) -> Callable[[Callable[..., None]], Cal
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def from_options(**values: Any) -> None:
-            given = {name: values.pop(name) for name in fields}
-            chosen = {name: at for name, at in given.items() if at != fields[name].default}
+            options = {name: values.pop(name) for name in fields}
+            changed = {
+                name: value for name, value in options.items() if value != fields[name].default
+            }
             try:
-                values["settings"] = settings(**chosen)
+                values["settings"] = settings(**changed)
             except ValidationError as error:
                 raise explain_validation(command.__name__.replace("_", "-"), error) from None
             command(**values)
@@ -57,7 +59,7 @@ def options_of(settings: type[BaseModel]) -> Callable[[Callable[..., None]], Cal
         ]
         parameters += [_option(name, field) for name, field in fields.items()]
         from_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        from_options.__annotations__ = {each.name: each.annotation for each in parameters}
+        from_options.__annotations__ = {option.name: option.annotation for option in parameters}
         return from_options
 
     return decorate
@@ -85,10 +87,11 @@ def _plain(kind: Any) -> Any:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import torch and transformers within, in two thirds of the time.
+    """Import torch and transformers within the block, in two thirds of the time.
 
-    No garbage is looked for among their million objects, and scikit-learn is left out: with scipy
-    and pandas transformers imports it where it is installed, for a kind of generation.
+    The garbage collector is off, as it would scan a million new objects. scikit-learn is hidden:
+    transformers imports it, with scipy and pandas, where it is installed, for one kind of
+    generation.
     """
     modules: dict[str, Any] = sys.modules
     hides = "sklearn" not in modules
@@ -120,7 +123,7 @@ def run_command(app: typer.Typer, name: str) -> None:
 
 
 def _refuse(line: str) -> None:
-    """End this process; rank 0 speaks, and later any rank that is still alive."""
+    """End this process with the message; rank 0 prints first, later any rank still alive."""
     if not is_rank_zero():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends the silent ranks with it
         if stopping.terminated():  # it was faster

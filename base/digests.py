@@ -1,8 +1,8 @@
 """Hashes of files as ALGORITHM:HEX, so that a record says how it is checked.
 
 BLAKE3 in our own records of weights and state: measured on a core with SHA instructions it hashes
-4.0 GB/s where SHA-256 hashes 1.3. SHA-256 in all that others give or read: the hub, downloads,
-what is published, and texts, whose hash names them.
+4.0 GB/s where SHA-256 hashes 1.3. SHA-256 wherever others write or read the hash: the hub,
+downloads, published files, and texts, whose hash names them.
 """
 
 import hashlib

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process speaks for the job: rank 0, or a process on its own."""
+    """Return whether this process prints for the job: rank 0, or a process without ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -24,29 +24,14 @@ TRACKED_PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Return commit, versions, command line and host, needed to make a number again."""
-    project = Path(__file__).resolve().parent.parent
-
-    def git(*arguments: str) -> str | None:
-        if shutil.which("git") is None:  # a machine that got the files otherwise
-            return None
-        command = ["git", "-C", str(project), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    versions = {}
-    for package in TRACKED_PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    status = git("status", "--porcelain", "--untracked-files=no")
+    """Return commit, versions, command line and host, needed to reproduce a number."""
+    status = _git("status", "--porcelain", "--untracked-files=no")
     return {
-        "commit": git("rev-parse", "HEAD"),
+        "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": None if status is None else bool(status),
         "argv": sys.argv,
         "python": platform.python_version(),
-        "packages": versions,
+        "packages": _package_versions(),
         "host": socket.gethostname(),
         "slurm_job": _slurm_job(),
         "partition": os.environ.get("SLURM_JOB_PARTITION"),
@@ -56,6 +41,30 @@ def environment() -> dict[str, Any]:
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def _git(*arguments: str) -> str | None:
+    """Return the output of a git command in this project; None if git or the repository is absent.
+
+    A machine may have got the files as an archive.
+    """
+    if shutil.which("git") is None:
+        return None
+    project = Path(__file__).resolve().parent.parent
+    command = ["git", "-C", str(project), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def _package_versions() -> dict[str, str]:
+    """Return the version of each tracked package that is installed."""
+    versions = {}
+    for package in TRACKED_PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 def _gpus() -> dict[str, Any]:

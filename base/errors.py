@@ -8,7 +8,7 @@ class UserError(ValueError):
 
 
 def printable(text: str) -> str:
-    """Return text in which what would steer a terminal is a question mark; lines stay lines."""
+    """Return text with a question mark for each terminal control character; lines stay lines."""
     return "".join(
         character if character.isprintable() or character in "\n\t" else "?" for character in text
     )

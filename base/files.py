@@ -20,7 +20,7 @@ from base.digests import PATTERN, Algorithm, digest_of
 from base.errors import UserError
 from base.frozen import Frozen
 
-POLL_SECONDS = 0.1  # between looks at a lock that another process has
+POLL_SECONDS = 0.1  # between attempts at a lock that another process holds
 
 
 def sha256_of(path: Path) -> str:
@@ -52,8 +52,8 @@ def read_json(path: Path) -> Any:
     """Return the content of a JSON file of unknown origin.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no JSON, no UTF-8, nested too deeply, or no regular file.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is not JSON, not UTF-8, nested too deeply, or not a regular file.
     """
     try:
         return json.loads(read_regular(path).decode())
@@ -136,8 +136,8 @@ def locked(path: Path) -> Iterator[None]:
 def scratch_directory(unfinished: Path) -> Iterator[Path]:
     """Yield an empty directory of this process alone, removed at the end.
 
-    What a killed process left there goes: its lock ended with it. The lock is that of a file beside
-    the directory: one of a directory holds on its own node alone, on NFS and Lustre.
+    Files that a killed process left there are removed: its lock ended with it. The lock is that of
+    a file beside the directory: on NFS and Lustre, the lock of a directory holds on one node alone.
     """
     with _lock_beside(unfinished) as lock:
         try:

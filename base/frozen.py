@@ -1,4 +1,4 @@
-"""Values that cannot change, know no keys but their own, and have a fingerprint."""
+"""Immutable values that reject unknown keys and have a fingerprint."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$"
 
 
 class Frozen(BaseModel):
-    """A value that cannot change and knows no other keys than its own."""
+    """An immutable value that rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     # Fields that leave the fingerprint as it is.
@@ -21,13 +21,6 @@ class Frozen(BaseModel):
     def __hash__(self) -> int:
         """Return a hash of the plain fields: others, such as dictionaries, may have none."""
         return hash(tuple(value for _, value in self if isinstance(value, str | int | float)))
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with other fields, and without what was derived of these and cached."""
-        copied = super().model_copy(update=update, deep=deep)
-        for name in copied.__dict__.keys() - type(self).model_fields.keys():
-            del copied.__dict__[name]
-        return copied
 
 
 def fingerprint(value: Frozen) -> str:

@@ -55,12 +55,13 @@ class Gpu:
 
 
 def gpus_here() -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; UserError for none."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None and chosen.strip() in ("", "-1"):
+    """Return the GPUs that CUDA_VISIBLE_DEVICES shows, in its order; UserError for none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES={chosen} hides every GPU; unset it, or give --device cpu"
+            f"CUDA_VISIBLE_DEVICES={visible} hides every GPU; unset it, or give --device cpu"
         )
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -74,11 +75,11 @@ def gpus_here() -> list[Gpu]:
         pynvml.nvmlShutdown()
     if not gpus:
         raise UserError("this machine has no NVIDIA GPU; give --device cpu")
-    return gpus if chosen is None else [_named(name.strip(), gpus) for name in chosen.split(",")]
+    return gpus if visible is None else [_named(name.strip(), gpus) for name in visible.split(",")]
 
 
 def has_gpu() -> bool:
-    """Return whether there is a GPU that CUDA_VISIBLE_DEVICES leaves."""
+    """Return whether there is a GPU that CUDA_VISIBLE_DEVICES shows."""
     try:
         return bool(gpus_here())
     except UserError:
@@ -87,7 +88,7 @@ def has_gpu() -> bool:
 
 def _gpu(number: int) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(number)
-    # Version 2 has what the driver reserves apart.
+    # Version 2 counts the driver's reserved memory separately.
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
     return Gpu(
         number,

@@ -7,8 +7,8 @@ import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROC = Path("/proc")
-# Files of cgroup v2 and of v1's memory controller: the limit, what is used, and its key for a cache
-# that can go.
+# Files of cgroup v2 and of v1's memory controller: the limit, the use, and the key in memory.stat
+# of cache pages that the kernel can drop.
 V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 

@@ -67,7 +67,7 @@ class Ranks(NamedTuple):
         return values
 
     def wait(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         if self.size > 1:
             dist.barrier()
 

@@ -27,14 +27,14 @@ def ignore() -> None:
 
 
 def terminated() -> bool:
-    """Return whether SIGTERM has come: a scheduler's, or torchrun's after another rank ended."""
+    """Return whether SIGTERM came: from a scheduler, or from torchrun after another rank ended."""
     return signal.SIGTERM in _received
 
 
 def requested(stop_file: Path | None) -> str | None:
-    """Return who asked this rank to stop, if anybody: a signal, or what the file says.
+    """Return who asked this rank to stop, if anybody: a signal, or the text of the file.
 
-    One rank looks for the file. An empty one is the user's.
+    Only one rank looks for the file. An empty file means the user.
     """
     if _received:
         return signal.Signals(_received[0]).name

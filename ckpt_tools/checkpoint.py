@@ -74,8 +74,8 @@ def model_of(checkpoint: Path, record: CheckpointRecord) -> ModelConfig:
 def open_weights(checkpoint: Path, record: CheckpointRecord) -> Weights:
     """Open the weights of a checkpoint, which the model computed with, by HF name.
 
-    Only what is opened is hashed: `.metadata` before it is read, then the files that
-    weights are in. Optimizer state has files of its own, several times as large, that stay closed.
+    Only files that are opened are hashed: `.metadata` before it is read, then the files of the
+    weights. Optimizer state has files of its own, several times as large, that stay closed.
 
     Raises:
         UserError: a file was changed, or its keys or shapes are not those of its model.
@@ -86,9 +86,10 @@ def open_weights(checkpoint: Path, record: CheckpointRecord) -> Weights:
         sharded = MegatronWeights(checkpoint, model)
         verify_recorded(checkpoint, record, sharded.files)
         return sharded
-    # DeepSpeed checkpoints and imports hold them whole.
-    whole = [name for name in record.files if name.startswith(Path(MODEL_WEIGHTS).stem)]
-    verify_recorded(checkpoint, record, whole)
+
+    # DeepSpeed checkpoints and imports hold whole tensors.
+    names = [name for name in record.files if name.startswith(Path(MODEL_WEIGHTS).stem)]
+    verify_recorded(checkpoint, record, names)
     weights, shapes = HFWeights(checkpoint), parameter_shapes(model)
     check_tensors(weights.tensors, shapes, checkpoint, "give another checkpoint")
     weights.tensors = {name: weights.tensors[name] for name in shapes}

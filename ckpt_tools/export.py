@@ -51,10 +51,10 @@ def export_all(pairs: list[tuple[Path, Path]]) -> None:
 def export(checkpoint: Path, out: Path) -> dict[str, Any]:
     """Write an HF directory: weights, configuration, tokenizer, probe, and lineage.json last.
 
-    Weights go from the sharded files to the HF files some rows at a time. Two things vouch for
-    them: the files that they are in have the hashes of checkpoint.json, which are compared before
-    the first row is copied, and transformers computes from the written files what the engine did.
-    Files of optimizer state are not read; `ckpt_tools inspect --verify` hashes those too.
+    Weights go from the sharded files to the HF files some rows at a time. Two checks prove them:
+    their files have the hashes of checkpoint.json, which are compared before the first row is
+    copied, and transformers computes from the written files what the engine did. Files of optimizer
+    state are not read; `ckpt_tools inspect --verify` hashes those too.
 
     Args:
         checkpoint: of either engine.
@@ -65,8 +65,8 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
         The figures of `check_probe`.
 
     Raises:
-        UserError: the checkpoint is damaged or not of its run, or HF computes something else than
-            its engine did.
+        UserError: the checkpoint is damaged or not of its run, or HF and its engine compute
+            different outputs.
     """
     record = read_checkpoint_record(checkpoint)
     lineage = {
@@ -80,6 +80,7 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
     current = _current_parity(out, lineage)
     if current:
         return current
+
     with committed_directory(out) as aside:
         copied = [name for name in record.files if name.startswith(f"{IMPORTED_FROM}/")]
         verify_recorded(checkpoint, record, [PROBE, *copied])

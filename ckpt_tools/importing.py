@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from base.errors import UserError
 from base.files import committed_directory, fsync_path, record_file, sha256_of, write_json
@@ -13,8 +14,9 @@ from ckpt_tools.formats.parallel import hash_in_parallel, is_whole, verify_in_pa
 from ckpt_tools.formats.weights import dtype_of
 from ckpt_tools.hf.directory import CONFIGURATION_FILES, TOKENIZER_FILES, copy_files
 from ckpt_tools.hf.forward import check_shapes, empty_model, spread_ids
-from ckpt_tools.hf.source import find_source, read_model
+from ckpt_tools.hf.source import Source, find_source, read_model
 from ckpt_tools.probe import compute_probe
+from train.model.config import ModelConfig
 from train.model.families import parameter_shapes
 from train.run.directory import (
     CHECKPOINT_JSON,
@@ -33,9 +35,9 @@ def import_checkpoint(source: str, out: Path) -> None:
     """Write a checkpoint from an HF model, and print the `start_from` of a run that begins with it.
 
     It holds the weights by HF name, which both engines start from at any layout; the probe, which
-    is what transformers computes in fp32 from the source; configuration and tokenizer of the source
-    unchanged; and in checkpoint.json the hashes of all it was made from, with the step and tokens
-    that a lineage or the revision's name says, else 0.
+    transformers computes in fp32 from the source; configuration and tokenizer of the source
+    unchanged; and in checkpoint.json the hashes of all its sources, with the step and tokens of a
+    lineage or of the revision's name, else 0.
 
     Args:
         source: HF directory, or OWNER/NAME@REVISION of the hub.
@@ -51,10 +53,27 @@ def import_checkpoint(source: str, out: Path) -> None:
     weights = HFWeights(origin.path)
     check_shapes(empty_model(config), weights, origin.path)
     weights.tensors = {name: weights.tensors[name] for name in parameter_shapes(model)}
+
+    record = _record(origin, model, weights)
+    if not _is_there(out, record):
+        length = min(PROBE_TOKENS, config.max_position_embeddings)
+        input_ids_BS = spread_ids(model.vocab_size, PROBE_SEQUENCES, length)
+        _write(out, origin.path, record, weights, input_ids_BS)
+
+    start_from = {"checkpoint": str(out.resolve()), "sha256": sha256_of(out / CHECKPOINT_JSON)}
+    print(
+        f"{out}: as of step {record.step}, {record.tokens} tokens; to start a run from it, add to"
+        " its run.json"
+    )
+    print(f'"start_from": {json.dumps(start_from)}')
+
+
+def _record(origin: Source, model: ModelConfig, weights: HFWeights) -> CheckpointRecord:
+    """Return checkpoint.json of an import, without the files that are still to be written."""
     files = [path.name for path in weight_files(origin.path)]
     tokenizer = [name for name in TOKENIZER_FILES if (origin.path / name).is_file()]
     hashes = hash_in_parallel(origin.path, [*files, *tokenizer], origin.files)
-    record = CheckpointRecord(
+    return CheckpointRecord(
         run=IMPORTED,
         fingerprint=IMPORTED,
         step=origin.step or 0,
@@ -78,32 +97,32 @@ def import_checkpoint(source: str, out: Path) -> None:
         },
         files={},
     )
-    if not _is_there(out, record):
-        with committed_directory(out) as aside:
-            written = write_weights(aside, weights)
-            for name in written:
-                fsync_path(aside / name)
-            (aside / IMPORTED_FROM).mkdir()
-            names = (*CONFIGURATION_FILES, *tokenizer)
-            copied = copy_files(origin.path, aside / IMPORTED_FROM, names)
-            length = min(PROBE_TOKENS, config.max_position_embeddings)
-            input_ids_BS = spread_ids(model.vocab_size, PROBE_SEQUENCES, length)
-            probe = {"input_ids": input_ids_BS, **compute_probe(origin.path, input_ids_BS)}
-            save_file({key: tensor.contiguous() for key, tensor in probe.items()}, aside / PROBE)
-            for name in (PROBE, *(f"{IMPORTED_FROM}/{name}" for name in copied)):
-                written[name] = record_file(aside / name)
-            complete = record.model_copy(update={"files": dict(sorted(written.items()))})
-            write_json(aside / CHECKPOINT_JSON, complete.model_dump(mode="json"))
-    start_from = {"checkpoint": str(out.resolve()), "sha256": sha256_of(out / CHECKPOINT_JSON)}
-    print(
-        f"{out}: as of step {record.step}, {record.tokens} tokens; to start a run from it, add to"
-        " its run.json"
-    )
-    print(f'"start_from": {json.dumps(start_from)}')
+
+
+def _write(
+    out: Path, source: Path, record: CheckpointRecord, weights: HFWeights, input_ids_BS: Tensor
+) -> None:
+    """Write the checkpoint; checkpoint.json, which makes it complete, comes last."""
+    with committed_directory(out) as aside:
+        files = write_weights(aside, weights)
+        for name in files:
+            fsync_path(aside / name)
+
+        (aside / IMPORTED_FROM).mkdir()
+        names = (*CONFIGURATION_FILES, *TOKENIZER_FILES)
+        copied = copy_files(source, aside / IMPORTED_FROM, names)
+
+        probe = {"input_ids": input_ids_BS, **compute_probe(source, input_ids_BS)}
+        save_file({key: tensor.contiguous() for key, tensor in probe.items()}, aside / PROBE)
+
+        for name in (PROBE, *(f"{IMPORTED_FROM}/{name}" for name in copied)):
+            files[name] = record_file(aside / name)
+        complete = record.model_copy(update={"files": dict(sorted(files.items()))})
+        write_json(aside / CHECKPOINT_JSON, complete.model_dump(mode="json"))
 
 
 def _is_there(out: Path, record: CheckpointRecord) -> bool:
-    """Return whether `out` is whole and this import; UserError if it is something else."""
+    """Return whether `out` is this import and undamaged; UserError if it is something else."""
     if not out.exists():
         return False
     if (out / CHECKPOINT_JSON).is_file():

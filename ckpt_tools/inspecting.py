@@ -22,15 +22,15 @@ FACTS = (  # of a checkpoint's record, a lineage or a download
 
 
 def inspect(paths: list[Path], *, check: bool = False) -> None:
-    """Print what each directory is, and with `check` whether it is what it was when written.
+    """Print what each directory is, and with `check` whether it is unchanged since it was written.
 
     Args:
-        paths: checkpoints, HF directories, or runs, which stand for all of theirs.
+        paths: checkpoints, HF directories, or runs, for all directories of a run.
         check: hash files, and compare every module of an export with the engine's outputs.
 
     Raises:
-        UserError: a path is nothing of that kind, or damaged; the first of them, after all others
-            were looked at.
+        UserError: a path is nothing of that kind, or damaged; the first such path, after all others
+            were printed.
     """
     paths = [part for path in paths for part in _parts(path)]
     failures = []
@@ -42,14 +42,16 @@ def inspect(paths: list[Path], *, check: bool = False) -> None:
         except UserError as error:
             failures.append(str(error))
             continue
+
         files = description.pop("files")
         lines = [str(path)]
         for key, value in description.items():
-            shown = f"{value:,}" if isinstance(value, int) else value
-            lines.append(f"  {key.replace('_', ' '):<15} {shown}")
+            text = f"{value:,}" if isinstance(value, int) else value
+            lines.append(f"  {key.replace('_', ' '):<15} {text}")
         lines += [f"    {size:>18,}  {name}" for name, size in files.items()]
         for line in lines:
             print(printable(line).replace("\n", "?"))
+
     if failures:
         several = f"{len(failures)} of {len(paths)} failed: " if len(paths) > 1 else ""
         raise UserError(several + failures[0])
@@ -94,7 +96,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def _verdict(path: Path) -> str:
-    """Return what a full check says; UserError naming the first file or parameter that is wrong."""
+    """Return the result of a full check; UserError naming the first wrong file or parameter."""
     if (path / CHECKPOINT_JSON).exists():
         record = verified_record(path)
         return f"all {len(record.files)} files are as they were written"

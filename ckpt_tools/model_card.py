@@ -1,4 +1,4 @@
-"""The model card of a published export: its recipe, its parity, and what was measured of it."""
+"""The model card of a published export: its recipe, its parity, and its measurements."""
 
 import json
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ def model_card(
         tags=[run["model"]["family"], "pretraining", "training-dynamics", "quantization"],
     )
     rows = [
-        [f"{result.path.parent.parent.name}/{result.path.parent.name}", *map(_shown, cells)]
+        [f"{result.path.parent.parent.name}/{result.path.parent.name}", *map(_cell, cells)]
         for result in results
         for cells in _figures(result.measured)
     ]
@@ -105,7 +105,7 @@ def _figures(measured: Read, prefix: str = "") -> Iterator[tuple[str, float, Any
             yield from _figures(value, f"{name}: ")
 
 
-def _shown(value: Any) -> str:
+def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, tuple):

@@ -57,7 +57,7 @@ def stage_of(key: str) -> Stage:
 def _parameters_of(model: Any) -> dict[str, list[str]]:
     """Return the parameters that each module of the probe itself holds, by key of its output.
 
-    A layer stands for the residual stream after it and holds none.
+    The key of a layer is the residual stream after it, which has no parameters.
     """
     files, layers = names_in_files(model), set(model.base_model.layers)
     lm_head = model.get_output_embeddings()
@@ -82,7 +82,7 @@ def compute_probe(hf_dir: Path, input_ids_BS: Tensor) -> dict[str, Tensor]:
 
     def observe(name: str, output_BSW: Tensor) -> None:
         if PROBE_OUTPUTS + name in keys:
-            # Later modules see every token through attention: the last one's output tells enough.
+            # Later modules see every token through attention: the last token's output suffices.
             every_token = model.get_submodule(name) is embedding
             outputs[PROBE_OUTPUTS + name] = output_BSW if every_token else output_BSW[:, -1].clone()
 
@@ -117,11 +117,12 @@ def check_probe(hf_dir: Path, probe: dict[str, Tensor], precision: str) -> dict[
     errors = {key: _relative_error(key, outputs[key], probe[key]) for key in parameters}
     levels = {
         "attention": max(error for key, error in errors.items() if key.endswith(ATTENTION)),
-        "layer": max(errors[key] for key, outside in parameters.items() if not outside),
+        "layer": max(errors[key] for key, names in parameters.items() if not names),
         "logits": errors["logits"],
     }
+
     # Rounding errors add up over the layers before an output.
-    num_layers = sum(not outside for outside in parameters.values())
+    num_layers = sum(not names for names in parameters.values())
     layers = {key: min(max(stage_of(key)[0] + 1, 1), num_layers) for key in parameters}
     allowed = {key: TOLERANCE[precision] * math.sqrt(layers[key]) for key in parameters}
     _check_errors(parameters, errors, allowed, levels)
@@ -156,7 +157,8 @@ def _check_errors(
     deviating = [key for key in errors if errors[key] > allowed[key]]
     if not deviating:
         return
-    # Whatever comes after a wrong module has wrong inputs: only the first stage is to blame.
+
+    # All modules after a wrong one have wrong inputs: only the first stage is named.
     first = min(map(stage_of, deviating))
     wrong = [key for key in deviating if stage_of(key) == first]
     names = [
@@ -165,9 +167,9 @@ def _check_errors(
         for name in parameters[key] or [f"the sum in {key[len(PROBE_OUTPUTS) :]}"]
     ]
     hint = " (or heads and rope in config.json)" * any(key.endswith(ATTENTION) for key in wrong)
-    shown = ", ".join(f"{level} {largest:.2g}" for level, largest in levels.items())
+    summary = ", ".join(f"{level} {largest:.2g}" for level, largest in levels.items())
     raise UserError(
         f"not what was trained: {', '.join(names)}{hint}; from the same inputs as in training"
         f" come outputs off by {max(errors[key] for key in wrong):.2g} of the largest value"
-        f" (allowed {allowed[wrong[0]]:.2g}; {shown})"
+        f" (allowed {allowed[wrong[0]]:.2g}; {summary})"
     )

@@ -105,18 +105,18 @@ def _read_exports(run_dir: Path, run: RunConfig) -> list[_Export]:
     hf = RunDirectory(run_dir).hf
     exports: dict[str, _Export] = {}
     for path in sorted(path for path in hf.glob("[!.]*") if path.is_dir()):
-        export = _read(path, run)
-        other = exports.setdefault(export.revision, export)
-        if other is not export:
+        export = _read_export(path, run)
+        first = exports.setdefault(export.revision, export)
+        if first is not export:
             raise UserError(
-                f"{other.directory} and {path} are both {export.revision}; move one out of hf/"
+                f"{first.directory} and {path} are both {export.revision}; move one out of hf/"
             )
     if not exports:
         raise UserError(f"{hf} holds no exports; make them with 'python -m ckpt_tools export'")
     return sorted(exports.values(), key=lambda export: (export.lineage["step"], export.revision))
 
 
-def _read(hf_dir: Path, run: RunConfig) -> _Export:
+def _read_export(hf_dir: Path, run: RunConfig) -> _Export:
     lineage, files = read_lineage(hf_dir) or ({}, {})
     kind = lineage.get("kind")
     proven = kind == "average" or (kind == "export" and lineage.get("parity"))
@@ -166,23 +166,28 @@ def _lay_out(
     revisions: dict[Path, str],
     license: str,
 ) -> None:
-    """Link what is published unchanged, and write the rest without places, and the card."""
+    """Link unchanged files, and write the rest without places of this machine, and the card."""
     unchanged = export.files.keys() - REWRITTEN
     for name in unchanged:
         _link(export.directory / name, aside / name)
-    # SHA-256 is what the hub shows of a file, and what others have a program for.
-    known = hash_in_parallel(aside, sorted(unchanged), {}, "sha256")
+    # The hub shows SHA-256 of a file, and every system has a program for it.
+    records = hash_in_parallel(aside, sorted(unchanged), {}, "sha256")
+
     for name in REWRITTEN & export.files.keys():
         content = json.loads((export.directory / name).read_text())
         places = {key for key in content if key.endswith(PLACE_KEYS) and _is_place(content[key])}
         write_json(aside / name, {key: content[key] for key in content if key not in places})
+
+    # Results name the weights by the published hashes.
     for result in export.results:
         target = aside / result.path.relative_to(export.directory)
         target.parent.mkdir(parents=True, exist_ok=True)
         content = _without_places(json.loads(result.path.read_text()), run_dir)
-        digests = {name: known[name].digest for name in result.model.weights_digests}
+        digests = {name: records[name].digest for name in result.model.weights_digests}
         content["model"] |= {"weights_digests": digests}
         write_json(target, content)
+
+    # Ingredients of an average are named by their published revisions.
     lineage = {"environment": {}} | export.lineage
     if "ingredients" in lineage:
         parent = export.directory.resolve().parent
@@ -191,7 +196,8 @@ def _lay_out(
             ingredient["path"] = revisions.get(place, str(place))
     lineage["published"] = {"fingerprint": fingerprint(run), "revision": export.revision}
     lineage = _without_places(lineage, run_dir)
-    write_lineage(aside, lineage, known, "sha256")
+    write_lineage(aside, lineage, records, "sha256")
+
     settings = _without_places(run.model_dump(mode="json"), run_dir)
     card = model_card(export.revision, settings, lineage, export.results, license)
     (aside / README).write_text(card)
@@ -216,12 +222,11 @@ def _is_place(value: Any) -> bool:
 def _without_places(value: Any, run_dir: Path) -> Any:
     """Return nested values with paths cut down to their part within the run, or their last part."""
     if isinstance(value, dict):
-        kept = value
         if "environment" in value:
             environment = value["environment"] or {}
-            public = {k: environment[k] for k in environment if k in PUBLISHED_OF_ENVIRONMENT}
-            kept = value | {"environment": public}
-        return {key: _without_places(inner, run_dir) for key, inner in kept.items()}
+            published = {k: environment[k] for k in environment if k in PUBLISHED_OF_ENVIRONMENT}
+            value = value | {"environment": published}
+        return {key: _without_places(inner, run_dir) for key, inner in value.items()}
     if isinstance(value, list):
         return [_without_places(inner, run_dir) for inner in value]
     if _is_place(value):

@@ -20,8 +20,8 @@ CHUNK_BYTES = 64 << 20  # of a tensor in memory at once
 def verify(hf_dir: Path) -> dict[str, Any]:
     """Check files against lineage.json, tensors against config.json, outputs against the engine's.
 
-    A directory that is no export, such as a downloaded one or an average, has no engine's outputs
-    to reproduce: only its forward pass is checked to be finite, and `verdict` says so.
+    A directory that is no export, such as a download or an average, has no engine's outputs to
+    reproduce: its forward pass is only checked to be finite, and `verdict` says so.
 
     Returns:
         A verdict, and of an export the figures of `check_probe` as parity.
@@ -33,11 +33,14 @@ def verify(hf_dir: Path) -> dict[str, Any]:
     exported = lineage.get("kind") == "export"
     again = f"make {hf_dir} again"
     verify_in_parallel(hf_dir, files, again)
+
+    # A file that the lineage does not list has not been checked.
     needed = ["config.json", *(path.name for path in weight_files(hf_dir))]
     needed += [VERIFICATION_PROBE] * exported
     unknown = [name for name in needed if name not in files]
     if lineage and unknown:
         raise UserError(f"{hf_dir / unknown[0]} is not in lineage.json; {again}")
+
     config = read_config(hf_dir)
     _check_tensors(hf_dir, config)
     try:

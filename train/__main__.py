@@ -63,11 +63,11 @@ def prepare(
     --tokenizer tokenizer --out data/train --workers 8
     """
     from train.data.documents import parse_source
-    from train.data.part import Chosen
+    from train.data.part import Selection
     from train.data.prepare import prepare as prepare_tokens
     from train.data.share import EVERYTHING, parse_share
 
-    chosen = Chosen(
+    selection = Selection(
         share=parse_share(share) if share else EVERYTHING, document_tokens=document_tokens
     )
     manifest = prepare_tokens(
@@ -75,7 +75,7 @@ def prepare(
         tokenizer,
         out,
         workers=workers,
-        chosen=chosen,
+        selection=selection,
         at_least=at_least,
     )
     typer.echo(f"{out}: {manifest.tokens} tokens in {manifest.documents} documents")

@@ -62,18 +62,18 @@ class Averages:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after update `step` wherever they are a member."""
+        """Add the weights after update `step` to each average that they are a member of."""
         for average in self._run.averages:
             if step % average.interval_steps:
                 continue
             first = len(self._members(average, step)) == 1
-            for kept, weights in zip(
+            for slot, weights in zip(
                 self._slot(average, step), self._engine.weights(), strict=True
             ):
                 if isinstance(average, Lawa) or first:
-                    kept.copy_(weights)
+                    slot.copy_(weights)
                 else:
-                    kept.mul_(average.decay).add_(weights, alpha=1 - average.decay)
+                    slot.mul_(average.decay).add_(weights, alpha=1 - average.decay)
 
     def present(self, step: int) -> list[Lawa | Ema]:
         """Return the averages that have a member as of `step`."""
@@ -88,7 +88,7 @@ class Averages:
     @contextmanager
     @torch.no_grad()
     def swapped_in(self, average: Lawa | Ema, step: int) -> Iterator[None]:
-        """Compute with the average as of `step` within the block, then with the own weights."""
+        """Compute with the average as of `step` within the block, then with the weights again."""
         weights = self._engine.weights()
         own = [shard.to("cpu", copy=True) for shard in weights]
         steps = self._members(average, step)
@@ -100,8 +100,8 @@ class Averages:
             _mean_into(shard, [member[index] for member in members])
         self._engine.publish_weights()
         yield
-        for shard, kept in zip(self._engine.weights(), own, strict=True):
-            shard.copy_(kept)
+        for shard, own_shard in zip(self._engine.weights(), own, strict=True):
+            shard.copy_(own_shard)
         self._engine.publish_weights()
 
 

@@ -1,4 +1,4 @@
-"""The verbs an engine gives to the training loop: the loop says what happens, an engine how.
+"""The methods of an engine that the training loop calls.
 
 `train.loop` calls them; `train.megatron.engine` and `train.deepspeed.engine` implement them.
 
@@ -122,7 +122,7 @@ class Engine(Protocol):
         ...
 
     def record_linears(self, batch: Batch, names: Sequence[str]) -> dict[str, LinearRecord]:
-        """Return what a forward pass of a few sequences gives some linears, by HF name of weight.
+        """Return the inputs of some linears in a forward pass of a few sequences, by weight.
 
         They are among `families.residual_linears`. All ranks give the same batch; the first replica
         computes, and one rank returns each linear.
@@ -149,7 +149,7 @@ class Engine(Protocol):
         ...
 
     def load(self, directory: Path) -> None:
-        """Load what a snapshot with optimizer state wrote; UserError at a layout that cannot."""
+        """Load a snapshot with optimizer state; UserError where this layout cannot."""
         ...
 
     def start_from(self, read: Callable[[str], Tensor]) -> None:

@@ -72,21 +72,22 @@ class _Training:
             write_json(directory.run_json, dump_run(run))
             remove_unfinished(directory)
             self.metrics = MetricsWriter(directory.metrics, self.attempt.number)
-        begun = resume(
+        state = resume(
             self.engine, run, directory, data_sha256=self.data.sha256, attempt=self.attempt.number
         )
-        self.step, record = begun.step, begun.record
+        self.step, record = state.step, state.record
         self.profile = Profile(launch.profiled_steps, directory.profile)
-        self.profile.check(begun.step, run.total_steps)
+        self.profile.check(state.step, run.total_steps)
         self.attempt.amend(
-            resumed_from_step=begun.step if record else None, quarantined=begun.quarantined
+            resumed_from_step=state.step if record else None, quarantined=state.quarantined
         )
-        for step in begun.quarantined:
+        for step in state.quarantined:
             self.log(step, quarantined=1)
 
+        # A new average starts here; one of the checkpoint keeps its start.
         saved_starts = record.average_starts if record else {}
         starts = {
-            average.name: saved_starts.get(average.name, begun.step) for average in run.averages
+            average.name: saved_starts.get(average.name, state.step) for average in run.averages
         }
         self.averages = Averages(run, self.engine, starts)
         self.judge = StepJudge(run, record.accepted if record else ())
@@ -96,7 +97,7 @@ class _Training:
         self.agreement = Agreement(directory, self.attempt, self.saver)
         self.clock = RankClock(directory.ranks, self.attempt.number)
         self.watchdog = Watchdog(directory, self.attempt, launch.hang_seconds)
-        return begun
+        return state
 
     def log(self, step: int, **values: float) -> None:
         """Append a row of metrics."""
@@ -106,8 +107,8 @@ class _Training:
     def run_to_end(self, launch: Launch) -> None:
         """Train until the last step or until asked to stop."""
         total = self.run.total_steps
-        begun = self.begin(launch)
-        if begun.record is None:
+        state = self.begin(launch)
+        if state.record is None:
             self.evaluate_and_save(None)
         self.agreement.raise_failures(self.step, self.batches.failure(self.step + 1))
         with Progress(self.run.name, total, done=self.step) as progress:
@@ -129,9 +130,10 @@ class _Training:
         """Make one update, unless it is rejected, and log it; return also tokens per second."""
         step, run = self.step, self.run
         rate = learning_rate(run, step)
-
         observes = run.observe_every_steps is not None and step % run.observe_every_steps == 0
         figures: dict[str, float] = {}
+
+        # Each phase is announced to the watchdog, which names the one that hangs.
         self.clock.start()
         batch = self.batches(step)
         self.watchdog.enter(step, Phase.COMPUTE)
@@ -146,18 +148,16 @@ class _Training:
         memory_bytes, writing = self.agreement.share(step, failure)
         self.watchdog.enter(step, Phase.SAVE)
 
-        row: dict[str, float] = {
-            **result._asdict(),
-            "learning_rate": rate,
-            **speed,
-            "memory_bytes": memory_bytes,
-        }
+        # Stop, or note a skip, before the row is logged: a rejected update changed nothing.
+        row = {**result._asdict(), "learning_rate": rate, **speed, "memory_bytes": memory_bytes}
         if result.counted_fraction == 1:
             del row["counted_fraction"]
         if self.judge.objection:
             if not self.judge.skips:
                 raise self.not_learning(self.judge.objection)
             row["skipped"] = 1
+
+        # Further forward passes, with the weights after the update.
         if observes:
             figures |= forward_figures(self.engine, self.observed)
         figures |= self.quantization.figures(step)
@@ -171,17 +171,16 @@ class _Training:
     def not_learning(self, figures: str) -> UserError:
         """Return the error of a run that must not continue."""
         self.saver.flush()
-        kept = sorted(self.directory.complete_steps() + self.directory.complete_restarts())
+        steps = sorted(self.directory.complete_steps() + self.directory.complete_restarts())
         return UserError(
             f"at step {self.step} of {self.run.name}: {figures}; the last good checkpoint is "
-            f"{f'step {kept[-1]}' if kept else 'none'}, lower the peak learning rate"
+            f"{f'step {steps[-1]}' if steps else 'none'}, lower the peak learning rate"
         )
 
     def evaluate(self, average: str | None = None) -> dict[str, float]:
         """Return the held-out losses of the model as it is, logged.
 
-        They are held_out_loss and, of a further file, held_out_loss.NAME; of an average its name
-        follows in the log.
+        Keys are held_out_loss, and held_out_loss.NAME of a further file; the log adds /AVERAGE.
         """
         losses = {
             use.replace("held_out", HELD_OUT_LOSS, 1): self.engine.evaluate(batch)
@@ -210,6 +209,7 @@ class _Training:
         self.saver.flush()
         began_at = time.monotonic()
 
+        # Averages first: the checkpoint that training resumes from is published last.
         checkpoints = []
         for average in self.averages.present(step) if permanent else ():
             with self.averages.swapped_in(average, step):

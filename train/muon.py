@@ -4,8 +4,8 @@
 AdamW's, so one learning rate serves both (Liu et al. 2025, arXiv 2502.16982). The engines register
 their matrices with their AdamW, which then leaves those out; `exp_avg` is the momentum.
 
-The optimizer's state is flat over data-parallel ranks. A matrix is on one rank or on several that
-follow each other: the first receives the others' parts, orthogonalises, and returns them.
+The optimizer's state is flat, cut over data-parallel ranks. A matrix is on one rank or on
+consecutive ones: the first receives the others' parts, orthogonalises, and returns them.
 """
 
 import math
@@ -24,7 +24,7 @@ ITERATIONS = 5
 class Part(NamedTuple):
     """The part on this rank of a matrix, or of its tensor-parallel shard."""
 
-    flat: Tensor  # what the optimizer updates, and its key for the state
+    weights: Tensor  # flat: the optimizer updates it and keys its state by it
     place: slice  # of the part in it
     owner: int  # first data-parallel rank with a part
     ranges: tuple[tuple[int, int], ...]  # (start, stop) in the flat matrix, from the owner on
@@ -69,7 +69,7 @@ def register(
     def before_step(stepping: torch.optim.Optimizer, *_: Any) -> None:
         for settings in stepping.param_groups:
             params = set(map(id, settings["params"]))
-            own = [part for part in parts if id(part.flat) in params]
+            own = [part for part in parts if id(part.weights) in params]
             _update(optimizer, own, settings["lr"], settings["weight_decay"], group)
 
     optimizer.register_step_pre_hook(before_step)
@@ -85,20 +85,20 @@ def _update(
 ) -> None:
     updates = []
     for part in parts:
-        assert part.flat.grad is not None
-        gradient = part.flat.grad[part.place]
-        momentum = optimizer.state[part.flat]["exp_avg"][part.place]
+        assert part.weights.grad is not None
+        gradient = part.weights.grad[part.place]
+        momentum = optimizer.state[part.weights]["exp_avg"][part.place]
         momentum.lerp_(gradient, 1 - MOMENTUM)
         updates.append(gradient.lerp(momentum, MOMENTUM))  # Nesterov's
 
     _orthogonalize(parts, updates, group)
     for part, update in zip(parts, updates, strict=True):
-        part.flat.detach()[part.place].mul_(1 - rate * decay).add_(update, alpha=-rate)
+        part.weights.detach()[part.place].mul_(1 - rate * decay).add_(update, alpha=-rate)
 
-    for parameter in {id(part.flat): part.flat for part in parts}.values():
-        parameter.grad = None  # AdamW leaves it out, and does not count its step
-        if "step" in optimizer.state[parameter]:
-            optimizer.state[parameter]["step"] += 1
+    for weights in {id(part.weights): part.weights for part in parts}.values():
+        weights.grad = None  # AdamW leaves it out, and does not count its step
+        if "step" in optimizer.state[weights]:
+            optimizer.state[weights]["step"] += 1
 
 
 def _orthogonalize(
@@ -106,46 +106,48 @@ def _orthogonalize(
 ) -> None:
     """Replace the parts by those of the orthogonalised matrices."""
     rank = dist.get_rank(group)
-    wholes = {
+    matrices = {
         index: torch.empty(part.ranges[-1][1], dtype=update.dtype, device=update.device)
         for index, (part, update) in enumerate(zip(parts, updates, strict=True))
         if part.owner == rank
     }
-    for index, whole in wholes.items():
+    for index, matrix in matrices.items():
         start, stop = parts[index].ranges[0]
-        whole[start:stop] = updates[index]
-    _exchange(parts, updates, wholes, group, to_owner=True)
-    for index, whole in wholes.items():
-        whole.copy_(parts[index].orthogonalize(whole))
-    _exchange(parts, updates, wholes, group, to_owner=False)
-    for index, whole in wholes.items():
+        matrix[start:stop] = updates[index]
+    _exchange(parts, updates, matrices, group, to_owner=True)
+
+    for index, matrix in matrices.items():
+        matrix.copy_(parts[index].orthogonalize(matrix))
+
+    _exchange(parts, updates, matrices, group, to_owner=False)
+    for index, matrix in matrices.items():
         start, stop = parts[index].ranges[0]
-        updates[index].copy_(whole[start:stop])
+        updates[index].copy_(matrix[start:stop])
 
 
 def _exchange(
     parts: list[Part],
     updates: list[Tensor],
-    wholes: dict[int, Tensor],
+    matrices: dict[int, Tensor],
     group: dist.ProcessGroup | None,
     *,
     to_owner: bool,
 ) -> None:
-    """Send parts to the owners of their matrices, or back."""
+    """Send parts to the owners of their matrices, or back; `matrices` are those of this rank."""
     operations = []
     for index, part in enumerate(parts):
-        for tensor, peer in _messages(part, updates[index], wholes.get(index)):
-            send = to_owner == (index not in wholes)
+        for tensor, peer in _messages(part, updates[index], matrices.get(index)):
+            send = to_owner == (index not in matrices)
             peer = dist.get_global_rank(group, peer) if group else peer
             operations.append(dist.P2POp(dist.isend if send else dist.irecv, tensor, peer, group))
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
 
 
-def _messages(part: Part, update: Tensor, whole: Tensor | None) -> Iterator[tuple[Tensor, int]]:
-    """Yield what this rank sends or receives for a matrix, with the data-parallel rank."""
-    if whole is None:
+def _messages(part: Part, update: Tensor, matrix: Tensor | None) -> Iterator[tuple[Tensor, int]]:
+    """Yield each tensor that this rank sends or receives for a matrix, with the other rank."""
+    if matrix is None:
         yield update, part.owner
         return
     for peer, (start, stop) in enumerate(part.ranges[1:], part.owner + 1):
-        yield whole[start:stop], peer
+        yield matrix[start:stop], peer

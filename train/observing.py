@@ -47,8 +47,8 @@ def observed_step(
     add(
         "update_norm",
         [
-            weights - kept.to(weights.device)
-            for weights, kept in zip(engine.weights(), before, strict=True)
+            weights - previous.to(weights.device)
+            for weights, previous in zip(engine.weights(), before, strict=True)
         ],
     )
     totals = _summed(gathered(squares))

@@ -14,19 +14,19 @@ STEPS_AHEAD = 2
 class Prefetch:
     """The batches of consecutive steps, read by a thread while the engine computes.
 
-    A batch is a function of its step, so what was read ahead and never asked for is nothing lost.
+    A batch is a function of its step, so one that was read ahead and not used is no loss.
     """
 
     def __init__(self, read: Callable[[int], Batch], last_step: int) -> None:
         self._read, self._last_step = read, last_step
-        self._wanted: SimpleQueue[tuple[int, Future[Batch]]] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[int, Future[Batch]]] = SimpleQueue()
         self._reading: dict[int, Future[Batch]] = {}
         # A daemon: a file system that hangs must not keep a run that was stopped from ending.
         Thread(target=self._work, name="data", daemon=True).start()
 
     def _work(self) -> None:
         while True:
-            step, future = self._wanted.get()
+            step, future = self._requests.get()
             try:
                 future.set_result(self._read(step))
             except Exception as error:  # noqa: BLE001  raised where the batch is asked for
@@ -56,4 +56,4 @@ class Prefetch:
         for ahead in range(step, min(step + STEPS_AHEAD, self._last_step) + 1):
             if ahead not in self._reading:
                 self._reading[ahead] = Future()
-                self._wanted.put((ahead, self._reading[ahead]))
+                self._requests.put((ahead, self._reading[ahead]))

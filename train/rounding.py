@@ -37,7 +37,7 @@ class QuantizationProbe:
             return
         self._linears = run.probe.linears(run.model)
         self._sequences = held_out.first(run.probe.sequences)
-        # a replica whose share is less than a microbatch takes it at once, without padding
+        # A replica whose share is less than a microbatch takes it at once, without padding.
         replica = engine.replica
         size = min(replica.micro_batch_size, -(-run.probe.sequences // replica.ranks))
         self._share = self._sequences.of_replica(replica._replace(micro_batch_size=size))
@@ -86,19 +86,19 @@ def output_errors(record: LinearRecord, name: str, settings: ProbeConfig) -> dic
             (by_gptq, gptq(weight_OI, prepared, by_gptq)),
         ):
             dense_OI = rounded_weight.dense().to(weight_OI.dtype)
-            error_O, whole_O = row_output_errors(weight_OI, dense_OI, hessian_II)
-            errors[spec.name] = float(error_O.sum() / whole_O.sum())
+            error_O, norm_O = row_output_errors(weight_OI, dense_OI, hessian_II)
+            errors[spec.name] = float(error_O.sum() / norm_O.sum())
     return errors
 
 
 @contextmanager
 @torch.no_grad()
 def rounded(engine: Engine, spec: IntegerSpec) -> Iterator[None]:
-    """Compute with rounded weights within the block, then with those there were."""
+    """Compute with rounded weights within the block, then with the exact ones again."""
     weights = engine.linears()
     own = [weight_OI.to("cpu", copy=True) for weight_OI in weights]
     for weight_OI in weights:
         weight_OI.copy_(round_to_nearest(weight_OI, spec).dense())
     yield
-    for weight_OI, kept_OI in zip(weights, own, strict=True):
-        weight_OI.copy_(kept_OI)
+    for weight_OI, own_OI in zip(weights, own, strict=True):
+        weight_OI.copy_(own_OI)

@@ -1,6 +1,20 @@
-"""Rounding of one block of columns, each on the errors of those before it.
+"""Rounding of one block of columns, each after the errors of those before it.
 
-`gptq.gptq` calls `block_rounding` for each block of a weight.
+`gptq.gptq` calls `block_rounding` for each block of a weight. Within the block, GPTQ's lazy updates
+(arXiv:2210.17323, step 2) are nested. After column k, the errors (E) of the last s = k & -k columns
+move the next s columns (u) in one product:
+
+    column        1 2 3 4 5 6 7 8
+    k = 1, s = 1  E u . . . . . .
+    k = 2, s = 2  E E u u . . . .
+    k = 3, s = 1  . . E u . . . .
+    k = 4, s = 4  E E E E u u u u
+    k = 5, s = 1  . . . . E u . .
+    k = 6, s = 2  . . . . E E u u
+    k = 7, s = 1  . . . . . . E u
+
+Read down a column: before its turn it has received the error of each column left of it, once. Here
+12 columns are written, where updates of all columns right of each E would write 28.
 
 Shapes: C columns of a block, O output features (rows), G groups of a row.
 """
@@ -20,7 +34,7 @@ Rounding = Callable[[Tensor, Tensor, Any, Tensor, Tensor], None]  # of a grid of
 def block_rounding(weight_CO: Tensor, grid: Points) -> Rounding:
     """Return `round_columns`, on a GPU as a CUDA graph, which is kept for other weights.
 
-    Other grids than uniform ones are rounded to kernel by kernel.
+    Grids that are not uniform have no graph: their kernels are launched one by one.
     """
     if weight_CO.device.type == "cpu" or not isinstance(grid, Grid):
         return round_columns
@@ -32,29 +46,18 @@ def round_columns(
 ) -> None:
     """Write the steps of a block of columns to `steps_CO`; its weights become rounding errors.
 
-    `grid` [G, O] has the rows that `group_C` names. After column k (from 1), the last s columns
-    reach the next s, s the largest power of two that divides k: so every column is reached by all
-    before it when its turn comes, in products rather than one column at a time. Of 8 columns:
-
-        after k   rounded columns   reach columns
-           1      1                 2
-           2      1 2               3 4
-           3      3                 4
-           4      1 2 3 4           5 6 7 8
-           5      5                 6
-           6      5 6               7 8
-           7      7                 8
-
-    (In 0-based slices: [k - s, k) reaches [k, k + s).) The same tree of products as in recursive
-    Cholesky factorizations (Gustavson 1997, "Recursion leads to automatic variable blocking").
+    `grid` [G, O] has the rows that `group_C` names. k counts columns from 1, and s is the largest
+    power of two that divides k: see the picture at the top of this file.
     """
     groups = group_C.tolist()
     grids = {group: grid.of(group) for group in set(groups)}
     restored_O = torch.empty_like(weight_CO[0])
     columns = zip(weight_CO.unbind(), steps_CO.unbind(), groups, strict=True)
     for k, (weight_O, step_O, group) in enumerate(columns, start=1):
+        # In place: from here on the column is its rounding error w - wq.
         grids[group].steps(weight_O, out=step_O)
         weight_O.sub_(torch.mul(step_O, grids[group].scale, out=restored_O))
+
         s = k & -k
         weight_CO[k : k + s].addmm_(
             factor_CC[k - s : k, k : k + s].T, weight_CO[k - s : k], alpha=-1
@@ -70,14 +73,15 @@ class _Graph:
         self._factor_CC = torch.ones(num_columns, num_columns, device=device)
         self._grid = Grid(*bounds)
 
-        # the first products make what cuBLAS keeps, which no graph may record
-        beside, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-        beside.wait_stream(current)
-        with torch.cuda.stream(beside):
+        # The first products allocate cuBLAS's workspace, which a graph must not record.
+        warm_up, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        warm_up.wait_stream(current)
+        with torch.cuda.stream(warm_up):
             self._round()
-        current.wait_stream(beside)
+        current.wait_stream(warm_up)
+
         self._graph = torch.cuda.CUDAGraph()
-        # other threads may use the GPU meanwhile, to read the next block
+        # Thread-local: other threads use the GPU meanwhile, to read the next block.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._round()
 

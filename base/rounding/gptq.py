@@ -1,5 +1,13 @@
 """GPTQ (Frantar et al. 2022, arXiv:2210.17323, algorithm 1): float64 factors, fp32 rounding.
 
+Columns are rounded from left to right, in blocks of 128. The errors of a block reach the columns
+right of it in one product (lazy updates, step 2); `columns` draws the updates within a block:
+
+    columns   0..127     128..255   256..383
+    block 0   round (E)  u          u
+    block 1   final      round (E)  u
+    block 2   final      final      round (E)
+
 Shapes: O output features (rows), I input features (columns), C columns of one block, G groups of a
     row.
 """
@@ -46,25 +54,16 @@ class Preparation:
 def row_output_errors(
     weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (w - wq) H (w - wq)^T, GPTQ's objective (eq. 1), and w H w^T of each row, [O].
-
-    Example: one row, two inputs that are always alike, so the errors +1 and -1 cancel.
-        >>> same_II = torch.ones(2, 2, dtype=torch.float64)
-        >>> error_O, whole_O = row_output_errors(
-        ...     torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 1.0]]), same_II
-        ... )
-        >>> error_O.item(), whole_O.item()
-        (0.0, 9.0)
-    """
-    none_O = weight_OI.new_empty(0, dtype=torch.float64)
-    errors, wholes = [none_O], [none_O]
+    """Return (w - wq) H (w - wq)^T, GPTQ's objective (eq. 1), and w H w^T of each row, [O]."""
+    empty_O = weight_OI.new_empty(0, dtype=torch.float64)  # torch.cat takes no empty list
+    errors, norms = [empty_O], [empty_O]
     for weight_CI, quantized_CI in zip(
         weight_OI.split(CHUNK_ROWS), quantized_OI.split(CHUNK_ROWS), strict=True
     ):
-        whole_CI = weight_CI.double()
-        errors.append(_quadratic_forms(whole_CI - quantized_CI.double(), hessian_II))
-        wholes.append(_quadratic_forms(whole_CI, hessian_II))
-    return torch.cat(errors), torch.cat(wholes)
+        exact_CI = weight_CI.double()
+        errors.append(_quadratic_forms(exact_CI - quantized_CI.double(), hessian_II))
+        norms.append(_quadratic_forms(exact_CI, hessian_II))
+    return torch.cat(errors), torch.cat(norms)
 
 
 def _quadratic_forms(rows_CI: Tensor, hessian_II: Tensor) -> Tensor:
@@ -108,6 +107,8 @@ def prepare(
     tell; nothing else is tried.
     """
     assert spec.damping is not None
+
+    # Neither the order nor the damping may depend on dead columns: means are over live ones.
     diagonal_I = hessian_II.diagonal()
     dead_I = diagonal_I == 0
     if not bool((~dead_I).any()):
@@ -141,6 +142,7 @@ def _factor(
       by about eps sum_j F_ij^2 A_jj. (Measured in fp32 on bf16 inputs: singular matrices stay below
       1e-8 of this, regular ones without damping are above by 20 or more, with damping 1e-4 by 800.)
     """
+    # Cholesky of A in reverse order: flipped back, it is upper triangular along `order_I`.
     reverse_I = order_I.flip(0)
     damped_II = hessian_II[reverse_I[:, None], reverse_I]
     damped_II.diagonal().add_(added_I[reverse_I])
@@ -150,6 +152,8 @@ def _factor(
     del damped_II  # of 11,008 inputs each of these takes 1 GB
     factor_II = scaled_inverse(lower_II, ranks)  # F lower = diag(lower), both in reverse
     del lower_II
+
+    # Refuse pivots that rounding noise could have made.
     size_I, parts = diagonal_I.sqrt(), factor_II.split(CHUNK_ROWS)
     moved_I = torch.cat([part_CI.abs() @ size_I for part_CI in parts]).square()
     noise_I = torch.finfo(torch.float64).eps * moved_I
@@ -163,18 +167,18 @@ def _factor(
 def gptq(
     weight_OI: Tensor, preparation: Preparation, spec: RoundingSpec, largest: Tensor | None = None
 ) -> Rounded:
-    """Round column after column; the columns after each make good its error.
+    """Round column after column; the columns after each compensate its error.
 
-    Rows do not interact, so linears that read the same input may be stacked along O, and any rows
-    be computed apart: on a CPU every row comes out the same, bit for bit.
+    Rows do not interact, so linears that read the same input may be stacked along O, and rows may
+    be computed separately: on a CPU every row comes out the same, bit for bit.
 
     Groups: with `actorder` they are formed along the order, as in the authors' code, so a group is
     no range of input features; otherwise a group is. With static groups all grids are fitted to the
-    given weight, and a group is a range of input features in any order. Else a group's grid is
+    original weight, and a group is a range of input features in any order. Else a group's grid is
     fitted when its first column is reached, to weights that carry the corrections of all columns of
     earlier blocks of 128 columns, but not of the same block: the authors' code and gptqmodel do so
     too, and without it groups of less than 128 would have other scales than theirs. A scale of the
-    tensor is that of the given weight, of which `largest` is max|w|, as in `round_to_nearest`.
+    tensor is that of the original weight, whose max|w| is `largest`, as in `round_to_nearest`.
 
     Dead columns are set to 0, before the grids of groups are fitted, but after the one grid of a
     whole row: also as in both.
@@ -216,7 +220,7 @@ def gptq_with_errors(
     )
     weight_IO[:, :num_outputs] = weight_OI.T
 
-    # grids [G, O] of all groups at once, which are final, or fitted anew as each is reached
+    # Grids [G, O] of all groups. They are final, or each is fitted again when it is reached.
     is_final = spec.group_size is None or bool(spec.static_groups)
     largest = largest_of(weight_OI) if largest is None else largest
     if spec.group_size is None:
@@ -224,27 +228,33 @@ def gptq_with_errors(
     weight_IO.masked_fill_(preparation.dead_I[:, None], 0.0)
     if spec.group_size is not None:
         grid = _group_grids(weight_IO, group_size, spec, largest)
-    weight_IO = weight_IO[order_I]
 
-    along_order = spec.order == "actorder" and not spec.static_groups
-    position_I = torch.arange(num_inputs, device=order_I.device)
-    group_I = (position_I if along_order else order_I) // group_size  # by position
+    # From here on weights are in the order of rounding, codes in that of the input features.
+    weight_IO = weight_IO[order_I]
+    group_I = _groups(order_I, group_size, spec)
     codes_IO = torch.empty_like(weight_IO, dtype=torch.uint8)
     steps_CO = torch.empty_like(weight_IO[:BLOCK_COLUMNS])
     for start in range(0, num_inputs, BLOCK_COLUMNS):
         end = min(start + BLOCK_COLUMNS, num_inputs)
+
+        # Groups that begin in this block: their weights carry the errors of all earlier blocks.
         firsts = range(-(-start // group_size) * group_size, end, group_size)
         if firsts and not is_final:
             members = slice(firsts[0], firsts[-1] + group_size)
             fitted: Any = _group_grids(weight_IO[members], group_size, spec, largest)
             grid.copy_(fitted, group_I[members][::group_size])
+
+        # Round the block in place, so that its weights become errors.
         error_CO, factor_CI = weight_IO[start:end], preparation.factor_II[start:end]
         group_C, steps_CO = group_I[start:end], steps_CO[: end - start]
         round_block = block_rounding(error_CO, grid)
         round_block(error_CO, factor_CI[:, start:end], grid, group_C, steps_CO)
         codes_IO[order_I[start:end]] = grid.of(group_C).codes(steps_CO)
+
+        # The lazy update: all errors of the block reach all columns right of it at once.
         weight_IO[end:].addmm_(factor_CI[:, end:].T, error_CO, alpha=-1)
 
+    # Cut the padding rows off.
     scales_OG = grid.scale[:, :num_outputs].T.contiguous()
     zeros_OG = grid.zeros()[:, :num_outputs].T.contiguous()
     check_scales(scales_OG, weight_OI, spec)
@@ -252,6 +262,13 @@ def gptq_with_errors(
     codes_OI = codes_IO[:, :num_outputs].T.contiguous()
     numbers, global_scale = grid.numbers, grid.global_scale
     return Rounded(codes_OI, scales_OG, zeros_OG, groups_I, numbers, global_scale), weight_IO
+
+
+def _groups(order_I: Tensor, group_size: int, spec: RoundingSpec) -> Tensor:
+    """Return the group of each column, int64 [I] along the order; see `gptq` on groups."""
+    if spec.order == "actorder" and not spec.static_groups:
+        return torch.arange(len(order_I), device=order_I.device) // group_size
+    return order_I // group_size
 
 
 def _group_grids(weight_IO: Tensor, group_size: int, spec: RoundingSpec, largest: Tensor) -> Points:

@@ -3,8 +3,8 @@
 `Grid` is uniform; the points of formats such as FP8 are in `levels`.
 
 Shapes: O output features (rows), I input features, G groups of a row, K weights that share a scale.
-What shares a scale is along the first dimension, so one group [K, O] and all groups [K, O, G] use
-the same code.
+Weights that share a scale are along the first dimension, so one group [K, O] and all groups
+[K, O, G] use the same code.
 """
 
 from dataclasses import dataclass, replace
@@ -124,12 +124,14 @@ def fit_grid(weights: Tensor, spec: RoundingSpec) -> Grid:
     outside. Asymmetric: from min(w, 0) to max(w, 0), so that zero is a grid point. A group of zeros
     gets the grid of [-1, 1], as there; it rounds to zeros.
 
-    Scales are cut to fp32 or fp16, towards zero: the weight -max|w| of a symmetric group is
-    midway between two points, and so it always takes the outer one, instead of the one that
-    rounding noise would choose. A cut that takes half a step or more off the range is no rounding:
-    such a scale, too small or too large for the format, becomes NaN.
+    Scales are cut to fp32 or fp16, towards zero: the weight -max|w| of a symmetric group is midway
+    between two points, and so it always takes the outer one, instead of the one that rounding noise
+    would choose. A cut that takes half a step or more off the range is no rounding: such a scale,
+    too small or too large for the format, becomes NaN.
     """
     max_code = 2**spec.bits - 1
+
+    # The range [low, high] of each group contains 0 and is never empty.
     low, high = weights.amin(0).double(), weights.amax(0).double()  # faster than aminmax
     low, high = low.clamp(max=0), high.clamp(min=0)
     if spec.symmetric:
@@ -137,12 +139,15 @@ def fit_grid(weights: Tensor, spec: RoundingSpec) -> Grid:
         low = -high
     is_empty = low == high
     low, high = low.masked_fill(is_empty, -1.0), high.masked_fill(is_empty, 1.0)
+
+    # Round to the stored dtype, then step back where that went up; NaN where the cut is too large.
     exact = (high - low) / max_code
     nearest = exact.to(torch.float16 if spec.scales == "fp16" else torch.float32)
     scale = torch.where(
         nearest > exact, nearest.nextafter(torch.zeros_like(nearest)), nearest
     ).double()
     scale = scale.where((exact - scale) * max_code < scale / 2, torch.nan)
+
     zero = (
         torch.full_like(scale, 2 ** (spec.bits - 1)) if spec.symmetric else (-low / scale).round()
     )

@@ -43,7 +43,7 @@ class InputHessian:
         self.tokens = 0
         self.sum_II = torch.zeros(width, width, dtype=torch.float64, device=device)
         self._in_float64 = product_dtype(dtype) == torch.float64
-        # tensor cores multiply bf16 itself and sum in fp32; a CPU multiplies what it sums
+        # Tensor cores multiply bf16 and sum in fp32; a CPU multiplies in the dtype it sums in.
         self._on_tensor_cores = device.type != "cpu" and not self._in_float64
         factors = dtype if self._on_tensor_cores else product_dtype(dtype)
         self._chunk_NI = torch.empty(CHUNK_TOKENS, width, dtype=factors, device=device)

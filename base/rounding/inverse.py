@@ -22,10 +22,13 @@ def scaled_inverse(lower_II: Tensor, ranks: Ranks) -> Tensor:
     """
     rows = max(MIN_ROWS, -(-len(lower_II) // PARTS))
     diagonal_I = lower_II.diagonal()
-    inverse_II = lower_II.new_zeros(lower_II.shape)  # by rows, as L is not
+    inverse_II = lower_II.new_zeros(lower_II.shape)  # row-major, as L is not
     starts = range(0, len(lower_II), rows)
+
+    # Deal the parts out as 0, 1, .., n-1, n-1, .., 1, 0, and so on.
     turns = [*range(ranks.size), *reversed(range(ranks.size))]
     owners = [turns[part % len(turns)] for part in range(len(starts))]
+
     for start, owner in zip(starts, owners, strict=True):
         if owner == ranks.rank:
             end = min(start + rows, len(lower_II))

@@ -1,6 +1,6 @@
-"""Grids whose levels are no integers: FP8, MXFP8, MXFP4, NVFP4 and binary.
+"""Grids whose levels are not integers: FP8, MXFP8, MXFP4, NVFP4 and binary.
 
-`grid` rounds to nearest on them and `gptq` column by column; scales are compressed-tensors' own.
+`grid` rounds to nearest on them and `gptq` column by column; compressed-tensors fits the scales.
 
 Shapes: O output features (rows), K weights that share a scale, G groups of a row, P levels.
 """

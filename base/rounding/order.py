@@ -36,12 +36,12 @@ def num_kept(spec: RoundingSpec, width: int) -> int:
     """
     assert spec.kept is not None
     size = spec.group_size or 1
-    share = Fraction(str(spec.kept))  # as it is written: 0.07 of 100 inputs are 7
+    share = Fraction(str(spec.kept))  # the exact decimal: 0.07 of 100 inputs are 7
     return math.ceil(share * width / size) * size
 
 
 def _kept_last(diagonal_I: Tensor, count: int) -> Tensor:
-    """Return the features with the `count` of the largest H_ii last; in natural order otherwise."""
+    """Return the features in natural order, but the `count` with the largest H_ii last."""
     is_kept_I = torch.zeros_like(diagonal_I, dtype=torch.bool)
     is_kept_I[diagonal_I.argsort(descending=True, stable=True)[:count]] = True
     return is_kept_I.int().argsort(stable=True)

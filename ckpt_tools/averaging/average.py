@@ -52,7 +52,8 @@ def average_models(
             average is not finite, or `out` is something else.
     """
     method, factors = _factors(len(inputs), weights, window)
-    # Every target is known, and refused, before a model is read.
+
+    # Bad targets are refused before a model is read.
     names = [f"lawa{window}-{path.resolve().name}" for path in inputs[len(factors) - 1 :]]
     targets = [out / name for name in names] if window else [out]
     if len(set(targets)) != len(targets):
@@ -63,6 +64,7 @@ def average_models(
     for path in inputs:
         if any(target.resolve().is_relative_to(path.resolve()) for target in targets):
             raise UserError(f"{out} is in the input {path}; give another directory to write")
+
     models = open_inputs(inputs)
     with Progress("average", total=len(targets)) as progress:
         for first, target in enumerate(targets):
@@ -74,6 +76,7 @@ def _factors(count: int, weights: str | None, window: int | None) -> tuple[str, 
     """Return method and factors for `count` inputs."""
     if count < 2:
         raise UserError(f"{count} input(s), an average needs 2 or more; give HF directories")
+
     if window is not None:
         if weights is not None or not 2 <= window <= count:
             raise UserError(
@@ -83,6 +86,14 @@ def _factors(count: int, weights: str | None, window: int | None) -> tuple[str, 
         return "lawa", (1.0,) * window
     if weights is None:
         return "uniform", (1.0,) * count
+    return "weighted", _parse_weights(weights, count)
+
+
+def _parse_weights(weights: str, count: int) -> tuple[float, ...]:
+    """Return the factors in the text of --weights; UserError unless they are `count` usable ones.
+
+    They are divided by their sum, which therefore must not cancel to zero.
+    """
     try:
         factors = tuple(float(weight) for weight in weights.split(","))
     except ValueError:
@@ -91,13 +102,14 @@ def _factors(count: int, weights: str | None, window: int | None) -> tuple[str, 
         ) from None
     if len(factors) != count:
         raise UserError(f"{len(factors)} --weights for {count} inputs; give one per input")
+
     magnitude = sum(map(abs, factors))
     if not math.isfinite(magnitude) or math.fsum(factors) <= CANCELLED * magnitude:
         raise UserError(
             f"--weights '{weights}' are divided by their sum; give finite numbers with a"
             " positive sum"
         )
-    return "weighted", factors
+    return factors
 
 
 def _make(out: Path, method: str, factors: tuple[float, ...], inputs: list[Input]) -> None:
@@ -110,13 +122,12 @@ def _make(out: Path, method: str, factors: tuple[float, ...], inputs: list[Input
         if is_whole(out, files):
             return
     newest = inputs[-1]
-    mean = AveragedWeights(
-        {source.path: source.weights for source in inputs}, factors, DTYPES[newest.dtype]
-    )
+    models = {model.path: model.weights for model in inputs}
+    mean = AveragedWeights(models, factors, DTYPES[newest.dtype])
     with committed_directory(out) as aside:
         files = write_weights(aside, mean)
         copy_files(newest.path, aside, (*CONFIGURATION_FILES, *TOKENIZER_FILES))
-        # Nothing tells the right logits; the model has to compute finite ones.
+        # No engine computed with these weights: the logits can only be checked to be finite.
         input_ids_BS = spread_ids(read_config(aside).vocab_size, 1, SANITY_TOKENS)
         if not stream_logits(aside, input_ids_BS).isfinite().all():
             raise UserError(
@@ -129,28 +140,28 @@ def _make(out: Path, method: str, factors: tuple[float, ...], inputs: list[Input
 def _lineage(
     out: Path, method: str, factors: tuple[float, ...], inputs: list[Input]
 ) -> dict[str, Any]:
-    """Return what lineage.json tells of an average's origin.
+    """Return the origin of an average, as lineage.json records it.
 
-    Of an average within one run these are run and fingerprint, and step, tokens and learning rate
-    of the newest model.
+    An average within one run has its run and fingerprint, and step, tokens and learning rate of the
+    newest model.
     """
-    facts = [source.facts for source in inputs]
-    runs = {each.get("fingerprint") for each in facts}
-    one_run = len(runs) == 1 and None not in runs and all("step" in each for each in facts)
+    facts = [model.facts for model in inputs]
+    runs = {fact.get("fingerprint") for fact in facts}
+    is_one_run = len(runs) == 1 and None not in runs and all("step" in fact for fact in facts)
     return {
         "kind": "average",
         "method": method,
         "coefficients": [factor / math.fsum(factors) for factor in factors],
         "accumulate": "fp32",
         "dtype": inputs[-1].dtype,
-        **(max(facts, key=lambda each: each["step"]) if one_run else {}),
-        "steps": sorted({each["step"] for each in facts if "step" in each}),
+        **(max(facts, key=lambda fact: fact["step"]) if is_one_run else {}),
+        "steps": sorted({fact["step"] for fact in facts if "step" in fact}),
         "ingredients": [
             {
-                "path": os.path.relpath(source.path, out.parent.resolve()),
-                **source.facts,
-                "files": {name: file.model_dump() for name, file in sorted(source.files.items())},
+                "path": os.path.relpath(model.path, out.parent.resolve()),
+                **model.facts,
+                "files": {name: file.model_dump() for name, file in sorted(model.files.items())},
             }
-            for source in inputs
+            for model in inputs
         ],
     }

@@ -1,4 +1,4 @@
-"""Models that an average is made of: opened, hash-checked, and compared with each other."""
+"""Models to average: opened, hash-checked, and compared with each other."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 
 
 class Facts(BaseModel):
-    """Origin of a model, as far as its lineage tells."""
+    """Origin of a model, as far as its lineage records it."""
 
     run: str | None = None
     fingerprint: str | None = None
@@ -74,15 +74,15 @@ def _open(path: Path) -> Input:
         facts = Facts.model_validate(lineage)
     except ValidationError as error:
         raise explain_validation(str(path / LINEAGE_JSON), error) from None
-    # An import is of no run of ours.
-    known = {"step", "tokens"} if lineage.get("imported") else None
+    # The run of an import is not ours.
+    fields = {"step", "tokens"} if lineage.get("imported") else None
     weights = HFWeights(path)
     return Input(
         path=path,
         weights=weights,
         dtype=dtype_of(weights, tuple(DTYPES), path),
         files=hash_in_parallel(path, [file.name for file in weight_files(path)], recorded),
-        facts=facts.model_dump(exclude_none=True, include=known),
+        facts=facts.model_dump(exclude_none=True, include=fields),
     )
 
 
@@ -94,14 +94,17 @@ def _check_agreement(first: Input, other: Input) -> None:
             " average models of one type"
         )
     for what, describe in (("config.json", _settings), ("tokenizers", _tokenizer)):
-        left, right = describe(first.path), describe(other.path)
-        keys = sorted(left.keys() | right.keys())
-        differing = next((key for key in keys if left.get(key) != right.get(key)), None)
+        first_values, other_values = describe(first.path), describe(other.path)
+        keys = sorted(first_values.keys() | other_values.keys())
+        differing = next(
+            (key for key in keys if first_values.get(key) != other_values.get(key)), None
+        )
         if differing is not None:
+            first_value, other_value = first_values.get(differing), other_values.get(differing)
             raise UserError(
                 f"{first.path} and {other.path} differ in '{differing}' of their {what}"
-                f" ({left.get(differing)!r:.60}, {right.get(differing)!r:.60}); average models of"
-                " one architecture and tokenizer"
+                f" ({first_value!r:.60}, {other_value!r:.60}); average models of one architecture"
+                " and tokenizer"
             )
 
 

@@ -1,4 +1,4 @@
-"""`.metadata` of torch's distributed checkpoints, read without running what a stranger put there.
+"""`.metadata` of torch's distributed checkpoints, read without running code from the file.
 
 The file is a pickle, and a pickle may name any function to be called. The hash in checkpoint.json
 shows that it is the file that was written; it says nothing about who wrote both.
@@ -32,7 +32,7 @@ RECORDS = {
     "collections": ("OrderedDict",),
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),  # of Python 3.13
-}  # all that torch 2.13 writes there, by module: its own records, and the types of tensors
+}  # all names that torch 2.13 writes there, by module: its own records, and the types of tensors
 
 
 class _Unpickler(pickle.Unpickler):

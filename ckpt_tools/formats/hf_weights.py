@@ -36,7 +36,7 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     """Return every tensor of a safetensors file by name.
 
     Raises:
-        UserError: it is none, it is truncated, or it holds a type that torch has no name for.
+        UserError: the file is not safetensors, is truncated, or uses a dtype torch does not have.
     """
     try:
         with safe_open(path, framework="pt"):
@@ -61,8 +61,8 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the files that hold the weights: those of the index, or `model.safetensors`.
 
     Raises:
-        UserError: there is neither, the index is damaged, or a file of it is missing or outside of
-            the directory.
+        UserError: neither exists, the index is damaged, or a file that it lists is missing or
+            outside the directory.
     """
     index, names = directory / INDEX_JSON, {MODEL_WEIGHTS}
     if index.exists():

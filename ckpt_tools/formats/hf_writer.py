@@ -58,8 +58,8 @@ def write_weights(
 ) -> dict[str, FileRecord]:
     """Write all weights as `model.safetensors`, or as shards with their index.
 
-    The bytes do not depend on the number of threads. Threads write a shard each; those that are
-    left read ahead of them, up to two pieces each of `CHUNK_BYTES` of a tensor.
+    The bytes do not depend on the number of threads. Threads write a shard each; the others read
+    ahead of them, up to two pieces each of `CHUNK_BYTES` of a tensor.
 
     Args:
         directory: an empty one.
@@ -84,7 +84,7 @@ def write_weights(
 
 
 def _divide(tensors: Mapping[str, Described], shard_bytes: int) -> list[Shard]:
-    """Cut tensors in order into shards of at most `shard_bytes`; depends on nothing else."""
+    """Cut tensors, in their order, into shards of at most `shard_bytes`."""
     groups: list[dict[str, Described]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
@@ -105,7 +105,7 @@ def _divide(tensors: Mapping[str, Described], shard_bytes: int) -> list[Shard]:
 def write_shard(directory: Path, shard: Shard, weights: Weights, readers: int) -> FileRecord:
     """Write one file, hashed on the way, while threads read; return its size and hash.
 
-    It is not synced to disk: it can be made again, and whoever reads it compares its hash.
+    It is not synced to disk: it can be written again, and readers compare its hash.
     """
     hasher, header = new_hasher(), shard.header()
     with (directory / shard.name).open("wb", buffering=0) as file:

@@ -1,23 +1,29 @@
 """Reader of megatron checkpoints of any TP, PP and DP by the row, without megatron or a model.
 
-The shards are torch's distributed checkpoint format: `.metadata` gives the place of each box of
-each global tensor, and each box is a file of `torch.save` within a larger one. mcore stacks the
-layers of a model along a new first axis; here every layer has tensors of its own, by the global
-names of `train.model.megatron_names`.
+The format is torch's distributed checkpoint (torch.distributed.checkpoint.filesystem) as written by
+megatron-core (megatron.core.dist_checkpointing). mcore stacks the layers of a model along a new
+first axis, and every rank saves boxes of the stacked tensor. For TP 2, PP 2 and 4 layers:
 
-How a row is found, for linear_qkv of 4 layers at TP 2 and PP 2:
+    decoder.layers.self_attention.linear_qkv.weight   [4 layers, 12 rows, 8 columns]
 
-    global tensor [layer, row, column]      one box, as its ranks saved it
-      layer 0 | tp0 | tp1 |                   __0_0.distcp
-      layer 1 | tp0 | tp1 |  <- pp 0          +------ offset ------------------------+
-      layer 2 | tp0 | tp1 |                   | torch.save: description, numbers ... |
-      layer 3 | tp0 | tp1 |  <- pp 1          +--------------------------------------+
-                                                            ^ _checkpoint_offset
-    box of (pp 0, tp 1): corner (0, R/2, 0), shape (2, R/2, C). Here it becomes a box of layer 0,
-    corner (R/2, 0), and one of layer 1, whose numbers begin R/2 x C entries further on.
+                  rows 0..5      rows 6..11        box          corner      shape
+                +--------------+--------------+    PP 0, TP 0   (0, 0, 0)   (2, 6, 8)
+    layers 0, 1 | PP 0, TP 0   | PP 0, TP 1   |    PP 0, TP 1   (0, 6, 0)   (2, 6, 8)
+                +--------------+--------------+    PP 1, TP 0   (2, 0, 0)   (2, 6, 8)
+    layers 2, 3 | PP 1, TP 0   | PP 1, TP 1   |    PP 1, TP 1   (2, 6, 0)   (2, 6, 8)
+                +--------------+--------------+
 
-Source: torch/distributed/checkpoint/filesystem.py (the view of a file), and
-megatron/core/dist_checkpointing/mapping.py (corners, the prepended axis of layers).
+linear_proj and linear_fc2 are cut along columns instead. `.metadata` gives file, offset and length
+of each box. A box is a zip file of `torch.save` within a larger file, and its numbers are row after
+row, layer after layer:
+
+    __1_0.distcp
+    | box | description | layer 0: rows 6..11 | layer 1: rows 6..11 | zip directory | box | ..
+          ^ offset      ^ + _checkpoint_offset                                      ^ + length
+                                              ^ + one layer, 6 x 8 numbers
+
+Here every layer has tensors of its own, by the global names of `train.model.megatron_names`: the
+box above becomes `Box`es of layers 0 and 1 with corner (6, 0) and shape (6, 8).
 """
 
 import pickle
@@ -51,7 +57,7 @@ class Box(NamedTuple):
     path: Path
     offset: int
     length: int
-    layer: int  # which of the layers that torch.save left there together
+    layer: int  # its index among the layers of one torch.save file
 
 
 class ShardedTensors:
@@ -70,49 +76,55 @@ class ShardedTensors:
         self._files: dict[Box, FileTensor] = {}
         self._lock = threading.Lock()
         metadata = read_metadata(checkpoint)
-        stored = {
-            key: value
-            for key, value in metadata.state_dict_metadata.items()
-            if FP8_SCALES not in key
-        }
+
+        # Shapes of the tensors, and of the boxes that each is cut into.
         sizes: dict[tuple[str, torch.Size], torch.Size] = {}
-        for key, value in stored.items():
+        for key, value in metadata.state_dict_metadata.items():
+            if FP8_SCALES in key:
+                continue
             if not isinstance(value, TensorStorageMetadata):
                 raise _damaged(checkpoint, f"'{key}' is no tensor")
-            whole = Described(tuple(value.size), value.properties.dtype)
-            for layer in _layers(key, whole.shape):
-                shape = whole.shape if layer is None else whole.shape[1:]
-                self.tensors[_of_layer(key, layer)] = Described(shape, whole.dtype)
+            self._add_tensors(key, Described(tuple(value.size), value.properties.dtype))
             sizes |= {(key, chunk.offsets): chunk.sizes for chunk in value.chunks}
-        for index, place in (metadata.storage_data or {}).items():
-            if index.fqn not in stored:
+
+        # The place of each box in the files.
+        for index, storage in (metadata.storage_data or {}).items():
+            if (index.fqn, index.offset) not in sizes:
                 continue
-            if Path(place.relative_path).name != place.relative_path:
-                raise _damaged(checkpoint, f"'{place.relative_path}' is no file of it")
-            where = checkpoint / place.relative_path, place.offset, place.length
+            if Path(storage.relative_path).name != storage.relative_path:
+                raise _damaged(checkpoint, f"'{storage.relative_path}' is no file of it")
+            place = checkpoint / storage.relative_path, storage.offset, storage.length
             corner = tuple(index.offset or ())
-            self._place(index.fqn, corner, tuple(sizes[index.fqn, index.offset]), where)
+            self._add_boxes(index.fqn, corner, tuple(sizes[index.fqn, index.offset]), place)
+
+        # Boxes do not overlap, so a tensor is complete if they hold as many numbers as it has.
         for name, tensor in self.tensors.items():
-            entries = sum(torch.Size(box.shape).numel() for box in self.boxes[name])
-            if entries != torch.Size(tensor.shape).numel():
+            count = sum(torch.Size(box.shape).numel() for box in self.boxes[name])
+            if count != torch.Size(tensor.shape).numel():
                 raise _damaged(checkpoint, f"'{name}' is not whole")
 
-    def _place(
+    def _add_tensors(self, key: str, stacked: Described) -> None:
+        """Note a tensor, or the tensor of each layer in a stacked one."""
+        for layer in _layers(key, stacked.shape):
+            shape = stacked.shape if layer is None else stacked.shape[1:]
+            self.tensors[_of_layer(key, layer)] = Described(shape, stacked.dtype)
+
+    def _add_boxes(
         self,
         key: str,
         corner: tuple[int, ...],
         shape: tuple[int, ...],
-        where: tuple[Path, int, int],
+        place: tuple[Path, int, int],
     ) -> None:
-        """Note a box, or its part of every layer."""
+        """Note a box, or the box of each layer in a stacked one."""
         for layer in _layers(key, shape):
             if layer is None:
-                self.boxes[key].append(Box(corner, shape, *where, 0))
+                self.boxes[key].append(Box(corner, shape, *place, 0))
             else:
                 name = _of_layer(key, corner[0] + layer)
-                self.boxes[name].append(Box(corner[1:], shape[1:], *where, layer))
+                self.boxes[name].append(Box(corner[1:], shape[1:], *place, layer))
 
-    def _opened(self, name: str, box: Box) -> FileTensor:
+    def _numbers(self, name: str, box: Box) -> FileTensor:
         """Return the numbers of a box, which torch.save wrote after a description of them."""
         if box in self._files:
             return self._files[box]
@@ -123,13 +135,16 @@ class ShardedTensors:
                 tensor = torch.load(view, weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise _damaged(box.path, str(error)) from None
-        contiguous = tensor.is_contiguous() and tensor.storage_offset() == 0
-        stored = Described(tuple(tensor.shape)[-len(box.shape) :], tensor.dtype)
-        if not contiguous or stored != Described(box.shape, self.tensors[name].dtype):
+
+        is_contiguous = tensor.is_contiguous() and tensor.storage_offset() == 0
+        described = Described(tuple(tensor.shape)[-len(box.shape) :], tensor.dtype)
+        if not is_contiguous or described != Described(box.shape, self.tensors[name].dtype):
             raise _damaged(box.path, f"'{name}' is not there as `.metadata` says")
-        before: int = tensor.untyped_storage()._checkpoint_offset
-        first = box.offset + before + box.layer * stored.nbytes
-        self._files[box] = FileTensor(stored.shape, stored.dtype, box.path, first)
+
+        # The picture at the top of this file shows the three parts of this sum.
+        in_zip: int = tensor.untyped_storage()._checkpoint_offset
+        first_byte = box.offset + in_zip + box.layer * described.nbytes
+        self._files[box] = FileTensor(described.shape, described.dtype, box.path, first_byte)
         return self._files[box]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -140,12 +155,12 @@ class ShardedTensors:
             begin, end = max(start, box.corner[0]), min(stop, box.corner[0] + box.shape[0])
             if begin >= end:
                 continue
-            file, target = self._opened(name, box), rows[begin - start : end - start]
+            file, target = self._numbers(name, box), rows[begin - start : end - start]
             if box.shape[1:] == tensor.shape[1:]:
                 file.read_into(target, begin - box.corner[0])
-            else:
+            else:  # cut along columns: its rows are not contiguous in the tensor
                 spans = zip(box.corner[1:], box.shape[1:], strict=True)
-                columns = tuple(slice(left, left + width) for left, width in spans)
+                columns = tuple(slice(first, first + width) for first, width in spans)
                 target[(slice(None), *columns)] = file.read(
                     begin - box.corner[0], end - box.corner[0]
                 )
@@ -185,31 +200,34 @@ class MegatronWeights:
 
     def __init__(self, checkpoint: Path, model: ModelConfig) -> None:
         self._stored = ShardedTensors(checkpoint)
-        stored = {
+        stored_weights = {
             name: tensor
             for name, tensor in self._stored.tensors.items()
             if not name.startswith(OPTIMIZER)
         }
         names = megatron_names.megatron_names(model.num_hidden_layers)
-        wanted = {name: megatron_names.whole_shape(name, model) for name in names}
-        check_tensors(stored, wanted, checkpoint, "give another checkpoint")
+        shapes = {name: megatron_names.whole_shape(name, model) for name in names}
+        check_tensors(stored_weights, shapes, checkpoint, "give another checkpoint")
         self.files = sorted({box.path.name for name in names for box in self._stored.boxes[name]})
+
+        # The rows of each HF tensor in a fused one, such as q in linear_qkv.
         self._rows: dict[str, tuple[str, list[tuple[int, int]]]] = {}
         described: dict[str, Described] = {}
         for name in names:
             for hf_name, spans in megatron_names.hf_rows(name, model).items():
                 self._rows[hf_name] = name, spans
                 count = sum(stop - start for start, stop in spans)
-                described[hf_name] = Described((count, *wanted[name][1:]), stored[name].dtype)
+                shape, dtype = (count, *shapes[name][1:]), stored_weights[name].dtype
+                described[hf_name] = Described(shape, dtype)
         self.tensors = {name: described[name] for name in parameter_shapes(model)}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of an HF tensor from their places in the fused one."""
-        whole, spans = self._rows[name]
-        parts, before = [], 0
+        fused_name, spans = self._rows[name]
+        parts, before = [], 0  # rows of the HF tensor in earlier spans
         for first, last in spans:
             begin, end = max(start - before, 0), min(stop - before, last - first)
             if begin < end:
-                parts.append(self._stored.read(whole, first + begin, first + end))
+                parts.append(self._stored.read(fused_name, first + begin, first + end))
             before += last - first
         return parts[0] if len(parts) == 1 else torch.cat(parts)

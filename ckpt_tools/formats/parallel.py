@@ -61,11 +61,11 @@ def is_whole(directory: Path, records: dict[str, FileRecord]) -> bool:
 def hash_in_parallel(
     directory: Path,
     names: Iterable[str],
-    known: dict[str, FileRecord],
+    known_records: dict[str, FileRecord],
     algorithm: Algorithm = "blake3",
 ) -> dict[str, FileRecord]:
-    """Return size and hash of files by name; those that are `known` are not read again."""
+    """Return size and hash of files by name; those in `known_records` are not read again."""
     names = list(names)
-    unknown = [name for name in names if name not in known]
-    records = known | each(lambda name: hash_file(directory / name, algorithm), unknown)
+    unknown = [name for name in names if name not in known_records]
+    records = known_records | each(lambda name: hash_file(directory / name, algorithm), unknown)
     return {name: records[name] for name in names}

@@ -66,17 +66,17 @@ def read_whole(weights: Weights, name: str) -> Tensor:
 
 def check_tensors(
     tensors: Mapping[str, Described],
-    wanted: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     source: Path,
     next_action: str,
 ) -> None:
-    """Raise UserError naming tensors that are missing, unknown, or not of the `wanted` shape."""
-    keys = {"missing": wanted.keys() - tensors.keys(), "unknown": tensors.keys() - wanted.keys()}
+    """Raise UserError naming tensors that are missing, unknown, or not of another shape."""
+    keys = {"missing": shapes.keys() - tensors.keys(), "unknown": tensors.keys() - shapes.keys()}
     problems = [f"{what} {sorted(names)[:3]}" for what, names in keys.items() if names]
     problems += [
-        f"'{name}' is {tensors[name].shape}, the model needs {wanted[name]}"
-        for name in sorted(wanted.keys() & tensors.keys())
-        if tensors[name].shape != wanted[name]
+        f"'{name}' is {tensors[name].shape}, the model needs {shapes[name]}"
+        for name in sorted(shapes.keys() & tensors.keys())
+        if tensors[name].shape != shapes[name]
     ]
     if problems:
         raise UserError(f"{source}: {' and '.join(problems[:3])}; {next_action}")

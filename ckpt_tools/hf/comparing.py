@@ -32,33 +32,25 @@ def report(
     """Print a row per pair, and write settings and pairs as JSON to `out`.
 
     Args:
-        results: what was compared.
+        results: those that were compared.
         comparisons: named tuples with the places of both results, their values, the difference,
             the adjusted p-value and the verdict.
         settings: figure and unit of the values, and how they were compared.
         note: what the errors cover.
-        out: the JSON file, if one is wanted.
+        out: the JSON file; None: print only.
         errors: further columns, a value for each pair.
     """
-    named = [
+    names = [
         f"{label} {result.spec.name}"
         for label, result in zip(labels(results), results, strict=True)
     ]
     columns = ("result", "compared with", "figure", "of the other", "difference", *errors)
     rows = [(*columns, f"{LEVEL:.0%} interval", "p", "p (Holm)", "verdict")]
-    for each, *own in zip(comparisons, *errors.values(), strict=True):
-        difference = each.difference
-        rows.append(
-            (
-                *(named[each.second], named[each.first]),
-                *(f"{each.second_value:.5g}", f"{each.first_value:.5g}"),
-                *(f"{difference.value:+.3g}", *(f"{error:.2g}" for error in own)),
-                f"[{difference.low:+.3g}, {difference.high:+.3g}]",
-                *(f"{difference.p_value:.2g}", f"{each.p_adjusted:.2g}", each.verdict),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for comparison, *own_errors in zip(comparisons, *errors.values(), strict=True):
+        rows.append(_row(comparison, names, own_errors))
+
     typer.echo(f"{settings['figure']}, {settings['unit']}")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         typer.echo("  ".join(cells).rstrip())
@@ -70,14 +62,26 @@ def report(
         write_json(out, {"settings": settings, "pairs": _pairs(results, comparisons)})
 
 
+def _row(comparison: Any, names: list[str], errors: Sequence[float]) -> tuple[str, ...]:
+    """Return the cells of a pair of results."""
+    difference = comparison.difference
+    return (
+        *(names[comparison.second], names[comparison.first]),
+        *(f"{comparison.second_value:.5g}", f"{comparison.first_value:.5g}"),
+        *(f"{difference.value:+.3g}", *(f"{error:.2g}" for error in errors)),
+        f"[{difference.low:+.3g}, {difference.high:+.3g}]",
+        *(f"{difference.p_value:.2g}", f"{comparison.p_adjusted:.2g}", comparison.verdict),
+    )
+
+
 def _pairs(results: Sequence[Result[Any]], comparisons: Sequence[Any]) -> list[dict[str, Any]]:
-    named = [
+    names = [
         {"result": str(result.path), "model": result.model.path, "spec": result.spec.name}
         for result in results
     ]
     return [
-        each._asdict()
-        | {"first": named[each.first], "second": named[each.second]}
-        | {"difference": each.difference._asdict()}
-        for each in comparisons
+        comparison._asdict()
+        | {"first": names[comparison.first], "second": names[comparison.second]}
+        | {"difference": comparison.difference._asdict()}
+        for comparison in comparisons
     ]

@@ -46,12 +46,15 @@ def result_directories(
         raise UserError(
             "two results would go to the same directory; give each spec and HF directory once"
         )
+
     for directory in together:
-        there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-        if not there.is_dir():
-            raise UserError(f"{there} is a file; give a directory for {RESULT_JSON}")
-        if not os.access(there, os.W_OK):
-            raise UserError(f"{there} is not writable; give another --out for {RESULT_JSON}")
+        ancestor = next(
+            path for path in (directory, *directory.absolute().parents) if path.exists()
+        )
+        if not ancestor.is_dir():
+            raise UserError(f"{ancestor} is a file; give a directory for {RESULT_JSON}")
+        if not os.access(ancestor, os.W_OK):
+            raise UserError(f"{ancestor} is not writable; give another --out for {RESULT_JSON}")
     return directories
 
 
@@ -83,7 +86,7 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> list[str]:
 def write_lineage(
     directory: Path,
     lineage: dict[str, Any],
-    known: dict[str, FileRecord],
+    known_records: dict[str, FileRecord],
     algorithm: Algorithm = "blake3",
 ) -> None:
     """Write lineage.json, the last file of a directory, with size and hash of all others.
@@ -92,13 +95,15 @@ def write_lineage(
 
     Args:
         directory: an HF directory.
-        lineage: what it was made from, and how.
-        known: sizes and hashes of files that need not be read again.
+        lineage: its sources and settings.
+        known_records: sizes and hashes of files that need not be read again.
         algorithm: of the other files' hashes.
     """
     paths = [path for path in directory.rglob("*") if path.is_file()]
     names = sorted(str(path.relative_to(directory)) for path in paths)
-    files = {name: known.get(name) or record_file(directory / name, algorithm) for name in names}
+    files = {
+        name: known_records.get(name) or record_file(directory / name, algorithm) for name in names
+    }
     recorded = {name: record.model_dump() for name, record in files.items()}
     content = {**lineage, "files": recorded}
     write_json(directory / LINEAGE_JSON, {"environment": environment(), **content})

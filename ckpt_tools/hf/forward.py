@@ -4,6 +4,7 @@ So a model of any size is checked on a machine that could not hold it.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,10 @@ def names_in_files(model: PreTrainedModel) -> dict[str, str]:
 def check_shapes(model: PreTrainedModel, weights: Weights, source: Path) -> None:
     """Raise UserError naming the keys of the files that are missing, unknown or misshapen."""
     state = model.state_dict()
-    wanted = {
-        file: tuple(state[name].shape) or (1,) for name, file in names_in_files(model).items()
-    }
+    files = names_in_files(model)
+    shapes = {file: tuple(state[name].shape) or (1,) for name, file in files.items()}
     next_action = "its weights are not those of config.json, restore both"
-    check_tensors(weights.tensors, wanted, source, next_action)
+    check_tensors(weights.tensors, shapes, source, next_action)
 
 
 def spread_ids(vocab_size: int, sequences: int, tokens: int) -> Tensor:
@@ -119,32 +119,13 @@ def _reporting(name: str, observe: Observe) -> Any:
 
 
 def _stream(module: Any, weights: Weights, files: dict[str, str]) -> None:
-    """Make a module read its own parameters, given by key in the files, when it computes."""
+    """Make a module read its own parameters when it computes; `files` has their keys in files."""
     if not files:
         return
     if isinstance(module, nn.Embedding):
-
-        def embed(ids: Tensor) -> Tensor:
-            used, places = ids.unique(return_inverse=True)
-            rows = [weights.read(files["weight"], index, index + 1) for index in used.tolist()]
-            return torch.cat(rows).float()[places]
-
-        module.__dict__["forward"] = embed
+        module.__dict__["forward"] = partial(_embed, weights, files["weight"])
     elif isinstance(module, nn.Linear):
-
-        def project(inputs: Tensor) -> Tensor:
-            name = files["weight"]
-            rows, columns = weights.tensors[name].shape
-            bias = read_whole(weights, files["bias"]).float() if "bias" in files else None
-            step = max(1, CHUNK_BYTES // (4 * columns))
-            outputs = []
-            for start in range(0, rows, step):
-                weight = weights.read(name, start, min(start + step, rows)).float()
-                part = None if bias is None else bias[start : start + step]
-                outputs.append(F.linear(inputs, weight, part))
-            return torch.cat(outputs, dim=-1)
-
-        module.__dict__["forward"] = project
+        module.__dict__["forward"] = partial(_project, weights, files)
     else:  # norms
 
         def load(*_: Any) -> None:
@@ -153,3 +134,23 @@ def _stream(module: Any, weights: Weights, files: dict[str, str]) -> None:
                 setattr(module, key, nn.Parameter(weight, requires_grad=False))
 
         module.register_forward_pre_hook(load)
+
+
+def _embed(weights: Weights, name: str, ids: Tensor) -> Tensor:
+    """Return the embeddings of ids; each row that occurs is read once."""
+    used, places = ids.unique(return_inverse=True)
+    rows = [weights.read(name, index, index + 1) for index in used.tolist()]
+    return torch.cat(rows).float()[places]
+
+
+def _project(weights: Weights, files: dict[str, str], inputs: Tensor) -> Tensor:
+    """Return the outputs of a linear, by `CHUNK_BYTES` of its rows at a time."""
+    rows, columns = weights.tensors[files["weight"]].shape
+    bias = read_whole(weights, files["bias"]).float() if "bias" in files else None
+    step = max(1, CHUNK_BYTES // (4 * columns))
+    outputs = []
+    for start in range(0, rows, step):
+        weight = weights.read(files["weight"], start, min(start + step, rows)).float()
+        part = None if bias is None else bias[start : start + step]
+        outputs.append(F.linear(inputs, weight, part))
+    return torch.cat(outputs, dim=-1)

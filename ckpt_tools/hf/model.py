@@ -30,7 +30,7 @@ def quiet_transformers() -> None:
 
 
 def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """Return config.json of an HF directory; UserError if it is none or of other architectures."""
+    """Return config.json of an HF directory; UserError if it is unusable or of other models."""
     path = hf_dir / "config.json"
     try:
         config = read_json(path)
@@ -42,14 +42,14 @@ def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] | None = None) -
         config = None
     if not isinstance(config, dict):
         raise UserError(f"{path} is not valid JSON; export the checkpoint again")
-    names = config.get("architectures") or ["none"]
-    if architectures is not None and names[0] not in architectures:
-        raise UserError(f"{hf_dir} holds a {names[0]}; give one of {', '.join(architectures)}")
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architectures is not None and architecture not in architectures:
+        raise UserError(f"{hf_dir} holds a {architecture}; give one of {', '.join(architectures)}")
     return dict(config)
 
 
 def identify(hf_dir: Path, architectures: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """Return what a result says of its model: path, hashes of the weight files, and lineage.
+    """Return the identity of a model for a result: path, hashes of weight files, and lineage.
 
     Raises:
         UserError: a file that the lineage names is missing or was changed, the architecture is
@@ -89,6 +89,8 @@ def load_hf_model(
     quiet_transformers()
     model: PreTrainedModel
     info: dict[str, Any]
+
+    # No code of the directory is run, and no pickle is opened.
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             hf_dir,
@@ -104,6 +106,8 @@ def load_hf_model(
         raise UserError(
             f"{hf_dir}: a weight file is damaged ({error}); export the checkpoint again"
         ) from None
+
+    # transformers would only warn, and initialize missing weights at random.
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[problem]:
             raise UserError(

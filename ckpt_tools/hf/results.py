@@ -71,8 +71,8 @@ NAMES: dict[type[Read], str] = {
     Step: "a quantization step ('python -m curvature step')",
     Slice: "a slice ('python -m curvature slice')",
 }
-# A setting that the specs of one kind have; the first that is there decides.
-TOLD_BY: dict[str, type[Read]] = {
+# A setting that only specs of this kind have; the first that a spec has decides.
+KIND_OF_SETTING: dict[str, type[Read]] = {
     "tasks": Tasks,
     "evaluation": Quantization,
     "plane": Slice,
@@ -94,12 +94,36 @@ def read_result(path: Path, kind: type[Any] | None = None) -> Result[Any]:
 
     Args:
         path: the file, or the directory that holds it.
-        kind: the class of `measured` that is asked for; None: whichever the file holds.
+        kind: the expected class of `measured`; None: whichever the file holds.
 
     Raises:
-        UserError: there is none, it is damaged, or of another kind.
+        UserError: the file does not exist, is damaged, or of another kind.
     """
     path = path / RESULT_JSON if path.is_dir() else path
+    content = _read_content(path)
+
+    # Its kind follows from its settings; a spec without any of them may be of any kind.
+    settings = content["spec"]
+    kinds = [of_setting for key, of_setting in KIND_OF_SETTING.items() if key in settings]
+    file_kind = kinds[0] if kinds else kind
+    if file_kind is None:
+        raise UserError(f"{path} is of no known kind of measurement; measure again")
+    if kind not in (None, file_kind):
+        raise UserError(f"{path} is a result of {NAMES[file_kind]}; give one of {NAMES[kind]}")
+
+    try:
+        result: Result[Any] = Result[file_kind].model_validate(  # type: ignore[valid-type]
+            content | {"path": path, "settings": settings}
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        raise UserError(f"{path} is damaged ('{key}': {problem['msg']}); measure again") from None
+    return result
+
+
+def _read_content(path: Path) -> dict[str, Any]:
+    """Return the content of a result.json, with its spec, if empty, and `measured`."""
     try:
         content = read_json(path)
     except FileNotFoundError:
@@ -111,29 +135,14 @@ def read_result(path: Path, kind: type[Any] | None = None) -> Result[Any]:
     settings = content.get("spec", {}) if isinstance(content, dict) else None
     if not isinstance(settings, dict) or "measured" not in content:
         raise UserError(f"{path} is no result of a measurement; give one, or measure again")
-    written_kind = next(
-        (kind_by_key for key, kind_by_key in TOLD_BY.items() if key in settings), kind
-    )
-    if written_kind is None:
-        raise UserError(f"{path} is of no known kind of measurement; measure again")
-    if kind not in (None, written_kind):
-        raise UserError(f"{path} is a result of {NAMES[written_kind]}; give one of {NAMES[kind]}")
-    try:
-        result: Result[Any] = Result[written_kind].model_validate(  # type: ignore[valid-type]
-            content | {"path": path, "settings": settings}
-        )
-    except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
-        raise UserError(f"{path} is damaged ('{key}': {problem['msg']}); measure again") from None
-    return result
+    return {**content, "spec": settings}
 
 
 SHOWN_PARTS = 3  # of a model's path: run, hf, checkpoint
 
 
 def labels(results: Sequence[Result[Any]]) -> list[str]:
-    """Return the end of each model's path, as short as tells the models of the results apart.
+    """Return the end of each model's path, as short as still distinguishes the models.
 
     Results of one model and one spec differ by their own paths.
     """

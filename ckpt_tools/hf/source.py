@@ -48,10 +48,10 @@ class Source(NamedTuple):
 def find_source(source: str) -> Source:
     """Find the HF directory `source`, or fetch OWNER/NAME@REVISION into huggingface_hub's cache.
 
-    Step and tokens are those of lineage.json, or what the revision's name says.
+    Step and tokens are those of lineage.json, or of the revision's name.
 
     Raises:
-        UserError: it is neither, or the hub is not reached or has no such revision.
+        UserError: `source` is neither, or the hub is not reached or has no such revision.
     """
     path = Path(source)
     if path.is_dir():
@@ -68,9 +68,9 @@ def find_source(source: str) -> Source:
             " OWNER/NAME@REVISION"
         )
     repository, revision = named["repository"], named["revision"]
-    wanted = ["*.safetensors", INDEX_JSON, *CONFIGURATION_FILES, *TOKENIZER_FILES]
+    patterns = ["*.safetensors", INDEX_JSON, *CONFIGURATION_FILES, *TOKENIZER_FILES]
     with hub(repository) as api:
-        path = Path(api.snapshot_download(repository, revision=revision, allow_patterns=wanted))
+        path = Path(api.snapshot_download(repository, revision=revision, allow_patterns=patterns))
     return Source(path, repository, revision, {}, *_position(repository, revision))
 
 
@@ -86,9 +86,9 @@ def _position(repository: str, revision: str) -> tuple[int | None, int | None]:
 def read_model(directory: Path) -> tuple[ModelConfig, PretrainedConfig]:
     """Return the architecture that config.json describes, and it as transformers understands it.
 
-    Fields that decide the computation must equal what transformers makes of a run's configuration:
-    so anything that runs do not know is refused by its name, now and in later versions of
-    transformers.
+    Fields that decide the computation must equal those that transformers derives from a run's
+    configuration: so a field that runs do not know is refused by its name, now and in later
+    versions of transformers.
 
     Raises:
         UserError: another architecture, or a field that runs do not know or know with another
@@ -99,31 +99,35 @@ def read_model(directory: Path) -> tuple[ModelConfig, PretrainedConfig]:
     if config.architectures != [ARCHITECTURES.get(config.model_type)]:
         names = ", ".join(config.architectures or ["no architecture"])
         raise UserError(f"{path} is of {names}; give one of {', '.join(ARCHITECTURES.values())}")
-    content = config.to_dict()
-    rope = content.get("rope_parameters") or {}
-    sizes = {key: content[key] for key in ModelConfig.model_fields.keys() & content.keys()}
+
+    # The run's configuration of the same architecture.
+    fields = config.to_dict()
+    rope = fields.get("rope_parameters") or {}
+    sizes = {key: fields[key] for key in ModelConfig.model_fields.keys() & fields.keys()}
     settings = {
         "family": config.model_type,
         "num_key_value_heads": config.num_attention_heads,  # if the family has no other
         "rope_theta": rope.get("rope_theta"),
         "rotary_fraction": rope.get("partial_rotary_factor", 1.0),
-        "norm_eps": content.get("rms_norm_eps", content.get("layer_norm_eps")),
+        "norm_eps": fields.get("rms_norm_eps", fields.get("layer_norm_eps")),
         "initializer": "truncated_normal" if config.model_type == "olmo2" else "normal",
     }
     try:
         model = ModelConfig.model_validate(settings | sizes)
     except ValidationError as error:
         raise explain_validation(str(path), error) from None
-    known = AutoConfig.for_model(
+
+    # That configuration in transformers' form must have the same fields as the file.
+    expected = AutoConfig.for_model(
         model.family, **hf_settings(model, config.max_position_embeddings, 0)
     ).to_dict()
-    # Not every family's configuration has it, but attention goes by it.
+    # Not every family's configuration has it, but attention depends on it.
     head_dim = {"head_dim": model.head_dim}
-    content, known = head_dim | content, head_dim | known
-    for key in sorted((content.keys() | known.keys()) - WITHOUT_EFFECT):
-        if content.get(key) != known.get(key):
+    fields, expected = head_dim | fields, head_dim | expected
+    for key in sorted((fields.keys() | expected.keys()) - WITHOUT_EFFECT):
+        if fields.get(key) != expected.get(key):
             raise UserError(
-                f"{path}: {key} is {content.get(key)!r}, runs of this family are trained with"
-                f" {known.get(key)!r}; such models cannot be imported"
+                f"{path}: {key} is {fields.get(key)!r}, runs of this family are trained with"
+                f" {expected.get(key)!r}; such models cannot be imported"
             )
     return model, config

@@ -39,7 +39,7 @@ def download(
     """Write INTO/REVISION for every chosen revision; its download.json comes last.
 
     Fetched are safetensors, configuration and tokenizer; files that can run code (`*.bin`, `*.py`)
-    never are. A complete revision is left unchanged, an incomplete one is continued.
+    never are. A complete revision is left unchanged, an incomplete one is resumed.
 
     Args:
         place: OWNER/NAME on the hub, or a local directory of revisions.
@@ -51,8 +51,8 @@ def download(
 
     Raises:
         UserError: a revision has no safetensors, something else is in its place, the disk is too
-            small, a file is not what the hub or the source says, or the hub is not reached. What
-            was complete before stays.
+            small, a file differs from the hub's or the source's hash, or the hub is not reached.
+            Revisions that were complete before stay.
     """
     origins = _origins(place, every, stage, family, revisions or [])
     for name in origins:
@@ -61,12 +61,12 @@ def download(
                 f"'{name}' cannot name a directory; give a revision without slash that begins with"
                 " a letter"
             )
-    missing = [name for name, repo in origins.items() if not _is_complete(into / name, repo)]
-    if missing and is_local(place):
-        _copy_all(Path(place), {name: origins[name] for name in missing}, into)
-    elif missing:
-        _fetch_all(place, missing, into)
-    print(f"{len(origins)} revisions in {into}, {len(missing)} of them fetched now")
+    incomplete = [name for name, repo in origins.items() if not _is_complete(into / name, repo)]
+    if incomplete and is_local(place):
+        _copy_all(Path(place), {name: origins[name] for name in incomplete}, into)
+    elif incomplete:
+        _fetch_all(place, incomplete, into)
+    print(f"{len(origins)} revisions in {into}, {len(incomplete)} of them fetched now")
 
 
 def _origins(
@@ -81,11 +81,11 @@ def _origins(
     if names and not local:
         return dict.fromkeys(names, place)
     revisions = choose(revisions_of(place, family), every=every, stage=stage)
-    table = {revision.revision: revision.repo if local else place for revision in revisions}
+    repos = {revision.revision: revision.repo if local else place for revision in revisions}
     for name in names:
-        if name not in table:
+        if name not in repos:
             raise UserError(f"{place} holds no revision '{name}'; list them with --dry-run")
-    return {name: table[name] for name in names} or table
+    return {name: repos[name] for name in names} or repos
 
 
 def _is_complete(target: Path, repo: str) -> bool:
@@ -130,8 +130,8 @@ def _check_room(source: str, sizes: dict[str, dict[str, int]], into: Path) -> No
         for name, size in files.items()
         if _size(into / revision / name) != size
     )
-    there = next(path for path in (into, *into.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    ancestor = next(path for path in (into, *into.absolute().parents) if path.exists())
+    free = shutil.disk_usage(ancestor).free
     if needed > free:
         raise UserError(
             f"{needed / 1e9:,.1f} GB are to be written, but {into} has {free / 1e9:,.1f} GB"
@@ -161,7 +161,7 @@ def _fetch_all(repo: str, revisions: list[str], into: Path) -> None:
             name: api.model_info(repo, revision=name, files_metadata=True) for name in revisions
         }
         sizes = {
-            name: {file.rfilename: file.size or 0 for file in _wanted(plan)}
+            name: {file.rfilename: file.size or 0 for file in _model_files(plan)}
             for name, plan in plans.items()
         }
         _check_room(repo, sizes, into)
@@ -170,23 +170,25 @@ def _fetch_all(repo: str, revisions: list[str], into: Path) -> None:
             _fetch(api, repo, plan, into / name)
 
 
-def _wanted(plan: "ModelInfo") -> "list[RepoSibling]":
+def _model_files(plan: "ModelInfo") -> "list[RepoSibling]":
     return [file for file in plan.siblings or [] if _is_wanted(file.rfilename)]
 
 
 def _fetch(api: "HfApi", repo: str, plan: "ModelInfo", target: Path) -> None:
-    """Fetch one revision; huggingface_hub continues what an earlier attempt left there."""
-    (target / HUB_STATE).mkdir(parents=True, exist_ok=True)  # says that it is ours and incomplete
+    """Fetch one revision; huggingface_hub resumes an earlier attempt."""
+    (target / HUB_STATE).mkdir(parents=True, exist_ok=True)  # marks it as ours and incomplete
     (target / DOWNLOAD_JSON).unlink(missing_ok=True)
-    wanted = {file.rfilename: file for file in _wanted(plan)}
-    for name, file in wanted.items():
+
+    expected = {file.rfilename: file for file in _model_files(plan)}
+    for name, file in expected.items():
         if _size(target / name) != file.size:
             (target / name).unlink(missing_ok=True)
-    api.snapshot_download(repo, revision=plan.sha, local_dir=target, allow_patterns=list(wanted))
+    api.snapshot_download(repo, revision=plan.sha, local_dir=target, allow_patterns=list(expected))
+
     files = {}
-    for name, file in sorted(wanted.items()):
+    for name, file in sorted(expected.items()):
         files[name] = record_file(target / name, "sha256")
-        # the hub tells it of large files alone
+        # The hub gives the hash of large files alone.
         digest = f"sha256:{file.lfs.sha256}" if file.lfs else files[name].digest
         if files[name] != FileRecord(bytes=file.size or 0, digest=digest):
             (target / name).unlink()
@@ -199,7 +201,7 @@ def _fetch(api: "HfApi", repo: str, plan: "ModelInfo", target: Path) -> None:
 
 
 def _copy_all(place: Path, origins: dict[str, str], into: Path) -> None:
-    """Copy revisions, given with the repository that each belongs to."""
+    """Copy revisions; `origins` has the repository of each."""
     sizes = {}
     for revision in origins:
         paths = sorted(path for path in (place / revision).rglob("*") if path.is_file())
@@ -213,16 +215,16 @@ def _copy_all(place: Path, origins: dict[str, str], into: Path) -> None:
 
 
 def _copy(source: Path, target: Path, repo: str, names: list[str]) -> None:
-    known, (_, vouched) = read_download(source), read_lineage(source) or ({}, {})
-    vouched = vouched | (known.files if known else {})
+    record, (_, recorded) = read_download(source), read_lineage(source) or ({}, {})
+    recorded = recorded | (record.files if record else {})
     with committed_directory(target) as aside:
         files = {}
         for name in names:
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, aside / name)
-            algorithm = vouched[name].algorithm if name in vouched else "sha256"
+            algorithm = recorded[name].algorithm if name in recorded else "sha256"
             files[name] = record_file(aside / name, algorithm)
-            if vouched.get(name, files[name]) != files[name]:
+            if recorded.get(name, files[name]) != files[name]:
                 raise UserError(f"{source / name} was changed after it was written; restore it")
-        commit = known.commit if known else None
+        commit = record.commit if record else None
         _seal(aside, DownloadRecord(repo=repo, revision=target.name, commit=commit, files=files))

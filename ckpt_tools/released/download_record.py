@@ -18,7 +18,7 @@ class DownloadRecord(Frozen):
     Attributes:
         repo: of the hub, or the run that they were exported from.
         revision: of the repository.
-        commit: that the revision stood for; None: copied from a directory that does not tell.
+        commit: of the revision; None: copied from a directory that does not record it.
         files: size and hash of each.
     """
 

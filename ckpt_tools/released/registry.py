@@ -28,12 +28,12 @@ def repo_of_directory(name: str) -> str | None:
 
 
 def parse_revision(repo: str, revision: str) -> Revision:
-    """Return what the name of a revision says, and its tokens and learning rate from that.
+    """Return stage and step from the name of a revision, with its tokens and learning rate.
 
     >>> parse_revision("allenai/OLMo-2-1124-7B", "stage2-ingredient1-step1000-tokens5B").tokens
     4194304000
 
     Raises:
-        UserError: of an unknown repository, or of a name that is none of its revisions.
+        UserError: the repository is unknown, or the name is not one of its revisions.
     """
     return family_of(repo).parse(repo, revision)

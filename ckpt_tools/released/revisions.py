@@ -1,4 +1,4 @@
-"""Names of revisions: step, tokens and stage that one tells, and the learning rate from these."""
+"""Names of revisions: the step, tokens and stage in one, and the learning rate from these."""
 
 import re
 
@@ -17,7 +17,7 @@ NAMED_WITHIN = 0.002  # of the tokens, besides a unit
 
 
 class Revision(Frozen):
-    """A checkpoint of a trajectory; a figure that no source tells is None.
+    """A checkpoint of a trajectory; a figure without a source is None.
 
     Attributes:
         repo: of the hub, whose naming and schedule it has; of an export its run.
@@ -70,7 +70,7 @@ class Stage(Frozen):
     chunk_steps: int | None = None
 
     def read(self, repo: str, revision: str) -> Revision | None:
-        """Return what `revision` is if it is named like this stage, else None.
+        """Return the revision of this name if it is named like this stage, else None.
 
         Raises:
             UserError: it is named like this stage, but has not seen so many tokens.
@@ -80,20 +80,24 @@ class Stage(Frozen):
         match = re.fullmatch(pattern, revision)
         if not match:
             return None
-        named, step = match.groupdict(), self.at_step
-        if "number" in named:
-            number = int(named["number"])
+
+        fields, step = match.groupdict(), self.at_step
+        if "number" in fields:
+            number = int(fields["number"])
             step = number if self.chunk_steps is None else (number + 1) * self.chunk_steps
+
+        # The tokens follow from the step; those in the name are only checked.
         tokens = None if step is None or not self.batches else tokens_after(self.batches, step)
-        if tokens is not None and "count" in named:
-            unit = UNITS[named["unit"]]
+        if tokens is not None and "count" in fields:
+            unit = UNITS[fields["unit"]]
             # Names are rounded up, down or to the nearest, even within one family; Apertus's count
             # 4.2M tokens a step instead of 1024 x 4096.
-            if abs(int(named["count"]) * unit - tokens) >= unit + tokens * NAMED_WITHIN:
+            if abs(int(fields["count"]) * unit - tokens) >= unit + tokens * NAMED_WITHIN:
                 raise UserError(
                     f"{revision}: {repo} saw {tokens:,} tokens by step {step} of {self.name}; give"
                     " --family, the repository whose revision it is"
                 )
+
         return Revision(
             repo=repo,
             revision=revision,
@@ -112,7 +116,7 @@ class Stage(Frozen):
 
 
 def main(schedule: str | None = None, source: str | None = None) -> Stage:
-    """Return the branch main, where it is no step of a stage, or no source tells of which."""
+    """Return the branch main, where it is no step of a stage, or no source says of which."""
     return Stage(name="main", template="main", schedule=schedule, source=source)
 
 
@@ -134,11 +138,11 @@ class Family(Frozen):
         return re.fullmatch(self.pattern or re.escape(self.repo), repo) is not None
 
     def parse(self, repo: str, revision: str) -> Revision:
-        """Return what a revision is; see `registry.parse_revision`."""
+        """Return the revision of this name; see `registry.parse_revision`."""
         for stage in self.stages:
-            read = stage.read(repo, revision)
-            if read is not None:
-                return read
+            parsed = stage.read(repo, revision)
+            if parsed is not None:
+                return parsed
         templates = ", ".join(stage.template for stage in self.stages)
         raise UserError(f"{revision} is no revision of {repo}; give one such as {templates}")
 

@@ -29,10 +29,9 @@ class Curve(Frozen):
         decay_from: step at which the decay starts; None: when the peak is reached.
         decay_until: step at which it ends.
         shape: cosine, linear, or sqrt for 1 - sqrt.
-        floor: what the decay leads to, as a share of the peak.
-        least: what the rate is cut off at, as a share of the peak.
-        known_until: step after which the released run followed something that no source tells;
-            None: to its end.
+        floor: the end of the decay, as a share of the peak.
+        least: the smallest rate, as a share of the peak: the decay is cut off there.
+        known_until: last step whose rate is documented; None: all are.
     """
 
     peak: float

@@ -11,9 +11,9 @@ from train.data.tokenizer import TOKENIZER_JSON, load_tokenizer
 
 
 def fetch_tokenizer(repo: str, out: Path) -> None:
-    """Write a directory with the tokenizer of a repository; a whole one is left unchanged.
+    """Write a directory with the tokenizer of a repository; a complete one is left unchanged.
 
-    A local directory is copied, and the copy follows it where it was changed.
+    A local directory is copied every time, so that changes reach the copy.
 
     Raises:
         UserError: the hub is not reached, the repository holds no tokenizer.json, or `out` is
@@ -31,8 +31,8 @@ def fetch_tokenizer(repo: str, out: Path) -> None:
     from ckpt_tools.released.hub import hub
 
     with hub(repo) as api, committed_directory(out) as aside:
-        wanted = list(TOKENIZER_FILES)
-        api.snapshot_download(repo, revision="main", local_dir=aside, allow_patterns=wanted)
+        patterns = list(TOKENIZER_FILES)
+        api.snapshot_download(repo, revision="main", local_dir=aside, allow_patterns=patterns)
         shutil.rmtree(aside / HUB_STATE)
         load_tokenizer(aside)
 
@@ -42,4 +42,4 @@ def check_replaceable(out: Path) -> None:
     if out.exists() and not (
         out.is_dir() and {path.name for path in out.iterdir()} <= set(TOKENIZER_FILES)
     ):
-        raise UserError(f"{out} is there and holds more than a tokenizer; give another directory")
+        raise UserError(f"{out} exists and holds more than a tokenizer; give another directory")

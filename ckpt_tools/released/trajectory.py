@@ -25,8 +25,8 @@ AVERAGE = re.compile(r"(?P<exported>.+)-step\d{8,}|.+-tokens\d+[BMK]-(?P<publish
 def revisions_of(place: str, family: str | None = None) -> list[Revision]:
     """Return the revisions of a repository of the hub or of a local directory, in training order.
 
-    A line on stderr names what is left out because its name says nothing that the trajectory's
-    naming knows.
+    A line on stderr names each revision that is left out because its name does not follow the
+    trajectory's naming.
 
     Args:
         place: OWNER/NAME, or a directory that holds one HF directory per revision: exports of a
@@ -36,7 +36,7 @@ def revisions_of(place: str, family: str | None = None) -> list[Revision]:
             NAME.
 
     Raises:
-        UserError: `place` is neither, its family is not known, or no name is left.
+        UserError: `place` is neither, its family is not known, or no name follows its naming.
     """
     if is_local(place):
         directory = Path(place)
@@ -98,7 +98,7 @@ def _local_revision(path: Path, family: str | None, by_name: str | None) -> Revi
     repo = family or (record.repo if record else by_name)
     if repo is None:
         raise UserError(
-            f"{path} tells no trajectory that it belongs to; give --family, such as"
+            f"{path} does not say which trajectory it belongs to; give --family, such as"
             " allenai/OLMo-2-1124-7B"
         )
     return parse_revision(repo, path.name)
@@ -136,22 +136,22 @@ def choose(
     stages = list(dict.fromkeys(revision.stage for revision in revisions))
     if stage is not None and stage not in stages:
         raise UserError(f"there is no stage '{stage}'; give one of {', '.join(stages)}")
-    chosen: list[Revision] = []
+    selection: list[Revision] = []
     for (_, name, _), group in groupby(
         revisions, key=lambda revision: (revision.repo, revision.stage, revision.ingredient)
     ):
         if stage in (None, name):
             members = list(group)
-            chosen += [
+            selection += [
                 revision
                 for index, revision in enumerate(members)
                 if index % (every or 1) == 0 or revision is members[-1]
             ]
-    return chosen
+    return selection
 
 
 def show(revisions: list[Revision]) -> None:
-    """Print a line per revision: stage, step, tokens, learning rate; then the sources of these."""
+    """Print a line per revision: stage, step, tokens, learning rate; then all sources."""
     rows = [("revision", "stage", "step", "tokens", "learning rate", "schedule")]
     rows += [
         (

@@ -14,7 +14,7 @@ from tests.runs import make_run
 from train.data.batches import open_data
 from train.data.config import DataConfig
 from train.data.corpus import open_corpus
-from train.data.part import Chosen
+from train.data.part import Selection
 from train.data.prepare import prepare
 from train.data.share import PLACES, Share, parse_share, place_of
 from train.run.directory import RunDirectory
@@ -48,7 +48,9 @@ def documents(prefix: Path, tokenizer: Tokenizer) -> list[str]:
 def split(source: Path, tokenizer_dir: Path, out: Path) -> list[list[str]]:
     tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
     for number, share in enumerate(SHARES):
-        manifest = prepare([source], tokenizer_dir, out / str(number), chosen=Chosen(share=share))
+        manifest = prepare(
+            [source], tokenizer_dir, out / str(number), selection=Selection(share=share)
+        )
         assert manifest.share == share
     return [documents(out / str(number), tokenizer) for number in range(len(SHARES))]
 
@@ -69,7 +71,7 @@ def test_shares_part_a_text_and_its_token_file(tmp_path, texts, source, tokenize
 def test_documents_are_cut_to_their_beginning(tmp_path, texts, source, tokenizer_dir):
     prepare([source], tokenizer_dir, tmp_path / "whole")
     for place in (source, tmp_path / "whole"):
-        prepare([place], tokenizer_dir, tmp_path / "cut", chosen=Chosen(document_tokens=20))
+        prepare([place], tokenizer_dir, tmp_path / "cut", selection=Selection(document_tokens=20))
         whole, cut = (
             open_corpus(tmp_path / "whole"),
             open_corpus(tmp_path / "cut", verify_hashes=True),
@@ -104,13 +106,13 @@ def test_held_out_shares_of_the_text_may_be_measured_on(
         [source],
         tokenizer_dir,
         tmp_path / "train",
-        chosen=Chosen(share=Share(first=300_000, stop=PLACES)),
+        selection=Selection(share=Share(first=300_000, stop=PLACES)),
     )
     prepare(
         [source],
         tokenizer_dir,
         tmp_path / "held_out",
-        chosen=Chosen(share=held_out) if held_out else Chosen(),
+        selection=Selection(share=held_out) if held_out else Selection(),
     )
     data = DataConfig(
         train=str(tmp_path / "train"),

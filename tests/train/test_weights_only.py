@@ -125,8 +125,8 @@ def test_an_ablation_keeps_state_where_its_anneals_leave(tmp_path, inputs):
     ("saving", "reason"),
     [
         ({"full_steps": ()}, "set saving.restart_every_steps too"),
-        ({**SAVING, "full_steps": (11,)}, "saving.full_steps has 11, which save_steps has not"),
-        ({**SAVING, "average_steps": (7,)}, "saving.average_steps has 7, which save_steps has not"),
+        ({**SAVING, "full_steps": (11,)}, "saving.full_steps has 11, which save_steps lacks"),
+        ({**SAVING, "average_steps": (7,)}, "saving.average_steps has 7, which save_steps lacks"),
     ],
 )
 def test_what_could_lose_a_run_or_names_no_checkpoint_is_refused(tmp_path, inputs, saving, reason):

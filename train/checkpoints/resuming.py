@@ -54,7 +54,7 @@ def resume(
         UserError: all are damaged, or the newest is of another configuration or other data, or it
             does not fit the layout.
     """
-    # One rank looks: on a shared file system they might not all see the same.
+    # Rank 0 lists them: on a shared file system ranks might not all see the same.
     candidates = from_rank_zero(_candidates(directory) if dist.get_rank() == 0 else None)
     quarantined: list[int] = []
     for step, checkpoint in candidates:
@@ -71,11 +71,15 @@ def resume(
         quarantined.append(step)
         if dist.get_rank() == 0:
             _quarantine(directory, checkpoint, attempt, str(damage))
+
+    # Beginning again would hide that checkpoints were lost.
     if from_rank_zero(directory.quarantine.is_dir()):
         raise UserError(
             f"no checkpoint of {directory.path} is undamaged; restore one from"
             f" {directory.quarantine}, or move that directory away to begin again"
         )
+
+    # The first attempt: a parent's checkpoint, an imported one, or drawn weights.
     if run.branch_from:
         record = _load_parent(engine, run, directory, data_sha256)
         return Start(run.branch_from.step, record, [])
@@ -155,7 +159,7 @@ def _load_parent(
     check_parent(run, parent)
     checkpoint = parent.checkpoint(run.branch_from.step)
     record = _undamaged(checkpoint, "restore it, or branch from another checkpoint")
-    # What else is held out decides nothing: a branch may have more files than its parent.
+    # Other held-out files affect no update: a branch may have more of them than its parent.
     if any(record.data_sha256[use] != data_sha256[use] for use in ("train", "held_out")):
         raise UserError(
             f"{checkpoint} was trained on other data than {directory.path}; give it the same"

@@ -106,8 +106,8 @@ def _check_logits(engine: Engine, run: RunConfig, checkpoint: Path) -> None:
     ratio = 0.0
     if dist.get_rank() == 0:
         assert logits is not None
-        wanted = probe["logits"][:, :length]
-        ratio = ((logits - wanted).norm() / wanted.norm()).item()
+        expected = probe["logits"][:, :length]
+        ratio = ((logits - expected).norm() / expected.norm()).item()
     ratio = float(from_rank_zero(ratio))
     if not ratio <= LOGIT_TOLERANCE[run.precision]:
         raise UserError(

@@ -143,10 +143,14 @@ class RunData:
                 f"a batch holds token {tokens_BS.max()}, outside the model's vocabulary of"
                 f" {vocab_size}; correct the --dtype of 'train index', or raise model.vocab_size"
             )
+
+        # Labels that enter the loss.
         counted_BS = np.ones((len(indices_B), self._run.data.sequence_length), bool)
         counted_BS[:, -1] = corpus.last_label_counts
         if rule:
             counted_BS[repetitive(tokens_BS[:, :-1], rule)] = False
+
+        # A document begins after each end-of-text token, and at the start of the sequence.
         starts_BS = None
         if self._run.data.document_mask:
             starts_BS = torch.ones(counted_BS.shape, dtype=torch.bool)
@@ -175,11 +179,11 @@ def open_data(run: RunConfig, directory: RunDirectory, *, verify_hashes: bool) -
     for source in held_out.values():
         _check_unseen(train, source)
         available = source.num_sequences(run.data.sequence_length)
-        wanted = run.data.held_out_sequences
-        if available < wanted:
+        required = run.data.held_out_sequences
+        if available < required:
             raise UserError(
                 f"{source.prefix} holds {available} sequences, data.held_out_sequences asks for"
-                f" {wanted}; prepare more held-out text or ask for fewer"
+                f" {required}; prepare more held-out text or ask for fewer"
             )
     return RunData(run, train, held_out, directory.order)
 

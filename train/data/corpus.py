@@ -119,7 +119,7 @@ class Corpus:
 class NpyCorpus:
     """OLMo's token files, cut as OLMo cuts them (allenai/OLMo, olmo/data/memmap_dataset.py).
 
-    A sequence is L tokens of one file; what is left at a file's end is dropped. It has L - 1
+    A sequence is L tokens of one file; the remainder at a file's end is dropped. It has L - 1
     labels, so the last of its L columns of labels is filler, the end-of-text token, and does not
     count.
     """
@@ -127,7 +127,7 @@ class NpyCorpus:
     prefix: Path
     manifest: NpyManifest
     last_label_counts: bool = False
-    _opened: dict[int, TokenMap] = field(default_factory=dict)
+    _maps: dict[int, TokenMap] = field(default_factory=dict)
 
     def num_sequences(self, sequence_length: int) -> int:
         """Return the number of sequences of L tokens in all files; UserError for none."""
@@ -165,10 +165,10 @@ class NpyCorpus:
         return stops
 
     def _map(self, file: int) -> TokenMap:
-        if file not in self._opened:
+        if file not in self._maps:
             path = self.prefix.parent / self.manifest.files[file].path
-            self._opened[file] = TokenMap(path, np.dtype(self.manifest.dtype))
-        return self._opened[file]
+            self._maps[file] = TokenMap(path, np.dtype(self.manifest.dtype))
+        return self._maps[file]
 
 
 TokenSource = Corpus | NpyCorpus

@@ -110,15 +110,17 @@ def _dataset_parts(text: str, key: str) -> Iterator[DatasetPart]:
     if not dataset or len(fields) > 3:
         raise UserError(f"{text} is no dataset; write {DATASET}NAME[:CONFIG[:SPLIT[:FILES]]]")
     config, split, files = (*fields, *[""] * (3 - len(fields)))
-    whole: dict[str, Any] = {
-        "dataset": dataset,
-        "config": config or None,
-        "split": split or "train",
-        "key": key,
-    }
-    parts = int(_stream(dataset, config or None, split or "train").num_shards)
+    split = split or "train"
+    parts = int(_stream(dataset, config or None, split).num_shards)
     for number in _file_numbers(text, files, parts):
-        yield DatasetPart(**whole, index=number - 1, parts=parts)
+        yield DatasetPart(
+            dataset=dataset,
+            config=config or None,
+            split=split,
+            index=number - 1,
+            parts=parts,
+            key=key,
+        )
 
 
 def _file_numbers(text: str, files: str, parts: int) -> range:
@@ -142,12 +144,12 @@ def read_documents(path: Path, key: str = "text") -> Iterator[str]:
     """
     compressed = path.suffix in COMPRESSIONS
     kind = path.with_suffix("").suffix if compressed else path.suffix
-    read = {".jsonl": _json_lines, ".parquet": _parquet}.get(kind, _whole)
+    reader = {".jsonl": _json_lines, ".parquet": _parquet}.get(kind, _plain_text)
     if path.exists() and not path.is_file():  # a pipe cannot be hashed and read
         raise UserError(f"{path} is no file; give files, or a directory as {DATASET}{path}")
     try:
         with _decompressed(path) as stream:
-            yield from read(path, stream, key)
+            yield from reader(path, stream, key)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; give text, .jsonl or .parquet files") from None
     except UnicodeDecodeError as error:
@@ -173,7 +175,7 @@ def _decompressed(path: Path) -> Iterator[BinaryIO]:
             yield stream
 
 
-def _checked(text: Any, where: str, key: str) -> str:
+def _checked(text: Any, place: str, key: str) -> str:
     try:
         if isinstance(text, str):
             text.encode()
@@ -181,11 +183,11 @@ def _checked(text: Any, where: str, key: str) -> str:
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can spell
         pass
     raise UserError(
-        f"{where}: '{key}' is no string of valid Unicode; correct it or choose another --key"
+        f"{place}: '{key}' is no string of valid Unicode; correct it or choose another --key"
     )
 
 
-def _whole(_path: Path, stream: BinaryIO, _key: str) -> Iterator[str]:
+def _plain_text(_path: Path, stream: BinaryIO, _key: str) -> Iterator[str]:
     # newline="": line ends stay as they are
     with io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:
         yield text.read()

@@ -1,7 +1,36 @@
-"""The order of sequences, a function of seed, epoch and position alone.
+r"""The order of sequences, a function of seed, epoch and position alone.
 
 Neither the world size nor the length of the run enters, so a cooldown sees the data of the run it
 came from. Every epoch visits every sequence once, in an order of its own.
+
+The order 'permutation' stores nothing: `permute` computes it by a Feistel network with cycle
+walking. One round of the network takes the halves of a number, with h bits each:
+
+        left          right
+          |             |
+         (^)<-- mix <---+       left ^ (mix(right + key of the round) & (2^h - 1))
+          |             |
+           \           /
+             \       /
+               swap
+             /       \
+        right         left ^ mix(right + key)
+
+A round can be undone, whatever `mix` is: its output holds `right`, which gives mix(right + key)
+again. So eight rounds are a bijection of all 4^h numbers (Luby and Rackoff 1988, 'How to construct
+pseudorandom permutations from pseudorandom functions').
+
+The number of sequences is seldom a power of 4. An image that is not below it goes through the
+network again until one is, which is cycle walking (Black and Rogaway 2002, 'Ciphers with arbitrary
+finite domains', section 3). For 10 sequences of 16 numbers, seed 0 and epoch 0:
+
+    position 4:  4 -> 9                  is below 10: sequence 9
+    position 5:  5 -> 15 -> 10 -> 7      15 and 10 are not: sequence 7
+    position 9:  9 -> 12 -> 3            12 is not: sequence 3
+
+Two positions never meet, as no two numbers have the same image. The walks together visit each of
+the 4^h numbers at most once, and there are at most 4 times as many numbers as sequences: on average
+a walk takes at most 4 steps.
 """
 
 import os
@@ -29,36 +58,17 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> Indices:
     """Apply a pseudo-random bijection of 0..size-1; nothing of length `size` is stored.
 
-    A balanced Feistel network over the next even power of two, walked until the image falls below
-    `size` (Black and Rogaway 2002, 'Ciphers with arbitrary finite domains'). A number of 2 w bits
-    is two halves; a round can be undone whatever `mix` is, so all eight are a bijection:
-
-           left            right
-             |               |
-            xor <-- mix(right + round key), w bits
-             |               |
-             +------. .------+
-                     X
-           left <---' '---> right
-
-    Args:
-        positions: integers in 0..size-1, any number of them.
-        size: of what is permuted.
-        seed: of the run.
-        epoch: gives an order of its own.
-
-    Example:
-        >>> sorted(permute(np.arange(10), 10, seed=1, epoch=0).tolist())
-        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    The picture at the top of this file shows how.
     """
     half_bits = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     half_mask = np.uint64((1 << int(half_bits)) - 1)
     with np.errstate(over="ignore"):
         key = _mix(_mix(np.array([seed], np.uint64)) + np.uint64(epoch))
         keys = _mix(key + np.arange(1, 9, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+        # Eight rounds map [0, 4^half_bits) to itself; an image outside [0, size) is mapped again.
         values = positions.astype(np.uint64)
         outside = np.ones(len(values), bool)
-        # Eight Feistel rounds map [0, 4^half_bits) to itself; an image outside is mapped again.
         while outside.any():
             left, right = values[outside] >> half_bits, values[outside] & half_mask
             for round_key in keys:
@@ -131,15 +141,14 @@ def _shuffled(size: int, seed: int) -> NDArray[np.uint32]:
 def _mapped(directory: Path, size: int, seed: int) -> NDArray[np.uint32]:
     """Return the shuffled numbers from a file that every rank, and every later attempt, maps.
 
-    The first rank to come makes it, in 4 bytes of its memory for each number and some 50 ns; the
-    others wait for its lock. A step reads the few pages that hold its positions, one after another:
-    a node keeps no more of the file than that.
+    The first rank writes it, which takes 4 bytes of memory and some 50 ns for each number; the
+    others wait for its lock. A step reads only the few pages that hold its positions.
     """
     path = directory / f"olmo-{size}-{seed}.u32"
     with locked(directory / ".lock"):
         if not path.exists() or path.stat().st_size != size * np.dtype(np.uint32).itemsize:
-            # On some file systems the lock holds back the ranks of one node only. What a killed
-            # rank left is written again.
+            # On some file systems the lock excludes ranks of the same node only. The file of a
+            # killed rank is written again.
             unfinished = directory / f".{path.name}.{socket.gethostname()}"
             _shuffled(size, seed).tofile(unfinished)
             fsync_path(unfinished)

@@ -1,4 +1,4 @@
-"""One source of a prepare, tokenized: its chosen documents, and a record of what made them.
+"""One source of a prepare, tokenized: its chosen documents, and a record of their origin.
 
 `train.data.prepare` makes a part of every source, in worker processes, and joins the parts.
 """
@@ -34,7 +34,7 @@ DOCUMENTS_PER_CALL = 64
 Document = NDArray[Any]
 
 
-class Chosen(Frozen):
+class Selection(Frozen):
     """The documents that are kept of a source, and how much of each."""
 
     share: Share = EVERYTHING
@@ -42,27 +42,27 @@ class Chosen(Frozen):
 
     def cut(self, ids: Any, eos_token_id: int, dtype: np.dtype[Any]) -> Document:
         """Return the kept tokens of a document, with the end-of-text token."""
-        kept = ids if self.document_tokens is None else ids[: self.document_tokens - 1]
-        return np.array([*kept, eos_token_id], dtype)
+        first_ids = ids if self.document_tokens is None else ids[: self.document_tokens - 1]
+        return np.array([*first_ids, eos_token_id], dtype)
 
 
-ALL = Chosen()
+ALL = Selection()
 
 
 class Origin(Frozen):
-    """The source and settings of a part: one made from others has to be made again."""
+    """The source and settings of a part: if they change, the part is made again."""
 
     source: Source
     record: FileRecord | None  # of the source; the files of a dataset have none
     tokenizer_sha256: str
     eos_token_id: int
-    chosen: Chosen
+    chosen: Selection
 
 
 class Part(Frozen):
     """part.json: one source, beside `bin`, its tokens, and `lengths` of its documents, int32."""
 
-    origin: Origin
+    made: Origin
     bin: FileRecord
     documents: int
     tokens: int
@@ -88,7 +88,7 @@ def vocabulary_of(directory: Path) -> Vocabulary:
     return Vocabulary(*load_tokenizer(directory), sha256_of(directory / TOKENIZER_JSON))
 
 
-def make_part(source: Source, tokenizer_dir: Path, directory: Path, chosen: Chosen) -> None:
+def make_part(source: Source, tokenizer_dir: Path, directory: Path, selection: Selection) -> None:
     """Make the part of one source, unless a prepare that was killed has made it."""
     vocabulary = vocabulary_of(tokenizer_dir)
     origin = Origin(
@@ -96,35 +96,39 @@ def make_part(source: Source, tokenizer_dir: Path, directory: Path, chosen: Chos
         record=_record_of(source),
         tokenizer_sha256=vocabulary.sha256,
         eos_token_id=vocabulary.eos_token_id,
-        chosen=chosen,
+        chosen=selection,
     )
     try:
-        if Part.model_validate_json((directory / PART_JSON).read_bytes()).origin == origin:
+        if Part.model_validate_json((directory / PART_JSON).read_bytes()).made == origin:
             return
     except (FileNotFoundError, ValidationError):
         pass
 
-    documents, tokens, max_token_id = 0, 0, -1
-    read = _known_tokens if isinstance(source, TokenDocuments) else _tokenized
     with committed_directory(directory) as unfinished:
-        with (
-            (unfinished / "bin").open("wb") as file,
-            (unfinished / "lengths").open("wb") as lengths,
-        ):
-            for batch in read(origin, vocabulary):
-                joined = np.concatenate(batch)
-                file.write(joined.tobytes())
-                lengths.write(np.array([len(document) for document in batch], np.int32).tobytes())
-                documents, tokens = documents + len(batch), tokens + len(joined)
-                max_token_id = max(max_token_id, int(joined.max()))
-        part = Part(
-            origin=origin,
-            bin=record_file(unfinished / "bin", "sha256"),
-            documents=documents,
-            tokens=tokens,
-            max_token_id=max_token_id,
-        )
+        part = _write_tokens(unfinished, origin, vocabulary)
         write_json(unfinished / PART_JSON, part.model_dump(mode="json"))
+
+
+def _write_tokens(directory: Path, origin: Origin, vocabulary: Vocabulary) -> Part:
+    """Write `bin` and `lengths` of a part, some documents at a time; return its record."""
+    documents, tokens, max_token_id = 0, 0, -1
+    reader = _known_tokens if isinstance(origin.source, TokenDocuments) else _tokenized
+    with (directory / "bin").open("wb") as file, (directory / "lengths").open("wb") as lengths:
+        for batch in reader(origin, vocabulary):
+            joined = np.concatenate(batch)
+            file.write(joined.tobytes())
+            lengths.write(np.array([len(document) for document in batch], np.int32).tobytes())
+
+            documents += len(batch)
+            tokens += len(joined)
+            max_token_id = max(max_token_id, int(joined.max()))
+    return Part(
+        made=origin,
+        bin=record_file(directory / "bin", "sha256"),
+        documents=documents,
+        tokens=tokens,
+        max_token_id=max_token_id,
+    )
 
 
 def _record_of(source: Source) -> FileRecord | None:
@@ -159,11 +163,11 @@ def _known_tokens(origin: Origin, vocabulary: Vocabulary) -> Iterator[list[Docum
 def _tokenized(origin: Origin, vocabulary: Vocabulary) -> Iterator[list[Document]]:
     """Yield the chosen documents of a text as tokens, some at a time."""
     assert not isinstance(origin.source, TokenDocuments)
-    chosen, texts = origin.chosen, origin.source.texts()
-    if chosen.share != EVERYTHING:
-        texts = (text for text in texts if chosen.share.holds(text.encode()))
+    selection, texts = origin.chosen, origin.source.texts()
+    if selection.share != EVERYTHING:
+        texts = (text for text in texts if selection.share.holds(text.encode()))
     while batch := list(islice(texts, DOCUMENTS_PER_CALL)):
         yield [
-            chosen.cut(encoding.ids, vocabulary.eos_token_id, vocabulary.dtype)
+            selection.cut(encoding.ids, vocabulary.eos_token_id, vocabulary.dtype)
             for encoding in vocabulary.tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         ]

@@ -18,12 +18,20 @@ from pathlib import Path
 import numpy as np
 
 from base.errors import UserError
-from base.files import scratch_directory
+from base.files import FileRecord, scratch_directory
 from base.progress import Progress
 from train.data.corpus_writer import commit_corpus, join_pieces
 from train.data.documents import Source, parse_source
 from train.data.manifest import Manifest
-from train.data.part import ALL, PART_JSON, Chosen, Part, make_part, vocabulary_of
+from train.data.part import (
+    ALL,
+    PART_JSON,
+    Part,
+    Selection,
+    Vocabulary,
+    make_part,
+    vocabulary_of,
+)
 from train.data.share import EVERYTHING
 
 
@@ -33,40 +41,34 @@ def prepare(
     prefix: Path,
     *,
     workers: int = 1,
-    chosen: Chosen = ALL,
+    selection: Selection = ALL,
     at_least: int = 0,
 ) -> Manifest:
     """Tokenize sources in the given order into PREFIX.bin/.idx, then write the manifest.
 
     Every document gets the end-of-text token at its end; nothing else is added. Finished parts are
-    in .PREFIX.parts until the whole is written, and a prepare that was killed makes only the
-    others.
+    in .PREFIX.parts until the result is written, so a prepare after a kill makes only the others.
 
     Raises:
-        UserError: a source is missing, damaged or given twice, or `at_least` tokens are not there.
+        UserError: a source is missing, damaged or given twice, or there are fewer than `at_least`
+            tokens.
     """
-    named = [
-        each
-        for source in sources
-        for each in (parse_source(str(source)) if isinstance(source, Path) else [source])
-    ]
-    for name, times in Counter(source.name for source in named).items():
-        if times > 1:
-            raise UserError(f"{name} is given {times} times; give every source once")
-    vocabulary_of.cache_clear()  # this process may have found another tokenizer there before
+    named = _named_sources(sources)
+    vocabulary_of.cache_clear()  # this process may have loaded another tokenizer from there before
     vocabulary = vocabulary_of(tokenizer_dir)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    kept = prefix.parent / f".{prefix.name}.parts"
+    parts_dir = prefix.parent / f".{prefix.name}.parts"
     with scratch_directory(prefix.parent / f".{prefix.name}.partial") as unfinished:
-        kept.mkdir(exist_ok=True)
-        directories = [kept / f"{index:06d}" for index in range(len(named))]
+        parts_dir.mkdir(exist_ok=True)
+        directories = [parts_dir / f"{index:06d}" for index in range(len(named))]
         try:
-            _make_parts(named, tokenizer_dir, directories, workers, chosen)
+            _make_parts(named, tokenizer_dir, directories, workers, selection)
             parts = [
-                Part.model_validate_json((each / PART_JSON).read_text()) for each in directories
+                Part.model_validate_json((directory / PART_JSON).read_text())
+                for directory in directories
             ]
             if not any(part.documents for part in parts):
-                shutil.rmtree(kept)
+                shutil.rmtree(parts_dir)
                 raise UserError(f"no document in {len(named)} source(s); give files that hold text")
             tokens = sum(part.tokens for part in parts)
             if tokens < at_least:
@@ -74,30 +76,56 @@ def prepare(
                     f"{prefix} would hold {tokens:,} tokens, {at_least:,} are needed; give more"
                     " text"
                 )
-            pieces = [
-                (place / "bin", np.memmap(place / "lengths", np.int32, mode="r").view(np.ndarray))
-                for place, part in zip(directories, parts, strict=True)
-                if part.documents
-            ]
-            files = join_pieces(pieces, unfinished, vocabulary.dtype)
+            files = _join_parts(directories, parts, unfinished, vocabulary)
         finally:
-            if kept.exists() and not any(kept.iterdir()):
-                kept.rmdir()
-        manifest = Manifest(
-            vocab_size=vocabulary.tokenizer.get_vocab_size(),
-            eos_token_id=vocabulary.eos_token_id,
-            max_token_id=max(part.max_token_id for part in parts),
-            documents=sum(part.documents for part in parts),
-            tokens=tokens,
-            tokenizer_sha256=vocabulary.sha256,
-            share=None if chosen.share == EVERYTHING else chosen.share,
-            bin=files["bin"],
-            idx=files["idx"],
-            sources={part.origin.source.name: part.origin.record or part.bin for part in parts},
-        )
+            # Parts of a prepare that failed stay, for the next one.
+            if parts_dir.exists() and not any(parts_dir.iterdir()):
+                parts_dir.rmdir()
+
+        manifest = _manifest(parts, files, vocabulary, selection)
         commit_corpus(prefix, unfinished, manifest)
-        shutil.rmtree(kept)
+        shutil.rmtree(parts_dir)
     return manifest
+
+
+def _named_sources(sources: Sequence[Path | Source]) -> list[Source]:
+    """Return all sources that paths and sources name; UserError for one given twice."""
+    named: list[Source] = []
+    for source in sources:
+        named += parse_source(str(source)) if isinstance(source, Path) else [source]
+    for name, times in Counter(source.name for source in named).items():
+        if times > 1:
+            raise UserError(f"{name} is given {times} times; give every source once")
+    return named
+
+
+def _join_parts(
+    directories: list[Path], parts: list[Part], target: Path, vocabulary: Vocabulary
+) -> dict[str, FileRecord]:
+    """Write `bin` and `idx` of all parts to `target`; return their records."""
+    pieces = [
+        (place / "bin", np.memmap(place / "lengths", np.int32, mode="r").view(np.ndarray))
+        for place, part in zip(directories, parts, strict=True)
+        if part.documents  # an empty file cannot be mapped
+    ]
+    return join_pieces(pieces, target, vocabulary.dtype)
+
+
+def _manifest(
+    parts: list[Part], files: dict[str, FileRecord], vocabulary: Vocabulary, selection: Selection
+) -> Manifest:
+    return Manifest(
+        vocab_size=vocabulary.tokenizer.get_vocab_size(),
+        eos_token_id=vocabulary.eos_token_id,
+        max_token_id=max(part.max_token_id for part in parts),
+        documents=sum(part.documents for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        tokenizer_sha256=vocabulary.sha256,
+        share=None if selection.share == EVERYTHING else selection.share,
+        bin=files["bin"],
+        idx=files["idx"],
+        sources={part.made.source.name: part.made.record or part.bin for part in parts},
+    )
 
 
 def _make_parts(
@@ -105,18 +133,18 @@ def _make_parts(
     tokenizer_dir: Path,
     directories: list[Path],
     workers: int,
-    chosen: Chosen,
+    selection: Selection,
 ) -> None:
     with Progress("prepare", total=len(sources)) as progress:
         if workers == 1:
             for source, directory in zip(sources, directories, strict=True):
-                make_part(source, tokenizer_dir, directory, chosen)
+                make_part(source, tokenizer_dir, directory, selection)
                 progress.advance()
             return
         spawn = multiprocessing.get_context("spawn")  # tokenizers' threads do not survive a fork
         with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker) as pool:
             futures = [
-                pool.submit(make_part, source, tokenizer_dir, directory, chosen)
+                pool.submit(make_part, source, tokenizer_dir, directory, selection)
                 for source, directory in zip(sources, directories, strict=True)
             ]
             try:

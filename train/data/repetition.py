@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from train.data.config import RepetitionFilter
 
-# Matches seen before a sequence is examined token by token: more spare more sequences that.
+# Matches found before a sequence is examined token by token: more of them spare more sequences.
 PROBES = 4
 
 

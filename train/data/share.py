@@ -49,7 +49,7 @@ EVERYTHING = Share(first=0, stop=PLACES)
 
 
 def parse_share(text: str) -> Share:
-    """Return '0-20000' as a share; UserError for anything that is none."""
+    """Return the share that text such as '0-20000' names; UserError for other text."""
     first, _, stop = text.partition("-")
     try:
         return Share.model_validate({"first": first, "stop": stop})

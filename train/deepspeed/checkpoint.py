@@ -85,8 +85,8 @@ class StateFiles:
 def read_state(directory: Path, partitions: list[Partition], kinds: dict[str, list[Tensor]]) -> int:
     """Fill the tensors of every kind from a checkpoint; return the updates AdamW had counted.
 
-    A slot that the checkpoint does not hold keeps what it has: a branch may average what its parent
-    did not.
+    A slot that the checkpoint does not hold stays as it is: a branch may have averages that its
+    parent did not.
 
     Raises:
         UserError: files are missing or do not fit the model.
@@ -100,12 +100,15 @@ def read_state(directory: Path, partitions: list[Partition], kinds: dict[str, li
                 f"{directory} holds {len(paths)} files of optimizer state, not one of every rank;"
                 " restore the others"
             )
+
         # By key: the file of every rank with a range of it, and where the range starts.
         ranges: dict[str, list[tuple[Any, int]]] = {}
         for file, header in zip(files, headers, strict=True):
             for key in file.keys():  # noqa: SIM118  it is no dictionary
                 start = header["starts"][key.partition("/")[2]]
                 ranges.setdefault(key, []).append((file.get_slice(key), start))
+
+        # This rank's ranges need not be those of any rank that wrote.
         present = {key.partition("/")[0] for key in ranges}
         for kind, values in kinds.items():
             if kind.startswith("slot.") and kind not in present:
@@ -124,10 +127,10 @@ def _fill(out: Tensor, piece: Piece, ranges: list[tuple[Any, int]]) -> bool:
     """Fill `out` [piece.length] from ranges of its parameter; return whether they suffice."""
     filled = 0
     for part, start in ranges:
-        left = max(piece.start, start)
-        right = min(piece.start + piece.length, start + part.get_shape()[0])
-        if left < right:
-            values = part[left - start : right - start]
-            out[left - piece.start : right - piece.start] = values.to(out.device)
-            filled += right - left
+        first = max(piece.start, start)
+        stop = min(piece.start + piece.length, start + part.get_shape()[0])
+        if first < stop:
+            values = part[first - start : stop - start]
+            out[first - piece.start : stop - piece.start] = values.to(out.device)
+            filled += stop - first
     return filled == piece.length

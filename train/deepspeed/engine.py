@@ -49,6 +49,8 @@ class DeepSpeedEngine:
                 f" {DENSE_MASK} tokens; set engine to 'megatron'"
             )
         self.data_parallel = run.data_parallel_size(dist.get_world_size())
+
+        # DeepSpeed takes the model and our AdamW, and casts and shards the weights.
         config = deepspeed_config(run, self.data_parallel)
         join(device)
         model = build_model(run)
@@ -60,13 +62,7 @@ class DeepSpeedEngine:
         self._sharding = sharding_of(self._engine, self._parameters)
         self._partitions = self._sharding.partitions()
         self._memory = SnapshotMemory(device)
-        for owner, *_ in self._partitions:
-            # The state that AdamW makes at its first step: a checkpoint can hold it before.
-            moments = {
-                moment: torch.zeros_like(owner, dtype=torch.float32, requires_grad=False)
-                for moment in MOMENTS
-            }
-            self._adamw.state[owner] = {"step": torch.zeros((), device=owner.device), **moments}
+        self._initialize_moments()
         if run.optimizer.matrices == "muon":
             dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
             parts = self._sharding.matrices(hidden_matrices(run.model), dtype)
@@ -94,6 +90,15 @@ class DeepSpeedEngine:
             fused=True,
         )
 
+    def _initialize_moments(self) -> None:
+        """Set the state that AdamW makes at its first step, for a checkpoint before that."""
+        for owner, *_ in self._partitions:
+            moments = {
+                moment: torch.zeros_like(owner, dtype=torch.float32, requires_grad=False)
+                for moment in MOMENTS
+            }
+            self._adamw.state[owner] = {"step": torch.zeros((), device=owner.device), **moments}
+
     @property
     def replica(self) -> Replica:
         """Return the data-parallel replica that this rank is a part of."""
@@ -112,6 +117,8 @@ class DeepSpeedEngine:
             group["lr"] = learning_rate
             decay = self.run.optimizer.decay_at(learning_rate, hidden=group["hidden"])
             group["weight_decay"] = decay if group["decayed"] else 0.0
+
+        # Forward and backward, with the sums of the replica's losses.
         self._engine.train()
         microbatches = batch.microbatches(self.run.micro_batch_size, self.device)
         sequences = len(microbatches) * self.run.micro_batch_size * self.data_parallel
@@ -123,6 +130,7 @@ class DeepSpeedEngine:
             # DeepSpeed divides by the microbatches and averages over the ranks.
             self._engine.backward(sums[:2].sum() / microbatch.counted_BS.numel())
             totals += sums.detach()
+
         dist.all_reduce(totals)
         norm = self._sharding.gradient_norm().to(totals)
         # The one transfer from the device in a step, but for DeepSpeed's own.

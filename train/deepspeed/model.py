@@ -3,7 +3,7 @@
 Shapes: B sequences, S tokens, W width of a module's output.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +46,7 @@ def build_model(run: RunConfig) -> PreTrainedModel:
             hf_config, dtype=torch.float32, attn_implementation="causal_sdpa"
         )
     parameters = hf_parameters(model)
-    shapes = {name: tuple(each.shape) for name, each in parameters.items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     assert shapes == parameter_shapes(run.model), "not the model of train/model/families.py"
     if run.recompute == "layers":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -62,8 +62,8 @@ def recorded(model: Any) -> Iterator[dict[str, Tensor]]:
 
     def keep(name: str, every_token: bool) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output_BSW: Tensor) -> None:
-            kept = output_BSW if every_token else output_BSW[:, -1]
-            outputs[PROBE_OUTPUTS + name] = kept.detach().to("cpu", torch.float32, copy=True)
+            tokens = output_BSW if every_token else output_BSW[:, -1]
+            outputs[PROBE_OUTPUTS + name] = tokens.detach().to("cpu", torch.float32, copy=True)
 
         return hook
 
@@ -78,6 +78,23 @@ def recorded(model: Any) -> Iterator[dict[str, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _AttentionInputs(TorchFunctionMode):
+    """A hook on queries and keys, after norm and rotation, where transformers hands them over."""
+
+    def __init__(self, observe: Callable[[Tensor, Tensor, Tensor | None], None]) -> None:
+        super().__init__()
+        self._observe = observe
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            (query, key), mask_B1SS, documents_BS = args[:2], kwargs["attn_mask"], None
+            if mask_B1SS is not None:  # tokens of a document attend to the same first one
+                documents_BS = mask_B1SS[:, 0].int().argmax(-1)
+            self._observe(query, key, documents_BS)
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -96,24 +113,13 @@ def observed(model: Any, record: ForwardRecord) -> Iterator[None]:
     def end(_module: nn.Module, _inputs: Any, output_BSH: Tensor) -> None:
         record.residual(current, output_BSH)
 
-    class Attention(TorchFunctionMode):
-        """Sees queries and keys, after norm and rotation, where transformers hands them over."""
-
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            kwargs = kwargs or {}
-            if func is nn.functional.scaled_dot_product_attention:
-                (query, key), mask_B1SS, documents_BS = args[:2], kwargs["attn_mask"], None
-                if mask_B1SS is not None:  # tokens of a document attend to the same first one
-                    documents_BS = mask_B1SS[:, 0].int().argmax(-1)
-                record.attention(current, query, key, documents_BS)
-            return func(*args, **kwargs)
+    def attention(query: Tensor, key: Tensor, documents_BS: Tensor | None) -> None:
+        record.attention(current, query, key, documents_BS)
 
     handles = [layer.register_forward_pre_hook(begin(i)) for i, layer in enumerate(layers)]
     handles += [layer.register_forward_hook(end) for layer in layers]
     try:
-        with Attention():
+        with _AttentionInputs(attention):
             yield
     finally:
         for handle in handles:
@@ -127,7 +133,7 @@ def recorded_linears(model: Any, names: Sequence[str]) -> Iterator[dict[str, Lin
     records = {name: LinearRecord.of(module.weight.detach()) for name, module in modules.items()}
 
     def add(name: str) -> Any:
-        return lambda _, given: records[name].inputs.add(given[0])
+        return lambda _, inputs: records[name].inputs.add(inputs[0])
 
     handles = [module.register_forward_pre_hook(add(name)) for name, module in modules.items()]
     try:

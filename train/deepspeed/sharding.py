@@ -91,7 +91,7 @@ class Flat:
                 end = begin + parameter.numel()
                 ranks = range(begin // size, (end - 1) // size + 1)
                 if self._names[parameter] in names and rank in ranks:
-                    bounds = [begin, *(size * each for each in ranks[1:]), end]
+                    bounds = [begin, *(size * holder for holder in ranks[1:]), end]
                     spans = tuple((a - begin, b - begin) for a, b in itertools.pairwise(bounds))
                     start, stop = (begin + at - rank * size for at in spans[rank - ranks[0]])
                     orthogonalize = partial(_flat_orthogonalized, parameter.shape, dtype)

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 BUCKET_ELEMENTS: int | None = None  # megatron-core's: 40 million, more on more than 40 ranks
-PIECE_ELEMENTS = 1 << 20  # sent at once: what arrives is added while it is in the cache
+PIECE_ELEMENTS = 1 << 20  # sent at once: few enough to be added while they are in the cache
 
 
 def overlaps(device: torch.device) -> bool:
@@ -34,7 +34,7 @@ def overlaps(device: torch.device) -> bool:
 
 
 class DataParallel(DistributedDataParallel):
-    """One stage with its buffers of weights and gradients, and what is in flight of them."""
+    """One stage with its buffers of weights and gradients, and their pending collectives."""
 
     def __init__(self, config: TransformerConfig, model: GPTModel, device: torch.device) -> None:
         self.overlaps = overlaps(device)
@@ -66,7 +66,7 @@ class DataParallel(DistributedDataParallel):
     def _gather_before(
         self, module: torch.nn.Module, parameters: Iterable[torch.nn.Parameter]
     ) -> None:
-        buckets = dict.fromkeys(self.param_to_bucket_group[each] for each in parameters)
+        buckets = dict.fromkeys(self.param_to_bucket_group[parameter] for parameter in parameters)
 
         def wait(*_: Any) -> None:
             for bucket in buckets:
@@ -110,26 +110,26 @@ def _use_gloo_in_place() -> None:
     module.dist_all_gather_func, module.dist_reduce_scatter_func = _all_gather, _reduce_scatter
 
 
-def _all_gather(whole: Tensor, _own: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> None:
-    """Fill `whole` with the shards of all ranks; it holds this rank's already."""
+def _all_gather(buffer: Tensor, _own: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> None:
+    """Fill `buffer` with the shards of all ranks; it holds this rank's already."""
     assert not async_op
     works = [
         dist.broadcast(shard, group=group, group_src=rank, async_op=True)
-        for rank, shard in enumerate(whole.chunk(group.size()))
+        for rank, shard in enumerate(buffer.chunk(group.size()))
     ]
     for work in works:
         work.wait()
 
 
 def _reduce_scatter(
-    _own: Tensor, whole: Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool
+    _own: Tensor, buffer: Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool
 ) -> None:
-    """Add the other ranks' values to this rank's shard of `whole`; the other shards stay."""
+    """Add the other ranks' values to this rank's shard of `buffer`; the other shards stay."""
     assert op == dist.ReduceOp.SUM
     assert not async_op
     own, size = group.rank(), group.size()
     peers = [rank for rank in range(size) if rank != own]
-    for pieces in zip(*(shard.split(PIECE_ELEMENTS) for shard in whole.chunk(size)), strict=True):
+    for pieces in zip(*(shard.split(PIECE_ELEMENTS) for shard in buffer.chunk(size)), strict=True):
         received = [torch.empty_like(pieces[own]) for _ in peers]
         works: list[Any] = [dist.isend(pieces[peer], group=group, group_dst=peer) for peer in peers]
         works += [

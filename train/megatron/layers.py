@@ -183,24 +183,24 @@ class Olmo2Layer(TransformerLayer):
 
         qkv, _ = attention.linear_qkv(x)
         query, key, value = self.heads(qkv)
-        turned = self._normed_and_rotated(query, key)
-        with self._kept(turned, lambda: self._normed_and_rotated(query, key)):
-            mixed = attention.core_attention(
-                *turned,
+        rotated = self._normed_and_rotated(query, key)
+        with self._recomputed(rotated, lambda: self._normed_and_rotated(query, key)):
+            context = attention.core_attention(
+                *rotated,
                 value,
                 mask,
                 attn_mask_type=AttnMaskType.causal,
                 packed_seq_params=packed,
             )
-        attended, _ = attention.linear_proj(mixed)
+        projected, _ = attention.linear_proj(context)
 
         attention_norm = attention.linear_proj.post_norm
-        h = attention_norm(attended, x)
-        with self._kept((h,), lambda: (attention_norm(attended, x),)):
+        h = attention_norm(projected, x)
+        with self._recomputed((h,), lambda: (attention_norm(projected, x),)):
             gate_up, _ = mlp.linear_fc1(h)
 
         product = swiglu(gate_up)
-        with self._kept((product,), lambda: (swiglu(gate_up),)):
+        with self._recomputed((product,), lambda: (swiglu(gate_up),)):
             y, _ = mlp.linear_fc2(product)
         output: Tensor = mlp.linear_fc2.post_norm(y, h)
         return output
@@ -217,8 +217,9 @@ class Olmo2Layer(TransformerLayer):
             group=group if group.size() > 1 else None,
         )
 
-    def _kept(
+    def _recomputed(
         self, outputs: tuple[Tensor, ...], compute: Callable[[], tuple[Tensor, ...]]
     ) -> AbstractContextManager[None]:
+        """Keep `compute` for backward instead of its outputs, where the run recomputes these."""
         selective = self.recompute == "selective"
         return recomputed(outputs, compute) if selective else nullcontext()

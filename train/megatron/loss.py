@@ -71,6 +71,7 @@ class _HeadLosses(torch.autograd.Function):
             by_hidden_TH, by_weight_VH = torch.empty_like(hidden_TH), torch.zeros_like(weight_VH)
 
         for start in range(0, num_labels, chunk_tokens):
+            # Both losses of the chunk.
             part = slice(start, start + chunk_tokens)
             chunk = Targets(targets.labels_T[part], targets.counted_T[part], targets.z_loss)
             hidden_CH = hidden_TH[part]
@@ -80,6 +81,7 @@ class _HeadLosses(torch.autograd.Function):
             losses_C = log_z_C - label_logit_C, chunk.z_loss * log_z_C.square()
             sums += torch.stack([x_C.where(chunk.counted_T, 0).double().sum() for x_C in losses_C])
 
+            # The gradient by the logits, and with it those by the hidden states and the weight.
             if differentiate:
                 scale_C = chunk.counted_T / num_labels
                 by_logits_CV = _shares(
@@ -87,8 +89,8 @@ class _HeadLosses(torch.autograd.Function):
                 )
                 # The label's share, less 1: computed in fp32, where it may be close to 0.
                 share_C = (label_logit_C - log_z_C).exp() * (1 + 2 * chunk.z_loss * log_z_C) - 1
-                kept_C = by_logits_CV.gather(-1, index_C1).squeeze(-1)
-                label_C = (scale_C * share_C).to(kept_C.dtype).where(local_C, kept_C)
+                other_C = by_logits_CV.gather(-1, index_C1).squeeze(-1)  # where the label is not
+                label_C = (scale_C * share_C).to(other_C.dtype).where(local_C, other_C)
                 by_logits_CV.scatter_(-1, index_C1, label_C.unsqueeze(-1))
                 torch.mm(by_logits_CV, weight_VH, out=by_hidden_TH[part])
                 by_weight_VH.addmm_(by_logits_CV.t(), hidden_CH)

@@ -105,6 +105,7 @@ def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
     if run.kernels == "transformer_engine":
         kernels = transformer_engine.kernels()
         recompute = "none" if recompute == "layers" else recompute  # mcore recomputes whole layers
+
     attention = SelfAttentionSubmodules(
         linear_qkv=kernels["column"],
         core_attention=kernels["attention"],
@@ -170,8 +171,8 @@ def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
 
 def weight_shard(name: str, read: Callable[[str], Tensor], model: ModelConfig) -> Tensor:
     """Return this rank's shard of the parameter `name`, from whole tensors by HF name."""
-    whole = megatron_names.from_hf(name, read, model)
+    weight = megatron_names.from_hf(name, read, model)
     rank = parallel_state.get_tensor_model_parallel_rank()
     return megatron_names.shard(
-        name, whole, rank, parallel_state.get_tensor_model_parallel_world_size()
+        name, weight, rank, parallel_state.get_tensor_model_parallel_world_size()
     )

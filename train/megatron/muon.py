@@ -51,10 +51,10 @@ class _Matrix:
         shards = [torch.empty_like(flat) for _ in range(size)] if size > 1 else [flat]
         if size > 1:
             dist.all_gather(shards, flat, parallel_state.get_tensor_model_parallel_group())
-        whole = megatron_names.unshard(self._name, [shard.view(self._shape) for shard in shards])
+        matrix = megatron_names.unshard(self._name, [shard.view(self._shape) for shard in shards])
 
         dtype = PARAMETER_DTYPE[self._run.precision]
         for rows in megatron_names.hf_rows(self._name, self._run.model).values():
             index = torch.cat([torch.arange(*span, device=flat.device) for span in rows])
-            whole[index] = muon.orthogonalized(whole[index], dtype)
-        return megatron_names.shard(self._name, whole, rank, size).flatten()
+            matrix[index] = muon.orthogonalized(matrix[index], dtype)
+        return megatron_names.shard(self._name, matrix, rank, size).flatten()

@@ -143,7 +143,9 @@ def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> MegatronO
 def _any_of(name: str, parameters: set[torch.nn.Parameter]) -> ParamKey:
     """Return mcore's key of a set of parameters."""
     return ParamKey(
-        with_name_predicate=ParamWithNamePredicate(name, lambda each, _: each in parameters)
+        with_name_predicate=ParamWithNamePredicate(
+            name, lambda parameter, _: parameter in parameters
+        )
     )
 
 
@@ -176,6 +178,7 @@ def clip_and_update(
         group["weight_decay"] = decay * group["wd_mult"]
     factor = settings.clip_grad_norm / (grad_norm + 1e-6)
     if factor < 1:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        torch._foreach_mul_([each.grad for each in parameters if each.grad is not None], factor)
+        parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
+        gradients = [weight.grad for weight in parameters if weight.grad is not None]
+        torch._foreach_mul_(gradients, factor)
     optimizer.step_with_ready_grads()

@@ -73,7 +73,7 @@ class OptimizerState:
         (ranges_by_bucket,) = part.gbuf_ranges[buffer_index].values()
         for bucket, ranges in zip(buffer.buckets, ranges_by_bucket, strict=True):
             stretch = bucket.grad_data.numel() // self._group.size()
-            for parameter, range_of in ranges["param_map"].items():
+            for parameter, places in ranges["param_map"].items():
                 begin, end, _ = buffer.param_index_map[parameter]
                 begin, end = begin - bucket.offset, end - bucket.offset
                 owner, last = begin // stretch, (end - 1) // stretch
@@ -81,8 +81,8 @@ class OptimizerState:
                 group_index, order = part.model_param_group_index_map[parameter]
                 yield Piece(
                     parameter,
-                    range_of["param"].start,
-                    range_of["param"].end,
+                    places["param"].start,
+                    places["param"].end,
                     owner,
                     last,
                     tuple((a - begin, b - begin) for a, b in itertools.pairwise(bounds)),
@@ -137,8 +137,8 @@ class OptimizerState:
         entries = _entries(model)
         state = {}
         for index, piece in enumerate(self.pieces):
-            wholes = {key: self._whole(piece, flat) for key, flat in self._tensors(piece).items()}
-            state[str(index)] = self._split_as(entries, piece, wholes)
+            tensors = {key: self._joined(piece, flat) for key, flat in self._tensors(piece).items()}
+            state[str(index)] = self._split_as(entries, piece, tensors)
         return state
 
     def spread(self, model: Any) -> None:
@@ -151,8 +151,7 @@ class OptimizerState:
         """Return empty tensors for mcore to load into: weights, moments, and `slots`.
 
         They hold the rows of a parameter in which this rank's piece is, not the whole parameter.
-        The slots need not be this run's: a branch may average what its parent did not, or the other
-        way round.
+        The slots need not be this run's: a branch and its parent may have different averages.
         """
         entries, kinds = _entries(model), ("param", *MOMENTS, *(SLOT + name for name in slots))
         return {
@@ -163,25 +162,25 @@ class OptimizerState:
         }
 
     def _split_as(
-        self, entries: dict[int, Any], piece: Piece, wholes: dict[str, Tensor | None]
+        self, entries: dict[int, Any], piece: Piece, tensors: dict[str, Tensor | None]
     ) -> dict[str, Any]:
         """Return a parameter's state split over ranks as the parameter is, written by its owner."""
         entry = entries[id(piece.parameter)]
         replica = (*entry.replica_id[:-1], self._rank - piece.owner)
         state = {}
-        for key, data in wholes.items():
-            if data is not None:
+        for key, tensor in tensors.items():
+            if tensor is not None:
                 changes: dict[str, Any] = {
                     "key": f"{STATE}{key}.{entry.key}",
-                    "data": data,
+                    "data": tensor,
                     "replica_id": replica,
                 }
                 if isinstance(entry, ShardedTensor):
-                    changes["dtype"] = data.dtype
+                    changes["dtype"] = tensor.dtype
                 state[key] = replace(entry, **changes)
         return state
 
-    def _whole(self, piece: Piece, flat: Tensor) -> Tensor | None:
+    def _joined(self, piece: Piece, flat: Tensor) -> Tensor | None:
         """Return a whole parameter's state on its owner, live if all of it is there; else None."""
         if piece.owner == piece.last:
             return flat.view(piece.parameter.shape)
@@ -189,11 +188,11 @@ class OptimizerState:
         if self._rank != piece.owner:
             dist.send(flat.cpu(), peers[piece.owner], self._group)
             return None
-        whole = torch.empty(piece.parameter.numel(), device="cpu")
-        whole[piece.start : piece.stop] = flat
+        joined = torch.empty(piece.parameter.numel(), device="cpu")
+        joined[piece.start : piece.stop] = flat
         for rank, (start, stop) in enumerate(piece.ranks[1:], piece.owner + 1):
-            dist.recv(whole[start:stop], peers[rank], self._group)
-        return whole.view(piece.parameter.shape)
+            dist.recv(joined[start:stop], peers[rank], self._group)
+        return joined.view(piece.parameter.shape)
 
     def assign(self, weight_of: Callable[[torch.nn.Parameter], Tensor]) -> None:
         """Set the main weights to what `weight_of` returns, in the shape of the parameter."""

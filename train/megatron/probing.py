@@ -30,7 +30,7 @@ from train.run.directory import PROBE_OUTPUTS
 
 
 def probe(pipeline: Pipeline, inputs_BS: Tensor) -> dict[str, Tensor]:
-    """Return what `Engine.probe` does: the ranks of the first replica send their parts."""
+    """Return the outputs of `Engine.probe`: the ranks of the first replica send their parts."""
     recorder = _Recorder(pipeline, length=inputs_BS.shape[1])
     try:
         recorder.attach(pipeline.model.module)
@@ -40,11 +40,11 @@ def probe(pipeline: Pipeline, inputs_BS: Tensor) -> dict[str, Tensor]:
             handle.remove()
     if logits_SBV is not None:
         recorder.keep("logits", logits_SBV[: recorder.length].transpose(0, 1), own_features=True)
-    whole: dict[str, list[Tensor]] = {}
-    for part in sent_to_rank_zero(recorder.kept):  # tensor ranks of a group follow each other
-        for name, output in part.items():
-            whole.setdefault(name, []).append(output)
-    return {name: torch.cat(outputs, -1) for name, outputs in whole.items()}
+    parts: dict[str, list[Tensor]] = {}
+    for outputs in sent_to_rank_zero(recorder.outputs):  # tensor ranks of a group are in order
+        for name, output in outputs.items():
+            parts.setdefault(name, []).append(output)
+    return {name: torch.cat(features, -1) for name, features in parts.items()}
 
 
 class _Recorder:
@@ -56,7 +56,7 @@ class _Recorder:
 
     def __init__(self, pipeline: Pipeline, length: int) -> None:
         self.length = length
-        self.kept: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
         self.handles: list[RemovableHandle] = []
         self._sequence_parallel = pipeline.run.parallel.sequence
 
@@ -84,13 +84,13 @@ class _Recorder:
 
         self._after(attention.linear_qkv, projected)
 
-        def turned_back(given: Any, _: Any) -> None:
-            for part, heads_SBND in zip("qk", given, strict=False):
+        def rotated_back(inputs: Any, _: Any) -> None:
+            for part, heads_SBND in zip("qk", inputs, strict=False):
                 length, _, _, size = heads_SBND.shape
                 cos, sin = rotations(length, size, layer.rotary_base, heads_SBND.device)
                 self._split(f"{of_attention}.{part}_norm", rotated(heads_SBND, cos, -sin))
 
-        self._after(attention.core_attention, turned_back)
+        self._after(attention.core_attention, rotated_back)
         names = f"{of_attention}.o_proj", f"{name}.post_attention_layernorm"
         self._norm(attention.linear_proj.post_norm, *names)
 
@@ -104,9 +104,10 @@ class _Recorder:
         self._norm(mlp.linear_fc2.post_norm, *names)
         self._after(layer, lambda _, out: self._whole(name, out[0]))
 
-    def _after(self, module: nn.Module, see: Callable[[Any, Any], None]) -> None:
-        """Call `see` with the arguments and the output of every forward pass of the module."""
-        self.handles.append(module.register_forward_hook(lambda _, given, out: see(given, out)))
+    def _after(self, module: nn.Module, observe: Callable[[Any, Any], None]) -> None:
+        """Call `observe` with the arguments and the output of every forward pass of the module."""
+        hook = module.register_forward_hook(lambda _, inputs, output: observe(inputs, output))
+        self.handles.append(hook)
 
     def _norm(self, module: nn.Module, before: str, after: str) -> None:
         """Record the input of a norm, the output of the linear before it, and the norm of it.
@@ -114,11 +115,11 @@ class _Recorder:
         In a layer the residual is added to the norm at once.
         """
 
-        def see(given: Any, _: Any) -> None:
-            self._whole(before, given[0])
-            self._whole(after, module.forward(given[0]))
+        def observe(inputs: Any, _: Any) -> None:
+            self._whole(before, inputs[0])
+            self._whole(after, module.forward(inputs[0]))
 
-        self._after(module, see)
+        self._after(module, observe)
 
     def _split(self, name: str, x: Tensor) -> None:
         """Record features of this tensor-parallel rank: [S, B, W], or heads [S, B, N, D]."""
@@ -128,18 +129,18 @@ class _Recorder:
         """Record an output of all features."""
         if self._sequence_parallel:
             x_SBW = gather_from_sequence_parallel_region(x_SBW)
-        kept = x_SBW[: self.length].transpose(0, 1) if every_token else x_SBW[self.length - 1]
-        self.keep(PROBE_OUTPUTS + name, kept, own_features=False)
+        tokens = x_SBW[: self.length].transpose(0, 1) if every_token else x_SBW[self.length - 1]
+        self.keep(PROBE_OUTPUTS + name, tokens, own_features=False)
 
     def keep(self, name: str, output: Tensor, *, own_features: bool) -> None:
         """Copy an output once: in the first replica, on its tensor ranks or the first of them."""
         replicas = parallel_state.get_data_parallel_rank()
         if replicas == 0 and (own_features or parallel_state.get_tensor_model_parallel_rank() == 0):
-            self.kept[name] = output.to("cpu", torch.float32, copy=True)
+            self.outputs[name] = output.to("cpu", torch.float32, copy=True)
 
 
 def record_forward(pipeline: Pipeline, batch: Batch) -> ForwardRecord:
-    """Return what `Engine.record_forward` does, of this rank's layers and heads."""
+    """Return the figures of `Engine.record_forward` for this rank's layers and heads."""
     record, handles = ForwardRecord(), []
 
     def watch(layer: Any) -> None:
@@ -148,9 +149,9 @@ def record_forward(pipeline: Pipeline, batch: Batch) -> ForwardRecord:
         def residual(_: Any, __: Any, out: Any) -> None:
             record.residual(index, out[0])
 
-        def attention(_: Any, given: Any, named: Any, __: Any) -> None:
-            query_BNSD, key_BNSD = (x_SBND.permute(1, 2, 0, 3) for x_SBND in given[:2])
-            packed, documents_BS = named["packed_seq_params"], None
+        def attention(_: Any, inputs: Any, options: Any, __: Any) -> None:
+            query_BNSD, key_BNSD = (x_SBND.permute(1, 2, 0, 3) for x_SBND in inputs[:2])
+            packed, documents_BS = options["packed_seq_params"], None
             if packed is not None:
                 documents_BS = document_numbers(packed.cu_seqlens_q, query_BNSD.shape[2])
             record.attention(index, query_BNSD, key_BNSD, documents_BS)
@@ -172,21 +173,21 @@ def record_forward(pipeline: Pipeline, batch: Batch) -> ForwardRecord:
 def record_linears(
     pipeline: Pipeline, batch: Batch, names: Sequence[str]
 ) -> dict[str, LinearRecord]:
-    """Return what `Engine.record_linears` does, on the first tensor rank of a linear's stage."""
+    """Return the records of `Engine.record_linears` on the first tensor rank of each stage."""
     if parallel_state.get_data_parallel_rank() != 0:
         return {}
     records, handles = dict[str, LinearRecord](), []
 
-    def whole(part: Tensor) -> Tensor:
+    def all_inputs(part: Tensor) -> Tensor:
         """Return all inputs of a row-parallel linear, the last axis; every tensor rank calls."""
         gathered: Tensor = gather_from_tensor_model_parallel_region(part)
         return gathered
 
     def watch(name: str, module: Any) -> None:
-        records[name] = LinearRecord.of(whole(module.weight.detach()))
+        records[name] = LinearRecord.of(all_inputs(module.weight.detach()))
         handles.append(
             module.register_forward_pre_hook(
-                lambda _, given: records[name].inputs.add(whole(given[0]))
+                lambda _, inputs: records[name].inputs.add(all_inputs(inputs[0]))
             )
         )
 
@@ -197,7 +198,8 @@ def record_linears(
                 (name,) = megatron_names.hf_names(f"{prefix}.{suffix}.weight")
                 if name in names:
                     watch(name, layer.get_submodule(suffix))
-        # one by one: the last may hold fewer sequences, which the stages of a pipeline do not take
+
+        # One by one: the last may hold fewer sequences, which the stages of a pipeline do not take.
         for microbatch in batch.microbatches(pipeline.run.micro_batch_size, torch.device("cpu")):
             pipeline.losses(microbatch, forward_only=True)
     finally:

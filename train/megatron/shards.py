@@ -52,13 +52,13 @@ class ShardedSnapshot:
 
     def __init__(self, state: dict[str, Any], directory: Path, memory: SnapshotMemory) -> None:
         sharded, self._common = save_preprocess(state)
-        written = [
+        entries = [
             entry
             for entry in nested_values(sharded)
             if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id)
         ]
-        self._copies = memory.copied([entry.data for entry in written])
-        for entry, copy in zip(written, self._copies.tensors, strict=True):
+        self._copies = memory.copied([entry.data for entry in entries])
+        for entry, copy in zip(entries, self._copies.tensors, strict=True):
             entry.data = copy
         plan = _Plan(sharded, directory)
         self._directory, self._planned, self._writer = directory, plan.planned, plan.writer
@@ -68,7 +68,7 @@ class ShardedSnapshot:
     def write(self) -> list[str]:
         """Write and sync this rank's files."""
         self._copies.wait()
-        written: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         for index, bucket in enumerate(self._writer.write_buckets):
             outcomes: queue.Queue = queue.Queue()
             pending: queue.Queue = queue.Queue()
@@ -80,8 +80,8 @@ class ShardedSnapshot:
             _, outcome = outcomes.get()
             if isinstance(outcome, Exception):
                 raise outcome
-            written[index] = outcome
-        self._writer.results_queue.put(written)
+            results[index] = outcome
+        self._writer.results_queue.put(results)
         self._copies.release()
         return [name for _, name, _ in self._writer.write_buckets]
 

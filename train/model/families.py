@@ -12,6 +12,7 @@ def hf_settings(model: ModelConfig, sequence_length: int, eos_token_id: int) -> 
 
     Everything is set: transformers' defaults are not those of the released models.
     """
+    # Fields of all families.
     rope = {"rope_type": "default", "rope_theta": model.rope_theta}
     settings: dict[str, Any] = {
         "vocab_size": model.vocab_size,
@@ -29,6 +30,8 @@ def hf_settings(model: ModelConfig, sequence_length: int, eos_token_id: int) -> 
         "pad_token_id": None,
         "use_cache": True,
     }
+
+    # GPT-NeoX has LayerNorm, no gate, no grouped queries, and rotates a part of each head.
     if model.family == "gpt_neox":
         return settings | {
             "hidden_act": "gelu",
@@ -37,6 +40,7 @@ def hf_settings(model: ModelConfig, sequence_length: int, eos_token_id: int) -> 
             "use_parallel_residual": True,
             "rope_parameters": rope | {"partial_rotary_factor": model.rotary_fraction},
         }
+
     settings |= {
         "hidden_act": "silu",
         "num_key_value_heads": model.num_key_value_heads,

@@ -87,5 +87,5 @@ def _quantiles() -> tuple[Tensor, Tensor]:
     mantissas = 1 + np.arange(1 << CELL_BITS) / (1 << CELL_BITS)
     octaves = 2.0 ** np.arange(FIRST_EXPONENT, -1)
     probabilities = [*np.outer(octaves, mantissas).flatten().tolist(), 0.5, 0.5]
-    distances = np.array([-NormalDist().inv_cdf(each) for each in probabilities])
+    distances = np.array([-NormalDist().inv_cdf(probability) for probability in probabilities])
     return torch.from_numpy(distances[:-1]).float(), torch.from_numpy(np.diff(distances)).float()

@@ -109,14 +109,14 @@ def hf_rows(name: str, model: ModelConfig) -> dict[str, list[tuple[int, int]]]:
     return {names[0]: [(0, rows)]}
 
 
-def shard(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
+def shard(name: str, weight: Tensor, rank: int, size: int) -> Tensor:
     """Return the part of tensor rank `rank` of `size` in the whole megatron tensor `name`."""
     entry, _ = _entry(name)
     if entry.shard_axis is None:
-        return whole
+        return weight
     if entry.fusion == "gate_up":  # each rank holds its gate rows, then its up rows
-        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
-    return whole.chunk(size, dim=entry.shard_axis)[rank]
+        return torch.cat([half.chunk(size)[rank] for half in weight.chunk(2)])
+    return weight.chunk(size, dim=entry.shard_axis)[rank]
 
 
 def unshard(name: str, shards: list[Tensor]) -> Tensor:
@@ -135,6 +135,6 @@ def shard_axis(name: str) -> int | None:
 
 def whole_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
     """Return the shape of a whole megatron tensor: its HF parts, stacked along their rows."""
-    known = parameter_shapes(model)
-    shapes = [known[hf_name] for hf_name in hf_names(name)]
+    hf_shapes = parameter_shapes(model)
+    shapes = [hf_shapes[hf_name] for hf_name in hf_names(name)]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])

@@ -1,4 +1,4 @@
-"""Recomputation of what autograd would keep, from tensors that it keeps anyway."""
+"""Recomputation of tensors that autograd would keep, from others that it keeps anyway."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +24,10 @@ def recomputed(
         index = positions.get(x.untyped_storage().data_ptr())
         return x if index is None else (index, x.shape, x.stride(), x.storage_offset())
 
-    def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        index, *view = kept
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        index, *view = packed
         output: Tensor = again()[index].detach()
         return output.as_strided(*view)
 

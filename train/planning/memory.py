@@ -26,7 +26,7 @@ FP32 = 4
 
 
 class RankMemory(NamedTuple):
-    """The memory of one GPU of pipeline stage `stage`, in bytes by what takes it."""
+    """The memory of one GPU of pipeline stage `stage`, in bytes by component."""
 
     stage: int
     components: dict[str, int]
@@ -126,9 +126,9 @@ def layer_activation_bytes(config: RunConfig) -> tuple[int, int]:
 def _activations(config: RunConfig, stage: int, num_micro: int) -> dict[str, int]:
     parallel, model, d = config.parallel, config.model, bytes_of_weight(config)
     tokens = config.micro_batch_size * config.data.sequence_length
-    whole, split = layer_activation_bytes(config)
-    whole_ranks = parallel.tensor if parallel.sequence else 1
-    layer = tokens * (whole // whole_ranks + split // parallel.tensor)
+    replicated, split = layer_activation_bytes(config)
+    token_ranks = parallel.tensor if parallel.sequence else 1  # sequence parallelism cuts tokens
+    layer = tokens * (replicated // token_ranks + split // parallel.tensor)
 
     # 1F1B keeps as many microbatches as stages follow, itself included (Narayanan et al. 2021,
     # arXiv 2104.04473, section 2.2).
@@ -136,7 +136,7 @@ def _activations(config: RunConfig, stage: int, num_micro: int) -> dict[str, int
     layers = waiting * model.num_hidden_layers // parallel.pipeline
     if config.recompute == "layers":
         components = {
-            "inputs of layers": layers * tokens * model.hidden_size * d // whole_ranks,
+            "inputs of layers": layers * tokens * model.hidden_size * d // token_ranks,
             "one recomputed layer": layer,
         }
     else:

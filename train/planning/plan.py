@@ -46,10 +46,10 @@ def fitting_layouts(
 ) -> list[Layout]:
     """Return the layouts that fit into memory, the fastest first, with their fastest micro batch.
 
-    Searched are tensor sizes that divide a node, pipeline sizes that divide the layers, micro
-    batches that divide a replica's share of the batch, and `recompute`. They are ranked at the
-    pessimistic rates: what leans least on links and host loses little where these are better. Of
-    equals the simplest comes first.
+    The search covers tensor sizes that divide a node, pipeline sizes that divide the layers, micro
+    batches that divide a replica's share of the batch, and `recompute`. Layouts are ranked at the
+    pessimistic rates: one that depends least on links and host loses little where these are faster.
+    Of equals the simplest comes first.
     """
     layouts, common = [], math.gcd(*config.batch_sizes)
     for (ranks, split, words), recompute in itertools.product(

@@ -33,6 +33,8 @@ def print_plans(runs: Sequence[RunConfig], *, nodes: int, gpus_per_node: int, gp
     hours = 0.0
     for run in runs:
         hours += _print_time_and_disk(console, run, kind.peak_flops, gpus)
+
+        # The layout of its run.json, which need not divide these GPUs.
         try:
             console.print(_memory_table(rank_memory(run, gpus), kind.memory_bytes))
             host = snapshot_bytes(run, gpus)
@@ -42,11 +44,14 @@ def print_plans(runs: Sequence[RunConfig], *, nodes: int, gpus_per_node: int, gp
                 console.print(f"  probe of quantization: {cost:.3%} of the time, by FLOPs")
         except UserError as error:
             console.print(f"  memory: batch and layout do not divide: {error}")
+
+        # Other layouts that fit.
         layouts = fitting_layouts(run, gpus, gpus_per_node=gpus_per_node, gpu=kind)
         if layouts:
             console.print(_layout_table(layouts))
         else:
             console.print(f"  no layout of {gpus} {gpu} fits; give more GPUs or larger ones")
+
     if len(runs) > 1:
         disk = sum(checkpoint_bytes(run).kept for run in runs)
         console.print(

@@ -1,8 +1,10 @@
 """The time of a step by cause: a roofline, which ranks layouts before anything was measured.
 
 Matrix products run at a share of the peak, other kernels at a share of the memory's bandwidth, and
-communication that nothing hides is added. Shapes in names: h hidden size, k width of all key heads,
-f intermediate size, V vocabulary; d bytes of an activation.
+communication that computation does not hide is added.
+
+Shapes in names: h hidden size, k width of all key heads, f intermediate size, V vocabulary; d bytes
+of an activation.
 """
 
 from dataclasses import dataclass
@@ -134,17 +136,17 @@ class Roofline:
         return flops / (self.gpus * self.peak_flops * self.seconds)
 
     def causes(self) -> dict[str, float]:
-        """Return the seconds of a step by what takes them, on the slowest pipeline stage."""
+        """Return the seconds of a step by cause, on the slowest pipeline stage."""
         run, stages = self.run, self.run.parallel.pipeline
         replicas = run.data_parallel_size(self.gpus)
         microbatches = run.batch_size // (replicas * run.micro_batch_size)
         ends = [self.microbatch(stage) for stage in (0, stages - 1)]  # those between have less
         slowest = max(ends, key=lambda stage: sum(stage.values()))
-        each = sum(slowest.values())
+        microbatch_seconds = sum(slowest.values())
         causes = {cause: seconds * microbatches for cause, seconds in slowest.items()}
         causes |= {
-            "pipeline bubble": (stages - 1) * each,
-            "between replicas": self._between_replicas(replicas, each),
+            "pipeline bubble": (stages - 1) * microbatch_seconds,
+            "between replicas": self._between_replicas(replicas, microbatch_seconds),
             "optimizer": self._optimizer(replicas),
             "host": self.rates.host,
         }
@@ -221,12 +223,13 @@ class Roofline:
         """Return the seconds of passes over the tensors of a layer."""
         model, parallel = self.run.model, self.run.parallel
         h, k = model.hidden_size, model.num_key_value_heads * model.head_dim
-        whole = h if parallel.sequence else h * parallel.tensor
+        # The residual stream is on every tensor rank unless sequence parallelism cuts it.
+        stream_width = h if parallel.sequence else h * parallel.tensor
         elements = (
             passes.heads * (h + k)
             + passes.joined * (h + 2 * k)
             + passes.gate * model.intermediate_size
-            + passes.stream * whole
+            + passes.stream * stream_width
         )
         return self._moved(elements * self._tokens * self._d)
 
@@ -237,18 +240,19 @@ class Roofline:
         return self._multiplied(weights) + self._moved(moved)
 
     def _between_replicas(self, replicas: int, microbatch: float) -> float:
-        """Return the seconds of reducing gradients and gathering weights that nothing hides."""
+        """Return the seconds of reducing gradients and gathering weights that are not hidden."""
         parallel, rates = self.run.parallel, self.rates
         speed = rates.link
         if replicas * parallel.tensor > self.gpus_per_node:  # all groups of a node share adapters
             speed = rates.rings * rates.adapter * self.gpus_per_node / parallel.tensor
         count = rank_parameters(self.run, parallel.pipeline - 1) * (replicas - 1) / replicas
-        shown = 0.0
-        # The last microbatch's backward hides the one, the first one's forward the other.
+
+        # The last microbatch's backward hides reductions, the first one's forward gathers.
+        exposed = 0.0
         for size, part in ((FP32, 2 / 3), (self._d, 1 / 3)):
             seconds = count * size / speed
-            shown += seconds - min(part * microbatch, rates.hidden * seconds)
-        return shown
+            exposed += seconds - min(part * microbatch, rates.hidden * seconds)
+        return exposed
 
     def _optimizer(self, replicas: int) -> float:
         """Return the seconds of zeroing gradients, and of the update of a replica's share."""

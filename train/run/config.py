@@ -121,9 +121,8 @@ class RunConfig(Frozen):
         for name in ("full_steps", "average_steps"):
             others = set(getattr(self.saving, name) or ()) - set(self.save_steps)
             if others:
-                raise ValueError(
-                    f"saving.{name} has {min(others)}, which save_steps has not; add it"
-                )
+                raise ValueError(f"saving.{name} has {min(others)}, which save_steps lacks; add it")
+
         self._check_schedule()
         for size in self.batch_sizes:
             if size % self.micro_batch_size:
@@ -137,6 +136,7 @@ class RunConfig(Frozen):
         names = [average.name for average in self.averages]
         if len(set(names)) != len(names):
             raise ValueError(f"an average is listed twice among {', '.join(names)}")
+
         self._check_engine()
         self._check_layout()
         if self.probe:

@@ -118,7 +118,7 @@ class RunDirectory:
         return self.checkpoints / self.average_name(name, step)
 
     def heartbeat(self, rank: int) -> Path:
-        """Return the file that a rank shows by that it is alive."""
+        """Return the file of a rank's heartbeat, which shows that it is alive."""
         return self.watch / f"rank{rank}.json"
 
     def stacks(self, rank: int) -> Path:

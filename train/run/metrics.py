@@ -69,14 +69,14 @@ def surviving_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _strip(rows: list[dict[str, Any]], of_step: list[tuple[int, int]]) -> None:
-    """Remove from the rows of a step what a later attempt or line has written anew."""
+    """Remove from the rows of a step each figure that a later attempt or line has written again."""
     trained = max((attempt for attempt, index in of_step if TRAINED in rows[index]), default=0)
-    said: set[str] = set()
+    later_keys: set[str] = set()
     for attempt, index in sorted(of_step, reverse=True):
-        kept = rows[index].keys() - said - ROW_KEYS if attempt >= trained else set()
-        said |= kept
+        keys = rows[index].keys() - later_keys - ROW_KEYS if attempt >= trained else set()
+        later_keys |= keys
         rows[index] = {
-            key: value for key, value in rows[index].items() if key in ROW_KEYS or key in kept
+            key: value for key, value in rows[index].items() if key in ROW_KEYS or key in keys
         }
 
 

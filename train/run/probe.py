@@ -72,6 +72,7 @@ class ProbeConfig(Frozen):
         self, model: ModelConfig, data: DataConfig, parallel: ParallelConfig, precision: str
     ) -> None:
         """Raise ValueError where the settings do not fit those of a run."""
+        # The settings by themselves, and within the run's.
         if precision == "fp8":
             raise ValueError(
                 "probe rounds weights that fp8 would round again; set precision to 'bf16' or remove"
@@ -89,6 +90,8 @@ class ProbeConfig(Frozen):
                 f"probe.layers {list(self.layers or ())} has one that the model lacks; its last is"
                 f" {model.num_hidden_layers - 1}"
             )
+
+        # The shapes of the linears.
         self._check_groups(model, parallel.tensor)
         shapes = parameter_shapes(model)
         widest = max((shapes[name][1] for name in self.linears(model)), default=0)

@@ -12,10 +12,10 @@ from train.run.directory import RunDirectory
 
 
 class Agreement:
-    """The flags of one rank, and what came of those of all. Every rank calls every method.
+    """The flags of one rank, and their result over all. Every rank calls every method.
 
     Attributes:
-        stop_reason: what asked this rank to stop, if anything.
+        stop_reason: who asked this rank to stop, if anybody.
         stopping: whether any rank was asked to.
     """
 

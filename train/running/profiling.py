@@ -1,4 +1,4 @@
-"""A look at some steps with torch.profiler: what `python -m train run --profile` leaves."""
+"""The trace of some steps by torch.profiler, for `python -m train run --profile`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,10 +1,11 @@
 """A watchdog on the age of the last step: it ends an attempt that hangs and names the rank.
 
 It is a thread of every rank, so that every start of a run has it: by hand, by a study, by SLURM.
-`train.loop` says where its rank is. The thread writes that to RUN/watch, a heartbeat, and once its
-own rank makes no step it looks at all of them. A rank whose heart stands still is stopped, or its
-node is lost, also while the others save; else the rank that is farthest back holds them up. The
-lowest living rank says so, and all that live exit with EX_TEMPFAIL; torchrun then kills the rest.
+`train.loop` reports the phase of its rank. The thread writes it to RUN/watch, a heartbeat, and once
+its own rank makes no step it reads those of all ranks. A rank without new heartbeats is stopped, or
+its node is lost, also while the others save; else the rank that is farthest back delays them. The
+lowest living rank prints it, and all living ranks exit with EX_TEMPFAIL; torchrun then kills the
+rest.
 The run is resumed by `study.pipeline.runner`, by `slurm.job`, or by the user's same command. (Not
 by torchrun --max-restarts: its new ranks find the old ones' addresses in its store, pytorch issue
 135712.)
@@ -77,15 +78,15 @@ class Heartbeat(NamedTuple):
 
 
 def diagnosis(living: list[Heartbeat], dead: list[Heartbeat]) -> str:
-    """Return which ranks hold up the others."""
+    """Return which ranks delay the others."""
     if dead:
         return f"no sign of life of {_named(dead)}"
     place = min(beat.place for beat in living)
-    behind = [beat for beat in living if beat.place == place]
-    doing = WORDS[Phase(place[1])].format(place[0])
-    if len(behind) == len(living) > 1:
-        return f"every rank {doing}: a collective or a kernel does not end"
-    return f"{_named(behind)} still {doing}"
+    slowest = [beat for beat in living if beat.place == place]
+    activity = WORDS[Phase(place[1])].format(place[0])
+    if len(slowest) == len(living) > 1:
+        return f"every rank {activity}: a collective or a kernel does not end"
+    return f"{_named(slowest)} still {activity}"
 
 
 def _named(beats: list[Heartbeat]) -> str:
@@ -108,7 +109,7 @@ class Watchdog:
         self._thread.start()
 
     def enter(self, step: int, phase: Phase) -> None:
-        """Say what this rank does next; every step goes through all phases."""
+        """Note the phase that this rank begins; every step goes through all phases."""
         self._place = (step, phase)
         if phase == Phase.COMPUTE:
             self._began_at = time.monotonic()
@@ -130,11 +131,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Count the beats since the last step, not the time: suspended processes count none."""
-        seen, silent = self._place, 0
+        last_place, silent = self._place, 0
         while self._alive():
             place = self._place
-            if place != seen or not self._step_seconds:
-                seen, silent = place, 0
+            if place != last_place or not self._step_seconds:
+                last_place, silent = place, 0
                 continue
             silent += 1
             still = SAVING_BEATS if place[1] == Phase.SAVE else STILL_BEATS
@@ -154,9 +155,9 @@ class Watchdog:
         return not self._over.wait(self._hang_seconds / BEATS)
 
     def _judge(self, place: tuple[int, Phase], still: int) -> None:
-        """End the attempt, unless this rank comes further while it counts so many beats.
+        """End the attempt, unless this rank advances within so many beats.
 
-        A save takes as long as it needs: only a rank that is not alive ends it.
+        A save takes as long as it needs: only a dead rank ends it.
         """
         earlier = self._heartbeats()
         for _ in range(still):
