@@ -22,6 +22,13 @@ class Frozen(BaseModel):
         """Return a hash of the plain fields: others, such as dictionaries, may have none."""
         return hash(tuple(value for _, value in self if isinstance(value, str | int | float)))
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with other fields, and without what was derived of these and cached."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
+
 
 def fingerprint(value: Frozen) -> str:
     """Return 16 hex digits of the SHA-256 of the value's canonical JSON without NOT_IDENTITY."""

@@ -59,6 +59,16 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> Indices:
     """Apply a pseudo-random bijection of 0..size-1; nothing of length `size` is stored.
 
     The picture at the top of this file shows how.
+
+    Args:
+        positions: integers in 0..size-1, any number of them.
+        size: of what is permuted.
+        seed: of the run.
+        epoch: gives an order of its own.
+
+    Example:
+        >>> permute(np.array([4, 5, 9]), 10, seed=0, epoch=0).tolist()
+        [9, 7, 3]
     """
     half_bits = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     half_mask = np.uint64((1 << int(half_bits)) - 1)

@@ -62,7 +62,7 @@ class Origin(Frozen):
 class Part(Frozen):
     """part.json: one source, beside `bin`, its tokens, and `lengths` of its documents, int32."""
 
-    made: Origin
+    origin: Origin
     bin: FileRecord
     documents: int
     tokens: int
@@ -99,7 +99,7 @@ def make_part(source: Source, tokenizer_dir: Path, directory: Path, selection: S
         chosen=selection,
     )
     try:
-        if Part.model_validate_json((directory / PART_JSON).read_bytes()).made == origin:
+        if Part.model_validate_json((directory / PART_JSON).read_bytes()).origin == origin:
             return
     except (FileNotFoundError, ValidationError):
         pass
@@ -123,7 +123,7 @@ def _write_tokens(directory: Path, origin: Origin, vocabulary: Vocabulary) -> Pa
             tokens += len(joined)
             max_token_id = max(max_token_id, int(joined.max()))
     return Part(
-        made=origin,
+        origin=origin,
         bin=record_file(directory / "bin", "sha256"),
         documents=documents,
         tokens=tokens,

@@ -124,7 +124,7 @@ def _manifest(
         share=None if selection.share == EVERYTHING else selection.share,
         bin=files["bin"],
         idx=files["idx"],
-        sources={part.made.source.name: part.made.record or part.bin for part in parts},
+        sources={part.origin.source.name: part.origin.record or part.bin for part in parts},
     )
 
 
