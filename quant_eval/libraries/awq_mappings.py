@@ -2,7 +2,7 @@
 
 A fold multiplies the input columns of the balanced linears by s and divides what feeds them, the
 smoothed layer's rows (weight and bias), by s. It is exact where nothing but a product with a
-constant or with another activation lies between the two, and nothing else reads the smoothed
+constant or with another activation is between the two, and nothing else reads the smoothed
 layer's output. Nothing is concluded from names: `check_folds` tries it.
 
 Shapes: O output features, I input features, B sequences, L tokens, V tokens of a vocabulary.
@@ -176,7 +176,7 @@ def check_scaled(
 
     `scales` are those of each fold of each block, by the full name of the smoothed layer.
     """
-    held = dict(scaled.named_parameters())
+    parameters = dict(scaled.named_parameters())
     expected = dict(original.named_parameters())
     touched = set()
     for index, block in enumerate(_blocks(original, mappings)):
@@ -189,9 +189,9 @@ def check_scaled(
             touched |= {f"{prefix}{fold.smooth}.{name}" for name, _ in smooth.named_parameters()}
         expected |= {prefix + name: parameter for name, parameter in exact.named_parameters()}
     for name, parameter in expected.items():
-        eps = torch.finfo(held[name].dtype).eps if name in touched else 0.0
+        eps = torch.finfo(parameters[name].dtype).eps if name in touched else 0.0
         allowed = SCALING_ROUNDINGS * eps * parameter.abs()
-        if not bool(((held[name] - parameter).abs() <= allowed).all()):
+        if not bool(((parameters[name] - parameter).abs() <= allowed).all()):
             raise UserError(f"{name} is not the original times its AWQ scales; use another method")
 
 
@@ -200,20 +200,20 @@ def witness(model: PreTrainedModel) -> PreTrainedModel:
     """Return the first blocks of a model in float64, with the first rows of its vocabulary.
 
     Whether a fold is exact depends on the configuration and on how activations are clipped, not on
-    the depth: two real blocks tell, in gigabytes and seconds where a 7B model in float64 would take
+    the depth. Two real blocks are enough and take seconds, where a 7B model in float64 would take
     56 GB. float64, because bf16 cannot resolve the tolerance.
     """
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = min(WITNESS_BLOCKS, config.num_hidden_layers)
     config.vocab_size = min(WITNESS_VOCABULARY, config.vocab_size)
-    config.pad_token_id = None  # may lie outside of these rows
+    config.pad_token_id = None  # may be outside of these rows
     small: PreTrainedModel = (
         AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
     )
-    held = model.state_dict()
+    tensors = model.state_dict()
     small.load_state_dict(
         {
-            name: held[name][: len(tensor)] if tensor.ndim else held[name]
+            name: tensors[name][: len(tensor)] if tensor.ndim else tensors[name]
             for name, tensor in small.state_dict().items()
         }
     )

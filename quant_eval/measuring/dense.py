@@ -31,14 +31,14 @@ class DenseWriter:
         self._files: dict[str, FileRecord] = {}
 
     def add(self, index: int, block: Block) -> None:
-        """Write what differs in any bit from the base in the same type; every block once."""
+        """Write the tensors that differ in any bit from the base in this dtype, once per block."""
         changed: dict[str, Tensor] = {}
-        for key, made in block.module.state_dict().items():
+        for key, tensor in block.module.state_dict().items():
             name = self._names[f"{block.prefix}.{key}"]
-            held = read_whole(self._base, name).to(DTYPES[self._dtype])
-            made = made.cpu().contiguous().view(held.shape)
-            if not torch.equal(made.view(-1).view(torch.uint8), held.view(-1).view(torch.uint8)):
-                changed[name] = made
+            base = read_whole(self._base, name).to(DTYPES[self._dtype])
+            tensor = tensor.cpu().contiguous().view(base.shape)
+            if not torch.equal(tensor.view(-1).view(torch.uint8), base.view(-1).view(torch.uint8)):
+                changed[name] = tensor
         file = f"block{index:05d}.safetensors"
         save_file(changed, self._directory / file, metadata={"format": "pt"})
         self._files[file] = record_file(self._directory / file)

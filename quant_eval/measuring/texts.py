@@ -154,14 +154,17 @@ def check_apart(
             " that is not evaluated"
         )
     # of a calibration sequence every window, of an evaluated block every sixteenth
-    seen = [_hashes(_sliding(draw_NL.numpy(), WINDOW_TOKENS)) for draw_NL in draws]
-    known = np.unique(np.concatenate([hashes.ravel() for hashes in seen]))
+    windows = [_hashes(_sliding(draw_NL.numpy(), WINDOW_TOKENS)) for draw_NL in draws]
+    calibrated = np.unique(np.concatenate([hashes.ravel() for hashes in windows]))
     counts_N = [len(block_T) // WINDOW_TOKENS for block_T in data.blocks]
-    whole = [block_T[: len(block_T) // WINDOW_TOKENS * WINDOW_TOKENS] for block_T in data.blocks]
-    hashes = _hashes(np.concatenate(whole).reshape(-1, WINDOW_TOKENS))
-    if not len(known) or not len(hashes):  # all are shorter than a window
+    cut = [block_T[: len(block_T) // WINDOW_TOKENS * WINDOW_TOKENS] for block_T in data.blocks]
+    hashes = _hashes(np.concatenate(cut).reshape(-1, WINDOW_TOKENS))
+    if not len(calibrated) or not len(hashes):  # all are shorter than a window
         return 0.0
-    is_copied = known[np.minimum(np.searchsorted(known, hashes), len(known) - 1)] == hashes
+    places = np.minimum(np.searchsorted(calibrated, hashes), len(calibrated) - 1)
+    is_copied = calibrated[places] == hashes
+
+    # the documents most of whose windows are copied
     units = np.repeat(data.owner, counts_N)
     windows_U = np.bincount(units, minlength=len(data.documents))
     copied_U = np.bincount(units, weights=is_copied, minlength=len(data.documents))

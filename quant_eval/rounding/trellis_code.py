@@ -74,7 +74,7 @@ class Trellis:
             numbers_TS: one sequence per column.
             overlap_S: the bits that the first state shares with one before it, and the last with
                 one after it; None: any.
-            start: the first number whose state is asked for.
+            start: the first number whose state is returned.
 
         Returns:
             int64 [T - start, S].

@@ -105,9 +105,9 @@ class CompressedFormat:
             ignore=self._ignored,
         )
         transforms = self._transforms.config()
-        held = {TRANSFORMS: transforms.model_dump(mode="json")} if transforms else {}
+        rotations = {TRANSFORMS: transforms.model_dump(mode="json")} if transforms else {}
         settings: dict[str, Any] = config.model_dump(mode="json")
-        return settings | held
+        return settings | rotations
 
     def check_linears(self, linears: Mapping[str, nn.Linear]) -> None:
         """Refuse linears whose codes do not fill words of 32 bits, which vLLM needs.

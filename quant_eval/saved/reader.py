@@ -26,12 +26,16 @@ class SavedWeights:
         config = read_json(directory / "config.json")
         self._format = read_format(config[SETTINGS])
         self._dtype, self._files = dtype, HFWeights(directory)
-        held = self._files.tensors
+        stored = self._files.tensors
+
+        # tensors of each packed linear, by their last names
         self._parts: dict[str, dict[str, str]] = {
-            name.rpartition(".")[0]: {} for name in held if name.endswith(f".{self._format.scales}")
+            name.rpartition(".")[0]: {}
+            for name in stored
+            if name.endswith(f".{self._format.scales}")
         }
         tensors: dict[str, Described] = {}
-        for name, described in held.items():
+        for name, described in stored.items():
             linear, _, last = name.rpartition(".")
             if linear in self._parts and last != "bias":
                 self._parts[linear][last] = name
@@ -39,12 +43,12 @@ class SavedWeights:
             elif self._format.is_weight(name):
                 tensors[name] = described
         for linear, parts in self._parts.items():
-            shape = self._format.weight_shape({last: held[name] for last, name in parts.items()})
+            shape = self._format.weight_shape({last: stored[name] for last, name in parts.items()})
             tensors[f"{linear}.weight"] = Described(shape, dtype)
         self.tensors: Mapping[str, Described] = tensors
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a dense weight, contiguous."""
+        """Return rows [start, stop) of a dense weight, contiguous."""
         linear, _, last = name.rpartition(".")
         if linear not in self._parts or last == "bias":
             return self._files.read(name, start, stop)
