@@ -1,7 +1,7 @@
 """Weights read where they are needed: each rank reads its own rows of its own parameters.
 
-`opened.py` calls this: a model of empty tensors is put on its ranks first and filled after that, so
-that no process ever holds a whole model which it is to hold a part of.
+`subject.py` calls this: a model of empty tensors is put on its ranks first and filled after that,
+so that no process holds a whole model of which it needs a part.
 """
 
 from pathlib import Path
@@ -39,12 +39,12 @@ class WeightFiles:
         On a CPU these take no memory until something is written to them.
         """
         model = empty_model(self._config)
-        made: dict[Tensor, nn.Parameter] = {}  # one for both places of a tied parameter
+        parameters: dict[Tensor, nn.Parameter] = {}  # one for both places of a tied parameter
         for module in model.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
-                if weight not in made:
-                    made[weight] = nn.Parameter(torch.empty_like(weight, device=device))
-                module.register_parameter(name, made[weight])
+                if weight not in parameters:
+                    parameters[weight] = nn.Parameter(torch.empty_like(weight, device=device))
+                module.register_parameter(name, parameters[weight])
         for name, constant in model.named_buffers():
             if name in self._files:
                 constant.copy_(read_whole(self._weights, self._files[name]).view_as(constant))

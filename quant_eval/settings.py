@@ -115,7 +115,7 @@ class RunSettings(CalibrationSettings):
     )
 
     def texts(self, length: int, calibration: str | None, evaluation: str) -> dict[str, Any]:
-        """Return the description of the texts in a result, given the hashes of their token files."""
+        """Return the description of the texts in a result, from the hashes of their files."""
         drawn = self.calibration_text(calibration, length)
         return {
             "calibration": drawn and drawn | {"seeds": self.calibration_seeds},

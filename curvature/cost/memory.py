@@ -69,12 +69,12 @@ def gpu_memory(
         sizes[block] = sizes.get(block, 0) + weight.numel()
         largest = max(largest, weight.numel())
     shards = world_size if settings.sharding == "fsdp" else 1
-    held, tangent = sum(sizes.values()) / shards, tangent_bytes(settings)
+    entries, tangent = sum(sizes.values()) / shards, tangent_bytes(settings)
     vectors = work_of(settings).vectors
     memory = {
-        "weights, fp32": FP32 * held,
-        f"tangents, {settings.dtype}": tangent * held,
-        "vectors": FP32 * held * vectors if settings.vectors == "device" else 0.0,
+        "weights, fp32": FP32 * entries,
+        f"tangents, {settings.dtype}": tangent * entries,
+        "vectors": FP32 * entries * vectors if settings.vectors == "device" else 0.0,
         "activations and gradients": activations,
         "signs of the guard": FP32 * SIGNS * largest / shards,
         "framework": float(FRAMEWORK_BYTES),
@@ -87,19 +87,19 @@ def gpu_memory(
 
 
 def host_memory(parameters: int, settings: CurvatureSettings, world_size: int) -> float:
-    """Return the most bytes of a GPU's rank on its host; weights are read by rows."""
-    held = parameters / (world_size if settings.sharding == "fsdp" else 1)
-    vectors = FP32 * held * work_of(settings).vectors if settings.vectors == "host" else 0.0
+    """Return the most bytes of a GPU's rank on its host, where weights are read by rows."""
+    entries = parameters / (world_size if settings.sharding == "fsdp" else 1)
+    vectors = FP32 * entries * work_of(settings).vectors if settings.vectors == "host" else 0.0
     return PROCESS_BYTES + vectors
 
 
 def check_loading(config: PretrainedConfig, settings: ProductSettings, ranks: Ranks) -> None:
-    """Raise UserError where the host has no room for the models of its ranks without GPUs."""
+    """Raise UserError if the host has no room for the models of its ranks without GPUs."""
     if ranks.device.type != "cpu":
         return
     parameters = sum(weight.numel() for weight in empty_model(config).parameters())
-    held = parameters / (ranks.size if settings.sharding == "fsdp" else 1)
-    needed = held * (FP32 + tangent_bytes(settings))
+    entries = parameters / (ranks.size if settings.sharding == "fsdp" else 1)
+    needed = entries * (FP32 + tangent_bytes(settings))
     beside, free = _ranks_here(), free_memory()
     if needed * beside > free:
         raise UserError(
@@ -110,16 +110,16 @@ def check_loading(config: PretrainedConfig, settings: ProductSettings, ranks: Ra
 
 
 def check_room(settings: CurvatureSettings, entries: int, place: torch.device) -> None:
-    """Raise UserError where vectors of so many entries on this rank find no room.
+    """Raise UserError if vectors of `entries` entries do not fit the memory of this rank.
 
-    The weights are in memory by now and what a pass takes is known from the guard; seen here, what
-    is missing does not cost the hours that come before it is needed.
+    The weights are in memory by now and the memory of a pass is known from the guard. Checked here,
+    a lack of memory does not cost the hours before the vectors are needed.
     """
     # Of a pass: the most that the guard held beyond what is held now.
     if place.type == "cuda":
-        held = torch.cuda.memory_allocated(place)
-        of_pass = torch.cuda.max_memory_allocated(place) - held
-        cached = torch.cuda.memory_reserved(place) - held
+        allocated = torch.cuda.memory_allocated(place)
+        of_pass = torch.cuda.max_memory_allocated(place) - allocated
+        cached = torch.cuda.memory_reserved(place) - allocated
         free = torch.cuda.mem_get_info(place)[0] + cached
     else:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -136,7 +136,7 @@ def check_room(settings: CurvatureSettings, entries: int, place: torch.device) -
 
 
 def _fewer(settings: CurvatureSettings, place: torch.device) -> str:
-    """Return what would make room for vectors, of what is not given yet."""
+    """Return the options that would make room for vectors and are not given yet."""
     ways = ["more ranks with --sharding fsdp"]
     if place.type == "cuda":
         ways.insert(0, "--vectors host")

@@ -35,7 +35,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """Return the plan of a text such as h100 or 8xh100; UserError for any other."""
+        """Return the plan of a text such as h100 or 8xh100, UserError for any other."""
         match = re.fullmatch(r"(?:([1-9]\d*)x)?(\w+)", text)
         if not match or match[2] not in GPUS:
             raise UserError(
@@ -82,9 +82,9 @@ def estimate(config: PretrainedConfig, settings: CurvatureSettings, plan: Plan) 
     plain = simulate(config, on_rank, length, dual=False)
     product = simulate(config, on_rank, length, dual=True)
     size = sum(weight.numel() for weight in empty_model(config).parameters())
-    held = size / plan.world_size if sharded else size
-    gradient_seconds = _seconds(plain, held * moved_around(DTYPES["fp32"], dual=False), plan.gpu)
-    beside = held * moved_around(DTYPES[settings.dtype], dual=True)
+    entries = size / plan.world_size if sharded else size
+    gradient_seconds = _seconds(plain, entries * moved_around(DTYPES["fp32"], dual=False), plan.gpu)
+    beside = entries * moved_around(DTYPES[settings.dtype], dual=True)
     product_seconds = _seconds(product, beside, plan.gpu)
     work = work_of(settings)
     seconds = work.products * product_seconds + work.gradients * gradient_seconds
@@ -127,7 +127,7 @@ def cost_lines(cost: Cost, settings: CurvatureSettings, plan: Plan) -> list[str]
 
 
 def _thriftier(settings: CurvatureSettings) -> str:
-    """Return what would take less memory of a GPU, of what is not given yet."""
+    """Return the options that would take less memory of a GPU and are not given yet."""
     options = {
         "--checkpointing": not settings.checkpointing,
         "--vectors host": settings.vectors == "device",

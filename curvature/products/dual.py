@@ -124,9 +124,9 @@ def xielu(x: Dual, alpha_p: Dual, alpha_n: Dual, beta: Tensor, epsilon: Tensor) 
     derivatives of the branch that gives its value.
     """
     x, alpha_p, alpha_n = widened(x), widened(alpha_p), widened(alpha_n)
-    held = x.value.clamp(max=epsilon)
+    exponent = x.value.clamp(max=epsilon)
     bend = Dual(
-        torch.expm1(held) - x.value, (torch.exp(held) * (x.value < epsilon) - 1) * x.tangent
+        torch.expm1(exponent) - x.value, (torch.exp(exponent) * (x.value < epsilon) - 1) * x.tangent
     )
     above = softplus(alpha_p) * x * x
     scale = softplus(alpha_n)

@@ -1,4 +1,4 @@
-"""Random signs from a counter-based hash: every sign is a pure function of where it stands.
+"""Random signs from a counter-based hash: every sign is a pure function of its place.
 
 Neither the order of generation nor the sharding nor the model's values enter, so all checkpoints of
 a study meet the same probes and differences between them keep only their own noise.

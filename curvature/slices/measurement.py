@@ -1,4 +1,4 @@
-"""One slice of the loss: the points that must come out right, and the grid, as one result.
+"""One slice of the loss as a result: the three models, whose losses are known, and the grid.
 
 Shapes: B sequences, Q points, X and Y coordinates of the grid.
 """
@@ -72,10 +72,11 @@ def measure(
         check_finite(str(directory), losses_B, "give weights that are finite")
         return losses, losses_B
 
+    # the first direction, to the checkpoint before
     base, base_B = losses_of(hf_dir)
     before, before_B = losses_of(previous)
     shapes = [
-        {name: weight.shape for name, weight in one.weights.items()} for one in (base, before)
+        {name: weight.shape for name, weight in model.weights.items()} for model in (base, before)
     ]
     if shapes[0] != shapes[1]:
         raise UserError(
@@ -84,21 +85,26 @@ def measure(
     with torch.no_grad():
         first = {name: before.weights[name] - weight for name, weight in base.weights.items()}
     del before  # a copy of the weights less
+
+    # the second, to the quantized weights
     step, files = read_step(hf_dir, quantized), names_in_files(base.model)
     second = {
         name: delta.view_as(weight).to(weight.device)
         for name, weight in base.weights.items()
         if (delta := step.delta(files[name])) is not None
     }
+
     theta_norm = math.sqrt(dot(base.weights, base.weights))
     plane = Plane(base.weights, first, second)
     with torch.no_grad():  # the plane holds a copy of the base, from which it sets the weights
         for name in second:
-            held = step.quantized[files[name]]
-            base.weights[name].copy_(held.read(0, held.shape[0]).view_as(base.weights[name]))
+            tensor = step.quantized[files[name]]
+            base.weights[name].copy_(tensor.read(0, tensor.shape[0]).view_as(base.weights[name]))
+
     measured = _measured(
         plane, base, {"base": base_B, "previous": before_B, "quantized": base()}, settings, ranks
     )
+
     spec = settings.model_dump(mode="json") | {
         "plane": "checkpoints",
         "previous": identify(previous),

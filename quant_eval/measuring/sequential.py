@@ -196,7 +196,7 @@ class BlockQuantizer:
         return self._buffer(block.linears()[3], "gated") if self._keeps_gated else None
 
     def _residual(self, block: Block) -> Activations:
-        """Return the buffer the MLP's output is added to: in parallel blocks the MLP still reads x."""
+        """Return the buffer the MLP's output is added to; parallel blocks still read x."""
         return self._attended(block) if block.is_parallel else self._x
 
     def _buffer(self, linears: Linears, name: str) -> Activations:

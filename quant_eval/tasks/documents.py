@@ -110,6 +110,7 @@ def from_files(row: PaperTask, leaves: list[str], directory: Path) -> Sources:
                 f" mmlu; they are {', '.join(path.stem for path in paths.values())}"
             )
 
+    # examples from their own files, or else from the evaluated items
     sources, hashes = {}, {}
     with_examples = any(examples_of(path).exists() for path in files.values())
     for leaf, path in files.items():

@@ -50,14 +50,14 @@ def fit_transform(
     scaling, nor what it learns by blocks.
 
     Args:
-        spec: which of them; learned rotations are not fitted here.
+        spec: which transforms; learned rotations are not fitted here.
         site: one of SITES.
         places: of the model's blocks, which say what rotates the site.
         statistics: of the inputs, where the spec needs calibration, and of the weights.
         seed: of a block's own random signs.
 
     Returns:
-        it on the device of the weights; the identity where nothing is transformed.
+        The transform on the device of the weights, the identity if nothing is transformed.
 
     Raises:
         UserError: a gain that is to be folded is 0.

@@ -229,7 +229,7 @@ def _computed(rows: Tensor, turns: Sequence[Callable[[Tensor], Tensor]]) -> Tens
     turned = torch.empty(rows.shape, dtype=rows.dtype)
     width = rows.shape[-1]
     num_rows = max(1, PART_ENTRIES // width)
-    parts = (one.reshape(-1, width).split(num_rows) for one in (rows, turned))
+    parts = (tensor.reshape(-1, width).split(num_rows) for tensor in (rows, turned))
     for part, result in zip(*parts, strict=True):
         result.copy_(_turned(part, turns))
     return turned

@@ -20,7 +20,7 @@ from quant_eval.specs import QuantSpec
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Given rounded numbers, with the gradient of rounding at a scale of max|x|."""
+    """The rounded numbers as they are, with the gradient of rounding at a scale of max|x|."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, rounded: Tensor, size: int) -> Tensor:
