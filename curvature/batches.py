@@ -16,7 +16,7 @@ from train.data.corpus import check_vocabulary, open_corpus
 
 
 class Batches:
-    """Packed sequences of a token file in the order of a seed; none comes twice.
+    """Packed sequences of a token file in the order of a seed, none of which comes twice.
 
     Args:
         prefix: of the token files.

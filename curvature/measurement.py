@@ -39,7 +39,7 @@ def needed_sequences(settings: CurvatureSettings) -> int:
 def measure(
     hf_dir: Path, settings: CurvatureSettings, data_prefix: Path, ranks: Ranks
 ) -> dict[str, Any]:
-    """Return the content of result.json; write nothing.
+    """Return the content of result.json, without writing it.
 
     Raises:
         UserError: model, text, settings and ranks do not fit, a loss is not finite, or the guard

@@ -89,7 +89,10 @@ class LanczosSettings(ProductSettings):
 
 
 class StepSettings(ProductSettings):
-    """Loss increase along the quantization step; losses before and after it differ in fp32 only."""
+    """Loss increase along the quantization step.
+
+    Only fp32 resolves the difference of the losses before and after it.
+    """
 
     dtype: Literal["fp32"] = "fp32"
     microbatches: Several = Field(default=16, description="microbatches of every figure")

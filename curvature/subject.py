@@ -60,7 +60,10 @@ class Subject(NamedTuple):
     def result(
         self, measured: dict[str, Any], more: dict[str, Any], seconds: dict[str, float]
     ) -> dict[str, Any]:
-        """Return the content of result.json; `more` is added to the settings."""
+        """Return the content of result.json.
+
+        `more` is added to the settings.
+        """
         spec = self.settings.model_dump(mode="json") | {
             "route": "dual",
             "data": self.batches.described,

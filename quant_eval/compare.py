@@ -63,7 +63,7 @@ def compare(
     level: float,
     seed: int,
 ) -> list[Comparison]:
-    """Compare every pair; p-values are adjusted over all of them.
+    """Compare every pair, with p-values adjusted over all pairs.
 
     Interval and test are one bootstrap-t of the difference (`bootstrap.Statistic`): both results
     are formed from the same drawn documents, and a p-value is at most 1 - level exactly where the
@@ -115,7 +115,10 @@ def compare(
 
 
 def _paired(first: Result[Quantization], second: Result[Quantization], figure: str) -> Statistic:
-    """Return the figure of `second` minus that of `first`; UserError for other settings."""
+    """Return the figure of `second` minus that of `first`.
+
+    UserError if the two were measured with different settings.
+    """
     evaluations = [result.spec.evaluation for result in (first, second)]
     settings = [
         (evaluation.model_dump() if evaluation else {}) | {"dtype": result.spec.dtype}
@@ -176,7 +179,7 @@ def drawn_fraction(measured: Quantization, figure: str) -> tuple[Floats, Floats]
 def _draws(
     first: Result[Quantization], second: Result[Quantization], figure: str
 ) -> CalibrationDraws | None:
-    """Return what calibration draws add to the error; None for results of a single draw.
+    """Return the error that calibration draws add, None for results of a single draw.
 
     Draw k of both is paired: right where it was the same text for both, and not wrong where it was
     not.

@@ -1,4 +1,4 @@
-"""The one table of the parts of a spec's name, in their order; reading and writing names by it.
+"""The one table of the parts of a spec's name, by which names are read and written.
 
 A name begins with how weights are rounded: `gptq`, `nvfp4`, `gptq-nvfp4`, or `w4a4` for integers by
 rounding to nearest with activations of so many bits. If weights stay as they are, it begins with

@@ -25,7 +25,7 @@ def kept_run(
     settings: RunSettings,
     texts: tuple[str | None, str],
 ) -> Result[Quantization] | None:
-    """Return the result in a directory if `run` would measure the same; None otherwise.
+    """Return the result in a directory if `run` would measure the same, None otherwise.
 
     `texts` are the hashes of those for calibration, if any spec reads it, and evaluation.
     """
@@ -49,7 +49,7 @@ def kept_tasks(
     settings: TaskSettings,
     calibration: str | None,
 ) -> Result[Tasks] | None:
-    """Return the result in a directory if `tasks` would measure the same; None otherwise.
+    """Return the result in a directory if `tasks` would measure the same, None otherwise.
 
     `calibration` is the hash of that text, if any spec reads it.
     """

@@ -180,7 +180,9 @@ class QuantSpec(Frozen):
 
 @cache
 def parse_spec(text: str) -> QuantSpec:
-    """Return the spec of a name; UserError with the grammar for anything that is not one.
+    """Return the spec of a name.
+
+    UserError with the grammar for a text that is no name.
 
     >>> parse_spec("gptq-b3-g32-sym-damp0.05").name
     'gptq-b3-g32'

@@ -105,7 +105,10 @@ class Count(TorchDispatchMode):
         return result
 
     def one_pass(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Run a function that a GPU's compiler fuses; it moves its arguments and its results."""
+        """Run a function that a GPU's compiler fuses.
+
+        It moves its arguments and its results.
+        """
         self._inside = True
         result = function(*arguments)
         self._inside = False

@@ -90,7 +90,10 @@ def _softmax(scores_NQT: Tensor, hidden_CC: Tensor) -> Tensor:
 def _weights(
     scores_NQT: Tensor, slopes_NQT: Tensor, hidden_CC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return p, p_dot and c [N, Q, 1]; the scores are overwritten."""
+    """Return p, p_dot and c [N, Q, 1].
+
+    The scores are overwritten.
+    """
     p_NQT = _softmax(scores_NQT, hidden_CC)
     p_dot_NQT = p_NQT * slopes_NQT
     centre_NQ1 = p_dot_NQT.sum(-1, keepdim=True)
@@ -107,7 +110,10 @@ def _score_gradients(
     centre_NQ1: Tensor,
     hidden_CC: Tensor,
 ) -> list[Tensor]:
-    """Return p, p_dot and the gradients by s and s_dot; the scores are overwritten."""
+    """Return p, p_dot and the gradients by s and s_dot.
+
+    The scores are overwritten.
+    """
     p_NQT = _softmax(scores_NQT, hidden_CC)
     t_NQT = slopes_NQT - centre_NQ1
     u_NQT = by_p_dot_NQT - (p_NQT * by_p_dot_NQT).sum(-1, keepdim=True)

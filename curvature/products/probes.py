@@ -29,7 +29,10 @@ MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 
 
 def _xor_shift(words: Tensor, bits: int) -> Tensor:
-    """Return the words xor their logical right shift; torch's >> would carry the sign bit."""
+    """Return the words xor their logical right shift.
+
+    The >> of torch would carry the sign bit.
+    """
     return words ^ ((words >> bits) & (MASK >> bits))
 
 

@@ -47,7 +47,7 @@ def measure(
     data_prefix: Path,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """Return the content of result.json of the plane through three models; write nothing.
+    """Return the content of result.json of the plane through three models, without writing it.
 
     Raises:
         UserError: models, text and settings do not fit, a loss is not finite, or a point of the
@@ -131,7 +131,10 @@ def _measured(
     settings: SliceSettings,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """Return the named points and the grid; `direct` are the points' losses from their files."""
+    """Return the named points and the grid.
+
+    `direct` are the points' losses from their files.
+    """
     named = [Point(0.0, 0.0), *plane.ends]
     losses_QB = losses_at(plane, losses, named, ranks, "points")
     # Refused before the grid is paid for.

@@ -25,9 +25,9 @@ def measure(
     data_prefix: Path,
     ranks: Ranks,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the content of result.json for each result of a quantized model; write nothing.
+    """Yield the content of result.json for each result of a quantized model.
 
-    The model is opened and guarded once for all of them.
+    Nothing is written. The model is loaded and guarded once for all of them.
 
     Raises:
         UserError: a quantized model is another's, model, text, settings and ranks do not fit, a

@@ -90,7 +90,9 @@ class TokenCast(nn.Module):
 
 
 class ScaledCast(nn.Module):
-    """E4M3 with one scale for all, as vLLM's fp8 cache has it; what is larger saturates.
+    """E4M3 with one scale for all, as vLLM's fp8 cache has it.
+
+    Larger values saturate.
 
     Attributes:
         scale: fp32 [1], the largest |x| of the calibration text / 448.

@@ -1,6 +1,6 @@
-"""The cast of inputs some of which are kept in more bits; `rounding.mixed` says which.
+"""The cast of inputs some of which are kept in more bits.
 
-`linear` applies it in place of an `ActivationCast`.
+`rounding.mixed` chooses them. `linear` applies the cast in place of an `ActivationCast`.
 
 Shapes: I input features, K of them kept, R the rest.
 """
@@ -13,7 +13,7 @@ from quant_eval.specs import QuantSpec
 
 
 def mixed_cast(spec: QuantSpec, kept_I: Tensor, width: int) -> "MixedCast | None":
-    """Return a new cast of inputs of `width` features; None if the spec casts none.
+    """Return a new cast of inputs of `width` features, None if the spec casts none.
 
     The kept inputs are cast to int8 by Atom and left alone by QUIK. Atom's integers have a scale
     per token and group of `spec.group_size`, as its weights do (arXiv:2310.19102, section 4.2);

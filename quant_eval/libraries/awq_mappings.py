@@ -137,7 +137,9 @@ def apply_fold(block: nn.Module, fold: Fold, scales_I: Tensor) -> None:
 
 @torch.no_grad()
 def check_folds(model: PreTrainedModel, mappings: Mappings, seed: int) -> None:
-    """Apply each fold to a copy with random factors of 1/8 to 8; the logits must not move.
+    """Apply each fold to a copy with random factors of 1/8 to 8.
+
+    The logits must not move.
 
     UserError if a fold moves one by more than `TOLERANCE` of the largest, or cannot be applied.
     """

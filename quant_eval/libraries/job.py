@@ -1,8 +1,8 @@
-"""One model quantized by another project's library in its own process; files go both ways.
+"""One model quantized by another project's library in its own process.
 
-The library's module is started as `python -m quant_eval.libraries.MODULE JOB.json`, or in a fork
-where that is as good, and leaves in `Job.out`: `weights.safetensors`, the dense values of every
-parameter it changed, and `report.json`, written last.
+Job and result are files. The library's module is started as `python -m quant_eval.libraries.MODULE
+JOB.json`, or in a fork where that is as good, and leaves in `Job.out`: `weights.safetensors`, the
+dense values of every parameter it changed, and `report.json`, written last.
 
 Shapes: N calibration sequences, L tokens of a sequence.
 """
@@ -142,9 +142,10 @@ def _settings(threads: int, device: str) -> dict[str, str]:
 
 
 def run_job(job: Job) -> Report:
-    """Run the library on the job, in an empty directory of its own; weights are in `job.out`.
+    """Run the library on the job, in an empty directory of its own.
 
-    UserError, with its process's last line, if the library failed or did not do what the job says.
+    The weights are in `job.out`. UserError, with its process's last line, if the library failed or
+    did not do what the job says.
     """
     job = job.model_copy(
         update={key: getattr(job, key).resolve() for key in ("hf_dir", "calibration", "out")}

@@ -85,9 +85,10 @@ class Watch(logging.Handler):
 
 
 def tuning(spec: QuantSpec, batch_size: int) -> dict[str, Any]:
-    """Return every argument of auto-round's algorithm; None: its default, added to the report.
+    """Return every argument of auto-round's algorithm.
 
-    A batch that does not fit at once is several smaller ones of one gradient.
+    None is for a default of auto-round, which the report states. A batch that does not fit at once
+    is several smaller ones of one gradient.
     """
     return {
         "iters": spec.iterations,

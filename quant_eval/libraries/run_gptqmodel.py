@@ -110,7 +110,10 @@ class Watch:
         processor: Callable[[], str],
         **_: int,
     ) -> None:
-        """Take what gptqmodel rounded; it calls this around every group of linears of one input."""
+        """Copy the weights that gptqmodel rounded.
+
+        gptqmodel calls this before and after every group of linears of one input.
+        """
         self._block = f"{self.blocks}.{layer_idx}"
         if self._problems:
             raise UserError(min(self._problems))

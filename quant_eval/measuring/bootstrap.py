@@ -149,7 +149,7 @@ class Resampled:
         return [self.value - half_width, self.value + half_width]
 
     def p_value(self) -> float:
-        """Return the two-sided p-value of the value 0; never below 1 / (S + 1).
+        """Return the two-sided p-value of the value 0, never below 1 / (S + 1).
 
         It is at most 1 - level exactly where the interval of that level leaves out 0.
         """

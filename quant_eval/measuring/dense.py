@@ -44,7 +44,7 @@ class DenseWriter:
         self._files[file] = record_file(self._directory / file)
 
     def finish(self, weights_digests: dict[str, str]) -> str:
-        """Write dense.json, given the hashes of the base's files; return its own."""
+        """Write dense.json, with the hashes of the base's files, and return its own hash."""
         content = {
             "spec": self._spec.name,
             "base": {"weights_digests": weights_digests},

@@ -59,7 +59,9 @@ class GroupQuantizer:
         library: Linears | None,
         seed: int,
     ) -> list[Linear]:
-        """Quantize linears in place; return their errors, those of outputs by weights alone.
+        """Quantize linears in place and return their errors.
+
+        Errors of outputs are those by weights alone.
 
         Args:
             block: the decoder block of the linears.
@@ -156,7 +158,7 @@ class GroupQuantizer:
         return rounded.dense(), None
 
     def _rotated(self, linears: Linears, stacked_OI: Tensor, transform: Transform) -> Tensor:
-        """Return L^T W T of every linear, stacked; fp32."""
+        """Return L^T W T of every linear, stacked, in fp32."""
         parts = []
         for name, part_OI in zip(linears, stacked_OI.split(_sizes(linears)), strict=True):
             rotated_OI, output = transform.weight(part_OI.float()), self._output(name)

@@ -98,7 +98,7 @@ def _quantize(
     texts: Texts,
     ranks: Ranks,
 ) -> tuple[list[list[Quantized]], list[str]]:
-    """Walk through the model for all specs and draws; write checkpoints and dense weights.
+    """Walk through the model for all specs and draws, and write checkpoints and dense weights.
 
     Returns:
         The quantized models of each spec, one for each draw, and the hash of its dense.json if
@@ -170,6 +170,7 @@ def summarize(
     spec: QuantSpec, quantized: list[Quantized], settings: RunSettings, data: EvaluationSet
 ) -> dict[str, Any]:
     """Return the `measured` part of a result, from one quantized model per calibration draw."""
+    # refuse losses that are not finite, or that nothing can be relative to
     losses = [draw.losses for draw in quantized if draw.losses]
     for draw in losses:
         for name, values_U in asdict(draw).items():
@@ -192,6 +193,7 @@ def summarize(
         interval = summary["interval"]
         interval["units_resampled"] = interval["units_resampled"].replace("documents", "blocks")
 
+    # all draws together, document by document
     measured = {
         **summary,
         "tokens": int(losses[0].tokens.sum()),
@@ -210,7 +212,7 @@ def summarize(
         },
     }
 
-    # parts that a measurement has if it drew, or quantized block by block
+    # only with several draws, or block by block
     if measured["calibration"]:
         measured["calibration"]["per_document"] = {
             name: [getattr(draw, name).tolist() for draw in losses] for name in DRAWN

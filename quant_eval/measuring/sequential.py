@@ -83,10 +83,11 @@ class BlockQuantizer:
 
     @torch.no_grad()
     def __call__(self, block: Block, library: Block | None, is_last: bool) -> list[Linear]:
-        """Quantize a block in place; its calibration inputs become its outputs.
+        """Quantize a block in place.
 
-        `library` is the same block as another project's library quantized it, None for own methods.
-        No block reads the outputs of the last, so they are not computed.
+        The calibration inputs are replaced by the block's outputs. `library` is the same block as
+        another project's library quantized it, None for own methods. No block reads the outputs of
+        the last, so they are not computed.
         """
         if self.spec.method in FOLDING:
             assert library is not None
@@ -196,7 +197,10 @@ class BlockQuantizer:
         return self._buffer(block.linears()[3], "gated") if self._keeps_gated else None
 
     def _residual(self, block: Block) -> Activations:
-        """Return the buffer the MLP's output is added to; parallel blocks still read x."""
+        """Return the buffer the MLP's output is added to.
+
+        In parallel blocks that is not x, which the MLP still reads.
+        """
         return self._attended(block) if block.is_parallel else self._x
 
     def _buffer(self, linears: Linears, name: str) -> Activations:

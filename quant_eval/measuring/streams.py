@@ -24,9 +24,10 @@ class Stream:
         lengths: Sequence[Sequence[int]] | None = None,
         on_device: bool = True,
     ) -> None:
-        """`lengths` of the sequences of each batch without their padding; None: there is none.
+        """Embed the batches.
 
-        The stream is kept where it is computed if `on_device`, else in pinned memory.
+        `lengths` are those of the sequences of each batch without padding; None: there is none. The
+        stream is kept where it is computed if `on_device`, else in pinned memory.
         """
         self._model = model
         self._lengths = lengths or [[tokens.shape[1]] * len(tokens) for tokens in batches]

@@ -49,7 +49,10 @@ class Texts(NamedTuple):
 
 
 def open_texts(hf_dir: Path, model: StreamedModel, settings: RunSettings) -> Texts:
-    """Open and check both texts; UserError if they do not fit the model or each other."""
+    """Open and check both texts.
+
+    UserError if they do not fit the model or each other.
+    """
     length = settings.block_length(model.config.max_position_embeddings)
     evaluation = open_text(settings.eval, hf_dir, model.config.vocab_size)
     if settings.calibration is None:
@@ -85,7 +88,10 @@ def _texts(
 
 
 def open_text(prefix: Path, hf_dir: Path, vocab_size: int) -> Corpus:
-    """Return a token file; UserError if another tokenizer than the model's own made it."""
+    """Return a token file.
+
+    UserError if another tokenizer than the model's own made it.
+    """
     corpus = open_corpus(prefix, verify_hashes=True)
     check_vocabulary(corpus, vocab_size)
     tokenizer = hf_dir / TOKENIZER_JSON
@@ -179,7 +185,10 @@ def check_apart(
 
 
 def _sliding(tokens_NL: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-    """Return every window of `width` tokens, [N, windows, W]; none of a shorter sequence."""
+    """Return every window of `width` tokens, [N, windows, W].
+
+    A shorter sequence has none.
+    """
     if tokens_NL.shape[1] < width:
         return np.empty((len(tokens_NL), 0, width), np.int64)
     return np.lib.stride_tricks.sliding_window_view(tokens_NL, width, axis=1)

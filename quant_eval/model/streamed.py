@@ -150,7 +150,10 @@ class StreamedModel:
         }
 
     def block(self, index: int) -> Block:
-        """Return a decoder block with its weights; UserError naming one that is not finite."""
+        """Return a decoder block with its weights.
+
+        UserError with the name of a weight that is not finite.
+        """
         name = f"{self.family.decoder}.{LAYERS}.{index}"
         return Block(self._load(name), name, self.family, self._is_parallel)
 

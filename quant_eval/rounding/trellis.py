@@ -141,7 +141,7 @@ def round_tiles(weight_OI: Tensor, factor_II: Tensor, trellis: Trellis) -> Tenso
 
 
 def dense_tiles(codes_RIC: Tensor, trellis: Trellis) -> Tensor:
-    """Return the weights of all tiles, fp32 [O, I], to deviation 1; the inverse of the codes."""
+    """Return the weights of all tiles from their codes, fp32 [O, I], of deviation 1."""
     tiles = trellis.decode(codes_RIC.flatten(0, 1)).view(*codes_RIC.shape[:2], TILE, TILE)
     return tiles.transpose(1, 2).reshape(len(codes_RIC) * TILE, -1)
 

@@ -136,7 +136,10 @@ class CompressedFormat:
                     )
 
     def pack(self, linear: str, rounded: Rounded, inputs: Transform | None) -> dict[str, Tensor]:
-        """Return the tensors of a linear by name; `rounded` is in the basis of its transforms."""
+        """Return the tensors of a linear by name.
+
+        `rounded` is in the basis of its transforms.
+        """
         assert self._scheme is not None
         parts = compress(rounded, self._scheme)
         exact = torch.equal(decompress(parts, self._scheme), rounded.dense())

@@ -119,7 +119,10 @@ class GPTQFormat:
                     )
 
     def pack(self, linear: str, rounded: Rounded, inputs: Transform | None) -> dict[str, Tensor]:
-        """Return the tensors of a linear by name; groups are of `group_size` inputs each."""
+        """Return the tensors of a linear by name.
+
+        Groups are of `group_size` inputs each.
+        """
         assert inputs is None or not len(inputs.steps), "the format has no transforms"
         tensors = pack(rounded, self._settings.bits, self._settings.checkpoint_format)
         natural_I = self._settings.natural_groups(len(tensors["g_idx"]))

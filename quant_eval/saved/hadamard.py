@@ -73,7 +73,10 @@ class HadamardTransforms:
 
     @staticmethod
     def of_spec(spec: QuantSpec, config: "PretrainedConfig") -> "HadamardTransforms":
-        """Return the transforms of a spec; UserError if the format cannot hold them."""
+        """Return the transforms of a spec.
+
+        UserError if the format cannot hold them.
+        """
         _check(spec)
         if not spec.rotation:
             return HadamardTransforms({})

@@ -60,7 +60,7 @@ def from_hub(row: PaperTask, configs: dict[str, str | None]) -> Sources:
 
 
 def hub_revision(row: PaperTask) -> str | None:
-    """Return the commit of the task's dataset; None with HF_HUB_OFFLINE set.
+    """Return the commit of the task's dataset, None with HF_HUB_OFFLINE set.
 
     Asked once and without repetition: the dataset's own loader repeats for half a minute where
     there is no network.
@@ -92,7 +92,9 @@ def _own_examples(row: PaperTask) -> dict[str, Any]:
 
 
 def from_files(row: PaperTask, leaves: list[str], directory: Path) -> Sources:
-    """Read DIR/TASK.jsonl, of mmlu DIR/mmlu/SUBJECT.jsonl; examples are in TASK.fewshot.jsonl.
+    """Read DIR/TASK.jsonl, of mmlu DIR/mmlu/SUBJECT.jsonl.
+
+    Examples are in TASK.fewshot.jsonl.
 
     UserError if a file is missing, or holds anything but objects that are alike.
     """

@@ -46,7 +46,10 @@ class LoadedTask:
 
 
 def load_tasks(settings: TaskSettings) -> list[LoadedTask]:
-    """Return the tasks of the settings; UserError if a document is missing or does not fit."""
+    """Return the tasks of the settings.
+
+    UserError if a document is missing or does not fit.
+    """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every setting that is given
     datasets.disable_progress_bars()
     definitions = Path(lm_eval.tasks.__file__).parent

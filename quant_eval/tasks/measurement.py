@@ -90,7 +90,10 @@ def measure(
 
 
 def _tokenizer(hf_dir: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Return the tokenizer beside the model; UserError if there is none that fits."""
+    """Return the tokenizer beside the model.
+
+    UserError if there is none that fits.
+    """
     if not (hf_dir / "tokenizer.json").exists():
         raise UserError(
             f"{hf_dir} holds no tokenizer.json; copy the tokenizer the model was trained with there"

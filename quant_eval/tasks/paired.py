@@ -95,7 +95,10 @@ def resampled_accuracies(
 
 
 def _described(point: dict[str, Any], resampled: tuple[Floats, Floats]) -> dict[str, Any]:
-    """Return figures with their intervals; null, and the reason, for an undefined degradation."""
+    """Return figures with their intervals.
+
+    An undefined degradation is null, with the reason.
+    """
     tails = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
     intervals = {
         name: None if np.isnan(values_S).any() else np.quantile(values_S, tails).tolist()

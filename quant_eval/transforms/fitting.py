@@ -102,7 +102,7 @@ def _gain(gain_I: Tensor | None, site: str) -> Diagonal:
 
 
 def _seed(place: Place, site: str, seed: int) -> list[int] | None:
-    """Return the seed of the random signs of a site; None if it has none."""
+    """Return the seed of the random signs of a site, None if it has none."""
     if place.signs == "none":
         return None
     return [RESIDUAL_SIGNS] if place.signs == "residual" else [seed, SITES.index(site)]

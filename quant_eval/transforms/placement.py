@@ -121,7 +121,10 @@ def head_features(config: "PretrainedConfig") -> int:
 
 
 def _duquant(place: Place, site: str, block: int | None) -> Place:
-    """Return the place of DuQuant; narrower inputs than its block are one block."""
+    """Return the place of DuQuant.
+
+    Inputs narrower than its block are one block.
+    """
     size = block or min(DUQUANT_BLOCK, place.width)
     if place.width % size:
         raise UserError(

@@ -65,7 +65,10 @@ def rounded_weight(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
 
 
 class StraightThroughCast(nn.Module):
-    """Q_a of a spec with a gradient; of a static cast, the range is that of the batch at hand."""
+    """The cast Q_a of a spec, with a gradient.
+
+    The range of a static cast is that of the present batch.
+    """
 
     def __init__(self, spec: QuantSpec, width: int) -> None:
         super().__init__()
