@@ -160,7 +160,7 @@ def step(
     """Write result.json: predicted and measured loss increase of a quantization step, by block.
 
     Predicted is g.delta + delta'H delta / 2 for delta = quantized - full precision; measured is the
-    difference of the losses of the same microbatches. The curvature along the step stands against
+    difference of the losses of the same microbatches. The curvature along the step is compared with
     that of a random one.
 
     Example: python -m curvature step hf/step00000640 --quantized hf/step00000640/quant/gptq-b3-g128
@@ -168,9 +168,9 @@ def step(
     """
     names = [f"step-{directory.resolve().name}" for directory in quantized]
     (directories,) = result_directories([hf_dir], "curvature", names, out)
-    if taken := {path.resolve() for path in directories} & {path.resolve() for path in quantized}:
+    if clashes := {path.resolve() for path in directories} & {path.resolve() for path in quantized}:
         raise UserError(
-            f"{taken.pop()} holds the result to be explained, which would be lost; give another"
+            f"{clashes.pop()} holds the result to be explained, which would be lost; give another"
             " --out"
         )
     _check_models(hf_dir)
@@ -184,10 +184,10 @@ def step(
     for directory, result in zip(directories, results, strict=True):
         if ranks.rank == 0:
             write_result(directory, result)
-            whole = result["measured"]["whole"]
+            figures = result["measured"]["whole"]
             words = [
-                f"{figure} {whole[figure]['mean']:.5g} +- {whole[figure]['standard_error']:.2g}"
-                for figure in ("predicted", "measured")
+                f"{name} {figures[name]['mean']:.5g} +- {figures[name]['standard_error']:.2g}"
+                for name in ("predicted", "measured")
             ]
             typer.echo(f"{'  '.join(words)} nats/token  -> {directory / RESULT_JSON}")
 
@@ -247,11 +247,11 @@ def compare(
     from curvature import paired_traces
     from curvature.trace.estimates import TRACE_UNIT
 
-    read = [read_result(path, Curvature) for path in paths]
+    contents = [read_result(path, Curvature) for path in paths]
     level = comparing.LEVEL
-    comparisons = paired_traces.compare(read, pairs_of(len(read), pairs), level=level)
+    comparisons = paired_traces.compare(contents, pairs_of(len(contents), pairs), level=level)
     comparing.report(
-        read,
+        contents,
         comparisons,
         {
             "figure": "trace",

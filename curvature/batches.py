@@ -16,7 +16,7 @@ from train.data.corpus import check_vocabulary, open_corpus
 
 
 class Batches:
-    """Packed sequences of a token file in the order of a seed; none comes twice.
+    """Packed sequences of a token file in the order of a seed, none of which comes twice.
 
     Args:
         prefix: of the token files.
@@ -70,11 +70,15 @@ class Batches:
         return torch.from_numpy(drawn)
 
 
-def checked_length(config: PretrainedConfig, asked: int | None) -> int:
-    """Return the tokens of a sequence, by default the context; UserError for more than that."""
+def checked_length(config: PretrainedConfig, sequence_length: int | None) -> int:
+    """Return the tokens of a sequence, by default the context.
+
+    UserError if they are more than the context.
+    """
     context: int = config.max_position_embeddings
-    if asked and asked > context:
+    if sequence_length and sequence_length > context:
         raise UserError(
-            f"--sequence-length {asked} is beyond the model's context {context}; shorten it"
+            f"--sequence-length {sequence_length} is beyond the model's context {context};"
+            " shorten it"
         )
-    return asked or context
+    return sequence_length or context

@@ -1,7 +1,7 @@
 """Weights read where they are needed: each rank reads its own rows of its own parameters.
 
-`problem.py` calls this: a model of empty tensors is put on its ranks, and filled after that, so
-that no process ever holds a whole model which it is to hold a part of.
+`subject.py` calls this: a model of empty tensors is put on its ranks first and filled after that,
+so that no process holds a whole model of which it needs a part.
 """
 
 from pathlib import Path

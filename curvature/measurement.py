@@ -10,9 +10,9 @@ import torch
 
 from base.ranks import Ranks
 from curvature.cost.memory import check_room
-from curvature.problem import open_model
 from curvature.settings import CurvatureSettings, HutchinsonSettings
 from curvature.spectrum.fixed_batch import measure_spectrum, measure_top
+from curvature.subject import open_model
 from curvature.trace.estimates import TRACE_UNIT
 from curvature.trace.pairs import measure_traces
 
@@ -39,7 +39,7 @@ def needed_sequences(settings: CurvatureSettings) -> int:
 def measure(
     hf_dir: Path, settings: CurvatureSettings, data_prefix: Path, ranks: Ranks
 ) -> dict[str, Any]:
-    """Return the content of result.json; write nothing.
+    """Return the content of result.json, without writing it.
 
     Raises:
         UserError: model, text, settings and ranks do not fit, a loss is not finite, or the guard
@@ -47,27 +47,27 @@ def measure(
     """
     seconds: dict[str, float] = {}
     with _timed(seconds, "guard"):
-        problem = open_model(
+        subject = open_model(
             hf_dir, settings, data_prefix, ranks, needed=needed_sequences(settings)
         )
-    entries = problem.hessian.parameters.size // (ranks.size if settings.sharding == "fsdp" else 1)
+    entries = subject.hessian.parameters.size // (ranks.size if settings.sharding == "fsdp" else 1)
     place = torch.device("cpu") if settings.vectors == "host" else ranks.device
     check_room(settings, entries, place)
     if isinstance(settings, HutchinsonSettings):
         with _timed(seconds, "traces"):
-            measured = measure_traces(problem, settings)
+            measured = measure_traces(subject, settings)
         if settings.lambda_max:
             with _timed(seconds, "lambda_max"):
-                measured |= measure_top(problem, settings)
+                measured |= measure_top(subject, settings)
     else:
         with _timed(seconds, "spectrum"):
-            measured = measure_spectrum(problem, settings)
-    return problem.result(measured | {"units": UNITS}, {"name": settings.name}, seconds)
+            measured = measure_spectrum(subject, settings)
+    return subject.result(measured | {"units": UNITS}, {"name": settings.name}, seconds)
 
 
 @contextmanager
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Take the seconds of what happens meanwhile."""
+    """Record the seconds that the context lasts."""
     start = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - start

@@ -118,7 +118,10 @@ def compare(
 
 
 def _values(result: Traces) -> list[float]:
-    """Return the trace of every microbatch; UserError where there is none."""
+    """Return the trace of every microbatch.
+
+    UserError if there is none.
+    """
     trace = result.measured.trace
     values = trace.per_microbatch if trace else None
     if values is None or len(values) < 2 or not all(map(math.isfinite, values)):

@@ -1,4 +1,7 @@
-"""Settings of the measurements, a class for each command; what is excluded decides no number."""
+"""Settings of the measurements, a class for each command.
+
+Fields that are excluded from results decide no number.
+"""
 
 from typing import Annotated, Literal, Self
 
@@ -76,17 +79,20 @@ class LanczosSettings(ProductSettings):
 
     @model_validator(mode="after")
     def _eigenvalues_have_iterations(self) -> Self:
-        wanted = self.largest + self.smallest
-        if wanted > self.max_iterations:
+        count = self.largest + self.smallest
+        if count > self.max_iterations:
             raise ValueError(
-                f"{wanted} eigenvalues take as many iterations; give --max-iterations {wanted} or"
+                f"{count} eigenvalues take as many iterations; give --max-iterations {count} or"
                 " ask for fewer"
             )
         return self
 
 
 class StepSettings(ProductSettings):
-    """Loss increase along the quantization step; losses before and after it differ in fp32 only."""
+    """Loss increase along the quantization step.
+
+    Only fp32 resolves the difference of the losses before and after it.
+    """
 
     dtype: Literal["fp32"] = "fp32"
     microbatches: Several = Field(default=16, description="microbatches of every figure")

@@ -74,7 +74,7 @@ def run(
     --calibration data/train --eval data/held_out
     """
     specs = [parse_spec(text) for text in spec]
-    outs = result_directories(hf_dirs, "quant", [each.name for each in specs], out)
+    outs = result_directories(hf_dirs, "quant", [parsed.name for parsed in specs], out)
     settings = settings.of_specs(specs)
     for hf_dir in hf_dirs:
         read_hf_config(hf_dir, ARCHITECTURES)
@@ -108,13 +108,13 @@ def tasks(hf_dirs: Models, spec: Specs, settings: TaskSettings) -> None:
     --calibration data/train --tasks arc_easy,piqa
     """
     specs = [parse_spec(text) for text in spec]
-    outs = result_directories(hf_dirs, "tasks", [each.name for each in specs], None)
+    outs = result_directories(hf_dirs, "tasks", [parsed.name for parsed in specs], None)
     settings = settings.of_specs(specs)
     for hf_dir in hf_dirs:
         read_hf_config(hf_dir, ARCHITECTURES)
     calibration = _calibration_sha256(settings)
-    kept = partial(kept_tasks, settings=settings, calibration=calibration)
-    todo = _pending(hf_dirs, specs, outs, kept)
+    look_up = partial(kept_tasks, settings=settings, calibration=calibration)
+    todo = _pending(hf_dirs, specs, outs, look_up)
     if not todo:
         return
 
@@ -175,15 +175,15 @@ def compare_command(
     """
     if figure not in FIGURES:
         raise UserError(f"no figure is called '{figure}'; take one of {', '.join(FIGURES)}")
-    read = [read_result(path, Quantization) for path in compared_results(results)]
-    comparisons = compare(read, pairs_of(len(read), pairs), figure, **BOOTSTRAP)
+    contents = [read_result(path, Quantization) for path in compared_results(results)]
+    comparisons = compare(contents, pairs_of(len(contents), pairs), figure, **BOOTSTRAP)
     settings = {"figure": figure, "unit": UNITS[figure], "pairing": pairs, "method": METHOD}
     sources = " or of ".join(sorted({each.sources for each in comparisons}))
     note = (
         f"Intervals hold for another draw of {sources}, and for these trainings only: another seed"
         " may differ by more."
     )
-    report(read, comparisons, settings | BOOTSTRAP, note, out)
+    report(contents, comparisons, settings | BOOTSTRAP, note, out)
 
 
 def _calibration_sha256(settings: CalibrationSettings) -> str | None:
@@ -194,14 +194,17 @@ def _pending(
     hf_dirs: list[Path],
     specs: list[QuantSpec],
     outs: list[list[Path]],
-    kept: Callable[[Path, Path, QuantSpec], Result[Any] | None],
+    look_up: Callable[[Path, Path, QuantSpec], Result[Any] | None],
 ) -> list[tuple[Path, list[QuantSpec], list[Path]]]:
-    """Return what is to be measured of each model, and where; what is kept is printed."""
+    """Return the specs to measure for each model, with their directories.
+
+    `look_up` returns a result that is there already, which is printed and kept.
+    """
     todo = []
     for hf_dir, directories in zip(hf_dirs, outs, strict=True):
         pending, places = [], []
         for spec, directory in zip(specs, directories, strict=True):
-            result = kept(directory, hf_dir, spec)
+            result = look_up(directory, hf_dir, spec)
             if result is None:
                 pending.append(spec)
                 places.append(directory)

@@ -63,7 +63,7 @@ def compare(
     level: float,
     seed: int,
 ) -> list[Comparison]:
-    """Compare every pair; p-values are adjusted over all of them.
+    """Compare every pair, with p-values adjusted over all pairs.
 
     Interval and test are one bootstrap-t of the difference (`bootstrap.Statistic`): both results
     are formed from the same drawn documents, and a p-value is at most 1 - level exactly where the
@@ -80,6 +80,8 @@ def compare(
             f"{samples} bootstrap samples cannot show any of {len(pairs)} pairs to differ at level"
             f" {level:g} after Holm's correction; compare fewer results at once"
         )
+
+    # the error of every pair, on the same drawn documents
     named, statistics, draws = labels(results), [], []
     for first, second in pairs:
         try:
@@ -87,31 +89,36 @@ def compare(
             draws.append(_draws(results[first], results[second], figure))
         except UserError as error:
             raise UserError(f"{named[first]} and {named[second]}: {error}") from None
-    resampled = resample(statistics, draws, samples=samples, seed=seed)
-    adjusted = holm([resample.p_value() for resample in resampled])
+    estimates = resample(statistics, draws, samples=samples, seed=seed)
+
+    # verdicts need the p-values of all pairs
+    adjusted = holm([estimate.p_value() for estimate in estimates])
     comparisons = []
-    for (first, second), statistic, drawn, draw, p in zip(
-        pairs, statistics, resampled, draws, adjusted, strict=True
+    for (first, second), statistic, estimate, draw, p in zip(
+        pairs, statistics, estimates, draws, adjusted, strict=True
     ):
         (a_D, b_D), (c_D, d_D) = statistic.ratios
-        low, high = drawn.interval(level)
+        low, high = estimate.interval(level)
         comparisons.append(
             Comparison(
                 first,
                 second,
                 first_value=float(c_D.sum() / d_D.sum()),
                 second_value=float(a_D.sum() / b_D.sum()),
-                difference=Difference(drawn.value, low, high, drawn.p_value()),
+                difference=Difference(estimate.value, low, high, estimate.p_value()),
                 sources="documents and calibration draws" if draw else "documents",
                 p_adjusted=p,
-                verdict=verdict_of(drawn.value, p, level),
+                verdict=verdict_of(estimate.value, p, level),
             )
         )
     return comparisons
 
 
 def _paired(first: Result[Quantization], second: Result[Quantization], figure: str) -> Statistic:
-    """Return the figure of `second` minus that of `first`; UserError for other settings."""
+    """Return the figure of `second` minus that of `first`.
+
+    UserError if the two were measured with different settings.
+    """
     evaluations = [result.spec.evaluation for result in (first, second)]
     settings = [
         (evaluation.model_dump() if evaluation else {}) | {"dtype": result.spec.dtype}
@@ -155,7 +162,7 @@ def drawn_fraction(measured: Quantization, figure: str) -> tuple[Floats, Floats]
         return numerator_D[:, None], denominator_D
     drawn = measured.calibration.per_document
     draws = zip(drawn.nll_quantized, drawn.kl, drawn.agreements, strict=True)
-    of_draw = [
+    numerators = [
         fraction(
             measured.per_document.model_copy(
                 update={"nll_quantized": quantized, "kl": kl, "agreements": agreements}
@@ -164,38 +171,38 @@ def drawn_fraction(measured: Quantization, figure: str) -> tuple[Floats, Floats]
         )[0]
         for quantized, kl, agreements in draws
     ]
-    if not of_draw:
+    if not numerators:
         raise UserError("it holds no losses of each calibration draw; measure it again")
-    return np.stack(of_draw, axis=1), denominator_D
+    return np.stack(numerators, axis=1), denominator_D
 
 
 def _draws(
     first: Result[Quantization], second: Result[Quantization], figure: str
 ) -> CalibrationDraws | None:
-    """Return what calibration draws add to the error; None for results of a single draw.
+    """Return the error that calibration draws add, None for results of a single draw.
 
     Draw k of both is paired: right where it was the same text for both, and not wrong where it was
     not.
     """
-    given = [_values(result, figure) for result in (first, second)]
-    counts = {len(values) for values in given if values}
+    figures = [_values(result, figure) for result in (first, second)]
+    counts = {len(values) for values in figures if values}
     if not counts:
         return None
     if len(counts) > 1 or any(
         not values and parse_spec(result.spec.name).needs_calibration
-        for result, values in zip((first, second), given, strict=True)
+        for result, values in zip((first, second), figures, strict=True)
     ):
         raise UserError(
-            f"they have {len(given[0]) or 1} and {len(given[1]) or 1} calibration draws; measure"
-            " both with the same --calibration-seeds"
+            f"they have {len(figures[0]) or 1} and {len(figures[1]) or 1} calibration draws;"
+            " measure both with the same --calibration-seeds"
         )
-    of_first, of_second = (np.array(values or [0.0]) for values in given)  # 0: no draw moves it
+    of_first, of_second = (np.array(values or [0.0]) for values in figures)  # 0: no draw moves it
     moved = of_second - of_first
     return CalibrationDraws(float(np.std(moved, ddof=1)) / math.sqrt(len(moved)), len(moved))
 
 
 def _values(result: Result[Quantization], figure: str) -> list[float]:
-    """Return the figure of every calibration draw; nothing for a single one."""
+    """Return the figure of every calibration draw, [] for a single draw."""
     calibration = result.measured.calibration
     if calibration is None:
         return []

@@ -1,4 +1,4 @@
-"""The one table of the parts of a spec's name, in their order; reading and writing names by it.
+"""The one table of the parts of a spec's name, by which names are read and written.
 
 A name begins with how weights are rounded: `gptq`, `nvfp4`, `gptq-nvfp4`, or `w4a4` for integers by
 rounding to nearest with activations of so many bits. If weights stay as they are, it begins with
@@ -38,13 +38,14 @@ class Part:
     """One part of a name, which follows a hyphen.
 
     Attributes:
-        shown: in the grammar.
-        pattern: of the part.
-        read: values of the settings that a part stands for.
-        write: the part for given values and the defaults of their method; "": none is needed.
+        syntax: the part as the grammar shows it.
+        pattern: regular expression of the part.
+        read: returns the settings that a part states.
+        write: returns the part for the values and the defaults of their method; "": none is
+            needed.
     """
 
-    shown: str
+    syntax: str
     pattern: str
     read: Callable[[str], dict[str, Any]]
     write: Callable[[Values, Values], str]
@@ -66,7 +67,7 @@ def _numbered(label: str, option: str, number: Callable[[str], Any] = float) -> 
 
 
 def _chosen(option: str, words: Mapping[str, Any]) -> Part:
-    """Return the part of a setting that a word stands for."""
+    """Return the part of a setting that is given by a word."""
     values_to_words = {value: word for word, value in words.items()}
 
     def write(values: Values, defaults: Values) -> str:
@@ -164,7 +165,7 @@ _HEADS = (
     f"{'|'.join(name for name in METHODS if name != 'none')}|[gptq-]({'|'.join(FORMATS)})"
     "|w<bits>a<bits>"
 )
-GRAMMAR = f"({_HEADS})" + "".join(f"[-{part.shown}]" for part in PARTS)
+GRAMMAR = f"({_HEADS})" + "".join(f"[-{part.syntax}]" for part in PARTS)
 HINT = (
     "for example gptq-b3-g128 or w4a4-g128-quarot; 'python -m quant_eval methods' lists what a spec"
     " can be"
@@ -218,26 +219,29 @@ def read_name(text: str) -> dict[str, Any]:
     UserError with the grammar for anything that is no name; which values fit together is checked by
     `QuantSpec`.
     """
-    given, rest = _read_head(text)
-    given |= _read_parts(text, rest)
-    method = METHODS[given["method"]]
-    row = FORMATS.get(given.get("format", "int"))  # type: ignore[call-overload]
+    settings, rest = _read_head(text)
+    settings |= _read_parts(text, rest)
+
+    # parts that this format or method does not take, or needs
+    method = METHODS[settings["method"]]
+    row = FORMATS.get(settings.get("format", "int"))  # type: ignore[call-overload]
     problem = None
-    if row and "bits" in given:
-        problem = f"{given['format']} has {row.bits} bits; leave -b out"
-    elif row and row.grouping is not None and "group_size" in given:
-        problem = f"{given['format']} has its own groups; leave -g and -perchannel out"
-    elif not row and len(method.bits) > 1 and "bits" not in given:
-        problem = f"{given['method']} needs its bits"
-    elif "group_size" in method.defaults and "group_size" not in given:
+    if row and "bits" in settings:
+        problem = f"{settings['format']} has {row.bits} bits; leave -b out"
+    elif row and row.grouping is not None and "group_size" in settings:
+        problem = f"{settings['format']} has its own groups; leave -g and -perchannel out"
+    elif not row and len(method.bits) > 1 and "bits" not in settings:
+        problem = f"{settings['method']} needs its bits"
+    elif "group_size" in method.defaults and "group_size" not in settings:
         if row and row.grouping is not None:
-            given["group_size"] = row.grouping or None
+            settings["group_size"] = row.grouping or None
         else:
             problem = f"{text.split('-')[0]} needs a group size or perchannel"
     if problem:
         raise UserError(f"spec {text!r}: {problem}; {HINT}")
-    values = {"bits": row.bits if row else method.bits[0], "format": "int"} | given
-    if "activations" not in given:
+
+    values = {"bits": row.bits if row else method.bits[0], "format": "int"} | settings
+    if "activations" not in settings:
         values["activations"] = _own_activations(values)
     return defaults_of(values) | values
 
@@ -259,26 +263,26 @@ def _read_head(text: str) -> tuple[dict[str, Any], str]:
 
 
 def _read_parts(text: str, rest: str) -> dict[str, Any]:
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if match := re.fullmatch(r"((?:-[bg]\d{1,6})*)-paper", rest, re.ASCII):
-        given, rest = _read_parts(text, match[1]), ""
-        if not text.startswith("gptqmodel-") or given.get("group_size") != 128:
+        settings, rest = _read_parts(text, match[1]), ""
+        if not text.startswith("gptqmodel-") or settings.get("group_size") != 128:
             raise UserError(
                 f"spec {text!r}: paper stands for all settings of gptqmodel but bits, in groups of"
                 f" 128; {HINT}"
             )
-        return given | PAPER
+        return settings | PAPER
     for part in PARTS:
         if match := re.match(rf"-({part.pattern})(?=-|$)", rest, re.ASCII):
-            given |= part.read(match[1])
+            settings |= part.read(match[1])
             rest = rest[match.end() :]
     if rest:
         raise UserError(f"{_problem(text, rest)}; {HINT}")
-    return given
+    return settings
 
 
 def _problem(text: str, rest: str) -> str:
-    """Return what is wrong with a name of which a rest was not read."""
+    """Return what is wrong with a name whose end could not be read."""
     for part in PARTS:
         if match := re.match(rf"-({part.pattern})(?=-|$)", rest, re.ASCII):
             before = re.search(rf"-({part.pattern})(?=-)", text[: -len(rest)] + "-", re.ASCII)

@@ -25,13 +25,13 @@ def kept_run(
     settings: RunSettings,
     texts: tuple[str | None, str],
 ) -> Result[Quantization] | None:
-    """Return the result in a directory if `run` would measure the same; None otherwise.
+    """Return the result in a directory if `run` would measure the same, None otherwise.
 
     `texts` are the hashes of those for calibration, if any spec reads it, and evaluation.
     """
     context = int(read_hf_config(hf_dir).get("max_position_embeddings", 0))
-    wanted = settings.of_specs([spec]).texts(settings.block_length(context), *texts)
-    result = _same(directory, hf_dir, spec, wanted | {"dtype": settings.dtype}, Quantization)
+    request = settings.of_specs([spec]).texts(settings.block_length(context), *texts)
+    result = _same(directory, hf_dir, spec, request | {"dtype": settings.dtype}, Quantization)
     if result is None or (settings.per_block and not result.measured.blocks):
         return None
     if settings.save and not (directory / CHECKPOINT / LINEAGE_JSON).exists():
@@ -49,12 +49,12 @@ def kept_tasks(
     settings: TaskSettings,
     calibration: str | None,
 ) -> Result[Tasks] | None:
-    """Return the result in a directory if `tasks` would measure the same; None otherwise.
+    """Return the result in a directory if `tasks` would measure the same, None otherwise.
 
     `calibration` is the hash of that text, if any spec reads it.
     """
-    wanted = settings.of_specs([spec]).described(calibration) | {"dtype": settings.dtype}
-    result = _same(directory, hf_dir, spec, wanted, Tasks)
+    request = settings.of_specs([spec]).described(calibration) | {"dtype": settings.dtype}
+    result = _same(directory, hf_dir, spec, request, Tasks)
     if result is None or set(result.settings["tasks"]) != set(settings.names):
         return None
     files = {
@@ -72,24 +72,24 @@ def kept_tasks(
 
 
 def _same(
-    directory: Path, hf_dir: Path, spec: QuantSpec, wanted: dict[str, Any], kind: type[Kind]
+    directory: Path, hf_dir: Path, spec: QuantSpec, request: dict[str, Any], kind: type[Kind]
 ) -> Result[Kind] | None:
     """Return the result of a directory if it is of that model and has those settings."""
     try:
         result = read_result(directory, kind)
     except UserError:  # none, or none that can be read
         return None
-    if not _holds(result.settings, spec.model_dump(mode="json") | wanted):
+    if not _contains(result.settings, spec.model_dump(mode="json") | request):
         return None
     # last, for it may read all weights
     same = identify(hf_dir)["weights_digests"] == result.model.weights_digests
     return result if same else None
 
 
-def _holds(content: Any, wanted: Any) -> bool:
-    """Return whether all settings wanted are held, places aside."""
-    if isinstance(wanted, dict):
-        return isinstance(content, dict) and all(
-            key in PLACES or _holds(content.get(key), value) for key, value in wanted.items()
+def _contains(settings: Any, request: Any) -> bool:
+    """Return whether settings have all values of a request, places aside."""
+    if isinstance(request, dict):
+        return isinstance(settings, dict) and all(
+            key in PLACES or _contains(settings.get(key), value) for key, value in request.items()
         )
-    return bool(content == wanted)
+    return bool(settings == request)

@@ -16,7 +16,7 @@ BLOCK_TOKENS = 2048  # of arXiv:2510.06213 (appendix A)
 
 
 class ComputeSettings(Frozen):
-    """The machine's part; moves results by rounding only, but for the dtype."""
+    """The settings of the machine, which move results by rounding only, but for the dtype."""
 
     dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="of the full and of the quantized model"
@@ -45,7 +45,7 @@ class CalibrationSettings(ComputeSettings):
     seed: int = Field(default=0, ge=0, lt=2**63)
 
     def block_length(self, context: int) -> int:
-        """Return the tokens that a model of that context sees at once."""
+        """Return the number of tokens that a model of that context sees at once."""
         if self.sequence_length is not None and self.sequence_length > context:
             raise UserError(
                 f"{self.sequence_length} tokens are longer than the model's context of {context};"
@@ -54,7 +54,7 @@ class CalibrationSettings(ComputeSettings):
         return self.sequence_length or min(BLOCK_TOKENS, context)
 
     def of_specs(self, specs: Sequence[QuantSpec]) -> Self:
-        """Return the settings of these specs: without a text where none of them reads it.
+        """Return the settings for these specs, without the text if none of them reads it.
 
         UserError if one needs the text and there is none.
         """
@@ -64,7 +64,7 @@ class CalibrationSettings(ComputeSettings):
         return self if calibrated else self.model_copy(update={"calibration": None})
 
     def calibration_text(self, sha256: str | None, length: int | None) -> dict[str, Any] | None:
-        """Return what a result says of the text, given the hash of its token file."""
+        """Return the description of the text in a result, given the hash of its token file."""
         if self.calibration is None:
             return None
         return {
@@ -115,7 +115,7 @@ class RunSettings(CalibrationSettings):
     )
 
     def texts(self, length: int, calibration: str | None, evaluation: str) -> dict[str, Any]:
-        """Return what a result says of its texts, given the hashes of their token files."""
+        """Return the description of the texts in a result, from the hashes of their files."""
         drawn = self.calibration_text(calibration, length)
         return {
             "calibration": drawn and drawn | {"seeds": self.calibration_seeds},
@@ -158,7 +158,7 @@ class TaskSettings(CalibrationSettings):
         return choose_tasks(self.tasks)
 
     def described(self, calibration_sha256: str | None) -> dict[str, Any]:
-        """Return what a result says of them, the tasks' documents aside."""
+        """Return the description of the settings in a result, the tasks' documents aside."""
         return {
             "calibration": self.calibration_text(calibration_sha256, self.sequence_length),
             "num_fewshot": self.shots,

@@ -111,17 +111,14 @@ class QuantSpec(Frozen):
                 f"{self.method} takes {', '.join(map(str, self.row.bits))} bits, not {self.bits}"
             )
         defaults = defaults_of(self.model_dump())
-        for option, given in self:
+        for option, value in self:
             if option in ("method", "bits", "format", "group_size"):
                 continue
-            is_given = (
-                given not in (None, False) if option in CASTS + TRANSFORMS else given is not None
-            )
             if option in CASTS + TRANSFORMS:
-                if is_given and option not in self.row.extras:
+                if value not in (None, False) and option not in self.row.extras:
                     raise ValueError(f"{self.method} does not take {option}")
-            elif is_given != (option in defaults):
-                what = "does not take" if is_given else "needs"
+            elif (value is not None) != (option in defaults):
+                what = "needs" if value is None else "does not take"
                 raise ValueError(f"{self.method} {what} {option}")
         return self
 
@@ -183,7 +180,9 @@ class QuantSpec(Frozen):
 
 @cache
 def parse_spec(text: str) -> QuantSpec:
-    """Return the spec of a name; UserError with the grammar for anything that is not one.
+    """Return the spec of a name.
+
+    UserError with the grammar for a text that is no name.
 
     >>> parse_spec("gptq-b3-g32-sym-damp0.05").name
     'gptq-b3-g32'

@@ -21,7 +21,10 @@ SETTINGS_OF_ALL = {"is_causal": True, "layer_types": "full_attention"}
 
 
 def architecture_of(config: PretrainedConfig) -> Architecture:
-    """Return the row of a model; UserError where there is none that spells out its settings."""
+    """Return the row of a model.
+
+    UserError if there is none, or the model has settings that its row does not compute.
+    """
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         raise UserError(
@@ -29,16 +32,16 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
             " one of those"
         )
     settings = config.to_dict() | (config.rope_parameters or {})
-    for name, known in (SETTINGS_OF_ALL | dict(architecture.settings)).items():
-        setting = settings.get(name)
+    for name, expected in (SETTINGS_OF_ALL | dict(architecture.settings)).items():
+        values = settings.get(name)
         unknown = {
             str(value)
-            for value in (setting if isinstance(setting, list) else [setting])
-            if value not in (None, known)
+            for value in (values if isinstance(values, list) else [values])
+            if value not in (None, expected)
         }
         if unknown:
             raise UserError(
-                f"curvature knows {config.model_type} with {name} {known}, this model has"
+                f"curvature knows {config.model_type} with {name} {expected}, this model has"
                 f" {', '.join(sorted(unknown))}; give one without"
             )
     return architecture

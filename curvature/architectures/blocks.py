@@ -44,14 +44,14 @@ def _pre_norm(
     norm: Norm = rms_normed,
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
 ) -> Block:
-    """Return a block of two parts; `norms` are the names of theirs."""
+    """Return a block of attention and MLP, whose norms have the names `norms`."""
 
     def block(layer: Any, hidden_BSD: Dual, context: Context) -> Dual:
         before_attention, before_mlp = (getattr(layer, name) for name in norms)
-        read = norm(before_attention, hidden_BSD, context.dtype)
-        hidden_BSD = hidden_BSD + attention(layer.self_attn, read, context)
-        read = norm(before_mlp, hidden_BSD, context.dtype)
-        return hidden_BSD + mlp(layer.mlp, read, context.dtype)
+        normed_BSD = norm(before_attention, hidden_BSD, context.dtype)
+        hidden_BSD = hidden_BSD + attention(layer.self_attn, normed_BSD, context)
+        normed_BSD = norm(before_mlp, hidden_BSD, context.dtype)
+        return hidden_BSD + mlp(layer.mlp, normed_BSD, context.dtype)
 
     return block
 
@@ -79,7 +79,7 @@ def _normed_heads(attention: Any, x_BSD: Dual, context: Context) -> Dual:
 def _clipped(attention: Any, x_BSD: Dual, context: Context) -> Dual:
     query, key, value = _projected(attention, x_BSD, context.dtype)
     if (limit := attention.config.clip_qkv) is not None:
-        query, key, value = (clipped(projected, limit) for projected in (query, key, value))
+        query, key, value = (clipped(part, limit) for part in (query, key, value))
     return attended(attention, query, key, value, context)
 
 
@@ -112,7 +112,7 @@ def _olmo2_attention(attention: Any, x_BSD: Dual, context: Context) -> Dual:
     query = rms_normed(attention.q_norm, project(attention.q_proj, x_BSD, dtype), dtype)
     key = rms_normed(attention.k_norm, project(attention.k_proj, x_BSD, dtype), dtype)
     value = project(attention.v_proj, x_BSD, dtype)
-    query, key, value = (heads(projected, attention.head_dim) for projected in (query, key, value))
+    query, key, value = (heads(part, attention.head_dim) for part in (query, key, value))
     return attended(attention, query, key, value, context)
 
 
@@ -142,8 +142,8 @@ def _neox_mlp(mlp: Any, x_BSD: Dual, dtype: torch.dtype) -> Dual:
 
 def _neox_block(layer: Any, hidden_BSD: Dual, context: Context) -> Dual:
     dtype = context.dtype
-    read = layer_normed(layer.input_layernorm, hidden_BSD, dtype)
-    written = hidden_BSD + _neox_attention(layer.attention, read, context)
+    normed_BSD = layer_normed(layer.input_layernorm, hidden_BSD, dtype)
+    written = hidden_BSD + _neox_attention(layer.attention, normed_BSD, context)
     source = hidden_BSD if layer.use_parallel_residual else written
     return written + _neox_mlp(
         layer.mlp, layer_normed(layer.post_attention_layernorm, source, dtype), dtype

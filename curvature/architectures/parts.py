@@ -87,7 +87,10 @@ def turned(x_BHSE: Dual, context: Context) -> Dual:
 def attend(
     query_BHSE: Dual, key_BKSE: Dual, value_BKSE: Dual, scale: float, context: Context
 ) -> Dual:
-    """Return causal attention of all heads, [B, S, H E]; H / K of queries share one of keys."""
+    """Return causal attention of all heads, [B, S, H E].
+
+    H / K heads of queries share a head of keys and values.
+    """
     batch, num_kv_heads, positions, head_dim = key_BKSE.value.shape
     return causal_attention(
         query_BHSE.map(

@@ -87,14 +87,14 @@ def gpu_memory(
 
 
 def host_memory(parameters: int, settings: CurvatureSettings, world_size: int) -> float:
-    """Return the most bytes of a GPU's rank on its host; weights are read by rows."""
+    """Return the most bytes of a GPU's rank on its host, where weights are read by rows."""
     entries = parameters / (world_size if settings.sharding == "fsdp" else 1)
     vectors = FP32 * entries * work_of(settings).vectors if settings.vectors == "host" else 0.0
     return PROCESS_BYTES + vectors
 
 
 def check_loading(config: PretrainedConfig, settings: ProductSettings, ranks: Ranks) -> None:
-    """Raise UserError where the host has no room for the models of its ranks without GPUs."""
+    """Raise UserError if the host has no room for the models of its ranks without GPUs."""
     if ranks.device.type != "cpu":
         return
     parameters = sum(weight.numel() for weight in empty_model(config).parameters())
@@ -110,10 +110,10 @@ def check_loading(config: PretrainedConfig, settings: ProductSettings, ranks: Ra
 
 
 def check_room(settings: CurvatureSettings, entries: int, place: torch.device) -> None:
-    """Raise UserError where vectors of so many entries on this rank find no room.
+    """Raise UserError if vectors of `entries` entries do not fit the memory of this rank.
 
-    The weights are in memory by now and what a pass takes is known from the guard; seen here, what
-    is missing does not cost the hours that come before it is needed.
+    The weights are in memory by now and the memory of a pass is known from the guard. Checked here,
+    a lack of memory does not cost the hours before the vectors are needed.
     """
     # Of a pass: the most that the guard held beyond what is held now.
     if place.type == "cuda":
@@ -136,7 +136,7 @@ def check_room(settings: CurvatureSettings, entries: int, place: torch.device) -
 
 
 def _fewer(settings: CurvatureSettings, place: torch.device) -> str:
-    """Return what would make room for vectors, of what is not given yet."""
+    """Return the options that would make room for vectors and are not given yet."""
     ways = ["more ranks with --sharding fsdp"]
     if place.type == "cuda":
         ways.insert(0, "--vectors host")

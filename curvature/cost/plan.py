@@ -35,7 +35,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """Return the plan of a text such as h100 or 8xh100; UserError for any other."""
+        """Return the plan of a text such as h100 or 8xh100, UserError for any other."""
         match = re.fullmatch(r"(?:([1-9]\d*)x)?(\w+)", text)
         if not match or match[2] not in GPUS:
             raise UserError(
@@ -127,7 +127,7 @@ def cost_lines(cost: Cost, settings: CurvatureSettings, plan: Plan) -> list[str]
 
 
 def _thriftier(settings: CurvatureSettings) -> str:
-    """Return what would take less memory of a GPU, of what is not given yet."""
+    """Return the options that would take less memory of a GPU and are not given yet."""
     options = {
         "--checkpointing": not settings.checkpointing,
         "--vectors host": settings.vectors == "device",

@@ -73,12 +73,12 @@ class Count(TorchDispatchMode):
     torch's own FlopCounterMode would keep tensors of a checkpointed forward pass alive.
 
     Args:
-        known: ids of storages that were there before.
+        old_storages: ids of storages that were there before.
     """
 
-    def __init__(self, known: set[int]) -> None:
+    def __init__(self, old_storages: set[int]) -> None:
         super().__init__()
-        self._known, self._sizes = known, dict[int, int]()
+        self._old_storages, self._sizes = old_storages, dict[int, int]()
         self._now = self.peak = self.flops = self.bf16_flops = self.moved = self.kernels = 0
         self._inside = False
 
@@ -89,7 +89,7 @@ class Count(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operation and take note of what is new."""
+        """Run the operation and count it and its new storages."""
         named = kwargs or {}
         result = func(*args, **named)
         self._count(func, args, named, result)
@@ -97,7 +97,7 @@ class Count(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
                 key = id(storage)
-                if key not in self._sizes and key not in self._known:
+                if key not in self._sizes and key not in self._old_storages:
                     self._sizes[key] = storage.nbytes()
                     self._now += storage.nbytes()
                     self.peak = max(self.peak, self._now)
@@ -105,7 +105,10 @@ class Count(TorchDispatchMode):
         return result
 
     def one_pass(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Run a function that a GPU's compiler fuses; it moves its arguments and its results."""
+        """Run a function that a GPU's compiler fuses.
+
+        It moves its arguments and its results.
+        """
         self._inside = True
         result = function(*arguments)
         self._inside = False
@@ -122,16 +125,16 @@ class Count(TorchDispatchMode):
         packet = func._overloadpacket
         if self._inside or func.namespace != "aten" or func.is_view or packet in NO_KERNEL:
             return
-        read = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
         if packet in COUNTED:
             flops = COUNTED[packet](*args, **named, out_val=result)
             self.kernels += 1
             self.flops += flops
-            self.bf16_flops += flops if read[0].dtype == torch.bfloat16 else 0
+            self.bf16_flops += flops if inputs[0].dtype == torch.bfloat16 else 0
             return
-        written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        read = read[1:] if packet in OVERWRITING else read
-        self._move([*read, *written])
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        inputs = inputs[1:] if packet in OVERWRITING else inputs
+        self._move([*inputs, *outputs])
 
     def _gone(self, key: int) -> None:
         self._now -= self._sizes.pop(key)
@@ -168,6 +171,7 @@ def _simulated(
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
             setattr(shortened, name, value[:depth])
+
     quiet_transformers()
     with _without_content():
         loaded = AutoModelForCausalLM.from_config(
@@ -179,9 +183,13 @@ def _simulated(
             dtype=DTYPES[settings.dtype],
             checkpointing=settings.checkpointing,
         )
+
+        # a gradient is dropped as soon as it is complete, as in a measurement
         tokens_BS1 = torch.zeros(settings.microbatch_sequences, length + 1, dtype=torch.int64)
         for weight in model.parameters.weights.values():
             weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+
+        # weights and tangents are there before, so that the count has the rest alone
         storages = [
             tensor.untyped_storage() for tensor in (*loaded.parameters(), *loaded.buffers())
         ]
@@ -194,7 +202,7 @@ def _simulated(
 
 @contextmanager
 def _without_content() -> Iterator[None]:
-    """Make all tensors fake; a GPU's generator, whose state is no fake, is left alone."""
+    """Make all tensors fake, but not the state of a GPU's generator."""
     with FakeTensorMode(), torch.random.fork_rng(devices=[]):
         yield
 

@@ -51,14 +51,14 @@ def causal_attention(
 
 
 class _Chunk(NamedTuple):
-    """A chunk of queries: their places, the last key that they see, and what is hidden there."""
+    """A chunk of queries: their places, the last key that they see, and the mask of hidden keys."""
 
     start: int
     stop: int
     hidden_CC: Tensor
 
     def rows(self, x_NGSE: Tensor) -> Tensor:
-        """Return the rows of all heads of a group below each other, [N, Q, E]."""
+        """Return the rows of all heads of a group, stacked, [N, Q, E]."""
         return x_NGSE[:, :, self.start : self.stop].flatten(1, 2)
 
     def put(self, x_NGSE: Tensor, rows_NQE: Tensor) -> None:
@@ -74,12 +74,12 @@ def _chunks(positions: int, rows: int, device: torch.device) -> Iterator[_Chunk]
 
 def _scores(query: tuple[Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return s = q k' and s_dot = q_dot k' + q k_dot', each [N, Q, T]."""
-    (q_NQE, q_dot_NQE), (k_NET, k_dot_NET) = query, (x.transpose(1, 2) for x in key)
+    (q_NQE, q_dot_NQE), (k_NET, k_dot_NET) = query, (tensor.transpose(1, 2) for tensor in key)
     return q_NQE @ k_NET, torch.baddbmm(q_dot_NQE @ k_NET, q_NQE, k_dot_NET)
 
 
 def _softmax(scores_NQT: Tensor, hidden_CC: Tensor) -> Tensor:
-    """Return the weights; hidden keys are above the diagonal of the last C columns, and have 0."""
+    """Return the weights, 0 for hidden keys: those above the diagonal of the last C columns."""
     wide_NQT, own = wide(scores_NQT), len(hidden_CC)
     last_NGCC = wide_NQT.unflatten(1, (-1, own))[..., -own:]
     last_NGCC.masked_fill_(hidden_CC, float("-inf"))
@@ -90,7 +90,10 @@ def _softmax(scores_NQT: Tensor, hidden_CC: Tensor) -> Tensor:
 def _weights(
     scores_NQT: Tensor, slopes_NQT: Tensor, hidden_CC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return p, p_dot and c [N, Q, 1]; the scores are overwritten."""
+    """Return p, p_dot and c [N, Q, 1].
+
+    The scores are overwritten.
+    """
     p_NQT = _softmax(scores_NQT, hidden_CC)
     p_dot_NQT = p_NQT * slopes_NQT
     centre_NQ1 = p_dot_NQT.sum(-1, keepdim=True)
@@ -107,7 +110,10 @@ def _score_gradients(
     centre_NQ1: Tensor,
     hidden_CC: Tensor,
 ) -> list[Tensor]:
-    """Return p, p_dot and the gradients by s and s_dot; the scores are overwritten."""
+    """Return p, p_dot and the gradients by s and s_dot.
+
+    The scores are overwritten.
+    """
     p_NQT = _softmax(scores_NQT, hidden_CC)
     t_NQT = slopes_NQT - centre_NQ1
     u_NQT = by_p_dot_NQT - (p_NQT * by_p_dot_NQT).sum(-1, keepdim=True)
@@ -124,12 +130,14 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *tensors, rows = arguments
         q_NGSE, q_dot_NGSE, *others = tensors
-        k_NSE, k_dot_NSE, v_NSE, v_dot_NSE = (x.contiguous() for x in others)
+        k_NSE, k_dot_NSE, v_NSE, v_dot_NSE = (tensor.contiguous() for tensor in others)
         o_NGSE, o_dot_NGSE = torch.empty_like(q_NGSE), torch.empty_like(q_NGSE)
         centre_NGS1 = wide(q_NGSE.new_empty((*q_NGSE.shape[:-1], 1)))
         for chunk in _chunks(q_NGSE.shape[2], rows, q_NGSE.device):
             q, q_dot = chunk.rows(q_NGSE), chunk.rows(q_dot_NGSE)
-            k, k_dot, v, v_dot = (x[:, : chunk.stop] for x in (k_NSE, k_dot_NSE, v_NSE, v_dot_NSE))
+            k, k_dot, v, v_dot = (
+                tensor[:, : chunk.stop] for tensor in (k_NSE, k_dot_NSE, v_NSE, v_dot_NSE)
+            )
             p, p_dot, centre = _weights(*_scores((q, q_dot), (k, k_dot)), chunk.hidden_CC)
             chunk.put(o_NGSE, p @ v)
             chunk.put(o_dot_NGSE, torch.baddbmm(p_dot @ v, p, v_dot))
@@ -142,14 +150,18 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, by_o_NGSE: Tensor, by_o_dot_NGSE: Tensor) -> Any:  # type: ignore[override]
         q_NGSE, q_dot_NGSE, *others, centre_NGS1 = ctx.saved_tensors
-        k_NSE, k_dot_NSE, v_NSE, v_dot_NSE = (x.contiguous() for x in others)
+        k_NSE, k_dot_NSE, v_NSE, v_dot_NSE = (tensor.contiguous() for tensor in others)
         by_q_NGSE, by_q_dot_NGSE = torch.empty_like(q_NGSE), torch.empty_like(q_NGSE)
         by_k, by_k_dot, by_v, by_v_dot = (torch.zeros_like(k_NSE) for _ in range(4))
         for chunk in _chunks(q_NGSE.shape[2], ctx.rows, q_NGSE.device):
             keys = slice(chunk.stop)
             q, q_dot = chunk.rows(q_NGSE), chunk.rows(q_dot_NGSE)
             by_o, by_o_dot = chunk.rows(by_o_NGSE), chunk.rows(by_o_dot_NGSE)
-            k, k_dot, v, v_dot = (x[:, keys] for x in (k_NSE, k_dot_NSE, v_NSE, v_dot_NSE))
+            k, k_dot, v, v_dot = (
+                tensor[:, keys] for tensor in (k_NSE, k_dot_NSE, v_NSE, v_dot_NSE)
+            )
+
+            # the weights anew, and the gradients by them and by the scores
             by_p_dot, by_p = _scores((by_o_dot, by_o), (v, v_dot))
             p, p_dot, by_s, by_s_dot = _score_gradients(
                 *_scores((q, q_dot), (k, k_dot)),
@@ -158,6 +170,8 @@ class _Attention(torch.autograd.Function):
                 chunk.rows(centre_NGS1),
                 chunk.hidden_CC,
             )
+
+            # queries are in this chunk alone, keys and values in several
             chunk.put(by_q_NGSE, torch.baddbmm(by_s @ k, by_s_dot, k_dot))
             chunk.put(by_q_dot_NGSE, by_s_dot @ k)
             by_k[:, keys] += torch.baddbmm(by_s.mT @ q, by_s_dot.mT, q_dot)

@@ -2,7 +2,7 @@
 
 The backward pass keeps inputs only. A gradient by a value is H, one by a tangent G.
 
-Shapes: I features, F width of an MLP, E features of a head; "..." stands for any axes before them.
+Shapes: I features, F width of an MLP, E features of a head; "..." is any axes before them.
 """
 
 from typing import Any
@@ -66,8 +66,8 @@ def _normed_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients by x, x_dot and w.
 
-    With q = w G, b = w H + w_dot G, m = mean(n x_dot), k = mean(n q), and what of x_dot and q is
-    across n, t = x_dot - n m and u = q - n k:
+    With q = w G, b = w H + w_dot G, m = mean(n x_dot), k = mean(n q), and the parts of x_dot and q
+    orthogonal to n, t = x_dot - n m and u = q - n k:
         by x_dot: r u,    by w: sum over tokens of H n + G n_dot, n_dot = r t,
         by x: r (b - n mean(n b) - r (m u + k t + n (mean(u t) + k m epsilon r^2))).
     Written in x_dot and q the last one would be a small difference of large numbers where m and k
@@ -171,11 +171,11 @@ def _turned(
     half = turning // 2
     sin = sin_SE[..., :half]
     results = []
-    for part in (wide(x), wide(x_dot)):
-        result = part.clone(memory_format=torch.contiguous_format)
+    for source in (wide(x), wide(x_dot)):
+        result = source.clone(memory_format=torch.contiguous_format)
         result[..., :turning].mul_(cos_SE)
-        result[..., :half].addcmul_(part[..., half:turning], sin, value=-1)
-        result[..., half:turning].addcmul_(part[..., :half], sin)
+        result[..., :half].addcmul_(source[..., half:turning], sin, value=-1)
+        result[..., half:turning].addcmul_(source[..., :half], sin)
         results.append(result.to(dtype))
     return results
 

@@ -52,18 +52,18 @@ class Dual(NamedTuple):
         return Dual(linear_map(self.value), linear_map(self.tangent))
 
     def __add__(self, other: Self) -> "Dual":  # type: ignore[override]
-        """Add; tuples would be joined."""
+        """Add the parts, where tuples would be joined."""
         return Dual(self.value + other.value, self.tangent + other.tangent)
 
     def __mul__(self, other: Self) -> "Dual":  # type: ignore[override]
-        """Multiply entry by entry; a tuple would be repeated."""
+        """Multiply entry by entry, where a tuple would be repeated."""
         return Dual(
             self.value * other.value, self.tangent * other.value + self.value * other.tangent
         )
 
 
 def rematerialised(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call `function`; keep only its arguments for the backward pass, which calls it again."""
+    """Call `function`, and again in the backward pass instead of keeping more than inputs."""
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **named)
 
 
@@ -124,9 +124,9 @@ def xielu(x: Dual, alpha_p: Dual, alpha_n: Dual, beta: Tensor, epsilon: Tensor) 
     derivatives of the branch that gives its value.
     """
     x, alpha_p, alpha_n = widened(x), widened(alpha_p), widened(alpha_n)
-    negative = x.value.clamp(max=epsilon)
+    exponent = x.value.clamp(max=epsilon)
     bend = Dual(
-        torch.expm1(negative) - x.value, (torch.exp(negative) * (x.value < epsilon) - 1) * x.tangent
+        torch.expm1(exponent) - x.value, (torch.exp(exponent) * (x.value < epsilon) - 1) * x.tangent
     )
     above = softplus(alpha_p) * x * x
     scale = softplus(alpha_n)
@@ -140,8 +140,8 @@ def xielu(x: Dual, alpha_p: Dual, alpha_n: Dual, beta: Tensor, epsilon: Tensor) 
 
 
 def clipped(x: Dual, limit: float) -> Dual:
-    """Return x with its entries clipped to +- limit; one on the limit has slope 1.
+    """Return x with its entries clipped to +- limit.
 
-    The slope's jump at the limit is no part of the Hessian.
+    An entry on the limit has slope 1. The slope's jump at the limit is no part of the Hessian.
     """
     return Dual(x.value.clamp(-limit, limit), x.tangent * (x.value.abs() <= limit))

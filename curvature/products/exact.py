@@ -83,7 +83,7 @@ class DualHessian:
         return HessianProduct(loss, along, hv_p)
 
     def quadratic(self, tokens_BS1: Tensor, v_p: Tensor) -> Quadratic:
-        """Return v_t'(Hv)_t of every tensor t; in bf16 v is the rounded one on both sides."""
+        """Return v_t'(Hv)_t of every tensor t, in bf16 with the rounded v on both sides."""
         return self._quadratic(tokens_BS1, self.parameters.split(v_p).__getitem__)
 
     def probed(self, tokens_BS1: Tensor, probe: Probe) -> Quadratic:
@@ -115,7 +115,7 @@ def streamed(
 ) -> dict[str, float]:
     """Return a number of every tensor's gradient, summed over the ranks.
 
-    `measure` makes of a name and this rank's part of the gradient a float64 scalar.
+    `measure` returns a float64 scalar for a name and this rank's part of the gradient.
     """
     sums = collected(parameters, objective, measure)
     return parameters.total([sums[name] for name in parameters.weights])
@@ -124,7 +124,7 @@ def streamed(
 def collected(
     parameters: Parameters, objective: Tensor, measure: Callable[[str, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Return what `measure` makes of every name and gradient, without two in memory at once."""
+    """Return `measure` of every name and gradient, without two gradients in memory at once."""
     results: dict[str, Tensor] = {}
 
     def hook_of(name: str) -> Callable[[Tensor], None]:

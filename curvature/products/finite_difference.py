@@ -4,7 +4,7 @@ Hv ~ (g(theta + eps v) - g(theta - eps v)) / (2 eps). A fixed eps fails: too sma
 rounding, too large leaves the quadratic neighbourhood. Here eps is set by what it does: |g+ - g-| /
 |g| = 0.01, which in fp32 gives Hv to about 2e-4.
 
-One vector is held, theta itself; of the gradients pictures (curvature/products/sketch.py).
+One vector is in memory, theta itself; of the gradients pictures (curvature/products/sketch.py).
 
 Shapes: B sequences, S positions of a sequence, p parameters of this rank, s entries of a picture.
 """
@@ -32,7 +32,7 @@ def difference_product(
     The parameters move meanwhile, and are put back to the bit.
 
     Raises:
-        UserError: no step changes the gradient by about the wanted amount.
+        UserError: no step changes the gradient by about RELATIVE_CHANGE.
     """
     parameters = model.parameters
     theta_p = parameters.point()
@@ -44,6 +44,7 @@ def difference_product(
         loss = model.loss(tokens_BS1)
         return loss.value, sketched_gradient(parameters, loss.share, sketch)
 
+    # steps until one changes the gradient by about RELATIVE_CHANGE of itself
     loss, gradient_s = gradient_at(0.0)
     norm, change = sketch.norm(gradient_s), math.nan
     step = TRIAL_STEP * parameters.norm(theta_p) / math.sqrt(parameters.size)  # |v| of signs

@@ -33,7 +33,7 @@ NAMES = {"loss": "the product's loss", "product": "Hv", "quadratic": "v'Hv"}
 def check_product(
     product: SketchedProduct, expected: SketchedProduct, sketch: CountSketch, dtype: str = "fp32"
 ) -> dict[str, Any]:
-    """Return relative differences of a product in `dtype` from the one that is expected.
+    """Return the relative differences of a product in `dtype` from the expected one.
 
     v'Hv is judged where bf16 computes. The tensor whose own part differs most is named, but not
     judged: where Hv nearly vanishes, rounding decides.
@@ -50,6 +50,7 @@ def check_product(
         _relative(sketch.norm(apart_s), norm),
         _relative(math.fsum(sketch.dots(apart_s).values()), along),
     )
+
     judged = ["loss", "product"] if dtype == "fp32" else list(Limits._fields)
     for name in judged:
         difference, limit = getattr(differences, name), getattr(limits, name)
@@ -59,6 +60,8 @@ def check_product(
                 f"refusing to measure: {NAMES[name]} in {dtype} is off by {difference:.2g} of"
                 f" itself (limit {limit:g}); {instead}, or report the architecture"
             )
+
+    # the tensor that differs most, for the report
     squares, own = sketch.squares(apart_s), sketch.squares(expected.picture_s)
     by_tensor = {name: math.sqrt(squares[name] / own[name]) for name in own if own[name]}
     worst = max(by_tensor, key=by_tensor.__getitem__)

@@ -143,7 +143,7 @@ class CurvedModel:
         return tokens_BS1[rows.start : rows.stop].to(self._ranks.device), rows, scale
 
     def _total(self, share: Tensor) -> float:
-        """Return the sum over the ranks that share a batch; UserError where it is not finite."""
+        """Return the sum over the ranks that share a batch, UserError if it is not finite."""
         total = float(share)
         if self._sharded:
             total = float(self._ranks.sum(torch.tensor(total, dtype=torch.float64)))
@@ -209,7 +209,7 @@ def _extended(layer: Any, block: Block, checkpointing: bool) -> Callable[..., An
 
 
 def _add_tangents(model: nn.Module, dtype: torch.dtype) -> None:
-    """Put `weight_tangent` beside every `weight`; a tied parameter has one tangent too.
+    """Register `weight_tangent` with every `weight`, one for both places of a tied parameter.
 
     They are empty, so that of a model to be sharded no tangent takes memory as a whole.
     """

@@ -1,4 +1,7 @@
-"""Copies between vectors on the host and tensors on a GPU; `exact.py` and `model.py` call them."""
+"""Copies between vectors on the host and tensors on a GPU.
+
+`exact.py` and `model.py` call them.
+"""
 
 import functools
 from collections.abc import Iterator

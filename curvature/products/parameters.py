@@ -65,7 +65,7 @@ class Parameters:
         reduce: Callable[[Tensor], Tensor] = lambda summed: summed,
         device: torch.device | None = None,
     ) -> None:
-        """Take the sum over the ranks with the other parts, and the device of vectors."""
+        """`reduce` sums over the ranks with the other parts, `device` is that of vectors."""
         named = model.named_parameters()
         self.weights: dict[str, nn.Parameter] = {
             name: w for name, w in named if not name.endswith(TANGENT)
@@ -109,12 +109,12 @@ class Parameters:
         return self._starts[name] // max(1, self.shapes[name][1:].numel())
 
     def take(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return this rank's part of the vector made of whole tensors by name; 0 for the others."""
+        """Return this rank's part of the vector of whole tensors by name, 0 for the others."""
         v_p = self.zeros()
         parts = self.split(v_p)
-        for name, whole in tensors.items():
+        for name, tensor in tensors.items():
             start, count = self._starts[name], parts[name].numel()
-            parts[name].copy_(whole.flatten()[start : start + count].view_as(parts[name]))
+            parts[name].copy_(tensor.flatten()[start : start + count].view_as(parts[name]))
         return v_p
 
     def signs(self, name: str, probe: Probe) -> Tensor:

@@ -1,4 +1,4 @@
-"""Random signs from a counter-based hash: every sign is a pure function of where it stands.
+"""Random signs from a counter-based hash: every sign is a pure function of its place.
 
 Neither the order of generation nor the sharding nor the model's values enter, so all checkpoints of
 a study meet the same probes and differences between them keep only their own noise.
@@ -29,7 +29,10 @@ MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 
 
 def _xor_shift(words: Tensor, bits: int) -> Tensor:
-    """Return the words xor their logical right shift; torch's >> would carry the sign bit."""
+    """Return the words xor their logical right shift.
+
+    The >> of torch would carry the sign bit.
+    """
     return words ^ ((words >> bits) & (MASK >> bits))
 
 

@@ -29,9 +29,10 @@ class Sharing:
         names: Collection[str],
         on_item: Callable[[], None],
     ) -> list[Quadratic]:
-        """Return `quadratic` of 0..count-1 on every rank; `names` are those of the tensors.
+        """Return `quadratic` of 0..count-1 on every rank.
 
-        `on_item` is called for every index that is done, as far as this rank can tell.
+        `names` are those of the tensors. `on_item` is called for every index that is complete, as
+        far as this rank knows.
         """
         first, turns = (0, 1) if self._sharded else (self.ranks.rank, self.ranks.size)
         rows_RC = torch.zeros(count, 2 + len(names), dtype=torch.float64)

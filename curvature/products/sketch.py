@@ -70,5 +70,5 @@ class CountSketch:
 
 
 def _width(x: Tensor) -> int:
-    """Return the buckets of a tensor; a rank that holds nothing of it has an empty one."""
+    """Return the number of buckets of a tensor, 1 if this rank has nothing of it."""
     return max(1, min(x.numel(), BUCKETS))

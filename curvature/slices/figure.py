@@ -128,7 +128,7 @@ def costs(result: dict[str, Any]) -> str:
 
 
 def draw_plane(axes: Axes, result: dict[str, Any], levels: list[float]) -> ContourSet:
-    """Draw filled contours of the increase at `levels`, and the points; return the contours."""
+    """Draw the points and filled contours of the increase at `levels`, and return the contours."""
     grid = result["measured"]["grid"]
     x_F, y_F = (
         np.linspace(at[0], at[-1], FINER * (len(at) - 1) + 1) for at in (grid["x"], grid["y"])

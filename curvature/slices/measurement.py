@@ -1,4 +1,4 @@
-"""One slice of the loss: the points that must come out right, and the grid, as one result.
+"""One slice of the loss as a result: the three models, whose losses are known, and the grid.
 
 Shapes: B sequences, Q points, X and Y coordinates of the grid.
 """
@@ -47,7 +47,7 @@ def measure(
     data_prefix: Path,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """Return the content of result.json of the plane through three models; write nothing.
+    """Return the content of result.json of the plane through three models, without writing it.
 
     Raises:
         UserError: models, text and settings do not fit, a loss is not finite, or a point of the
@@ -72,6 +72,7 @@ def measure(
         check_finite(str(directory), losses_B, "give weights that are finite")
         return losses, losses_B
 
+    # the first direction, to the checkpoint before
     base, base_B = losses_of(hf_dir)
     before, before_B = losses_of(previous)
     shapes = [
@@ -84,21 +85,26 @@ def measure(
     with torch.no_grad():
         first = {name: before.weights[name] - weight for name, weight in base.weights.items()}
     del before  # a copy of the weights less
+
+    # the second, to the quantized weights
     step, files = read_step(hf_dir, quantized), names_in_files(base.model)
     second = {
         name: delta.view_as(weight).to(weight.device)
         for name, weight in base.weights.items()
         if (delta := step.delta(files[name])) is not None
     }
+
     theta_norm = math.sqrt(dot(base.weights, base.weights))
     plane = Plane(base.weights, first, second)
     with torch.no_grad():  # the plane holds a copy of the base, from which it sets the weights
         for name in second:
             tensor = step.quantized[files[name]]
             base.weights[name].copy_(tensor.read(0, tensor.shape[0]).view_as(base.weights[name]))
+
     measured = _measured(
         plane, base, {"base": base_B, "previous": before_B, "quantized": base()}, settings, ranks
     )
+
     spec = settings.model_dump(mode="json") | {
         "plane": "checkpoints",
         "previous": identify(previous),
@@ -125,7 +131,10 @@ def _measured(
     settings: SliceSettings,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """Return the named points and the grid; `direct` are the points' losses from their files."""
+    """Return the named points and the grid.
+
+    `direct` are the points' losses from their files.
+    """
     named = [Point(0.0, 0.0), *plane.ends]
     losses_QB = losses_at(plane, losses, named, ranks, "points")
     # Refused before the grid is paid for.

@@ -22,12 +22,12 @@ from base.ranks import Ranks
 SMALLEST_ANGLE = 1e-3  # radians between two directions that span a plane
 
 
-def dot(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+def dot(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
     """Return the inner product in float64, over the tensors that both have: an absent one is 0."""
     return sum(
-        float(first[name].detach().double().flatten() @ other[name].detach().double().flatten())
+        float(first[name].detach().double().flatten() @ second[name].detach().double().flatten())
         for name in first
-        if name in other
+        if name in second
     )
 
 

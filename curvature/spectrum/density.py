@@ -98,7 +98,7 @@ def density(
 def _gauss_rule(
     product: Product, start_p: Tensor, inner: Inner, steps: int
 ) -> tuple[list[float], list[float]]:
-    """Return nodes and weights; the basis goes before the next is made."""
+    """Return nodes and weights, and free the basis."""
     krylov = Krylov(product, start_p, inner)
     while krylov.size < steps and not krylov.exhausted:
         krylov.step()

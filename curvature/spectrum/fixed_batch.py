@@ -1,36 +1,36 @@
-"""Eigenvalues and spectral density of the Hessian of a fixed batch; other text has its own."""
+"""Eigenvalues and spectral density of the Hessian of one fixed batch."""
 
 from typing import Any
 
 from base.progress import Progress
-from curvature.problem import Problem
 from curvature.products.parameters import Probe
 from curvature.settings import HutchinsonSettings, LanczosSettings
 from curvature.spectrum.density import density
 from curvature.spectrum.lanczos import Product, Spectrum, lanczos
+from curvature.subject import Subject
 
 START_PROBE = -1  # Lanczos starts from a probe that no pair uses
 
 
-def measure_top(problem: Problem, settings: HutchinsonSettings) -> dict[str, Any]:
+def measure_top(subject: Subject, settings: HutchinsonSettings) -> dict[str, Any]:
     """Return lambda_max."""
-    return _top(_extreme(problem, settings, largest=1, smallest=0))
+    return _top(_extreme(subject, settings, largest=1, smallest=0))
 
 
-def measure_spectrum(problem: Problem, settings: LanczosSettings) -> dict[str, Any]:
+def measure_spectrum(subject: Subject, settings: LanczosSettings) -> dict[str, Any]:
     """Return loss, density, and eigenvalues of both ends."""
-    parameters = problem.hessian.parameters
-    loss = problem.sharing.mean_loss(problem.model, problem.fixed(settings.fixed_sequences))
+    parameters = subject.hessian.parameters
+    loss = subject.sharing.mean_loss(subject.model, subject.fixed(settings.fixed_sequences))
     with Progress("density", total=settings.starts * settings.steps) as progress:
         spread = density(
-            _product(problem, settings, progress),
+            _product(subject, settings, progress),
             (parameters.probe(Probe(settings.seed, index)) for index in range(settings.starts)),
             parameters.inner,
             num_parameters=parameters.size,
             steps=settings.steps,
         )
     ends = {"largest": settings.largest, "smallest": settings.smallest}
-    spectrum = _extreme(problem, settings, **ends)
+    spectrum = _extreme(subject, settings, **ends)
     return {
         "loss": loss,
         "trace": spread.trace._asdict() | {"probes": settings.starts},
@@ -47,12 +47,12 @@ def measure_spectrum(problem: Problem, settings: LanczosSettings) -> dict[str, A
 
 
 def _extreme(
-    problem: Problem, settings: HutchinsonSettings | LanczosSettings, *, largest: int, smallest: int
+    subject: Subject, settings: HutchinsonSettings | LanczosSettings, *, largest: int, smallest: int
 ) -> Spectrum:
-    parameters, total = problem.hessian.parameters, settings.max_iterations + largest + smallest
+    parameters, total = subject.hessian.parameters, settings.max_iterations + largest + smallest
     with Progress("eigenvalues, at most", total=total) as progress:
         return lanczos(
-            _product(problem, settings, progress),
+            _product(subject, settings, progress),
             parameters.probe(Probe(settings.seed, START_PROBE)),
             parameters.inner,
             largest=largest,
@@ -63,10 +63,10 @@ def _extreme(
 
 
 def _product(
-    problem: Problem, settings: HutchinsonSettings | LanczosSettings, progress: Progress
+    subject: Subject, settings: HutchinsonSettings | LanczosSettings, progress: Progress
 ) -> Product:
-    batches = problem.fixed(settings.fixed_sequences)
-    return problem.sharing.mean_product(problem.hessian, batches, progress.advance)
+    batches = subject.fixed(settings.fixed_sequences)
+    return subject.sharing.mean_product(subject.hessian, batches, progress.advance)
 
 
 def _top(spectrum: Spectrum) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class Krylov:
         self.exhausted = False
 
     def step(self) -> None:
-        """Take a step; UserError where the product is not finite, on every rank at once."""
+        """Take a step, or raise UserError on every rank if the product is not finite."""
         self.size += 1
         if self._next_p is not None:
             self._basis.append(self._next_p)
@@ -188,14 +188,16 @@ def lanczos(
         krylov.step()
         ritz, size = krylov.ritz(), krylov.size
         bottom, top = range(min(smallest, size)), range(max(size - largest, 0), size)
-        wanted = sorted({*bottom, *top})
-        small_enough = bool((ritz.errors_k <= tolerance * ritz.values_k.abs())[wanted].all())
+        ends = sorted({*bottom, *top})
+        small_enough = bool((ritz.errors_k <= tolerance * ritz.values_k.abs())[ends].all())
         converged = size >= largest + smallest and small_enough
         if converged or krylov.exhausted or size == max_iterations:
             break
+
+    # every pair by a product of its own
     by_value = operator.attrgetter("value")
     judged: dict[int, RitzPair] = {}
-    for index in wanted:
+    for index in ends:
         x_p = krylov.vector(ritz.vectors_kk[:, index])
         judged[index] = judge(x_p, product(x_p), inner, tolerance)
     return Spectrum(

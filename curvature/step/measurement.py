@@ -9,13 +9,13 @@ from base.errors import UserError
 from base.progress import Progress
 from base.ranks import Ranks
 from ckpt_tools.hf.forward import names_in_files
-from curvature.problem import Problem, open_model
 from curvature.products.exact import Quadratic
 from curvature.products.parameters import block_of
 from curvature.products.probes import rademacher
 from curvature.settings import StepSettings
 from curvature.step.prediction import UNITS, Vector, predict
 from curvature.step.quantized import Step, read_step
+from curvature.subject import Subject, open_model
 
 
 def measure(
@@ -25,9 +25,9 @@ def measure(
     data_prefix: Path,
     ranks: Ranks,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the content of result.json for each result of a quantized model; write nothing.
+    """Yield the content of result.json for each result of a quantized model.
 
-    The model is opened and guarded once for all of them.
+    Nothing is written. The model is loaded and guarded once for all of them.
 
     Raises:
         UserError: a quantized model is another's, model, text, settings and ranks do not fit, a
@@ -41,36 +41,36 @@ def measure(
     clock = time.perf_counter()
     steps = [read_step(hf_dir, result_dir) for result_dir in result_dirs]
     needed = settings.microbatches * settings.microbatch_sequences
-    problem = open_model(hf_dir, settings, data_prefix, ranks, needed=needed)
-    common = _Common(problem, settings)
+    subject = open_model(hf_dir, settings, data_prefix, ranks, needed=needed)
+    common = _Common(subject, settings)
     for result_dir, step in zip(result_dirs, steps, strict=True):
-        measured = _predicted(problem, step, settings, common) | {
+        measured = _predicted(subject, step, settings, common) | {
             "quantization": step.measured,
             "units": UNITS | {"quantization": "nats per token, on its own text"},
         }
         quantized = {"path": str(result_dir), "spec": step.spec}
         more = {"name": f"step-{step.spec}", "quantized": quantized}
-        yield problem.result(measured, more, {"all": time.perf_counter() - clock})
+        yield subject.result(measured, more, {"all": time.perf_counter() - clock})
         clock = time.perf_counter()
 
 
 class _Common:
     """Figures of a microbatch that do not depend on the step, computed once for all steps."""
 
-    def __init__(self, problem: Problem, settings: StepSettings) -> None:
-        self._problem, self._seed = problem, settings.seed
+    def __init__(self, subject: Subject, settings: StepSettings) -> None:
+        self._subject, self._seed = subject, settings.seed
         self._losses: dict[int, float] = {}
         self._products: dict[tuple[int, frozenset[str]], dict[str, float]] = {}
 
     def loss(self, index: int) -> float:
         """Return the loss before a step."""
         if index not in self._losses:
-            self._losses[index] = self._problem.model.loss(self._problem.microbatch(index)).value
+            self._losses[index] = self._subject.model.loss(self._subject.microbatch(index)).value
         return self._losses[index]
 
     def random(self, index: int, delta: Vector) -> tuple[Vector, dict[str, float]]:
         """Return signs v for the tensors of delta, and v_t'(Hv)_t."""
-        hessian = self._problem.hessian
+        hessian = self._subject.hessian
         which: dict[str, Any] = {"seed": self._seed, "probe": index}
         signs = {
             name: rademacher(name, 0, moved.numel(), dtype=moved.dtype, **which).view_as(moved)
@@ -79,14 +79,16 @@ class _Common:
         key = index, frozenset(delta)
         if key not in self._products:
             v = hessian.parameters.take(signs)
-            self._products[key] = hessian.quadratic(self._problem.microbatch(index), v).dots
+            self._products[key] = hessian.quadratic(self._subject.microbatch(index), v).dots
         return signs, self._products[key]
 
 
 def _predicted(
-    problem: Problem, step: Step, settings: StepSettings, common: _Common
+    subject: Subject, step: Step, settings: StepSettings, common: _Common
 ) -> dict[str, Any]:
-    parameters, files = problem.hessian.parameters, names_in_files(problem.model.entry.model)
+    parameters, files = subject.hessian.parameters, names_in_files(subject.model.entry.model)
+
+    # the step in the names and shapes of the model
     delta = {
         name: moved.view(parameters.shapes[name])
         for name in parameters.weights
@@ -98,7 +100,7 @@ def _predicted(
 
         def evaluate(index: int, v: Vector) -> Quadratic:
             progress.advance()
-            return problem.hessian.quadratic(problem.microbatch(index), parameters.take(v))
+            return subject.hessian.quadratic(subject.microbatch(index), parameters.take(v))
 
         def loss_moved(index: int, v: Vector) -> float:
             if not v:
@@ -106,7 +108,7 @@ def _predicted(
             theta_p = parameters.point()
             try:
                 parameters.move(theta_p + parameters.take(v))
-                return problem.model.loss(problem.microbatch(index)).value
+                return subject.model.loss(subject.microbatch(index)).value
             finally:
                 parameters.move(theta_p)
 

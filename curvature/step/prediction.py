@@ -72,7 +72,7 @@ class _Part:
         signed: Mapping[str, float],
         probed: Mapping[str, float],
     ) -> None:
-        """Take in a microbatch: the product with the part, the measured increase, random signs."""
+        """Add a microbatch: the product with the part, the measured increase, random signs."""
         curvature, with_signs, trace = (
             math.fsum(dots[name] for name in self.moved) for dots in (along.dots, signed, probed)
         )
@@ -148,8 +148,9 @@ def predict(
     by_block: dict[str, Vector] = {}
     for name, tensor in delta.items():
         by_block.setdefault(block_of(name), {})[name] = tensor
-    whole = _Part("all blocks", delta)
+    step = _Part("all blocks", delta)
     blocks = [_Part(block, moved) for block, moved in by_block.items()]
+
     losses = []
     for index in range(microbatches):
         probe, probed = random(index)
@@ -157,30 +158,31 @@ def predict(
         signed = evaluate(index, with_signs).dots
         # By the function that measures after the step: rounding that they share is no increase.
         losses.append(loss_moved(index, {}))
-        for part in (whole, *blocks):
+        for part in (step, *blocks):
             along = evaluate(index, part.moved)
             part.add(along, loss_moved(index, part.moved) - losses[-1], signed, probed)
-    per_microbatch = {figure: whole.values[figure] for figure in INCREASE}
+
+    per_microbatch = {figure: step.values[figure] for figure in INCREASE}
     return {
         "microbatches": microbatches,
         "level": level,
         "loss": _mean(losses, level),
-        "whole": whole.summary(level) | {"per_microbatch": per_microbatch},
+        "whole": step.summary(level) | {"per_microbatch": per_microbatch},
         "blocks": {part.label: part.summary(level) for part in blocks},
-        "interaction": _interaction(whole, blocks, level),
+        "interaction": _interaction(step, blocks, level),
     }
 
 
-def _interaction(whole: _Part, blocks: list[_Part], level: float) -> dict[str, Any]:
+def _interaction(step: _Part, blocks: list[_Part], level: float) -> dict[str, Any]:
     """Return the cost of the blocks together beyond the sum of their own."""
     beyond = {
         figure: [
             value - math.fsum(part.values[figure][index] for part in blocks)
-            for index, value in enumerate(whole.values[figure])
+            for index, value in enumerate(step.values[figure])
         ]
         for figure in ("second_order", "measured")
     }
-    share = _ratio(beyond["second_order"], whole.values["second_order"], level)
+    share = _ratio(beyond["second_order"], step.values["second_order"], level)
     return {figure: _mean(values, level) for figure, values in beyond.items()} | {"share": share}
 
 

@@ -46,7 +46,7 @@ class Step(NamedTuple):
     quantized: dict[str, FileTensor]
 
     def delta(self, name: str) -> Tensor | None:
-        """Return quantized minus base in fp32, in the base's shape; None where they are equal."""
+        """Return quantized minus base in fp32, in the base's shape, None if they are equal."""
         if name not in self.quantized:
             return None
         base, quantized = self.base[name], self.quantized[name]
@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 
 def read_step(hf_dir: Path, result_dir: Path) -> Step:
-    """Open a result whose dequantized weights were kept; check every file of it and of the base.
+    """Open a result with dequantized weights, and check every file of it and of the base.
 
     Args:
         hf_dir: the model that was quantized.
@@ -64,6 +64,7 @@ def read_step(hf_dir: Path, result_dir: Path) -> Step:
         UserError: there are no dequantized weights, a file is damaged, or another model was
             quantized.
     """
+    # the files are those of the result, and of this model
     again = f"measure it with 'python -m quant_eval run {hf_dir} --dense' and this spec"
     measured = read_result(result_dir / RESULT_JSON, Quantization).measured
     path = result_dir / DENSE_JSON
@@ -78,6 +79,8 @@ def read_step(hf_dir: Path, result_dir: Path) -> Step:
         raise UserError(
             f"{result_dir} is of another model than {hf_dir}; give the one that was quantized"
         )
+
+    # their tensors fit the model's, and hold its digits
     base = HFWeights(hf_dir).tensors
     quantized = {
         name: tensor
@@ -96,6 +99,7 @@ def read_step(hf_dir: Path, result_dir: Path) -> Step:
         raise UserError(
             f"{result_dir} quantized nothing: its weights are those of {hf_dir}; choose fewer bits"
         )
+
     cost = {
         "cross_entropy": measured.cross_entropy,
         "cross_entropy_quantized": measured.cross_entropy_quantized,

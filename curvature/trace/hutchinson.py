@@ -17,8 +17,8 @@ from curvature.products.parameters import block_of
 from curvature.products.sharing import Sharing
 from curvature.trace.estimates import Estimate, estimate_mean
 
-# An independent sample of a quadratic form, such as v'Hv of a fresh pair of v and microbatch; of an
-# index the same whichever rank asks for it.
+# An independent sample of a quadratic form, such as v'Hv of a fresh pair of v and microbatch. An
+# index gives the same sample on every rank.
 Sample = Callable[[int], Quadratic]
 
 
@@ -50,7 +50,7 @@ def estimate_trace(
     """Return the means of samples 0..pairs-1, one of each microbatch, on every rank.
 
     Args:
-        sample: returns one by its index.
+        sample: returns a sample by its index.
         names: of the parameter tensors, in the order of `dots`.
         pairs: two or more.
         sharing: the ranks that share the samples out.

@@ -8,18 +8,18 @@ import math
 from typing import Any
 
 from base.progress import Progress
-from curvature.problem import Problem
 from curvature.products.exact import Quadratic, streamed
 from curvature.products.parameters import Parameters, Probe, dot, is_norm
 from curvature.settings import HutchinsonSettings
+from curvature.subject import Subject
 from curvature.trace.estimates import estimate_mean
 from curvature.trace.gauss_newton import fisher_loss, ggn_loss
 from curvature.trace.hutchinson import Sample, TraceEstimate, estimate_trace
 
 
-def measure_traces(problem: Problem, settings: HutchinsonSettings) -> dict[str, Any]:
+def measure_traces(subject: Subject, settings: HutchinsonSettings) -> dict[str, Any]:
     """Return the loss and all traces, ready for JSON."""
-    parameters = problem.hessian.parameters
+    parameters = subject.hessian.parameters
     names = list(parameters.weights)
     norms = [name for name in names if is_norm(name)]
 
@@ -29,25 +29,26 @@ def measure_traces(problem: Problem, settings: HutchinsonSettings) -> dict[str, 
                 sample,
                 names,
                 pairs=pairs,
-                sharing=problem.sharing,
+                sharing=subject.sharing,
                 level=settings.level,
                 on_pair=progress.advance,
             )
 
     def of_hessian(index: int, only: list[str] | None = None) -> Quadratic:
-        """Return v'Hv of pair i: probe i, of some tensors if asked to, on microbatch i."""
-        return problem.hessian.probed(problem.microbatch(index), Probe(settings.seed, index, only))
+        """Return v'Hv of pair i: probe i, restricted to the tensors `only`, on microbatch i."""
+        return subject.hessian.probed(subject.microbatch(index), Probe(settings.seed, index, only))
 
     def of_gradient(criterion: Any, index: int) -> Quadratic:
         """Return N |g_t|^2 by tensor, with g the gradient of a criterion's mean over N tokens."""
-        tokens_BS1 = problem.microbatch(index)
+        tokens_BS1 = subject.microbatch(index)
         drawn = functools.partial(criterion, seed=settings.seed, microbatch=index)
-        objective = problem.model.loss(tokens_BS1, drawn)
+        objective = subject.model.loss(tokens_BS1, drawn)
         squares = streamed(parameters, objective.share, lambda _, gradient: dot(gradient, gradient))
         num_tokens = tokens_BS1[:, 1:].numel()
         scaled = {name: num_tokens * square for name, square in squares.items()}
         return Quadratic(objective.value, 0.0, scaled)
 
+    # the Hessian, whole and by block and tensor
     trace = estimate("trace", of_hessian, settings.pairs)
     sizes = parameters.block_sizes()
     measured: dict[str, Any] = {
@@ -64,6 +65,7 @@ def measure_traces(problem: Problem, settings: HutchinsonSettings) -> dict[str, 
         "tensor_traces": {name: tensor._asdict() for name, tensor in trace.tensors.items()},
         "relative_trace": _relative(trace, parameters, settings.level),
     }
+
     if norms:
         # Norms are few entries with large curvature, which the other entries' noise would drown.
         of_norms = functools.partial(of_hessian, only=norms)
@@ -73,6 +75,8 @@ def measure_traces(problem: Problem, settings: HutchinsonSettings) -> dict[str, 
             "tensors": {name: own.tensors[name]._asdict() for name in norms},
             "probes": settings.norm_pairs,
         }
+
+    # the companions, from gradients instead of products
     for name, criterion in (("gauss_newton_trace", ggn_loss), ("fisher_trace", fisher_loss)):
         of_squares = functools.partial(of_gradient, criterion)
         companion = estimate(name.replace("_", " "), of_squares, settings.companion_pairs)

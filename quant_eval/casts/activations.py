@@ -26,7 +26,7 @@ PRESETS = {
 
 
 def activation_cast(spec: QuantSpec, width: int) -> "ActivationCast | None":
-    """Return a new cast of inputs of `width` features; None if the spec casts none.
+    """Return a new cast of inputs of `width` features, None if the spec casts none.
 
     UserError if the format's groups do not divide the width.
     """
@@ -100,7 +100,7 @@ class ActivationCast(nn.Module):
         return cast_NI.view(x.shape)
 
     def scale(self, dtype: torch.dtype) -> Tensor:
-        """Return the scale of all inputs of a dtype: static, or NVFP4's global one; [1]."""
+        """Return the scale of all inputs of a dtype: static, or NVFP4's global one, [1]."""
         from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
         assert self._is_fixed
@@ -143,7 +143,10 @@ class ActivationCast(nn.Module):
 
 
 def _e2m1(tokens_NI: Tensor, scale_NG: Tensor, global_scale: Tensor | None) -> Tensor:
-    """Round to E2M1 as `fake_quantize` does; on a CPU its eight masks take six times as long."""
+    """Round to E2M1 as `fake_quantize` does.
+
+    On a CPU its eight masks take six times as long.
+    """
     if global_scale is not None:
         scale_NG = scale_NG / global_scale
     scale_NG1 = scale_NG[..., None]

@@ -90,7 +90,9 @@ class TokenCast(nn.Module):
 
 
 class ScaledCast(nn.Module):
-    """E4M3 with one scale for all, as vLLM's fp8 cache has it; what is larger saturates.
+    """E4M3 with one scale for all, as vLLM's fp8 cache has it.
+
+    Larger values saturate.
 
     Attributes:
         scale: fp32 [1], the largest |x| of the calibration text / 448.
@@ -138,10 +140,10 @@ class RotatedCast(nn.Module):
 
     def forward(self, x_BHLF: Tensor) -> Tensor:
         """Cast [..., F] and back, computed in fp32, to the dtype it has."""
-        held_BHLF: Tensor = self.cast(_held(x_BHLF, self.rotation_FF))
+        cast_BHLF: Tensor = self.cast(_cached(x_BHLF, self.rotation_FF))
         if self.rotation_FF is not None:
-            held_BHLF = held_BHLF @ self.rotation_FF.T
-        return held_BHLF.to(x_BHLF.dtype)
+            cast_BHLF = cast_BHLF @ self.rotation_FF.T
+        return cast_BHLF.to(x_BHLF.dtype)
 
 
 class CacheCast(nn.Module):
@@ -183,9 +185,9 @@ class CacheRanges(nn.Module):
         self.register_buffer("largest_2", torch.zeros(2))
 
     def forward(self, keys_BHLF: Tensor, values_BHLF: Tensor) -> tuple[Tensor, Tensor]:
-        """Take note of a batch, and return it."""
-        turned = [_held(x_BHLF, self.rotation_FF) for x_BHLF in (keys_BHLF, values_BHLF)]
-        largest_2 = torch.stack([x_BHLF.abs().amax() for x_BHLF in turned])
+        """Update the largest |x| with a batch, and return the batch."""
+        cached = [_cached(x_BHLF, self.rotation_FF) for x_BHLF in (keys_BHLF, values_BHLF)]
+        largest_2 = torch.stack([x_BHLF.abs().amax() for x_BHLF in cached])
         # of NaN and a number, some libraries' maximum over ranks is the number
         largest_2 = largest_2.where(largest_2.isfinite(), torch.inf)
         self.largest_2 = self.largest_2.maximum(largest_2)
@@ -196,7 +198,7 @@ def _single(rotation_FF: Tensor | None) -> Tensor | None:
     return None if rotation_FF is None else rotation_FF.float()
 
 
-def _held(x_BHLF: Tensor, rotation_FF: Tensor | None) -> Tensor:
+def _cached(x_BHLF: Tensor, rotation_FF: Tensor | None) -> Tensor:
     """Return what a cache holds before it is rounded, fp32."""
     return x_BHLF.float() if rotation_FF is None else x_BHLF.float() @ rotation_FF
 

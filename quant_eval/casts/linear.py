@@ -94,7 +94,7 @@ class CastLinear(nn.Module):
 
 
 def shifted_bias(weight_OI: Tensor, bias: Tensor | None, transform: Transform) -> Tensor | None:
-    """Return W b + bias of a linear's own weight, as in BASE-Q (arXiv:2506.15689); summed in fp64.
+    """Return W b + bias of a linear's own weight, as in BASE-Q (arXiv:2506.15689), summed in fp64.
 
     So what the shift takes off the inputs reaches the outputs by the weight that is not rounded.
     """

@@ -1,6 +1,6 @@
-"""The cast of inputs some of which are kept in more bits; `rounding.mixed` says which.
+"""The cast of inputs some of which are kept in more bits.
 
-`linear` applies it in place of an `ActivationCast`.
+`rounding.mixed` chooses them. `linear` applies the cast in place of an `ActivationCast`.
 
 Shapes: I input features, K of them kept, R the rest.
 """
@@ -13,7 +13,7 @@ from quant_eval.specs import QuantSpec
 
 
 def mixed_cast(spec: QuantSpec, kept_I: Tensor, width: int) -> "MixedCast | None":
-    """Return a new cast of inputs of `width` features; None if the spec casts none.
+    """Return a new cast of inputs of `width` features, None if the spec casts none.
 
     The kept inputs are cast to int8 by Atom and left alone by QUIK. Atom's integers have a scale
     per token and group of `spec.group_size`, as its weights do (arXiv:2310.19102, section 4.2);
@@ -65,7 +65,7 @@ class MixedCast(nn.Module):
         self.register_buffer("back_I", order_I.argsort())
         self._sizes = [width - len(kept_I), len(kept_I)]
         self._casts = nn.ModuleList(cast or nn.Identity() for cast in (cast_rest, cast_kept))
-        self.needs_range = any(cast.needs_range for cast in self._given())
+        self.needs_range = any(cast.needs_range for cast in self._activation_casts())
 
     def observe(self, x: Tensor) -> None:
         """Take calibration inputs [..., I] of this rank into account."""
@@ -75,11 +75,11 @@ class MixedCast(nn.Module):
 
     def ranges(self) -> list[Tensor]:
         """Return what is to be reduced by max over the ranks, in place."""
-        return [largest for cast in self._given() for largest in cast.ranges()]
+        return [largest for cast in self._activation_casts() for largest in cast.ranges()]
 
     def fix(self) -> None:
         """End the observation. UserError if it was not finite."""
-        for cast in self._given():
+        for cast in self._activation_casts():
             cast.fix()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,10 +87,10 @@ class MixedCast(nn.Module):
         pairs = zip(self._casts, self._parts(x), strict=True)
         return torch.cat([cast(part) for cast, part in pairs], dim=-1).index_select(-1, self.back_I)
 
-    def _given(self) -> list[ActivationCast]:
+    def _activation_casts(self) -> list[ActivationCast]:
         return [cast for cast in self._casts if isinstance(cast, ActivationCast)]
 
     def _parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rest [..., R] and what is kept [..., K]."""
-        rest, kept = x.index_select(-1, self.order_I).split(self._sizes, dim=-1)
-        return rest, kept
+        rest_R, kept_K = x.index_select(-1, self.order_I).split(self._sizes, dim=-1)
+        return rest_R, kept_K

@@ -137,7 +137,9 @@ def apply_fold(block: nn.Module, fold: Fold, scales_I: Tensor) -> None:
 
 @torch.no_grad()
 def check_folds(model: PreTrainedModel, mappings: Mappings, seed: int) -> None:
-    """Apply each fold to a copy with random factors of 1/8 to 8; the logits must not move.
+    """Apply each fold to a copy with random factors of 1/8 to 8.
+
+    The logits must not move.
 
     UserError if a fold moves one by more than `TOLERANCE` of the largest, or cannot be applied.
     """
@@ -176,7 +178,7 @@ def check_scaled(
 
     `scales` are those of each fold of each block, by the full name of the smoothed layer.
     """
-    weights = dict(scaled.named_parameters())
+    parameters = dict(scaled.named_parameters())
     expected = dict(original.named_parameters())
     touched = set()
     for index, block in enumerate(_blocks(original, mappings)):
@@ -189,9 +191,9 @@ def check_scaled(
             touched |= {f"{prefix}{fold.smooth}.{name}" for name, _ in smooth.named_parameters()}
         expected |= {prefix + name: parameter for name, parameter in exact.named_parameters()}
     for name, parameter in expected.items():
-        eps = torch.finfo(weights[name].dtype).eps if name in touched else 0.0
+        eps = torch.finfo(parameters[name].dtype).eps if name in touched else 0.0
         allowed = SCALING_ROUNDINGS * eps * parameter.abs()
-        if not bool(((weights[name] - parameter).abs() <= allowed).all()):
+        if not bool(((parameters[name] - parameter).abs() <= allowed).all()):
             raise UserError(f"{name} is not the original times its AWQ scales; use another method")
 
 
@@ -200,7 +202,7 @@ def witness(model: PreTrainedModel) -> PreTrainedModel:
     """Return the first blocks of a model in float64, with the first rows of its vocabulary.
 
     Whether a fold is exact depends on the configuration and on how activations are clipped, not on
-    the depth: two real blocks tell, in gigabytes and seconds where a 7B model in float64 would take
+    the depth. Two real blocks are enough and take seconds, where a 7B model in float64 would take
     56 GB. float64, because bf16 cannot resolve the tolerance.
     """
     config = copy.deepcopy(model.config)
@@ -210,10 +212,10 @@ def witness(model: PreTrainedModel) -> PreTrainedModel:
     small: PreTrainedModel = (
         AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
     )
-    weights = model.state_dict()
+    tensors = model.state_dict()
     small.load_state_dict(
         {
-            name: weights[name][: len(tensor)] if tensor.ndim else weights[name]
+            name: tensors[name][: len(tensor)] if tensor.ndim else tensors[name]
             for name, tensor in small.state_dict().items()
         }
     )

@@ -61,7 +61,7 @@ def replace_linears(block: nn.Module, names: Sequence[str], spec: QuantSpec) -> 
 
 
 def dense_weight(linear: nn.Module) -> Tensor:
-    """Return the decoded weight of a replaced linear, code * max|row| / 127; fp32 [O, I]."""
+    """Return the decoded weight of a replaced linear, code * max|row| / 127, fp32 [O, I]."""
     assert isinstance(linear, Linear8bitLt)
     codes: Any = linear.weight
     # the first call moves them

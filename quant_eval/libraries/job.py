@@ -1,8 +1,8 @@
-"""One model quantized by another project's library in its own process; files go both ways.
+"""One model quantized by another project's library in its own process.
 
-The library's module is started as `python -m quant_eval.libraries.MODULE JOB.json`, or in a fork
-where that is as good, and leaves in `Job.out`: `weights.safetensors`, the dense values of every
-parameter it changed, and `report.json`, written last.
+Job and result are files. The library's module is started as `python -m quant_eval.libraries.MODULE
+JOB.json`, or in a fork where that is as good, and leaves in `Job.out`: `weights.safetensors`, the
+dense values of every parameter it changed, and `report.json`, written last.
 
 Shapes: N calibration sequences, L tokens of a sequence.
 """
@@ -69,7 +69,7 @@ class Report(Frozen):
     settings: dict[str, Any] = Field(description="every argument the library was given")
 
 
-Given = Callable[[], AbstractContextManager[tuple[StreamedModel, Report]]]
+OpenModel = Callable[[], AbstractContextManager[tuple[StreamedModel, Report]]]
 
 
 def library_model(
@@ -79,15 +79,15 @@ def library_model(
     compute: ComputeSettings,
     work: Path,
     ranks: Ranks,
-) -> Given | None:
-    """Return what opens the model as the spec's library quantizes it; None for own methods.
+) -> OpenModel | None:
+    """Return the function that opens the model as a library quantizes it, None for own methods.
 
     The library runs on rank 0 when it is opened. Its weights are in `work`, a directory that all
     ranks see, until it is closed.
     """
     if spec.method not in MODULES:
         return None
-    assert draw_NL is not None  # of these methods every one is calibrated
+    assert draw_NL is not None  # all of these methods are calibrated
     job = Job(
         hf_dir=hf_dir,
         spec=spec,
@@ -98,11 +98,13 @@ def library_model(
         threads=torch.get_num_threads(),
         out=work / "out",
     )
-    return partial(_opened, job, draw_NL, ranks)
+    return partial(_quantized_model, job, draw_NL, ranks)
 
 
 @contextmanager
-def _opened(job: Job, draw_NL: Tensor, ranks: Ranks) -> Iterator[tuple[StreamedModel, Report]]:
+def _quantized_model(
+    job: Job, draw_NL: Tensor, ranks: Ranks
+) -> Iterator[tuple[StreamedModel, Report]]:
     work = job.out.parent
     try:
         if ranks.rank == 0:
@@ -123,7 +125,7 @@ def _opened(job: Job, draw_NL: Tensor, ranks: Ranks) -> Iterator[tuple[StreamedM
 
 
 def process_environment(threads: int, device: str = "cpu") -> dict[str, str]:
-    """Return that of a process which finds this project from anywhere and asks no hub.
+    """Return the environment of a process that finds this project and asks no hub.
 
     Libraries take a GPU where they see one: on the CPU every GPU is hidden.
     """
@@ -140,9 +142,10 @@ def _settings(threads: int, device: str) -> dict[str, str]:
 
 
 def run_job(job: Job) -> Report:
-    """Run the library on the job, in an empty directory of its own; weights are in `job.out`.
+    """Run the library on the job, in an empty directory of its own.
 
-    UserError, with its process's last line, if the library failed or did else than it was told.
+    The weights are in `job.out`. UserError, with its process's last line, if the library failed or
+    did not do what the job says.
     """
     job = job.model_copy(
         update={key: getattr(job, key).resolve() for key in ("hf_dir", "calibration", "out")}
@@ -155,9 +158,9 @@ def run_job(job: Job) -> Report:
     module = f"quant_eval.libraries.{MODULES[job.spec.method]}"
     with tempfile.TemporaryDirectory() as place:
         if _may_fork(job):
-            done = _fork(module, path, place)
+            process = _fork(module, path, place)
         else:
-            done = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, "-m", module, str(path)],
                 capture_output=True,
                 text=True,
@@ -166,8 +169,8 @@ def run_job(job: Job) -> Report:
                 env=process_environment(job.threads, job.device),
                 cwd=place,  # where a library leaves its logs
             )
-    if done.returncode:
-        raise UserError(f"spec {job.spec.name}: {_reason(module, done)}")
+    if process.returncode:
+        raise UserError(f"spec {job.spec.name}: {_reason(module, process)}")
     return Report.model_validate_json((job.out / REPORT).read_bytes())
 
 
@@ -210,7 +213,7 @@ def _become(module: str, path: Path, place: str, stderr: int) -> None:
 def write_report(
     job: Job, weights: dict[str, Tensor], library: str, version: str, settings: dict[str, Any]
 ) -> None:
-    """Leave the outcome of a job where `run_job` looks for it.
+    """Write the outcome of a job where `run_job` looks for it.
 
     UserError if the library did not compute on the job's device.
     """
@@ -225,7 +228,7 @@ def write_report(
 
 
 def run_process(quantize: Callable[[Job], None]) -> None:
-    """Run a library's side: the job is in the file that the process is given."""
+    """Run a library on the job in the file that the command line names."""
     try:
         quantize(Job.model_validate_json(Path(sys.argv[1]).read_text()))
     except UserError as error:
@@ -233,14 +236,14 @@ def run_process(quantize: Callable[[Job], None]) -> None:
         sys.exit(2)
 
 
-def _reason(module: str, done: subprocess.CompletedProcess[str]) -> str:
+def _reason(module: str, process: subprocess.CompletedProcess[str]) -> str:
     """Return why a process failed: its own line if it ended with one."""
-    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+    lines = [line for line in process.stderr.splitlines() if line.strip()] or ["no message"]
     if lines[-1].startswith("error: "):
         return lines[-1].removeprefix("error: ")
-    if done.returncode == -signal.SIGKILL:
+    if process.returncode == -signal.SIGKILL:
         return (
             f"{module} was killed, most likely for memory; give it more, or lower"
             " --calibration-sequences"
         )
-    return f"{module} ended with exit code {done.returncode}: {lines[-1].strip()}"
+    return f"{module} ended with exit code {process.returncode}: {lines[-1].strip()}"

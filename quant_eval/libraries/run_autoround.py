@@ -85,9 +85,10 @@ class Watch(logging.Handler):
 
 
 def tuning(spec: QuantSpec, batch_size: int) -> dict[str, Any]:
-    """Return every argument of auto-round's algorithm; None: its default, added to the report.
+    """Return every argument of auto-round's algorithm.
 
-    A batch that does not fit at once is several smaller ones of one gradient.
+    None is for a default of auto-round, which the report states. A batch that does not fit at once
+    is several smaller ones of one gradient.
     """
     return {
         "iters": spec.iterations,
@@ -153,8 +154,8 @@ def check_sizes(linears: dict[str, nn.Linear], ids_NL: Tensor) -> None:
 
 def check_rounded(name: str, linear: nn.Module, original_OI: Tensor, spec: QuantSpec) -> None:
     """Refuse a weight that is not on the spec's grid, as the linear reports scales and zeros."""
-    settings = scheme(spec) | {"scale_dtype": torch.float32}
-    for key, value in settings.items():
+    expected = scheme(spec) | {"scale_dtype": torch.float32}
+    for key, value in expected.items():
         if getattr(linear, key, None) != value:
             raise UserError(
                 f"auto-round took {key} {getattr(linear, key, None)} instead of {value} for {name}"
@@ -191,10 +192,13 @@ def linears_of(model: PreTrainedModel) -> dict[str, nn.Linear]:
 def changed_weights(
     model: PreTrainedModel, original: PreTrainedModel, linears: dict[str, nn.Linear], job: Job
 ) -> dict[str, Tensor]:
-    """Return the linears' weights, all on their grids; everything else has to be the original's."""
-    weights, unread = {}, dict(model.named_parameters())
+    """Return the linears' weights, all on their grids.
+
+    UserError if one is not, or anything else differs from the original.
+    """
+    weights, parameters = {}, dict(model.named_parameters())
     for key, before in original.named_parameters():
-        after, name = unread.pop(key, None), key.removesuffix(".weight")
+        after, name = parameters.pop(key, None), key.removesuffix(".weight")
         if after is None or after.dtype != before.dtype or after.shape != before.shape:
             raise UserError(f"auto-round changed the dtype or shape of {key}; use our own gptq")
         if key == f"{name}.weight" and name in linears:
@@ -202,8 +206,8 @@ def changed_weights(
             weights[key] = after.detach().cpu().contiguous()
         elif not torch.equal(after.detach().cpu(), before):
             raise UserError(f"auto-round changed {key}, which is no linear of a block; report it")
-    if unread:
-        raise UserError(f"auto-round added {min(unread)}; report it")
+    if parameters:
+        raise UserError(f"auto-round added {min(parameters)}; report it")
     return weights
 
 
@@ -223,6 +227,8 @@ def quantize(job: Job) -> None:
     model = load()
     linears = linears_of(model)
     check_sizes(linears, ids_NL)
+
+    # before the import, which reads them
     for variable in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]:
         del os.environ[variable]
 
@@ -230,9 +236,12 @@ def quantize(job: Job) -> None:
     from auto_round.algorithms.quantization.sign_round.config import SignRoundConfig
     from auto_round.schemes import QuantizationScheme
 
+    # warnings and losses are in its log alone
     watch = Watch()
     logging.getLogger("autoround").addHandler(watch)
     gc.freeze()  # it collects after every step of its own, over all that the imports left
+
+    # every argument is stated, so that the report has all of them
     settings = pipeline(job, math.gcd(BATCH, job.batch_size))
     algorithm = tuning(job.spec, settings["batch_size"])
     config = SignRoundConfig(**algorithm)
@@ -252,8 +261,12 @@ def quantize(job: Job) -> None:
     )
     with sdpa_kernel(SDPBackend.MATH):  # the others' gradients vary from run to run on a GPU
         model, _ = rounding.quantize()
+
+    # the result: nothing left out, every weight on its grid
     watch.check(model.config.num_hidden_layers, len(linears))
     weights = changed_weights(model, load(), linears, job)
+
+    # the learning rates are defaults that auto-round fills in
     used = algorithm | {"lr": float(config.lr), "minmax_lr": float(config.minmax_lr)}
     report = {
         "scheme": scheme(job.spec),

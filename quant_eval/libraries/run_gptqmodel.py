@@ -39,7 +39,7 @@ RIGHT = (
     *("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     *("SmolLM3ForCausalLM", "ApertusForCausalLM"),
 )
-DROPPED_TOKENS = 10  # gptqmodel leaves out sequences of up to so many tokens, whatever it is told
+DROPPED_TOKENS = 10  # gptqmodel always leaves out sequences of up to so many tokens
 ENVIRONMENT = {
     # the fewest it starts with; on its own it takes as many as there are cores
     "GPTQMODEL_CPU_WORKERS": "2",
@@ -110,7 +110,10 @@ class Watch:
         processor: Callable[[], str],
         **_: int,
     ) -> None:
-        """Take what gptqmodel rounded; it calls this around every group of linears of one input."""
+        """Copy the weights that gptqmodel rounded.
+
+        gptqmodel calls this before and after every group of linears of one input.
+        """
         self._block = f"{self.blocks}.{layer_idx}"
         if self._problems:
             raise UserError(min(self._problems))
@@ -197,11 +200,14 @@ def quantize(job: Job) -> None:
         raise UserError(
             f"gptqmodel drops sequences of {ids_NL.shape[1]} tokens; calibrate on longer ones"
         )
+
     hf_model = load_hf_model(job.hf_dir, DTYPES[job.dtype], attention="sdpa", architectures=RIGHT)
     output = hf_model.get_output_embeddings()
     linears = {
         name for name, m in hf_model.named_modules() if isinstance(m, nn.Linear) and m is not output
     }
+
+    # before the import, which needs both
     os.environ.update(ENVIRONMENT)
     pcre.stand_in()
 
@@ -210,6 +216,7 @@ def quantize(job: Job) -> None:
     from gptqmodel.models.auto import check_and_get_model_definition
     from gptqmodel.quantization import GPTQ
 
+    # its configuration may replace a value that it does not take
     settings = quantize_config(spec, job.device)
     config = gptqmodel.QuantizeConfig(**settings, compute_device_filter=lambda devices: devices[:1])
     for key, value in settings.items():
@@ -219,6 +226,7 @@ def quantize(job: Job) -> None:
                 f" {key}"
             )
     config.device = normalize_device(job.device)
+
     # Not through GPTQModel.load: that wants a tokenizer beside the model, and has no use for it.
     definition = check_and_get_model_definition(str(job.hf_dir))
     model = definition(
@@ -228,9 +236,13 @@ def quantize(job: Job) -> None:
         tokenizer=None,
         model_local_path=str(job.hf_dir),
     )
+
+    # the watch sees every inverted Hessian and every rounded group
     process = "gptaq" if spec.method == "gptaq" else "gptq"
     model.subset_callback = watch = Watch(model, process, spec.damping)
     GPTQ.hessian_inverse = watch.over(GPTQ.hessian_inverse)
+
+    # the sequences as they are, neither sorted nor joined
     arguments = {
         "batch_size": job.batch_size,
         "calibration_sort": None,
@@ -238,6 +250,8 @@ def quantize(job: Job) -> None:
     }
     sequences = [{"input_ids": ids_L, "attention_mask": torch.ones_like(ids_L)} for ids_L in ids_NL]
     logs = model.quantize(sequences, **arguments)
+
+    # GPTQ counts tokens, GPTAQ sequences
     samples = ids_NL.numel() if process == "gptq" else len(ids_NL)
     check_log(logs[process], watch, linears, samples)
     report = {

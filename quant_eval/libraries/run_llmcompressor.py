@@ -64,7 +64,7 @@ class NotingAWQModifier(AWQModifier):
     """AWQ that keeps its scales, which llmcompressor throws away, and checks its statistics."""
 
     _num_tokens: int = PrivateAttr(default=0)
-    _found: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+    _scales_of: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
     def _compute_best_scale(self, mapping: Any, *arguments: Any) -> Tensor:
         sum_I, count = self._smooth_activation_stats[mapping.smooth_name]
@@ -79,7 +79,7 @@ class NotingAWQModifier(AWQModifier):
                 " weights"
             )
         scales_I: Tensor = super()._compute_best_scale(mapping, *arguments)
-        self._found[mapping.smooth_name] = scales_I.cpu()
+        self._scales_of[mapping.smooth_name] = scales_I.cpu()
         return scales_I
 
 
@@ -125,11 +125,14 @@ def calibrate(
     warned: list[str] = []
     logger.remove()
     logger.add(lambda message: warned.append(message.record["message"]), level="WARNING")
+
     # Pins host memory for copies to an accelerator; fails without one, and nothing is offloaded
     # here.
     IntermediatesCache.pin_memory = lambda *_: None  # type: ignore[method-assign]
+
+    # one mapping per fold and block, by full names
     blocks: Any = model.get_submodule(mappings.blocks)
-    awq_mappings = [
+    layer_mappings = [
         AWQMapping(
             f"{mappings.blocks}.{i}.{fold.smooth}",
             [f"{mappings.blocks}.{i}.{name}" for name in fold.balance],
@@ -138,7 +141,7 @@ def calibrate(
         for fold in mappings.folds
     ]
     sequences: Any = [{"input_ids": ids_L} for ids_L in ids_NL]
-    awq = NotingAWQModifier(mappings=awq_mappings, offload_device=None, **GRID)
+    awq = NotingAWQModifier(mappings=layer_mappings, offload_device=None, **GRID)
     awq._num_tokens = ids_NL.numel()
     scheme = QuantizationScheme(targets=linears, weights=weights)
     pipeline = PIPELINE | {
@@ -155,12 +158,17 @@ def calibrate(
         **pipeline,
     )
     remove_dispatch(model)  # plain tensors again, wherever the pipeline kept them
+
+    # what it warned of or left out is an error
     unexpected = [line for line in warned if not line.startswith(HARMLESS)]
     if unexpected:
         raise UserError(f"llmcompressor warned: {unexpected[0]}; choose another method")
-    missing = {mapping.smooth_layer for mapping in awq_mappings} ^ awq._found.keys()
-    if missing:
-        raise UserError(f"llmcompressor did not scale {sorted(missing)[0]}; choose another method")
+    unmatched = {mapping.smooth_layer for mapping in layer_mappings} ^ awq._scales_of.keys()
+    if unmatched:
+        raise UserError(
+            f"llmcompressor did not scale {sorted(unmatched)[0]}; choose another method"
+        )
+
     settings = {
         "compressed_tensors": version("compressed-tensors"),  # which rounds
         "awq": GRID | {"offload_device": None},
@@ -171,7 +179,7 @@ def calibrate(
         "folds": [str(fold) for fold in mappings.folds],
         "unscaled": mappings.unscaled,
     }
-    return awq._found, settings
+    return awq._scales_of, settings
 
 
 @torch.no_grad()
@@ -187,11 +195,11 @@ def dense_values(
         weight_OI = linear.get_parameter("weight")
         weight_OI.copy_(forward_quantize(linear, weight_OI, "weight", weights))
     rounded = {f"{name}.weight" for name in linears}
-    state = dict(scaled.named_parameters())
+    parameters = dict(scaled.named_parameters())
     values = {
-        name: state[name].detach().cpu().contiguous()
+        name: parameters[name].detach().cpu().contiguous()
         for name, parameter in original.named_parameters()
-        if name in rounded or not torch.equal(state[name], parameter)
+        if name in rounded or not torch.equal(parameters[name], parameter)
     }
     for name, value in values.items():
         if not bool(value.isfinite().all()):
@@ -202,7 +210,7 @@ def dense_values(
 def quantize(job: Job) -> None:
     """Write the job's weights, its scales and, last, its report.
 
-    UserError if the spec does not fit the model, or the library did anything else than told.
+    UserError if the spec does not fit the model, or the library did anything else than asked.
     """
     torch.set_num_threads(job.threads)
 

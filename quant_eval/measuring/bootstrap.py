@@ -39,6 +39,8 @@ class Statistic:
         self.name = name
         self.ratios = ratios
         self.value = 0.0
+
+        # a document's contribution to the error is weights_Z times its parts_Z
         sums_P, parts_Z, weights_Z = [], [], []
         for sign, (a_D, b_D) in zip((1, -1), ratios, strict=False):
             total = b_D.sum()
@@ -54,10 +56,13 @@ class Statistic:
             parts_Z += [residual_D / (1 - share_D), b_D / (1 - share_D)]
             weights_Z += [sign / total, 0.0]
             self.value += sign * float(ratio)
+
+        # sums of products of the parts give the variance of any resample
         self._pairs = list(itertools.combinations_with_replacement(range(len(parts_Z)), 2))
         self.columns_DP = np.stack(
             sums_P + [parts_Z[i] * parts_Z[j] for i, j in self._pairs], axis=1
         )
+
         variance = float((np.tensordot(weights_Z, parts_Z, 1) ** 2).sum())
         self.logarithmic = logarithmic and variance > 0
         if self.logarithmic and self.value <= 0:
@@ -144,7 +149,7 @@ class Resampled:
         return [self.value - half_width, self.value + half_width]
 
     def p_value(self) -> float:
-        """Return the two-sided p-value of the value 0; never below 1 / (S + 1).
+        """Return the two-sided p-value of the value 0, never below 1 / (S + 1).
 
         It is at most 1 - level exactly where the interval of that level leaves out 0.
         """
@@ -166,7 +171,7 @@ def resample(
     samples: int,
     seed: int,
 ) -> list[Resampled]:
-    """Draws documents with replacement, the same ones for every statistic, and studentises each.
+    """Draw documents with replacement, the same ones for every statistic, and studentise each.
 
     Bootstrap-t: Efron and Tibshirani 1993, section 12.5; every sample draws as many documents as
     there are.
@@ -174,9 +179,12 @@ def resample(
     `draws` are, for each statistic, the calibration draws its value is the mean of; None: documents
     are all that varies.
     """
+    # all columns side by side, so that one product sums those of every statistic
     columns_DP = np.concatenate([statistic.columns_DP for statistic in statistics], axis=1)
     ends = np.cumsum([statistic.columns_DP.shape[1] for statistic in statistics])
     num_documents = len(columns_DP)
+
+    # the studentised deviations, in pieces that bound the memory
     generator = np.random.default_rng(seed)
     t_of = [np.empty(samples) for _ in statistics]
     rows = max(1, COUNTS_AT_ONCE // num_documents)
@@ -189,6 +197,8 @@ def resample(
         for statistic, t_S, end in zip(statistics, t_of, ends, strict=True):
             own_RP = sums_RP[:, end - statistic.columns_DP.shape[1] : end]
             t_S[start : start + size] = statistic.studentize(own_RP, num_documents)
+
+    # the part of the calibration draws, independent of the documents
     resampled = []
     for statistic, draw, t_S in zip(statistics, draws, t_of, strict=True):
         error_S = statistic.standard_error * t_S

@@ -31,22 +31,20 @@ class DenseWriter:
         self._files: dict[str, FileRecord] = {}
 
     def add(self, index: int, block: Block) -> None:
-        """Write what differs in any bit from the base in the same type; every block once."""
+        """Write the tensors that differ in any bit from the base in this dtype, once per block."""
         changed: dict[str, Tensor] = {}
-        for key, weight in block.module.state_dict().items():
+        for key, tensor in block.module.state_dict().items():
             name = self._names[f"{block.prefix}.{key}"]
-            original = read_whole(self._base, name).to(DTYPES[self._dtype])
-            weight = weight.cpu().contiguous().view(original.shape)
-            if not torch.equal(
-                weight.view(-1).view(torch.uint8), original.view(-1).view(torch.uint8)
-            ):
-                changed[name] = weight
+            base = read_whole(self._base, name).to(DTYPES[self._dtype])
+            tensor = tensor.cpu().contiguous().view(base.shape)
+            if not torch.equal(tensor.view(-1).view(torch.uint8), base.view(-1).view(torch.uint8)):
+                changed[name] = tensor
         file = f"block{index:05d}.safetensors"
         save_file(changed, self._directory / file, metadata={"format": "pt"})
         self._files[file] = record_file(self._directory / file)
 
     def finish(self, weights_digests: dict[str, str]) -> str:
-        """Write dense.json, given the hashes of the base's files; return its own."""
+        """Write dense.json, with the hashes of the base's files, and return its own hash."""
         content = {
             "spec": self._spec.name,
             "base": {"weights_digests": weights_digests},

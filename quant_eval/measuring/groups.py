@@ -56,20 +56,22 @@ class GroupQuantizer:
         statistics: InputStatistics | None,
         transform: Transform | None,
         again: Iterable[Tensor],
-        given: Linears | None,
+        library: Linears | None,
         seed: int,
     ) -> list[Linear]:
-        """Quantize linears in place; return their errors, those of outputs by weights alone.
+        """Quantize linears in place and return their errors.
+
+        Errors of outputs are those by weights alone.
 
         Args:
-            block: that they are of.
+            block: the decoder block of the linears.
             site: one of SITES.
             linears: all that read one input; one Hessian serves all, since rows do not interact.
             statistics: of that input; None for specs without calibration: errors of outputs are
-                then not known.
+                then unknown.
             transform: a learned one; None: it is fitted here.
             again: this rank's inputs a second time, for casts with fixed scales.
-            given: the linears as another project's library made them; None for own methods.
+            library: the linears as another project's library rounded them; None for own methods.
             seed: of random signs.
         """
         stacked_OI = torch.cat([linear.weight for linear in linears.values()])
@@ -79,15 +81,15 @@ class GroupQuantizer:
         if transform is None:
             transform = self._fitted(block, site, stacked_OI, statistics, hessian_II, seed)
         signs = (seed, SITES.index(site))
-        made_OI, kept_I = self._made(linears, stacked_OI, hessian_II, transform, given, signs)
-        dense_OI = self._restored(linears, made_OI, transform).to(stacked_OI.dtype)
+        rounded_OI, kept_I = self._round(linears, stacked_OI, hessian_II, transform, library, signs)
+        dense_OI = self._restored(linears, rounded_OI, transform).to(stacked_OI.dtype)
         if hessian_II is not None:
             # rounded weights multiply what the shift leaves
             hessian_II = transform.centred(hessian_II)
         errors = self._errors(linears, stacked_OI, dense_OI, hessian_II)
         if self._spec.activations:
-            cast = self._cast_of(made_OI.shape[1], kept_I, transform, again)
-            self._replace(block, linears, made_OI.to(stacked_OI.dtype), transform, cast)
+            cast = self._cast_of(rounded_OI.shape[1], kept_I, transform, again)
+            self._replace(block, linears, rounded_OI.to(stacked_OI.dtype), transform, cast)
             return errors
         parts = dense_OI.split(_sizes(linears))
         for linear, quantized_OI in zip(linears.values(), parts, strict=True):
@@ -111,13 +113,13 @@ class GroupQuantizer:
         of_group = GroupStatistics(hessian_II, largest_I, mean_I, weight_OI, block.gain(site))
         return fit_transform(self._spec, site, self._places, of_group, seed)
 
-    def _made(
+    def _round(
         self,
         linears: Linears,
         stacked_OI: Tensor,
         hessian_II: Tensor | None,
         transform: Transform,
-        given: Linears | None,
+        library: Linears | None,
         seed: tuple[int, int],
     ) -> tuple[Tensor, Tensor | None]:
         """Return the stacked weights after rounding, in the basis of the transform.
@@ -125,20 +127,23 @@ class GroupQuantizer:
         With them the inputs that Atom and QUIK keep in more bits; None for other methods.
         """
         spec = self._spec
-        if given is not None:
-            return torch.cat([linear.weight for linear in given.values()]), None
+        if library is not None:
+            return torch.cat([linear.weight for linear in library.values()]), None
         if spec.method == "nf4":
             from quant_eval.libraries.bitsandbytes import nf4_dense
 
             assert spec.group_size is not None
             return nf4_dense(stacked_OI, spec.group_size), None
+
+        # own methods round in the basis of the transform
         products = product_dtype(stacked_OI.dtype)
         if spec.is_transformed:
             stacked_OI = self._rotated(linears, stacked_OI, transform)
             hessian_II = None if hessian_II is None else transform.hessian(hessian_II)
         if spec.method == "none":
             return stacked_OI, None
-        name = next(iter(linears))
+
+        name = next(iter(linears))  # for messages
         if spec.method == "qtip":
             assert hessian_II is not None
             sizes = _sizes(linears)
@@ -153,20 +158,20 @@ class GroupQuantizer:
         return rounded.dense(), None
 
     def _rotated(self, linears: Linears, stacked_OI: Tensor, transform: Transform) -> Tensor:
-        """Return L^T W T of every linear, stacked; fp32."""
+        """Return L^T W T of every linear, stacked, in fp32."""
         parts = []
         for name, part_OI in zip(linears, stacked_OI.split(_sizes(linears)), strict=True):
             rotated_OI, output = transform.weight(part_OI.float()), self._output(name)
             parts.append(rotated_OI if output is None else output.weight(rotated_OI.T).T)
         return torch.cat(parts)
 
-    def _restored(self, linears: Linears, made_OI: Tensor, transform: Transform) -> Tensor:
+    def _restored(self, linears: Linears, rounded_OI: Tensor, transform: Transform) -> Tensor:
         """Return L W' T^-1 of every linear, stacked: the weights in the model's own basis."""
         if not self._spec.is_transformed:
-            return made_OI
+            return rounded_OI
         parts = []
         # in float64, so that a saved checkpoint gives the same bits on another device
-        for name, part_OI in zip(linears, made_OI.double().split(_sizes(linears)), strict=True):
+        for name, part_OI in zip(linears, rounded_OI.double().split(_sizes(linears)), strict=True):
             output = self._output(name)
             parts.append(part_OI if output is None else output.restored(part_OI.T).T)
         return transform.restored(torch.cat(parts)).float()
@@ -206,21 +211,22 @@ class GroupQuantizer:
         self,
         block: Block,
         linears: Linears,
-        made_OI: Tensor,
+        rounded_OI: Tensor,
         transform: Transform,
         cast: ActivationCast | MixedCast,
     ) -> None:
-        """Replace linears by ones that cast their inputs, in the basis of the transform."""
-        casts = []
-        parts = made_OI.split(_sizes(linears))
+        """Replace the linears by `CastLinear`, in the basis of the transform."""
+        replacements = []
+        parts = rounded_OI.split(_sizes(linears))
         for (name, linear), part_OI in zip(linears.items(), parts, strict=True):
             bias = shifted_bias(linear.weight, linear.bias, transform)
-            casts.append(CastLinear(part_OI.clone(), bias, transform, cast, self._output(name)))
-            block.module.set_submodule(name.removeprefix(f"{block.prefix}."), casts[-1])
-        share_inputs(casts)
+            replacement = CastLinear(part_OI.clone(), bias, transform, cast, self._output(name))
+            block.module.set_submodule(name.removeprefix(f"{block.prefix}."), replacement)
+            replacements.append(replacement)
+        share_inputs(replacements)
 
     def _int8(self, block: Block, linears: Linears) -> Tensor:
-        """Replace the linears by LLM.int8()'s own modules; what their weights decode to."""
+        """Replace the linears by LLM.int8()'s own modules, and return their decoded weights."""
         from quant_eval.libraries.bitsandbytes import dense_weight, replace_linears
 
         relative = [name.removeprefix(f"{block.prefix}.") for name in linears]
@@ -231,7 +237,7 @@ class GroupQuantizer:
     def _errors(
         self, linears: Linears, weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor | None
     ) -> list[Linear]:
-        """Return the errors of stacked linears; each rank works out its share of the rows."""
+        """Return the errors of stacked linears, of which each rank computes a share of the rows."""
         share = self._ranks.share(len(weight_OI))
         own = slice(share.start, share.stop)
         difference_OI = weight_OI[own].double() - quantized_OI[own].double()
@@ -242,7 +248,7 @@ class GroupQuantizer:
         errors = []
         for name, rows_OE in zip(linears, sums_OE.split(_sizes(linears)), strict=True):
             pairs = rows_OE.sum(0).view(-1, 2).tolist()
-            weight, *output = [_relative(error, whole, name) for error, whole in pairs]
+            weight, *output = [_relative(error, total, name) for error, total in pairs]
             errors.append(
                 Linear(
                     name=name,
@@ -257,11 +263,11 @@ def _sizes(linears: Linears) -> list[int]:
     return [linear.out_features for linear in linears.values()]
 
 
-def _relative(error: float, whole: float, name: str) -> float:
-    """Return their ratio; 0 for a linear of zeros, which is rounded to zeros."""
-    if error and not whole:
+def _relative(error: float, total: float, name: str) -> float:
+    """Return error / total, or 0 for a linear of zeros, which is rounded to zeros."""
+    if error and not total:
         raise UserError(
             f"{name}: its output is 0 on all of the calibration text; check the checkpoint's"
             " weights"
         )
-    return error / whole if whole else 0.0
+    return error / total if total else 0.0

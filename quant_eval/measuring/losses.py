@@ -30,8 +30,8 @@ class EvaluationSet:
     Attributes:
         blocks: tokens of each block; all but the first are its targets.
         owner: for each block, the unit it belongs to as an index into `documents`.
-        documents: the units that intervals resample: indices into the corpus of the documents that
-            have a target, in file order, or, of concatenated documents, the numbers of the blocks.
+        documents: the units that intervals resample, in file order: corpus indices of the documents
+            with a target, or the numbers of the blocks if documents are concatenated.
         without_target: number of documents passed over because they are shorter than 2 tokens.
     """
 
@@ -55,7 +55,7 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class PairedLosses:
-    """Sums over each unit's targets, float64 [U]: nats, but counts in `tokens` and `agreements`."""
+    """Sums over each unit's targets, float64 [U]: nats, `tokens` and `agreements` are counts."""
 
     tokens: NDArray[np.float64]
     nll: NDArray[np.float64]
@@ -108,7 +108,7 @@ def paired_losses(
     batches: Sequence[Sequence[int]],
     ranks: Ranks,
 ) -> list[PairedLosses]:
-    """Return the losses of each quantized model beside those of the full-precision model.
+    """Return the losses of each quantized model with those of the full-precision model.
 
     Per target with full distribution p and quantized distribution q: -log p(target), -log
     q(target), KL(p || q) = sum_v p_v (log p_v - log q_v), and whether p's most likely token is most
@@ -125,11 +125,14 @@ def paired_losses(
     rows = None
     with Progress("losses", total=len(batches)) as progress:
         for index, batch in enumerate(batches):
+            # targets of the batch without its padding, and the block of each
             tokens_BL = data.padded(batch)
             lengths_B = torch.tensor([len(data.blocks[block]) - 1 for block in batch])
             is_real_BL = torch.arange(tokens_BL.shape[1] - 1)[None] < lengths_B[:, None]
             targets_T1 = tokens_BL[:, 1:][is_real_BL][:, None].to(device)
             owner_T = torch.tensor(batch).repeat_interleave(lengths_B)
+
+            # all models at the same targets, as many rows as there is memory for
             streams = [stream.read(index)[is_real_BL.to(device)] for stream in (full, *quantized)]
             rows = rows or _rows_at_once(head(streams[0][:1].float()).shape[-1], device)
             for start in range(0, len(owner_T), rows):
@@ -147,6 +150,7 @@ def paired_losses(
                         0, owner, torch.stack([nll_T, kl_T, agrees_T.float()], dim=1).double().cpu()
                     )
             progress.advance()
+
     ranks.sum(nll_N)  # each block was one rank's alone, so nothing depends on how many there are
     ranks.sum(sums_SN3)
     owner_N = torch.tensor(data.owner)

@@ -57,6 +57,8 @@ def measure(
     texts = open_texts(hf_dir, model, settings.of_specs(specs))
     _check(model, specs, settings)
     quantized, dense = _quantize(hf_dir, specs, outs, settings, identity, model, texts, ranks)
+
+    # one result.json per spec
     here, results = environment(), []
     for number, (spec, out) in enumerate(zip(specs, outs, strict=True)):
         of_draws = quantized[number]
@@ -67,6 +69,7 @@ def measure(
             measured["reloaded"] = prove_saved(checkpoint, losses, texts.data, settings, ranks)
         if dense:
             measured["dense"] = dense[number]
+
         described = {"name": spec.name} | spec.model_dump(mode="json")
         described["library"] = spec.row.library
         if report:
@@ -95,7 +98,7 @@ def _quantize(
     texts: Texts,
     ranks: Ranks,
 ) -> tuple[list[list[Quantized]], list[str]]:
-    """Walk through the model for all specs and draws, and write what is to be saved of them.
+    """Walk through the model for all specs and draws, and write checkpoints and dense weights.
 
     Returns:
         The quantized models of each spec, one for each draw, and the hash of its dense.json if
@@ -108,7 +111,9 @@ def _quantize(
             CheckpointWriter(hf_dir, out / CHECKPOINT, spec, settings.dtype)
             for spec, out in zip(specs, outs, strict=True)
         ]
+
     with ExitStack() as cleanup:
+        # one variant per spec and draw, with what its blocks are handed to
         for number, (spec, out) in enumerate(zip(specs, outs, strict=True)):
             keep, takers = None, list[Finished]()
             if ranks.rank == 0:  # it alone writes
@@ -123,11 +128,14 @@ def _quantize(
             finished = partial(_hand_to, takers) if takers else None
             for draw, draw_NL in enumerate(texts.draws_for(spec)):
                 work = out / LIBRARY_WORK  # of one draw after the other
-                given = library_model(hf_dir, spec, draw_NL, settings, work, ranks)
+                library = library_model(hf_dir, spec, draw_NL, settings, work, ranks)
                 seed, by_block = settings.seed + draw, settings.per_block
-                variants.append(Variant(spec, draw_NL, given, keep, finished, by_block, seed))
+                variants.append(Variant(spec, draw_NL, library, keep, finished, by_block, seed))
+
         walked = iter(walk(model, variants, texts.data, settings, ranks))
         quantized = [[next(walked) for _ in texts.draws_for(spec)] for spec in specs]
+
+        # the files that vouch for the others, last
         if settings.save and ranks.rank == 0:
             for spec, saver in zip(specs, savers, strict=True):
                 saver.finish({"model": identity} | texts.described_for(spec))
@@ -162,9 +170,10 @@ def summarize(
     spec: QuantSpec, quantized: list[Quantized], settings: RunSettings, data: EvaluationSet
 ) -> dict[str, Any]:
     """Return the `measured` part of a result, from one quantized model per calibration draw."""
-    losses = [each.losses for each in quantized if each.losses]
-    for own in losses:
-        for name, values_U in asdict(own).items():
+    # refuse losses that are not finite, or that nothing can be relative to
+    losses = [draw.losses for draw in quantized if draw.losses]
+    for draw in losses:
+        for name, values_U in asdict(draw).items():
             if not math.isfinite(float(values_U.sum())):
                 raise UserError(
                     f"{name} of {spec.name} sums to {values_U.sum()}; check the checkpoint's"
@@ -179,13 +188,14 @@ def summarize(
     def figures(some: list[PairedLosses]) -> dict[str, Any]:
         return figures_of(some, samples=SAMPLES, level=LEVEL, seed=settings.seed)
 
-    whole = figures(losses)
+    summary = figures(losses)
     if settings.documents == "concatenated":
-        whole["interval"]["units_resampled"] = whole["interval"]["units_resampled"].replace(
-            "documents", "blocks"
-        )
+        interval = summary["interval"]
+        interval["units_resampled"] = interval["units_resampled"].replace("documents", "blocks")
+
+    # all draws together, document by document
     measured = {
-        **whole,
+        **summary,
         "tokens": int(losses[0].tokens.sum()),
         "documents": len(data.documents),
         "documents_without_target": data.without_target,
@@ -196,22 +206,24 @@ def summarize(
             "tokens": losses[0].tokens.astype(int).tolist(),
             "nll": losses[0].nll.tolist(),
             **{
-                name: np.mean([getattr(own, name) for own in losses], axis=0).tolist()
+                name: np.mean([getattr(draw, name) for draw in losses], axis=0).tolist()
                 for name in DRAWN
             },
         },
     }
+
+    # only with several draws, or block by block
     if measured["calibration"]:
         measured["calibration"]["per_document"] = {
-            name: [getattr(own, name).tolist() for own in losses] for name in DRAWN
+            name: [getattr(draw, name).tolist() for draw in losses] for name in DRAWN
         }
     if quantized[0].alone:
         measured["units"] = UNITS | {"blocks": "those of the figures"}
         measured["blocks"] = [
             {
                 "block": block,
-                "alone": _increase(figures([each.alone[block] for each in quantized])),
-                "all_but_it": _increase(figures([each.others[block] for each in quantized])),
+                "alone": _increase(figures([draw.alone[block] for draw in quantized])),
+                "all_but_it": _increase(figures([draw.others[block] for draw in quantized])),
             }
             for block in range(len(quantized[0].alone))
         ]
@@ -219,8 +231,8 @@ def summarize(
 
 
 def _increase(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return those figures that are kept of a partly quantized model."""
-    kept = ("absolute_error", "kl_divergence")
-    return {name: figures[name] for name in kept} | {
-        "intervals": {name: figures["intervals"][name] for name in kept}
+    """Return the figures that a result has of a partly quantized model."""
+    names = ("absolute_error", "kl_divergence")
+    return {name: figures[name] for name in names} | {
+        "intervals": {name: figures["intervals"][name] for name in names}
     }

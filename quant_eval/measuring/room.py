@@ -28,7 +28,7 @@ class Sizes:
 
     Attributes:
         shared: of what all variants use: the full-precision stream, and inputs of one linear.
-        gated: of the MLP's widest inputs, which are kept if there is room.
+        gated: of the inputs of the MLP's last linear, which are kept if there is room.
         variant: of each variant's own streams.
         work: of what computing takes beside the streams.
     """
@@ -83,7 +83,7 @@ def sizes_of(
 
 
 def plan(sizes: Sizes, variants: int, free_device: int | None, free_host: int) -> Room:
-    """Return the first that fits: on the device with `gated`, without, then on the host of a GPU.
+    """Return the first plan that fits: on the device with `gated`, without it, on a GPU's host.
 
     `free_device` is None on a CPU, whose memory is the host's. Between host and GPU the widest
     inputs are computed again sooner than they are moved. UserError if the streams of one variant

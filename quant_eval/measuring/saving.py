@@ -23,10 +23,11 @@ def prove_saved(
     compute: ComputeSettings,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """Return the cross-entropy of the checkpoint read back, and how far it is from the measured.
+    """Return the cross-entropy of the checkpoint, and its difference from the measured one.
 
     UserError if it is not reproduced; the checkpoint is removed.
     """
+    # the evaluated text through the saved model, block by block
     dtype = DTYPES[compute.dtype]
     weights = SavedWeights(checkpoint, dtype)
     model = StreamedModel(checkpoint, weights, dtype, ranks.device)
@@ -36,8 +37,10 @@ def prove_saved(
         block = model.block(index)
         weights.restore(block)
         stream.advance(block)
-    activations = stream.activations
-    (own,) = paired_losses(model.head(), activations, [activations], data, share, ranks)
+
+    # its losses, once alone: it is both models of the pair
+    final = stream.activations
+    (own,) = paired_losses(model.head(), final, [final], data, share, ranks)
     reloaded, expected = float(own.nll.sum()), float(measured.nll_quantized.sum())
     difference = abs(reloaded / expected - 1)
     report = {
@@ -45,6 +48,8 @@ def prove_saved(
         "relative_difference": difference,
         "tolerance": TOLERANCE,
     }
+
+    # every rank has read the files before they are removed
     ranks.wait()
     if not difference <= TOLERANCE:  # nor NaN
         if ranks.rank == 0:

@@ -32,7 +32,7 @@ FOLDING = ("awq",)
 
 
 def check_spec(model: StreamedModel, spec: QuantSpec) -> None:
-    """Refuse a spec that some linear has not the inputs for, or whose transforms have no place."""
+    """Refuse a spec that a linear's sizes do not fit, or whose transforms have no place."""
     try:
         for name, linear in model.empty_linears().items():
             width = linear.in_features
@@ -82,28 +82,29 @@ class BlockQuantizer:
         self._quantize = GroupQuantizer(spec, places, ranks, keep)
 
     @torch.no_grad()
-    def __call__(self, block: Block, given: Block | None, is_last: bool) -> list[Linear]:
-        """Quantize a block in place; its calibration inputs become its outputs.
+    def __call__(self, block: Block, library: Block | None, is_last: bool) -> list[Linear]:
+        """Quantize a block in place.
 
-        `given` is the same block with the weights that another project's library made, None for own
-        methods. If it is the last, no block reads the outputs, and they are not computed.
+        The calibration inputs are replaced by the block's outputs. `library` is the same block as
+        another project's library quantized it, None for own methods. No block reads the outputs of
+        the last, so they are not computed.
         """
         if self.spec.method in FOLDING:
-            assert given is not None
-            block.module.load_state_dict(given.module.state_dict(), assign=True)
+            assert library is not None
+            block.module.load_state_dict(library.module.state_dict(), assign=True)
             return [Linear(name=name, folded=True) for group in block.linears() for name in group]
         reads = (self._qkv_reads, self._output_reads, self._up_reads, self._down_reads)
         is_calibrated = self.spec.needs_calibration
         seed = self._seed(block)
         learned = self._learned(block, seed)
         groups, errors = block.linears(), list[Linear]()
-        of_library = given.linears() if given else [None] * len(groups)
-        for site, linears, inputs, dense in zip(SITES, groups, reads, of_library, strict=True):
+        theirs = library.linears() if library else [None] * len(groups)
+        for site, linears, inputs, rounded in zip(SITES, groups, reads, theirs, strict=True):
             # the inputs are computed as they are read, when all groups before this are quantized
             statistics = self._statistics(linears, inputs(block)) if is_calibrated else None
             again = self._again(block, site)
             errors += self._quantize(
-                block, site, linears, statistics, learned.get(site), again, dense, seed
+                block, site, linears, statistics, learned.get(site), again, rounded, seed
             )
             if site == "attention_in" and self.spec.kv:
                 self._cast_cache(block)
@@ -143,13 +144,13 @@ class BlockQuantizer:
         """Compute the inputs of a site once more, when those before it are quantized."""
         attended = self._attended(block)
         # in front of the MLP, what it reads is there by now
-        read = {
+        inputs = {
             "attention_in": lambda index: block.attention_input(self._x.read(index)),
             "attention_out": attended.read,
             "mlp_in": lambda index: block.mlp_input(self._x.read(index)),
             "mlp_out": lambda index: block.gated(self._x.read(index)),
         }
-        yield from map(read[site], range(len(self._x)))
+        yield from map(inputs[site], range(len(self._x)))
 
     def _qkv_reads(self, block: Block) -> Iterator[Tensor]:
         for index in range(len(self._x)):
@@ -188,15 +189,18 @@ class BlockQuantizer:
             self._x.write(index, block.after_mlp(added, gated))
 
     def _attended(self, block: Block) -> Activations:
-        """Return the buffer of what the attention's last linear reads."""
+        """Return the buffer of the inputs of the attention's last linear."""
         return self._buffer(block.linears()[1], "attended")
 
     def _gated(self, block: Block) -> Activations | None:
-        """Return the buffer of what the MLP's last linear reads; None if it is computed twice."""
+        """Return the buffer of the MLP's last inputs, None if they are computed twice."""
         return self._buffer(block.linears()[3], "gated") if self._keeps_gated else None
 
     def _residual(self, block: Block) -> Activations:
-        """Return what the MLP's output is added to; in parallel blocks the MLP still reads x."""
+        """Return the buffer the MLP's output is added to.
+
+        In parallel blocks that is not x, which the MLP still reads.
+        """
         return self._attended(block) if block.is_parallel else self._x
 
     def _buffer(self, linears: Linears, name: str) -> Activations:

@@ -38,7 +38,7 @@ METHOD = "symmetric bootstrap-t paired over documents, losses and divergence on 
 def fractions(
     tokens: Any, nll: Any, nll_quantized: Any, kl: Any, agreements: Any
 ) -> dict[str, tuple[Any, Any]]:
-    """Numerator and denominator of every figure, sums over tokens (numbers or arrays)."""
+    """Return numerator and denominator of every figure, sums over tokens (numbers or arrays)."""
     return {
         "cross_entropy": (nll, tokens),
         "cross_entropy_quantized": (nll_quantized, tokens),
@@ -62,9 +62,9 @@ def figures_of(
     (Searle, Casella and McCulloch 1992, chapter 4: a balanced two-way layout without replication),
     where `documents` is the linearised variance of the mean losses, `draws` the variance between
     the K figures over K, and `interaction` what of both is the same: the linearised variance of
-    each draw's departure from the mean losses, summed over draws and divided by K (K - 1). How the
-    two parts make an interval says `bootstrap.Resampled`. With K = 1 what the draw contributes is
-    unknown: "calibration" is null and the intervals are over documents only.
+    each draw's departure from the mean losses, summed over draws and divided by K (K - 1).
+    `bootstrap.Resampled` makes an interval of the two parts. With K = 1 the contribution of the
+    draw is unknown: "calibration" is null and the intervals are over documents only.
 
     UserError if no interval of this level can be formed from these documents.
     """
@@ -73,19 +73,23 @@ def figures_of(
         np.array_equal(draw.tokens, first.tokens) and np.array_equal(draw.nll, first.nll)
         for draw in losses
     )
-    of_draw = [_fractions_of(draw) for draw in losses]
+
+    # every figure of the mean losses, and its error from the draws
+    by_draw = [_fractions_of(draw) for draw in losses]
     statistics, draws, values_of = [], [], {}
-    for name, (_, b_D) in of_draw[0].items():
-        a_KD = np.stack([fractions[name][0] for fractions in of_draw])
+    for name, (_, b_D) in by_draw[0].items():
+        a_KD = np.stack([figures[name][0] for figures in by_draw])
         statistics.append(Statistic(name, (a_KD.mean(0), b_D), logarithmic=name in POSITIVE))
         values_of[name] = a_KD.sum(1) / b_D.sum()
         draws.append(_calibration_draws(a_KD, b_D) if seeds > 1 else None)
-    resampled = resample(statistics, draws, samples=samples, seed=seed)
-    intervals = {resample.name: resample.interval(level) for resample in resampled}
+
+    estimates = resample(statistics, draws, samples=samples, seed=seed)
+    intervals = {estimate.name: estimate.interval(level) for estimate in estimates}
     low, high = intervals["top1_agreement"]
     intervals["top1_agreement"] = [max(low, 0.0), min(high, 1.0)]  # a share
+
     return {
-        **{resample.name: resample.value for resample in resampled},
+        **{estimate.name: estimate.value for estimate in estimates},
         "intervals": intervals,
         "standard_errors": {
             statistic.name: {

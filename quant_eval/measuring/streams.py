@@ -24,9 +24,10 @@ class Stream:
         lengths: Sequence[Sequence[int]] | None = None,
         on_device: bool = True,
     ) -> None:
-        """`lengths` of the sequences of each batch without their padding; None: there is none.
+        """Embed the batches.
 
-        The stream is kept where it is computed if `on_device`, else in pinned memory.
+        `lengths` are those of the sequences of each batch without padding; None: there is none. The
+        stream is kept where it is computed if `on_device`, else in pinned memory.
         """
         self._model = model
         self._lengths = lengths or [[tokens.shape[1]] * len(tokens) for tokens in batches]
@@ -41,7 +42,7 @@ class Stream:
         self.contexts = [by_length[length] for _, length in shapes]
 
     def fork(self) -> "Stream":
-        """Return another at the same place."""
+        """Return an independent stream at the same depth."""
         other = copy.copy(self)
         other.activations = self.activations.fork()
         return other
@@ -52,13 +53,13 @@ class Stream:
         for index, context in enumerate(self.contexts):
             x_BLD = self.activations.read(index)
             if block.mixes_sequences:  # so each sequence alone, and without its padding
-                made_BLD = torch.zeros_like(x_BLD)
+                output_BLD = torch.zeros_like(x_BLD)
                 for row, length in enumerate(self._lengths[index]):
                     alone_1LD = x_BLD[row : row + 1, :length]
-                    made_BLD[row, :length] = block(alone_1LD, self._model.context(length))[0]
+                    output_BLD[row, :length] = block(alone_1LD, self._model.context(length))[0]
             else:
-                made_BLD = block(x_BLD, context)
-            self.activations.write(index, made_BLD)
+                output_BLD = block(x_BLD, context)
+            self.activations.write(index, output_BLD)
 
 
 def evaluated_stream(
@@ -82,7 +83,7 @@ class Evaluated:
         self._by_block = by_block
 
     def advance(self, full: Stream, block: Block, quantized: Block) -> None:
-        """Compute one block, which `full` has still before it."""
+        """Compute a block in every stream, before `full` computes it."""
         for stream in self.alone:
             stream.advance(block)
         for stream in self.others:

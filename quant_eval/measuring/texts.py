@@ -49,7 +49,10 @@ class Texts(NamedTuple):
 
 
 def open_texts(hf_dir: Path, model: StreamedModel, settings: RunSettings) -> Texts:
-    """Open and check both texts; UserError if they do not fit the model or each other."""
+    """Open and check both texts.
+
+    UserError if they do not fit the model or each other.
+    """
     length = settings.block_length(model.config.max_position_embeddings)
     evaluation = open_text(settings.eval, hf_dir, model.config.vocab_size)
     if settings.calibration is None:
@@ -85,7 +88,10 @@ def _texts(
 
 
 def open_text(prefix: Path, hf_dir: Path, vocab_size: int) -> Corpus:
-    """Return a token file; UserError if another tokenizer than the model's own made it."""
+    """Return a token file.
+
+    UserError if another tokenizer than the model's own made it.
+    """
     corpus = open_corpus(prefix, verify_hashes=True)
     check_vocabulary(corpus, vocab_size)
     tokenizer = hf_dir / TOKENIZER_JSON
@@ -154,14 +160,17 @@ def check_apart(
             " that is not evaluated"
         )
     # of a calibration sequence every window, of an evaluated block every sixteenth
-    seen = [_hashes(_sliding(draw_NL.numpy(), WINDOW_TOKENS)) for draw_NL in draws]
-    known = np.unique(np.concatenate([hashes.ravel() for hashes in seen]))
+    windows = [_hashes(_sliding(draw_NL.numpy(), WINDOW_TOKENS)) for draw_NL in draws]
+    calibrated = np.unique(np.concatenate([hashes.ravel() for hashes in windows]))
     counts_N = [len(block_T) // WINDOW_TOKENS for block_T in data.blocks]
-    whole = [block_T[: len(block_T) // WINDOW_TOKENS * WINDOW_TOKENS] for block_T in data.blocks]
-    hashes = _hashes(np.concatenate(whole).reshape(-1, WINDOW_TOKENS))
-    if not len(known) or not len(hashes):  # all are shorter than a window
+    cut = [block_T[: len(block_T) // WINDOW_TOKENS * WINDOW_TOKENS] for block_T in data.blocks]
+    hashes = _hashes(np.concatenate(cut).reshape(-1, WINDOW_TOKENS))
+    if not len(calibrated) or not len(hashes):  # all are shorter than a window
         return 0.0
-    is_copied = known[np.minimum(np.searchsorted(known, hashes), len(known) - 1)] == hashes
+    places = np.minimum(np.searchsorted(calibrated, hashes), len(calibrated) - 1)
+    is_copied = calibrated[places] == hashes
+
+    # the documents most of whose windows are copied
     units = np.repeat(data.owner, counts_N)
     windows_U = np.bincount(units, minlength=len(data.documents))
     copied_U = np.bincount(units, weights=is_copied, minlength=len(data.documents))
@@ -176,7 +185,10 @@ def check_apart(
 
 
 def _sliding(tokens_NL: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-    """Return every window of `width` tokens, [N, windows, W]; none of a shorter sequence."""
+    """Return every window of `width` tokens, [N, windows, W].
+
+    A shorter sequence has none.
+    """
     if tokens_NL.shape[1] < width:
         return np.empty((len(tokens_NL), 0, width), np.int64)
     return np.lib.stride_tricks.sliding_window_view(tokens_NL, width, axis=1)

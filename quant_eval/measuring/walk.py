@@ -15,7 +15,7 @@ from torch import Tensor
 from base.progress import Progress
 from base.ranks import Ranks
 from ckpt_tools.hf.measured import Linear
-from quant_eval.libraries.job import Given, Report
+from quant_eval.libraries.job import OpenModel, Report
 from quant_eval.measuring.groups import Keep
 from quant_eval.measuring.losses import EvaluationSet, PairedLosses, paired_losses
 from quant_eval.measuring.room import Room, room_for, sizes_of
@@ -36,7 +36,7 @@ class Variant:
 
     Attributes:
         calibration_NL: token ids its Hessians are estimated on; None for methods without them.
-        given: opens the model as another project's library leaves it; None for own methods.
+        library: opens the model as another project's library quantized it; None for own methods.
         keep: takes the codes of every linear, for a checkpoint.
         finished: takes every quantized block.
         by_block: whether each block is also quantized alone, and all but it.
@@ -45,7 +45,7 @@ class Variant:
 
     spec: QuantSpec
     calibration_NL: Tensor | None
-    given: Given | None = None
+    library: OpenModel | None = None
     keep: Keep | None = None
     finished: Finished | None = None
     by_block: bool = False
@@ -94,9 +94,9 @@ def walk(
     do not fit the memory.
     """
     passes = _Passes(model, variants, data, compute, ranks)
-    own = [number for number, variant in enumerate(variants) if not variant.given]
+    own = [number for number, variant in enumerate(variants) if not variant.library]
     together = passes.room.together
-    groups = [[number] for number, variant in enumerate(variants) if variant.given]  # may fail
+    groups = [[number] for number, variant in enumerate(variants) if variant.library]  # may fail
     groups += [own[start : start + together] for start in range(0, len(own), together)]
     quantized: dict[int, Quantized] = {}
     for numbers in groups:
@@ -140,27 +140,28 @@ class _Passes:
 
     def quantize(self, variants: Sequence[Variant]) -> list[Quantized]:
         """Quantize and evaluate variants in one pass through the model."""
-        with ExitStack() as stack:
-            given = [variant.given and stack.enter_context(variant.given()) for variant in variants]
-            errors, evaluated = self._pass(
-                variants, [library[0] if library else None for library in given]
-            )
+        with ExitStack() as cleanup:
+            libraries = [
+                variant.library and cleanup.enter_context(variant.library()) for variant in variants
+            ]
+            models = [library[0] if library else None for library in libraries]
+            errors, evaluated = self._pass(variants, models)
         losses = iter(self._losses(evaluated))
-        reports = [library[1] if library else None for library in given]
+        reports = [library[1] if library else None for library in libraries]
         return [
             Quantized(
                 self.room,
                 report,
                 own,
                 next(losses, None),
-                [next(losses) for _ in streams.alone] if streams else [],
-                [next(losses) for _ in streams.others] if streams else [],
+                [next(losses) for _ in text.alone] if text else [],
+                [next(losses) for _ in text.others] if text else [],
             )
-            for report, own, streams in zip_longest(reports, errors, evaluated)
+            for report, own, text in zip_longest(reports, errors, evaluated)
         ]
 
     def _pass(
-        self, variants: Sequence[Variant], given: Sequence[StreamedModel | None]
+        self, variants: Sequence[Variant], libraries: Sequence[StreamedModel | None]
     ) -> tuple[list[list[Linear]], list[Evaluated]]:
         """Return the errors of each variant's linears, and its evaluated text after all blocks."""
         model, full = self._model, self._evaluated()
@@ -171,11 +172,11 @@ class _Passes:
         with Progress("quantize", total=model.num_blocks * len(variants)) as progress:
             for index in range(model.num_blocks):
                 block = model.block(index)
-                for number, (variant, library) in enumerate(zip(variants, given, strict=True)):
+                for number, (variant, library) in enumerate(zip(variants, libraries, strict=True)):
                     quantized = block.copy()
-                    dense = library.block(index) if library else None
+                    theirs = library.block(index) if library else None
                     is_last = index == model.num_blocks - 1
-                    errors[number] += quantizers[number](quantized, dense, is_last)
+                    errors[number] += quantizers[number](quantized, theirs, is_last)
                     if variant.finished:
                         variant.finished(index, quantized)
                     if full:
@@ -188,11 +189,14 @@ class _Passes:
         return errors, evaluated
 
     def _losses(self, evaluated: Sequence[Evaluated]) -> list[PairedLosses]:
-        """Return those of each variant, and of its blocks alone, then of all but each block."""
+        """Return the losses of each variant, of its blocks alone, then of all but each block."""
         if self._data is None or self._final is None:
             return []
-        streams = [each for own in evaluated for each in (own.quantized, *own.alone, *own.others)]
-        activations = [stream.activations for stream in streams]
+        activations = [
+            stream.activations
+            for text in evaluated
+            for stream in (text.quantized, *text.alone, *text.others)
+        ]
         head = self._model.head()
         return paired_losses(head, self._final, activations, self._data, self._share, self._ranks)
 

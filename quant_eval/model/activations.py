@@ -54,17 +54,17 @@ class Activations:
         return len(self.shapes)
 
     def read(self, index: int) -> Tensor:
-        """Return a batch [B, L, D] on the device; where it is kept there, the buffer itself."""
+        """Return a batch [B, L, D] on the device: the buffer itself if it is kept there."""
         if self._copying is None:
             return self._batches[index]
-        asked = self._ahead
-        if asked is None or asked.number != index:
-            asked = self._fetch(index, self._copying)
+        ahead = self._ahead
+        if ahead is None or ahead.number != index:
+            ahead = self._fetch(index, self._copying)
         self._ahead = self._fetch(index + 1, self._copying) if index + 1 < len(self) else None
         computing = torch.cuda.current_stream(self._device)
-        computing.wait_event(asked.arrival)
-        asked.batch_BLD.record_stream(computing)
-        return asked.batch_BLD
+        computing.wait_event(ahead.arrival)
+        ahead.batch_BLD.record_stream(computing)
+        return ahead.batch_BLD
 
     def write(self, index: int, batch_BLD: Tensor) -> None:
         """Replace a batch."""
@@ -79,7 +79,7 @@ class Activations:
         batch_BLD.record_stream(self._copying)
 
     def like(self, width: int | None = None) -> "Activations":
-        """Return an empty one of the same batches at the same place."""
+        """Return uninitialized batches of the same shapes in the same memory."""
         return Activations(
             self.shapes, width or self._width, self._dtype, self._device, self._on_device
         )

@@ -86,7 +86,10 @@ ARCHITECTURES = (
 
 
 def family_of(config: PretrainedConfig) -> Family:
-    """Return the row of a model; UserError for one that has none, or attends in windows."""
+    """Return the row of a model.
+
+    UserError if the model has none, or attends in windows.
+    """
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise UserError(

@@ -37,13 +37,13 @@ class Block:
         self._norms = getattr(module, family.attention_norm), getattr(module, family.mlp_norm)
 
     def copy(self) -> "Block":
-        """Return one with modules of its own; weights are shared until a linear's is replaced."""
+        """Return a block with its own modules, which share weights until a linear's is replaced."""
         tensors = (*self.module.parameters(), *self.module.buffers())
         module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
         return Block(module, self.prefix, self.family, self.is_parallel)
 
     def linears(self) -> list[dict[str, nn.Linear]]:
-        """Linears by name in groups of one input, in the order in which they compute."""
+        """Return linears by name in groups of one input, in the order in which they compute."""
         family = self.family
         groups = []
         for part, reading, writing in (
@@ -58,7 +58,7 @@ class Block:
         return groups
 
     def gain(self, site: str) -> Tensor | None:
-        """Return the gain of the norm whose outputs a site reads; None if it reads none's."""
+        """Return the gain of the norm whose outputs a site reads, None if there is no such norm."""
         places = {"attention_in": 0, "mlp_in": 1}
         if self.family.norms == "after" or site not in places:
             return None
@@ -78,10 +78,10 @@ class Block:
     def attended(self, x_BLD: Tensor, context: dict[str, Any]) -> Tensor:
         """Return the input of the attention's last linear, [B, L, G]."""
         with _skipped(self.attention, self.family.writing):
-            read: tuple[Tensor, ...] = self.attention(
+            inputs: tuple[Tensor, ...] = self.attention(
                 hidden_states=self.attention_input(x_BLD), **context
             )
-        return read[0]
+        return inputs[0]
 
     def after_attention(self, x_BLD: Tensor, attended_BLG: Tensor) -> tuple[Tensor, Tensor]:
         """Return the residual stream that the MLP reads, and what it is added to in the end."""
@@ -99,8 +99,8 @@ class Block:
     def gated(self, x_BLD: Tensor) -> Tensor:
         """Return the input of the MLP's last linear, [B, L, G]."""
         with _skipped(self.mlp, self.family.mlp_writing):
-            read_BLG: Tensor = self.mlp(self.mlp_input(x_BLD))
-        return read_BLG
+            input_BLG: Tensor = self.mlp(self.mlp_input(x_BLD))
+        return input_BLG
 
     def after_mlp(self, x_BLD: Tensor, gated_BLG: Tensor) -> Tensor:
         """Return the block's output, from the residual stream the MLP is added to."""
@@ -110,13 +110,13 @@ class Block:
 
 @contextmanager
 def _skipped(owner: nn.Module, linear: str) -> Any:
-    """While it lasts, the linear hands on what it reads."""
-    kept = getattr(owner, linear)
+    """Replace a linear by the identity while the context lasts."""
+    original = getattr(owner, linear)
     setattr(owner, linear, nn.Identity())
     try:
         yield
     finally:
-        setattr(owner, linear, kept)
+        setattr(owner, linear, original)
 
 
 class StreamedModel:
@@ -142,7 +142,7 @@ class StreamedModel:
         self._is_parallel = bool(getattr(self.config, "use_parallel_residual", False))
 
     def empty_linears(self) -> dict[str, nn.Linear]:
-        """All linears of the decoder blocks by name, without weights: what is quantized."""
+        """Return all linears of the decoder blocks by name, without weights: what is quantized."""
         name = f"{self.family.decoder}.{LAYERS}."
         named = self._empty.named_modules()
         return {
@@ -150,7 +150,10 @@ class StreamedModel:
         }
 
     def block(self, index: int) -> Block:
-        """Return a decoder block with its weights; UserError naming one that is not finite."""
+        """Return a decoder block with its weights.
+
+        UserError with the name of a weight that is not finite.
+        """
         name = f"{self.family.decoder}.{LAYERS}.{index}"
         return Block(self._load(name), name, self.family, self._is_parallel)
 
@@ -165,7 +168,7 @@ class StreamedModel:
         }
 
     def embedding(self) -> nn.Module:
-        """Token ids [B, L] to the residual stream [B, L, D]."""
+        """Return the map from token ids [B, L] to the residual stream [B, L, D]."""
         module: nn.Module = self._load(f"{self.family.decoder}.{self.family.embedding}")
         return module
 

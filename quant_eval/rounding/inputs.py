@@ -36,7 +36,10 @@ class InputStatistics:
             self._ends_2I = torch.maximum(self._ends_2I, ends_2I)
 
     def reduce(self, ranks: Ranks) -> None:
-        """Reduce over the ranks; each calls it once, after its last batch."""
+        """Reduce over the ranks.
+
+        Each rank calls it once, after its last batch.
+        """
         ranks.sum(self._hessian.sum_II)
         self._hessian.tokens = int(ranks.sum(torch.tensor(self._hessian.tokens)))
         if self._has_ranges:
@@ -44,7 +47,10 @@ class InputStatistics:
             self._ends_2I = ranks.max(self._ends_2I)
 
     def hessian(self, name: str) -> Tensor:
-        """Return the mean of x x^T, float64 [I, I]; UserError if one of `name` is not finite."""
+        """Return the mean of x x^T, float64 [I, I].
+
+        UserError with `name` if an entry is not finite.
+        """
         return self._hessian.mean(name)
 
     def mean(self) -> Tensor:
@@ -53,7 +59,10 @@ class InputStatistics:
         return self._sum_I / self._hessian.tokens
 
     def largest(self, shift_I: Tensor | None) -> Tensor:
-        """Return max|x - shift|, float64 [I]; None: no shift."""
+        """Return max|x - shift|, float64 [I].
+
+        Without a shift it is max|x|.
+        """
         assert self._has_ranges
         above_I, below_I = self._ends_2I.double()
         if shift_I is not None:

@@ -45,7 +45,10 @@ class Mixed:
         return torch.cat(parts, dim=1).index_select(1, order_I.argsort())
 
     def gathered(self, ranks: Ranks, rows: int) -> "Mixed":
-        """Return all `rows`, from every rank's share of them; every rank has to call it."""
+        """Return all `rows`, from every rank's share of them.
+
+        Every rank has to call it.
+        """
         rest, kept = (_gathered(part, ranks, rows) for part in (self.rest, self.kept))
         return replace(self, rest=rest, kept=kept)
 

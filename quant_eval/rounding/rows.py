@@ -24,7 +24,9 @@ def round_weight(
     name: str,
     ranks: Ranks,
 ) -> Rounded | Mixed:
-    """Return all rows rounded by rtn, gptq, atom or quik; every rank has to call it.
+    """Return all rows rounded by rtn, gptq, atom or quik.
+
+    Every rank has to call it.
 
     Args:
         weight_OI: of any float dtype.

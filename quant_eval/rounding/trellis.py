@@ -53,8 +53,8 @@ def qtip(
     that weights are nearly normal, as the code is. T is one for all the linears, S and the scale of
     the weights are each linear's own.
 
-    Rows are rotated together, but then tiles of 16 rows are rounded apart: ranks share them, and on
-    a CPU the bits do not depend on how many there are.
+    Rows are rotated together, but tiles of 16 rows are rounded independently: ranks share them, and
+    on a CPU the bits do not depend on the number of ranks.
 
     Args:
         weight_OI: the linears, stacked along O.
@@ -77,12 +77,15 @@ def qtip(
     sizes = sizes or [len(weight_OI)]
     for width, side in ((weight_OI.shape[1], "inputs"), *((size, "outputs") for size in sizes)):
         check_width(width, f"{side} of {name}", spec.bits)
+
+    # incoherent inputs and outputs
     device = weight_OI.device
     inputs = _rotation(weight_OI.shape[1], [*seed, 0], device)
     outputs = [_rotation(size, [*seed, i + 1], device) for i, size in enumerate(sizes)]
     prepared = prepare(inputs.hessian(hessian_II), spec, name, products, ranks)
     trellis = Trellis(spec.bits, spec.states, device)
 
+    # weights to the deviation of the code, each linear by its own scale
     rotated, scales = [], []
     for own_OI, output in zip(weight_OI.split(list(sizes)), outputs, strict=True):
         rotated.append(output.weight(inputs.weight(own_OI.float()).T).T)
@@ -95,12 +98,13 @@ def qtip(
     # a linear of zeros stays one, with a scale of 0
     unit_OI = torch.cat([own / (scale or 1.0) for own, scale in zip(rotated, scales, strict=True)])
 
+    # the codes, and back to the basis of the weights
     share = ranks.share(len(unit_OI) // TILE)
     own_OI = unit_OI[share.start * TILE : share.stop * TILE]
     codes = ranks.gather(round_tiles(own_OI, prepared.factor_II, trellis), len(unit_OI) // TILE)
     parts = []
-    rounded = dense_tiles(codes, trellis).split(list(sizes))
-    for own_OI, scale, output in zip(rounded, scales, outputs, strict=True):
+    quantized = dense_tiles(codes, trellis).split(list(sizes))
+    for own_OI, scale, output in zip(quantized, scales, outputs, strict=True):
         parts.append(output.restored((own_OI * scale).T).T)
     return inputs.restored(torch.cat(parts))
 
@@ -137,7 +141,7 @@ def round_tiles(weight_OI: Tensor, factor_II: Tensor, trellis: Trellis) -> Tenso
 
 
 def dense_tiles(codes_RIC: Tensor, trellis: Trellis) -> Tensor:
-    """Return the weights of all tiles, fp32 [O, I], to deviation 1; the inverse of the codes."""
+    """Return the weights of all tiles from their codes, fp32 [O, I], of deviation 1."""
     tiles = trellis.decode(codes_RIC.flatten(0, 1)).view(*codes_RIC.shape[:2], TILE, TILE)
     return tiles.transpose(1, 2).reshape(len(codes_RIC) * TILE, -1)
 

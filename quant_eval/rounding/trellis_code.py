@@ -74,7 +74,7 @@ class Trellis:
             numbers_TS: one sequence per column.
             overlap_S: the bits that the first state shares with one before it, and the last with
                 one after it; None: any.
-            start: the first number whose state is asked for.
+            start: the first number whose state is returned.
 
         Returns:
             int64 [T - start, S].
@@ -163,7 +163,7 @@ def pack(symbols_NT: Tensor, bits: int) -> Tensor:
 
 
 def unpack(codes_NC: Tensor, bits: int) -> Tensor:
-    """Return the symbols of strings, int64 [N, T]; the inverse of `pack`."""
+    """Return the symbols of strings, int64 [N, T], which is the inverse of `pack`."""
     shifts = torch.arange(8, device=codes_NC.device).flip(0)
     bits_NTK = (codes_NC.long()[..., None] >> shifts & 1).reshape(len(codes_NC), -1, bits)
     return (bits_NTK << torch.arange(bits, device=codes_NC.device).flip(0)).sum(-1)

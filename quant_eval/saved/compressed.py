@@ -105,9 +105,9 @@ class CompressedFormat:
             ignore=self._ignored,
         )
         transforms = self._transforms.config()
-        described = {TRANSFORMS: transforms.model_dump(mode="json")} if transforms else {}
+        rotations = {TRANSFORMS: transforms.model_dump(mode="json")} if transforms else {}
         settings: dict[str, Any] = config.model_dump(mode="json")
-        return settings | described
+        return settings | rotations
 
     def check_linears(self, linears: Mapping[str, nn.Linear]) -> None:
         """Refuse linears whose codes do not fill words of 32 bits, which vLLM needs.
@@ -136,7 +136,10 @@ class CompressedFormat:
                     )
 
     def pack(self, linear: str, rounded: Rounded, inputs: Transform | None) -> dict[str, Tensor]:
-        """Return the tensors of a linear by name; `rounded` is in the basis of its transforms."""
+        """Return the tensors of a linear by name.
+
+        `rounded` is in the basis of its transforms.
+        """
         assert self._scheme is not None
         parts = compress(rounded, self._scheme)
         exact = torch.equal(decompress(parts, self._scheme), rounded.dense())

@@ -1,4 +1,4 @@
-"""The layout of a GPTQ checkpoint, as config.json tells it and loaders take it.
+"""The layout of a GPTQ checkpoint, as config.json states it and loaders read it.
 
 gptqmodel 7.6 loads all that is written here. Symmetric checkpoints are written as "gptq" (version
 1), which every loader reads. Asymmetric ones are written as "gptq_v2": a zero may be 0, version 1
@@ -31,8 +31,8 @@ from quant_eval.transforms.steps import Transform
 Format = Literal["gptq", "gptq_v2"]
 
 WORD_BITS = 32
-# What a format takes from a zero before it stores it: "gptq" has no place for a zero of 0.
-TAKEN_FROM_ZEROS: dict[Format, int] = {"gptq": 1, "gptq_v2": 0}
+# A format subtracts this from a zero before it stores it: "gptq" has no place for a zero of 0.
+ZERO_OFFSETS: dict[Format, int] = {"gptq": 1, "gptq_v2": 0}
 PACKED = ("qweight", "qzeros", "scales", "g_idx")  # in place of "weight"
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # that gptqmodel takes, besides a whole row
 WHOLE_ROW = -1
@@ -54,13 +54,13 @@ class GPTQSettings(Frozen):
     lm_head: Literal[False] = False
 
     def natural_groups(self, num_inputs: int) -> Tensor:
-        """g_idx of neighbouring inputs, int32 [I]."""
+        """Return g_idx of groups of neighbouring inputs, int32 [I]."""
         size = num_inputs if self.group_size == WHOLE_ROW else self.group_size
         return torch.arange(num_inputs, dtype=torch.int32) // size
 
 
 def settings_of(spec: QuantSpec) -> GPTQSettings:
-    """Return the settings of a saved result; `desc_act` is set when the groups are seen.
+    """Return the settings of a saved result, with `desc_act` still to be set by the groups.
 
     UserError if the saved weights would not be the measured ones, or no loader takes them.
     """
@@ -119,7 +119,10 @@ class GPTQFormat:
                     )
 
     def pack(self, linear: str, rounded: Rounded, inputs: Transform | None) -> dict[str, Tensor]:
-        """Return the tensors of a linear by name; groups are of `group_size` inputs each."""
+        """Return the tensors of a linear by name.
+
+        Groups are of `group_size` inputs each.
+        """
         assert inputs is None or not len(inputs.steps), "the format has no transforms"
         tensors = pack(rounded, self._settings.bits, self._settings.checkpoint_format)
         natural_I = self._settings.natural_groups(len(tensors["g_idx"]))
@@ -149,15 +152,17 @@ class GPTQFormat:
 
 
 def pack(rounded: Rounded, bits: int, checkpoint_format: Format) -> dict[str, Tensor]:
-    """Return the tensors of a linear by their last name; I and O x bits are multiples of 32.
+    """Return the tensors of a linear by their last name.
+
+    I and O x bits have to be multiples of 32.
 
     `qweight` int32 [I x bits / 32, O], `qzeros` int32 [G, O x bits / 32], `scales` fp16 [G, O],
     `g_idx` int32 [I].
     """
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-    taken, scales_OG = TAKEN_FROM_ZEROS[checkpoint_format], rounded.scales_OG.half()
-    assert int(rounded.zeros_OG.min()) >= taken, (
+    offset, scales_OG = ZERO_OFFSETS[checkpoint_format], rounded.scales_OG.half()
+    assert int(rounded.zeros_OG.min()) >= offset, (
         f"the format {checkpoint_format} has no place for a zero of 0"
     )
     assert max(int(rounded.codes_OI.max()), int(rounded.zeros_OG.max())) < 2**bits, (
@@ -166,7 +171,7 @@ def pack(rounded: Rounded, bits: int, checkpoint_format: Format) -> dict[str, Te
     assert torch.equal(scales_OG.float(), rounded.scales_OG), "scales are no values of fp16"
     middle = 2 ** (bits - 1)
     codes_IO = (rounded.codes_OI.short() - middle).to(torch.int8).T
-    zeros_GO = (rounded.zeros_OG.short() - taken - middle).to(torch.int8).T
+    zeros_GO = (rounded.zeros_OG.short() - offset - middle).to(torch.int8).T
     tensors = {
         "qweight": pack_to_int32(codes_IO, bits, packed_dim=0),
         "qzeros": pack_to_int32(zeros_GO, bits),
@@ -177,7 +182,7 @@ def pack(rounded: Rounded, bits: int, checkpoint_format: Format) -> dict[str, Te
 
 
 def unpack(tensors: Mapping[str, Tensor], bits: int, checkpoint_format: Format) -> Rounded:
-    """Return the linear that `pack` made them of."""
+    """Return the linear that `pack` was given."""
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     (num_inputs,), scales_GO = tensors["g_idx"].shape, tensors["scales"]
@@ -188,7 +193,7 @@ def unpack(tensors: Mapping[str, Tensor], bits: int, checkpoint_format: Format) 
     return Rounded(
         codes_OI=(codes_IO.short() + middle).to(torch.uint8).T.contiguous(),
         scales_OG=scales_GO.T.float().contiguous(),
-        zeros_OG=(zeros_GO.short() + middle + TAKEN_FROM_ZEROS[checkpoint_format])
+        zeros_OG=(zeros_GO.short() + middle + ZERO_OFFSETS[checkpoint_format])
         .to(torch.uint8)
         .T.contiguous(),
         groups_I=tensors["g_idx"].clone(),

@@ -50,12 +50,12 @@ class Matrix:
         return f"{self.kind}{self.size}"
 
     def transform(self, width: int) -> Transform:
-        """Return the transform of so many features."""
+        """Return the transform of `width` features."""
         seed = (RESIDUAL_SIGNS,) if self.kind == "rhad" else None
         return compose(*hadamard_steps(width, self.size, seed))
 
     def stored(self) -> Tensor:
-        """Return it as +1 and -1, bf16 [size, size]: rows x become x M / sqrt(size)."""
+        """Return the matrix M as +1 and -1, bf16 [size, size]: rows x become x M / sqrt(size)."""
         signs: Tensor = self.transform(self.size).inputs(torch.eye(self.size)) * self.size**0.5
         return signs.round().to(torch.bfloat16)
 
@@ -73,7 +73,10 @@ class HadamardTransforms:
 
     @staticmethod
     def of_spec(spec: QuantSpec, config: "PretrainedConfig") -> "HadamardTransforms":
-        """Return those of a spec; UserError if it has transforms that the format cannot hold."""
+        """Return the transforms of a spec.
+
+        UserError if the format cannot hold them.
+        """
         _check(spec)
         if not spec.rotation:
             return HadamardTransforms({})
@@ -90,7 +93,7 @@ class HadamardTransforms:
 
     @staticmethod
     def read(settings: Mapping[str, Any]) -> "HadamardTransforms":
-        """Return those of a `transform_config`, or of {}."""
+        """Return the transforms of a `transform_config`, or of {}."""
         matrices = {}
         for name, group in settings.get("config_groups", {}).items():
             kind = name.rstrip("0123456789")
@@ -111,14 +114,14 @@ class HadamardTransforms:
             )
 
     def add(self, linear: str, width: int, transform: Transform) -> dict[str, Tensor]:
-        """Return the matrices to store with a linear, by name: those that no other has yet.
+        """Return the matrices to store with a linear, by name: those not stored with another.
 
-        `transform` is that of its inputs, which has to be the one that config.json tells.
+        `transform` is that of its inputs, which has to be the one in config.json.
         """
         probe_1I = torch.linspace(-1, 1, width, dtype=torch.float64)[None]
-        described, given = self.of(INPUT, linear, width), copy.deepcopy(transform).to("cpu")
-        assert described is not None, f"{linear} has a transform that config.json does not tell"
-        assert torch.equal(given.inputs(probe_1I), described.inputs(probe_1I)), "another transform"
+        expected, actual = self.of(INPUT, linear, width), copy.deepcopy(transform).to("cpu")
+        assert expected is not None, f"{linear} has a transform that config.json does not name"
+        assert torch.equal(actual.inputs(probe_1I), expected.inputs(probe_1I)), "another transform"
         tensors = {}
         for location in (INPUT, OUTPUT):
             matrix = self._matrices.get((location, linear.rpartition(".")[2]))
@@ -133,7 +136,7 @@ class HadamardTransforms:
         return matrix.transform(width) if matrix else None
 
     def config(self) -> "TransformConfig | None":
-        """Return the value of `transform_config`; None without transforms.
+        """Return the value of `transform_config`, None without transforms.
 
         It lists what is done when linears compute, not the weights, which are transformed already.
         vLLM takes the type "hadamard" for the fast transform.
@@ -151,15 +154,15 @@ class HadamardTransforms:
         return TransformConfig(config_groups=groups) if groups else None
 
     def _applied(self, matrix: Matrix) -> "list[TransformArgs]":
-        """Return where a matrix M is applied: x M on inputs, y M^T on outputs."""
+        """Return the places where a matrix M is applied: x M on inputs, y M^T on outputs."""
         from compressed_tensors.transform import TransformArgs
 
         applied = []
         for location in (INPUT, OUTPUT):
             targets = [
                 rf"re:.*\.{name}$"
-                for (where, name), stored in self._matrices.items()
-                if where == location and stored == matrix
+                for (where, name), other in self._matrices.items()
+                if where == location and other == matrix
             ]
             if targets:
                 is_inverse = location == OUTPUT
@@ -192,6 +195,6 @@ def _check(spec: QuantSpec) -> None:
         )
     if spec.rotation == "quarot" and spec.kv:
         raise UserError(
-            f"spec {spec.name}: no engine rotates cached keys as checkpoints tell it; leave -kv"
+            f"spec {spec.name}: no engine rotates cached keys as checkpoints state it; leave -kv"
             f"{spec.kv.removeprefix('int')} out, or {instead}"
         )

@@ -27,6 +27,8 @@ class SavedWeights:
         self._format = read_format(config[SETTINGS])
         self._dtype, self._files = dtype, HFWeights(directory)
         stored = self._files.tensors
+
+        # tensors of each packed linear, by their last names
         self._parts: dict[str, dict[str, str]] = {
             name.rpartition(".")[0]: {}
             for name in stored
@@ -46,7 +48,7 @@ class SavedWeights:
         self.tensors: Mapping[str, Described] = tensors
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a dense weight, contiguous."""
+        """Return rows [start, stop) of a dense weight, contiguous."""
         linear, _, last = name.rpartition(".")
         if linear not in self._parts or last == "bias":
             return self._files.read(name, start, stop)

@@ -33,14 +33,14 @@ def cast_inputs(
 
 
 def transform(linear: nn.Linear, inputs: Transform | None, outputs: Transform | None) -> None:
-    """Let a linear transform what it reads, and its outputs back to the model's basis."""
+    """Let a linear transform its inputs, and its outputs back to the model's basis."""
     device = linear.weight.device
     if inputs is not None:
         forth = inputs.to(device)
-        linear.register_forward_pre_hook(lambda _, given: (forth.inputs(given[0]),))
+        linear.register_forward_pre_hook(lambda _, arguments: (forth.inputs(arguments[0]),))
     if outputs is not None:
         back = outputs.to(device)
-        linear.register_forward_hook(lambda _, given, computed: back.restored(computed))  # noqa: ARG005
+        linear.register_forward_hook(lambda _, arguments, computed: back.restored(computed))  # noqa: ARG005
 
 
 def cast_cache(block: Block, keys: Tensor, values: Tensor) -> None:

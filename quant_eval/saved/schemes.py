@@ -1,4 +1,4 @@
-"""Specs as schemes of compressed-tensors, and what these cannot hold."""
+"""The schemes of compressed-tensors for specs, and refusals of specs that have none."""
 
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ def check_spec(spec: QuantSpec) -> None:
 
 
 def scheme_of(spec: QuantSpec) -> "QuantizationScheme | None":
-    """Return how linears are quantized; None if they are not."""
+    """Return the scheme that quantizes the linears, None if they are not quantized."""
     from compressed_tensors.quantization import QuantizationScheme
 
     if spec.method == "none":
@@ -74,7 +74,7 @@ def _weight_args(spec: QuantSpec) -> "QuantizationArgs":
 
 
 def cache_args() -> "QuantizationArgs":
-    """Return how an FP8 cache is quantized."""
+    """Return the arguments that quantize an FP8 cache."""
     from compressed_tensors.quantization import QuantizationArgs
 
     return QuantizationArgs(num_bits=8, type="float", strategy="tensor")

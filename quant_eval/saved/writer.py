@@ -73,9 +73,9 @@ class CheckpointWriter:
         if out.exists() and (read_lineage(out) or ({}, {}))[0].get("kind") != KIND:
             raise UserError(f"{out} exists and is no quantized checkpoint; give a new directory")
         model = empty_model(read_config(hf_dir))
-        weights, head = model.state_dict(), model.get_output_embeddings()
+        tensors, head = model.state_dict(), model.get_output_embeddings()
         self._shapes = {
-            file: tuple(weights[name].shape) for name, file in names_in_files(model).items()
+            file: tuple(tensors[name].shape) for name, file in names_in_files(model).items()
         }
         head_name = next(name for name, part in model.named_modules() if part is head)
         self._format = format_of(spec, head_name, model.config)
@@ -86,14 +86,14 @@ class CheckpointWriter:
         }
         self._format.check_linears(linears)
         is_packed = spec.method != "none"
-        self._missing = {f"{name}.weight" for name in linears} if is_packed else set[str]()
+        self._pending = {f"{name}.weight" for name in linears} if is_packed else set[str]()
         self.dtype = dtype
         self._packed: dict[str, dict[str, FileTensor]] = {}
         self._others: dict[str, FileTensor] = {}
 
     @contextmanager
     def collecting(self) -> Iterator[Self]:
-        """While it lasts, packed linears wait in a directory of their own."""
+        """Keep packed linears in a directory of their own while the context lasts."""
         self.out.parent.mkdir(parents=True, exist_ok=True)
         with scratch_directory(self.out.parent / f".{self.out.name}.packed") as self._aside:
             yield self
@@ -104,9 +104,9 @@ class CheckpointWriter:
         Groups are of `group_size` inputs each, and in the range of the scales. `transform` is that
         of the inputs, in whose basis the codes are; None: the model's own.
         """
-        assert name in self._missing, f"{name} is no linear of a decoder block, or was added before"
+        assert name in self._pending, f"{name} is no linear of a decoder block, or was added before"
         assert transform is not None or not self.spec.is_transformed, "of which basis?"
-        self._missing.remove(name)
+        self._pending.remove(name)
         linear = name.removesuffix(".weight")
         self._packed[name] = self._set_aside(linear, self._format.pack(linear, rounded, transform))
 
@@ -124,9 +124,11 @@ class CheckpointWriter:
     def finish(self, lineage: Mapping[str, Any]) -> None:
         """Write `out`: shards, configuration, tokenizer, lineage.json last.
 
-        `lineage` is what that tells besides spec, layout and files.
+        `lineage` is the rest of its content, besides spec, layout and files.
         """
-        assert not self._missing, f"not added: {sorted(self._missing)}"
+        assert not self._pending, f"not added: {sorted(self._pending)}"
+
+        # packed linears in place of their weights, all else in the dtype of the measurement
         stored: dict[str, FileTensor] = {}
         tensors: dict[str, Described] = {}
         for name, tensor in HFWeights(self.hf_dir).tensors.items():
@@ -139,14 +141,19 @@ class CheckpointWriter:
                 stored[name], tensors[name] = tensor, Described(self._shapes[name], dtype)
         stored |= self._others
         tensors |= self._others
+
         with committed_directory(self.out) as aside:
             files = write_weights(aside, _Merged(stored, tensors), shard_bytes=SHARD_BYTES)
             for name in (*CONFIGURATION_FILES, *TOKENIZER_FILES):
                 if (self.hf_dir / name).is_file():
                     shutil.copyfile(self.hf_dir / name, aside / name)
+
+            # config.json as a reader of the packed weights needs it
             change_dtype(aside, self.dtype)
             config = json.loads((aside / "config.json").read_text())
             write_json(aside / "config.json", config | {SETTINGS: self._format.settings})
+
+            # last, for it has the hashes of all other files
             others = {path.name for path in aside.iterdir()} - files.keys()
             files |= {name: record_file(aside / name) for name in others}
             content = {

@@ -39,14 +39,15 @@ Sources = tuple[dict[str, Any], dict[str, Source]]  # a record for the result, s
 def from_hub(row: PaperTask, configs: dict[str, str | None]) -> Sources:
     """Return the documents of a task at one recorded revision, or of the hub's local cache.
 
-    `configs` of the dataset are by the names of lm-eval's tasks. UserError if they cannot be had.
+    `configs` are the dataset's configurations by lm-eval's task names. UserError if one cannot be
+    loaded.
     """
     revision, fewshot, sources = hub_revision(row), row.fewshot, {}
     for leaf, config in configs.items():
         try:
             splits: Any = load_dataset(row.dataset, config, revision=revision)
         except (DatasetsError, httpx.HTTPError, OSError, ValueError, RuntimeError) as error:
-            raise _missing(row, error) from None
+            raise _load_error(row, error) from None
         if row.name == "pubmedqa":
             # its one split, the labelled items, does not mark those that the authors test on
             splits = DatasetDict({row.evaluated: splits["train"]})
@@ -59,7 +60,7 @@ def from_hub(row: PaperTask, configs: dict[str, str | None]) -> Sources:
 
 
 def hub_revision(row: PaperTask) -> str | None:
-    """Return the commit of the task's dataset; None with HF_HUB_OFFLINE set.
+    """Return the commit of the task's dataset, None with HF_HUB_OFFLINE set.
 
     Asked once and without repetition: the dataset's own loader repeats for half a minute where
     there is no network.
@@ -69,10 +70,10 @@ def hub_revision(row: PaperTask) -> str | None:
     try:
         return HfApi().dataset_info(row.dataset, timeout=TIMEOUT_SECONDS).sha
     except (httpx.HTTPError, OSError) as error:
-        raise _missing(row, error) from None
+        raise _load_error(row, error) from None
 
 
-def _missing(row: PaperTask, error: Exception) -> UserError:
+def _load_error(row: PaperTask, error: Exception) -> UserError:
     reason = " ".join(str(error).split())
     where = f"{row.name}/SUBJECT.jsonl" if row.name == "mmlu" else f"{row.name}.jsonl"
     return UserError(
@@ -91,7 +92,9 @@ def _own_examples(row: PaperTask) -> dict[str, Any]:
 
 
 def from_files(row: PaperTask, leaves: list[str], directory: Path) -> Sources:
-    """Read DIR/TASK.jsonl, of mmlu DIR/mmlu/SUBJECT.jsonl; examples are in TASK.fewshot.jsonl.
+    """Read DIR/TASK.jsonl, of mmlu DIR/mmlu/SUBJECT.jsonl.
+
+    Examples are in TASK.fewshot.jsonl.
 
     UserError if a file is missing, or holds anything but objects that are alike.
     """
@@ -99,15 +102,17 @@ def from_files(row: PaperTask, leaves: list[str], directory: Path) -> Sources:
     if row.name == "mmlu":
         paths = {leaf: directory / f"mmlu/{leaf.removeprefix('mmlu_')}.jsonl" for leaf in leaves}
         files = {leaf: path for leaf, path in paths.items() if path.exists()}
-        subjects = {
+        present = {
             path for path in directory.glob("mmlu/*.jsonl") if FEWSHOT_SUFFIX not in path.name
         }
-        unknown = subjects - set(files.values())
-        if not files or unknown:
+        strays = present - set(files.values())
+        if not files or strays:
             raise UserError(
-                f"{min(unknown, default=directory / 'mmlu')} holds no subject of mmlu; they are"
-                f" {', '.join(path.stem for path in paths.values())}"
+                f"{min(strays, default=directory / 'mmlu')} holds no subject of"
+                f" mmlu; they are {', '.join(path.stem for path in paths.values())}"
             )
+
+    # examples from their own files, or else from the evaluated items
     sources, hashes = {}, {}
     with_examples = any(examples_of(path).exists() for path in files.values())
     for leaf, path in files.items():

@@ -46,7 +46,10 @@ class LoadedTask:
 
 
 def load_tasks(settings: TaskSettings) -> list[LoadedTask]:
-    """Return the tasks of the settings; UserError if a document is missing or does not fit."""
+    """Return the tasks of the settings.
+
+    UserError if a document is missing or does not fit.
+    """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every setting that is given
     datasets.disable_progress_bars()
     definitions = Path(lm_eval.tasks.__file__).parent
@@ -75,16 +78,18 @@ def _load(row: PaperTask, manager: TaskManager, settings: TaskSettings) -> Loade
         _check(task, row, source, settings)
         for task, source in zip(tasks, sources.values(), strict=True)
     )
-    whole = tasks[0]
+    scored = tasks[0]
     if row.name == "mmlu":
-        whole = Group(row.name, aggregate_metric_list=[AggMetricConfig("acc", weight_by_size=True)])
+        scored = Group(
+            row.name, aggregate_metric_list=[AggMetricConfig("acc", weight_by_size=True)]
+        )
         for task in tasks:
-            whole.add(task)
-    return LoadedTask(row.name, whole, tuple(sources), record, unanswerable)
+            scored.add(task)
+    return LoadedTask(row.name, scored, tuple(sources), record, unanswerable)
 
 
 def _build(row: PaperTask, leaf: str, source: Source, manager: TaskManager) -> Any:
-    """Return lm-eval's task of that name on our documents; the rest is as it defines it."""
+    """Return lm-eval's task of that name on our documents, otherwise as lm-eval defines it."""
 
     def documents(**_metadata: Any) -> DatasetDict:
         return source.splits
@@ -102,7 +107,7 @@ def _build(row: PaperTask, leaf: str, source: Source, manager: TaskManager) -> A
 
 
 def _check(task: Any, row: PaperTask, source: Source, settings: TaskSettings) -> int:
-    """Return the number of items without an answer; local files must not have any."""
+    """Return the number of items without an answer, which local files must not have."""
     problems = _problems(task, list(task.eval_docs)[: settings.limit])
     if source.file is None:
         return len(problems)
@@ -124,7 +129,7 @@ def _check(task: Any, row: PaperTask, source: Source, settings: TaskSettings) ->
 
 
 def _problems(task: Any, documents: Iterable[dict[str, Any]]) -> dict[int, str]:
-    """Return what keeps each document that cannot be answered from being so, by its index."""
+    """Return the reason why a document cannot be answered, by the index of each such document."""
     problems = {}
     for index, document in enumerate(documents):
         try:

@@ -35,7 +35,7 @@ def measure(
     tasks: Sequence[LoadedTask],
     settings: TaskSettings,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the content of result.json of each spec, as soon as it is known.
+    """Yield the content of each spec's result.json as soon as it is measured.
 
     The full-precision model is asked once. One model is in memory at a time. Ranks share the
     requests, and every one of them yields.
@@ -49,6 +49,8 @@ def measure(
     if settings.calibration:
         text = open_text(settings.calibration, hf_dir, full.config.vocab_size)
         sha256 = text.manifest.sha256
+
+    # settings that the results of all specs share
     shared = {
         "tasks": {task.name: task.source for task in tasks},
         "metric": "acc",
@@ -58,16 +60,20 @@ def measure(
         "device": settings.device,
         "libraries": {name: metadata.version(name) for name in LIBRARIES},
     }
+
+    # the full-precision answers first: one model is in memory at a time
     full.to(ranks.device)
     full_answers = evaluate_tasks(full, tokenizer, tasks, settings, "tasks, full", ranks)
     del full
+
     for spec in specs:
         quantized = quantized_model(hf_dir, spec, settings)
         label = f"tasks, {spec.name}"
+
         # LLM.int8() mixes the sequences of a batch, and their padding.
         size = 1 if spec.method == "int8" else settings.batch_size
-        asked = settings.model_copy(update={"batch_size": size})
-        answers = evaluate_tasks(quantized, tokenizer, tasks, asked, label, ranks)
+        own_settings = settings.model_copy(update={"batch_size": size})
+        answers = evaluate_tasks(quantized, tokenizer, tasks, own_settings, label, ranks)
         del quantized
         yield {
             "model": model,
@@ -84,7 +90,10 @@ def measure(
 
 
 def _tokenizer(hf_dir: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Return the tokenizer beside the model; UserError if there is none that fits."""
+    """Return the tokenizer beside the model.
+
+    UserError if there is none that fits.
+    """
     if not (hf_dir / "tokenizer.json").exists():
         raise UserError(
             f"{hf_dir} holds no tokenizer.json; copy the tokenizer the model was trained with there"
@@ -109,25 +118,25 @@ def quantized_model(
     bitsandbytes' own modules.
     """
     ranks = start(settings.device)
-    whole: Any = load_hf_model(hf_dir, DTYPES[settings.dtype], "sdpa", ARCHITECTURES)
+    full: Any = load_hf_model(hf_dir, DTYPES[settings.dtype], "sdpa", ARCHITECTURES)
     model = StreamedModel(hf_dir, HFWeights(hf_dir), DTYPES[settings.dtype], ranks.device)
     check_spec(model, spec)
     draw_NL, calibration = None, settings.of_specs([spec]).calibration
     if calibration:
         corpus = open_text(calibration, hf_dir, model.config.vocab_size)
         draw_NL = calibration_draw(corpus, settings, model, 0)
-    layers = getattr(getattr(whole, model.family.decoder), LAYERS)
+    layers = getattr(getattr(full, model.family.decoder), LAYERS)
 
     def keep(index: int, block: Block) -> None:
         layers[index] = block.module
 
     work = hf_dir / "tasks" / spec.name / LIBRARY_WORK  # where all ranks see it
-    given = library_model(hf_dir, spec, draw_NL, settings, work, ranks)
+    library = library_model(hf_dir, spec, draw_NL, settings, work, ranks)
     walk(
         model,
-        [Variant(spec, draw_NL, given, finished=keep, seed=settings.seed)],
+        [Variant(spec, draw_NL, library, finished=keep, seed=settings.seed)],
         None,
         settings,
         ranks,
     )
-    return whole.to(ranks.device)  # type: ignore[no-any-return]
+    return full.to(ranks.device)  # type: ignore[no-any-return]

@@ -78,7 +78,7 @@ def mcnemar_p_value(first: int, second: int) -> float:
 def resampled_accuracies(
     correct_N: Bools, quantized_N: Bools, samples: int, generator: np.random.Generator
 ) -> tuple[Floats, Floats]:
-    """Accuracies of both models in bootstrap samples, [S] each.
+    """Return the accuracies of both models in bootstrap samples, [S] each.
 
     N items drawn with replacement, the same for both models, fall into (both, full only, quantized
     only, neither) correct as one multinomial draw does: the items are not drawn one by one.
@@ -95,7 +95,10 @@ def resampled_accuracies(
 
 
 def _described(point: dict[str, Any], resampled: tuple[Floats, Floats]) -> dict[str, Any]:
-    """Return figures with their intervals; null, and the reason, for an undefined degradation."""
+    """Return figures with their intervals.
+
+    An undefined degradation is null, with the reason.
+    """
     tails = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
     intervals = {
         name: None if np.isnan(values_S).any() else np.quantile(values_S, tails).tolist()
@@ -112,7 +115,7 @@ def _described(point: dict[str, Any], resampled: tuple[Floats, Floats]) -> dict[
 
 
 def _standard_error(correct_N: Bools) -> float | None:
-    """Sample standard deviation / sqrt(N); None for one item."""
+    """Return the sample standard deviation / sqrt(N), None for a single item."""
     return float(correct_N.std(ddof=1) / math.sqrt(len(correct_N))) if len(correct_N) > 1 else None
 
 
@@ -134,15 +137,18 @@ def compare(
     by_task, per_item, resampled = {}, {}, []
     for task in tasks:
         ours, theirs = full[task.name], quantized[task.name]
-        # the pairing rests on it
+        # answers are paired item by item, so both models must have read the same
         if (ours.documents, ours.prompts) != (theirs.documents, theirs.prompts):
             raise UserError(
                 f"task {task.name} was put differently to the two models; evaluate both again"
             )
+
         # A stream for each task: its figures do not depend on which others are measured.
         generator = np.random.default_rng([seed, *task.name.encode()])
         drawn = resampled_accuracies(ours.correct_N, theirs.correct_N, SAMPLES, generator)
         resampled.append(drawn)
+
+        # discordant items decide the test
         lost = int((ours.correct_N & ~theirs.correct_N).sum())
         gained = int((~ours.correct_N & theirs.correct_N).sum())
         by_task[task.name] = {
@@ -159,6 +165,8 @@ def compare(
             "documents_sha256": _digest(ours.documents),
             "prompts_sha256": _digest(ours.prompts),
         }
+
+        # one digit per item, so that a later comparison can pair items again
         columns = {
             "correct": ours.correct_N,
             "correct_quantized": theirs.correct_N,

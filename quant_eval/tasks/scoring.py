@@ -56,10 +56,10 @@ Request = tuple[tuple[str, str], list[int], list[int]]  # (context, continuation
 
 
 class _Model(HFLM):
-    """lm-eval's own model: it shares requests with other ranks and notes what did not fit."""
+    """lm-eval's own model, which shares requests with other ranks and notes truncated ones."""
 
     def sharing(self, label: str, ranks: Ranks) -> Self:
-        """Return it, ready to share requests, and to show its progress under a label."""
+        """Return the model itself, ready to share requests and to show progress under a label."""
         self.label, self.stderr, self.ranks = label, sys.stderr, ranks
         self.truncated: set[tuple[str, str]] = set()
         return self
@@ -67,15 +67,17 @@ class _Model(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], **settings: Any
     ) -> list[tuple[float, bool]]:
-        for asked, context, continuation in requests:
+        for texts, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 raise UserError(
                     f"a choice of {len(continuation)} tokens does not fit the model's context of"
-                    f" {self.max_length}: {asked[1]!r:.80}; leave its task out of --tasks"
+                    f" {self.max_length}: {texts[1]!r:.80}; leave its task out of --tasks"
                 )
             # the last token is only predicted
             if len(context) + len(continuation) > self.max_length + 1:
-                self.truncated.add(asked)
+                self.truncated.add(texts)
+
+        # this rank's share of the batches
         mine = _batches(requests, int(self.batch_size))[self.ranks.rank :: self.ranks.size]
         own: dict[int, tuple[float, bool]] = {}
         total = sum(map(len, mine))
@@ -86,6 +88,8 @@ class _Model(HFLM):
                 )
                 own |= zip(batch, answered, strict=True)
                 progress.advance(len(batch))
+
+        # the answers of all ranks, in the order of the requests
         for part in self.ranks.gather_values(own):
             own |= part
         answers = [own[index] for index in range(len(requests))]
@@ -138,23 +142,25 @@ def evaluate_tasks(
     label: str,
     ranks: Ranks = ALONE,
 ) -> dict[str, Answers]:
-    """Return the model's answers by task, on every rank; each computes its share of the batches.
+    """Return the model's answers by task, on every rank.
 
-    The same tasks and settings ask every model the same.
+    Each rank computes its share of the batches. The same tasks and settings ask every model the
+    same.
     """
     if model.dtype != torch.float32:
         exact_head(model)
-    asked = _Model(
+    scorer = _Model(
         pretrained=model,
         tokenizer=tokenizer,
         batch_size=settings.batch_size,
         softmax_dtype=SOFTMAX_DTYPE,
         backend="causal",
     ).sharing(label, ranks)
+
     # lm-eval draws a bar for each of up to 68 tasks; what is wrong, it raises
     with redirect_stderr(io.StringIO()):
-        evaluation = lm_eval.simple_evaluate(
-            model=asked,
+        output = lm_eval.simple_evaluate(
+            model=scorer,
             tasks=[task.task for task in tasks],
             task_manager=TaskManager(include_defaults=False),  # the tasks are at hand
             num_fewshot=settings.shots,
@@ -165,11 +171,12 @@ def evaluate_tasks(
             torch_random_seed=None,
             fewshot_random_seed=settings.seed,
         )
+
     answers = {}
-    for task in tasks if evaluation else ():  # lm-eval tells the first rank of a machine only
-        samples = {leaf: evaluation["samples"][leaf] for leaf in task.leaves}
-        answers[task.name] = _answers(samples, asked.truncated)
-        reported = evaluation["results"][task.name]["acc,none"]
+    for task in tasks if output else ():  # lm-eval returns it on the first rank of a machine only
+        samples = {leaf: output["samples"][leaf] for leaf in task.leaves}
+        answers[task.name] = _answers(samples, scorer.truncated)
+        reported = output["results"][task.name]["acc,none"]
         assert math.isclose(answers[task.name].correct_N.mean(), reported, rel_tol=1e-12)
     return ranks.gather_values(answers)[0]
 
@@ -180,11 +187,13 @@ def _answers(samples: dict[str, list[dict[str, Any]]], truncated: set[tuple[str,
         for leaf in samples.values()
         for item in sorted(leaf, key=lambda item: int(item["doc_id"]))
     ]
-    asked = [[tuple(request) for request in item["arguments"]] for item in items]
+    requests_of = [[tuple(request) for request in item["arguments"]] for item in items]
     return Answers(
         correct_N=np.array([item["acc"] == 1 for item in items]),
-        truncated_N=np.array([not truncated.isdisjoint(requests) for requests in asked]),
+        truncated_N=np.array([not truncated.isdisjoint(requests) for requests in requests_of]),
         documents=[item["doc_hash"] for item in items],
-        prompts=[hashlib.sha256(json.dumps(requests).encode()).hexdigest() for requests in asked],
-        leaves={leaf: len(items) for leaf, items in samples.items()},
+        prompts=[
+            hashlib.sha256(json.dumps(requests).encode()).hexdigest() for requests in requests_of
+        ],
+        leaves={leaf: len(rows) for leaf, rows in samples.items()},
     )

@@ -108,7 +108,9 @@ MMLU_TAGS = (
 
 
 def choose_tasks(text: str) -> tuple[str, ...]:
-    """Return names of tasks, in the table's order; UserError for anything else.
+    """Return names of tasks, in the table's order.
+
+    UserError for anything else.
 
     >>> choose_tasks("piqa,arc_easy")
     ('arc_easy', 'piqa')

@@ -50,14 +50,14 @@ def fit_transform(
     scaling, nor what it learns by blocks.
 
     Args:
-        spec: which of them; learned rotations are not fitted here.
+        spec: which transforms; learned rotations are not fitted here.
         site: one of SITES.
         places: of the model's blocks, which say what rotates the site.
         statistics: of the inputs, where the spec needs calibration, and of the weights.
         seed: of a block's own random signs.
 
     Returns:
-        it on the device of the weights; the identity where nothing is transformed.
+        The transform on the device of the weights, the identity if nothing is transformed.
 
     Raises:
         UserError: a gain that is to be folded is 0.
@@ -102,7 +102,7 @@ def _gain(gain_I: Tensor | None, site: str) -> Diagonal:
 
 
 def _seed(place: Place, site: str, seed: int) -> list[int] | None:
-    """Return the seed of the random signs of a site; None if it has none."""
+    """Return the seed of the random signs of a site, None if it has none."""
     if place.signs == "none":
         return None
     return [RESIDUAL_SIGNS] if place.signs == "residual" else [seed, SITES.index(site)]

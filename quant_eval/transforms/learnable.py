@@ -76,7 +76,10 @@ class Factors(nn.Module):
         self.right_BB = nn.Parameter(torch.zeros(right, right, dtype=torch.float64))
 
     def step(self) -> Step:
-        """Return the product with its gradient; the parameters are differences to the identity."""
+        """Return the product with its gradient.
+
+        The parameters are differences to the identity.
+        """
         return Kronecker(_plus_identity(self.left_AA), _plus_identity(self.right_BB))
 
 

@@ -115,6 +115,7 @@ def descend(learnables: nn.ModuleList, trial: "Trial", iterations: int, ranks: R
         [{"params": [*part.parameters()], "lr": part.rate} for part in parts], betas=(0.9, 0.99)
     )
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, iterations)
+
     values = [value for part in parts for value in part.parameters()]
     least, best = math.inf, list[Tensor]()
     for step in range(iterations + 1):
@@ -130,9 +131,9 @@ def descend(learnables: nn.ModuleList, trial: "Trial", iterations: int, ranks: R
         if step < iterations:
             optimizer.step()
             schedule.step()
-    for value, kept in zip(values, best, strict=True):
-        ranks.broadcast(kept, 0)
-        value.data.copy_(kept)
+    for value, best_value in zip(values, best, strict=True):
+        ranks.broadcast(best_value, 0)
+        value.data.copy_(best_value)
 
 
 class Trial:
@@ -152,7 +153,7 @@ class Trial:
                 block(x_BLD, dict(context))
                 for x_BLD, context in zip(batches, contexts, strict=True)
             ]
-        self._whole = sum(float(target.float().square().sum()) for target in self._targets)
+        self._target_square = sum(float(target.float().square().sum()) for target in self._targets)
         self._groups = [
             _Group(self.block, linears, learnable, spec)
             for linears, learnable in zip(self.block.linears(), learnables.values(), strict=True)
@@ -170,7 +171,7 @@ class Trial:
 
     def _error(self, x_BLD: Tensor, context: Mapping[str, Any], target_BLD: Tensor) -> float:
         difference_BLD = self.block(x_BLD, dict(context)).float() - target_BLD.float()
-        error = difference_BLD.square().sum() / self._whole
+        error = difference_BLD.square().sum() / self._target_square
         error.backward(retain_graph=True)  # all batches share the graph of the transforms
         return float(error.detach())
 
@@ -178,7 +179,7 @@ class Trial:
 class _Group:
     """The linears of a site, replaced in a copy of their block.
 
-    Rounded weights are leaves of the batches' graphs, so their own graph is gone through once in a
+    Rounded weights are leaves of the batches' graphs, so their own graph is traversed once per
     step.
     """
 
@@ -207,7 +208,7 @@ class _Group:
             linear.weight = nn.Parameter(part_OI)
 
     def end(self) -> None:
-        """Hand the gradients of the rounded weights on to the values."""
+        """Propagate the gradients of the rounded weights to the values."""
         gradient_OI = torch.cat([_gradient(linear.weight) for linear in self._linears])
         self._rounded_OI.backward(gradient_OI.to(self._rounded_OI.dtype))
         del self._rounded_OI

@@ -71,7 +71,7 @@ class Places:
     head_rotation: Tensor | None = None
 
     def output(self, name: str) -> Transform | None:
-        """Return L of a linear, by its name in the model; None if its outputs are not rotated."""
+        """Return L of a linear, by its name in the model, None if its outputs are not rotated."""
         place = self.outputs.get(name.rpartition(".")[2])
         if place is None:
             return None
@@ -116,12 +116,15 @@ def site_widths(config: "PretrainedConfig") -> dict[str, int]:
 
 def head_features(config: "PretrainedConfig") -> int:
     """Return F, the features of an attention head."""
-    given = getattr(config, "head_dim", None)
-    return int(given or config.hidden_size // config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None)
+    return int(head_dim or config.hidden_size // config.num_attention_heads)
 
 
 def _duquant(place: Place, site: str, block: int | None) -> Place:
-    """Return the place of DuQuant; narrower inputs than its block are one block."""
+    """Return the place of DuQuant.
+
+    Inputs narrower than its block are one block.
+    """
     size = block or min(DUQUANT_BLOCK, place.width)
     if place.width % size:
         raise UserError(
@@ -157,9 +160,13 @@ def _quarot(
         },
         None,
     )
+
+    # if nothing but the cache is rounded, nothing but R3 and R2 on cached keys and values is needed
     cached = hadamard_matrix(head) if spec.kv else None
     if spec.method == "none" and not spec.activations:
         return Places(sites, head_rotation=cached)
+
+    # R1 at the inputs, or fused, which rotates the outputs that it is fused into
     is_fused = spec.rotation == "quarot-fused"
     reading = replace(residual, folds_gain=is_fused)
     outputs = {} if spec.smooth is not None else {family.reading[-1]: _values(family, config)}

@@ -1,4 +1,4 @@
-"""The one table of transforms of what linears read, with their sources."""
+"""The one table of transforms of the inputs of linears, with their sources."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +17,7 @@ RotationName = Literal[
 
 @dataclass(frozen=True)
 class Rotation:
-    """One way to rotate what linears read.
+    """One way to rotate the inputs of linears.
 
     Attributes:
         needs_calibration: whether it is fitted to the calibration text.

@@ -21,7 +21,10 @@ PART_ENTRIES = 1 << 17  # of rows on a CPU: three times as fast as 4,096 or 11,0
 
 
 class Step(nn.Module):
-    """One factor of a transform; `width` is the number of features it takes."""
+    """One factor of a transform.
+
+    `width` is the number of features it takes.
+    """
 
     width: int
 
@@ -193,7 +196,7 @@ class Transform(nn.Module):
         return whole_II
 
     def centred(self, hessian_II: Tensor) -> Tensor:
-        """Return H - b b^T, the second moment of the inputs less the shift; H if there is none."""
+        """Return H - b b^T, the second moment of the inputs less the shift, H without a shift."""
         if self.shift_I is None:
             return hessian_II
         return hessian_II - torch.outer(self.shift_I, self.shift_I)
@@ -210,7 +213,7 @@ class Transform(nn.Module):
 
 
 def compose(*steps: Step, shift_I: Tensor | None = None) -> Transform:
-    """Return the transform T_1 T_2 ...; the identity without steps.
+    """Return the transform T_1 T_2 ..., the identity without steps.
 
     >>> compose(Diagonal(torch.tensor([2.0, 4.0]))).inputs(torch.tensor([6.0, 8.0]))
     tensor([3., 2.])
@@ -219,7 +222,7 @@ def compose(*steps: Step, shift_I: Tensor | None = None) -> Transform:
 
 
 def _computed(rows: Tensor, turns: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
-    """Return rows after all turns, in their dtype; fp32 in between unless they are float64.
+    """Return rows after all turns, in their dtype, fp32 in between unless they are float64.
 
     A CPU takes a few rows at a time through all turns, since those stay in its cache; but not where
     a gradient is to flow.
@@ -229,7 +232,7 @@ def _computed(rows: Tensor, turns: Sequence[Callable[[Tensor], Tensor]]) -> Tens
     turned = torch.empty(rows.shape, dtype=rows.dtype)
     width = rows.shape[-1]
     num_rows = max(1, PART_ENTRIES // width)
-    parts = (matrix.reshape(-1, width).split(num_rows) for matrix in (rows, turned))
+    parts = (tensor.reshape(-1, width).split(num_rows) for tensor in (rows, turned))
     for part, result in zip(*parts, strict=True):
         result.copy_(_turned(part, turns))
     return turned
@@ -250,7 +253,10 @@ def _kronecker(rows: Tensor, left_AA: Tensor, right_BB: Tensor) -> Tensor:
 
 
 def _inverse(matrices: Tensor) -> Tensor:
-    """Return the inverses of matrices [..., K, K]; of orthogonal ones their exact transposes."""
+    """Return the inverses of matrices [..., K, K].
+
+    The inverses of orthogonal matrices are their exact transposes.
+    """
     identity_KK = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     is_orthogonal = (matrices @ matrices.mT - identity_KK).abs().amax() <= ORTHOGONAL
     return matrices.mT if bool(is_orthogonal) else torch.linalg.inv(matrices)

@@ -20,7 +20,7 @@ from quant_eval.specs import QuantSpec
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Given rounded numbers, with the gradient of rounding at a scale of max|x|."""
+    """The rounded numbers as they are, with the gradient of rounding at a scale of max|x|."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, rounded: Tensor, size: int) -> Tensor:
@@ -65,7 +65,10 @@ def rounded_weight(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
 
 
 class StraightThroughCast(nn.Module):
-    """Q_a of a spec with a gradient; of a static cast, the range is that of the batch at hand."""
+    """The cast Q_a of a spec, with a gradient.
+
+    The range of a static cast is that of the present batch.
+    """
 
     def __init__(self, spec: QuantSpec, width: int) -> None:
         super().__init__()

@@ -10,9 +10,9 @@ from base.errors import UserError
 from base.ranks import ALONE
 from ckpt_tools.hf.forward import read_config
 from curvature.loading import WeightFiles
-from curvature.problem import open_model
 from curvature.products.model import CurvedModel
 from curvature.settings import StepSettings
+from curvature.subject import open_model
 from tests.curvature.architectures.variants import VARIANTS
 from tests.curvature.conftest import tiny_model
 
@@ -59,7 +59,7 @@ def test_an_empty_model_takes_no_memory_before_it_is_filled(tmp_path):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_gpu_without_a_compiler_says_so(tmp_path, monkeypatch, capsys, device):
-    monkeypatch.setattr("curvature.problem.has_compiler", lambda: False)
+    monkeypatch.setattr("curvature.subject.has_compiler", lambda: False)
     ranks = ALONE._replace(device=torch.device(device))
     with pytest.raises(UserError):  # no model is there
         open_model(tmp_path, StepSettings(), tmp_path, ranks, needed=1)

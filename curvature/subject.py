@@ -1,4 +1,4 @@
-"""A model and a text opened for Hessian products: loaded, put on its ranks, and guarded.
+"""The subject of a measurement: a model and a text, loaded, put on the ranks, and guarded.
 
 Shapes: B sequences, S positions of a sequence.
 """
@@ -30,7 +30,7 @@ from curvature.products.sketch import CountSketch
 from curvature.settings import ProductSettings
 
 
-class Problem(NamedTuple):
+class Subject(NamedTuple):
     """The model and the text of a measurement.
 
     Attributes:
@@ -49,7 +49,7 @@ class Problem(NamedTuple):
     guard: dict[str, Any]
 
     def microbatch(self, index: int) -> Tensor:
-        """Return microbatch `index`, int64 [B, S + 1]; no sequence is in two of them."""
+        """Return microbatch `index`, int64 [B, S + 1]. No sequence is in two of them."""
         return self.batches.number(index, self.settings.microbatch_sequences)
 
     def fixed(self, sequences: int) -> list[Tensor]:
@@ -60,7 +60,10 @@ class Problem(NamedTuple):
     def result(
         self, measured: dict[str, Any], more: dict[str, Any], seconds: dict[str, float]
     ) -> dict[str, Any]:
-        """Return the content of result.json; `more` is added to the settings."""
+        """Return the content of result.json.
+
+        `more` is added to the settings.
+        """
         spec = self.settings.model_dump(mode="json") | {
             "route": "dual",
             "data": self.batches.described,
@@ -79,8 +82,10 @@ class Problem(NamedTuple):
 
 def open_model(
     hf_dir: Path, settings: ProductSettings, data_prefix: Path, ranks: Ranks, *, needed: int
-) -> Problem:
-    """Load and shard a model, and check its products; `needed` sequences of the text will be read.
+) -> Subject:
+    """Load and shard a model, and check its products.
+
+    `needed` sequences of the text will be read.
 
     Raises:
         UserError: model, text, settings and ranks do not fit, or the guard refuses.
@@ -88,9 +93,11 @@ def open_model(
     sharded = settings.sharding == "fsdp"
     if ranks.rank == 0 and ranks.device.type == "cuda" and not has_compiler():
         print(NO_COMPILER, file=sys.stderr)
+
+    # refuse what does not fit before the weights are loaded
     identity = identify(hf_dir) if ranks.rank == 0 else {}  # which hashes every file
     config = read_config(hf_dir)
-    architecture_of(config)  # refused before the weights are read
+    architecture_of(config)
     batches = Batches(
         data_prefix,
         config,
@@ -99,6 +106,7 @@ def open_model(
         needed=needed,
     )
     check_loading(config, settings, ranks)
+
     files = WeightFiles(hf_dir, config)
     # The guard's reference runs HF's code with sdpa, another attention kernel than the formula that
     # the dual layers spell out. FSDP2 takes from the CPU what it shards: there empty tensors take
@@ -113,6 +121,8 @@ def open_model(
         vectors=torch.device("cpu") if settings.vectors == "host" else None,
     )
     files.fill(model.parameters)
+
+    # the guard: one product against finite differences
     hessian = DualHessian(model)
     first_BS1 = batches.number(0, settings.microbatch_sequences)
     sketch = CountSketch(model.parameters, Probe(settings.seed, 0))
@@ -122,4 +132,4 @@ def open_model(
         sketch,
         settings.dtype,
     )
-    return Problem(identity, settings, model, hessian, batches, Sharing(ranks, sharded), guard)
+    return Subject(identity, settings, model, hessian, batches, Sharing(ranks, sharded), guard)
