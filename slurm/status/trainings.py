@@ -48,9 +48,13 @@ def training_of(study_dir: Path, run: RunConfig) -> Training:
     except FileNotFoundError:
         ended = None
     environment = directory.environment_json
+
+    # the newest attempt, by the end of its metrics
     rows = _newest_attempt(tail_rows(directory.metrics, METRICS_TAIL_BYTES))
     trained = [row for row in rows if TRAINED in row]
     newest = trained[-1] if trained else {}
+
+    # the time left, at the median of the last speeds
     speeds = [
         row["tokens_per_second"]
         for row in trained[-SPEED_ROWS:]

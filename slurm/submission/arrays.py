@@ -98,12 +98,16 @@ class _Planner:
                 [step for step in making if step.run == run.name], self.limits.checkpoints_per_job
             )
         ]
+
+        # the measurements of each HF directory, by the step that makes it
         by_output = {step.outputs[0]: step.name for step in making}
         measuring: dict[str, list[Step]] = {step.name: [] for step in making}
         for step in self.steps:
             maker = next((by_output[read] for read in step.reads if read in by_output), None)
             if step.kind in CHAINED and maker:
                 measuring[maker].append(step)
+
+        # elements of measurements have the numbers of those that make their models
         spec_groups = _chunks(self.study.quantization.everywhere, self.limits.specs_per_job)
         for part_name, part in self.named(name, groups):
             self.add(part_name, "export", part)

@@ -116,6 +116,7 @@ def read_submission(study_dir: Path) -> Submission | None:
 
 def _with_jobs(plan: Plan, lines: list[dict[str, Any]]) -> Submission:
     """Return the submission that the lines of jobs.jsonl tell of."""
+    # a call to sbatch is noted before it is made, and answered by one of two lines
     jobs: list[Job] = []
     cancelled: set[Element] = set()
     replaced: set[str] = set()

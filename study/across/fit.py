@@ -83,6 +83,8 @@ def fit(points: Sequence[Point]) -> PowerLaw:
         raise UserError(
             f"{len(sizes)} of {FEWEST_SIZES} sizes that decide an exponent; give studies of more"
         )
+
+    # log error = constant + exponents x centred logs; a quantity that all share has no exponent
     logs = {
         PARAMETERS: np.log([point.parameters for point in points]),
         PER_PARAMETER: np.log([point.tokens / point.parameters for point in points]),
@@ -92,6 +94,8 @@ def fit(points: Sequence[Point]) -> PowerLaw:
         name: values - values.mean() for name, values in logs.items() if np.ptp(values) > SAME
     }
     design = np.stack([np.ones(len(points)), *varied.values()], axis=1)
+
+    # what the points cannot decide is refused
     degrees = len(points) - design.shape[1]
     if np.linalg.matrix_rank(design, tol=SAME) < design.shape[1]:
         raise UserError(
@@ -103,6 +107,8 @@ def fit(points: Sequence[Point]) -> PowerLaw:
             f"{len(points)} sizes and budgets decide no exponents of N and D/N with an error; add a"
             " study"
         )
+
+    # least squares, and standard errors from the residuals
     target = np.log([point.error for point in points])
     coefficients, *_ = np.linalg.lstsq(design, target)
     variance = float(((target - design @ coefficients) ** 2).sum()) / degrees

@@ -38,6 +38,8 @@ def tokens(of: Measure) -> Verdict:
     groups = sorted({end.group for end in ends})
     if len(groups) < 2:
         raise NotTested(f"annealed runs with a measured control, but for seeds: {len(groups)}")
+
+    # of each annealed end the error of both predictions, averaged over the seeds of a group
     errors = {
         group: [
             (_by_tokens(of, end), _by_decay(of, end, ends)) for end in ends if end.group == group
@@ -46,6 +48,8 @@ def tokens(of: Measure) -> Verdict:
     }
     by_tokens = [fmean(first for first, _ in errors[group]) for group in groups]
     by_decay = [fmean(second for _, second in errors[group]) for group in groups]
+
+    # their paired difference over groups: below 0 the tokens predict better
     estimate = _over_groups(
         [first - second for first, second in zip(by_tokens, by_decay, strict=True)]
     )

@@ -81,6 +81,8 @@ def this_machine(device: str, gpus: int | None, cores: int, *, sized_for: str) -
                 f"--gpus {gpus} asks for GPUs and the study would run on the CPU; add --device cuda"
             )
         return Hardware(cores)
+
+    # the GPUs that CUDA_VISIBLE_DEVICES shows
     try:
         visible = gpus_here()
     except UserError as error:
@@ -89,6 +91,8 @@ def this_machine(device: str, gpus: int | None, cores: int, *, sized_for: str) -
         sized = "" if device == "cuda" else "the study is sized for GPUs, and "
         raise UserError(f"{sized}{error}") from None
     check_torch()
+
+    # of them as many as asked for, none of which another process uses
     wanted = len(visible) if gpus is None else gpus
     if wanted > len(visible):
         raise UserError(
@@ -102,6 +106,8 @@ def this_machine(device: str, gpus: int | None, cores: int, *, sized_for: str) -
             " CUDA_VISIBLE_DEVICES"
         )
     chosen = idle[:wanted]
+
+    # all of one model, as a study compares what ran on them
     models = dict.fromkeys(gpu.model for gpu in chosen)
     if len(models) > 1:
         raise UserError(

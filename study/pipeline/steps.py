@@ -107,6 +107,8 @@ def _making_step(run: AnyRun, model: MeasuredModel) -> Step:
     name = f"{run.name}-{hf_directory(run.name, model).name}"
     outputs = (model_record(run.name, model),)
     into = f"{{study}}/{RunDirectory(Path(run.name)).hf}"
+
+    # a released revision
     if isinstance(run, ReleasedRun):
         return Step(
             f"download-{name}",
@@ -118,6 +120,8 @@ def _making_step(run: AnyRun, model: MeasuredModel) -> Step:
             models=("--revision", str(model.revision)),
             resumes=True,
         )
+
+    # a mean of exports
     if model.soup_of:
         members = [hf_directory(run.name, MeasuredModel(step)) for step in model.soup_of]
         places = (hf_directory(run.name, model), *members)
@@ -130,6 +134,8 @@ def _making_step(run: AnyRun, model: MeasuredModel) -> Step:
             run=run.name,
             resumes=True,
         )
+
+    # a checkpoint, or an average that training kept
     return Step(
         f"export-{name}",
         "export",

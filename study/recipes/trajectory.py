@@ -123,6 +123,7 @@ def _runs(source: str, released: Released, revisions: list[Revision]) -> tuple[R
     for (repo, stage, ingredient), group in groupby(
         revisions, key=lambda each: (each.repo, each.stage, each.ingredient)
     ):
+        # revisions with a place on the axis, in the order of training
         members: list[ReleasedRevision] = []
         for each in group:
             reason = _left_out(each, members, released.stage)
@@ -134,6 +135,8 @@ def _runs(source: str, released: Released, revisions: list[Revision]) -> tuple[R
                 ReleasedRevision.model_validate(revision | {"learning_rate": each.learning_rate})
             )
             schedule = each.schedule
+
+        # named after stage and ingredient, and after the repository where there are several
         if members:
             parts = [repo.replace("/", "--")] * several + [stage]
             parts += [f"ingredient{ingredient}"] * bool(ingredient)

@@ -51,6 +51,8 @@ def _compared(ends: Sequence[RunSummary], column: str) -> dict[str, list[list[We
     for end in ends:
         if end.last is not None and end.last.get(column) is not None:
             groups.setdefault(end.group, []).append(end)
+
+    # a comparison for each seed, by group or by neighbouring groups
     annealed, neighbours = list[list[Weighted]](), list[list[Weighted]]()
     for members in groups.values():
         annealed.append(
@@ -68,6 +70,8 @@ def _compared(ends: Sequence[RunSummary], column: str) -> dict[str, list[list[We
                 if earlier.last and two.last
             ]
         )
+
+    # one seed shows no spread
     by_question = {
         "annealed against its control": annealed,
         "one setting against the next": neighbours,

@@ -148,6 +148,7 @@ def text_of(study: Study, given: Given) -> OwnText | TokenFiles:
     """
     from study.text import survey  # numpy and pyarrow
 
+    # rows of the models bound the tokenizer, given or yet to be trained
     needs = survey.needs_of(study)
     vocab_size = min((run.model.vocab_size for run in study.trained), default=None)
     if given.tokenizer:
@@ -159,6 +160,8 @@ def text_of(study: Study, given: Given) -> OwnText | TokenFiles:
                 f"{-(-size // 128) * 128}"
             )
         vocab_size = vocab_size or size
+
+    # token files of another study are read in place
     if given.kind == "study":
         return _in_place(study, given, (needs.train, needs.held_out, needs.calibration))
     if vocab_size is None:
@@ -166,6 +169,8 @@ def text_of(study: Study, given: Given) -> OwnText | TokenFiles:
             f"{study.name} trains nothing, its models have their tokenizer; name it with"
             " --tokenizer"
         )
+
+    # places of documents for each use, by how many tokens there are
     if given.kind == "prefix" and given.tokenizer:
         sizes = survey.survey_tokens(given.places[0], sha256_of(given.tokenizer / TOKENIZER_JSON))
     else:

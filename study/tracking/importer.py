@@ -119,6 +119,7 @@ class Importer:
         directory = RunDirectory(self._directory / run.name)
         subject = f"{self._study.name}/{run.name}"
         with self._locked(f"run-{run.name}"):
+            # what the files have
             training = metrics_stream(directory.metrics)
             streams = {ROWS_TAG: training}
             if table is not None:
@@ -129,6 +130,7 @@ class Importer:
             started_at, ended_at = (times[0], times[-1]) if times else (None, None)
             tags = described.run_tags(directory, run, self.parent)
 
+            # how far the store is; a run with other rows than the files is made anew
             mirrored = self._find_run(subject, run, tags, started_at)
             known = {
                 tag: mirrored.data.tags.get(tag, stream.tags[0]) for tag, stream in streams.items()
@@ -137,6 +139,8 @@ class Importer:
                 self._client.delete_run(mirrored.info.run_id)
                 mirrored = self._find_run(subject, run, tags, started_at)
                 known = {tag: stream.tags[0] for tag, stream in streams.items()}
+
+            # what is missing
             self._describe(mirrored, described.run_params(run), tags)
             for tag, stream in streams.items():
                 self._import_stream(mirrored, tag, stream, stream.tags.index(known[tag]))
