@@ -63,7 +63,7 @@ class Dual(NamedTuple):
 
 
 def rematerialised(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call `function`, and again in the backward pass instead of keeping more than inputs."""
+    """Call `function`, and again in the backward pass, for which its arguments alone are kept."""
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **named)
 
 
