@@ -52,12 +52,13 @@ class CheckpointWriter:
     linears wait in a directory beside `out` until the last one is there; `out` appears whole
     or not at all.
 
-    >>> with CheckpointWriter(hf_dir, out, spec, "fp32").collecting() as writer:
-    ...     for index, block in enumerate(quantized):
-    ...         for name, rounded, transform in codes_of(block):
-    ...             writer.add(name, rounded, transform)
-    ...         writer.add_block(index, block)
-    ...     writer.finish({"model": identify(hf_dir)})
+    Example:
+        with CheckpointWriter(hf_dir, out, spec, "fp32").collecting() as writer:
+            for index, block in enumerate(quantized):
+                for name, rounded, transform in codes_of(block):
+                    writer.add(name, rounded, transform)
+                writer.add_block(index, block)
+            writer.finish({"model": identify(hf_dir)})
     """
 
     def __init__(
