@@ -68,6 +68,10 @@ def random_signs(width: int, seed: Sequence[int]) -> Tensor:
     """Return +1 or -1 for each feature, float64.
 
     By Philox, a counter-based generator: a pure function of the seed, on any device.
+
+    Example:
+        >>> random_signs(8, seed=[0]).tolist()
+        [-1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0]
     """
     words = np.random.Philox(list(seed)).random_raw(width)
     return torch.from_numpy((words >> 63).astype(np.float64)) * 2 - 1
@@ -77,6 +81,9 @@ def hadamard_matrix(size: int) -> Tensor:
     """Return the orthogonal Hadamard matrix of a known size, float64.
 
     By Sylvester's construction for powers of two, of any size; otherwise as in compressed-tensors.
+
+    Args:
+        size: 1, 2, a multiple of 4 up to 256, or a power of two; see `has_hadamard`.
     """
     from compressed_tensors.transform.utils import hadamard
     from safetensors import safe_open
