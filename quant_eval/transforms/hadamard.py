@@ -38,7 +38,12 @@ def check_hadamard(widths: Mapping[str, int], block: int | None) -> None:
 
 
 def has_hadamard(width: int) -> bool:
-    """Return whether `hadamard_steps` has a transform of all features together."""
+    """Return whether `hadamard_steps` has a transform of all features together.
+
+    Example: 11,008 is 172 x 64.
+        >>> has_hadamard(11008), has_hadamard(6)
+        (True, False)
+    """
     return _factors(width) is not None
 
 
@@ -83,7 +88,7 @@ def hadamard_matrix(size: int) -> Tensor:
     By Sylvester's construction for powers of two, of any size; otherwise as in compressed-tensors.
 
     Args:
-        size: 1, 2, a multiple of 4 up to 256, or a power of two; see `has_hadamard`.
+        size: 1, 2, a multiple of 4 up to 256, or a power of two.
     """
     from compressed_tensors.transform.utils import hadamard
     from safetensors import safe_open
