@@ -9,33 +9,30 @@ import pytest
 from tests.test_words import PROJECT, sources
 
 PROMPT = ">>> "
-FEWEST = 60  # examples: less means that some are no longer read
+WITH_EXAMPLES = [path for path in sources() if PROMPT in path.read_text()]
+LEAST = 250  # lines with a prompt; fewer if examples are lost, or files are no longer read
+# Imported into this process they would set up an engine: the functions there have no examples.
+ENGINES = ("train.megatron", "train.deepspeed")
 
 
 def name_of(path: Path) -> str:
     return ".".join(path.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def docstrings_of(path: Path) -> list[doctest.DocTest]:
-    """Docstrings of a module with their examples."""
-    found = doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(name_of(path)))
-    return [test for test in found if test.examples]
-
-
-WITH_EXAMPLES = [path for path in sources() if PROMPT in path.read_text()]
-
-
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=name_of)
 def test_examples_hold(path):
-    failures: list[str] = []
-    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
-    tests = docstrings_of(path)
-    for test in tests:
-        runner.run(test, out=failures.append)
-    assert not failures, "".join(failures)
-    # an example in a property, or in what another decorator made, would go unread
+    assert not name_of(path).startswith(ENGINES)
+    module = importlib.import_module(name_of(path))
+    printed: list[str] = []
+    runner = doctest.DocTestRunner()
+
+    for docstring in doctest.DocTestFinder().find(module):
+        runner.run(docstring, out=printed.append)
+
+    assert runner.failures == 0, "".join(printed)
+    # doctest passes over a docstring that it does not find, such as that of a wrapped function
     assert runner.tries == path.read_text().count(PROMPT)
 
 
-def test_examples_are_there():
-    assert len(WITH_EXAMPLES) > 0
+def test_no_example_is_lost():
+    assert sum(path.read_text().count(PROMPT) for path in WITH_EXAMPLES) >= LEAST
