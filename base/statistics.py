@@ -17,8 +17,8 @@ def pairs_of(count: int, pairing: Pairing) -> list[tuple[int, int]]:
     """Return the compared pairs of `count` results: with the first, with the one before, or all.
 
     Example:
-        >>> pairs_of(4, "successive")
-        [(0, 1), (1, 2), (2, 3)]
+        >>> pairs_of(3, "baseline"), pairs_of(3, "successive"), pairs_of(3, "all")
+        ([(0, 1), (0, 2)], [(0, 1), (1, 2)], [(0, 1), (0, 2), (1, 2)])
     """
     if pairing == "all":
         return list(itertools.combinations(range(count), 2))
@@ -32,9 +32,15 @@ def holm(p_values: Sequence[float]) -> list[float]:
     sequentially rejective multiple test procedure"; it holds whatever the dependence, and pairs
     that share a result depend.
 
-    Example:
-        >>> holm([0.01, 0.04, 0.02])
-        [0.03, 0.04, 0.04]
+    Args:
+        p_values: of all tests that are read together, in any order.
+
+    Returns:
+        Adjusted p-values in the order given.
+
+    Example: of four tests the smallest p-value is multiplied by 4, the next by 3, and so on.
+        >>> [round(p, 4) for p in holm([0.01, 0.04, 0.03, 0.005])]
+        [0.03, 0.06, 0.06, 0.02]
     """
     adjusted = [0.0] * len(p_values)
     largest = 0.0
@@ -45,7 +51,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def verdict_of(difference: float, p_adjusted: float, level: float) -> Verdict:
-    """Return the direction of a difference that is significant at 1 - level, by its adjusted p."""
+    """Return the direction of a difference that is significant at 1 - level, by its adjusted p.
+
+    Example:
+        >>> verdict_of(0.2, 0.04, level=0.95), verdict_of(0.2, 0.06, level=0.95)
+        ('higher', 'not significant')
+    """
     if p_adjusted > 1 - level:
         return "not significant"
     return "higher" if difference > 0 else "lower"

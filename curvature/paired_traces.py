@@ -70,6 +70,11 @@ def paired_difference(first: Sequence[float], second: Sequence[float], level: fl
     Where all differences are equal the interval has no length and the p-value is 0, or 1 if they
     are 0.
 
+    Args:
+        first: traces of two or more microbatches.
+        second: of the same microbatches with the same probes, in the same order.
+        level: coverage of the interval.
+
     Example:
         >>> paired_difference([3.0, 5.0, 8.0], [4.0, 6.0, 9.0], 0.95)
         Difference(value=1.0, standard_error=0.0, low=1.0, high=1.0, p_value=0.0)

@@ -31,9 +31,14 @@ def member_steps(average: Lawa | Ema, start: int, step: int) -> range:
     A LAWA window that is not full yet holds the members there are; before the first there is no
     average.
 
+    Args:
+        average: its interval, and the window of LAWA.
+        start: the step after which its first member may be.
+        step: of the weights.
+
     Example:
-        >>> list(member_steps(Lawa(interval_steps=16, window=3), start=0, step=100))
-        [64, 80, 96]
+        >>> list(member_steps(Lawa(interval_steps=10, window=3), start=0, step=47))
+        [20, 30, 40]
     """
     interval = average.interval_steps
     first, last = (start // interval + 1) * interval, step // interval * interval

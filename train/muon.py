@@ -37,14 +37,10 @@ def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     Five Newton-Schulz iterations X <- a X + (b X X^T + c (X X^T)^2) X bring every singular value of
     X / ||X|| that is not tiny to between 0.7 and 1.2. They are computed in `dtype`.
 
-    Args:
-        matrix: fp32, of any shape.
-        dtype: of the products.
-
-    Example: the singular values 3 and 0.1 become nearly alike, about 0.2 sqrt(2) = 0.28 each.
-        >>> matrix = torch.diag(torch.tensor([3.0, 0.1]))
-        >>> [round(value, 1) for value in orthogonalized(matrix, torch.float32).diag().tolist()]
-        [0.2, 0.3]
+    Example: a rotation times 5 becomes the rotation times 0.2 sqrt(2) = 0.28, but for 11%.
+        >>> update = orthogonalized(torch.tensor([[0.0, 5.0], [-5.0, 0.0]]), torch.float32)
+        >>> round(float(update[0, 1]), 2), round(float(update[1, 0]), 2), float(update[0, 0])
+        (0.31, -0.31, 0.0)
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]

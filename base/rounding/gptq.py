@@ -54,9 +54,23 @@ class Preparation:
 def row_output_errors(
     weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (w - wq) H (w - wq)^T, GPTQ's objective (eq. 1), and w H w^T of each row, [O]."""
-    empty_O = weight_OI.new_empty(0, dtype=torch.float64)  # torch.cat takes no empty list
-    errors, norms = [empty_O], [empty_O]
+    """Return (w - wq) H (w - wq)^T, GPTQ's objective (eq. 1), and w H w^T of each row, [O].
+
+    With H the mean of x x^T both are mean squares of outputs; their ratio is the relative error.
+
+    Args:
+        weight_OI: of any float dtype.
+        quantized_OI: the same weight after rounding.
+        hessian_II: float64, symmetric.
+
+    Example: errors of the same sign add up under correlated inputs, of opposite signs they cancel.
+        >>> weight_OI = torch.tensor([[1.5, 1.5], [1.5, 0.5]])
+        >>> hessian_II = torch.tensor([[1.0, 0.5], [0.5, 1.0]]).double()
+        >>> row_output_errors(weight_OI, torch.ones(2, 2), hessian_II)[0].tolist()
+        [0.75, 0.25]
+    """
+    none_O = weight_OI.new_empty(0, dtype=torch.float64)
+    errors, wholes = [none_O], [none_O]
     for weight_CI, quantized_CI in zip(
         weight_OI.split(CHUNK_ROWS), quantized_OI.split(CHUNK_ROWS), strict=True
     ):
@@ -101,10 +115,25 @@ def prepare(
     before they damp and order; that depends on the unit of H, in which the two differ. Here neither
     damping nor order sees dead columns: they come last.
 
-    The scale of H = X X^T, float64, is free; `products` is the dtype its products were summed in.
-    All `ranks` call it with the same H and share the work. UserError, which calls the weight
-    `name`, if H holds no live column, or is not positive definite beyond what its precision can
-    tell; nothing else is tried.
+    The scale of H = X X^T is free.
+
+    Args:
+        hessian_II: float64, the same on all ranks.
+        spec: its order and damping, relative to the mean of the live diagonal.
+        name: of the weight, for messages.
+        products: dtype that the products of H were summed in.
+        ranks: that share the work; every rank has to call it.
+
+    Raises:
+        UserError: H holds no live column, or is not positive definite beyond what its precision can
+            tell; nothing else is tried.
+
+    Example: an error of the first column moves the second by h_12 / (h_22 + damping) = 0.9 / 1.05.
+        >>> from base.rounding.spec import IntegerSpec
+        >>> hessian_II = torch.tensor([[1.0, 0.9], [0.9, 1.0]]).double()
+        >>> prepared = prepare(hessian_II, IntegerSpec("gptq", 3, 2), "a weight")
+        >>> round(float(prepared.factor_II[0, 1]), 4)
+        -0.8571
     """
     assert spec.damping is not None
 
@@ -185,22 +214,19 @@ def gptq(
 
     Args:
         weight_OI: of any float dtype.
-        preparation: of the Hessian of its inputs, by `prepare`.
-        spec: bits, groups, symmetry and order.
-        largest: fp32 [1], for formats with a scale of the tensor; None: of this weight.
+        preparation: by `prepare`, of the inputs of this weight.
+        spec: the same as there.
+        largest: fp32 [1]; None: max|w| of this weight.
 
     Raises:
         UserError: a weight is not finite, or a scale is beyond the spec's format.
 
-    Example: two correlated inputs with the same weight, 1.4 steps of 2 / 7. The first is rounded
-    down to 1 step. The second makes good the error and is rounded up to 2, where rounding to
-    nearest gives 1. The code of 0 is 4.
+    Example: the nearest points are 3 and 1. 3 is too small by 0.5, so 1.4 becomes 1.4 + 0.43.
         >>> from base.rounding.spec import IntegerSpec
-        >>> hessian_II = torch.tensor([[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], dtype=torch.float64)
-        >>> spec = IntegerSpec("gptq", 3, 3)
-        >>> weight_OI = torch.tensor([[0.4, 0.4, 1.0]])
-        >>> gptq(weight_OI, prepare(hessian_II, spec, "linear"), spec).codes_OI.tolist()
-        [[5, 6, 7]]
+        >>> spec = IntegerSpec("gptq", 3, 2)
+        >>> hessian_II = torch.tensor([[1.0, 0.9], [0.9, 1.0]]).double()
+        >>> gptq(torch.tensor([[3.5, 1.4]]), prepare(hessian_II, spec, "a weight"), spec).dense()
+        tensor([[3., 2.]])
     """
     return gptq_with_errors(weight_OI, preparation, spec, largest)[0]
 

@@ -124,10 +124,16 @@ def fit_grid(weights: Tensor, spec: RoundingSpec) -> Grid:
     outside. Asymmetric: from min(w, 0) to max(w, 0), so that zero is a grid point. A group of zeros
     gets the grid of [-1, 1], as there; it rounds to zeros.
 
-    Scales are cut to fp32 or fp16, towards zero: the weight -max|w| of a symmetric group is midway
-    between two points, and so it always takes the outer one, instead of the one that rounding noise
-    would choose. A cut that takes half a step or more off the range is no rounding: such a scale,
-    too small or too large for the format, becomes NaN.
+    Scales are cut to fp32 or fp16, towards zero: the weight -max|w| of a symmetric group lies
+    midway between two points, and so it always takes the outer one, instead of the one that
+    rounding noise would choose. A cut that takes half a step or more off the range is no rounding:
+    such a scale, too small or too large for the format, becomes NaN.
+
+    Example: 3 bits have 7 steps, here from -3.5 to 3.5; the points are -4 to 3.
+        >>> from base.rounding.spec import IntegerSpec
+        >>> grid = fit_grid(torch.tensor([[1.0], [-3.5]]), IntegerSpec("rtn", 3, 2))
+        >>> grid.scale.tolist(), grid.lowest.tolist(), grid.highest.tolist()
+        ([1.0], [-4.0], [3.0])
     """
     max_code = 2**spec.bits - 1
 
@@ -157,16 +163,23 @@ def fit_grid(weights: Tensor, spec: RoundingSpec) -> Grid:
 def round_to_nearest(
     weight_OI: Tensor, spec: RoundingSpec, largest: Tensor | None = None
 ) -> Rounded:
-    """RTN: every weight goes to the nearest point of its own group's grid.
+    """Round every weight to the nearest point of the grid of its own group (RTN).
 
-    `largest`, fp32 [1], is for formats with a scale of the tensor: max|w| of all linears that read
-    the same input, on all ranks; None: of this weight.
+    Args:
+        weight_OI: of any float dtype.
+        spec: the numbers, and the inputs that share a scale.
+        largest: fp32 [1], for formats with a scale of the tensor: max|w| of all linears that read
+            the same input, on all ranks; None: of this weight.
 
-    Example: symmetric, 3 bits, so the scale is 2 x 1.05 / 7 = 0.3 and the points are -1.2 to 0.9.
+    Raises:
+        UserError: a weight is not finite, or a scale is beyond the spec's format.
+
+    Example: a row of two groups, with scales 1 and 0.5.
         >>> from base.rounding.spec import IntegerSpec
-        >>> rounded = round_to_nearest(torch.tensor([[0.4, -1.05]]), IntegerSpec("rtn", 3, 2))
-        >>> [round(weight, 4) for weight in rounded.dense()[0].tolist()]
-        [0.3, -1.2]
+        >>> weight_OI = torch.tensor([[1.2, -3.5, 0.3, -1.75]])
+        >>> rounded = round_to_nearest(weight_OI, IntegerSpec("rtn", 3, 2))
+        >>> rounded.codes_OI.tolist(), rounded.dense().tolist()
+        ([[5, 0, 5, 0]], [[1.0, -4.0, 0.5, -2.0]])
     """
     num_outputs, num_inputs = weight_OI.shape
     group_size = spec.group_size or num_inputs

@@ -23,6 +23,10 @@ def product_dtype(inputs: torch.dtype) -> torch.dtype:
     1.3e-7, far below what rounding the inputs to bf16 did; 99.99% of the codes and more stay. fp32
     inputs stay in float64: fp32 sums are wrong by as much as these inputs are, which hides whether
     a Hessian is singular and moves the pivots of one with condition 1e9 by 0.4%.
+
+    Example:
+        >>> product_dtype(torch.bfloat16), product_dtype(torch.float32)
+        (torch.float32, torch.float64)
     """
     return torch.float32 if inputs == torch.bfloat16 else torch.float64
 
@@ -36,6 +40,12 @@ class InputHessian:
     Attributes:
         tokens: how many were added.
         sum_II: float64; over ranks, summed element by element, as `tokens` is.
+
+    Example: the tokens (1, 2) and (3, 0).
+        >>> hessian = InputHessian(2, torch.device("cpu"), torch.float32)
+        >>> hessian.add(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
+        >>> hessian.mean("a linear").tolist()
+        [[5.0, 1.0], [1.0, 2.0]]
     """
 
     def __init__(self, width: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -68,7 +78,11 @@ class InputHessian:
                     sum_CI.add_(left_CN @ right_NI)
 
     def mean(self, name: str) -> Tensor:
-        """X X^T / tokens, symmetric float64 [I, I]; UserError if one of `name` is not finite."""
+        """Return X X^T / tokens, symmetric float64 [I, I].
+
+        Raises:
+            UserError: an input of the linear `name` was not finite.
+        """
         assert self.tokens
         mean_II = self.sum_II / self.tokens
         mirror(mean_II)
@@ -84,6 +98,12 @@ def mirror(matrix_II: Tensor) -> None:
     """Copy what is right of the diagonal of a square matrix to the left of it, in place.
 
     By blocks of columns: a whole transpose beside the matrix would take as much memory again.
+
+    Example:
+        >>> matrix_II = torch.tensor([[1.0, 2.0], [0.0, 3.0]])
+        >>> mirror(matrix_II)
+        >>> matrix_II.tolist()
+        [[1.0, 2.0], [2.0, 3.0]]
     """
     for start in range(0, len(matrix_II), MIRRORED_COLUMNS):
         end = start + MIRRORED_COLUMNS

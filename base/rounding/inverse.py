@@ -19,6 +19,15 @@ def scaled_inverse(lower_II: Tensor, ranks: Ranks) -> Tensor:
     parts that are the same for any number of ranks, which takes a third of the products that all
     columns of all rows would. Parts are dealt out to the ranks and back again, since later ones are
     longer.
+
+    Args:
+        lower_II: float64, the same on every rank; what is right of its diagonal is not read.
+        ranks: that share the rows; every rank has to call it.
+
+    Example:
+        >>> from base.ranks import ALONE
+        >>> scaled_inverse(torch.tensor([[2.0, 0.0], [1.0, 4.0]]).double(), ALONE).tolist()
+        [[1.0, 0.0], [-0.5, 1.0]]
     """
     rows = max(MIN_ROWS, -(-len(lower_II) // PARTS))
     diagonal_I = lower_II.diagonal()

@@ -13,7 +13,16 @@ from base.rounding.spec import RoundingSpec
 
 
 def order_of(diagonal_I: Tensor, spec: RoundingSpec) -> Tensor:
-    """Return the input features as they are rounded, int64 [I], from diag(H); see `prepare`."""
+    """Return the input features as they are rounded, int64 [I], from diag(H); see `prepare`.
+
+    Example: `groupaware` rounds whole groups, here of two features.
+        >>> from types import SimpleNamespace as Spec
+        >>> diagonal_I, settings = torch.tensor([1.0, 3.0, 4.0, 2.0]), {"kept": None}
+        >>> order_of(diagonal_I, Spec(order="actorder", **settings)).tolist()
+        [2, 1, 3, 0]
+        >>> order_of(diagonal_I, Spec(order="groupaware", group_size=2, **settings)).tolist()
+        [2, 3, 1, 0]
+    """
     if spec.order == "actorder":
         return diagonal_I.argsort(descending=True, stable=True)
     if spec.kept is not None:
@@ -32,7 +41,10 @@ def order_of(diagonal_I: Tensor, spec: RoundingSpec) -> Tensor:
 def num_kept(spec: RoundingSpec, width: int) -> int:
     """Return how many of `width` inputs Atom and QUIK keep: their share, rounded up to groups.
 
-    With groups of 128, a share of 0.03 of 4,096 inputs is 128 inputs.
+    Example:
+        >>> from types import SimpleNamespace as Spec
+        >>> num_kept(Spec(kept=0.03, group_size=128), 4096)
+        128
     """
     assert spec.kept is not None
     size = spec.group_size or 1

@@ -9,7 +9,12 @@ Batches = tuple[tuple[int, int], ...]  # (step, tokens per step from there on), 
 
 
 def tokens_after(batches: Batches, step: int) -> int:
-    """Return the tokens trained on by the end of `step`."""
+    """Return the tokens trained on by the end of `step`.
+
+    Example: ten steps of 100 tokens, then two of 200.
+        >>> tokens_after(((0, 100), (10, 200)), 12)
+        1400
+    """
     ends = [start for start, _ in batches[1:]] + [step]
     return sum(
         tokens * max(0, min(step, end) - start)
@@ -49,6 +54,11 @@ class Curve(Frozen):
 
         That is OLMo's convention (allenai/OLMo, olmo/train.py); trainers that set the rate after an
         update, such as Megatron, used it one update later.
+
+        Example: half of a warm-up of 10 steps, its end, and half of a decay of 100.
+            >>> curve = Curve(peak=1.0, warmup=10, decay_until=110, shape="linear")
+            >>> curve.at(5), curve.at(10), curve.at(60)
+            (0.5, 1.0, 0.5)
         """
         if self.known_until is not None and step > self.known_until:
             return None

@@ -41,6 +41,10 @@ def words(key: str, start: int, stop: int, *, device: torch.device | str = "cpu"
 
     Word i is output i + 1 of SplitMix64 (Steele, Lea, Flood 2014) in state BLAKE2b-64(text), little
     endian.
+
+    Example: a word is a function of its place alone.
+        >>> words("a stream", 0, 8)[5:].equal(words("a stream", 5, 8))
+        True
     """
     state = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     counters = torch.arange(start + 1, stop + 1, device=device)
@@ -64,6 +68,15 @@ def rademacher(
 
     Entry i, counted over the whole flattened parameter, is bit i mod 64 of word i // 64 of the
     stream 'seed/probe/name': 1 gives +1, 0 gives -1.
+
+    Args:
+        name: of the parameter.
+        start: first entry of the flattened parameter, such as that of a shard.
+        stop: entry after the last.
+        seed: of the study.
+        probe: number of the probe.
+        device: of the result, whose entries are the same on each.
+        dtype: of the result.
 
     Example:
         >>> rademacher("weight", 0, 8, seed=0, probe=0)[2:5].equal(

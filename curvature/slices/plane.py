@@ -22,8 +22,13 @@ from base.ranks import Ranks
 SMALLEST_ANGLE = 1e-3  # radians between two directions that span a plane
 
 
-def dot(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """Return the inner product in float64, over the tensors that both have: an absent one is 0."""
+def dot(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Return the inner product in float64, over the tensors that both have: an absent one is 0.
+
+    Example:
+        >>> dot({"a": torch.ones(2), "b": torch.ones(3)}, {"a": torch.tensor([1.0, 2.0])})
+        3.0
+    """
     return sum(
         float(first[name].detach().double().flatten() @ second[name].detach().double().flatten())
         for name in first
@@ -49,6 +54,14 @@ class Plane:
 
     Raises:
         UserError: the directions span no plane.
+
+    Example: y is orthogonal to x, so (3, 4) of the second direction is 3 along x and 4 along y.
+        >>> weights = {"w": torch.zeros(2)}
+        >>> first, second = {"w": torch.tensor([2.0, 0.0])}, {"w": torch.tensor([3.0, 4.0])}
+        >>> plane = Plane(weights, first, second)
+        >>> plane.move(Point(0.0, 4.0))
+        >>> plane.ends[1], weights["w"].tolist()
+        (Point(x=3.0, y=4.0), [0.0, 4.0])
     """
 
     def __init__(

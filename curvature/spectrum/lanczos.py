@@ -64,7 +64,20 @@ def norm(v_p: Tensor, inner: Inner) -> float:
 
 
 def judge(x_p: Tensor, hx_p: Tensor, inner: Inner, tolerance: float) -> RitzPair:
-    """Return the pair of a unit vector x and its product."""
+    """Return the pair of a unit vector x and its product.
+
+    Args:
+        x_p: of length 1.
+        hx_p: Hx.
+        inner: over all ranks.
+        tolerance: largest relative residual of a pair that has converged.
+
+    Example: H = diag(1, 2) at x = (0.6, 0.8), which is no eigenvector.
+        >>> inner = lambda vectors, b: torch.stack([a.double() @ b.double() for a in vectors])
+        >>> pair = judge(torch.tensor([0.6, 0.8]), torch.tensor([0.6, 1.6]), inner, tolerance=0.1)
+        >>> round(pair.value, 4), round(pair.residual, 4), pair.converged
+        (1.64, 0.2927, False)
+    """
     value = float(inner([x_p], hx_p))
     distance = norm(torch.sub(hx_p, x_p, alpha=value), inner)
     if distance == 0.0:
@@ -171,6 +184,15 @@ def lanczos(
     multiple eigenvalue is found once, as a start vector has one direction in its space (in time
     rounding brings in others: then it comes again, with an orthogonal vector). If the start reaches
     fewer pairs than were asked for, the lists are shorter, and a pair may be in both.
+
+    Args:
+        product: v -> Hv, of this rank's part.
+        start_p: not 0; of any length.
+        inner: over all ranks.
+        largest: how many of the largest.
+        smallest: how many of the smallest.
+        tolerance: largest relative residual of a pair that has converged.
+        max_iterations: steps at most.
 
     Example:
         >>> matrix = torch.diag(torch.tensor([1.0, 2.0, 5.0]))

@@ -25,9 +25,14 @@ def estimate_mean(values: Sequence[float] | NDArray[np.float64], *, level: float
     The interval is mean -+ t s / sqrt(n), t the quantile (1 + level) / 2 of Student's distribution
     with n - 1 degrees.
 
-    Example:
-        >>> round(estimate_mean([1.0, 2.0, 3.0], level=0.95).standard_error, 6)
-        0.57735
+    Args:
+        values: two or more, of any unit.
+        level: coverage of the interval where the values are normal.
+
+    Example: s = 1, so the standard error is 1 / sqrt(3) and the half-width 4.303 times that.
+        >>> mean = estimate_mean([1.0, 2.0, 3.0], level=0.95)
+        >>> round(mean.standard_error, 6), round(mean.interval[1], 4)
+        (0.57735, 4.4841)
     """
     mean = math.fsum(values) / len(values)
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)

@@ -37,6 +37,10 @@ def token_uniforms(seed: int, microbatch: int, sequence: int, length: int) -> Te
     """Return uniform numbers in [0, 1), float64 [S], of the positions of a sequence.
 
     The upper 53 bits of the words of the stream 'uniform/seed/microbatch/sequence', over 2^53.
+
+    Example: the numbers of the first positions do not depend on the length.
+        >>> token_uniforms(0, 0, 0, 2).equal(token_uniforms(0, 0, 0, 5)[:2])
+        True
     """
     stream = words(f"uniform/{seed}/{microbatch}/{sequence}", 0, length)
     return ((stream >> 11) & (2**53 - 1)).double() / 2**53
@@ -78,6 +82,13 @@ def ggn_loss(
             on who holds them.
         seed: of the draws.
         microbatch: its number.
+
+    Example: p = (1/2, 1/2), so by the logits the trace is 1 - |p|^2 = 1/2.
+        >>> logits_BSV = torch.zeros(1, 1, 2, requires_grad=True)
+        >>> tokens_BS1 = torch.tensor([[0, 1]])
+        >>> loss = ggn_loss(logits_BSV, tokens_BS1, range(1), seed=0, microbatch=0)
+        >>> float(torch.autograd.grad(loss, logits_BSV)[0].square().sum())
+        0.5
     """
     assert len(sequences) == len(tokens_BS1)
     length, vocabulary = logits_BSV.shape[1:]
@@ -90,7 +101,22 @@ def ggn_loss(
 def fisher_loss(
     logits_BSV: Tensor, tokens_BS1: Tensor, sequences: range, *, seed: int, microbatch: int
 ) -> Tensor:
-    """Return the sum of the losses with random signs: |gradient|^2 / N is the Fisher trace."""
+    """Return the sum of the losses with random signs: |gradient|^2 / N is the Fisher trace.
+
+    Args:
+        logits_BSV: of the rows of this rank, with their graph.
+        tokens_BS1: the same rows, whose labels count.
+        sequences: the numbers of the rows in the whole microbatch.
+        seed: of the signs.
+        microbatch: its number.
+
+    Example: p = (3/4, 1/4) and label 1, so the gradient is +-(3/4, -3/4).
+        >>> logits_BSV = torch.tensor([[[3.0, 1.0]]]).log().requires_grad_()
+        >>> tokens_BS1 = torch.tensor([[0, 1]])
+        >>> loss = fisher_loss(logits_BSV, tokens_BS1, range(1), seed=0, microbatch=0)
+        >>> round(float(torch.autograd.grad(loss, logits_BSV)[0].square().sum()), 4)
+        1.125
+    """
     length = logits_BSV.shape[1]
     signs_BS = torch.stack(
         [token_signs(seed, microbatch, sequence, length) for sequence in sequences]

@@ -59,6 +59,14 @@ def estimate_trace(
 
     Raises:
         UserError: a sample is not finite.
+
+    Example: H = [[2, 1], [1, 3]]; v = (1, 1) and (1, -1) give 7 and 3, in the mean tr H = 5.
+        >>> from base.ranks import ALONE
+        >>> dots = [{"a": 3.0, "b": 4.0}, {"a": 1.0, "b": 2.0}]
+        >>> sample = lambda index: Quadratic(loss=0.0, slope=0.0, dots=dots[index])
+        >>> trace = estimate_trace(sample, ["a", "b"], pairs=2, sharing=Sharing(ALONE, False))
+        >>> trace.total.mean, trace.total.standard_error, trace.tensors["b"].mean
+        (5.0, 2.0, 3.0)
     """
     samples = sharing.quadratics(sample, pairs, names, on_pair)
     for index, (loss, slope, dots) in enumerate(samples):

@@ -31,6 +31,11 @@ class Statistic:
         value: the statistic of all documents.
         standard_error: on the scale of the interval.
         columns_DP: what has to be summed over a resample for `studentize`.
+
+    Example: the mean of 1, 2 and 3; residuals of -1, 0 and 1, over 1 - 1/3, and so sqrt(4.5) / 3.
+        >>> mean = Statistic("mean", (np.array([1.0, 2.0, 3.0]), np.ones(3)))
+        >>> mean.value, round(mean.standard_error, 4)
+        (2.0, 0.7071)
     """
 
     def __init__(
@@ -124,11 +129,18 @@ class Resampled:
     logarithmic: bool
 
     def interval(self, level: float) -> list[float]:
-        """[low, high] around the value, by the quantile of the error without sign.
+        """Return [low, high] around the value, by the quantile of the error without sign.
 
         Symmetric intervals (Hall 1988, "On symmetric bootstrap confidence intervals") miss their
         level by a term of order 1 / D^2; equal-tailed bootstrap-t, BCa and percentile intervals by
         one of order 1 / D.
+
+        Raises:
+            UserError: too few samples for the level, or an error that is not finite.
+
+        Example: the 90th of 99 errors.
+            >>> Resampled("loss", 5.0, np.arange(1.0, 100.0) / 45, logarithmic=False).interval(0.9)
+            [3.0, 7.0]
         """
         samples = len(self.error_S)
         rank = math.ceil(level * (samples + 1) - 1e-9)
@@ -152,6 +164,10 @@ class Resampled:
         """Return the two-sided p-value of the value 0, never below 1 / (S + 1).
 
         It is at most 1 - level exactly where the interval of that level leaves out 0.
+
+        Example: 4 of 99 errors reach 96, and the value itself counts as another.
+            >>> Resampled("loss", 96.0, np.arange(1.0, 100.0), logarithmic=False).p_value()
+            0.05
         """
         return float((1 + (self.error_S >= abs(self.value)).sum()) / (len(self.error_S) + 1))
 
@@ -176,8 +192,18 @@ def resample(
     Bootstrap-t: Efron and Tibshirani 1993, section 12.5; every sample draws as many documents as
     there are.
 
-    `draws` are, for each statistic, the calibration draws its value is the mean of; None: documents
-    are all that varies.
+    Args:
+        statistics: of the same documents.
+        draws: for each statistic, the calibration draws its value is the mean of; None: documents
+            are all that varies.
+        samples: how often documents are drawn.
+        seed: of the draws.
+
+    Example: the mean of 0 to 39, -+ about twice its standard error of 1.87.
+        >>> mean = Statistic("mean", (np.arange(40.0), np.ones(40)))
+        >>> (resampled,) = resample([mean], [None], samples=999, seed=0)
+        >>> [round(end, 1) for end in resampled.interval(0.95)]
+        [15.8, 23.2]
     """
     # all columns side by side, so that one product sums those of every statistic
     columns_DP = np.concatenate([statistic.columns_DP for statistic in statistics], axis=1)

@@ -114,10 +114,14 @@ def paired_losses(
     q(target), KL(p || q) = sum_v p_v (log p_v - log q_v), and whether p's most likely token is most
     likely under q too.
 
-    `full` and `quantized` hold the residual streams after the last block, for this rank's
-    `batches`, which are indices of blocks of `data`. `head`, norm and linear in fp32, makes logits
-    of them: logits rounded to bf16 would add some 3e-4 nats of divergence, as much as quantization
-    to 8 bits, and tie.
+    Args:
+        head: norm and linear, which make logits; in fp32, as logits rounded to bf16 would add some
+            3e-4 nats of divergence, as much as quantization to 8 bits, and tie.
+        full: the residual stream after the last block, for this rank's batches.
+        quantized: the same of each quantized model.
+        data: the blocks and the units that they belong to.
+        batches: this rank's, as indices of blocks of `data`.
+        ranks: that share the batches; every rank has to call it.
     """
     count, device = len(data.blocks), ranks.device
     nll_N = torch.zeros(count, dtype=torch.float64)

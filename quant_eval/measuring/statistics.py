@@ -38,7 +38,20 @@ METHOD = "symmetric bootstrap-t paired over documents, losses and divergence on 
 def fractions(
     tokens: Any, nll: Any, nll_quantized: Any, kl: Any, agreements: Any
 ) -> dict[str, tuple[Any, Any]]:
-    """Return numerator and denominator of every figure, sums over tokens (numbers or arrays)."""
+    """Return numerator and denominator of every figure, sums over tokens (numbers or arrays).
+
+    Args:
+        tokens: predicted tokens.
+        nll: nats of the full-precision model.
+        nll_quantized: nats of the quantized model.
+        kl: KL(full || quantized), nats.
+        agreements: tokens on which the most likely token is the same.
+
+    Example: a loss of 2 nats per token rises by 5%.
+        >>> figures = fractions(tokens=10, nll=20.0, nll_quantized=21.0, kl=0.5, agreements=9)
+        >>> figures["absolute_error"], figures["relative_error"], figures["kl_divergence"]
+        ((1.0, 10), (1.0, 20.0), (0.5, 10))
+    """
     return {
         "cross_entropy": (nll, tokens),
         "cross_entropy_quantized": (nll_quantized, tokens),
@@ -52,7 +65,7 @@ def fractions(
 def figures_of(
     losses: list[PairedLosses], *, samples: int, level: float, seed: int
 ) -> dict[str, Any]:
-    """Figures with their intervals, from the losses of one quantization per calibration draw.
+    """Return figures with their intervals, from losses of one quantization per calibration draw.
 
     Each figure is the mean over the K draws, which is the figure of the mean losses: no denominator
     depends on the draw. Its documents and its draws are crossed, so its variance is
@@ -66,7 +79,17 @@ def figures_of(
     `bootstrap.Resampled` makes an interval of the two parts. With K = 1 the contribution of the
     draw is unknown: "calibration" is null and the intervals are over documents only.
 
-    UserError if no interval of this level can be formed from these documents.
+    Args:
+        losses: of the same documents and full-precision model, one for each draw.
+        samples: resamplings of the documents.
+        level: coverage of the intervals.
+        seed: of the resamplings.
+
+    Returns:
+        The `measured` part of a result, ready for JSON; units in `UNITS`.
+
+    Raises:
+        UserError: no interval of this level can be formed from these documents.
     """
     first, seeds = losses[0], len(losses)
     assert all(

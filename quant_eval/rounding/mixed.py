@@ -71,6 +71,15 @@ def round_mixed(weight_OI: Tensor, preparation: Preparation, spec: QuantSpec) ->
 
     Raises:
         UserError: a weight is not finite.
+
+    Example: 1.4 is rounded to 7 steps of 2.8 / 15; QUIK keeps 0.9 and adds its share of the error.
+        >>> from base.rounding.gptq import prepare
+        >>> from quant_eval.specs import parse_spec
+        >>> spec = parse_spec("quik-b4-perchannel-keep0.5")
+        >>> prepared = prepare(torch.tensor([[1.0, 0.5], [0.5, 4.0]]).double(), spec, "a weight")
+        >>> dense_OI = round_mixed(torch.tensor([[1.4, 0.9]]), prepared, spec).dense()
+        >>> [round(weight, 4) for weight in dense_OI[0].tolist()]
+        [1.3067, 0.9113]
     """
     num_inputs = len(preparation.order_I)
     num_rest = num_inputs - num_kept(spec, num_inputs)

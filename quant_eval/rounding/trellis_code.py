@@ -27,6 +27,12 @@ class Trellis:
     Attributes:
         bits: k.
         values: of all states, fp32 [2^L].
+
+    Example: 16 numbers of 2 bits in 4 bytes; numbers that are a walk keep their string.
+        >>> trellis = Trellis(bits=2, log_states=8, device=torch.device("cpu"))
+        >>> codes_NC = torch.tensor([[27, 228, 3, 77]], dtype=torch.uint8)
+        >>> trellis.encode(trellis.decode(codes_NC)).tolist()
+        [[27, 228, 3, 77]]
     """
 
     def __init__(self, bits: int, log_states: int, device: torch.device) -> None:
@@ -147,6 +153,11 @@ def computed_values(log_states: int) -> Tensor:
 
     One multiplication and addition modulo 2^32, and the sum of the four bytes of the result, which
     is nearly normal, to mean 0 and variance 1. Integers all the way, so it is the same everywhere.
+
+    Example: of state 0, 76625530 has the bytes 4, 145, 54 and 122: (325 - 510) / 147.8.
+        >>> values = computed_values(12)
+        >>> round(float(values[0]), 4), round(float(values.std()), 1)
+        (-1.2517, 1.0)
     """
     words = (torch.arange(2**log_states) * 34038481 + 76625530) & 0xFFFFFFFF
     bytes_4X = torch.stack([words >> shift & 0xFF for shift in (0, 8, 16, 24)])
@@ -155,7 +166,12 @@ def computed_values(log_states: int) -> Tensor:
 
 
 def pack(symbols_NT: Tensor, bits: int) -> Tensor:
-    """Return symbols of `bits` bits as strings, the highest bit first, uint8 [N, T bits / 8]."""
+    """Return symbols of `bits` bits as strings, the highest bit first, uint8 [N, T bits / 8].
+
+    Example: 01 10 11 00.
+        >>> pack(torch.tensor([[1, 2, 3, 0]]), bits=2).tolist()
+        [[108]]
+    """
     shifts = torch.arange(bits, device=symbols_NT.device).flip(0)
     bits_NC8 = (symbols_NT[..., None] >> shifts & 1).reshape(len(symbols_NT), -1, 8)
     places = torch.arange(8, device=symbols_NT.device).flip(0)
@@ -163,7 +179,12 @@ def pack(symbols_NT: Tensor, bits: int) -> Tensor:
 
 
 def unpack(codes_NC: Tensor, bits: int) -> Tensor:
-    """Return the symbols of strings, int64 [N, T], which is the inverse of `pack`."""
+    """Return the symbols of strings, int64 [N, T]; the inverse of `pack`.
+
+    Example:
+        >>> unpack(torch.tensor([[108]], dtype=torch.uint8), bits=2).tolist()
+        [[1, 2, 3, 0]]
+    """
     shifts = torch.arange(8, device=codes_NC.device).flip(0)
     bits_NTK = (codes_NC.long()[..., None] >> shifts & 1).reshape(len(codes_NC), -1, bits)
     return (bits_NTK << torch.arange(bits, device=codes_NC.device).flip(0)).sum(-1)

@@ -22,6 +22,10 @@ def duquant_steps(hessian_II: Tensor, block: int) -> tuple[Blocks, Permutation, 
     Simpler than the paper: the size of a feature is the root of its mean square, which is known
     after any rotation without the tokens, instead of max|x|; all is fitted to the inputs alone; and
     the rotation of a step has no random part, as in the authors' code.
+
+    Args:
+        hessian_II: the mean of x x^T, float64.
+        block: features that are rotated together; it divides I.
     """
     first = Blocks(_greedy_rotations(_diagonal_blocks(hessian_II, block)))
     rotated_II = compose(first).hessian(hessian_II)
@@ -36,6 +40,11 @@ def spreading_rotation(size: int) -> Tensor:
 
     So x times it spreads the first feature evenly over all, and leaves most of each other feature
     in its place.
+
+    Example:
+        >>> x = torch.tensor([2.0, 0.0, 0.0, 0.0]).double() @ spreading_rotation(4)
+        >>> [round(feature, 4) for feature in x.tolist()]
+        [1.0, 1.0, 1.0, 1.0]
     """
     row_K = torch.arange(1, size, dtype=torch.float64)
     below_KK = torch.ones(size, size, dtype=torch.float64).tril(-1)[1:]

@@ -38,7 +38,12 @@ def check_hadamard(widths: Mapping[str, int], block: int | None) -> None:
 
 
 def has_hadamard(width: int) -> bool:
-    """Return whether `hadamard_steps` has a transform of all features together."""
+    """Return whether `hadamard_steps` has a transform of all features together.
+
+    Example: 11,008 is 172 x 64.
+        >>> has_hadamard(11008), has_hadamard(6)
+        (True, False)
+    """
     return _factors(width) is not None
 
 
@@ -68,6 +73,10 @@ def random_signs(width: int, seed: Sequence[int]) -> Tensor:
     """Return +1 or -1 for each feature, float64.
 
     By Philox, a counter-based generator: a pure function of the seed, on any device.
+
+    Example:
+        >>> random_signs(8, seed=[0]).tolist()
+        [-1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0]
     """
     words = np.random.Philox(list(seed)).random_raw(width)
     return torch.from_numpy((words >> 63).astype(np.float64)) * 2 - 1
@@ -78,9 +87,8 @@ def hadamard_matrix(size: int) -> Tensor:
 
     By Sylvester's construction for powers of two, of any size; otherwise as in compressed-tensors.
 
-    Example:
-        >>> (hadamard_matrix(4) * 2).int().tolist()
-        [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
+    Args:
+        size: 1, 2, a multiple of 4 up to 256, or a power of two.
     """
     from compressed_tensors.transform.utils import hadamard
     from safetensors import safe_open

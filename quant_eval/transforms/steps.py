@@ -93,6 +93,12 @@ class Kronecker(Step):
     """T = left x right, the Kronecker product of two invertible matrices, as two small products.
 
     With `repeats`, T is block-diagonal and has that product as each of its blocks.
+
+    Example: two Hadamard matrices of size 2 make that of size 4, which spreads an outlier evenly.
+        >>> matrix_AA = torch.tensor([[1.0, 1.0], [1.0, -1.0]]).double() / 2**0.5
+        >>> step = Kronecker(matrix_AA, matrix_AA)
+        >>> [round(x, 4) for x in step.times(torch.tensor([2.0, 0.0, 0.0, 0.0])).tolist()]
+        [1.0, 1.0, 1.0, 1.0]
     """
 
     left_AA: Tensor

@@ -47,6 +47,12 @@ def straight_through(x: Tensor, rounded: Tensor, size: int) -> Tensor:
         rounded: what x is rounded to; constant.
         size: successive numbers of x that share a scale in proportion to their max|x|, as on
             min-max grids. Where a format has other scales that is an approximation.
+
+    Example: the largest, -2, moves the scale too, by which its error of -0.5 grows or shrinks.
+        >>> x = torch.tensor([1.0, -2.0], requires_grad=True)
+        >>> straight_through(x, torch.tensor([1.0, -2.5]), size=2).sum().backward()
+        >>> x.grad.tolist()
+        [1.0, 1.25]
     """
     result: Tensor = _StraightThrough.apply(x, rounded, size)
     return result

@@ -58,7 +58,12 @@ class PowerLaw:
 
 
 def merged(points: Sequence[Point]) -> list[Point]:
-    """Return a point per size and budget, the geometric mean of those that share both."""
+    """Return a point per size and budget, the geometric mean of those that share both.
+
+    Example:
+        >>> merged([Point(1e6, 2e7, 0.1), Point(1e6, 2e7, 0.4)])[0].error
+        0.2
+    """
     places: dict[tuple[float, float], list[float]] = {}
     for point in points:
         if point.error <= 0:
@@ -76,6 +81,11 @@ def fit(points: Sequence[Point]) -> PowerLaw:
     Raises:
         UserError: fewer than `FEWEST_SIZES` sizes, no more points than coefficients, sizes and
             tokens per parameter that vary together, or an error that is not positive.
+
+    Example: points on N^-0.5, of 20 tokens per parameter each.
+        >>> law = fit([Point(size, 20 * size, size**-0.5) for size in (1e6, 4e6, 16e6)])
+        >>> round(law.exponents["N"].value, 4), round(law.at(1e8), 6)
+        (-0.5, 0.0001)
     """
     points = merged(points)
     sizes = {point.parameters for point in points}

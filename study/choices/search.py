@@ -11,7 +11,12 @@ Loss = Callable[[Members], float]
 
 
 def most_tried(exports: int, kept: int) -> tuple[int, int]:
-    """Return how many models `search` measures at most, and how many of them it has to average."""
+    """Return how many models `search` measures at most, and how many of them it has to average.
+
+    Example: 4 exports and 1 kept average; 3 windows and 3 additions to a soup.
+        >>> most_tried(exports=4, kept=1)
+        (11, 6)
+    """
     averages = max(0, exports - 1) + max(0, exports - 1)  # windows, and additions to the soup
     return exports + kept + averages, averages
 
@@ -23,6 +28,13 @@ def search(exports: Sequence[str], kept: Sequence[str], loss: Loss) -> dict[Memb
         exports: names of the weights, oldest first.
         kept: names of averages, no ingredients of others.
         loss: of the uniform mean of some members.
+
+    Example: 2 for the mean of 1 and 3 is right, which neither b nor c alone is.
+        >>> weight = {"a": 9.0, "b": 1.0, "c": 3.0}
+        >>> loss = lambda members: abs(2 - sum(map(weight.get, members)) / len(members))
+        >>> losses = search(["a", "b", "c"], [], loss)
+        >>> min(losses, key=losses.get), len(losses)
+        (('b', 'c'), 5)
     """
     losses: dict[Members, float] = {}
 

@@ -18,10 +18,14 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> tuple[float, flo
     independent of the first, that give a tau as far from 0. Its unit is the run: it holds for other
     runs of the same settings, where a comparison paired over documents holds for other documents.
 
-    Example: four runs in exactly opposite orders; 2 of the 24 orders are as extreme.
-        >>> tau, p_value = kendall([1, 2, 3, 4], [8, 6, 5, 1])
+    Args:
+        first: a value of each run.
+        second: another value of each, in the same order.
+
+    Example: two of the 24 orders of four runs have a tau of 1 or -1.
+        >>> tau, p_value = kendall([1, 2, 3, 4], [10, 20, 30, 40])
         >>> tau, round(p_value, 4)
-        (-1.0, 0.0833)
+        (1.0, 0.0833)
     """
     i, j = np.triu_indices(len(first), 1)
     sign_P = np.sign(np.subtract(np.take(first, j), np.take(first, i)))

@@ -211,7 +211,17 @@ def needed(what: str, row: Row | None, *columns: str) -> Row:
 
 
 def decided(agreeing: int, opposing: int, count: int) -> Outcome:
-    """Return the outcome of so many comparisons."""
+    """Return the outcome of so many comparisons.
+
+    Args:
+        agreeing: that are significant in the direction of the claim.
+        opposing: that are significant in the other.
+        count: of all comparisons.
+
+    Example:
+        >>> decided(3, 0, 3), decided(2, 1, 3), decided(0, 1, 3)
+        ('supported', 'not decided', 'contradicted')
+    """
     if agreeing == count:
         return "supported"
     return "contradicted" if opposing and not agreeing else "not decided"

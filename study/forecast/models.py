@@ -135,6 +135,17 @@ class Model:
         of a regression. Its degrees of freedom are groups less coefficients, as seeds of a group
         are not independent. The model has no forecast where a term is not measured, or where its
         terms need more cooldowns than there are.
+
+        Args:
+            cooldown: whose end is not read.
+            learned: cooldowns with an end, of other groups.
+
+        Example: an error that falls as 1 / tokens, from 0.1 at 400 tokens to 800.
+            >>> past = ((100, 0.4), (200, 0.2), (400, 0.1))
+            >>> cooldown = Cooldown("run", "group", "stem", 40, past, 800, None, {})
+            >>> forecast = Model("power law", extrapolates=True).forecast(cooldown, [])
+            >>> round(forecast.error, 4), forecast.interval
+            (0.05, None)
         """
         known, values = self.known(cooldown), self.values(cooldown)
         fit = self.fit(learned)

@@ -45,21 +45,21 @@ def partial_correlation(
     with Student's quantile at U - 1 degrees: it holds for other trainings of such settings.
 
     Args:
-        first_N: a value for each checkpoint.
-        second_N: the other quantity, for the same checkpoints.
-        given_NC: what is held fixed.
-        trainings: the training of each checkpoint.
+        first_N: a quantity of each checkpoint.
+        second_N: the other.
+        given_NC: what is held fixed; C may be 0.
+        trainings: whose each checkpoint is.
 
     Returns:
         None with fewer than three trainings, or where nothing is left that varies.
 
-    Example: the second is the first, disturbed; what is held fixed says nothing.
-        >>> first_N = np.arange(12.0)
-        >>> second_N = first_N + np.tile([0, 2.5, -1, 0.5], 3)
-        >>> given_NC = np.tile([1.0, 2.0, 4.0, 3.0], 3)[:, None]
-        >>> found = partial_correlation(first_N, second_N, given_NC, ["a", "b", "c"] * 4)
-        >>> found.value > 0.9, found.checkpoints, found.trainings
-        (True, 12, 3)
+    Example: one rises and one falls with the step; at equal steps they rise together.
+        >>> step_N, part_N = np.arange(9.0), np.array([0, 1, -1, 1, -1, 0, -1, 0, 1])
+        >>> first_N, second_N = part_N + step_N, part_N - step_N
+        >>> for given_NC in (np.zeros((9, 0)), step_N[:, None]):
+        ...     round(partial_correlation(first_N, second_N, given_NC, list("aaabbbccc")).value, 2)
+        -0.85
+        0.86
     """
     names = np.array(trainings)
     kept = [names != name for name in dict.fromkeys(trainings)]

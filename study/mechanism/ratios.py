@@ -31,10 +31,14 @@ def mean_ratio(logarithms: Mapping[str, Sequence[float]]) -> Ratio | None:
     The unit is the training: those of one are averaged first, and Student's interval is over the
     averages.
 
-    Example:
-        >>> double = math.log(2)
-        >>> str(mean_ratio({"a": [double], "b": [double, double], "c": [double]}))
-        'x 2 [2, 2]'
+    Args:
+        logarithms: natural, by training.
+
+    Example: 2, the geometric mean 4 of 2 and 8, and 8.
+        >>> log = math.log
+        >>> mean = mean_ratio({"a": [log(2)], "b": [log(2), log(8)], "c": [log(8)]})
+        >>> round(mean.value, 4), mean.trainings
+        (4.0, 3)
     """
     means = [math.fsum(values) / len(values) for values in logarithms.values() if values]
     if len(means) < LEAST_TRAININGS:

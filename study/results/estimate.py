@@ -50,6 +50,14 @@ class Estimate:
 
     Attributes:
         sources: by name; a source that was seen once is not among them.
+
+    Example: 0.25 = 0.3^2 + 0.4^2, of 0.5^4 / (0.3^4 / 2 + 0.4^4 / 19) = 11.58 degrees of freedom.
+        >>> sources = {SEEDS: Source(0.3, 2), DOCUMENTS: Source(0.4, 19)}
+        >>> estimate = Estimate(1.0, sources)
+        >>> round(estimate.standard_error, 4), round(estimate.degrees_of_freedom, 2)
+        (0.5, 11.58)
+        >>> [round(end, 3) for end in estimate.interval(0.95)], round(estimate.p_value(), 3)
+        ([-0.094, 2.094], 0.07)
     """
 
     value: float
@@ -109,6 +117,11 @@ class Crossed(NamedTuple):
         """The number of documents of equal length that tell as much: (sum n)^2 / sum n^2.
 
         Kish 1965, "Survey Sampling", section 8.2.
+
+        Example: 4^2 / (1 + 1 + 4).
+            >>> tokens_D = np.array([1.0, 1.0, 2.0])
+            >>> round(Crossed(np.zeros((2, 3, 1)), tokens_D=tokens_D).equal_documents, 4)
+            2.6667
         """
         if self.tokens_D is None:
             return self.values_SDK.shape[1]
@@ -118,10 +131,10 @@ class Crossed(NamedTuple):
 def estimate_of(crossed: Crossed) -> Estimate:
     """Return the mean over seeds, documents and calibration draws with its error by source.
 
-    Example: two seeds, 1 and 3, and neither documents nor draws that vary.
-        >>> estimate = estimate_of(Crossed(np.array([[[1.0]], [[3.0]]])))
-        >>> estimate.value, estimate.standard_error
-        (2.0, 1.0)
+    Example: two seeds that differ by 2, two documents that differ by 1, one calibration draw.
+        >>> estimate = estimate_of(Crossed(np.array([[[1.0], [2.0]], [[3.0], [4.0]]])))
+        >>> estimate.value, {name: part.standard_error for name, part in estimate.sources.items()}
+        (2.5, {'seeds': 1.0, 'documents': 0.5})
     """
     mean = float(crossed.values_SDK.mean())
     sources = sources_of(mean_squares(crossed))
@@ -153,6 +166,12 @@ def contrast_of(weighted: Sequence[tuple[float, Floats, Floats]]) -> tuple[Float
 
     Raises:
         UserError: a document holds all of what the figure is relative to.
+
+    Example: documents of one token have their own values as pseudo-values.
+        >>> nats_DK, tokens_D = np.array([[1.0], [2.0], [6.0]]), np.ones(3)
+        >>> contrast_K, values_DK = contrast_of([(1.0, nats_DK, tokens_D)])
+        >>> contrast_K.tolist(), values_DK.tolist()
+        ([3.0], [[1.0], [2.0], [6.0]])
     """
     whole_K, without_DK = np.zeros(1), np.zeros((1, 1))
     for weight, a_DK, b_D in weighted:
@@ -167,7 +186,13 @@ def contrast_of(weighted: Sequence[tuple[float, Floats, Floats]]) -> tuple[Float
 
 
 def mean_squares(crossed: Crossed) -> dict[Effect, MeanSquare]:
-    """Return the mean square of every effect and interaction of factors with several values."""
+    """Return the mean square of every effect and interaction of factors with several values.
+
+    Example: the mean of seeds 1.5 and 3.5 has the variance 2 / 2; documents and seeds only add.
+        >>> squares = mean_squares(Crossed(np.array([[[1.0], [2.0]], [[3.0], [4.0]]])))
+        >>> [square.variance for square in squares.values()]  # seeds, documents, both
+        [1.0, 0.25, 0.0]
+    """
     values_SDK = crossed.values_SDK
     counts = {name: values_SDK.shape[axis] for name, axis in AXES.items()}
     degrees = counts | {DOCUMENTS: crossed.equal_documents}
@@ -187,7 +212,12 @@ def mean_squares(crossed: Crossed) -> dict[Effect, MeanSquare]:
 
 
 def effects_of(factors: Iterable[str]) -> list[Effect]:
-    """Return the effects of these factors and then their interactions, smaller ones first."""
+    """Return the effects of these factors and then their interactions, smaller ones first.
+
+    Example:
+        >>> [sorted(effect) for effect in effects_of([SEEDS, DOCUMENTS])]
+        [['seeds'], ['documents'], ['documents', 'seeds']]
+    """
     names = list(factors)
     sizes = range(1, len(names) + 1)
     return [frozenset(chosen) for size in sizes for chosen in combinations(names, size)]

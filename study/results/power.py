@@ -84,11 +84,11 @@ class Components:
         The test statistic has a noncentral t distribution whose noncentrality is difference /
         standard error (Cohen 1988, "Statistical Power Analysis", chapter 2).
 
-        Example: two groups' difference of one standard deviation, 10 seeds.
-            >>> plan = Plan(seeds=10, documents=1, draws=1)
-            >>> components = Components(plan, {frozenset({SEEDS}): 1.0}, evenness=1.0)
-            >>> round(components.power(1.0, plan), 2)
-            0.8
+        Example: a difference as large as the deviation between seeds; 80% take ten of them.
+            >>> variances = {frozenset({SEEDS}): 1.0}
+            >>> components = Components(Plan(2, 100, 1), variances, evenness=1.0)
+            >>> [round(components.power(1.0, Plan(seeds, 100, 1)), 2) for seeds in (5, 10)]
+            [0.4, 0.8]
         """
         estimate = self.estimate(difference, plan)
         if estimate.standard_error == 0:
@@ -120,6 +120,12 @@ def components_of(several: Sequence[Crossed]) -> Components:
 
     Raises:
         UserError: there is one seed, or other numbers of documents or draws.
+
+    Example: seeds 1.5 and 3.5, documents 2 and 3, nothing else.
+        >>> import numpy as np
+        >>> components = components_of([Crossed(np.array([[[1.0], [2.0]], [[3.0], [4.0]]]))])
+        >>> list(components.variances.values())  # seeds, documents, both
+        [2.0, 0.5, 0.0]
     """
     shapes = {crossed.values_SDK.shape[1:] for crossed in several}
     if len(shapes) > 1:

@@ -58,17 +58,23 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> Indices:
     """Apply a pseudo-random bijection of 0..size-1; nothing of length `size` is stored.
 
-    The picture at the top of this file shows how.
+    A balanced Feistel network over the next even power of two, walked until the image falls below
+    `size` (Black and Rogaway 2002, 'Ciphers with arbitrary finite domains').
 
     Args:
-        positions: integers in 0..size-1, any number of them.
-        size: of what is permuted.
+        positions: integers in 0..size-1, in any order.
+        size: number of sequences.
         seed: of the run.
-        epoch: gives an order of its own.
+        epoch: has an order of its own.
 
-    Example:
-        >>> permute(np.array([4, 5, 9]), 10, seed=0, epoch=0).tolist()
-        [9, 7, 3]
+    Returns:
+        The image of each position.
+
+    Example: any position alone has the image that it has among others.
+        >>> permute(np.arange(10), size=10, seed=1, epoch=0).tolist()
+        [5, 2, 9, 6, 3, 0, 1, 4, 8, 7]
+        >>> permute(np.array([2]), size=10, seed=1, epoch=0).tolist()
+        [9]
     """
     half_bits = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     half_mask = np.uint64((1 << int(half_bits)) - 1)
@@ -118,7 +124,12 @@ class Order:
         self._shuffled: tuple[int, NDArray[np.uint32]] | None = None
 
     def __call__(self, positions_B: Indices) -> Indices:
-        """Return sequence numbers, int64 [B], at positions counted from the start of training."""
+        """Return sequence numbers, int64 [B], at positions counted from the start of training.
+
+        Example: two epochs of OLMo's order of 5 sequences, each of two whole batches of 2.
+            >>> Order("olmo", size=5, seed=0, batch_size=2)(np.arange(8)).tolist()
+            [2, 4, 3, 0, 4, 0, 1, 2]
+        """
         epochs = positions_B // self.epoch_size
         indices = positions_B % self.epoch_size
         if self.kind != "sequential":

@@ -30,6 +30,11 @@ def repetitive(tokens_BS: NDArray[np.int64], rule: RepetitionFilter) -> NDArray[
     K = (max_count - 1) p matches in a row contain at least floor(K / g) multiples of g, one after
     the other. So only every g-th match is computed, and only a sequence with that many of them in a
     row is examined in full.
+
+    Example: the tokens 1, 2 three times.
+        >>> tokens_BS = np.array([[1, 2, 1, 2, 1, 2], [1, 2, 3, 4, 5, 6]])
+        >>> repetitive(tokens_BS, RepetitionFilter(max_count=3)).tolist()
+        [True, False]
     """
     repeats_B = np.zeros(len(tokens_BS), bool)
     length = tokens_BS.shape[1]

@@ -33,6 +33,17 @@ def initial_parameter(name: str, model: ModelConfig, seed: int) -> Tensor:
     Norm weights are 1 and biases 0. Every matrix, the embedding and lm_head included, is normal
     with std `initializer_range` without scaling by depth; for OLMo2 truncated at three standard
     deviations.
+
+    Args:
+        name: of the parameter in HF's checkpoint.
+        model: whose shapes it has.
+        seed: of the run.
+
+    Example: a matrix of OLMo2, with std 0.02 cut at 0.06.
+        >>> from train.model.presets import OLMO2_30M
+        >>> weight = initial_parameter("model.layers.0.self_attn.q_proj.weight", OLMO2_30M, 0)
+        >>> tuple(weight.shape), round(float(weight.std()), 3), bool(weight.abs().max() < 0.06)
+        ((256, 256), 0.02, True)
     """
     shape = parameter_shapes(model)[name]
     if len(shape) == 1:
@@ -45,7 +56,14 @@ def initial_parameter(name: str, model: ModelConfig, seed: int) -> Tensor:
 
 
 def draw_normal(weights: Tensor, key: int, *, std: float, cut_at: float | None) -> None:
-    """Fill a flat fp32 tensor with normal numbers, all within `cut_at` standard deviations."""
+    """Fill a flat fp32 tensor with normal numbers, all within `cut_at` standard deviations.
+
+    Args:
+        weights: overwritten.
+        key: of Philox, 128 bits; each chunk of 32,768 weights has a counter of its own.
+        std: before the cut, which makes it smaller.
+        cut_at: in standard deviations; None: no cut.
+    """
     lowest = NormalDist().cdf(-cut_at) if cut_at else 0.0
 
     def draw(chunk: int) -> None:

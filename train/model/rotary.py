@@ -17,6 +17,13 @@ def rotations(
 
     The sin of a head's first half is negative. A CPU multiplies faster by rows that are repeated
     for all heads than by one that it reads again for each.
+
+    Args:
+        length: S, positions from 0.
+        head_dim: D, even.
+        base: feature i of the first half turns by base^(-2i / D) radians a position.
+        device: of the result.
+        heads: times that each row is repeated.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     positions = torch.arange(length, dtype=torch.float32, device=device)
@@ -31,6 +38,12 @@ def rotated(x_SBND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     transformers and OLMo (rope_full_precision) compute it in fp32, too; mcore rounds cos and sin to
     bf16 first, which adds as much error again as the rounding of the result.
+
+    Example: position 1 turns the first pair of features by one radian.
+        >>> cos, sin = rotations(2, 2, 10_000.0, torch.device("cpu"))
+        >>> turned = rotated(torch.tensor([1.0, 0.0]).expand(2, 1, 1, 2), cos, sin)
+        >>> [round(feature, 4) for feature in turned[1].flatten().tolist()]
+        [0.5403, 0.8415]
     """
     x_SBND = x_SBND.float()
     other_half = x_SBND.roll(x_SBND.shape[-1] // 2, -1)

@@ -53,10 +53,14 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     (PaLM, arXiv 2204.02311, appendix B). Recomputed activations do not count, so that what is
     divided by the peak is the model FLOPs utilization (MFU).
 
-    Example: OLMo2-7B at 4,096 tokens.
+    Args:
+        model: with all its layers.
+        sequence_length: tokens that attention sees.
+
+    Example: OLMo2-7B has 41.3 GFLOPs for 6.89e9 parameters and 6.4 for attention.
         >>> from train.model.presets import OLMO2_7B
-        >>> f"{flops_per_token(OLMO2_7B, 4096):.3g}"
-        '4.78e+10'
+        >>> round(flops_per_token(OLMO2_7B, 4096) / 1e9, 1)
+        47.8
     """
     shapes = parameter_shapes(model)
     multiplied = sum(math.prod(shape) for name, shape in shapes.items() if name not in EMBEDDINGS)
@@ -67,7 +71,13 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
 
 @functools.cache
 def product_weights(model: ModelConfig) -> tuple[int, int]:
-    """Return the weights of matrix products in a layer, and outside the layers."""
+    """Return the weights of matrix products in a layer, and outside the layers.
+
+    Example: q, k, v, o and gate, up, down; lm_head.
+        >>> from train.model.presets import OLMO2_7B
+        >>> product_weights(OLMO2_7B) == (4 * 4096**2 + 3 * 4096 * 11008, 100_352 * 4096)
+        True
+    """
     sizes = {True: 0, False: 0}
     for name, shape in parameter_shapes(model).items():
         if len(shape) == 2 and name not in EMBEDDINGS and (".layers." not in name or ".0." in name):
@@ -92,6 +102,11 @@ def kind_of(device_name: str) -> str | None:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a whole GPU by its CUDA name, or None."""
+    """Return the dense bf16 FLOP/s of a whole GPU by its CUDA name, or None.
+
+    Example:
+        >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("NVIDIA H100 PCIe")
+        (989000000000000.0, None)
+    """
     kind = kind_of(device_name)
     return GPUS[kind].peak_flops if kind else None

@@ -274,7 +274,7 @@ def load_run(path: Path) -> RunConfig:
 def with_settings(config: RunConfig, settings: list[str]) -> RunConfig:
     """Return the configuration changed by `key.path=value` settings, which its name says.
 
-    'optimizer.peak_lr=6e-4' makes of lr3e-4 the run lr3e-4-peak_lr=6e-4.
+    With optimizer.peak_lr=6e-4 the name lr3e-4 becomes lr3e-4-peak_lr=6e-4.
     """
     content = config.model_dump(mode="json")
     for setting in settings:

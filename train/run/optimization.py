@@ -47,7 +47,15 @@ class OptimizerConfig(Frozen):
         return not any(part in hf_name for part in self.undecayed)
 
     def decay_at(self, rate: float, *, hidden: bool) -> float:
-        """Return AdamW's weight decay at a learning rate, in a hidden matrix or elsewhere."""
+        """Return AdamW's weight decay at a learning rate, in a hidden matrix or elsewhere.
+
+        A step multiplies weights by 1 - rate x decay.
+
+        Example:
+            >>> optimizer = OptimizerConfig(peak_lr=1e-3, weight_decay=0.1, decay="adamc")
+            >>> optimizer.decay_at(5e-4, hidden=True), optimizer.decay_at(5e-4, hidden=False)
+            (0.05, 0.1)
+        """
         if self.decay == "independent":
             return self.weight_decay / self.peak_lr
         if self.decay == "adamc" and hidden:
@@ -112,7 +120,12 @@ class SmallerBatch(Frozen):
 
 
 def sequences_at(step: int, stages: tuple[SmallerBatch, ...], batch_size: int) -> int:
-    """Return the sequences of all updates up to `step`: of the stages, then of `batch_size`."""
+    """Return the sequences of all updates up to `step`: of the stages, then of `batch_size`.
+
+    Example: two steps of 4 and three of 8 sequences.
+        >>> sequences_at(5, (SmallerBatch(until_step=2, batch_size=4),), batch_size=8)
+        32
+    """
     sequences, begin = 0, 0
     for stage in stages:
         end = min(step, stage.until_step)

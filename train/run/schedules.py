@@ -25,9 +25,13 @@ def _before_anneal(config: RunConfig, step: int) -> float:
 def share_left(shape: str, progress: float) -> float:
     """Return the share of a decay of this shape that is left: 1 at its start, 0 at its end.
 
-    Example: a quarter of the way.
-        >>> share_left("linear", 0.25), share_left("sqrt", 0.25), share_left("cosine", 0.5)
-        (0.75, 0.5, 0.5)
+    Args:
+        shape: linear, cosine, or sqrt for 1 - sqrt(progress).
+        progress: from 0 to 1.
+
+    Example:
+        >>> [round(share_left(shape, 0.25), 3) for shape in ("linear", "cosine", "sqrt")]
+        [0.75, 0.854, 0.5]
     """
     if shape == "cosine":
         return (1 + math.cos(math.pi * progress)) / 2
@@ -41,6 +45,16 @@ def learning_rate(config: RunConfig, step: int) -> float:
     / warmup_steps (allenai/OLMo, olmo/train.py); plainLM and Megatron's scheduler start at 0
     instead. The anneal starts from the rate reached at its first step and ends at the last step of
     the run.
+
+    Example: at a token a step, warm-up over 10 steps, and an anneal over the last 20 of 100.
+        >>> from types import SimpleNamespace as Run
+        >>> from train.run.optimization import OptimizerConfig, ScheduleConfig
+        >>> phases = {"phase": ConstantPhase(), "anneal": Anneal(start_step=80)}
+        >>> settings = {"optimizer": OptimizerConfig(peak_lr=1.0), "total_steps": 100}
+        >>> schedule = ScheduleConfig(warmup_tokens=10, **phases)
+        >>> run = Run(tokens_at=int, schedule=schedule, **settings)
+        >>> [learning_rate(run, step) for step in (1, 10, 80, 90, 100)]
+        [0.1, 1.0, 1.0, 0.5, 0.0]
     """
     anneal: Anneal | None = config.schedule.anneal
     if anneal is None or step <= anneal.start_step:
