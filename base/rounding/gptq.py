@@ -58,11 +58,6 @@ def row_output_errors(
 
     With H the mean of x x^T both are mean squares of outputs; their ratio is the relative error.
 
-    Args:
-        weight_OI: of any float dtype.
-        quantized_OI: the same weight after rounding.
-        hessian_II: float64, symmetric.
-
     Example: errors of the same sign add up under correlated inputs, of opposite signs they cancel.
         >>> weight_OI = torch.tensor([[1.5, 1.5], [1.5, 0.5]])
         >>> hessian_II = torch.tensor([[1.0, 0.5], [0.5, 1.0]]).double()
@@ -70,7 +65,7 @@ def row_output_errors(
         [0.75, 0.25]
     """
     none_O = weight_OI.new_empty(0, dtype=torch.float64)
-    errors, wholes = [none_O], [none_O]
+    errors, norms = [none_O], [none_O]
     for weight_CI, quantized_CI in zip(
         weight_OI.split(CHUNK_ROWS), quantized_OI.split(CHUNK_ROWS), strict=True
     ):

@@ -22,7 +22,7 @@ from base.ranks import Ranks
 SMALLEST_ANGLE = 1e-3  # radians between two directions that span a plane
 
 
-def dot(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+def dot(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
     """Return the inner product in float64, over the tensors that both have: an absent one is 0.
 
     Example:
