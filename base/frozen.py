@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
@@ -21,6 +21,11 @@ class Frozen(BaseModel):
     def __hash__(self) -> int:
         """Return a hash of the plain fields: others, such as dictionaries, may have none."""
         return hash(tuple(value for _, value in self if isinstance(value, str | int | float)))
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+        """Yield the fields, without what was derived of them and cached."""
+        for name in type(self).model_fields:
+            yield name, getattr(self, name)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with other fields, and without what was derived of these and cached."""
