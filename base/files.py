@@ -44,7 +44,7 @@ def read_regular(path: Path) -> bytes:
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123  it is open
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise UserError(f"{path} is no regular file; put the file itself there")
+            raise UserError(f"{path} is not a regular file; put the file itself there")
         return file.read()
 
 

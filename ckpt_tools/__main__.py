@@ -185,10 +185,10 @@ def inspect(
 
 
 def _check_directories(paths: list[Path], next_action: str) -> None:
-    """Raise UserError for a path that is no directory."""
+    """Raise UserError for a path that is not a directory."""
     for path in paths:
         if not path.is_dir():
-            raise UserError(f"{path} is no directory; {next_action}")
+            raise UserError(f"{path} is not a directory; {next_action}")
 
 
 if __name__ == "__main__":

@@ -96,12 +96,12 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
 
 
 def _current_parity(out: Path, lineage: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the parity figures of `out` if it is this export; UserError if it is no export."""
+    """Return the parity figures of `out` if it is this export; UserError if it is not an export."""
     if not out.exists():
         return None
     present, files = read_lineage(out) or ({}, {})
     if present.get("kind") != "export":
-        raise UserError(f"{out} exists and is no export; give a new directory")
+        raise UserError(f"{out} exists and is not an export; give a new directory")
     same = all(
         present.get(key) == lineage[key] for key in ("checkpoint_sha256", "weights", "dtype")
     )

@@ -81,8 +81,8 @@ def describe(path: Path) -> dict[str, Any]:
         shapes = [tensor.shape for tensor in HFWeights(path).tensors.values()]
     else:
         raise UserError(
-            f"{path} is no checkpoint, HF directory or run; give one of RUN, RUN/checkpoints/NAME,"
-            " RUN/hf/NAME"
+            f"{path} is not a checkpoint, HF directory or run; give one of RUN,"
+            " RUN/checkpoints/NAME, RUN/hf/NAME"
         )
     files = sorted(file for file in path.rglob("*") if file.is_file())
     sizes = {str(file.relative_to(path)): file.stat().st_size for file in files}

@@ -122,7 +122,8 @@ def _read_export(hf_dir: Path, run: RunConfig) -> _Export:
     proven = kind == "average" or (kind == "export" and lineage.get("parity"))
     if not proven or lineage.get("fingerprint") != fingerprint(run) or "step" not in lineage:
         raise UserError(
-            f"{hf_dir} is no proven export or average of run {run.name} alone; move it out of hf/"
+            f"{hf_dir} is not a proven export or average of run {run.name} alone;"
+            " move it out of hf/"
         )
     verify_in_parallel(hf_dir, files, "export it again, nothing was published")
     averaged = kind == "average" or lineage.get("average")
@@ -130,7 +131,7 @@ def _read_export(hf_dir: Path, run: RunConfig) -> _Export:
     step, unit = lineage["step"], tokens_unit(run.total_tokens)
     revision = published_name(step, run.tokens_at(step), unit=unit, average=average)
     if not re.match(NAME_PATTERN, revision):
-        raise UserError(f"{hf_dir}: '{revision}' is no name for the hub; rename the directory")
+        raise UserError(f"{hf_dir}: '{revision}' is not a name for the hub; rename the directory")
     return _Export(hf_dir, revision, lineage, files, _results(hf_dir, files))
 
 

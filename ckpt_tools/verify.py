@@ -20,7 +20,7 @@ CHUNK_BYTES = 64 << 20  # of a tensor in memory at once
 def verify(hf_dir: Path) -> dict[str, Any]:
     """Check files against lineage.json, tensors against config.json, outputs against the engine's.
 
-    A directory that is no export, such as a download or an average, has no engine's outputs to
+    A directory that is not an export, such as a download or an average, has no engine's outputs to
     reproduce: its forward pass is only checked to be finite, and `verdict` says so.
 
     Returns:

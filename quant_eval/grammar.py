@@ -216,8 +216,8 @@ def write_name(values: Values) -> str:
 def read_name(text: str) -> dict[str, Any]:
     """Return the settings of a name, what it leaves out at its default.
 
-    UserError with the grammar for anything that is no name; which values fit together is checked by
-    `QuantSpec`.
+    UserError with the grammar for anything that is not a name; `QuantSpec` checks which values
+    fit together.
     """
     settings, rest = _read_head(text)
     settings |= _read_parts(text, rest)

@@ -182,7 +182,7 @@ class QuantSpec(Frozen):
 def parse_spec(text: str) -> QuantSpec:
     """Return the spec of a name.
 
-    UserError with the grammar for a text that is no name.
+    UserError with the grammar for a text that is not a name.
 
     >>> parse_spec("gptq-b3-g32-sym-damp0.05").name
     'gptq-b3-g32'

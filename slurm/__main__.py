@@ -40,7 +40,7 @@ def submit(
     text: Text = None,
     tokenizer: TokenizerDirectory = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print every script, ask SLURM nothing")
+        bool, typer.Option("--dry-run", help="print every script and ask SLURM nothing")
     ] = False,
 ) -> None:
     """Submit a study, or what is missing of it: first what can start now, the rest once it can.
@@ -198,7 +198,7 @@ def doctor(
         int, typer.Option(min=1, help="seconds until the job has to have ended")
     ] = 1800,
 ) -> None:
-    """Check a cluster by one small job, and say what it has to allow; exit code 2 if it does not.
+    """Check a cluster with one small job, and say what it has to allow; exit code 2 if it does not.
 
     Example: python -m slurm doctor --site my_cluster.toml
     """
@@ -241,7 +241,7 @@ def run(
         bool, typer.Option("--interactive", help="ask salloc for a node; else run in its shell")
     ] = False,
 ) -> None:
-    """Run one step on one node in front of you, to look for a fault.
+    """Run one step on one node interactively, to look for a fault.
 
     Example: python -m slurm run tiny train-lr3e-3 --interactive
     """

@@ -23,7 +23,7 @@ LEAKING = re.compile(r"(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SACCT|SINFO|SCON
 KEPT = ("SLURM_CONF", "SLURM_JWT")  # which cluster, and who asks
 
 LOWER_MAX_QUEUED = "lower limits.max_queued in the site file, or wait until other jobs have ended"
-NEXT_ACTIONS = (  # what SLURM's message says, in lower case: what to do
+NEXT_ACTIONS = (  # pattern of SLURM's message, in lower case -> what to do next
     (r"configuration (source|file)|cannot stat file", "set SLURM_CONF, or use a login node"),
     (r"submitjob|temporarily unable to accept", LOWER_MAX_QUEUED),
     (r"database", "run again when the accounting service answers"),
@@ -83,7 +83,7 @@ def states(elements: Collection[str]) -> dict[str, JobState]:
         queue = _run(*SQUEUE, f"--jobs={','.join(batch)}")
         if queue.returncode == 0:
             known |= parse_squeue(queue.stdout)
-        elif "Invalid job id" not in queue.stderr:  # said of one id that it does not know
+        elif "Invalid job id" not in queue.stderr:  # its message on one id that it lacks
             raise _refusal("squeue", queue.stderr)
     for batch in _batches(_jobs(set(elements) - known.keys())):
         # Times in seconds; no range of indices cut off.
@@ -173,7 +173,7 @@ class SubmitLimitError(UserError):
 def _refusal(command: str, stderr: str) -> UserError:
     """Return one line: what SLURM said, and what to do about it."""
     lines = [re.sub(r"^s\w+: (error: |fatal: )?", "", line) for line in stderr.splitlines()]
-    said = "; ".join(line for line in lines if line.strip()) or "failed without a word"
+    said = "; ".join(line for line in lines if line.strip()) or "failed without a message"
     action = next(to_do for pattern, to_do in NEXT_ACTIONS if re.search(pattern, said.lower()))
     kind = SubmitLimitError if action is LOWER_MAX_QUEUED else UserError
     return kind(f"{command}: {said}; {action}")

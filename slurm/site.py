@@ -1,4 +1,4 @@
-"""The site file: a cluster in TOML, every value checked before it stands in a script."""
+"""The site file: a cluster in TOML, every value checked before a script holds it."""
 
 import sys
 import tomllib
@@ -213,7 +213,7 @@ class Site(Frozen):
 
 
 def _texts(content: object, key: str = "") -> Iterator[tuple[str, object]]:
-    """Yield every value of a TOML document that is no table or list, with its dotted key."""
+    """Yield every value of a TOML document that is not a table or list, with its dotted key."""
     if isinstance(content, dict):
         for name, inner in content.items():
             yield from _texts(inner, f"{key}.{name}" if key else name)
@@ -232,7 +232,7 @@ def load_site(path: Path) -> Site:
         raise UserError(f"{path} does not exist; copy {EXAMPLE} and fill in your cluster") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{path} is not TOML: {error}; correct it (text and times stand in quotes)"
+            f"{path} is not TOML: {error}; correct it (text and times need quotes)"
         ) from None
     for key, value in _texts(content):
         secret = secret_in(key.rpartition(".")[2], value)

@@ -1,6 +1,6 @@
 """The states of elements, as squeue and sacct print them.
 
-An element is one job of an array, "123_4", or a job that is no array, "123".
+An element is one job of an array, "123_4", or a job that is not an array, "123".
 """
 
 import re
@@ -46,7 +46,7 @@ class JobState:
         return PENDING.fullmatch(self.state) is not None
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Return whether it waits to be released by somebody."""
         match = HELD_REASON.fullmatch(self.reason) or HELD_STATE.fullmatch(self.state)
         return self.waits and match is not None
@@ -54,22 +54,22 @@ class JobState:
 
 def parse_squeue(text: str) -> dict[str, JobState]:
     """Return the elements in lines of SQUEUE_FIELDS."""
-    known = {}
+    states = {}
     for line in text.splitlines():
         name, state, reason, nodes, restarts, status, starts = line.split("|")[:7]
         ended_with = f"{int(status) >> 8}:{int(status) & 127}"  # as waitpid() returned it
         exit_code = ended_with if ENDED.fullmatch(state) else None
         for element in _elements(name):
-            known[element] = JobState(
+            states[element] = JobState(
                 state, reason, nodes, int(restarts), exit_code, starts.replace("N/A", "")
             )
-    return known
+    return states
 
 
 def parse_sacct(text: str) -> dict[str, JobState]:
     """Return the elements in lines of SACCT_FIELDS, in which every requeue left its own line.
 
-    The line submitted last is the present one. The state of a cancelled element goes on with who
+    The line submitted last is the present one. The state of a cancelled element ends with who
     did it: cut off.
     """
     lines: dict[str, list[list[str]]] = {}
@@ -77,15 +77,15 @@ def parse_sacct(text: str) -> dict[str, JobState]:
         name, *values = line.split("|")
         for element in _elements(name):
             lines.setdefault(element, []).append(values)
-    known = {}
+    states = {}
     for element, attempts in lines.items():
         stated, reason, nodes, _, exit_code = max(attempts, key=lambda values: int(values[3]))
         state = stated.split()[0]
         ended_with = exit_code if ENDED.fullmatch(state) else None
-        known[element] = JobState(
+        states[element] = JobState(
             state, reason, nodes.replace("None assigned", ""), len(attempts) - 1, ended_with
         )
-    return known
+    return states
 
 
 def _elements(name: str) -> Iterator[str]:

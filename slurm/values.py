@@ -27,7 +27,7 @@ SECRET = re.compile(
     r"(^|_)((credential|secret|token)s?|pwd|pass|key|auth)(_|$)|passw(or)?d|api_?key",
     re.IGNORECASE,
 )
-# Tokens that say whose they are, and `NAME=value` in a line of shell; a value of $NAME is none.
+# Tokens that say whose they are, and `NAME=value` in a line of shell; $NAME is not a secret.
 TOKEN = re.compile(
     r"\b((hf|gh[pousr])_[A-Za-z0-9]{16,}|(glpat|sk|nvapi|xox[bp])-[\w-]{16,}|AKIA[A-Z0-9]{12,})"
 )
@@ -56,13 +56,13 @@ def checked_path(path: Path) -> Path:
     if not re.fullmatch(f"/{PATH}*", str(path), re.ASCII) or ".." in path.parts:
         raise ValueError(
             f"{str(path)!r:.120} must be an absolute path of letters, digits and _ . = + @ -"
-            " without '..': it stands in #SBATCH lines and in lists of mounts"
+            " without '..': #SBATCH lines and lists of mounts hold it"
         )
     return path
 
 
 def seconds_of(time: str) -> int:
-    """Return the seconds of a limit of sbatch, rounded up to minutes; 0 if it is none."""
+    """Return the seconds of a limit of sbatch, rounded up to minutes; 0 for any other text."""
     pattern = r"(?:(\d{1,3})-)?(\d{1,7})(?::([0-5]?\d))?(?::([0-5]?\d))?"
     match = re.fullmatch(pattern, time, re.ASCII)
     if not match:
@@ -83,8 +83,8 @@ def _checked_time(value: object) -> str:
     text = str(value) if type(value) is int else value
     if not isinstance(text, str) or not seconds_of(text):
         raise ValueError(
-            f'{text!r:.40} is no time limit; write minutes, "24:00:00" or "2-00:00:00", one minute'
-            " at least"
+            f'{text!r:.40} is not a time limit; write minutes, "24:00:00" or "2-00:00:00", one'
+            " minute at least"
         )
     return text
 
@@ -92,8 +92,8 @@ def _checked_time(value: object) -> str:
 def _checked_extra(value: str) -> str:
     if not re.fullmatch(r"--[a-z][a-z-]*(=[A-Za-z0-9_.,:=+@/&|*()\[\]!%^~-]*)?", value, re.ASCII):
         raise ValueError(
-            f"{value!r:.80} is no sbatch argument: write --name or --name=value without spaces and"
-            " quotes"
+            f"{value!r:.80} is not an sbatch argument: write --name or --name=value without spaces"
+            " and quotes"
         )
     name = value.removeprefix("--").partition("=")[0]
     for option in OWNED.split():
@@ -130,7 +130,7 @@ def _checked_environment(values: object) -> object:
     """Before the types are: an error of type would show the value."""
     for name, value in values.items() if isinstance(values, dict) else ():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
-            raise ValueError(f"{name!r:.80} is no name of a variable; use letters, digits and _")
+            raise ValueError(f"{name!r:.80} is not a variable's name; use letters, digits and _")
         if name == "MLFLOW_TRACKING_URI":
             raise ValueError("give MLflow's address as tracking_uri in [mlflow]")
         if name in SHELL_NAMES.split():
@@ -150,7 +150,7 @@ def _checked_uri(value: str) -> str:
     pattern = r"(?!sqlite:///[^/])[a-z][a-z0-9+]*://[A-Za-z0-9_.,:=+@/?&%~\[\]-]*"
     if not re.fullmatch(pattern, value, re.ASCII):
         raise ValueError(
-            f"{value!r:.120} is no address; write https://HOST:PORT, postgresql+psycopg2:// or"
+            f"{value!r:.120} is not an address; write https://HOST:PORT, postgresql+psycopg2:// or"
             " sqlite:////ABSOLUTE/PATH"
         )
     return value

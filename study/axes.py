@@ -39,7 +39,7 @@ class _Quantity(NamedTuple):
     name: str
     of: Callable[[RunConfig], Value]
     unit: str = ""
-    implied_by: tuple[str, ...] = ()  # axes that together may decide it; then it is none
+    implied_by: tuple[str, ...] = ()  # axes that together may decide it; then no label names it
 
 
 NO_ANNEAL = "no anneal"  # of a control, see study.design

@@ -1,4 +1,4 @@
-"""The study that a command is about: the options that name it, and what they stand for."""
+"""The study that a command is about: the options that name it, and the study that they name."""
 
 import re
 from pathlib import Path
@@ -74,10 +74,10 @@ class TextCommand(TyperCommand):
 
 
 def directory_of(name: str, root: Path) -> Path:
-    """Return the directory of a study; UserError for a name that is none."""
+    """Return the directory of a study; UserError for one that no study can have."""
     if not re.fullmatch(NAME_PATTERN, name):
         raise UserError(
-            f"{name!r:.80} is no name of a study; give that of a directory below the root"
+            f"{name!r:.80} cannot be the name of a study; give that of a directory below the root"
         )
     return root / name
 

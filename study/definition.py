@@ -53,7 +53,7 @@ class Study(Frozen):
     ranks: int = Field(gt=0, description="processes of one training run on the CPU of one machine")
     sized_for: Literal["cpu", "cuda", "any"] = Field(
         default="cuda",
-        description="what the study runs on unless it is told; any: GPUs where there are",
+        description="what the study runs on by default; any: GPUs where there are",
     )
     text: Annotated[
         PackageSources | PreparedText | OwnText | TokenFiles, Field(discriminator="kind")
@@ -156,7 +156,7 @@ class Study(Frozen):
             if run.branch_from.run == f"../{parent.name}":
                 return parent
         raise ValueError(
-            f"{run.name} branches from {run.branch_from.run}, which is no run of the study"
+            f"{run.name} branches from {run.branch_from.run}, which is not a run of the study"
         )
 
     def models_of(self, run: AnyRun) -> list[MeasuredModel]:

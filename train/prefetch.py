@@ -14,7 +14,7 @@ STEPS_AHEAD = 2
 class Prefetch:
     """The batches of consecutive steps, read by a thread while the engine computes.
 
-    A batch is a function of its step, so one that was read ahead and not used is no loss.
+    A batch is a function of its step, so one that was read ahead and not used is not a loss.
     """
 
     def __init__(self, read: Callable[[int], Batch], last_step: int) -> None:

@@ -126,7 +126,7 @@ def fit_grid(weights: Tensor, spec: RoundingSpec) -> Grid:
 
     Scales are cut to fp32 or fp16, towards zero: the weight -max|w| of a symmetric group lies
     midway between two points, and so it always takes the outer one, instead of the one that
-    rounding noise would choose. A cut that takes half a step or more off the range is no rounding:
+    rounding noise would choose. A cut that takes half a step or more off the range is not rounding:
     such a scale, too small or too large for the format, becomes NaN.
 
     Example: 3 bits have 7 steps, here from -3.5 to 3.5; the points are -4 to 3.

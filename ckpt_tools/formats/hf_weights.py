@@ -74,7 +74,7 @@ def weight_files(directory: Path) -> list[Path]:
         raise UserError(f"{directory} holds no safetensors weights; give a complete directory")
     for name in sorted(names):
         if not PLAIN_NAME.fullmatch(name) or not (directory / name).is_file():
-            raise UserError(f"{index} names '{name}', which is no file beside it; restore both")
+            raise UserError(f"{index} names '{name}', which is not a file beside it; restore both")
     return [directory / name for name in sorted(names)]
 
 

@@ -83,7 +83,7 @@ class ShardedTensors:
             if FP8_SCALES in key:
                 continue
             if not isinstance(value, TensorStorageMetadata):
-                raise _damaged(checkpoint, f"'{key}' is no tensor")
+                raise _damaged(checkpoint, f"'{key}' is not a tensor")
             self._add_tensors(key, Described(tuple(value.size), value.properties.dtype))
             sizes |= {(key, chunk.offsets): chunk.sizes for chunk in value.chunks}
 
@@ -92,7 +92,7 @@ class ShardedTensors:
             if (index.fqn, index.offset) not in sizes:
                 continue
             if Path(storage.relative_path).name != storage.relative_path:
-                raise _damaged(checkpoint, f"'{storage.relative_path}' is no file of it")
+                raise _damaged(checkpoint, f"'{storage.relative_path}' is not a file of it")
             place = checkpoint / storage.relative_path, storage.offset, storage.length
             corner = tuple(index.offset or ())
             self._add_boxes(index.fqn, corner, tuple(sizes[index.fqn, index.offset]), place)

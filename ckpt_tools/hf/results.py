@@ -131,10 +131,10 @@ def _read_content(path: Path) -> dict[str, Any]:
             f"{path} does not exist; measure it, or run the study again, which does"
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise UserError(f"{path} is no valid JSON; measure again") from None
+        raise UserError(f"{path} is not valid JSON; measure again") from None
     settings = content.get("spec", {}) if isinstance(content, dict) else None
     if not isinstance(settings, dict) or "measured" not in content:
-        raise UserError(f"{path} is no result of a measurement; give one, or measure again")
+        raise UserError(f"{path} is not a result of a measurement; give one, or measure again")
     return {**content, "spec": settings}
 
 

@@ -64,7 +64,7 @@ def find_source(source: str) -> Source:
     named = HUB_SOURCE.fullmatch(source)
     if not named:
         raise UserError(
-            f"{source} is no directory; give an HF directory, or a model of the hub as"
+            f"{source} is not a directory; give an HF directory, or a model of the hub as"
             " OWNER/NAME@REVISION"
         )
     repository, revision = named["repository"], named["revision"]

@@ -93,7 +93,7 @@ def _is_complete(target: Path, repo: str) -> bool:
     record = read_download(target)
     if record is None:
         if target.exists() and not (target / HUB_STATE).is_dir():  # else fetched in part
-            raise UserError(f"{target} exists and is no download; give another directory")
+            raise UserError(f"{target} exists and is not a download; give another directory")
         return False
     if (record.repo, record.revision) != (repo, target.name):
         raise UserError(

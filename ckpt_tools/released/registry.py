@@ -17,7 +17,7 @@ def family_of(repo: str) -> Family:
         if family.has(repo):
             return family
     repos = ", ".join(family.repo for family in FAMILIES)
-    raise UserError(f"{repo} is no known trajectory; give one of {repos}")
+    raise UserError(f"{repo} is not a known trajectory; give one of {repos}")
 
 
 def repo_of_directory(name: str) -> str | None:

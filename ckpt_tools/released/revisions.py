@@ -116,7 +116,7 @@ class Stage(Frozen):
 
 
 def main(schedule: str | None = None, source: str | None = None) -> Stage:
-    """Return the branch main, where it is no step of a stage, or no source says of which."""
+    """Return the branch main, where it is not a step of a stage, or no source says of which."""
     return Stage(name="main", template="main", schedule=schedule, source=source)
 
 
@@ -144,7 +144,7 @@ class Family(Frozen):
             if parsed is not None:
                 return parsed
         templates = ", ".join(stage.template for stage in self.stages)
-        raise UserError(f"{revision} is no revision of {repo}; give one such as {templates}")
+        raise UserError(f"{revision} is not a revision of {repo}; give one such as {templates}")
 
     def order(self, revision: Revision) -> tuple[int, int, int]:
         """Return a sort key in the order of training: stage, ingredient, step."""

@@ -16,7 +16,7 @@ from ckpt_tools.released.registry import family_of, parse_revision, repo_of_dire
 from ckpt_tools.released.revisions import Revision
 
 UNKNOWN = "unknown"
-TRAINING = "training"  # stage of a run's exports that are no averages
+TRAINING = "training"  # stage of a run's exports that are not averages
 HUB_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # Averages of a run: lawa5x500-step00012000, and once published stage1-step12000-tokens6B-lawa5x500.
 AVERAGE = re.compile(r"(?P<exported>.+)-step\d{8,}|.+-tokens\d+[BMK]-(?P<published>.+)")
@@ -55,12 +55,12 @@ def revisions_of(place: str, family: str | None = None) -> list[Revision]:
 
 
 def is_local(place: str) -> bool:
-    """Return whether `place` is a directory; UserError if it is no repository of the hub either."""
+    """Return whether `place` is a directory; UserError if it is not a repository either."""
     if Path(place).is_dir():
         return True
     if not HUB_REPO.fullmatch(place):
         raise UserError(
-            f"{place} is no directory; give one, or a repository of the hub as OWNER/NAME"
+            f"{place} is not a directory; give one, or a repository of the hub as OWNER/NAME"
         )
     return False
 

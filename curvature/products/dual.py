@@ -162,7 +162,7 @@ def xielu(x: Dual, alpha_p: Dual, alpha_n: Dual, beta: Tensor, epsilon: Tensor) 
 def clipped(x: Dual, limit: float) -> Dual:
     """Return x with its entries clipped to +- limit.
 
-    The slope's jump at the limit is no part of the Hessian.
+    The slope's jump at the limit is not part of the Hessian.
 
     Example:
         >>> clipped(Dual(torch.tensor([3.0, 5.0]), torch.tensor([1.0, 1.0])), limit=4.0)

@@ -80,7 +80,8 @@ class Plane:
         across = math.sqrt(max(lengths[1] ** 2 - along**2, 0.0))
         if across < SMALLEST_ANGLE * lengths[1]:
             raise UserError(
-                "both points are on one line with the model, which is no plane; give another point"
+                "both points are on one line with the model, which is not a plane; give another"
+                " point"
             )
         self.ends = Point(lengths[0], 0.0), Point(along, across)
         self.cosine = along / lengths[1]

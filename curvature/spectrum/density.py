@@ -35,7 +35,7 @@ class Estimate(NamedTuple):
 class Share(NamedTuple):
     """The share of the N eigenvalues that are negative: the mean weight of negative nodes.
 
-    A step function is no polynomial, so a node near 0 may count on the wrong side, by its whole
+    A step function is not a polynomial, so a node near 0 may count on the wrong side, by its whole
     weight: of a trained model with 41% negative eigenvalues the mean was anything from 0 to 80%
     with 5 to 60 steps. `least` and `most` bound the share for these start vectors whatever the
     steps (Chebyshev, Markov, Stieltjes; Szegoe 1939, section 3.41).

@@ -72,7 +72,7 @@ def judge(x_p: Tensor, hx_p: Tensor, inner: Inner, tolerance: float) -> RitzPair
         inner: over all ranks.
         tolerance: largest relative residual of a pair that has converged.
 
-    Example: H = diag(1, 2) at x = (0.6, 0.8), which is no eigenvector.
+    Example: H = diag(1, 2) at x = (0.6, 0.8), which is not an eigenvector.
         >>> inner = lambda vectors, b: torch.stack([a.double() @ b.double() for a in vectors])
         >>> pair = judge(torch.tensor([0.6, 0.8]), torch.tensor([0.6, 1.6]), inner, tolerance=0.1)
         >>> round(pair.value, 4), round(pair.residual, 4), pair.converged

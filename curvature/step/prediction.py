@@ -167,7 +167,7 @@ def predict(
         probe, probed = random(index)
         with_signs = {name: probe[name] * tensor for name, tensor in delta.items()}
         signed = evaluate(index, with_signs).dots
-        # By the function that measures after the step: rounding that they share is no increase.
+        # By the function that measures after the step: rounding that they share is not an increase.
         losses.append(loss_moved(index, {}))
         for part in (step, *blocks):
             along = evaluate(index, part.moved)

@@ -206,7 +206,7 @@ def _cached(x_BHLF: Tensor, rotation_FF: Tensor | None) -> Tensor:
 def attach(block: Block, cache: nn.Module) -> None:
     """Let a block's attention read keys and values through `cache`.
 
-    UserError if it is no attention with a cache.
+    UserError if it is not an attention with a cache.
     """
     from transformers import AttentionInterface
 

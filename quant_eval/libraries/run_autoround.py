@@ -205,7 +205,9 @@ def changed_weights(
             check_rounded(name, model.get_submodule(name), before.detach(), job.spec)
             weights[key] = after.detach().cpu().contiguous()
         elif not torch.equal(after.detach().cpu(), before):
-            raise UserError(f"auto-round changed {key}, which is no linear of a block; report it")
+            raise UserError(
+                f"auto-round changed {key}, which is not a linear of a block; report it"
+            )
     if parameters:
         raise UserError(f"auto-round added {min(parameters)}; report it")
     return weights

@@ -30,7 +30,7 @@ def check_width(width: int, name: str, bits: int) -> None:
     """Refuse inputs or outputs, called `name`, that have no tiles or no known Hadamard matrix."""
     advice = f"give another method, such as gptq-b{bits}-perchannel"
     if width % TILE:
-        raise UserError(f"the {width} {name} are no multiple of {TILE}; {advice}")
+        raise UserError(f"the {width} {name} are not a multiple of {TILE}; {advice}")
     if not has_hadamard(width):
         raise UserError(f"no Hadamard matrix of size {width} is known, for the {name}; {advice}")
 

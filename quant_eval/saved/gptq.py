@@ -168,7 +168,7 @@ def pack(rounded: Rounded, bits: int, checkpoint_format: Format) -> dict[str, Te
     assert max(int(rounded.codes_OI.max()), int(rounded.zeros_OG.max())) < 2**bits, (
         f"not of {bits} bits"
     )
-    assert torch.equal(scales_OG.float(), rounded.scales_OG), "scales are no values of fp16"
+    assert torch.equal(scales_OG.float(), rounded.scales_OG), "scales are not values of fp16"
     middle = 2 ** (bits - 1)
     codes_IO = (rounded.codes_OI.short() - middle).to(torch.int8).T
     zeros_GO = (rounded.zeros_OG.short() - offset - middle).to(torch.int8).T

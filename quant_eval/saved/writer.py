@@ -71,7 +71,7 @@ class CheckpointWriter:
         """
         self.hf_dir, self.out, self.spec = hf_dir, out, spec
         if out.exists() and (read_lineage(out) or ({}, {}))[0].get("kind") != KIND:
-            raise UserError(f"{out} exists and is no quantized checkpoint; give a new directory")
+            raise UserError(f"{out} exists and is not a quantized checkpoint; give a new directory")
         model = empty_model(read_config(hf_dir))
         tensors, head = model.state_dict(), model.get_output_embeddings()
         self._shapes = {
@@ -104,7 +104,9 @@ class CheckpointWriter:
         Groups are of `group_size` inputs each, and in the range of the scales. `transform` is that
         of the inputs, in whose basis the codes are; None: the model's own.
         """
-        assert name in self._pending, f"{name} is no linear of a decoder block, or was added before"
+        assert name in self._pending, (
+            f"{name} is not a linear of a decoder block, or was added before"
+        )
         assert transform is not None or not self.spec.is_transformed, "of which basis?"
         self._pending.remove(name)
         linear = name.removesuffix(".weight")

@@ -150,7 +150,7 @@ def _read(path: Path) -> Dataset:
         # a Dataset would fill what is missing in a line with nulls, and lm-eval score those
         if not isinstance(documents[-1], dict) or _fields(documents[-1]) != _fields(documents[0]):
             raise UserError(
-                f"{path}, line {number} is no object with the fields of line 1 and their types,"
+                f"{path}, line {number} is not an object with the fields of line 1 and their types,"
                 f" {', '.join(_fields(documents[0]))}; correct it"
             )
     return Dataset.from_list(documents)

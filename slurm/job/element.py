@@ -69,11 +69,11 @@ class Element:
         self.everywhere = on_every_node(len(self.nodes))
 
     def position(self) -> int:
-        """Return how far its work has come."""
+        """Return how far the element's work has come."""
         return position_of(self.study_dir, self.steps)
 
-    def made(self, step: Step) -> list[str]:
-        """Return what a step has made, by one listing of a directory if it trains."""
+    def outputs(self, step: Step) -> list[str]:
+        """Return the names of what a step has made, by one listing of a directory if it trains."""
         if step.kind != "train":
             return [name for name in step.outputs if (self.study_dir / name).is_file()]
         checkpoints = RunDirectory(self.study_dir / step.run).checkpoints
@@ -193,7 +193,7 @@ class Element:
                 Path(self.site.project),
                 asked=self.stop_file.exists,
                 stop=lambda: train and ask_to_stop(self.study_dir, first, self.start),
-                recurring=AdvancingBeside(self.study_dir, lambda: self.made(first)).look,
+                recurring=AdvancingBeside(self.study_dir, lambda: self.outputs(first)).look,
                 hung=watch.hung if watch else lambda: None,
             )
         finally:

@@ -49,7 +49,7 @@ def check_shared(out_dir: Path, node: str) -> Iterator[str]:
     path.write_bytes(content)
     fsync_path(path)
     if path.read_bytes() != content:
-        yield f"a file in {out_dir} reads otherwise than it was written"
+        yield f"a file in {out_dir} does not read as it was written"
     seconds = time.monotonic() - begin
     if seconds > WRITE_SECONDS:
         yield f"1 MiB was written, synced and read in {seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""One step of a study on one node, in front of its user."""
+"""One step of a study on one node, run interactively."""
 
 import os
 from pathlib import Path
@@ -19,8 +19,8 @@ def _element_of(study_dir: Path, step: str) -> Key:
             if step in steps:
                 return array.name, index
     raise UserError(
-        f"{step!r:.120} is no step of {study_dir}; 'python -m slurm status {study_dir.name}' lists"
-        " what there is"
+        f"{step!r:.120} is not a step of {study_dir}; 'python -m slurm status {study_dir.name}'"
+        " lists what there is"
     )
 
 
@@ -41,12 +41,12 @@ def run_here(study_dir: Path, step: str) -> None:
     """Run the element of a step on this node.
 
     Raises:
-        UserError: this is no shell of salloc, or there is no such step.
+        UserError: this is not a shell of salloc, or there is no such step.
         typer.Exit: the step failed.
     """
     array, index = _element_of(study_dir, step)
     if "SLURM_JOB_NODELIST" not in os.environ:
-        raise UserError("this is no job; give --interactive, or run it in the shell of salloc")
+        raise UserError("this is not a job; give --interactive, or run it in the shell of salloc")
     job = os.environ["SLURM_JOB_ID"]
     never = study_dir / STOPS / f"{job}.interactive"
     if Element(study_dir, array, index, never, job).run() != "complete":

@@ -12,7 +12,7 @@ import sys
 
 
 def free_port() -> int:
-    """Return a port of this node that nobody has; another one at every call."""
+    """Return a free port of this node, a different one at every call."""
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as taken:
         taken.bind(("", 0))
         return int(taken.getsockname()[1])

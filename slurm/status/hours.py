@@ -55,7 +55,7 @@ def hours_of(now: Survey, trainings: dict[str, Training], moment: float) -> Hour
 def _used(now: Survey, element: Element, moment: float) -> float:
     """Return the node-seconds of an element's starts.
 
-    Of one that could not say when it ended, its log was last written about then.
+    A start that recorded no end is taken to end when its log was last written.
     """
     seconds = 0.0
     for start in starts_of(now.study_dir, element):

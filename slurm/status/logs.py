@@ -42,7 +42,7 @@ def newest_logs(study_dir: Path, which: str) -> dict[str, Path]:
 
 
 def _elements(submission: Submission, which: str) -> list[str]:
-    """Return the elements that a name stands for, each as ARRAY/INDEX."""
+    """Return the elements that a name means, each as ARRAY/INDEX."""
     known: dict[str, list[str]] = {}
     for array in submission.job_arrays.values():
         for index, steps in enumerate(array.elements):
@@ -54,7 +54,7 @@ def _elements(submission: Submission, which: str) -> list[str]:
     near = difflib.get_close_matches(which, known, n=1)
     hint = f"did you mean {near[0]}?" if near else "see status"
     raise UserError(
-        f"{which!r:.120} is no step, array or ARRAY/INDEX of what was submitted; {hint}"
+        f"{which!r:.120} is not a step, array or ARRAY/INDEX of what was submitted; {hint}"
     )
 
 

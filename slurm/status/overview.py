@@ -1,4 +1,4 @@
-"""The state of a submitted study: steps by the ledger, elements by SLURM or their logs."""
+"""State of a submitted study: steps by the ledger, elements by SLURM or their logs."""
 
 import re
 import time
@@ -109,7 +109,7 @@ def element_status(now: Survey, element: Element, without_slurm: str | None) -> 
 
 def situation_of(state: JobState) -> str:
     """Return the situation of an element that SLURM has."""
-    if state.held:
+    if state.is_held:
         return "held"
     return "queued" if state.waits else "running"
 

@@ -137,7 +137,7 @@ def _stragglers(overview: Overview) -> list[str]:
 
 
 def _restarted(overview: Overview) -> list[str]:
-    """Return lines on elements that go on after a start that failed."""
+    """Return lines on elements that are alive after a start that failed."""
     alive = [
         element for element in overview.elements if element.situation not in ("failed", "cancelled")
     ]

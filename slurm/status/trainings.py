@@ -87,7 +87,7 @@ def _age_seconds(path: Path) -> float | None:
 def straggler_of(ranks_jsonl: Path) -> str | None:
     """Describe the slowest rank of the newest report, if beyond STRAGGLER times the median.
 
-    All ranks wait for the slowest, so only what each does alone tells them apart: the time of a
+    All ranks wait for the slowest, so only what each does alone distinguishes them: the time of a
     fixed product on its GPU, or the time that its process is busy on a CPU.
     """
     rows = _newest_attempt(tail_rows(ranks_jsonl, RANKS_TAIL_BYTES))

@@ -31,7 +31,7 @@ SLURM = "slurm"  # the directory below a study
 SUBMISSION_JSON = "submission.json"
 JOBS_JSONL = "jobs.jsonl"
 PATIENCE_SECONDS = 60.0  # for another command, or a job that submits what comes next
-PRIVATE = 0o600  # of files with lines of the site, which may hold what is nobody else's business
+PRIVATE = 0o600  # of files with lines of the site, which may be private
 
 Element = tuple[str, int]  # name of the array, index
 
@@ -115,7 +115,7 @@ def read_submission(study_dir: Path) -> Submission | None:
 
 
 def _with_jobs(plan: Plan, lines: list[dict[str, Any]]) -> Submission:
-    """Return the submission that the lines of jobs.jsonl tell of."""
+    """Return the submission with the jobs that the lines of jobs.jsonl record."""
     # a call to sbatch is noted before it is made, and answered by one of two lines
     jobs: list[Job] = []
     cancelled: set[Element] = set()

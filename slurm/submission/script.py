@@ -1,6 +1,6 @@
 """The job script of an array, to the byte.
 
-The batch script stands between SLURM's signals and `python -m slurm job`, which it starts in the
+The batch script passes SLURM's signals on to `python -m slurm job`, which it starts in the
 background: bash runs a trap only between commands or while it waits, and whatever asks the element
 to stop becomes a file that the job polls.
 """
@@ -30,7 +30,7 @@ FIXED = {
 # NCCL_DEBUG says which call failed; torch's message does not.
 NCCL_PROFILES = {
     "default": {},
-    # Without adapters it fails, where NCCL would go on over TCP many times slower.
+    # Without adapters it fails, where NCCL would fall back to TCP, many times slower.
     "infiniband": {"NCCL_NET": "IB", "NCCL_DEBUG": "WARN"},
     # Adapters that are there but not cabled are left alone.
     "ethernet": {"NCCL_NET": "Socket", "NCCL_DEBUG": "WARN"},
@@ -215,7 +215,7 @@ def render(array: JobArray, site: Site, study_dir: Path, excluded: Collection[st
         excluded: nodes that the job does not go to, besides those of the site.
 
     Raises:
-        UserError: if the study's path cannot stand in a #SBATCH line.
+        UserError: if the study's path cannot be used in a #SBATCH line.
     """
     try:
         checked_path(study_dir)

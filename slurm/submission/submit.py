@@ -97,11 +97,11 @@ def check_start(site: Site) -> None:
     """Raise UserError if what every job starts with is not there."""
     if not os.access(site.python, os.X_OK):
         raise UserError(
-            f"{site.python} is no program; correct python in the site file: jobs start with it"
+            f"{site.python} is not a program; correct python in the site file: jobs start with it"
         )
     if not (site.project / "slurm" / "__main__.py").is_file():
         raise UserError(
-            f"{site.project} is no checkout of this project; correct project in the site file"
+            f"{site.project} is not a checkout of this project; correct project in the site file"
         )
 
 

@@ -1,4 +1,4 @@
-"""A study as it stands: what is complete, what is open, and what SLURM has of it."""
+"""A study at one moment: what is complete, what is open, and what SLURM has of it."""
 
 import json
 from collections.abc import Iterable

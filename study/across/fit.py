@@ -2,7 +2,7 @@
 
 log e = c + a log N + b log(D / N), by least squares over points: one for each number of parameters
 N and of tokens D. Runs of the same N and D differ in learning rate, engine or seed, and their
-geometric mean is one point: what they share, such as a misfit of the law, is no replicate.
+geometric mean is one point: what they share, such as a misfit of the law, is not a replicate.
 """
 
 import math

@@ -56,7 +56,7 @@ class Pick(NamedTuple):
 class Bench:
     """The averages of a run's exports and their quantized losses, made by this project's commands.
 
-    All is below STUDY/choices/RUN; what is there already is kept.
+    All files are below STUDY/choices/RUN; those that exist are kept.
     """
 
     def __init__(self, directory: Path, study: Study, run: RunConfig, spec: str, last: int) -> None:

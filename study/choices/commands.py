@@ -108,4 +108,4 @@ def _steps(text: str) -> list[int]:
     try:
         return sorted({int(step) for step in text.split(",")})
     except ValueError:
-        raise UserError(f"--steps {text} are no steps; give them as 320,448") from None
+        raise UserError(f"--steps {text} are not steps; give them as 320,448") from None

@@ -49,7 +49,7 @@ def with_cooldowns(
 
     Args:
         study: one that has the runs.
-        runs: names of runs that are no branches.
+        runs: names of runs that are not branches.
         steps: checkpoints with optimizer state, before any anneal, that the cooldowns start from.
         length: steps of each; by default a tenth of those before it.
 
@@ -129,11 +129,11 @@ def write_recipe(
     """Write a recipe of the study with its cooldowns, which has the study's name and directory.
 
     Raises:
-        UserError: the path is no new .py file, or no function can have the study's name.
+        UserError: the path exists or is not a .py file, or no function can have the study's name.
     """
     function = study.name.replace("-", "_")
     if path.suffix != ".py" or path.exists():
-        raise UserError(f"{path} is there already or is no .py file; give a new one")
+        raise UserError(f"{path} exists already or is not a .py file; give a new one")
     if not function.isidentifier() or "_" in study.name:
         raise UserError(
             f"a recipe is a function and cannot have the name {study.name}; leave out --write, and"

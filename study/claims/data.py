@@ -24,7 +24,7 @@ Chosen = list[RunSummary]
 def alike(ends: Iterable[RunSummary], but: Iterable[str]) -> list[Chosen]:
     """Return groups of runs that are the same but for these keys of run.json, dotted.
 
-    Names, places of checkpoints and what is no part of a run's identity may differ too.
+    Names, places of checkpoints and what is not part of a run's identity may differ too.
     """
     ignored = {*but, *RunConfig.NOT_IDENTITY, "save_steps", "evaluate_every_steps", "branch_from"}
     groups: dict[str, Chosen] = {}
@@ -66,7 +66,7 @@ def _is_cooldown(run: RunConfig) -> bool:
 
 
 def _is_cosine(run: RunConfig) -> bool:
-    """Return whether it is a cosine that is most of the way down at the end."""
+    """Return whether the schedule is a cosine that is mostly decayed at the end."""
     decayed = learning_rate(run, run.total_steps) <= DECAYED * run.optimizer.peak_lr
     return run.schedule.phase.kind == "cosine" and run.schedule.anneal is None and decayed
 

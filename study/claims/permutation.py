@@ -14,7 +14,7 @@ PERMUTATIONS = 50_000
 def kendall(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
     """Return Kendall's tau (1938), concordant minus discordant over all pairs, and its p-value.
 
-    The p-value is the share of the orders in which the runs could stand, were the second
+    The p-value is the share of the orders of the runs, were the second
     independent of the first, that give a tau as far from 0. Its unit is the run: it holds for other
     runs of the same settings, where a comparison paired over documents holds for other documents.
 

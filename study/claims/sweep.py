@@ -62,6 +62,15 @@ def _sweeps(of: Measure) -> list[dict[float, list[Row]]]:
     return [sweep for sweep in sweeps if len(sweep) > 1]
 
 
+def _slopes(sweep: dict[float, list[Row]]) -> Replicates:
+    """Return the slope of the figure over log2 of the peak, of each seed."""
+    by_seed = zip(*sweep.values(), strict=True)
+    return [
+        slope_over([(row, log2(peak)) for peak, row in zip(sweep, rows, strict=True)])
+        for rows in by_seed
+    ]
+
+
 def _steps(sweeps: Sequence[dict[float, list[Row]]], pairs: Pairing) -> dict[str, Replicates]:
     """Return the change of the figure between pairs of peaks, from the lower to the higher."""
     return {
@@ -85,13 +94,7 @@ def peaks(of: Measure) -> Verdict:
     The unit is the run. With one seed it is that of Kendall's tau, where so many peaks can decide.
     """
     sweeps = _sweeps(of)
-    slopes = [
-        [
-            slope_over([(rows[seed], log2(peak)) for peak, rows in sweep.items()])
-            for seed in range(len(next(iter(sweep.values()))))
-        ]
-        for sweep in sweeps
-    ]
+    slopes = [_slopes(sweep) for sweep in sweeps]
     steps, whole = _steps(sweeps, pairwise), mean_of(slopes)
     verdict = all_directed(of, steps, "lower", whole, "steps of the peak", " per 2x")
     if verdict.holds_seeds or len(sweeps) > 1 or _best_p(len(sweeps[0])) > ALPHA:
@@ -198,22 +201,25 @@ def _same_order(of: Measure) -> Verdict:
     groups = of.evidence.groups
     if len(groups) < 2:
         raise NotTested("the study has a single run")
-    pairs = {
-        f"{first} and {second}": [
-            change(*(by_first.end(end, of.column) for end in pair))
-            for pair in zip(groups[first], groups[second], strict=False)
+    # the difference between two groups of runs, seed by seed
+    pairs = {}
+    for first, second in combinations(groups, 2):
+        ends = zip(groups[first], groups[second], strict=False)
+        pairs[f"{first} and {second}"] = [
+            change(by_first.end(low, of.column), by_first.end(high, of.column))
+            for low, high in ends
         ]
-        for first, second in combinations(groups, 2)
-    }
-    known = {label: directed(by_first, pair) for label, pair in pairs.items()}
-    p_values = holm([finding.p for finding in known.values()])
+
+    findings = {label: directed(by_first, pair) for label, pair in pairs.items()}
+    p_values = holm([finding.p for finding in findings.values()])
+    # those that the first method shows, turned so that it says "higher"
     apart = {
-        label: [times(1 if known[label].way == "higher" else -1, pair) for pair in pairs[label]]
-        for label, p in zip(known, p_values, strict=True)
+        label: [times(1 if findings[label].way == "higher" else -1, pair) for pair in pairs[label]]
+        for label, p in zip(findings, p_values, strict=True)
         if p <= ALPHA
     }
     if not apart:
-        words = f"by {title}, none of {len(known)} pairs differs significantly itself"
+        words = f"by {title}, none of {len(findings)} pairs differs significantly itself"
         return Verdict("not decided", words)
     beside = f"the pairs of {len(pairs)} that differ significantly by {title}, in its direction"
     return all_directed(of, apart, "higher", beside=beside)

@@ -20,11 +20,11 @@ Outcome = Literal["supported", "contradicted", "not decided", "not tested"]
 Replicates = list[Weighted]  # a sum of rows for every seed
 FIGURES = {"kl_divergence": "KL divergence", "relative_error": "relative error"}
 NAMES = FIGURES | {"cross_entropy_quantized": "quantized loss"}
-SIGNIFICANT = ("higher", "lower")  # verdicts; any other is no significant difference
+SIGNIFICANT = ("higher", "lower")  # verdicts; any other is not a significant difference
 ALPHA = 1 - INTERVAL_LEVEL
 
 
-class NotTested(Exception):  # noqa: N818 no error: a verdict
+class NotTested(Exception):  # noqa: N818 not an error but a verdict
     """The reason why a study does not have the data for a claim."""
 
 

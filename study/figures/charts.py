@@ -37,7 +37,7 @@ class Quantity:
 
     Attributes:
         title: with the unit, also the name of the column.
-        written: stands beside the axis instead.
+        written: text beside the axis, in place of the title.
         holds_zero: the axis reaches down to 0 at least.
         domain: ends of the axis; None: as the values have it.
         ticks: the only values with a label; empty: as Vega has it.
@@ -231,7 +231,7 @@ def panel(layers: Sequence[Chart], title: str, columns: int, height: int = HEIGH
 
 
 def columns_of(count: int) -> int:
-    """Return how many of `count` panels stand side by side, so that they stay readable."""
+    """Return how many of `count` panels are side by side, so that they stay readable."""
     return -(-count // max(-(-count // MOST_COLUMNS), 1))
 
 

@@ -1,4 +1,4 @@
-"""Drawing of every figure with data: PNG and PDF, with the rows behind it as CSV."""
+"""Drawing of every figure with data: PNG and PDF, with its rows as CSV."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""One figure of a report: its name, its caption, the rows behind it and the chart of them."""
+"""One figure of a report: its name, its caption, its rows and the chart of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

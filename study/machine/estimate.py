@@ -1,4 +1,4 @@
-"""The needs of a study on given GPUs in words: layouts, memory, time and disk, all estimates."""
+"""The estimated needs of a study on given GPUs, in words: layouts, memory, time and disk."""
 
 from collections.abc import Iterator
 

@@ -84,7 +84,7 @@ class QuantizationSettings(Frozen):
         for spec in self.by_block:
             if parse_spec(spec).casts:
                 raise ValueError(
-                    f"{spec} rounds activations too, it is no step of weights; leave it out of"
+                    f"{spec} rounds activations too, it is not a step of weights; leave it out of"
                     " by_block"
                 )
         return self

@@ -34,7 +34,7 @@ class Averaged(NamedTuple):
 def averaged(study: Study, rows: Sequence[Row]) -> list[Averaged]:
     """Return the averages before the anneal, in whose place they are made.
 
-    An average of annealed weights lags behind weights that still change their rate.
+    An average of annealed weights lags weights whose learning rate still changes.
     """
     kinds = {average.name: average.kind.upper() for average in kept_averages(study)}
     runs = {run.name: run for run in study.runs}

@@ -1,6 +1,6 @@
 """The processes of a runner: each command below a `supervise.py`, in a new interpreter or a fork.
 
-The runner holds a leash of each, a socket: closed, it ends the command with all its descendants.
+The runner holds a leash of each command, a socket: closed, it ends the command and its descendants.
 Forks are those of `warm.py`; a command for GPUs, or one that reads the hub, has another environment
 and an interpreter of its own.
 """

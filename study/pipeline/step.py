@@ -2,7 +2,7 @@
 
 Commands name places by {python}, {root} and {study}, and what they run on by {launch}, {device},
 {sharding} and {cores}: the same step on another machine, or after the study was moved, is the same
-text and has the same fingerprint. `study.machine.needs` says what those stand for.
+text and has the same fingerprint. `study.machine.needs` gives their values.
 """
 
 import shlex

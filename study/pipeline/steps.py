@@ -1,4 +1,4 @@
-"""A study as steps: commands, each with what it reads and the files it leaves behind.
+"""A study as steps: commands, each with what it reads and the files it leaves.
 
 Measuring is cut as fine as it can be: a step is one model and, of quantization, one spec. Steps
 that differ in that alone may share a process (`study.pipeline.step.batches`), as many as suits the

@@ -16,7 +16,7 @@ from train.run.optimization import Anneal, CosinePhase, Lawa, OptimizerConfig, S
 HORIZON_OVER_ANNEAL_START = 5e12 / (72_000 * 4_194_304)
 # AdamW forgets an update over 1 / (rate x weight decay) steps (arXiv 2405.13698). Up to the anneal
 # the 7B's run with a peak of 6e-4 and a decay of 0.1 is 4.3 such times long. So would the demo's be
-# with a peak of 6e-3: its own peaks stand for the 7B's 12e-4, and for twice that.
+# with a peak of 6e-3: its own peaks correspond to the 7B's 12e-4, and to twice that.
 PEAKS, SAVES, ANNEALS_AT = (1.2e-2, 2.4e-2), (384, 768, 1024), 768
 WEIGHT_DECAY = round(72_000 * 6e-4 * 0.1 / (ANNEALS_AT * 6e-3), 4)
 # Enough to decide at 3 bits whether the anneal raises the error, at either peak.

@@ -128,7 +128,7 @@ def run(
 
 
 def steps(tokens: float, divisor: int, tokens_per_step: int) -> int:
-    """Return the steps of a size that stand for so many tokens of the 7B ablation."""
+    """Return the steps of a size that correspond to so many tokens of the 7B ablation."""
     return round(tokens / divisor / tokens_per_step)
 
 

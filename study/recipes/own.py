@@ -53,7 +53,7 @@ def own_recipe(path: Path) -> Recipe:
         with _refusing(path):
             study = make(smoke=smoke)
         if not isinstance(study, Study):
-            raise UserError(f"{path}: {make.__name__} returns no study; {HOW}")
+            raise UserError(f"{path}: {make.__name__} does not return a study; {HOW}")
         return study
 
     return Recipe(checked)

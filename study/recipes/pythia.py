@@ -229,7 +229,7 @@ def pythia_160m_weight_decay(*, smoke: bool = False) -> Study:
 
     arXiv 2510.06213, section 5.3, figure 19. Each update shrinks a weight by rate x weight decay.
     The paper sweeps that product, as `decoupled` in Schaipp 2024: at the peak of 3e-3 it goes from
-    3e-5 to 3e-3 here, where the default of 0.1 stands for 3e-4. The paper's values are not
+    3e-5 to 3e-3 here, where the default of 0.1 gives 3e-4. The paper's values are not
     published, these are this project's.
     """
     decays = (0.1, 1.0) if smoke else (0.01, 0.03, 0.1, 0.3, 1.0)

@@ -1,4 +1,4 @@
-"""Settings, software and commands behind the numbers of a report."""
+"""Settings, software and commands of the numbers in a report."""
 
 import shlex
 from itertools import product

@@ -29,7 +29,7 @@ def power(
 
     directory, study = existing(name, root)
     if not re.fullmatch(r"\d*\.?\d+%", difference) or float(difference[:-1]) == 0:
-        raise UserError(f"--difference {difference} is no share above 0; write it as 10%")
+        raise UserError(f"--difference {difference} is not a share above 0; write it as 10%")
     share = float(difference[:-1]) / 100
     rows = read_table(directory, study)
     typer.echo("\n".join(power_lines(study, rows, Paired(directory), share)))

@@ -48,8 +48,8 @@ def given_of(asked: Asked) -> Given:
     kind, *others = {_kind_of(place) for place in places}
     if others or len(set(places) if kind == "files" else {""}) < len(places):
         raise UserError(
-            "--text names a place twice, places of several kinds, or more than one that is no text;"
-            f" give {FORMS}"
+            "--text names a place twice, places of several kinds, or more than one that is not"
+            f" text; give {FORMS}"
         )
     label = places[0].name.partition(".")[0] if kind == "files" else places[0].name
     label = re.sub(r"[^A-Za-z0-9_=+-]+", "-", label)[:LABEL_CHARACTERS]

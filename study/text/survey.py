@@ -25,7 +25,7 @@ from train.data.share import PLACES, Share, place_of
 from train.data.tokenizer import load_tokenizer
 
 CALIBRATION_DRAWS = 4  # of the calibration text: a draw of all of it would be the only one
-LOSS_DOCUMENTS = 50  # at least, behind each loss: intervals cover what they say from there on
+LOSS_DOCUMENTS = 50  # at least, of each loss: intervals cover what they say from there on
 MARGIN = 1.25  # of what is held out, as long as its tokens are an estimate by the tokenizer
 SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 2_000, 2_000
 

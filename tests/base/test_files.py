@@ -27,7 +27,7 @@ def test_a_pipe_or_a_device_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     for name in ("pipe", "link"):
-        with pytest.raises(UserError, match=rf"{name} is no regular file"):
+        with pytest.raises(UserError, match=rf"{name} is not a regular file"):
             read_regular(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "none")

@@ -14,10 +14,13 @@ HEAVY = ("torch", "transformers", "huggingface_hub")
     ("arguments", "expected"),
     [
         (["export", "none", "out"], "none holds no checkpoint.json"),
-        (["import", "none", "out"], "none is no directory; give an HF directory, or OWNER/NAME@"),
-        (["average", "out", "none", "nowhere"], "none is no directory"),
+        (
+            ["import", "none", "out"],
+            "none is not a directory; give an HF directory, or OWNER/NAME@",
+        ),
+        (["average", "out", "none", "nowhere"], "none is not a directory"),
         (["download", "a/b", "out", "--every", "2", "--revision", "c"], "one or the other"),
-        (["inspect", "none"], "none is no directory"),
+        (["inspect", "none"], "none is not a directory"),
         (["publish", "none", "out"], "give a run directory"),
     ],
 )

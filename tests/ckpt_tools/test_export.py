@@ -260,7 +260,7 @@ def test_an_existing_directory_that_is_no_export_is_kept(copy):
     out.mkdir()
     (out / "notes.txt").write_text("keep")
     done = python("ckpt_tools", "export", str(copy / "checkpoints" / "step00000020"), str(out))
-    assert "exists and is no export" in error_line(done)
+    assert "exists and is not an export" in error_line(done)
     assert (out / "notes.txt").read_text() == "keep"
 
 

@@ -295,7 +295,7 @@ def test_lineage_is_believed_and_checked(tmp_path):
 
 
 def test_a_revision_of_the_hub_is_fetched_by_name(tmp_path, monkeypatch):
-    """The hub's part is taken by a directory; without network, and for what is no name, there is
+    """The hub's part is taken by a directory; without network, and for what is not a name, there is
     one line.
     """
     snapshot = make_source(tmp_path, "7b")
@@ -324,7 +324,7 @@ def test_a_revision_of_the_hub_is_fetched_by_name(tmp_path, monkeypatch):
         (f"{repository}@{revision}", "was not reached"),
         (
             "no-such-directory",
-            "is no directory; give an HF directory, or a model of the hub as OWNER/NAME@REVISION",
+            "is not a directory; give an HF directory, or a model of the hub as OWNER/NAME@REVISION",
         ),
     ):
         with pytest.raises(UserError, match=expected):

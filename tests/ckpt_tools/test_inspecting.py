@@ -138,5 +138,5 @@ def test_the_command_checks_all_and_refuses_the_first(run, tmp_path):
 
 def test_what_is_nothing_of_that_kind_is_refused(run, tmp_path):
     for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(UserError, match="is no checkpoint, HF directory or run"):
+        with pytest.raises(UserError, match="is not a checkpoint, HF directory or run"):
             describe(path)

@@ -314,28 +314,28 @@ def add_file(hf: Path, name: str) -> None:
         ),
         (
             lambda hf: change_lineage(hf / "step00000020", parity=...),
-            "is no proven export or average of run dp1",
+            "is not a proven export or average of run dp1",
         ),
         (
             lambda hf: change_lineage(hf / "step00000020", fingerprint="0" * 16),
-            "is no proven export or average of run dp1 alone",
+            "is not a proven export or average of run dp1 alone",
         ),
         (
             lambda hf: change_lineage(hf / "soup2-step00000020", fingerprint=..., step=...),
-            "is no proven export or average of run dp1 alone",
+            "is not a proven export or average of run dp1 alone",
         ),
         (
             lambda hf: change_lineage(hf / "step00000020", kind="other"),
-            "is no proven export or average",
+            "is not a proven export or average",
         ),
         (
             lambda hf: (hf / "step00000020/lineage.json").unlink(),
-            "is no proven export or average",
+            "is not a proven export or average",
         ),
         (lambda hf: shutil.copytree(hf / "step00000020", hf / "again"), f"are both {LAST}"),
         (
             lambda hf: (hf / "soup2-step00000020").rename(hf / "a soup-step00000020"),
-            "is no name for the hub",
+            "is not a name for the hub",
         ),
         (
             lambda hf: add_file(hf, "../../run.json"),

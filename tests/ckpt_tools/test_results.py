@@ -62,12 +62,12 @@ def test_a_result_without_settings_is_of_the_kind_that_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no valid JSON; measure again"),
-        ("\N{SNOWMAN}\udcff", "is no valid JSON"),
-        ("[1]", "is no result of a measurement; give one"),
-        ('{"spec": {}}', "is no result of a measurement"),
+        ("{", "is not valid JSON; measure again"),
+        ("\N{SNOWMAN}\udcff", "is not valid JSON"),
+        ("[1]", "is not a result of a measurement; give one"),
+        ('{"spec": {}}', "is not a result of a measurement"),
         ('{"measured": []}', r"is damaged \('measured': Input should be"),
-        ('{"measured": {}, "spec": null}', "is no result of a measurement"),
+        ('{"measured": {}, "spec": null}', "is not a result of a measurement"),
         ('{"measured": {"loss": "x"}}', r"is damaged \('measured.loss': .*; measure again"),
     ],
 )

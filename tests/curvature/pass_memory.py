@@ -55,7 +55,7 @@ def main() -> None:
 
         run(
             LENGTH
-        )  # what is allocated once and for all, such as buffers of the kernels, is no part of it
+        )  # what is allocated once and for all, such as buffers of the kernels, is not part of it
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # begins a new high-water mark
         before = resident("VmRSS")

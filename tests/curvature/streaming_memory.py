@@ -41,7 +41,7 @@ def main() -> None:
     }
     peaks = {}
     for name, product in products.items():
-        product()  # what is allocated once and for all is no part of it
+        product()  # what is allocated once and for all is not part of it
         Path("/proc/self/clear_refs").write_text("5")  # begins a new high-water mark
         before = resident("VmRSS")
         product()

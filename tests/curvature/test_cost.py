@@ -173,7 +173,7 @@ def test_the_work_is_the_products_and_gradients_that_are_made(
 
     def counted(function, what):
         def call(*arguments):
-            made[what] += torch.is_grad_enabled()  # a loss alone is no gradient
+            made[what] += torch.is_grad_enabled()  # a loss alone is not a gradient
             return function(*arguments)
 
         return call

@@ -225,8 +225,8 @@ def test_a_missing_result_ends_with_one_line_and_nothing_written(run, three, tmp
 def test_bad_results_are_refused(run, written):
     good, text, empty, other = written(content([1.0, 2.0]), "no json", "", json.dumps({"a": 3}))
     for bad in (text, empty):
-        assert "is no valid JSON; measure again" in run(good, bad)[2][-1]
-    assert "is no result of a measurement" in run(good, other)[2][-1]
+        assert "is not valid JSON; measure again" in run(good, bad)[2][-1]
+    assert "is not a result of a measurement" in run(good, other)[2][-1]
     assert "there is nothing to compare with; give two results or more" in run(good)[2][-1]
     assert "is given twice" in run(good, good / "result.json")[2][-1]
 

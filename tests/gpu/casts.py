@@ -1,4 +1,4 @@
-"""Casts: a linear, the KV cache and grids that are no integers, on the GPU against the CPU."""
+"""Casts: a linear, the KV cache and grids that are not integers, on the GPU against the CPU."""
 
 import copy
 

@@ -205,8 +205,8 @@ FEW = {name: values[:19] for name, values in SUMS.items()}
             [],
             "has no relative_error for every calibration draw",
         ),
-        ([content(SUMS), "{"], [], "is no valid JSON; measure again"),
-        ([content(SUMS), "{}"], [], "is no result of a measurement"),
+        ([content(SUMS), "{"], [], "is not valid JSON; measure again"),
+        ([content(SUMS), "{}"], [], "is not a result of a measurement"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(written, run, contents, options, reason):

@@ -76,7 +76,7 @@ def test_every_combination_equals_explicit_elimination(layout, symmetry, bits):
 def test_dead_columns_are_eliminated_as_in_the_reference(layout, symmetry):
     spec = spec_of(3, symmetry, layout)
     weight_OI, hessian_II = (part.clone() for part in some_problem())
-    hessian_II *= 1e-4  # a stand-in for the zero diagonal that is no fraction of the live one would dominate the mean
+    hessian_II *= 1e-4  # a stand-in for the zero diagonal that is not a fraction of the live one would dominate the mean
     dead = [*range(3, 120, 4), *range(192, 224), 287]  # a whole group of 32 is dead
     hessian_II[dead] = 0
     hessian_II[:, dead] = 0

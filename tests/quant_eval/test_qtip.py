@@ -134,7 +134,7 @@ def test_a_power_of_two_scales_the_result_and_zeros_stay_zeros():
 @pytest.mark.parametrize(
     ("width", "message"),
     [
-        (24, r"the 24 inputs of w are no multiple of 16; give another .* gptq-b2-perchannel"),
+        (24, r"the 24 inputs of w are not a multiple of 16; give another .* gptq-b2-perchannel"),
         (1072, r"no Hadamard matrix of size 1072 is known, for the inputs of w; give another"),
     ],
 )
@@ -149,5 +149,5 @@ def test_weights_that_are_not_finite_are_refused():
     weight_OI[3, 4] = torch.nan
     with pytest.raises(UserError, match=r"w: weights hold NaN or infinity; check the checkpoint"):
         qtip(weight_OI, correlated(32), SPEC, [0], "w")
-    with pytest.raises(UserError, match=r"the 24 outputs of w are no multiple of 16"):
+    with pytest.raises(UserError, match=r"the 24 outputs of w are not a multiple of 16"):
         qtip(normal(24, 32), correlated(32), SPEC, [0], "w")

@@ -20,7 +20,7 @@ SPECS = ("gptq-b3-g16-actorder-s16",)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, train_prefix, held_out_prefix):
-    """Result directories by number of ranks; 13 sequences are no multiple of 3 ranks, nor of the
+    """Result directories by number of ranks; 13 sequences are not a multiple of 3 ranks, nor of the
     4 of a batch.
     """
     root = tmp_path_factory.mktemp("ranks")

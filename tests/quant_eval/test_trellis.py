@@ -53,7 +53,7 @@ def test_values_are_the_sums_of_four_bytes():
     )
 
 
-# 5 is no multiple of 2: overlaps start in the middle of a number's bits
+# 5 is not a multiple of 2: overlaps start in the middle of a number's bits
 @pytest.mark.parametrize(("log_states", "length"), [(4, 6), (5, 5)])
 def test_viterbi_finds_the_best_of_all_walks(log_states, length):
     trellis = Trellis(2, log_states, CPU)

@@ -266,8 +266,8 @@ def test_a_step_in_front_of_its_user_runs_on_one_node_of_salloc(lab, tmp_path, c
         lab.command("scancel", "--user=root")
         lab.command("scontrol", "update", "PartitionName=train", "State=UP")
     code, _, err = command("run", "small", "corpus", "--root", str(root))
-    assert (code, "this is no job; give --interactive" in err) == (2, True)
-    assert "is no step of" in command("run", "small", "corpse", "--root", str(root))[2]
+    assert (code, "this is not a job; give --interactive" in err) == (2, True)
+    assert "is not a step of" in command("run", "small", "corpse", "--root", str(root))[2]
     words = [sys.executable, "-m", "slurm", "run", "small", "corpus", "--root", str(root)]
     done = subprocess.run(
         [*words, "--interactive"], cwd=PROJECT, capture_output=True, text=True, check=False

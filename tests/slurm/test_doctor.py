@@ -43,7 +43,7 @@ def test_a_node_that_does_not_see_the_root(lab, root):
 
 def test_an_interpreter_that_is_not_there(lab, root):
     found = failures(site_of(root).model_copy(update={"python": root / "python"}))
-    assert "is no program; correct python" in found["interpreter and project"]
+    assert "is not a program; correct python" in found["interpreter and project"]
     assert "it ended early" in found["a job on nodes"]
 
 

@@ -304,8 +304,11 @@ def test_nothing_is_submitted_where_something_is_wrong(full, root, study):
         ),
         (with_train(nodes=99), "Requested node configuration|nodes"),
         (huge, "free space, take a root on another"),
-        (site.model_copy(update={"python": root / "python"}), "is no program; correct python in"),
-        (site.model_copy(update={"project": root}), "is no checkout of this project; correct"),
+        (
+            site.model_copy(update={"python": root / "python"}),
+            "is not a program; correct python in",
+        ),
+        (site.model_copy(update={"project": root}), "is not a checkout of this project; correct"),
     ):
         with pytest.raises(UserError, match=reason):
             submit(study, wrong)

@@ -33,7 +33,7 @@ def test_the_commands_print_what_they_find(collected_dir, study):
 
     steps = str(run.save_steps[0])
     assert "1 cooldown: " in said("cooldowns", study.name, run.name, "--steps", steps, *root)
-    with pytest.raises(UserError, match="--steps now are no steps"):
+    with pytest.raises(UserError, match="--steps now are not steps"):
         said("cooldowns", study.name, run.name, "--steps", "now", *root)
 
     with pytest.raises(UserError, match="trains no run absent"):

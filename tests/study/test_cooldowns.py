@@ -71,7 +71,7 @@ def test_the_recipe_is_the_study_with_its_cooldowns_as_often_as_it_is_run(tmp_pa
     assert study.runs == with_cooldowns(STUDY, ["stable"], [80, 160], 20).runs
     save_study(tmp_path / STUDY.name, study)  # as running it does
     assert resolve(str(path)).runs == load_study(tmp_path / STUDY.name).runs
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         write_recipe(path, tmp_path, STUDY, ["stable"], [80], 20)
     named = STUDY.model_copy(update={"name": "mine-engine=deepspeed"})
     with pytest.raises(UserError, match="cannot have the name"):

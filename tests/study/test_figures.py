@@ -238,7 +238,7 @@ def test_bars_that_reach_zero_end_at_the_axis_of_logarithms(branched):
 
 
 def test_a_study_at_work_is_drawn_as_far_as_it_is(branched):
-    """Before anything is measured there is nothing but the learning rates, which are no data."""
+    """Before anything is measured there is nothing but the learning rates, which are not data."""
     study, rows, directory = branched
     nothing = [
         Row.of(

@@ -49,7 +49,7 @@ def test_every_recipe_has_a_plan_for_one_gpu_and_eight_or_names_the_machine_that
         return
     for run in study.trained:
         fitted, ranks = needs.trainings[run.name]
-        assert fingerprint(fitted) == fingerprint(run), "a layout is no part of what a run is"
+        assert fingerprint(fitted) == fingerprint(run), "a layout is not part of what a run is"
         assert rank_memory(fitted, ranks).bytes <= GPUS["h100"].memory_bytes
         assert 1 <= ranks <= gpus
         assert fitted.batch_size % (fitted.data_parallel_size(ranks) * fitted.micro_batch_size) == 0

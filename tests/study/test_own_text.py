@@ -259,7 +259,7 @@ def bad(tmp_path_factory, tokenizer_dir) -> Path:
             "absent.jsonl does not exist; --text takes FILES of text, PREFIX of a token file",
         ),
         (["empty.jsonl"], "empty.jsonl is empty"),
-        (["broken.jsonl"], "broken.jsonl:2 is no JSON object with a 'text'"),
+        (["broken.jsonl"], "broken.jsonl:2 is not a JSON object with a 'text'"),
         (["folder"], "is a directory without a study"),
         (["few.jsonl", "few.jsonl"], "--text names a place twice"),
         (["few.jsonl", "tokens"], "places of several kinds"),

@@ -65,4 +65,4 @@ def test_one_seed_and_other_words_are_refused(printed):
     result = printed("10%", seeds=(1,))
     assert "no comparison of the ends of two seeds yet" in str(result.exception)
     result = printed("tenth")
-    assert "--difference tenth is no share above 0; write it as 10%" in str(result.exception)
+    assert "--difference tenth is not a share above 0; write it as 10%" in str(result.exception)

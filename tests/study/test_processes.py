@@ -44,7 +44,7 @@ def test_a_fork_ends_as_a_new_interpreter_does(processes, tmp_path):
     other = child_environment("") | {"ANOTHER": "environment"}  # which no fork can have
     assert forked == outcome(processes, tmp_path / "new.log", other)
     assert forked[0] == 2
-    assert forked[1].startswith("error: nowhere is no directory")
+    assert forked[1].startswith("error: nowhere is not a directory")
 
 
 @pytest.mark.parametrize("how", ["end", "kill"])

@@ -160,8 +160,8 @@ def test_what_is_no_token_file_is_not_indexed(npy_files, tmp_path):
     for path, complaint in (
         (with_header, "NumPy header"),
         (odd, "correct --dtype"),
-        (tmp_path / "none.npy", "is no file"),
-        (tmp_path, "is no file"),
+        (tmp_path / "none.npy", "is not a file"),
+        (tmp_path, "is not a file"),
     ):
         with pytest.raises(UserError, match=complaint):
             index(

@@ -61,11 +61,11 @@ def test_files_that_are_not_there_are_refused(dataset, files):
     "files", ["a", "1-", "-1", "1,2", "1-2-3", " 1", "1\n", "\u0661", "1" * 10]
 )
 def test_what_is_no_range_is_refused(dataset, files):
-    with pytest.raises(UserError, match="is no range of files; write such as 2"):
+    with pytest.raises(UserError, match="is not a range of files; write such as 2"):
         parse_source(f"dataset:{dataset}:::{files}")
 
 
 @pytest.mark.parametrize("text", ["dataset:", "dataset::en", "dataset:a:b:c:1:2"])
 def test_what_names_no_dataset_is_refused(text):
-    with pytest.raises(UserError, match="is no dataset"):
+    with pytest.raises(UserError, match="is not a dataset"):
         parse_source(text)

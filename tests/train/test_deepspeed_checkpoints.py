@@ -26,7 +26,7 @@ def regathered(directory: Path) -> dict[str, torch.Tensor]:
     for path in directory.glob("optimizer-*"):
         with safe_open(path, "pt") as file:
             starts = json.loads(file.metadata()["state"])["starts"]
-            for key in file.keys():  # noqa: SIM118  it is no dictionary
+            for key in file.keys():  # noqa: SIM118  it is not a dictionary
                 ranges.setdefault(key, []).append(
                     (starts[key.partition("/")[2]], file.get_tensor(key))
                 )

@@ -116,7 +116,7 @@ def test_a_dataset_is_the_files_it_consists_of(tmp_path, tokenizer_dir):
     assert len(parse_source(f"{name}::test")) == 1
     none = python("train", "prepare", f"{name}::none", *options, "--out", str(tmp_path / "none"))
     assert "correct the name, configuration or split" in error_line(none)
-    with pytest.raises(UserError, match="row 1: 'text' is no string"):
+    with pytest.raises(UserError, match="row 1: 'text' is not a string"):
         prepare(parse_source(f"{name}::test"), tokenizer_dir, tmp_path / "none")
 
 
@@ -192,13 +192,13 @@ def test_a_killed_prepare_resumes(tmp_path, tokenizer_dir):
         (
             "bad.jsonl",
             b'{"text": "one"}\n{"txt": "two"}\n',
-            "bad.jsonl:2 is no JSON object with a 'text'",
+            "bad.jsonl:2 is not a JSON object with a 'text'",
         ),
         ("latin.txt", b"caf\xe9 au lait", "latin.txt is not UTF-8"),
         (
             "surrogate.jsonl",
             b'{"text": "\\ud800"}\n',
-            "surrogate.jsonl:1: 'text' is no string of valid Unicode",
+            "surrogate.jsonl:1: 'text' is not a string of valid Unicode",
         ),
         ("empty.jsonl", b"", "no document in 1 source"),
         ("none.txt", None, "none.txt does not exist"),
@@ -215,7 +215,7 @@ def test_a_killed_prepare_resumes(tmp_path, tokenizer_dir):
         (
             "null.parquet",
             parquet(["a", None]).replace(b"body", b"text"),
-            "null.parquet, row 2: 'text' is no string",
+            "null.parquet, row 2: 'text' is not a string",
         ),
     ],
     ids=lambda value: (
@@ -235,8 +235,8 @@ def test_prepare_refuses_and_leaves_nothing(tmp_path, tokenizer_dir, name, conte
 def test_the_command_refuses_in_one_line(tmp_path, tokenizer_dir):
     out = ["--tokenizer", str(tokenizer_dir), "--out", str(tmp_path / "out" / "tokens")]
     for arguments, expected in (
-        ([str(tmp_path)], "is no file; give files, or a directory as dataset:"),
-        (["x.txt", "--share", "3-2"], "--share 3-2 is no share FIRST-STOP"),
+        ([str(tmp_path)], "is not a file; give files, or a directory as dataset:"),
+        (["x.txt", "--share", "3-2"], "--share 3-2 is not a share FIRST-STOP"),
     ):
         assert expected in error_line(python("train", "prepare", *arguments, *out))
     assert not list(tmp_path.glob("out/*"))

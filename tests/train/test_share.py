@@ -132,5 +132,5 @@ def test_held_out_shares_of_the_text_may_be_measured_on(
 
 @pytest.mark.parametrize("text", ["5", "5-5", "7-3", "0-1000001", "-1-4", "a-b"])
 def test_what_is_no_share_is_refused(text):
-    with pytest.raises(UserError, match="is no share FIRST-STOP"):
+    with pytest.raises(UserError, match="is not a share FIRST-STOP"):
         parse_share(text)

@@ -183,7 +183,7 @@ def _map_bin(prefix: Path, manifest: Manifest) -> Corpus:
         raise UserError(f"{index} is truncated; {REMAKE}")
     magic, version, code, documents, bounds = INDEX_HEADER.unpack(header)
     if magic != INDEX_MAGIC or version != 1 or code not in dtypes:
-        raise UserError(f"{index} is no Megatron index of 16 or 32 bit tokens; {REMAKE}")
+        raise UserError(f"{index} is not a Megatron index of 16 or 32 bit tokens; {REMAKE}")
     # A length and an offset of each document, and the bounds.
     expected = INDEX_HEADER.size + documents * (4 + 8) + bounds * 8
     if index.stat().st_size != expected:

@@ -20,7 +20,7 @@ from base.frozen import Frozen
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 PARQUET_ROWS = 1024
-DATASET = "dataset:"  # begins the name of a source that is no file
+DATASET = "dataset:"  # begins the name of a source that is not a file
 
 
 class TextFile(Frozen):
@@ -108,7 +108,7 @@ def _stream(dataset: str, config: str | None, split: str) -> Any:
 def _dataset_parts(text: str, key: str) -> Iterator[DatasetPart]:
     dataset, *fields = text.removeprefix(DATASET).split(":")
     if not dataset or len(fields) > 3:
-        raise UserError(f"{text} is no dataset; write {DATASET}NAME[:CONFIG[:SPLIT[:FILES]]]")
+        raise UserError(f"{text} is not a dataset; write {DATASET}NAME[:CONFIG[:SPLIT[:FILES]]]")
     config, split, files = (*fields, *[""] * (3 - len(fields)))
     split = split or "train"
     parts = int(_stream(dataset, config or None, split).num_shards)
@@ -129,7 +129,7 @@ def _file_numbers(text: str, files: str, parts: int) -> range:
         return range(1, parts + 1)
     match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", files, re.ASCII)
     if not match:
-        raise UserError(f"{text}: '{files}' is no range of files; write such as 2 or 1-8")
+        raise UserError(f"{text}: '{files}' is not a range of files; write such as 2 or 1-8")
     first, last = int(match[1]), int(match[2] or match[1])
     if not 1 <= first <= last <= parts:
         raise UserError(f"{text}: the dataset has files 1 to {parts}; give some of them")
@@ -146,7 +146,7 @@ def read_documents(path: Path, key: str = "text") -> Iterator[str]:
     kind = path.with_suffix("").suffix if compressed else path.suffix
     reader = {".jsonl": _json_lines, ".parquet": _parquet}.get(kind, _plain_text)
     if path.exists() and not path.is_file():  # a pipe cannot be hashed and read
-        raise UserError(f"{path} is no file; give files, or a directory as {DATASET}{path}")
+        raise UserError(f"{path} is not a file; give files, or a directory as {DATASET}{path}")
     try:
         with _decompressed(path) as stream:
             yield from reader(path, stream, key)
@@ -183,7 +183,7 @@ def _checked(text: Any, place: str, key: str) -> str:
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can spell
         pass
     raise UserError(
-        f"{place}: '{key}' is no string of valid Unicode; correct it or choose another --key"
+        f"{place}: '{key}' is not a string of valid Unicode; correct it or choose another --key"
     )
 
 
@@ -200,7 +200,7 @@ def _json_lines(path: Path, stream: BinaryIO, key: str) -> Iterator[str]:
                 text = json.loads(line)[key]
             except (json.JSONDecodeError, KeyError, TypeError):
                 raise UserError(
-                    f"{path}:{number} is no JSON object with a '{key}'; correct the line"
+                    f"{path}:{number} is not a JSON object with a '{key}'; correct the line"
                 ) from None
             yield _checked(text, f"{path}:{number}", key)
 

@@ -56,7 +56,7 @@ def index(
 def _check_raw(path: Path, dtype: str) -> None:
     """Raise UserError for anything but a headerless array of whole tokens."""
     if not path.is_file():
-        raise UserError(f"{path} is no file; give OLMo's .npy token files one by one")
+        raise UserError(f"{path} is not a file; give OLMo's .npy token files one by one")
     with path.open("rb") as file:
         if file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
             raise UserError(f"{path} has a NumPy header; OLMo's are raw, write it with tofile")

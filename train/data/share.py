@@ -60,5 +60,5 @@ def parse_share(text: str) -> Share:
         return Share.model_validate({"first": first, "stop": stop})
     except ValidationError:
         raise UserError(
-            f"--share {text} is no share FIRST-STOP of {PLACES} places; write 0-20000 for 2%"
+            f"--share {text} is not a share FIRST-STOP of {PLACES} places; write 0-20000 for 2%"
         ) from None

@@ -104,7 +104,7 @@ def read_state(directory: Path, partitions: list[Partition], kinds: dict[str, li
         # By key: the file of every rank with a range of it, and where the range starts.
         ranges: dict[str, list[tuple[Any, int]]] = {}
         for file, header in zip(files, headers, strict=True):
-            for key in file.keys():  # noqa: SIM118  it is no dictionary
+            for key in file.keys():  # noqa: SIM118  it is not a dictionary
                 start = header["starts"][key.partition("/")[2]]
                 ranges.setdefault(key, []).append((file.get_slice(key), start))
 

@@ -57,7 +57,7 @@ class StartFrom(Frozen):
 class RunConfig(Frozen):
     """One training run. Equality is the fingerprint; the name is for people and says what varies.
 
-    Where and how it is computed is no part of its identity: a run may be resumed at another layout.
+    Where and how it is computed is not part of its identity: another layout may resume a run.
     """
 
     NOT_IDENTITY = frozenset(

@@ -137,7 +137,8 @@ def read_checkpoint_record(checkpoint: Path) -> CheckpointRecord:
         record = CheckpointRecord.model_validate_json(read_regular(path))
     except FileNotFoundError:
         raise UserError(
-            f"{checkpoint} holds no {CHECKPOINT_JSON}: it is no complete checkpoint; give another"
+            f"{checkpoint} holds no {CHECKPOINT_JSON}: it is not a complete checkpoint;"
+            " give another"
         ) from None
     except ValidationError as error:
         raise explain_validation(str(path), error) from None

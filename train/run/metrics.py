@@ -60,7 +60,7 @@ def surviving_rows(path: Path) -> list[dict[str, Any]]:
                 rows.append(row)
             except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
                 raise UserError(
-                    f"{path}: '{line[:60].strip()}' is no row of metrics; correct that line"
+                    f"{path}: '{line[:60].strip()}' is not a row of metrics; correct that line"
                 ) from None
     for of_step in places.values():
         if len(of_step) > 1:

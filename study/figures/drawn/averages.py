@@ -13,7 +13,7 @@ from study.results.averages import average_label, kept_averages, lowest_spec
 
 SOUP = "soup"
 SHARPNESS = Quantity("relative trace of the Hessian", NATS)
-PAIRED = (ERROR, DIVERGENCE, SHARPNESS)  # what a bar says something of
+PAIRED = (ERROR, DIVERGENCE, SHARPNESS)  # columns with bars
 STAR = "M0,-2L.46,-.62L1.9,-.62L.72,.24L1.18,1.62L0,.76L-1.18,1.62L-.72,.24L-1.9,-.62L-.46,-.62Z"
 DASHES = ([5, 3], [7, 2, 2, 2], [2, 2])  # of averages kept in training; weights are solid
 

@@ -30,7 +30,7 @@ UNIT_ROUNDOFF = 2.0**-24  # of fp32
 def narrow(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round fp64 numbers to the nearest of 16 bits, ties to even, once.
 
-    torch goes from fp64 to 16 bits by way of fp32. So that this is no second rounding, fp32 is
+    torch goes from fp64 to 16 bits by way of fp32. So that this is not a second rounding, fp32 is
     rounded to odd: cut off, with the last bit set if anything was lost (Boldo and Melquiond 2008,
     IEEE Transactions on Computers 57).
     """

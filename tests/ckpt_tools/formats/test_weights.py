@@ -186,10 +186,13 @@ def truncate(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (climb, "names '../elsewhere.safetensors', which is no file beside it"),
+        (climb, "names '../elsewhere.safetensors', which is not a file beside it"),
         (repeat, "'a' is in"),
         (truncate, "is damaged"),
-        (lambda out: sorted(out.glob("*.safetensors"))[1].unlink(), "which is no file beside it"),
+        (
+            lambda out: sorted(out.glob("*.safetensors"))[1].unlink(),
+            "which is not a file beside it",
+        ),
         (lambda out: (out / INDEX_JSON).write_text("{"), "is not valid JSON"),
         (lambda out: (out / INDEX_JSON).write_text('{"weight_map": {}}'), "weight_map"),
         (lambda out: (out / INDEX_JSON).unlink(), "holds no safetensors weights"),

@@ -220,10 +220,10 @@ def a_record_that_climbs_out(hub: FakeHub, into: Path) -> None:
     ("prepare", "reason"),
     [
         (no_safetensors, "no safetensors"),
-        (a_shard_missing, "is no file beside it"),
+        (a_shard_missing, "is not a file beside it"),
         (wrong_bytes, "other bytes than the hub says"),
-        (a_directory_of_somebody, "is no download"),
-        (a_file_of_somebody, "is no download"),
+        (a_directory_of_somebody, "is not a download"),
+        (a_file_of_somebody, "is not a download"),
         (another_repository, "of somebody/else"),
         (a_record_that_climbs_out, "is outside its directory"),
     ],

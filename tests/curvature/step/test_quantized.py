@@ -146,7 +146,7 @@ BLOCK, DENSE = "dense/block00001.safetensors", "dense/dense.json"
         (
             "result.json",
             lambda path: path.write_bytes(b"\xff\xfe\x00"),
-            "result.json is no valid JSON",
+            "result.json is not valid JSON",
         ),
     ],
 )

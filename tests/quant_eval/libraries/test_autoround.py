@@ -36,7 +36,7 @@ def make_job(
     if not (place / "model").exists():
         make_model(place / "model", name, **sizes, **blocks)
     ids_NL = torch.randint(320, (sequences, 32), generator=torch.Generator().manual_seed(0))
-    ids_NL[0, -3:] = 7  # ends in repeats, which are no padding
+    ids_NL[0, -3:] = 7  # ends in repeats, which are not padding
     save_file({"input_ids": ids_NL}, place / f"ids{sequences}.safetensors")
     given: dict[str, Any] = {
         "dtype": "fp32",

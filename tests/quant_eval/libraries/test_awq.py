@@ -50,7 +50,7 @@ def olmo2(hf_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llama_dir(tmp_path_factory):
-    """A Llama in bf16 with biases, norms that are no identities, and as many value as query
+    """A Llama in bf16 with biases, norms that are not identities, and as many value as query
     heads.
     """
     shape: dict[str, Any] = {

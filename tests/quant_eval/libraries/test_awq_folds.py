@@ -56,7 +56,7 @@ NUM_LAYERS = 3
 
 
 def make_model(name):
-    """A random model in fp32 whose norms and biases are no identities, so that a fold through
+    """A random model in fp32 whose norms and biases are not identities, so that a fold through
     them shows.
     """
     kind, changes = MODELS[name]

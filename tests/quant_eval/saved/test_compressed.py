@@ -124,7 +124,7 @@ def test_compressed_tensors_transforms_the_inputs(name, saved):
 
 
 def test_transforms_are_told_as_vllm_reads_them(saved):
-    """Heads have 16 features, and 96 is no power of two: vLLM has no fast transform of it."""
+    """Heads have 16 features, and 96 is not a power of two: vLLM has no fast transform of it."""
     measured = saved("rtn-b4-g32-quarot", "fp32")
     settings = json.loads((measured.out / "config.json").read_text())["quantization_config"]
     told = [

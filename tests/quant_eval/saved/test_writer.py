@@ -108,7 +108,7 @@ def test_what_ends_early_leaves_nothing(tmp_path, source, examples):
 
 
 def test_only_a_quantized_checkpoint_is_replaced(tmp_path, source):
-    with pytest.raises(UserError, match="exists and is no quantized checkpoint"):
+    with pytest.raises(UserError, match="exists and is not a quantized checkpoint"):
         save_example(source, source, "gptq-b3-g32-s16")
     first = save_example(source, tmp_path / "out", "rtn-b3-g32-s16")
     second = save_example(source, first.out, "rtn-b4-g32-s16")

@@ -47,11 +47,11 @@ def test_tasks_are_chosen_by_name():
         (None, "piqa.jsonl does not exist; write it"),
         ("", "line 1 is not valid JSON"),
         ("{\n", "line 1 is not valid JSON"),
-        ("[1]\n", "line 1 is no object with the fields"),
+        ("[1]\n", "line 1 is not an object with the fields"),
         (json.dumps(PIQA) + "\n\n", "line 2 is not valid JSON"),
         (
             json.dumps(PIQA) + "\n" + json.dumps({"goal": "x", "sol1": "y", "label": 0}),
-            "line 2 is no object with the fields of line 1",
+            "line 2 is not an object with the fields of line 1",
         ),
         (json.dumps(PIQA | {"label": "0"}), "line 1: its answer '0' is none of its 2 choices"),
         (
@@ -60,7 +60,7 @@ def test_tasks_are_chosen_by_name():
         ),
         (
             json.dumps(PIQA | {"id": 1}) + "\n" + json.dumps(PIQA | {"id": "b"}),
-            "line 2 is no object with the fields of line 1 and their types",
+            "line 2 is not an object with the fields of line 1 and their types",
         ),
     ],
 )

@@ -163,7 +163,7 @@ def layer_error(name, steps=40):
 
 
 def test_planted_outliers(monkeypatch):
-    """Each learned on 1,024 tokens, judged on 1,024 others: what they do is no overfit.
+    """Each learned on 1,024 tokens, judged on 1,024 others: what they do is not overfitting.
 
     100 steps make 0.0118, 0.0045, 0.0057 (scales alone) and 0.0054 of 0.0210; here they take 40.
     """
@@ -180,7 +180,7 @@ def test_planted_outliers(monkeypatch):
 
 
 def test_rotations_learn_nothing_past_the_scale(monkeypatch):
-    """The gradient that takes a cast for the identity, as SpinQuant's does, is no descent here."""
+    """The gradient that takes a cast for the identity, as SpinQuant's does, is not a descent here."""
     plain = lambda x, rounded, size: x + (rounded - x).detach()  # noqa: E731
     monkeypatch.setattr(straight_through, "straight_through", plain)
     start, learned, _ = layer_error("spinquant-blockwise", steps=20)

@@ -237,7 +237,7 @@ def test_widths_and_norms_are_those_of_the_modules(directories, name):
     # a norm that subtracts the mean makes 0 of a constant
     norm = getattr(block, family.attention_norm)
     constant = torch.full((1, HIDDEN), 3.0)
-    changes = norm(constant) - norm(0 * constant)  # a bias is no part of it
+    changes = norm(constant) - norm(0 * constant)  # a bias is not part of it
     assert family.centers == (float(changes.detach().abs().max()) < 1e-3)
 
 

@@ -38,7 +38,7 @@ def test_it_is_shown_and_changed_like_any_other():
     [
         ("", "has no recipe; write one: a function"),
         (f"{HEAD}@recipe\ndef a(): ...\n@recipe\ndef b(): ...\n", r"2 recipes \(a, b\), not one"),
-        (f"{HEAD}@recipe\ndef a(*, smoke): return 1\n", "a returns no study"),
+        (f"{HEAD}@recipe\ndef a(*, smoke): return 1\n", "a does not return a study"),
         (f"{HEAD}@recipe\ndef a(*, smoke):\n    return 1 / 0\n", "line 4: ZeroDivisionError"),
         ("import no_such_thing\n", "line 1: ModuleNotFoundError: No module named"),
         ("def a(:\n", "line 1: SyntaxError"),

@@ -24,7 +24,7 @@ def test_a_spec_must_be_canonical_and_runs_must_differ():
         ({"methods": ["gptq-b4-g32"]}, "listed twice"),
         ({"by_block": ["gptq-b3-g32-sym"]}, "write gptq-b3-g32 instead"),
         ({"by_block": ["gptq-b3-g32"] * 2}, "listed twice"),
-        ({"by_block": ["int8-t6"]}, "int8-t6 rounds activations too, it is no step of weights"),
+        ({"by_block": ["int8-t6"]}, "int8-t6 rounds activations too, it is not a step of weights"),
     ):
         with pytest.raises(ValidationError, match=words):
             Study.model_validate(content | {"quantization": content["quantization"] | changed})
@@ -119,7 +119,7 @@ def test_runs_that_differ_in_their_name_alone_are_refused():
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"run": "../lr5"}, r"branches from \.\./lr5, which is no run of the study"),
+        ({"run": "../lr5"}, r"branches from \.\./lr5, which is not a run of the study"),
         ({"run": "../lr3e-3-anneal32.8k"}, "a branch itself; branch from its parent"),
         ({"step": 95}, "branches at step 95, lr1e-2 saves none there"),
         ({"fingerprint": "0" * 16}, "names another fingerprint than that of its parent lr1e-2"),
