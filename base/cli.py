@@ -31,7 +31,7 @@ def options_of(settings: type[BaseModel]) -> Callable[[Callable[..., None]], Cal
     The command's parameter `settings` takes the object; its other parameters stay. Name, type and
     default of an option are those of the field, its help is the field's description. A field
     without description is not an option: a kind, or a constant that results record. Options
-    equal to their default are not passed on, so `settings.model_fields_set` names what the user changed.
+    equal to their default are not passed on: `settings.model_fields_set` is what the user changed.
 
         @options_of(TraceSettings)
         def trace(hf_dir: Path, settings: TraceSettings) -> None: ...

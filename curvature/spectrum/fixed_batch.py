@@ -29,8 +29,10 @@ def measure_spectrum(subject: Subject, settings: LanczosSettings) -> dict[str, A
             num_parameters=parameters.size,
             steps=settings.steps,
         )
+
     ends = {"largest": settings.largest, "smallest": settings.smallest}
     spectrum = _extreme(subject, settings, **ends)
+
     return {
         "loss": loss,
         "trace": spread.trace._asdict() | {"probes": settings.starts},

@@ -168,6 +168,8 @@ class _Passes:
         runs_full = self._final is None or any(variant.by_block for variant in variants)
         evaluated = [Evaluated(full, variant.by_block) for variant in variants] if full else []
         quantizers = self._quantizers(variants)
+
+        # one block of the full model is in memory, and its copy for one variant after the other
         errors: list[list[Linear]] = [[] for _ in variants]
         with Progress("quantize", total=model.num_blocks * len(variants)) as progress:
             for index in range(model.num_blocks):
@@ -209,6 +211,7 @@ class _Passes:
         quantizers, buffers = list[BlockQuantizer](), Buffers()
         for variant in variants:
             batches, context = list[Tensor](), dict[str, Any]()
+            # a rank calibrates with its share of the sequences
             if (draw_NL := variant.calibration_NL) is not None:
                 share = self._ranks.share(len(draw_NL))
                 own_NL = draw_NL[share.start : share.stop]

@@ -79,6 +79,8 @@ def at_equal_loss(of: Measure, sweep: Sweep, loss: float | None = None) -> Answe
     paths = {
         peak: [_measured(of, end, loss_column) for end in ends] for peak, ends in sweep.items()
     }
+
+    # the losses that every run has passed
     losses = [[row[loss_column] for row in path] for own in paths.values() for path in own]
     low, high = max(map(min, losses)), min(map(max, losses))
     if low > high:
@@ -92,12 +94,13 @@ def at_equal_loss(of: Measure, sweep: Sweep, loss: float | None = None) -> Answe
             " all compared runs have passed; give one within"
         )
     at = low if loss is None else loss
+
+    # of each peak the figure there, seed by seed
     choices = {}
     for peak, own in paths.items():
         crossings = [crossing(path, loss_column, at) for path in own]
-        choices[_label(peak, crossings)] = [
-            interpolated(crossing, of.column) for crossing in crossings
-        ]
+        choices[_label(peak, crossings)] = [interpolated(each, of.column) for each in crossings]
+
     where = f"at a loss of {at:.4f} nats per token"
     where += ", the lowest that all reach" if loss is None else ""
     return Answer(of, where, ranked(choices, of.evidence.paired, of.spec, of.figure))

@@ -1,7 +1,7 @@
 """Claims on the amount of data: it raises the error under cosine, and not by itself."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from study.claims.finding import all_directed, conclude_within, times
 from study.claims.schedule import (
@@ -14,6 +14,7 @@ from study.claims.schedule import (
     slope_over_tokens,
 )
 from study.claims.verdict import Measure, NotTested, Replicates, Verdict, by_measure, claim
+from study.results.paired import Weighted
 from study.results.summary import DECAYED, RunSummary, listed
 from train.run.config import RunConfig
 from train.run.schedules import learning_rate
@@ -102,20 +103,20 @@ def budgets(of: Measure) -> Verdict:
     for label, sets in groups.items():
         rows = [[of.end(end) for end in ends] for ends in sets]
         changes[label] = list(map(growth_over, rows))
-        margins[label] = [
-            [
-                weighted
-                for end in ends
-                for weighted in times(MARGIN / len(ends), effect_of_anneal(of, end))
-            ]
-            for ends in sets
-        ]
+        margins[label] = [_share_of_anneal(of, ends) for ends in sets]
         spans |= set(map(doublings, rows))
+
     beside = (
         f"slope x span over {reach(spans)} doublings of the budget; the margin is {MARGIN:g} of the"
         " mean change by the anneal; one-sided"
     )
     return conclude_within(of, changes, margins, two_sided=False, beside=beside)
+
+
+def _share_of_anneal(of: Measure, ends: Sequence[RunSummary]) -> Weighted:
+    """Return the share MARGIN of what the anneals of some runs do on average."""
+    share = MARGIN / len(ends)
+    return [part for end in ends for part in times(share, effect_of_anneal(of, end))]
 
 
 @claim(

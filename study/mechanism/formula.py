@@ -111,6 +111,7 @@ def observe(study: Study, rows: Sequence[Row]) -> Observations | None:
     Halves take turns along the order of the settings, so both span them; seeds of one setting are
     in one half. What has no logarithm is left out: a trace that noise takes below 0.
     """
+    # the checkpoints at which every logarithm exists
     specs = related_specs(study)
     figures = {spec: f"quant/{spec}/kl_divergence" for spec in specs}
     points = checkpoints(study, rows, *figures.values(), RELATIVE, TRACE, loss_of(study))
@@ -119,12 +120,15 @@ def observe(study: Study, rows: Sequence[Row]) -> Observations | None:
     halves = _halves(study, points)
     if len({point.training for point in points}) < LEAST or len(set(halves.values())) < 2:
         return None
+
+    # checkpoints of the first spec, then the same ones of the next
     own = [point.row for _ in specs for point in points]
     of_spec = [spec for spec in specs for _ in points]
     terms = {name: logarithms(own, name) for name in (RELATIVE, TRACE, "tokens")}
     terms[LOSS] = logarithms(own, loss_of(study))
     terms[RATE] = np.array([math.log(row["peak_lr"] or 1.0) for row in own])
     terms[BITS] = np.array([-2 * math.log(2 ** parse_spec(spec).bits - 1) for spec in of_spec])
+
     return Observations(
         own,
         of_spec,

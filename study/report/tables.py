@@ -128,13 +128,16 @@ def heat_tables(study: Study, summaries: Sequence[RunSummary]) -> list[Table]:
     """Return for each spec the divergence by the first axis and the others; none for one axis."""
     if len(study.axes) < 2:
         return []
+
+    # one table per spec: the values of the first axis are lines, those of the others columns
     first, *others = study.axes
-    tables = []
     ends = {
         (first.text_of(end.run.name), text_of(others, end.run.name)): end.last for end in summaries
     }
     heads, columns = (list(dict.fromkeys(place[axis] for place in ends)) for axis in (0, 1))
     groups = [("", 1), (" and ".join(axis.name for axis in others), len(columns))]
+
+    tables = []
     for spec in study.quantization.specs:
         figure = f"quant/{spec}/kl_divergence"
         digits = _figures_of_smallest(ends.values(), figure)
@@ -173,11 +176,13 @@ def average_table(study: Study, rows: Sequence[Row]) -> Table | None:
     compared = list(compared_models(study, rows))
     if not compared:
         return None
-    specs, figures = study.quantization.specs, ("cross_entropy_quantized", "relative_error")
+
+    specs = study.quantization.specs
+    figures = ("cross_entropy_quantized", "relative_error", "kl_divergence")
     columns = [f"quant/{specs[0]}/cross_entropy"]
-    columns += [
-        f"quant/{spec}/{figure}" for spec in specs for figure in (*figures, "kl_divergence")
-    ]
+    columns += [f"quant/{spec}/{figure}" for spec in specs for figure in figures]
+
+    # digits, factor and unit of each column
     formats: dict[str, tuple[int, float, str]] = {}
     for column in columns:
         formats[column] = (5 if column.endswith("kl_divergence") else 3, 1, "")
@@ -191,6 +196,7 @@ def average_table(study: Study, rows: Sequence[Row]) -> Table | None:
         ]
         for label, model, row in compared
     ]
+
     names = ["quantized loss", "error", "KL divergence"]
     note = (
         "At the end of each phase and of each soup: averages beside the weights of the same step."

@@ -40,16 +40,20 @@ def collect_rows(directory: Path, study: Study) -> Collected:
                 for path, read in kind.results(settings, run.name, model).items()
             }
             expected += 1 + len(readers)
+
+            # rows from the first model that still lacks something on may change
             of_model = _model_values(directory, run, model)
             is_settled &= of_model is not None and all(path.exists() for path in readers)
             if of_model is None:
                 continue
+
             values: dict[str, Any] = dict(empty)
             for path, read in readers.items():
                 if path.exists():
                     values |= read(path)
                     num_found += 1
             num_found += 1
+
             of_model |= {"study": study.name, "run": run.name, "step": model.step}
             of_model |= {"average": model.average, "phase": phase_of(run, model.step)}
             rows.append(Row(**of_model, figures={column: values[column] for column in empty}))

@@ -135,6 +135,8 @@ def components_of(several: Sequence[Crossed]) -> Components:
         raise UserError(
             "one seed does not show what another would change; give the recipe seeds=(1, 2) or more"
         )
+
+    # summed over the figures: what each effect's mean square has of its own
     plan = Plan(seeds, *shapes.pop())
     sums: dict[Effect, float] = {}
     for crossed in several:

@@ -85,27 +85,21 @@ def summarize(study: Study, rows: Rows) -> list[RunSummary]:
         led = lineage(study, rows, run)
         end = (run.name, run.total_steps)
         last = next((row for row in trained(led) if (row["run"], row["step"]) == end), None)
+
+        # the last checkpoint before the decay
         if isinstance(run, ReleasedRun):
             first, anneals = _before_decay(led, last)
         else:
             stable = [row for row in trained(led) if row["phase"] == "stable"]
             anneals = _anneals(run)
             first = stable[-1] if stable and anneals else None
+
+        # what the end is compared with
         control = study.control_of(run)
         equal = (control.name, run.total_steps) if control else None
-        summaries.append(
-            RunSummary(
-                study.label_of(run),
-                run,
-                anneals,
-                first,
-                last,
-                group=study.group_of(run).label,
-                control=next(
-                    (row for row in trained(rows) if (row["run"], row["step"]) == equal), None
-                ),
-            )
-        )
+        untouched = next((row for row in trained(rows) if (row["run"], row["step"]) == equal), None)
+        label, group = study.label_of(run), study.group_of(run).label
+        summaries.append(RunSummary(label, run, anneals, first, last, group, untouched))
     return summaries
 
 

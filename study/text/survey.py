@@ -135,6 +135,7 @@ def shares_of(survey: Survey, needs: Needs, name: str) -> dict[str, Share]:
     Raises:
         UserError: too few documents or tokens; `name` is what the message calls the text.
     """
+    # held-out documents come first in the order of places, then those to calibrate with
     order = np.argsort(survey.places_D, kind="stable")
     places, tokens = survey.places_D[order], survey.tokens_D[order]
     total, at = f"{name} holds {len(places):,} documents of about {tokens.sum():,.0f} tokens", 0
@@ -154,6 +155,8 @@ def shares_of(survey: Survey, needs: Needs, name: str) -> dict[str, Share]:
         first, stop = (shares["held_out"].stop if shares else 0), int(places[at + enough]) + 1
         shares[use] = Share(first=first, stop=stop)
         at = int(np.searchsorted(places, stop))
+
+    # the rest is to train on
     left = float(tokens[at:].sum())
     if needs.train > 1:
         if left < needs.train:
