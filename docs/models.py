@@ -48,7 +48,7 @@ def fields(model: type[BaseModel]) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.get_default(call_default_factory=False)
+    value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined or isinstance(value, BaseModel):
         return ""  # its own section has the values
     if isinstance(value, Path):  # differs from machine to machine

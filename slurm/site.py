@@ -178,7 +178,7 @@ class Site(Frozen):
 
     root: SafePath  # directory of all studies, on a filesystem that every node sees
     # The interpreter outside containers.
-    python: SafePath = Field(default=Path(sys.executable), validate_default=True)
+    python: SafePath = Field(default_factory=lambda: Path(sys.executable), validate_default=True)
     project: SafePath = Field(default=Path(__file__).resolve().parent.parent, validate_default=True)
     slurm: Options = Options()
     resources: Kinds

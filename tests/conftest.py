@@ -1,6 +1,7 @@
 """Small real inputs shared by all tests: a tokenizer, token files and a random OLMo2."""
 
 import fcntl
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -9,15 +10,20 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
-import pytest
-import torch
-from transformers import Olmo2Config, Olmo2ForCausalLM
+from base.cli import quick_imports
+
+with quick_imports():
+    import numpy as np
+    import pytest
+    import torch
+    from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from study.text.tokenizer import END_OF_TEXT, train_tokenizer
 from tests.runs import make_run, ranks
 from tests.study.smoke import make_smoke_study
 from train.data.prepare import prepare
+
+gc.freeze()  # no collection looks through what stays anyway; again once all tests are imported
 
 VOCAB_SIZE = 320
 # These take longest, by far: begun last, they would keep one worker busy while the other has
@@ -58,6 +64,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first; `--no-loadscope-reorder` leaves them there."""
     first = {str(Path(__file__).parent / name): place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: first.get(str(item.path), len(first)))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking through the modules of all tests."""
+    gc.freeze()
 
 
 def made_once(

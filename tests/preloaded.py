@@ -1,27 +1,52 @@
-"""Imports of the server of `tests.forked` before it forks: what most commands import, and
-nothing of the project.
+"""Imports of the server of `tests.forked` before it forks: what most commands import.
+
+Of the project all but `__main__` modules, which a command runs itself, and `train.megatron`, which
+puts functions of its own in the place of torch's.
 """
 
 import gc
+import importlib
 import os
 import warnings
 
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
-import mlflow  # noqa: F401  by deepspeed
-import torch._inductor.compile_fx
-import torch.distributed.checkpoint
-import torch.distributed.tensor.experimental  # by megatron-core, as is the next
-import torch.utils.cpp_extension
-import transformers.models.olmo2.modeling_olmo2  # noqa: F401
+from base.cli import quick_imports
 
-# As train.megatron.cpu does, and with the warnings that it filters. Functions that ask CUDA for
-# anything are called later, when it has put others in their place.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    torch.compile, compiler = lambda function: function, torch.compile  # type: ignore[assignment,misc]
-    import megatron.core  # noqa: F401
+IMPORTED = (
+    "mlflow.store.tracking.sqlalchemy_store",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor.experimental",  # by megatron-core, as are the next two
+    "torch.nn.attention.varlen",
+    "torch.utils.cpp_extension",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.olmo2.modeling_olmo2",
+    "ckpt_tools.averaging.average",
+    "ckpt_tools.export",
+    "ckpt_tools.released.download",
+    "curvature.measurement",
+    "quant_eval.measuring.measurement",
+    "quant_eval.tasks.scoring",
+    "slurm.job.run",
+    "study.report.report",
+    "study.results.collect",
+    "study.tracking.importer",
+    "train.data.prepare",
+    "train.loop",
+)
 
-    torch.compile = compiler
+with quick_imports():
+    import torch._inductor.compile_fx
+
+    for name in IMPORTED:
+        importlib.import_module(name)
+    # As train.megatron.cpu does, and with the warnings that it filters. Functions that ask CUDA for
+    # anything are called later, when it has put others in their place.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.compile, compiler = lambda function: function, torch.compile  # type: ignore[assignment,misc]
+        import megatron.core  # noqa: F401
+
+        torch.compile = compiler
 
 gc.freeze()  # a collection in a fork would copy every page of what is imported here

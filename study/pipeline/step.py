@@ -8,7 +8,7 @@ text and has the same fingerprint. `study.machine.needs` gives their values.
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ERROR_PREFIX = "error: "  # begins the one line that a command prints before it fails
@@ -59,7 +59,7 @@ class Machine:
     gpus: int = 0  # that the step occupies
     sharding: str = "none"  # fsdp where the ranks of a Hessian product share the model
     cores: int = 1  # for commands that start processes of their own
-    python: str = sys.executable
+    python: str = field(default_factory=lambda: sys.executable)
 
 
 def python(*arguments: str) -> tuple[str, ...]:

@@ -164,7 +164,7 @@ def test_an_edited_pickle_is_refused_before_it_is_opened(copy):
 
 def test_a_directory_without_seal_is_no_checkpoint(copy):
     (copy / "checkpoints" / "step00000020" / CHECKPOINT_JSON).unlink()
-    refuse(copy, "no complete checkpoint")
+    refuse(copy, "not a complete checkpoint")
 
 
 def rewrite_shards(checkpoint, change):
