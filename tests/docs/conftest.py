@@ -113,7 +113,7 @@ def checkout(tmp_path_factory, smoke_root) -> Path:
     for name in ("tiny", "olmo2-30m-lr", "olmo2-190m-lr", "olmo2-7b-lr"):
         recipe = RECIPE.format(function=name.replace("-", "_"), text=repr(text))
         (place / "recipes" / f"{name}.py").write_text(recipe)
-    (place / "mine.py").write_text(_own_recipe())
+    (place / "mine.py").write_text(_own_recipe(text))
     write_task_files(place / "my/tasks")
     _write_text(place / "my")
     site = SITE.format(root=place / "shared", python=interpreter(), project=PROJECT)
@@ -122,18 +122,28 @@ def checkout(tmp_path_factory, smoke_root) -> Path:
     return place
 
 
-def _own_recipe() -> str:
-    """Return the first recipe of the guide, of one run and without curvature."""
+def _own_recipe(text: TokenFiles) -> str:
+    """Return the first recipe of the guide, of one small run on the smoke study's text."""
     page = (PROJECT / "docs/guides/own-ablation.md").read_text()
-    text = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    recipe = str(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0])
+    small = "olmo2(hidden_size=32, layers=1, heads=2, intermediate_size=64)"
     for whole, part in (
+        (
+            "olmo2(hidden_size=96, layers=3, heads=4, intermediate_size=256), parts.SMALL_TEXT",
+            f"{small}.model_copy(update={{'vocab_size': 1024}}), {text!r}",
+        ),
+        ("from study.definition", "from study.text.kinds import TokenFiles\nfrom study.definition"),
+        (
+            "parts.SMALL_QUANTIZATION",
+            "parts.SMALL_QUANTIZATION.model_copy(update={'methods': (), 'calibration_draws': 1})",
+        ),
         ("peak_lr=[3e-3, 1e-2], weight_decay=[0.0, 0.1]", "peak_lr=[1e-2], weight_decay=[0.1]"),
         ("        curvature=parts.SMALL_CURVATURE,\n", ""),
         ("steps = 40 if smoke", "steps = 8 if smoke"),
     ):
-        assert whole in text
-        text = text.replace(whole, part)
-    return str(text)
+        assert whole in recipe
+        recipe = recipe.replace(whole, part)
+    return recipe
 
 
 def _write_text(place: Path) -> None:

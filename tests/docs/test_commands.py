@@ -33,11 +33,13 @@ SMALLER = (
     (r" --device cuda", ""),
     (r" --gpus 8(?! --gpu )", ""),
     (r"--follow 60", "--follow 1"),
-    (r"--watch 60", "--watch 10"),
+    (r"--watch 60", "--watch 5"),
     (r"--vocab-size 32768", "--vocab-size 1024"),
     (r"--dtype bf16 --checkpointing", "--checkpointing"),  # a small random model is too rough
     (r"--sequence-length 2048", "--sequence-length 64"),
     (r"curvature lanczos", "curvature lanczos --fixed-sequences 1 --steps 4 --largest 1"),
+    (r"curvature slice", "curvature slice --grid 3 --sequences 2"),
+    (r"curvature hutchinson", "curvature hutchinson --pairs 2"),
     (
         r"(study run|slurm submit|study show(?=.* --text)) (tiny|olmo2-\w+-lr)\b",
         r"\1 recipes/\2.py",

@@ -223,7 +223,7 @@ WRONG = [
     ({"setup.lines": ["true", "A=1 DB_PASS='very_secret' x"]}, "DB_PASS looks like a secret"),
     ({"setup.lines": ["curl -H 'Bearer ghp_verysecretverysecret'"]}, "lines looks like a secret"),
     ({"slurm.extra": ["--export-file=glpat-very_secret-very_secret"]}, "extra looks like a secret"),
-    ({"environment": {"A-B": "x"}}, "no name of a variable"),
+    ({"environment": {"A-B": "x"}}, "not a variable's name"),
     ({"environment": {"SLURM_RESTART_COUNT": "x"}}, "belongs to bash or to the job script"),
     ({"environment": {"N": 5}}, "put it in quotes"),
     ({"environment": {"MLFLOW_TRACKING_URI": "https://x"}}, "tracking_uri in [mlflow]"),
@@ -264,7 +264,7 @@ def test_names_that_only_look_like_secrets_are_taken(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("time = 24:00:00", "stand in quotes"),
+        ("time = 24:00:00", "need quotes"),
         (MINIMAL.replace('"24:00:00"', "12:00:00"), 'put it in quotes: "12:00:00"'),
         ("\xff", "not TOML"),
     ],

@@ -23,7 +23,10 @@ def study() -> Study:
 @pytest.fixture(scope="session")
 def written_study(tmp_path_factory, study) -> Path:
     """Written once, every file synced to the disk; tests have copies."""
-    return write_study(tmp_path_factory.mktemp("written") / study.name, study)
+    written = made_once(
+        tmp_path_factory, "written", lambda root: write_study(root / study.name, study)
+    )
+    return written / study.name
 
 
 HOSTILE = "<img src=x onerror='window.hacked=1'></script><script>alert(window.hacked=1)</script>"

@@ -133,7 +133,7 @@ def test_what_has_no_blocks_is_left_out_and_what_is_broken_is_refused(study_dir,
     path.write_text(json.dumps(content))
     assert blocks.draw(Canvas(study, [], study_dir)) is None
     path.write_text("{")
-    with pytest.raises(UserError, match="no valid JSON"):
+    with pytest.raises(UserError, match="not valid JSON"):
         blocks.draw(Canvas(study, [], study_dir))
 
 

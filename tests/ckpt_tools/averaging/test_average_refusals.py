@@ -99,7 +99,7 @@ def nothing(_: Path) -> None:
 REFUSALS: dict[str, tuple[Change, dict[str, Any], str]] = {
     "one": (nothing, {"inputs": ["a"]}, "1 input(s), an average needs 2 or more"),
     "twice": (lambda root: (root / "c").symlink_to("a"), {"inputs": ["a", "c"]}, "root/c is given twice"),
-    "no directory": (nothing, {"inputs": ["a", "c"]}, "root/c/config.json does not exist"),
+    "not a directory": (nothing, {"inputs": ["a", "c"]}, "root/c/config.json does not exist"),
     "pickles": (pickles_only, {}, "root/a holds no safetensors weights"),
     "missing": (weights(lambda content: content.pop(Q_NORM)), {}, f"root/a: missing ['{Q_NORM}']"),
     "unknown": (weights(lambda content: content.update(b=content[Q_NORM] + 0)), {}, "root/a: unknown ['b']"),

@@ -168,8 +168,8 @@ def test_what_was_downloaded_can_be_downloaded_from(hub, tmp_path):
         ({"revisions": [FIRST], "every": 2}, "one or the other"),
         ({"stage": "stage3"}, "no stage 'stage3'; give one of stage1"),
         ({"place": "allenai/OLMo-2-1124-7B"}, "not on the hub"),
-        ({"place": "nobody/nothing"}, "no known trajectory"),
-        ({"place": "no such place"}, "no directory"),
+        ({"place": "nobody/nothing"}, "not a known trajectory"),
+        ({"place": "no such place"}, "not a directory"),
     ],
 )
 def test_bad_input_is_refused(hub, tmp_path, arguments, reason):

@@ -220,26 +220,26 @@ def test_pythia_as_gpt_neox_computed_it_then(step):
         (
             "allenai/OLMo-2-1124-8B",
             "main",
-            "no known trajectory; give one of allenai/OLMo-2-0425-1B, ",
+            "not a known trajectory; give one of allenai/OLMo-2-0425-1B, ",
         ),
-        ("open-sci/open-sci-ref-v0.02-1.7b-c4", "main", "no known trajectory"),
+        ("open-sci/open-sci-ref-v0.02-1.7b-c4", "main", "not a known trajectory"),
         (OLMO2_7B, "stage1-step55000-tokens231", "such as stage1-step{S}-tokens{T}, "),
-        (OLMO2_7B, "stage1-step055000-tokens231B", "no revision"),
-        (OLMO2_7B, "stage2-step1000-tokens5B", "no revision"),
-        (OLMO2_7B, "stage2-ingredient4-step1000-tokens5B", "no revision"),
-        (OLMO2_7B, "stage1-step55000-tokens231B\n", "no revision"),
-        (OLMO2_13B, "step150-tokens1B", "no revision"),  # only the 7B has names without stage1
+        (OLMO2_7B, "stage1-step055000-tokens231B", "not a revision"),
+        (OLMO2_7B, "stage2-step1000-tokens5B", "not a revision"),
+        (OLMO2_7B, "stage2-ingredient4-step1000-tokens5B", "not a revision"),
+        (OLMO2_7B, "stage1-step55000-tokens231B\n", "not a revision"),
+        (OLMO2_13B, "step150-tokens1B", "not a revision"),  # only the 7B has names without stage1
         (OLMO2_7B, "stage1-step55000-tokens462B", "saw 230,686,720,000 tokens"),
         (
             OLMO2_13B,
             "stage1-step55000-tokens231B",
             "saw 461,373,440,000 tokens",
         ),  # of the 7B, by its tokens
-        (SMOLLM3, "main", "no revision"),
-        (SMOLLM3, "stage4-step-40000", "no revision"),
+        (SMOLLM3, "main", "not a revision"),
+        (SMOLLM3, "stage4-step-40000", "not a revision"),
         (APERTUS, "step150000-tokens630T", "saw 629,145,600,000 tokens"),
-        ("LLM360/Amber", "ckpt_10", "no revision"),
-        (OPEN_SCI, "iter_58000", "no revision"),
+        ("LLM360/Amber", "ckpt_10", "not a revision"),
+        (OPEN_SCI, "iter_58000", "not a revision"),
     ],
 )
 def test_what_is_no_revision_is_refused_in_one_line(repo, revision, reason):

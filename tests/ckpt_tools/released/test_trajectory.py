@@ -165,8 +165,8 @@ def test_of_a_run(trained, tmp_path, capsys):
     [
         ([], None, "holds no revisions"),
         (["step1000"], None, "give --family"),
-        (["step1000"], "EleutherAI/pythia-15m", "no known trajectory"),
-        (["step1000-tokens5B"], "EleutherAI/pythia-14m", "no revision of EleutherAI/pythia-14m"),
+        (["step1000"], "EleutherAI/pythia-15m", "not a known trajectory"),
+        (["step1000-tokens5B"], "EleutherAI/pythia-14m", "not a revision of EleutherAI/pythia-14m"),
     ],
 )
 def test_directories_that_tell_nothing_are_refused(tmp_path, names, family, reason):
@@ -179,9 +179,9 @@ def test_directories_that_tell_nothing_are_refused(tmp_path, names, family, reas
 @pytest.mark.parametrize(
     ("place", "family", "reason"),
     [
-        ("nobody/nothing", None, "no known trajectory"),
-        ("./absent", None, "no directory"),
-        ("a/b/c", None, "no directory"),
+        ("nobody/nothing", None, "not a known trajectory"),
+        ("./absent", None, "not a directory"),
+        ("a/b/c", None, "not a directory"),
         (REPO, None, r"not reached.*give that directory"),
         ("mirror/of-it", REPO, r"not reached for mirror/of-it"),
     ],

@@ -89,7 +89,7 @@ def test_what_a_checkpoint_cannot_hold_is_no_result_of_ours():
     rounded = random_rounded(3, num_outputs=32, num_inputs=32, groups=1)
     with pytest.raises(AssertionError, match="no place for a zero of 0"):
         pack(dataclasses.replace(rounded, zeros_OG=torch.zeros_like(rounded.zeros_OG)), 3, "gptq")
-    with pytest.raises(AssertionError, match="no values of fp16"):
+    with pytest.raises(AssertionError, match="not values of fp16"):
         pack(dataclasses.replace(rounded, scales_OG=torch.full((32, 1), 0.1)), 3, "gptq_v2")
     with pytest.raises(AssertionError, match="not of 2 bits"):
         pack(rounded, 2, "gptq_v2")

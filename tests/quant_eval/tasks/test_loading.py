@@ -87,7 +87,7 @@ def test_unfit_files_are_refused(text, message, tmp_path, refused):
             {"choices": {"text": ["one"], "label": ["A"]}},
             "lm-eval cannot read it .UndefinedError",
         ),
-        ("pubmedqa", {"context": {"labels": ["A"]}}, "no object with the fields of line 1"),
+        ("pubmedqa", {"context": {"labels": ["A"]}}, "not an object with the fields of line 1"),
         ("mathqa", {"options": "a ) 1 , b ) 2", "correct": "e"}, "its answer 4 is none of its"),
     ],
 )
