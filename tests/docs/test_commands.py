@@ -33,7 +33,7 @@ SMALLER = (
     (r" --device cuda", ""),
     (r" --gpus 8(?! --gpu )", ""),
     (r"--follow 60", "--follow 1"),
-    (r"--watch 60", "--watch 5"),
+    (r"--watch 60", "--watch 10"),
     (r"--vocab-size 32768", "--vocab-size 1024"),
     (r"--dtype bf16 --checkpointing", "--checkpointing"),  # a small random model is too rough
     (r"--sequence-length 2048", "--sequence-length 64"),
