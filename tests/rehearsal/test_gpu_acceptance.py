@@ -13,14 +13,13 @@ from tests.rehearsal.on_stand_in import run_one
 
 SECONDS = 600.0  # nothing is timed here: a bound on a check that hangs
 NEEDS_GPU = {"Transformer Engine", "fp8", "libraries", "saved checkpoints in vLLM"}
-STARTS_TRAINING = {
-    "training, CPU and GPU",
-    "saves",
-}  # as a command: tests/rehearsal/test_training.py has that
+TRAINING = "training, CPU and GPU"  # starts new interpreters
+STARTS_TRAINING = {TRAINING, "saves"}  # as a command: tests/rehearsal/test_training.py has that
 NAMES = list(checks(Place("cpu", IN_SMALL, Path())))
+QUICK = [name for name in NAMES if name not in {*NEEDS_GPU, TRAINING}]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in NEEDS_GPU])
+@pytest.mark.parametrize("name", [*QUICK, pytest.param(TRAINING, marks=pytest.mark.stress)])
 def test_a_check_runs_and_holds_on_the_cpu(tmp_path, name):
     figures = run(Place("cpu", IN_SMALL, tmp_path), [name], SECONDS)
     assert figures

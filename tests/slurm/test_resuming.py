@@ -86,7 +86,7 @@ def test_a_rendezvous_that_one_node_never_comes_to_is_ended(lab, tmp_path, study
     assert {address for address, _ in heads} == {"node1"}
 
 
-@pytest.mark.parametrize("grace_seconds", [15, 0])
+@pytest.mark.parametrize("grace_seconds", [15, pytest.param(0, marks=pytest.mark.stress)])
 def test_a_training_that_is_preempted_and_not_requeued_comes_back(
     lab, tmp_path, study, grace_seconds
 ):
