@@ -1,5 +1,7 @@
 """Every kind of spec through the walk: what is measured, on any number of ranks, and refused."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -35,6 +37,7 @@ def measured(model: StreamedModel, name: str) -> Quantized:
     return quantized
 
 
+@cache
 def divergence(model: StreamedModel, name: str) -> float:
     losses = measured(model, name).losses
     assert losses is not None
