@@ -42,7 +42,7 @@ def peaks(request, tmp_path_factory, train_prefix, held_out_prefix) -> list[floa
             "calibration": train_prefix,
             "eval": held_out_prefix,
             "spec": request.param,
-            "eval-tokens": 1000,
+            "eval-tokens": 5000,
         }
         options |= {"calibration-sequences": 8, "out": root / "out"}
         arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
