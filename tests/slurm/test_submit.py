@@ -32,7 +32,6 @@ from study.definition import Study
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
 from study.recipes import resolve
-from tests.interpreter import interpreter
 from tests.slurm.lab import Lab, running
 from tests.slurm.small_study import PROJECT, site_of, small_study
 from tests.waiting import HANG_SECONDS
@@ -400,7 +399,7 @@ def test_two_processes_that_submit_at_once_submit_once(full, root, study):
     )
     both = [
         subprocess.Popen(
-            [interpreter(), "-c", code, str(root)], cwd=PROJECT, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, str(root)], cwd=PROJECT, stdout=subprocess.PIPE, text=True
         )
         for _ in range(2)
     ]
