@@ -26,15 +26,16 @@ from train.data.prepare import prepare
 gc.freeze()  # no collection looks through what stays anyway; again once all tests are imported
 
 VOCAB_SIZE = 320
-# These take longest, by far: begun last, they would keep one worker busy while the other has
-# nothing left.
+# These take longest, by far, or wait for SLURM: begun last, they would keep one worker busy while
+# the others have nothing left.
 FIRST = (
     "study/test_smoke.py",
     "docs/test_commands.py",
     "slurm/test_study.py",
+    "slurm/test_resuming.py",
+    "slurm/test_accounting.py",
     "curvature/test_cost.py",
     "study/tracking/test_importer.py",
-    "train/test_kills.py",
 )
 
 

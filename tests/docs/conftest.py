@@ -156,6 +156,9 @@ def _write_text(place: Path) -> None:
     place.mkdir(exist_ok=True)
     compressed = zstandard.compress("".join(lines).encode())
     (place / "books.jsonl.zst").write_bytes(compressed)
+    (place / "c4").mkdir()
+    for number, part in enumerate((lines[:50], lines[50:100])):
+        (place / f"c4/{number}.jsonl").write_text("".join(part))
     tokens = np.random.default_rng(0).integers(1, 300, size=4096, dtype=np.uint32)
     tokens[::64] = 0  # ends of documents
     (place / "mix").mkdir()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from study.tracking.store import tracking_uri
 from tests.ckpt_tools.released.fake_hub import FakeHub
 from tests.docs.conftest import REVISION
 from tests.docs.pages import NAMES, PROJECT, commands_of
@@ -24,6 +25,11 @@ from tests.waiting import HANG_SECONDS
 MODEL = f"models/OLMo-2-0425-1B/{REVISION}"
 # The smoke study has other names than the demo; there is no GPU; texts are short.
 SMALLER = (
+    # Transformer Engine needs a GPU: the study is only resolved
+    (
+        r"study run (olmo2-30m-lr .*kernels=transformer_engine)",
+        r"study show --gpus 1 --gpu h100 \1",
+    ),
     (r"runs/tiny\b", f"runs/{NAME}"),
     (r"(study (status|mirror|choose-average)) tiny\b", rf"\1 {NAME}"),
     (r"lr2\.4e-2-seed1", "lr3e-2"),
@@ -50,11 +56,14 @@ SMALLER = (
     ),
     (r"source=allenai/", "source=models/"),
     (r"allenai/OLMo-2-1124-7B", "allenai/OLMo-2-0425-1B"),
+    (r"dataset:allenai/c4:en:train:1-8", "dataset:my/c4::train:1-2"),
     (r"/shared/quantdyn", "shared"),
     (r"cp slurm/sites/example.toml", "cp lab.toml"),
 )
 # Statistics need seeds and many checkpoints: these read made-up numbers of the demo's own runs.
 STATISTICS = re.compile(r"study (choose|power|forecast|cooldowns|report) tiny ?")
+PAGE_OF_MLFLOW = (PROJECT / "docs/guides/mlflow.md").read_text()
+ADDRESSES = re.findall(r"^export MLFLOW_TRACKING_URI=(\S+)$", PAGE_OF_MLFLOW, re.MULTILINE)
 # What a reader of this page has done before.
 BEFORE = {
     "docs/guides/released-models.md": [
@@ -105,6 +114,12 @@ def _expanded(word: str, directory: Path) -> list[str]:
     if "*" not in word:
         return [word]
     return sorted(str(path.relative_to(directory)) for path in directory.glob(word))
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_an_address_of_mlflow_is_one_that_is_taken(monkeypatch, address):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    assert tracking_uri(Path()) == address
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if commands_of(name)])
