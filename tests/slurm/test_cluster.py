@@ -92,11 +92,13 @@ def test_a_requeued_element_is_one_more_start(submit, lab, tmp_path):
     job = submit(f"echo x >> {tmp_path}/starts$SLURM_ARRAY_TASK_ID; sleep 600", array="0-1")
     both = {f"{job}_0": "RUNNING", f"{job}_1": "RUNNING"}
     wait_for(both)
+    starts = tmp_path / "starts1"
+    wait_until(lambda: read(starts) == "x\n", "first start")  # RUNNING is before the first line
     lab.command("scontrol", "requeue", f"{job}_1")
     wait_until(lambda: cluster.states(both)[f"{job}_1"].restarts == 1, "requeued")
     known = wait_for(both)
     assert (known[f"{job}_0"].restarts, known[f"{job}_1"].restarts) == (0, 1)
-    wait_until(lambda: (tmp_path / "starts1").read_text() == "x\nx\n", "second start")
+    wait_until(lambda: read(starts) == "x\nx\n", "second start")
 
 
 def test_inside_a_job_the_calls_mean_the_same(submit, tmp_path):
