@@ -237,10 +237,14 @@ def run_process(quantize: Callable[[Job], None]) -> None:
 
 
 def _reason(module: str, process: subprocess.CompletedProcess[str]) -> str:
-    """Return why a process failed: its own line if it ended with one."""
+    """Return why a process failed: its own line if it left one.
+
+    It need not be the last: a library's own processes may warn when they end.
+    """
     lines = [line for line in process.stderr.splitlines() if line.strip()] or ["no message"]
-    if lines[-1].startswith("error: "):
-        return lines[-1].removeprefix("error: ")
+    own = [line for line in lines if line.startswith("error: ")]
+    if own:
+        return own[-1].removeprefix("error: ")
     if process.returncode == -signal.SIGKILL:
         return (
             f"{module} was killed, most likely for memory; give it more, or lower"
