@@ -237,6 +237,7 @@ def quantize(job: Job) -> None:
     from auto_round import AutoRound, __version__
     from auto_round.algorithms.quantization.sign_round.config import SignRoundConfig
     from auto_round.schemes import QuantizationScheme
+    from auto_round.utils.device_manager import get_ar_device
 
     # warnings and losses are in its log alone
     watch = Watch()
@@ -245,6 +246,11 @@ def quantize(job: Job) -> None:
 
     # every argument is stated, so that the report has all of them
     settings = pipeline(job, math.gcd(BATCH, job.batch_size))
+    if settings["amp"] and not get_ar_device(settings["device_map"]).supports_bf16():
+        raise UserError(
+            "auto-round tunes in bf16 only on a CPU with AVX512_BF16, and this one has none; give"
+            " --dtype fp32"
+        )
     algorithm = tuning(job.spec, settings["batch_size"])
     config = SignRoundConfig(**algorithm)
     sequences = [

@@ -41,6 +41,11 @@ SMALLER = (
     (r"--follow 60", "--follow 1"),
     (r"--watch 60", "--watch 10"),
     (r"--vocab-size 32768", "--vocab-size 1024"),
+    (r"--workers 8", "--workers 2"),
+    (
+        r"(quant_eval run) (models/)",
+        r"\1 --eval-tokens 16384 --calibration-sequences 16 \2",
+    ),
     (r"--dtype bf16 --checkpointing", "--checkpointing"),  # a small random model is too rough
     (r"--sequence-length 2048", "--sequence-length 64"),
     (r"curvature lanczos", "curvature lanczos --fixed-sequences 1 --steps 4 --largest 1"),

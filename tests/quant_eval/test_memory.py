@@ -44,7 +44,7 @@ def peaks(request, tmp_path_factory, train_prefix, held_out_prefix) -> list[floa
             "spec": request.param,
             "eval-tokens": 5000,
         }
-        options |= {"calibration-sequences": 8, "out": root / "out"}
+        options |= {"calibration-sequences": 8, "dtype": "fp32", "out": root / "out"}
         arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
         done = subprocess.run(
             [interpreter(), "-c", PEAK, "run", str(model), *arguments],

@@ -32,6 +32,7 @@ from study.definition import Study
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
 from study.recipes import resolve
+from tests.interpreter import interpreter
 from tests.slurm.lab import Lab, running
 from tests.slurm.small_study import PROJECT, site_of, small_study
 from tests.waiting import HANG_SECONDS
@@ -392,7 +393,7 @@ def test_two_processes_that_submit_at_once_submit_once(full, root, study):
         "from base.errors import UserError\n"
         "try:\n"
         "    study = small_study('s', steps=24, runs=2, restart_every=None, curved=True)\n"
-        f"    site = site_of(Path(sys.argv[1])).model_copy(update={{'python': {sys.executable!r}}})\n"
+        f"    site = site_of(Path(sys.argv[1])).model_copy(update={{'python': {interpreter()!r}}})\n"
         "    print(len(submit(study, site)))\n"
         "except UserError as error:\n"
         "    print(error)\n"

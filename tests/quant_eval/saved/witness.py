@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its loader asks for two
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it would compile C++ at the first forward
+# It would compile C++ at the first forward, and to pack, where its Python does the same.
+os.environ |= {"TORCHDYNAMO_DISABLE": "1", "GPTQMODEL_DISABLE_PACK_EXT": "1"}
 
 import torch
 from safetensors.torch import load_file, save_file
