@@ -68,8 +68,8 @@ def refusal(hf_dir: Path) -> str:
     return str(caught.value)
 
 
-def swap(weights: Weights, one: str, other: str) -> None:
-    weights[one], weights[other] = weights[other], weights[one]
+def swap(weights: Weights, name: str, other: str) -> None:
+    weights[name], weights[other] = weights[other], weights[name]
 
 
 def swap_layers(weights: Weights) -> None:

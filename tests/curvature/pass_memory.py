@@ -38,7 +38,7 @@ def main() -> None:
     config = Olmo2Config(
         vocab_size=VOCABULARY, num_hidden_layers=DEPTH, max_position_embeddings=LENGTH, **shape
     )
-    found = []
+    pairs = []
     for dual, dtype, checkpointing in PASSES:
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="sdpa"
@@ -66,8 +66,8 @@ def main() -> None:
             dtype=dtype,  # type: ignore[arg-type]
             checkpointing=checkpointing,
         )
-        found.append([measured, simulate(config, settings, LENGTH, dual=dual).bytes])
-    print(json.dumps(found))
+        pairs.append([measured, simulate(config, settings, LENGTH, dual=dual).bytes])
+    print(json.dumps(pairs))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,11 @@ def parts(sizes: dict[str, int], most: int = PART_BYTES) -> list[list[str]]:
     """
     groups: list[list[str]] = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        room = (group for group in groups if sum(sizes[one] for one in group) + sizes[name] <= most)
+        room = (
+            group
+            for group in groups
+            if sum(sizes[member] for member in group) + sizes[name] <= most
+        )
         group = next(room, None)
         if group is None:
             groups.append(group := [])
