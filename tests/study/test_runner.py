@@ -333,8 +333,8 @@ def test_records_hold_no_place_of_the_study(tmp_path):
 def test_a_step_that_is_not_complete_says_why(tmp_path):
     def reasons(directory: Path, **settings: str) -> dict[str, str]:
         ledger = Ledger(directory, chain(**settings))
-        found = {name: ledger.reason(step) for name, step in ledger.steps.items()}
-        return {name: reason for name, reason in found.items() if reason}
+        by_name = {name: ledger.reason(step) for name, step in ledger.steps.items()}
+        return {name: reason for name, reason in by_name.items() if reason}
 
     study = tmp_path / "study"
     assert set(reasons(study).values()) == {"not run yet"}

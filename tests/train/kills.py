@@ -72,8 +72,8 @@ def survive(
         training.kill()
         assert known <= set(killed.complete_steps())
         known = set(killed.complete_steps())
-        found = newest(killed)
-        assert begun is None or (found is not None and found >= begun)
+        newest_step = newest(killed)
+        assert begun is None or (newest_step is not None and newest_step >= begun)
     for directory in (killed, whole):
         finished = ranks(processes, "train", "run", str(directory.path))
         assert finished.returncode == 0, finished.stderr[-3000:]

@@ -131,7 +131,9 @@ def walk(job: Job, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Te
     for index in range(2):
         for names in SUBSETS:
             linears = [f"model.layers.{index}.{name}" for name in names]
-            full_TI, inputs_TI = (inputs_of(one, linears[0], ids_NL) for one in (full, model))
+            full_TI, inputs_TI = (
+                inputs_of(network, linears[0], ids_NL) for network in (full, model)
+            )
             for linear in linears:
                 parameter = model.get_parameter(f"{linear}.weight")
                 yield linear, parameter.detach().double(), inputs_TI, full_TI

@@ -131,11 +131,12 @@ def test_training_beside_an_importer_whose_server_never_answers_is_the_same(
     assert done.returncode == 0, done.stderr[-2000:]
     alone, beside = RunDirectory(trained("dp1")), RunDirectory(tmp_path / "study/dp1")
     rows = [
-        [{key: row[key] for key in row.keys() - TIMES} for row in read_metrics(one.metrics)]
-        for one in (alone, beside)
+        [{key: row[key] for key in row.keys() - TIMES} for row in read_metrics(directory.metrics)]
+        for directory in (alone, beside)
     ]
     assert rows[0] == rows[1]
     files = [
-        {str(path.relative_to(one.path)) for path in one.path.rglob("*")} for one in (alone, beside)
+        {str(path.relative_to(directory.path)) for path in directory.path.rglob("*")}
+        for directory in (alone, beside)
     ]
     assert files[0] == files[1]

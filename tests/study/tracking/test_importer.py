@@ -33,7 +33,7 @@ def check(database: Database, study, steps: int, since: dict[int, int]) -> None:
     for run in study.runs:
         assert points[run.name] == expected(steps, since)
     ids = database.runs(study.name)
-    assert {name: len(found) for name, found in ids.items()} == dict.fromkeys(
+    assert {name: len(run_ids) for name, run_ids in ids.items()} == dict.fromkeys(
         [study.name, *points], 1
     )
 
