@@ -1,4 +1,4 @@
-"""A stand-in for sys.executable: a program in a fork of a process that has the imports behind it.
+"""A stand-in for sys.executable: a program in a fork of a process after its imports.
 
 Commands that start commands (a study, its steps, torchrun, the ranks) spend most of a small test on
 importing torch, once for each process. `interpreter` is a program that takes the place of the

@@ -157,7 +157,7 @@ def _plain(record: Record, ranks: Ranks, sharding: Sharding) -> None:
 
 
 def memory(ranks: Ranks, sharding: Sharding) -> dict[str, int]:
-    """Bytes of parameters and tangents that lie on this rank, and of all tensors that are alive."""
+    """Bytes of parameters and tangents that are on this rank, and of all tensors that are alive."""
     gc.collect()
     before = _bytes_alive()
     curved = CurvedModel(tiny_model(torch.float32, **ORDINARY), ranks=ranks, sharding=sharding)
@@ -181,7 +181,7 @@ def _bytes_alive() -> int:
 
 
 def gradients_alive(hessian: DualHessian, tokens_BS1: Tensor) -> list[int]:
-    """Bytes of all gradients that lie in `.grad` whenever the backward pass of `quadratic` adds
+    """Bytes of all gradients that are in `.grad` whenever the backward pass of `quadratic` adds
     one, and at its end.
     """
     weights, sizes = hessian.parameters.weights.values(), []

@@ -43,7 +43,7 @@ def command(*arguments) -> int:
 
 
 def quantized_model(place: Path, train_prefix: Path, held_out_prefix: Path) -> Path:
-    """An HF directory whose dequantized weights lie in quant/rtn-b3-g16."""
+    """An HF directory whose dequantized weights are in quant/rtn-b3-g16."""
     model = make_hf_directory(place / "model")
     options = [
         "--calibration",

@@ -234,7 +234,7 @@ def test_traces_of_seven_billion_parameters_fit_one_gpu_and_64_gigabytes(tmp_pat
     )  # the closed form without attention and recomputation
     weights, tangents = 4 * cost.parameters / 1e9, 2 * cost.parameters / 1e9
     assert weights + tangents < sum(cost.memory.values()) / 1e9 < 80  # these are certain
-    assert weights < cost.host / 1e9 < 64  # theta lies there, for the guard
+    assert weights < cost.host / 1e9 < 64  # theta is there, for the guard
     (gpu,) = (line for line in cost_lines(cost, settings, H100) if line.startswith("memory"))
     assert gpu.endswith("of 80 GB: fits")
 
@@ -351,7 +351,7 @@ def test_sequences_beyond_the_context(hf_dir):
 
 
 class Vectors(TorchDispatchMode):
-    """Counts vectors over all parameters that are alive at once, at most; several may lie in one
+    """Counts vectors over all parameters that are alive at once, at most; several may be in one
     storage.
     """
 

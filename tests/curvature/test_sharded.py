@@ -191,7 +191,7 @@ def test_streaming_takes_less_memory_than_the_gradient():
     done = python("tests.curvature.streaming_memory")
     assert done.returncode == 0, done.stderr[-3000:]
     peaks = json.loads(done.stdout)
-    assert peaks["product"] > 0.7  # some of it lies where the allocator had room before
+    assert peaks["product"] > 0.7  # some of it is where the allocator had room before
     assert max(peaks["probed"], peaks["quadratic"]) < 0.4
 
 

@@ -75,7 +75,7 @@ def _run_one(name: str, place: Place, out: Path) -> None:
         figures = checks(place)[name](place)
     except SkippedError as reason:
         figures = [Figure(name, None, note=str(reason), skipped=True)]
-    except BaseException as error:  # noqa: BLE001  whatever it is, the other checks go on
+    except BaseException as error:  # noqa: BLE001  whatever it is, the other checks continue
         traceback.print_exc()
         figures = [
             Figure(

@@ -1,7 +1,7 @@
 """`python -m tests.gpu.bundle`: the wheels that tests/gpu needs where there is torch, Python
 3.12 and no network.
 
-They lie in gpu-bundle/part-1, part-2, ..., each below 60 MB, for Python 3.12 on x86-64. There,
+They are in gpu-bundle/part-1, part-2, ..., each below 60 MB, for Python 3.12 on x86-64. There,
 beside the checkout:
 
     python3 -m pip install --no-index --no-deps --target gpu-packages gpu-bundle/part-*/*.whl

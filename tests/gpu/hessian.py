@@ -25,7 +25,7 @@ ROUNDS = 3
 
 
 def random_model(model: ModelConfig, length: int, device: torch.device) -> Any:
-    """In fp32, made where it lies."""
+    """In fp32, made where it is."""
     config = AutoConfig.for_model(model.family, **hf_settings(model, length, 0))
     torch.manual_seed(0)
     with device:

@@ -1,4 +1,4 @@
-"""Files of `--dense`: the weights behind the measured loss, read back by safetensors and
+"""Files of `--dense`: the weights of the measured loss, read back by safetensors and
 transformers alone.
 """
 

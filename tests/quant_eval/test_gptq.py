@@ -82,7 +82,7 @@ def test_a_group_of_zeros_stays_zero(name):
 @pytest.mark.parametrize("scales", ["", "-s16"])
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_the_largest_negative_weight_takes_the_outer_point_whatever_its_last_digits(bits, scales):
-    """It lies midway between two points; noise of one part in 1e8 must not move it by a whole
+    """It is midway between two points; noise of one part in 1e8 must not move it by a whole
     step.
     """
     generator = torch.Generator().manual_seed(bits)

@@ -6,7 +6,7 @@ as a module this file is that process. They factor in fp32: corrections, and the
 corrected weights, are off by some 1e-6 of a group's range, and a few weights on the border between
 two points fall the other way.
 
-The largest weights are positive here: the largest negative one of a symmetric group lies on such a
+The largest weights are positive here: the largest negative one of a symmetric group is on such a
 border exactly, where ours takes the outer point always and gptqmodel either, as fp32 rounds its
 scale. (Measured on weights with negative ones as large: 0.9896 to 1 of the weights equal; with
 scales rounded as gptqmodel's the worst are 0.9991 to 1.)

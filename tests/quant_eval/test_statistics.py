@@ -293,7 +293,7 @@ def test_what_documents_show_of_the_draws_counts_once():
         ]
         return (high - low) / 2
 
-    # Half of a Student t of 1 degree of freedom lies within 1 of 0; 20000 samples place that within
+    # Half of a Student t of 1 degree of freedom is within 1 of 0; 20000 samples place that within
     # about 1%.
     assert half_width(0.02) == pytest.approx(math.sqrt(0.0004 - 0.0001), rel=0.05)
     assert half_width(0.005) == pytest.approx(0, abs=1e-9)

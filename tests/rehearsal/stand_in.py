@@ -111,7 +111,7 @@ class OnGPU(Tensor):
 
 
 class Unnumbered(TorchFunctionMode):
-    """Takes a GPU's other names, and `torch.tensor` of numbers that lie on it, which C++ would
+    """Takes a GPU's other names, and `torch.tensor` of numbers that are on it, which C++ would
     ask CUDA for.
     """
 
@@ -211,7 +211,7 @@ def check(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
     """MixedDevicesError for what CUDA refuses: a tensor of the CPU beside one of the GPU, but
     for three exceptions.
 
-    A single number without dimensions may lie on the CPU, so may the indices of a tensor on the
+    A single number without dimensions may be on the CPU, so may the indices of a tensor on the
     GPU, and copies cross.
     """
     on_gpu = [tensor for tensor in tensors if isinstance(tensor, OnGPU)]

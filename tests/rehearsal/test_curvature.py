@@ -142,7 +142,7 @@ def test_a_product_left_on_the_cpu_is_found_by_lanczos():
 
 
 def test_a_tensor_left_on_the_cpu_is_found_in_a_step(tmp_path, model, text, quantized, monkeypatch):
-    """A step that does not go where the vectors lie: `take` with a fault planted in it."""
+    """A step that does not go where the vectors are: `take` with a fault planted in it."""
     monkeypatch.setattr(
         "curvature.products.parameters.Parameters.take",
         lambda self, tensors: torch.zeros(self.size),

@@ -233,7 +233,7 @@ def test_the_end_of_a_file_is_read_as_its_lines_are(tmp_path):
     for size in (1, 20, 100, 1000, length - 1, length, 2 * length):
         begins = length - min(
             size, length
-        )  # by the obvious way: lines that begin at or behind this byte
+        )  # by the obvious way: lines that begin at or after this byte
         places = [sum(len(json.dumps(row)) + 1 for row in rows[:number]) for number in range(200)]
         assert tail_rows(path, size) == [
             row for row, at in zip(rows, places, strict=True) if at >= begins

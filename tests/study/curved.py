@@ -93,7 +93,8 @@ def slice_content(loss: float) -> dict:
             "points": [
                 {
                     "name": name, "x": across, "y": along, "loss": at(across, along),
-                    "increase": at(across, along) - loss, "increase_standard_error": 0.004 if across else 0.0,
+                    "increase": at(across, along) - loss,
+                    "increase_standard_error": 0.004 if across else 0.0,
                 }
                 for name, (across, along) in points.items()
             ],

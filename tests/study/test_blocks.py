@@ -62,7 +62,7 @@ def test_shares_are_of_the_whole_models_increase():
         0: pytest.approx((0.5, 0.4, 0.65)),
         1: pytest.approx((0.25, -0.05, 0.55)),
     }
-    # without block 0 there is 0.06 of 0.2 left: it is behind 70 percent
+    # without block 0 there is 0.06 of 0.2 left: it makes 70 percent
     assert parts[NEEDED] == {
         0: pytest.approx((0.7, 0.6, 0.75)),
         1: pytest.approx((0.4, 0.25, 0.5)),

@@ -64,7 +64,7 @@ def page(report) -> Page:
 
 
 def test_it_needs_nothing_but_itself_and_shows_pictures_without_scripts(page, report):
-    """Besides its pictures it names files that lie beside it, for the reader to open."""
+    """Besides its pictures it names files that are beside it, for the reader to open."""
     assert "link" not in page.tags
     files = ("figures/", "tables/", "#")
     pictures = [address for address in page.references if not address.startswith(files)]

@@ -165,7 +165,7 @@ def go_through_two_processes(root: Path, single: Path) -> dict:
 
 
 def load_in_one_process(root: Path, two: Path) -> dict:
-    """Worker: what two processes saved goes on in one."""
+    """Worker: what two processes saved resumes in one."""
     report: dict = {}
     for name in ("s1", "s2", "b1", "b2"):
         attempt = Attempt(name, root)

@@ -1,6 +1,6 @@
 """kill -9 of a run at random moments of training and saving, again and again.
 
-What holds after every kill: no complete checkpoint is lost or damaged, and the next attempt goes on
+What holds after every kill: no complete checkpoint is lost or damaged, and the next attempt resumes
 from the newest full one; most permanent ones hold weights alone. At the end all weights and figures
 are those of a run that was never killed.
 """

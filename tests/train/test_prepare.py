@@ -47,7 +47,7 @@ def json_lines(texts: list[str]) -> bytes:
 
 
 def zst(content: bytes) -> bytes:
-    """Two frames one behind the other, as parallel compressors write."""
+    """Two frames one after the other, as parallel compressors write."""
     half = len(content) // 2
     return zstandard.compress(content[:half]) + zstandard.compress(content[half:])
 

@@ -127,7 +127,7 @@ def test_uniform_means_are_numpys_and_torchs(models, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fp64_becomes_16_bits_by_one_rounding(dtype):
-    """Both neighbours are tried in exact arithmetic. The first numbers lie beside a tie by less
+    """Both neighbours are tried in exact arithmetic. The first numbers are beside a tie by less
     than fp32 has.
     """
     half = torch.finfo(dtype).eps / 2

@@ -142,7 +142,7 @@ def test_main(repo, step, learning_rate):
     ("repo", "revision"),
     [
         (OPEN_SCI, "iter_0100000"),
-        ("allenai/OLMo-7B", "step556000-tokens2460B"),  # behind 2T tokens
+        ("allenai/OLMo-7B", "step556000-tokens2460B"),  # after 2T tokens
         (SMOLLM3, "it-soup-APO"),
     ],
 )

@@ -120,7 +120,7 @@ def test_training_beside_an_importer_whose_server_never_answers_is_the_same(
         assert follower.stderr
         assert (
             "dp1: MLflow's store http://127.0.0.1" in follower.stderr.readline()
-        )  # it goes on after this line
+        )  # it continues after this line
         done = ranks(1, "train", "run", str(tmp_path / "study/dp1"))
         assert follower.poll() is None or follower.returncode == 2, (
             "2: the run was done, the last import failed"
