@@ -1,4 +1,4 @@
-"""A stand-in for sys.executable: a program in a fork of a process that has the imports behind it.
+"""A stand-in for sys.executable: a program in a fork of a process after its imports.
 
 Commands that start commands (a study, its steps, torchrun, the ranks) spend most of a small test on
 importing torch, once for each process. `interpreter` is a program that takes the place of the
@@ -84,21 +84,21 @@ def interpreter() -> str:
     program = Path(place) / "python"
     program.write_text(PROGRAM.format(python=sys.executable, address=address))
     program.chmod(0o700)
-    ready, told = SERVER.Pipe(duplex=False)
-    SERVER.Process(target=_serve, args=(address, told), daemon=True).start()
-    told.close()  # should the server die, this ends
+    ready, sender = SERVER.Pipe(duplex=False)
+    SERVER.Process(target=_serve, args=(address, sender), daemon=True).start()
+    sender.close()  # should the server die, this ends
     ready.recv()
     return str(program)
 
 
-def _serve(address: str, told: Any) -> None:
+def _serve(address: str, sender: Any) -> None:
     """Fork for whoever connects, until this process is killed."""
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with the process that it was forked from
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{address}")
     listener.listen(64)
-    told.send("listening")
+    sender.send("listening")
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ, None)
     while True:
@@ -244,8 +244,8 @@ def _enter_namespaces(who: int) -> None:
         for name in NAMESPACES
         if not Path(f"/proc/{who}/ns/{name}").samefile(f"/proc/self/ns/{name}")
     ]
-    opened = {name: os.open(f"/proc/{who}/ns/{name}", os.O_RDONLY) for name in others}
-    for name, file in opened.items():
+    files = {name: os.open(f"/proc/{who}/ns/{name}", os.O_RDONLY) for name in others}
+    for name, file in files.items():
         if libc.setns(file, NAMESPACES[name]):
             raise OSError(ctypes.get_errno(), f"no way into the {name} namespace of {who}")
         os.close(file)

@@ -36,12 +36,12 @@ def plain_probe(model: Any, input_ids_BS: Tensor) -> dict[str, Tensor]:
     return probe
 
 
-def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def largest_error(outputs: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Over all outputs, the largest |difference| over the largest |value| of the same output."""
-    assert found.keys() == expected.keys()
-    assert all(found[key].shape == expected[key].shape for key in expected)
+    assert outputs.keys() == expected.keys()
+    assert all(outputs[key].shape == expected[key].shape for key in expected)
     return max(
-        ((found[key] - expected[key]).abs().max() / expected[key].abs().max()).item()
+        ((outputs[key] - expected[key]).abs().max() / expected[key].abs().max()).item()
         for key in expected
     )
 
@@ -53,6 +53,6 @@ def name_of(layer: int, module: str) -> str:
 
 def accused(line: str) -> set[str]:
     """The parameters that a refusal names."""
-    found = re.search(r"not what was trained: (.*?)(?: \(or heads[^)]*\))?; from", line)
-    assert found, line
-    return set(found[1].split(", "))
+    match = re.search(r"not what was trained: (.*?)(?: \(or heads[^)]*\))?; from", line)
+    assert match, line
+    return set(match[1].split(", "))

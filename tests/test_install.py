@@ -121,8 +121,10 @@ def make(root: Path, *settings: str, **environment: str) -> subprocess.Completed
 def installed(root: Path) -> dict[str, str]:
     """The versions in .venv, by name."""
     folder = next((root / ".venv").glob("lib/python3*/site-packages"))
-    found = importlib.metadata.distributions(path=[str(folder)])
-    return {canonicalize_name(distribution.name): distribution.version for distribution in found}
+    distributions = importlib.metadata.distributions(path=[str(folder)])
+    return {
+        canonicalize_name(distribution.name): distribution.version for distribution in distributions
+    }
 
 
 @pytest.mark.stress

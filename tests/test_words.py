@@ -37,7 +37,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
 def test_names_say_the_value():
     places = [
         f"{path.relative_to(PROJECT)}:{node.lineno}"
-        for path in sources()
+        for path in sources(ALL)
         for node in ast.walk(ast.parse(path.read_text()))
         if (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in EMPTY)
         or (isinstance(node, ast.arg) and node.arg in EMPTY)

@@ -117,9 +117,9 @@ def peak_mib(name: str, place: Path, pool_NS1: Tensor) -> float:
         Path("/proc/self/clear_refs").write_text("5")  # begins a new high-water mark
         before = psutil.Process().memory_info().rss / 2**20
         product_of(name, model, pool_NS1[:BATCH])(v_P)
-    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) / 2**10 - before
+    match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert match
+    return int(match[1]) / 2**10 - before
 
 
 def attention_of(name: str) -> str:
@@ -167,12 +167,18 @@ def exact(place: Path, pool_NS1: Tensor) -> dict[str, Any]:
     hessian = our_hessian("ours", load(place / "model", "sdpa"))
     vectors = (hessian.parameters.probe(Probe(0, probe)) for probe in range(TABLE))
     table = [
-        [sum(hessian.quadratic(one[None], v_P).dots.values()) for one in pool_NS1[:TABLE]]
+        [
+            sum(hessian.quadratic(tokens_S1[None], v_P).dots.values())
+            for tokens_S1 in pool_NS1[:TABLE]
+        ]
         for v_P in vectors
     ]
     numbered = enumerate(pool_NS1)
     twice_N2 = torch.tensor(
-        [[quadratic(hessian, one[None], 2 * n + k) for k in (100, 101)] for n, one in numbered]
+        [
+            [quadratic(hessian, tokens_S1[None], 2 * n + k) for k in (100, 101)]
+            for n, tokens_S1 in numbered
+        ]
     )
     # The sequences are all there are, so only the probes are random: half the squared difference is
     # their variance.
@@ -198,7 +204,9 @@ def run_trace(
         drawn = pool_NS1[drawn_N].split(BATCH)
         if hessian:
             numbered = enumerate(drawn, start=1000 + seed * batches)
-            return statistics.fmean(quadratic(hessian, one, probe) for probe, one in numbered)
+            return statistics.fmean(
+                quadratic(hessian, tokens_BS1, probe) for probe, tokens_BS1 in numbered
+            )
         return LIBRARIES[name].trace(model, list(drawn), probes)
 
     start = time.process_time()
@@ -248,12 +256,12 @@ def line(what: str, value: float, remark: str) -> str:
 def product_lines(costs: dict[str, dict[str, float]]) -> list[str]:
     """Time and memory of every contender, and memory against double backward."""
     lines = []
-    for name, found in costs.items():
-        remark = f"{found['seconds']:.3f} s, peak {found['peak_mib']:.0f} MiB above the model"
+    for name, figures in costs.items():
+        remark = f"{figures['seconds']:.3f} s, peak {figures['peak_mib']:.0f} MiB above the model"
         lines.append(
             line(
                 f"Hessian-vector product, {name} / forward and backward (HF)",
-                found["gradients"],
+                figures["gradients"],
                 remark,
             )
         )
@@ -281,25 +289,27 @@ def trace_lines(place: Path, costs: dict[str, dict[str, float]]) -> list[str]:
     remark = f"standard error {reference['standard_error'] / trace:.1%}; s.d. of v'Hv: {parts}"
     lines = [line("Trace of the Hessian, mean over all text", trace, remark)]
 
-    def found_error(name: str, batches: int, probes: int) -> tuple[float, Any]:
+    def error_of_runs(name: str, batches: int, probes: int) -> tuple[float, Any]:
         run = child("trace", name, str(place), str(batches), str(probes))
         return (
             math.sqrt(statistics.fmean((value / trace - 1) ** 2 for value in run["estimates"])),
             run,
         )
 
-    found_ours, run_ours = found_error("ours", PAIRS_RUN, 1)
+    error_ours, run_ours = error_of_runs("ours", PAIRS_RUN, 1)
     remark = (
         f"{SEEDS} runs of {PAIRS_RUN} pairs, {run_ours['seconds']:.1f} s; expected {ours_run:.3f}"
     )
-    lines.append(line("Trace, relative error of ours", found_ours, remark))
+    lines.append(line("Trace, relative error of ours", error_ours, remark))
     for name in LIBRARIES:
         pair = costs[name]["pair"]
         share = best_share(variances, PAIRS * costs["ours"]["pair"], pair)
 
         def ratio(table: Tensor, share: tuple[int, int] = share) -> float:
-            one = variances_of(table)
-            return error_of_share(one, share) / one.error_of_fresh(PAIRS, BATCH)
+            table_variances = variances_of(table)
+            return error_of_share(table_variances, share) / table_variances.error_of_fresh(
+                PAIRS, BATCH
+            )
 
         remark = (
             f"+- {jackknife(table_IJ, ratio):.2f}; expected of {share[0]} batches and {share[1]}"
@@ -308,14 +318,14 @@ def trace_lines(place: Path, costs: dict[str, dict[str, float]]) -> list[str]:
         )
         lines.append(line(f"Trace, error in equal time: {name} / ours", ratio(table_IJ), remark))
         share = best_share(variances, PAIRS_RUN * costs["ours"]["pair"], pair)
-        found, run = found_error(name, *share)
+        error, run = error_of_runs(name, *share)
         remark = (
             f"{SEEDS} runs of {share[0]} batches and {share[1]} probes, {run['seconds']:.1f} s:"
-            f" {found:.3f} and {found_ours:.3f}; expected"
+            f" {error:.3f} and {error_ours:.3f}; expected"
             f" {error_of_share(variances, share) / ours_run:.2f}"
         )
         lines.append(
-            line(f"Trace, error in equal, shorter time: {name} / ours", found / found_ours, remark)
+            line(f"Trace, error in equal, shorter time: {name} / ours", error / error_ours, remark)
         )
         for algorithm, values in run.get("algorithms", {}).items():
             spread = statistics.stdev(values) / statistics.fmean(values)

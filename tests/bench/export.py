@@ -205,8 +205,8 @@ def export_lines(directory: Path | None = None) -> list[str]:
         for what in ("cp", "ours", "cp", "ours", "cp", "ours", "usual"):
             elapsed, memory[what] = timed(commands[what])
             taken[what].append(elapsed)
-            for made in ("hf", "copy", "usual"):
-                shutil.rmtree(root / made, ignore_errors=True)
+            for folder in ("hf", "copy", "usual"):
+                shutil.rmtree(root / folder, ignore_errors=True)
         seconds = {what: statistics.median(each) for what, each in taken.items()}
     gigabytes = size / 1e9
     mib = {what: (used.largest >> 20, used.together >> 20) for what, used in memory.items()}

@@ -87,16 +87,16 @@ def counted(kind: type[Count], shape: str, *, checkpointing: bool) -> tuple[Pass
     settings = HutchinsonSettings(
         dtype="bf16", checkpointing=checkpointing, microbatch_sequences=1, lambda_max=False
     )
-    made: list[Count] = []
+    counts: list[Count] = []
 
     def make(known: set[int]) -> Count:
-        made.append(kind(known))
-        return made[-1]
+        counts.append(kind(known))
+        return counts[-1]
 
     with mock.patch.object(simulation, "Count", make):
-        found = simulate(config, settings, LENGTH, dual=True)
-    shallow, deep = (one.kernels for one in made)
-    return found, shallow + (config.num_hidden_layers - 1) * (deep - shallow)
+        product = simulate(config, settings, LENGTH, dual=True)
+    shallow, deep = (count.kernels for count in counts)
+    return product, shallow + (config.num_hidden_layers - 1) * (deep - shallow)
 
 
 def main() -> None:
@@ -105,11 +105,11 @@ def main() -> None:
     for shape in SHAPES:
         for checkpointing in (True, False):
             for title, kind in ways:
-                found, kernels = counted(kind, shape, checkpointing=checkpointing)
+                product, kernels = counted(kind, shape, checkpointing=checkpointing)
                 what = f"{shape}{', checkpointing' if checkpointing else '':<15} {title}"
                 sys.stdout.write(
-                    f"{what:<38} {found.moved / 1e12:>6.2f} TB {kernels:>7} kernels"
-                    f" {found.flops / 1e12:>5.0f} TFLOP\n"
+                    f"{what:<38} {product.moved / 1e12:>6.2f} TB {kernels:>7} kernels"
+                    f" {product.flops / 1e12:>5.0f} TFLOP\n"
                 )
                 sys.stdout.flush()
 

@@ -220,9 +220,9 @@ def run_llmcompressor(place: Path, ids_NL: Tensor) -> Cost:
 def linears_of(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     """The linears of the decoder blocks, by name."""
     return [
-        (name, one)
-        for name, one in model.named_modules()
-        if isinstance(one, nn.Linear) and name != "lm_head"
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name != "lm_head"
     ]
 
 

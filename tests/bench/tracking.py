@@ -143,14 +143,14 @@ def tracking_lines() -> Iterator[str]:
     """Yield a line per kind of store."""
     with tempfile.TemporaryDirectory() as name, socket.socket() as silent, socket.socket() as slow:
         root, texts = Path(name), make_texts(Path(name))
-        for one in (silent, slow):
-            one.bind(("127.0.0.1", 0))
-            one.listen(100)
+        for listener in (silent, slow):
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(100)
         threading.Thread(target=serve_slowly, args=(slow,), daemon=True).start()
         kinds: dict[str, str | None] = {"alone": None}
         kinds |= {
-            kind: f"http://127.0.0.1:{one.getsockname()[1]}"
-            for kind, one in (("silent", silent), ("slow", slow))
+            kind: f"http://127.0.0.1:{listener.getsockname()[1]}"
+            for kind, listener in (("silent", silent), ("slow", slow))
         }
         times: dict[str, list[float]] = {kind: [] for kind in kinds}
         for number in range(ROUNDS):

@@ -135,7 +135,7 @@ def seconds(call: Callable[[], object]) -> float:
 def save_seconds(
     engine: Engine, plain_save: Callable[[Path], None], root: Path
 ) -> tuple[float, float, float]:
-    """Medians of: the stall of an asynchronous save (until training may go on), the whole save,
+    """Medians of: the stall of an asynchronous save (until training may continue), the whole save,
     torch.save.
     """
     stalls, wholes, plains = [], [], []

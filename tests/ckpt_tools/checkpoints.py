@@ -42,7 +42,7 @@ def seal(checkpoint: Path, **changes: Any) -> None:
 
 
 def write_record(checkpoint: Path, run: RunConfig, step: int, **fields: Any) -> None:
-    """The checkpoint.json of a run's step, over the files that lie there."""
+    """The checkpoint.json of a run's step, over the files that are there."""
     values: dict[str, Any] = {
         "run": run.name,
         "fingerprint": fingerprint(run),

@@ -13,7 +13,7 @@ GB = 10**9
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path) -> Path:
-    """A machine of 64 GB, half of them free, whose groups lie below `cgroup`."""
+    """A machine of 64 GB, half of them free, whose groups are below `cgroup`."""
     (tmp_path / "proc" / "self").mkdir(parents=True)
     memory = SimpleNamespace(total=64 * GB, available=32 * GB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)

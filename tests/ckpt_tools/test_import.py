@@ -162,8 +162,8 @@ def test_the_engine_computes_with_the_weights_what_transformers_does(
         expected = reference(probe["input_ids"]).logits
     assert expected.std() > 0.1
     assert (expected - probe["logits"]).abs().max() <= 1e-5
-    found = load_file(tmp_path / "logits.safetensors")["logits"]
-    assert (found - expected[:, :32]).abs().max() <= 2e-5
+    logits = load_file(tmp_path / "logits.safetensors")["logits"]
+    assert (logits - expected[:, :32]).abs().max() <= 2e-5
 
 
 def edit(source: Path, **changes: Any) -> None:

@@ -43,20 +43,20 @@ def test_a_checkpoint_and_its_export_tell_the_same(run, capsys):
     record = read_checkpoint_record(checkpoint)
     parameters = AutoModelForCausalLM.from_pretrained(exported).num_parameters()
     for path, kind in ((checkpoint, "checkpoint"), (exported, "HF directory, export")):
-        found = describe(path)
-        assert (found["kind"], found["parameters"]) == (kind, parameters)
+        description = describe(path)
+        assert (description["kind"], description["parameters"]) == (kind, parameters)
         for key in ("run", "step", "tokens", "learning_rate", "engine", "layout"):
-            assert found[key] == getattr(record, key)
-        assert found["files"] == {
+            assert description[key] == getattr(record, key)
+        assert description["files"] == {
             str(file.relative_to(path)): file.stat().st_size
             for file in path.rglob("*")
             if file.is_file()
         }
-        assert found["bytes"] == sum(found["files"].values())
+        assert description["bytes"] == sum(description["files"].values())
         capsys.readouterr()
         inspect([path])
         printed = capsys.readouterr().out
-        assert all(name in printed for name in found["files"])
+        assert all(name in printed for name in description["files"])
         assert f"{record.tokens:,}" in printed
 
 
@@ -74,8 +74,8 @@ def test_averages_downloads_and_others_say_so(run, hf_dir):
     record = {"repo": "owner/name", "revision": "stage1-step20-tokens1B", "commit": "c" * 40}
     files = {"model.safetensors": record_file(exported / "model.safetensors").model_dump()}
     (exported / "download.json").write_text(json.dumps(record | {"files": files}))
-    found = describe(exported)
-    assert (found["kind"], {key: found[key] for key in record}) == (
+    description = describe(exported)
+    assert (description["kind"], {key: description[key] for key in record}) == (
         "HF directory, download",
         record,
     )

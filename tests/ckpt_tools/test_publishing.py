@@ -191,19 +191,19 @@ def test_published_directories_hold_the_exported_weights(exported_run, published
     assert {path.name for path in published.iterdir()} == set(REVISIONS)
     for step, revision in ((0, REVISIONS[0]), (10, REVISIONS[1]), (20, LAST)):
         expected = load_file(weights_of(exported_run / "hf" / f"step{step:08d}"))
-        found = AutoModelForCausalLM.from_pretrained(published / revision).state_dict()
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        weights = AutoModelForCausalLM.from_pretrained(published / revision).state_dict()
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
         assert AutoTokenizer.from_pretrained(published / revision).eos_token_id == 0
         assert verify(published / revision)["parity"]["logits"] <= 1e-5
     assert not [path for path in published.rglob("*") if path.is_symlink()]
     assert weights_of(published / LAST).samefile(weights_of(exported_run / "hf/step00000020"))
     for name in (f"quant/{SPEC}", "curvature/hutchinson", "curvature/slice-random"):
-        found, measured = (
+        copy, measured = (
             json.loads((place / name / "result.json").read_text())
             for place in (published / LAST, exported_run / "hf/step00000020")
         )
-        assert found["measured"] == measured["measured"]
+        assert copy["measured"] == measured["measured"]
 
 
 def test_what_is_published_has_the_hashes_that_others_compute(published):
@@ -229,7 +229,7 @@ def test_nothing_of_this_machine_is_published(exported_run, published, tmp_path_
     after = json.loads((published / REVISIONS[1] / "tokenizer_config.json").read_text())
     assert before == after | {"name_or_path": str(exported_run / "hf")}
     lineage = json.loads((published / f"{LAST}-soup2" / "lineage.json").read_text())
-    assert [held["path"] for held in lineage["ingredients"]] == [REVISIONS[1], LAST]
+    assert [ingredient["path"] for ingredient in lineage["ingredients"]] == [REVISIONS[1], LAST]
     lineage = json.loads((published / LAST / "lineage.json").read_text())
     assert lineage["checkpoint"] == "checkpoints/step00000020"
     assert lineage["environment"].keys().isdisjoint({"host", "hosts", "argv"})
@@ -248,7 +248,7 @@ def test_cards_parse_and_say_what_was_measured(exported_run, published):
         assert "not named a license" in text
     run = load_run(exported_run / "run.json")
     _, text = card(published / LAST)
-    for told in (
+    for words in (
         f'"peak_lr": {run.optimizer.peak_lr}',
         "after update 20 of 20",
         f"| `quant/{SPEC}` | relative error | 0.06 | [0.059, 0.061] |",
@@ -257,7 +257,7 @@ def test_cards_parse_and_say_what_was_measured(exported_run, published):
         "| `curvature/older` | trace | 99.5 | - |",
         "of the largest logit",
     ):
-        assert told in text
+        assert words in text
     _, text = card(published / REVISIONS[0])
     assert "Nothing." in text
     _, text = card(published / f"{LAST}-soup2")

@@ -76,12 +76,12 @@ def test_a_run_resumed_at_another_layout_goes_on_with_the_same_losses(
     shutil.copytree(whole.checkpoint(10), directory.checkpoint(10))
     done = ranks(LAYOUTS[layout][0], "train", "run", str(directory.path))
     assert done.returncode == 0, done.stderr[-3000:]
-    found, expected = (
+    losses, expected = (
         {row["step"]: row["loss"] for row in read_metrics(run.metrics) if "loss" in row}
         for run in (directory, whole)
     )
-    assert sorted(found) == list(range(11, 21))
-    assert found == pytest.approx({step: expected[step] for step in found}, abs=1e-5)
+    assert sorted(losses) == list(range(11, 21))
+    assert losses == pytest.approx({step: expected[step] for step in losses}, abs=1e-5)
 
 
 if __name__ == "__main__":

@@ -68,8 +68,8 @@ def refusal(hf_dir: Path) -> str:
     return str(caught.value)
 
 
-def swap(weights: Weights, one: str, other: str) -> None:
-    weights[one], weights[other] = weights[other], weights[one]
+def swap(weights: Weights, name: str, other: str) -> None:
+    weights[name], weights[other] = weights[other], weights[name]
 
 
 def swap_layers(weights: Weights) -> None:
@@ -144,7 +144,7 @@ SAME_WIDTHS: dict[str, tuple[Callable[[Weights], object], set[str]]] = {
 
 @pytest.mark.parametrize("layout_name", ["dp1", "gqa-tp2", "bf16-dp1"])
 def test_planted_faults_are_called_by_name(exported, tmp_path, layout_name):
-    """In bf16 the q and k norms of this short run lie within rounding of each other; they are
+    """In bf16 the q and k norms of this short run are within rounding of each other; they are
     left out.
     """
     faults = FAULTS if "gqa" in layout_name else FAULTS | SAME_WIDTHS

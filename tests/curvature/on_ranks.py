@@ -150,14 +150,14 @@ def _plain(record: Record, ranks: Ranks, sharding: Sharding) -> None:
     parameters.move(theta_p)
     record.figures["plain losses"] = [*here, there, curved.loss(tokens_BS1).value]
     sketch = CountSketch(parameters, Probe(0, 1))
-    found = difference_product(curved, tokens_BS1, sketch)
-    record.figures["differences"] = [found.loss, sketch.norm(found.picture_s)]
-    record.figures["dots of differences"] = sketch.dots(found.picture_s)
+    product = difference_product(curved, tokens_BS1, sketch)
+    record.figures["differences"] = [product.loss, sketch.norm(product.picture_s)]
+    record.figures["dots of differences"] = sketch.dots(product.picture_s)
     record.keep("put back", parameters, parameters.point())
 
 
 def memory(ranks: Ranks, sharding: Sharding) -> dict[str, int]:
-    """Bytes of parameters and tangents that lie on this rank, and of all tensors that are alive."""
+    """Bytes of parameters and tangents that are on this rank, and of all tensors that are alive."""
     gc.collect()
     before = _bytes_alive()
     curved = CurvedModel(tiny_model(torch.float32, **ORDINARY), ranks=ranks, sharding=sharding)
@@ -173,21 +173,21 @@ def memory(ranks: Ranks, sharding: Sharding) -> dict[str, int]:
 
 def _bytes_alive() -> int:
     storages = {}
-    for found in gc.get_objects():
-        if issubclass(type(found), Tensor):  # isinstance asks a million objects for their __class__
-            storage = local(found.detach()).untyped_storage()
+    for item in gc.get_objects():
+        if issubclass(type(item), Tensor):  # isinstance asks a million objects for their __class__
+            storage = local(item.detach()).untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
 def gradients_alive(hessian: DualHessian, tokens_BS1: Tensor) -> list[int]:
-    """Bytes of all gradients that lie in `.grad` whenever the backward pass of `quadratic` adds
+    """Bytes of all gradients that are in `.grad` whenever the backward pass of `quadratic` adds
     one, and at its end.
     """
-    weights, found = hessian.parameters.weights.values(), []
+    weights, sizes = hessian.parameters.weights.values(), []
 
     def count(_: Tensor | None = None) -> None:
-        found.append(
+        sizes.append(
             sum(local(weight.grad).nbytes for weight in weights if weight.grad is not None)
         )
 
@@ -196,7 +196,7 @@ def gradients_alive(hessian: DualHessian, tokens_BS1: Tensor) -> list[int]:
     count()
     for hook in hooks:
         hook.remove()
-    return found
+    return sizes
 
 
 def guarded(ranks: Ranks) -> dict[str, Any]:
@@ -205,21 +205,21 @@ def guarded(ranks: Ranks) -> dict[str, Any]:
     tokens_BS1, sketch = random_tokens(3), CountSketch(curved.parameters, Probe(0, 0))
     right = DualHessian(curved).sketched(tokens_BS1, sketch)
     reference = difference_product(curved, tokens_BS1, sketch)
-    found: dict[str, Any] = {"passed": check_product(right, reference, sketch)}
+    outcome: dict[str, Any] = {"passed": check_product(right, reference, sketch)}
     factor = 1.2 if ranks.rank == ranks.size - 1 else 1.0
     wrong = right._replace(picture_s=factor * right.picture_s)
     try:
         check_product(wrong, reference, sketch)
     except UserError as error:
-        found["refused"] = str(error)
-    return found
+        outcome["refused"] = str(error)
+    return outcome
 
 
 def poisoned(ranks: Ranks) -> list[str]:
     """The message of each way to a product for a model in which one rank holds a weight that is not a
     number.
     """
-    said = []
+    messages = []
     for exact in (True, False):
         curved = CurvedModel(tiny_model(torch.float32), ranks=ranks, sharding="fsdp")
         if ranks.rank == ranks.size - 1:
@@ -233,20 +233,20 @@ def poisoned(ranks: Ranks) -> list[str]:
             else:
                 difference_product(curved, random_tokens(ranks.size), sketch)
         except UserError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def replicated(ranks: Ranks) -> list[float]:
     """Loss and v'Hv of this rank's own batches: none for the first rank, `rank` for the others."""
     hessian = DualHessian(CurvedModel(tiny_model(), ranks=ranks, sharding="none"))
-    found = []
+    figures = []
     for batch in range(ranks.rank):
         quadratic = hessian.quadratic(
             random_tokens(seed=batch), hessian.parameters.probe(Probe(0, batch))
         )
-        found += [quadratic.loss, quadratic.slope, sum(quadratic.dots.values())]
-    return found
+        figures += [quadratic.loss, quadratic.slope, sum(quadratic.dots.values())]
+    return figures
 
 
 def main(out: Path) -> None:

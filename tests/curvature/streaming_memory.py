@@ -19,9 +19,9 @@ from tests.curvature.conftest import random_tokens, tiny_model
 
 def resident(figure: str) -> int:
     """Bytes of this process: VmRSS now, VmHWM at most since the mark was reset."""
-    found = re.search(rf"{figure}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return 1024 * int(found[1])
+    match = re.search(rf"{figure}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert match
+    return 1024 * int(match[1])
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ def command(*arguments) -> int:
 
 
 def quantized_model(place: Path, train_prefix: Path, held_out_prefix: Path) -> Path:
-    """An HF directory whose dequantized weights lie in quant/rtn-b3-g16."""
+    """An HF directory whose dequantized weights are in quant/rtn-b3-g16."""
     model = make_hf_directory(place / "model")
     options = [
         "--calibration",
@@ -74,14 +74,14 @@ class Tiny(NamedTuple):
     reference: Any
 
     def tokens(self, index: int, size: int = 1) -> Tensor:
-        found = batch(
+        tokens_BS1 = batch(
             open_corpus(self.data),
             step=index + 1,
             batch_size=size,
             sequence_length=LENGTH,
             seed=SEED,
         )
-        return torch.from_numpy(found)
+        return torch.from_numpy(tokens_BS1)
 
     def signs(self, probe: int) -> Tensor:
         parts = [
@@ -93,11 +93,11 @@ class Tiny(NamedTuple):
     def measured(self, spec: str, *options) -> dict[str, Any]:
         """`measured` of the command's result."""
         assert command(spec, self.hf_dir, "--data", self.data, *FIXED, *options) == 0
-        found: dict[str, Any] = json.loads(
+        result: dict[str, Any] = json.loads(
             (self.hf_dir / "curvature" / spec / "result.json").read_text()
         )
-        assert (found["spec"]["name"], found["spec"]["seed"]) == (spec, SEED)
-        measured: dict[str, Any] = found["measured"]
+        assert (result["spec"]["name"], result["spec"]["seed"]) == (spec, SEED)
+        measured: dict[str, Any] = result["measured"]
         return measured
 
 
@@ -155,7 +155,7 @@ def test_every_pair_is_the_quadratic_form_of_its_probe_and_microbatch(tiny, hutc
     names = [name for name, _ in tiny.reference.named_parameters()]
     sizes = [weight.numel() for weight in tiny.reference.parameters()]
     losses, errors, tensors = [], list[float](), dict.fromkeys(names, 0.0)
-    for index, found in enumerate(hutchinson["trace"]["per_microbatch"]):
+    for index, trace in enumerate(hutchinson["trace"]["per_microbatch"]):
         v_P = tiny.signs(index)
         loss, gradient_P = differentiable_gradient(tiny.reference, tiny.tokens(index))
         product = torch.autograd.grad(gradient_P @ v_P, list(tiny.reference.parameters()))
@@ -163,7 +163,7 @@ def test_every_pair_is_the_quadratic_form_of_its_probe_and_microbatch(tiny, hutc
         losses.append(loss.item())
         for name, part in zip(names, parts, strict=True):
             tensors[name] += part / SEQUENCES
-        errors.append(abs(found - sum(parts)) / sum(map(abs, parts)))
+        errors.append(abs(trace - sum(parts)) / sum(map(abs, parts)))
     # fp32's rounding, which norms over four features amplify in a microbatch here and there
     assert statistics.median(errors) < 3e-6
     assert max(errors) < 3e-5
@@ -183,9 +183,9 @@ def test_traces_lie_within_their_errors(tiny, hutchinson):
     )
     low, high = hutchinson["trace"]["interval"]
     assert low <= float(diagonal_P.sum()) <= high
-    for block, found in hutchinson["block_traces"].items():
+    for block, trace in hutchinson["block_traces"].items():
         within(
-            found, sum(float(part.sum()) for name, part in parts.items() if block_of(name) == block)
+            trace, sum(float(part.sum()) for name, part in parts.items() if block_of(name) == block)
         )
     norms = sum(float(part.sum()) for name, part in parts.items() if "norm" in name)
     within(hutchinson["norm_traces"]["total"], norms)
@@ -198,13 +198,13 @@ def test_the_relative_trace_is_that_along_noise_as_large_as_the_weights(tiny, hu
         for name, module in tiny.reference.model.layers.named_modules(prefix="model.layers")
         if isinstance(module, torch.nn.Linear)
     }
-    found, traces = hutchinson["relative_trace"], hutchinson["tensor_traces"]
+    relative, traces = hutchinson["relative_trace"], hutchinson["tensor_traces"]
     expected = sum(
         traces[name]["mean"] * float(weight.detach().square().mean())
         for name, weight in linears.items()
     )
-    assert found["mean"] == pytest.approx(expected, rel=1e-5)
-    assert np.mean(found["per_microbatch"]) == pytest.approx(found["mean"])
+    assert relative["mean"] == pytest.approx(expected, rel=1e-5)
+    assert np.mean(relative["per_microbatch"]) == pytest.approx(relative["mean"])
     diagonal = [
         (linears[name].square().mean().sqrt() if name in linears else torch.tensor(0.0)).expand(
             weight.numel()
@@ -212,7 +212,7 @@ def test_the_relative_trace_is_that_along_noise_as_large_as_the_weights(tiny, hu
         for name, weight in tiny.reference.named_parameters()
     ]
     scales_P = torch.cat(diagonal).detach().double()
-    within(found, float((scales_P * tiny.dense.hessian_PP * scales_P[:, None]).trace()))
+    within(relative, float((scales_P * tiny.dense.hessian_PP * scales_P[:, None]).trace()))
 
 
 def test_gauss_newton_and_fisher_lie_within_their_errors(tiny, hutchinson):
@@ -240,17 +240,17 @@ def test_gauss_newton_and_fisher_lie_within_their_errors(tiny, hutchinson):
 
 def test_lanczos_finds_both_ends_and_the_density(tiny):
     eigenvalues_P = torch.linalg.eigvalsh(tiny.dense.hessian_PP)
-    found = tiny.measured("lanczos", "--largest", "3", "--smallest", "2", "--tolerance", "1e-5")
-    assert found["lambda_max"]["value"] == pytest.approx(float(eigenvalues_P[-1]), rel=1e-4)
+    measured = tiny.measured("lanczos", "--largest", "3", "--smallest", "2", "--tolerance", "1e-5")
+    assert measured["lambda_max"]["value"] == pytest.approx(float(eigenvalues_P[-1]), rel=1e-4)
     for end, expected in (("largest", eigenvalues_P.flip(0)[:3]), ("smallest", eigenvalues_P[:2])):
-        assert [pair["value"] for pair in found["eigenvalues"][end]] == pytest.approx(
+        assert [pair["value"] for pair in measured["eigenvalues"][end]] == pytest.approx(
             expected.tolist(), rel=1e-4
         )
-        assert all(pair["converged"] for pair in found["eigenvalues"][end])
-    assert found["loss"] == pytest.approx(tiny.dense.loss, rel=1e-6)
-    within(found["trace"], float(eigenvalues_P.sum()))
-    within(found["density"]["squared_norm"], float(eigenvalues_P.square().sum()))
-    nodes, weights = (np.array(found["density"][key]) for key in ("nodes", "weights"))
+        assert all(pair["converged"] for pair in measured["eigenvalues"][end])
+    assert measured["loss"] == pytest.approx(tiny.dense.loss, rel=1e-6)
+    within(measured["trace"], float(eigenvalues_P.sum()))
+    within(measured["density"]["squared_norm"], float(eigenvalues_P.square().sum()))
+    nodes, weights = (np.array(measured["density"][key]) for key in ("nodes", "weights"))
     assert weights.sum(axis=1) == pytest.approx(1, abs=1e-6)
     for index in range(4):  # a quadrature is exact for powers: v'Hv and |Hv|^2 of its start vector
         v_P = tiny.signs(index)

@@ -138,10 +138,10 @@ def test_bytes_are_those_that_a_process_grows_by():
     """
     done = python("tests.curvature.pass_memory")
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    for kind, (measured, simulated) in zip(PASSES, found, strict=True):
+    pairs = json.loads(done.stdout.splitlines()[-1])
+    for kind, (measured, simulated) in zip(PASSES, pairs, strict=True):
         assert simulated == pytest.approx(measured, rel=0.1), kind
-    assert found[0][0] > 30e6
+    assert pairs[0][0] > 30e6
 
 
 FIXED: dict[str, Any] = {"fixed_sequences": 3, "tolerance": 1e-30, "sequence_length": 8}
@@ -160,11 +160,11 @@ def test_the_work_is_the_products_and_gradients_that_are_made(
     monkeypatch, hf_dir, held_out_prefix, settings
 ):
     """Counted where they are made."""
-    made = {"products": 0, "gradients": 0}
+    counts = {"products": 0, "gradients": 0}
 
     def counted(function, what):
         def call(*arguments):
-            made[what] += torch.is_grad_enabled()  # a loss alone is not a gradient
+            counts[what] += torch.is_grad_enabled()  # a loss alone is not a gradient
             return function(*arguments)
 
         return call
@@ -172,7 +172,7 @@ def test_the_work_is_the_products_and_gradients_that_are_made(
     monkeypatch.setattr(CurvedModel, "dual_loss", counted(CurvedModel.dual_loss, "products"))
     monkeypatch.setattr(CurvedModel, "loss", counted(CurvedModel.loss, "gradients"))
     measure(hf_dir, settings, held_out_prefix, ALONE)
-    assert (made["products"], made["gradients"]) == work_of(settings)[:2]
+    assert (counts["products"], counts["gradients"]) == work_of(settings)[:2]
 
 
 GIANTS: dict[str, dict[str, Any]] = {
@@ -218,15 +218,15 @@ H100 = Plan()
 def test_traces_of_seven_billion_parameters_fit_one_gpu_and_64_gigabytes(tmp_path):
     hf_dir = giant(tmp_path, "7B")
     settings = HutchinsonSettings(lambda_max=False, **THRIFTY)
-    found = estimate(read_config(hf_dir), settings, H100)
-    assert found.parameters == 7_298_617_344
+    cost = estimate(read_config(hf_dir), settings, H100)
+    assert cost.parameters == 7_298_617_344
     assert (
-        found.product_flops > 8 * 2 * 4096 * 6.8e9
+        cost.product_flops > 8 * 2 * 4096 * 6.8e9
     )  # the closed form without attention and recomputation
-    weights, tangents = 4 * found.parameters / 1e9, 2 * found.parameters / 1e9
-    assert weights + tangents < sum(found.memory.values()) / 1e9 < 80  # these are certain
-    assert weights < found.host / 1e9 < 64  # theta lies there, for the guard
-    (gpu,) = (line for line in cost_lines(found, settings, H100) if line.startswith("memory"))
+    weights, tangents = 4 * cost.parameters / 1e9, 2 * cost.parameters / 1e9
+    assert weights + tangents < sum(cost.memory.values()) / 1e9 < 80  # these are certain
+    assert weights < cost.host / 1e9 < 64  # theta is there, for the guard
+    (gpu,) = (line for line in cost_lines(cost, settings, H100) if line.startswith("memory"))
     assert gpu.endswith("of 80 GB: fits")
 
 
@@ -240,7 +240,7 @@ def test_an_eigenvalue_with_its_vectors_on_the_host_takes_no_more_of_a_gpu(tmp_p
     )
     on_gpu = settings.model_copy(update={"vectors": "device"})
     (line,) = (
-        one for one in cost_lines(estimate(config, on_gpu, H100), on_gpu, H100) if "NOT" in one
+        text for text in cost_lines(estimate(config, on_gpu, H100), on_gpu, H100) if "NOT" in text
     )
     assert line.endswith("DOES NOT FIT; give --vectors host, or more ranks with --sharding fsdp")
 
@@ -249,20 +249,20 @@ def test_vectors_and_models_of_all_ranks_of_a_node_count(tmp_path):
     hf_dir = giant(tmp_path, "7B")
     settings = HutchinsonSettings(**THRIFTY)
     eight = H100._replace(world_size=8)
-    found, sixteen = (
+    cost, sixteen = (
         estimate(read_config(hf_dir), settings, each)
         for each in (eight, H100._replace(world_size=16))
     )
-    vectors = found.host - 8 * PROCESS_BYTES
-    assert vectors >= 8 * 4 * found.parameters * settings.max_iterations
-    assert sixteen.host == found.host, "8 on each of two nodes"
+    vectors = cost.host - 8 * PROCESS_BYTES
+    assert vectors >= 8 * 4 * cost.parameters * settings.max_iterations
+    assert sixteen.host == cost.host, "8 on each of two nodes"
     traces, sharded = {"lambda_max": False}, {"sharding": "fsdp"}
     host = [
         estimate(read_config(hf_dir), settings.model_copy(update=changed), eight).host
         - 8 * PROCESS_BYTES
         for changed in (traces, sharded, traces | sharded)
     ]
-    theta = 8 * 4 * found.parameters
+    theta = 8 * 4 * cost.parameters
     assert host == pytest.approx([theta, vectors / 8, theta / 8]), "nothing is loaded whole"
 
 
@@ -288,8 +288,8 @@ def test_thirty_two_billion_on_eight_gpus(tmp_path):
     settings = HutchinsonSettings(
         sharding="fsdp", lambda_max=False, **THRIFTY | {"microbatch_sequences": 8}
     )
-    found = estimate(read_config(giant(tmp_path, "32B")), settings, H100._replace(world_size=8))
-    assert sum(found.memory.values()) < 80e9
+    cost = estimate(read_config(giant(tmp_path, "32B")), settings, H100._replace(world_size=8))
+    assert sum(cost.memory.values()) < 80e9
 
 
 def test_bytes_moved_by_hand(monkeypatch):
@@ -342,7 +342,7 @@ def test_sequences_beyond_the_context(hf_dir):
 
 
 class Vectors(TorchDispatchMode):
-    """Counts vectors over all parameters that are alive at once, at most; several may lie in one
+    """Counts vectors over all parameters that are alive at once, at most; several may be in one
     storage.
     """
 
@@ -352,8 +352,8 @@ class Vectors(TorchDispatchMode):
         self.most = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 count, odd = divmod(storage.nbytes(), self._size)
@@ -361,7 +361,7 @@ class Vectors(TorchDispatchMode):
                     self._alive[id(storage)] = count
                     weakref.finalize(storage, self._alive.pop, id(storage))
                     self.most = max(self.most, sum(self._alive.values()))
-        return made
+        return result
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ def right(curved) -> HessianProduct:
 def judged(curved, right: HessianProduct, wrong: HessianProduct, dtype: str = "fp32") -> dict:
     """The guard's figures for one result held against another."""
     sketch = sketch_of(curved)
-    one, other = (pictured(curved, each, sketch) for each in (wrong, right))
-    return check_product(one, other, sketch, dtype)
+    picture, other = (pictured(curved, each, sketch) for each in (wrong, right))
+    return check_product(picture, other, sketch, dtype)
 
 
 def test_a_right_product_passes_with_room_to_spare():

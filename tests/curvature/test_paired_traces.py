@@ -44,16 +44,26 @@ def correlated(microbatches, *, difference, seed, correlation=0.9):
 def test_a_difference_is_a_paired_t_test():
     first_M, second_M = correlated(32, difference=20, seed=0)
     for level in (0.5, 0.95, 0.999):
-        found = paired_difference(first_M.tolist(), second_M.tolist(), level)
+        difference = paired_difference(first_M.tolist(), second_M.tolist(), level)
         expected = ttest_rel(second_M, first_M)
         interval = expected.confidence_interval(level)
-        assert found.value == pytest.approx(second_M.mean() - first_M.mean(), rel=1e-12)
-        assert found.standard_error == pytest.approx(found.value / expected.statistic, rel=1e-10)
-        assert (found.low, found.high) == pytest.approx((interval.low, interval.high), rel=1e-10)
-        assert found.p_value == pytest.approx(expected.pvalue, rel=1e-10)
+        assert difference.value == pytest.approx(second_M.mean() - first_M.mean(), rel=1e-12)
+        assert difference.standard_error == pytest.approx(
+            difference.value / expected.statistic, rel=1e-10
+        )
+        assert (difference.low, difference.high) == pytest.approx(
+            (interval.low, interval.high), rel=1e-10
+        )
+        assert difference.p_value == pytest.approx(expected.pvalue, rel=1e-10)
     exchanged = paired_difference(second_M.tolist(), first_M.tolist(), 0.999)
     assert exchanged == pytest.approx(
-        (-found.value, found.standard_error, -found.high, -found.low, found.p_value)
+        (
+            -difference.value,
+            difference.standard_error,
+            -difference.high,
+            -difference.low,
+            difference.p_value,
+        )
     )
 
 
@@ -70,7 +80,11 @@ def test_intervals_cover_and_tests_reject_as_stated():
     covered = rejected = 0
     for seed in range(repetitions):
         first_M, second_M = correlated(16, difference=truth, seed=seed)
-        covered += (found := paired_difference(first_M, second_M, 0.9)).low <= truth <= found.high
+        covered += (
+            (difference := paired_difference(first_M, second_M, 0.9)).low
+            <= truth
+            <= difference.high
+        )
         rejected += paired_difference(first_M + truth, second_M, 0.9).p_value <= 0.1
     low, high = binom.interval(0.999, repetitions, 0.9)
     assert low <= covered <= high
@@ -96,9 +110,9 @@ def check(tmp_path):
 
     def start(first, second):
         results = []
-        for name, one in (("first", first), ("second", second)):
+        for name, result in (("first", first), ("second", second)):
             path = tmp_path / f"{name}.json"
-            path.write_text(json.dumps(one))
+            path.write_text(json.dumps(result))
             results.append(read_result(path, Curvature))
         return compare(results, [(0, 1)], level=0.95)
 
@@ -142,9 +156,11 @@ def written(tmp_path):
 
     def write(*contents):
         directories = [tmp_path / str(number) for number in range(len(contents))]
-        for directory, one in zip(directories, contents, strict=True):
+        for directory, result in zip(directories, contents, strict=True):
             directory.mkdir(exist_ok=True)
-            (directory / "result.json").write_text(one if isinstance(one, str) else json.dumps(one))
+            (directory / "result.json").write_text(
+                result if isinstance(result, str) else json.dumps(result)
+            )
         return directories
 
     return write
@@ -182,20 +198,20 @@ def test_every_pair_and_its_corrected_test(run, three, tmp_path):
     assert (code, errors) == (0, [])
     pairs = json.loads((tmp_path / "out.json").read_text())["pairs"]
     tests = [ttest_rel(traces[b], traces[a]) for a, b in ((0, 1), (0, 2), (1, 2))]
-    assert [one["p_adjusted"] for one in pairs] == pytest.approx(
+    assert [pair["p_adjusted"] for pair in pairs] == pytest.approx(
         holm([test.pvalue for test in tests]), rel=1e-9
     )
-    assert [one["verdict"] for one in pairs] == ["higher", "higher", "not significant"]
-    for one, (a, b), test in zip(pairs, ((0, 1), (0, 2), (1, 2)), tests, strict=True):
-        assert one["first"]["result"] == str(directories[a] / "result.json")
-        assert one["second"]["model"] == f"runs/lr/hf/step{b}"
+    assert [pair["verdict"] for pair in pairs] == ["higher", "higher", "not significant"]
+    for pair, (a, b), test in zip(pairs, ((0, 1), (0, 2), (1, 2)), tests, strict=True):
+        assert pair["first"]["result"] == str(directories[a] / "result.json")
+        assert pair["second"]["model"] == f"runs/lr/hf/step{b}"
         interval = test.confidence_interval(0.95)
-        assert [one["difference"][end] for end in ("low", "high")] == pytest.approx(
+        assert [pair["difference"][end] for end in ("low", "high")] == pytest.approx(
             [*interval], rel=1e-9
         )
         squares = [ttest_1samp(traces[index], 0).confidence_interval(0.5) for index in (a, b)]
         alone = [(each.high - each.low) / 2 / t.ppf(0.75, 23) for each in squares]
-        assert one["unpaired_standard_error"] == pytest.approx(math.hypot(*alone), rel=1e-9)
+        assert pair["unpaired_standard_error"] == pytest.approx(math.hypot(*alone), rel=1e-9)
     assert printed.count("hf/step2") == 2
     assert "not significant" in printed
 
@@ -206,11 +222,11 @@ def test_pairings(run, three, tmp_path):
         arguments = ["--out", tmp_path / "out.json", *(["--pairs", option] if option else [])]
         assert run(*directories, *arguments)[0] == 0
         pairs = json.loads((tmp_path / "out.json").read_text())["pairs"]
-        assert [(one["first"]["model"][-1], one["second"]["model"][-1]) for one in pairs] == [
+        assert [(pair["first"]["model"][-1], pair["second"]["model"][-1]) for pair in pairs] == [
             (str(a), str(b)) for a, b in expected
         ]
-        found = [one["difference"]["value"] for one in pairs]
-        assert found == pytest.approx(
+        values = [pair["difference"]["value"] for pair in pairs]
+        assert values == pytest.approx(
             [(traces[b] - traces[a]).mean() for a, b in expected], rel=1e-9
         )
 

@@ -1,4 +1,4 @@
-"""Flat vectors over a model that one process holds; `test_sharded.py` has those that lie on
+"""Flat vectors over a model that one process holds; `test_sharded.py` has those that are on
 several.
 """
 

@@ -107,8 +107,8 @@ def test_signs_are_balanced_and_uncorrelated():
     ]
     assert all(set(stream.unique().tolist()) == {-1, 1} for stream in streams)
     assert all(abs(int(stream.sum())) < 5 * n**0.5 for stream in streams)
-    for one, other in itertools.combinations(streams, 2):
-        assert abs(int((one * other).sum())) < 5 * n**0.5
+    for first, other in itertools.combinations(streams, 2):
+        assert abs(int((first * other).sum())) < 5 * n**0.5
     for lag in (1, 2, 63, 64, 65):
         assert abs(int((streams[0][lag:] * streams[0][:-lag]).sum())) < 5 * n**0.5
 

@@ -114,18 +114,18 @@ def test_gradients_of_several_batches_do_not_stay_beside_the_weights(case, monke
     """Nor is one batch's still there when the next is computed."""
     model = tiny_model(**case.config)
     hessian = dual_hessian(model)
-    held: list[torch.Tensor | None] = []
+    gradients: list[torch.Tensor | None] = []
     dual_loss = CurvedModel.dual_loss
 
     def seen(self, tokens_BS1):
-        held.extend(weight.grad for weight in model.parameters())
+        gradients.extend(weight.grad for weight in model.parameters())
         return dual_loss(self, tokens_BS1)
 
     monkeypatch.setattr(CurvedModel, "dual_loss", seen)
     hessian.mean_product(random_tokens(3).split(1), gaussian(len(case.dense.hessian_PP)))
-    held.extend(weight.grad for weight in model.parameters())
-    assert held
-    assert all(gradient is None for gradient in held)
+    gradients.extend(weight.grad for weight in model.parameters())
+    assert gradients
+    assert all(gradient is None for gradient in gradients)
 
 
 def test_checkpointing_keeps_less_for_the_backward_pass():
@@ -134,16 +134,16 @@ def test_checkpointing_keeps_less_for_the_backward_pass():
     """
 
     def saved_bytes(**options) -> int:
-        held: dict[int, int] = {}
+        sizes: dict[int, int] = {}
 
         def pack(tensor):
-            held[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
             return tensor
 
         curved = CurvedModel(tiny_model(num_hidden_layers=4), ranks=ALONE, **options)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             curved.dual_loss(random_tokens())
-        return sum(held.values())
+        return sum(sizes.values())
 
     assert saved_bytes(checkpointing=True) < 0.5 * saved_bytes()
 

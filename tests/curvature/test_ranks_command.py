@@ -72,11 +72,11 @@ def test_ranks_change_rounding_alone(tmp_path, model, alone, held_out_prefix, si
     shared = result_of(out)
     assert shared["spec"] == alone["spec"] | {"ranks": size, "sharding": sharding}
     assert shared["model"] == alone["model"]
-    found, expected = shared["measured"], alone["measured"]
+    measured, expected = shared["measured"], alone["measured"]
     for values, known in (
-        (found["trace"], expected["trace"]),
+        (measured["trace"], expected["trace"]),
         *(
-            (found["block_traces"][block], known)
+            (measured["block_traces"][block], known)
             for block, known in expected["block_traces"].items()
         ),
     ):
@@ -87,17 +87,22 @@ def test_ranks_change_rounding_alone(tmp_path, model, alone, held_out_prefix, si
             known["per_microbatch"], rel=1e-6, abs=2e-6 * scale
         )
         assert values["interval"] == pytest.approx(known["interval"], rel=1e-5, abs=1e-5 * scale)
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-7)
+    assert measured["loss"] == pytest.approx(expected["loss"], rel=1e-7)
     for name in ("gauss_newton_trace", "fisher_trace"):
-        assert found[name]["mean"] == pytest.approx(expected[name]["mean"], rel=1e-6)
-        assert found[name]["standard_error"] == pytest.approx(
+        assert measured[name]["mean"] == pytest.approx(expected[name]["mean"], rel=1e-6)
+        assert measured[name]["standard_error"] == pytest.approx(
             expected[name]["standard_error"], rel=1e-4
         )
-    assert found["norm_traces"]["total"]["mean"] == pytest.approx(
+    assert measured["norm_traces"]["total"]["mean"] == pytest.approx(
         expected["norm_traces"]["total"]["mean"], rel=1e-5
     )
-    assert found["lambda_max"]["value"] == pytest.approx(expected["lambda_max"]["value"], rel=1e-5)
-    assert (found["parameters"], found["lambda_max"]["converged"]) == (expected["parameters"], True)
+    assert measured["lambda_max"]["value"] == pytest.approx(
+        expected["lambda_max"]["value"], rel=1e-5
+    )
+    assert (measured["parameters"], measured["lambda_max"]["converged"]) == (
+        expected["parameters"],
+        True,
+    )
 
 
 def test_a_step_on_two_ranks(tmp_path, model, held_out_prefix):
@@ -115,10 +120,10 @@ def test_a_step_on_two_ranks(tmp_path, model, held_out_prefix):
     done = ranks(2, *program, "--sharding", "fsdp")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("predicted ") == 1
-    found, expected = (result_of(tmp_path / name)["measured"] for name in ("out", "alone"))
-    assert found["blocks"].keys() == expected["blocks"].keys() == {"layer0", "layer1"}
-    parts = [(found["blocks"][block], expected["blocks"][block]) for block in expected["blocks"]]
-    parts.append((found["whole"], expected["whole"]))
+    measured, expected = (result_of(tmp_path / name)["measured"] for name in ("out", "alone"))
+    assert measured["blocks"].keys() == expected["blocks"].keys() == {"layer0", "layer1"}
+    parts = [(measured["blocks"][block], expected["blocks"][block]) for block in expected["blocks"]]
+    parts.append((measured["whole"], expected["whole"]))
     for ours, theirs in parts:
         assert (ours["norm"], ours["parameters"]) == pytest.approx(
             (theirs["norm"], theirs["parameters"]), rel=1e-12

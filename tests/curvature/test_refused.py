@@ -184,7 +184,7 @@ def test_results_lie_beside_their_models_and_nowhere_else(capsys, tmp_path, held
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory, train_prefix, held_out_prefix) -> Path:
-    """A model whose dequantized weights lie in quant/rtn-b3-g16."""
+    """A model whose dequantized weights are in quant/rtn-b3-g16."""
     return quantized_model(tmp_path_factory.mktemp("quantized"), train_prefix, held_out_prefix)
 
 

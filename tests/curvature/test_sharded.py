@@ -61,9 +61,9 @@ def shared(request, tmp_path_factory) -> Shared:
     return Shared(joined([load_file(stem.with_suffix(".safetensors")) for stem in stems]), figures)
 
 
-def vector(found: Shared, alone: Shared, label: str) -> Tensor:
+def vector(run: Shared, alone: Shared, label: str) -> Tensor:
     """A vector in the order of the parameters; files do not keep it."""
-    return torch.cat([found.vectors[label][name].flatten() for name in alone.vectors[label]])
+    return torch.cat([run.vectors[label][name].flatten() for name in alone.vectors[label]])
 
 
 @pytest.mark.parametrize(
@@ -108,20 +108,20 @@ def test_products_in_float64(shared, alone, label):
     """Large weights in few rows: v'Hv may cancel to a thirtieth of what it is summed from,
     hence 1e-12 of that.
     """
-    found, expected = shared.figures[0][label], alone.figures[0][label]
+    values, expected = shared.figures[0][label], alone.figures[0][label]
     scale = sum(map(abs, expected["dots"].values()))
     for way in ("of the product", "of the form", "of the probe"):
-        assert found[way] == pytest.approx(expected[way], rel=1e-12)
+        assert values[way] == pytest.approx(expected[way], rel=1e-12)
     for way in ("dots", "dots of the probe"):
-        assert found[way] == pytest.approx(expected["dots"], rel=1e-12, abs=1e-12 * scale)
+        assert values[way] == pytest.approx(expected["dots"], rel=1e-12, abs=1e-12 * scale)
     assert relative(vector(shared, alone, label), vector(alone, alone, label)) < 1e-12
 
 
 def test_products_in_fp32(shared, alone):
     """A model of ordinary scale: width 64, weights of standard deviation 0.03."""
-    found, expected = shared.figures[0]["fp32"], alone.figures[0]["fp32"]
-    assert quadratic_of(found) == pytest.approx(quadratic_of(expected), rel=1e-6)
-    assert found["of the form"] == pytest.approx(expected["of the form"], rel=1e-6)
+    values, expected = shared.figures[0]["fp32"], alone.figures[0]["fp32"]
+    assert quadratic_of(values) == pytest.approx(quadratic_of(expected), rel=1e-6)
+    assert values["of the form"] == pytest.approx(expected["of the form"], rel=1e-6)
     assert relative(vector(shared, alone, "fp32"), vector(alone, alone, "fp32").double()) < 1e-6
 
 
@@ -130,16 +130,16 @@ def test_bf16_computation_with_fp32_shards(shared, alone):
     a sum of gradients is
     rounded on every rank. Less than what bf16 itself is off by, and no further off.
     """
-    found, expected = shared.figures[0]["bf16"], alone.figures[0]["bf16"]
-    assert found["of the form"] == pytest.approx(expected["of the form"], rel=2**-9)
+    values, expected = shared.figures[0]["bf16"], alone.figures[0]["bf16"]
+    assert values["of the form"] == pytest.approx(expected["of the form"], rel=2**-9)
     exactly = quadratic_of(alone.figures[0]["fp32"])
-    for figures in (found, expected):  # each off on its own: what is summed cancels in part
+    for figures in (values, expected):  # each off on its own: what is summed cancels in part
         assert quadratic_of(figures) == pytest.approx(exactly, rel=2**-6)
     exact = vector(alone, alone, "fp32").double()
-    one, several = vector(alone, alone, "bf16"), vector(shared, alone, "bf16")
-    assert 0.002 < relative(one, exact) < 0.05
-    assert relative(several, one.double()) < relative(one, exact)
-    assert relative(several, exact) < 1.1 * relative(one, exact)
+    single, several = vector(alone, alone, "bf16"), vector(shared, alone, "bf16")
+    assert 0.002 < relative(single, exact) < 0.05
+    assert relative(several, single.double()) < relative(single, exact)
+    assert relative(several, exact) < 1.1 * relative(single, exact)
 
 
 def test_losses_by_the_models_own_forward(shared, alone):
@@ -156,11 +156,11 @@ def test_losses_by_the_models_own_forward(shared, alone):
 
 def test_differences_of_gradients(shared, alone):
     """Their own error in fp32 is about 2e-4; the parameters are what they were, to the bit."""
-    found, expected = shared.figures[0], alone.figures[0]
-    assert found["differences"] == pytest.approx(expected["differences"], rel=5e-4)
+    values, expected = shared.figures[0], alone.figures[0]
+    assert values["differences"] == pytest.approx(expected["differences"], rel=5e-4)
     norm = float(vector(alone, alone, "fp32").norm())
-    assert found["differences"][1] == pytest.approx(norm, rel=5e-4)
-    dots = found["dots of differences"]
+    assert values["differences"][1] == pytest.approx(norm, rel=5e-4)
+    dots = values["dots of differences"]
     assert sum(dots.values()) == pytest.approx(quadratic_of(expected["fp32"]), rel=5e-4)
     weights = tiny_model(torch.float32, **on_ranks.ORDINARY).state_dict()
     for name, part in shared.vectors["put back"].items():
@@ -191,7 +191,7 @@ def test_streaming_takes_less_memory_than_the_gradient():
     done = python("tests.curvature.streaming_memory")
     assert done.returncode == 0, done.stderr[-3000:]
     peaks = json.loads(done.stdout)
-    assert peaks["product"] > 0.7  # some of it lies where the allocator had room before
+    assert peaks["product"] > 0.7  # some of it is where the allocator had room before
     assert max(peaks["probed"], peaks["quadratic"]) < 0.4
 
 
@@ -204,11 +204,11 @@ def test_a_rank_holds_its_part_of_the_model_only(shared, alone):
     processes = len(shared.figures)
     shapes = [weight.shape for weight in tiny_model(**on_ranks.ORDINARY).parameters()]
     padded = sum(4 * -(-shape[0] // processes) * (shape.numel() // shape[0]) for shape in shapes)
-    held = [figures["memory"] for figures in shared.figures]
-    assert sum(one["weights"] for one in held) == whole["whole"]
-    for one in held:
-        assert one["weights"] <= padded < 1.03 * whole["whole"] / processes
-        assert one["alive"] <= 2 * padded + 1024
+    memories = [figures["memory"] for figures in shared.figures]
+    assert sum(memory["weights"] for memory in memories) == whole["whole"]
+    for memory in memories:
+        assert memory["weights"] <= padded < 1.03 * whole["whole"] / processes
+        assert memory["alive"] <= 2 * padded + 1024
 
 
 def test_the_guard_refuses_on_every_rank_what_is_wrong_on_one(shared):
@@ -231,16 +231,16 @@ def test_ranks_that_hold_whole_models_do_not_wait_for_each_other(shared):
     expected: list[float] = []
     for rank, figures in enumerate(shared.figures):
         assert figures["replicated"] == pytest.approx(expected, rel=1e-12)
-        found = hessian.quadratic(
+        quadratic = hessian.quadratic(
             random_tokens(seed=rank), hessian.parameters.probe(Probe(0, rank))
         )
-        expected += [found.loss, found.slope, sum(found.dots.values())]
+        expected += [quadratic.loss, quadratic.slope, sum(quadratic.dots.values())]
 
 
 def test_one_process_holds_everything_with_either_sharding(alone):
     """Without torchrun there is nobody to share with."""
     curved = CurvedModel(tiny_model(**on_ranks.UNEVEN), ranks=ALONE, sharding="fsdp")
-    found = DualHessian(curved).probed(random_tokens(3), Probe(0, 1))
+    quadratic = DualHessian(curved).probed(random_tokens(3), Probe(0, 1))
     expected = alone.figures[0]["tied=False checkpointing=False batch=3"]
-    assert [found.loss, found.slope] == expected["of the form"]
-    assert found.dots == expected["dots"]
+    assert [quadratic.loss, quadratic.slope] == expected["of the form"]
+    assert quadratic.dots == expected["dots"]

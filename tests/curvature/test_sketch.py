@@ -66,8 +66,8 @@ def test_lengths_are_kept_within_the_stated_scatter(kind):
     elif kind == "the probe itself":
         v_p = parameters.probe(Probe(0, 0))
     sketch = CountSketch(parameters, Probe(0, 0))
-    found = sketch.norm(picture(sketch, parameters, v_p))
-    assert found == pytest.approx(float(v_p.double().norm()), rel=2 * math.sqrt(2 / BUCKETS))
+    norm = sketch.norm(picture(sketch, parameters, v_p))
+    assert norm == pytest.approx(float(v_p.double().norm()), rel=2 * math.sqrt(2 / BUCKETS))
 
 
 def test_differences_of_pictures_are_pictures_of_differences():

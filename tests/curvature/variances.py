@@ -41,8 +41,8 @@ def variances_of(table_IJ: Tensor) -> Variances:
     of_rows_I, of_columns_J = table_IJ.mean(1), table_IJ.mean(0)
     rest_IJ = table_IJ - of_rows_I[:, None] - of_columns_J + mean
     both = rest_IJ.square().sum() / ((rows - 1) * (columns - 1))
-    found = (of_rows_I.var() - both / columns, of_columns_J.var() - both / rows, both)
-    return Variances(*(float(variance / mean**2) for variance in found))
+    parts = (of_rows_I.var() - both / columns, of_columns_J.var() - both / rows, both)
+    return Variances(*(float(variance / mean**2) for variance in parts))
 
 
 def jackknife(table_IJ: Tensor, statistic: Callable[[Tensor], float]) -> float:
@@ -50,6 +50,6 @@ def jackknife(table_IJ: Tensor, statistic: Callable[[Tensor], float]) -> float:
     total = 0.0
     for table in (table_IJ, table_IJ.T):
         kept = [torch.cat((table[:index], table[index + 1 :])) for index in range(len(table))]
-        values = [statistic(one if table is table_IJ else one.T) for one in kept]
+        values = [statistic(rest if table is table_IJ else rest.T) for rest in kept]
         total += (len(values) - 1) * statistics.pvariance(values)
     return math.sqrt(total)

@@ -36,7 +36,7 @@ def checks(place: Place) -> dict[str, Callable[[Place], list[Figure]]]:
     """
     from tests.gpu import casts, gptq, hessian, kernels, libraries, saved, training
 
-    found: dict[str, Callable[[Place], list[Figure]]] = {
+    entries: dict[str, Callable[[Place], list[Figure]]] = {
         "nccl": kernels.nccl,
         "rope": kernels.rope,
         "documents": kernels.documents,
@@ -50,8 +50,8 @@ def checks(place: Place) -> dict[str, Callable[[Place], list[Figure]]]:
         "Hessian, CPU and GPU": hessian.cpu_and_gpu,
         "Hessian, vectors on the host": hessian.vectors_on_the_host,
     }
-    found |= {f"speed, {name}": partial(training.speed, name=name) for name in place.sizes.timed}
-    return found | {
+    entries |= {f"speed, {name}": partial(training.speed, name=name) for name in place.sizes.timed}
+    return entries | {
         "GPTQ, block": gptq.block_seconds,
         "Hessian, seconds": hessian.seconds,
         "saves": training.saves,
@@ -75,7 +75,7 @@ def _run_one(name: str, place: Place, out: Path) -> None:
         figures = checks(place)[name](place)
     except SkippedError as reason:
         figures = [Figure(name, None, note=str(reason), skipped=True)]
-    except BaseException as error:  # noqa: BLE001  whatever it is, the other checks go on
+    except BaseException as error:  # noqa: BLE001  whatever it is, the other checks continue
         traceback.print_exc()
         figures = [
             Figure(

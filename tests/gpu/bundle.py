@@ -1,7 +1,7 @@
 """`python -m tests.gpu.bundle`: the wheels that tests/gpu needs where there is torch, Python
 3.12 and no network.
 
-They lie in gpu-bundle/part-1, part-2, ..., each below 60 MB, for Python 3.12 on x86-64. There,
+They are in gpu-bundle/part-1, part-2, ..., each below 60 MB, for Python 3.12 on x86-64. There,
 beside the checkout:
 
     python3 -m pip install --no-index --no-deps --target gpu-packages gpu-bundle/part-*/*.whl
@@ -83,7 +83,11 @@ def parts(sizes: dict[str, int], most: int = PART_BYTES) -> list[list[str]]:
     """
     groups: list[list[str]] = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        room = (group for group in groups if sum(sizes[one] for one in group) + sizes[name] <= most)
+        room = (
+            group
+            for group in groups
+            if sum(sizes[member] for member in group) + sizes[name] <= most
+        )
         group = next(room, None)
         if group is None:
             groups.append(group := [])

@@ -113,5 +113,5 @@ def _codes(weight_OI: Tensor, hessian_II: Tensor, spec: QuantSpec) -> Tensor:
     return gptq(weight_OI, prepare(hessian_II, spec, "linear"), spec).codes_OI
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def _relative(result: Tensor, expected: Tensor) -> float:
+    return float((result - expected).norm() / expected.norm())

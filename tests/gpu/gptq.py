@@ -136,8 +136,12 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
     )
     equal = sum(int((here.codes[name] == there.codes[name]).sum()) for name in here.codes)
     total = sum(codes.numel() for codes in here.codes.values())
-    divergences = [float(one.losses.kl.sum() / one.losses.tokens.sum()) for one in (here, there)]
-    full = [float(one.losses.nll.sum() / one.losses.tokens.sum()) for one in (here, there)]
+    divergences = [
+        float(outcome.losses.kl.sum() / outcome.losses.tokens.sum()) for outcome in (here, there)
+    ]
+    full = [
+        float(outcome.losses.nll.sum() / outcome.losses.tokens.sum()) for outcome in (here, there)
+    ]
     return [
         Figure("GPTQ, CPU against GPU: equal codes", equal / total, "of all", least=0.999),
         Figure(

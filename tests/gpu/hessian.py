@@ -25,7 +25,7 @@ ROUNDS = 3
 
 
 def random_model(model: ModelConfig, length: int, device: torch.device) -> Any:
-    """In fp32, made where it lies."""
+    """In fp32, made where it is."""
     config = AutoConfig.for_model(model.family, **hf_settings(model, length, 0))
     torch.manual_seed(0)
     with device:
@@ -38,16 +38,16 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
     """The same product on both."""
     model, length = place.sizes.compared, place.sizes.compared_length
     tokens_BS1 = random_tokens(2, length + 1, model.vocab_size)
-    made = random_model(model, length, torch.device("cpu"))
-    found: list[HessianProduct] = []
+    network = random_model(model, length, torch.device("cpu"))
+    products: list[HessianProduct] = []
     for device in (torch.device("cpu"), place.torch_device):
-        curved = CurvedModel(made.to(device), ranks=Ranks(0, 1, device))
+        curved = CurvedModel(network.to(device), ranks=Ranks(0, 1, device))
         hessian = DualHessian(curved)
-        found.append(hessian.product(tokens_BS1, hessian.parameters.probe(Probe(0, 0))))
+        products.append(hessian.product(tokens_BS1, hessian.parameters.probe(Probe(0, 0))))
         with observed(lambda function, arguments: function(*arguments)):
             line_by_line = hessian.product(tokens_BS1, hessian.parameters.probe(Probe(0, 0)))
-        made = random_model(model, length, torch.device("cpu"))
-    here, there = (one.hv_p.cpu().double() for one in found)
+        network = random_model(model, length, torch.device("cpu"))
+    here, there = (product.hv_p.cpu().double() for product in products)
     return [
         Figure(
             "Hv in fp32, CPU against GPU",
@@ -63,13 +63,13 @@ def cpu_and_gpu(place: Place) -> list[Figure]:
         ),
         Figure(
             "loss beside it",
-            abs(found[1].loss / found[0].loss - 1),
+            abs(products[1].loss / products[0].loss - 1),
             "relative difference",
             most=1e-5,
         ),
         Figure(
             "g.v beside it",
-            abs(found[1].slope - found[0].slope),
+            abs(products[1].slope - products[0].slope),
             "nats/token, difference",
             most=1e-2,
         ),
@@ -81,13 +81,13 @@ def vectors_on_the_host(place: Place) -> list[Figure]:
     model, length = place.sizes.compared, place.sizes.compared_length
     batches_BS1 = random_tokens(3, length + 1, model.vocab_size).split(2)
     device = place.torch_device
-    found = []
+    results = []
     for vectors in (device, torch.device("cpu")):
-        made = random_model(model, length, torch.device("cpu")).to(device)
-        hessian = DualHessian(CurvedModel(made, ranks=Ranks(0, 1, device), vectors=vectors))
+        network = random_model(model, length, torch.device("cpu")).to(device)
+        hessian = DualHessian(CurvedModel(network, ranks=Ranks(0, 1, device), vectors=vectors))
         v_p = hessian.parameters.probe(Probe(0, 0))
-        found.append(hessian.mean_product(batches_BS1, v_p).hv_p.cpu().double())
-    on_device, on_host = found
+        results.append(hessian.mean_product(batches_BS1, v_p).hv_p.cpu().double())
+    on_device, on_host = results
     return [
         Figure(
             "Hv of two batches, vectors on the host against the GPU",
@@ -104,7 +104,7 @@ def seconds(place: Place) -> list[Figure]:
     """
     name, (model, _) = list(place.sizes.timed.items())[-1]
     length, device = place.sizes.timed_length, place.torch_device
-    made = random_model(model, length, device)
+    network = random_model(model, length, device)
     settings = HutchinsonSettings(
         dtype="bf16",
         microbatch_sequences=1,
@@ -118,8 +118,8 @@ def seconds(place: Place) -> list[Figure]:
         else None
     )
     gpu = kind[0].lower() if kind else "h200"
-    cost = estimate(made.config, settings, Plan(1, gpu))
-    hessian = DualHessian(CurvedModel(made, ranks=Ranks(0, 1, device), dtype=torch.bfloat16))
+    cost = estimate(network.config, settings, Plan(1, gpu))
+    hessian = DualHessian(CurvedModel(network, ranks=Ranks(0, 1, device), dtype=torch.bfloat16))
     tokens_BS1 = random_tokens(1, length + 1, model.vocab_size)
     hessian.probed(tokens_BS1, Probe(0, 0))
     place.synchronize()

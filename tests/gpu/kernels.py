@@ -62,18 +62,18 @@ def documents(place: Place) -> list[Figure]:
     return [
         Figure(
             f"attention inside documents in bf16, {name}",
-            _relative(found.double(), exact.double()),
+            _relative(result.double(), exact.double()),
             "relative error",
             most=1e-2,
         )
-        for name, found, exact in zip(
+        for name, result, exact in zip(
             ("output", "gradient of q", "gradient of k", "gradient of v"), *outcomes, strict=True
         )
     ]
 
 
-def _relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
+def _relative(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((result - exact).norm() / exact.norm())
 
 
 def nccl(place: Place) -> list[Figure]:

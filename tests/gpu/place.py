@@ -220,12 +220,12 @@ def hf_model(directory: Path, model: ModelConfig, length: int) -> Path:
     """Random weights, norms included, as an HF directory."""
     config = AutoConfig.for_model(model.family, **hf_settings(model, length, 0))
     torch.manual_seed(0)
-    made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, weight in made.named_parameters():
+        for name, weight in network.named_parameters():
             if "norm" in name:
                 weight.uniform_(0.5, 1.5)
-    made.save_pretrained(directory)
+    network.save_pretrained(directory)
     return directory
 
 

@@ -52,10 +52,10 @@ def _loss(checkpoint: Path, ids: list[list[int]], has_fp8_cache: bool) -> float:
         skip_tokenizer_init=True,
     )
     wanted = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    prompts = [{"prompt_token_ids": one} for one in ids]
+    prompts = [{"prompt_token_ids": sequence} for sequence in ids]
     losses = [
-        -held[token].logprob
-        for one, result in zip(ids, engine.generate(prompts, wanted), strict=True)
-        for token, held in zip(one[1:], result.prompt_logprobs[1:], strict=True)
+        -logprobs[token].logprob
+        for sequence, result in zip(ids, engine.generate(prompts, wanted), strict=True)
+        for token, logprobs in zip(sequence[1:], result.prompt_logprobs[1:], strict=True)
     ]
     return sum(losses) / len(losses)

@@ -36,9 +36,9 @@ def losses(directory: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(RunDirectory(directory).metrics) if "loss" in row]
 
 
-def apart(one: list[float], other: list[float]) -> float:
+def apart(values: list[float], other: list[float]) -> float:
     """The largest difference of two runs' losses, nats per token."""
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+    return max(abs(a - b) for a, b in zip(values, other, strict=True))
 
 
 def cpu_and_gpu(place: Place) -> list[Figure]:

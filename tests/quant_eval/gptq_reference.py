@@ -49,7 +49,7 @@ def cut(value: float, scales: str) -> float:
 def grid_points(weights: np.ndarray, spec: QuantSpec) -> np.ndarray:
     """All points that a group of weights may take, from the definitions of the two conventions.
 
-    That steps are cut matters: a group's largest negative weight lies midway between two symmetric
+    That steps are cut matters: a group's largest negative weight is midway between two symmetric
     points, and the cut makes the outer one the nearer.
     """
     codes, scales = np.arange(2**spec.bits), spec.scales or "fp32"

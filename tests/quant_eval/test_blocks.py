@@ -55,28 +55,28 @@ def test_blocks_alone_and_all_but_one_are_what_putting_them_in_gives(
     quantized = quantized_model(hf_dir, SPEC, settings())
     full_loss = loss_of(load_hf_model(hf_dir, torch.float32), held_out_prefix)
     assert measured["cross_entropy"] == pytest.approx(full_loss, rel=1e-6)
-    assert [one["block"] for one in measured["blocks"]] == [0, 1]
-    for index, one in enumerate(measured["blocks"]):
+    assert [block["block"] for block in measured["blocks"]] == [0, 1]
+    for index, block in enumerate(measured["blocks"]):
         mixed = load_hf_model(hf_dir, torch.float32)
         mixed.model.layers[index] = quantized.model.layers[index]
         expected = loss_of(mixed, held_out_prefix) - full_loss
-        assert one["alone"]["absolute_error"] == pytest.approx(expected, abs=2e-6)
+        assert block["alone"]["absolute_error"] == pytest.approx(expected, abs=2e-6)
         # of two blocks, all but one is the other alone
         assert measured["blocks"][1 - index]["all_but_it"]["absolute_error"] == pytest.approx(
             expected, abs=2e-6
         )
-        low, high = one["alone"]["intervals"]["absolute_error"]
-        assert low < one["alone"]["absolute_error"] < high
+        low, high = block["alone"]["intervals"]["absolute_error"]
+        assert low < block["alone"]["absolute_error"] < high
 
 
 def test_several_draws_are_the_mean_of_single_ones(hf_dir, tmp_path, settings):
     (together,) = measured_of(hf_dir, tmp_path, settings, calibration_seeds=3)
     single = [measured_of(hf_dir, tmp_path, settings, seed=seed)[0] for seed in range(3)]
-    values = [one["relative_error"] for one in single]
+    values = [result["relative_error"] for result in single]
     assert together["calibration"]["seeds"] == 3
-    found = together["calibration"]["figures"]["relative_error"]
-    assert found["values"] == pytest.approx(values, rel=1e-9)
-    assert found["standard_deviation"] == pytest.approx(np.std(values, ddof=1), rel=1e-9)
+    figures = together["calibration"]["figures"]["relative_error"]
+    assert figures["values"] == pytest.approx(values, rel=1e-9)
+    assert figures["standard_deviation"] == pytest.approx(np.std(values, ddof=1), rel=1e-9)
     assert together["relative_error"] == pytest.approx(np.mean(values), rel=1e-9)
 
 
@@ -91,12 +91,12 @@ def test_methods_without_calibration_are_quantized_once_and_read_no_text(
     alone = measure(hf_dir, [specs[0], specs[2]], [outs[0], outs[2]], without, ALONE)
     rtn, gptq, nf4 = together
     assert gptq["measured"]["calibration"]["seeds"] == gptq["spec"]["calibration"]["seeds"] == 2
-    for one, same in zip((rtn, nf4), alone, strict=True):
-        assert one["measured"] == same["measured"]
-        del one["spec"]["streams"], same["spec"]["streams"]  # of all that walk together
-        assert one["spec"] == same["spec"]
-        assert one["measured"]["calibration"] is one["spec"]["calibration"] is None
-        for layer in one["measured"]["layers"]:
+    for result, same in zip((rtn, nf4), alone, strict=True):
+        assert result["measured"] == same["measured"]
+        del result["spec"]["streams"], same["spec"]["streams"]  # of all that walk together
+        assert result["spec"] == same["spec"]
+        assert result["measured"]["calibration"] is result["spec"]["calibration"] is None
+        for layer in result["measured"]["layers"]:
             assert layer["relative_output_error"] is None
             assert layer["relative_weight_error"] > 0
     with pytest.raises(UserError, match="gptq-b3-g16 is calibrated on text; give it with --cal"):

@@ -270,17 +270,17 @@ def test_bad_input_is_refused_before_torch_is_imported(hf_dir, train_prefix, hel
 
 def test_results_lie_beside_their_models_by_default(command, tmp_path, hf_dir):
     """Several HF directories in one process give what each gives alone."""
-    one, two = (
+    first, second = (
         shutil.copytree(hf_dir, tmp_path / "one"),
         make_hf_directory(tmp_path / "two", seed=5),
     )
     spec = ("--spec", "rtn-b3-g16-sym")
-    assert command(two, *spec, model=one)[0] == 0
-    assert command(*spec, "--out", tmp_path / "alone", model=two)[0] == 0
-    beside = [read(model / "quant" / "rtn-b3-g16") for model in (one, two)]
+    assert command(second, *spec, model=first)[0] == 0
+    assert command(*spec, "--out", tmp_path / "alone", model=second)[0] == 0
+    beside = [read(model / "quant" / "rtn-b3-g16") for model in (first, second)]
     assert beside[0]["measured"] != beside[1]["measured"]
     assert beside[1]["measured"] == read(tmp_path / "alone")["measured"]
-    code, lines = command(two, *spec, "--out", tmp_path / "both", model=one)
+    code, lines = command(second, *spec, "--out", tmp_path / "both", model=first)
     assert code == 2
     assert "leave it out for several" in lines[-1]
 

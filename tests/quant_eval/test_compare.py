@@ -73,14 +73,14 @@ def rejected(p_values, alpha):
     """Holm's procedure as he states it: the smallest p-value first, each against alpha over
     those that are left.
     """
-    left, found = list(range(len(p_values))), []
+    left, indices = list(range(len(p_values))), []
     while left:
         index = min(left, key=lambda index: p_values[index])
         if p_values[index] > alpha / len(left):
             break
-        found.append(index)
+        indices.append(index)
         left.remove(index)
-    return sorted(found)
+    return sorted(indices)
 
 
 def test_holm_rejects_what_the_procedure_rejects():
@@ -97,11 +97,11 @@ def test_equal_lengths_and_normal_differences_give_the_paired_t_test():
     tokens, nll = np.full(80, 100.0), 300 * generator.normal(1, 0.2, 80)
     first = nll + generator.normal(3, 2, 80)
     second = first + generator.normal(0.5, 2, 80)
-    one, other = (
+    losses, other = (
         per_document(PairedLosses(tokens, nll, quantized, nll, tokens))
         for quantized in (first, second)
     )
-    difference = compare_losses(one, other, "absolute_error", samples=20_000, level=0.9, seed=0)
+    difference = compare_losses(losses, other, "absolute_error", samples=20_000, level=0.9, seed=0)
     expected = ttest_rel(second, first)
     interval = expected.confidence_interval(0.9)
     # 20000 samples place p within 0.4% and the interval within about 1% of themselves.
@@ -115,27 +115,28 @@ def test_equal_lengths_and_normal_differences_give_the_paired_t_test():
 
 def test_sign_flips_find_about_the_same_p_value():
     """Under no difference the linearised contributions of the documents have either sign alike."""
-    told = []
+    p_values = []
     for seed in range(5):
         first, second = pair(seed, count=200, added=0.001, setting="short")
         difference = compare_losses(
             first, second, "relative_error", samples=4000, level=0.95, seed=0
         )
         arrays = [
-            {name: np.array(values) for name, values in one.items()} for one in (first, second)
+            {name: np.array(values) for name, values in losses.items()}
+            for losses in (first, second)
         ]
-        ratios = [one["nll_quantized"].sum() / one["nll"].sum() for one in arrays]
+        ratios = [sums["nll_quantized"].sum() / sums["nll"].sum() for sums in arrays]
         of_first, of_second = (
-            (one["nll_quantized"] - ratio * one["nll"]) / one["nll"].sum()
-            for one, ratio in zip(arrays, ratios, strict=True)
+            (sums["nll_quantized"] - ratio * sums["nll"]) / sums["nll"].sum()
+            for sums, ratio in zip(arrays, ratios, strict=True)
         )
         contribution_D = of_second - of_first + (ratios[1] - ratios[0]) / 200
         signs_SD = np.random.default_rng(0).choice([-1, 1], size=(4000, 200))
         flipped = float((np.abs(signs_SD @ contribution_D) >= abs(ratios[1] - ratios[0])).mean())
         # 4000 samples of each place p within 0.01 of itself.
         assert difference.p_value == pytest.approx(flipped, abs=0.03)
-        told.append(flipped)
-    assert min(told) < 0.2 < 0.4 < max(told)
+        p_values.append(flipped)
+    assert min(p_values) < 0.2 < 0.4 < max(p_values)
 
 
 def test_swapping_changes_the_sign_only():
@@ -152,13 +153,13 @@ def test_swapping_changes_the_sign_only():
 
 
 def test_the_interval_leaves_out_zero_exactly_where_p_is_small():
-    told = []
+    rejections = []
     for seed in range(40):
         first, second = pair(seed, added=0.004)
         difference = compare_losses(first, second, "absolute_error", **SETTINGS)
         assert (difference.low > 0 or difference.high < 0) == (difference.p_value <= 0.05)
-        told.append(difference.p_value <= 0.05)
-    assert 5 < sum(told) < 35  # both cases occurred
+        rejections.append(difference.p_value <= 0.05)
+    assert 5 < sum(rejections) < 35  # both cases occurred
 
 
 def test_pairs_are_compared_on_the_documents_they_share():
@@ -176,12 +177,12 @@ def test_pairs_are_compared_on_the_documents_they_share():
 
 def size(figure, count, setting, repetitions, samples):
     """The share of quantizations without a true difference that are significant at 5%."""
-    found = 0
+    rejections = 0
     for seed in range(repetitions):
         first, second = null_pair(seed, count, setting)
         difference = compare_losses(first, second, figure, samples=samples, level=0.95, seed=seed)
-        found += difference.p_value <= 0.05
-    return found / repetitions
+        rejections += difference.p_value <= 0.05
+    return rejections / repetitions
 
 
 def null_pair(seed, count, setting):
@@ -204,10 +205,10 @@ def null_pair(seed, count, setting):
 def test_equal_models_are_told_apart_in_five_percent():
     """Accepted is what a size of 3-7% gives with 99% on either side."""
     for figure in ("relative_error", "kl_divergence"):
-        found = size(figure, 50, "lognormal", repetitions=800, samples=199)
-        assert binom.ppf(0.01, 800, 0.03) <= 800 * found <= binom.ppf(0.99, 800, 0.07), (
+        share = size(figure, 50, "lognormal", repetitions=800, samples=199)
+        assert binom.ppf(0.01, 800, 0.03) <= 800 * share <= binom.ppf(0.99, 800, 0.07), (
             figure,
-            found,
+            share,
         )
 
 
@@ -220,4 +221,4 @@ def test_the_size_is_five_percent(setting, count):
         for figure in ("relative_error", "kl_divergence")
     }
     print(setting, count, reached)
-    assert all(0.03 <= found <= 0.07 for found in reached.values()), reached
+    assert all(0.03 <= share <= 0.07 for share in reached.values()), reached

@@ -50,10 +50,12 @@ def written(tmp_path):
 
     def write(*contents):
         directories = []
-        for number, one in enumerate(contents):
+        for number, text in enumerate(contents):
             directory = tmp_path / str(number)
             directory.mkdir(exist_ok=True)
-            (directory / "result.json").write_text(one if isinstance(one, str) else json.dumps(one))
+            (directory / "result.json").write_text(
+                text if isinstance(text, str) else json.dumps(text)
+            )
             directories.append(directory)
         return directories
 
@@ -86,7 +88,7 @@ def run(monkeypatch, capsys):
 
 def test_draws_widen_a_comparison_and_methods_without_calibration_need_none(written):
     first, second = pair(added=0.004)
-    one, other, rtn = read(
+    result, other, rtn = read(
         written(
             content(first, values=[0.030, 0.034, 0.029]),
             content(second, values=[0.031, 0.036, 0.035]),
@@ -94,7 +96,7 @@ def test_draws_widen_a_comparison_and_methods_without_calibration_need_none(writ
         )
     )
     for better, differences in ((other, [0.001, 0.002, 0.006]), (rtn, [-0.030, -0.034, -0.029])):
-        (compared,) = compare([one, better], [(0, 1)], "absolute_error", **SETTINGS)
+        (compared,) = compare([result, better], [(0, 1)], "absolute_error", **SETTINGS)
         assert compared.sources == "documents and calibration draws"
         expected = compare_losses(first, second, "absolute_error", draws=differences, **SETTINGS)
         assert compared.difference == pytest.approx(expected, rel=1e-9)
@@ -107,13 +109,21 @@ def test_holm_is_over_the_pairs_of_the_call(written):
     sums = [*pair(seed=0, added=0.004), pair(seed=0, added=0.02)[1]]
     results = read(written(*map(content, sums)))
     compared = compare(results, pairs_of(3, "all"), "absolute_error", **SETTINGS)
-    assert [(one.first, one.second) for one in compared] == [(0, 1), (0, 2), (1, 2)]
+    assert [(comparison.first, comparison.second) for comparison in compared] == [
+        (0, 1),
+        (0, 2),
+        (1, 2),
+    ]
     alone = [
         compare_losses(sums[i], sums[j], "absolute_error", **SETTINGS)
         for i, j in pairs_of(3, "all")
     ]
-    assert [one.difference.p_value for one in compared] == [one.p_value for one in alone]
-    assert [one.p_adjusted for one in compared] == holm([one.p_value for one in alone])
+    assert [comparison.difference.p_value for comparison in compared] == [
+        comparison.p_value for comparison in alone
+    ]
+    assert [comparison.p_adjusted for comparison in compared] == holm(
+        [comparison.p_value for comparison in alone]
+    )
     assert compared[1].verdict == "higher"
     (same,) = compare([results[0], results[0]], [(0, 1)], "absolute_error", **SETTINGS)
     assert (same.difference, same.verdict) == ((0, 0, 0, 1), "not significant")
@@ -131,14 +141,14 @@ def test_the_command_prints_and_writes(written, run, tmp_path):
     assert "absolute_error, nats per token" in printed
     written_out = json.loads((tmp_path / "out.json").read_text())
     assert written_out["settings"]["pairing"] == "baseline"
-    assert [one["first"]["result"] for one in written_out["pairs"]] == [
+    assert [entry["first"]["result"] for entry in written_out["pairs"]] == [
         f"{directories[0]}/result.json"
     ] * 2
-    for index, one in enumerate(written_out["pairs"], start=1):
+    for index, entry in enumerate(written_out["pairs"], start=1):
         expected = compare_losses(sums[0], sums[index], "absolute_error", **DEFAULTS)
-        assert one["difference"] == expected._asdict()
+        assert entry["difference"] == expected._asdict()
         error = (sum(sums[index]["nll_quantized"]) - sum(sums[0]["nll"])) / sum(sums[0]["tokens"])
-        assert one["second_value"] == pytest.approx(error)
+        assert entry["second_value"] == pytest.approx(error)
     code, printed, _ = run(*directories, "--figure", "absolute_error", "--pairs", "successive")
     assert [line.split()[-1] for line in printed.splitlines() if "gptq-b3-g32" in line] == [
         "higher",

@@ -139,7 +139,7 @@ def coverage_over_draws(count, seeds, between_draws, between_both, repetitions, 
     for repetition in range(repetitions):
         losses = drawn(generator, count, seeds, between_draws, between_both)
         fields = [
-            np.mean([getattr(one, field.name) for one in losses], axis=0)
+            np.mean([getattr(draw, field.name) for draw in losses], axis=0)
             for field in fields_of(PairedLosses)
         ]
         for row, given in enumerate((losses, [PairedLosses(*fields)])):

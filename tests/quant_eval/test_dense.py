@@ -1,4 +1,4 @@
-"""Files of `--dense`: the weights behind the measured loss, read back by safetensors and
+"""Files of `--dense`: the weights of the measured loss, read back by safetensors and
 transformers alone.
 """
 
@@ -61,7 +61,7 @@ def measured(tmp_path_factory, train_prefix, held_out_prefix):
 @pytest.fixture(scope="module")
 def kept(measured):
     """By model, spec and dtype: the base, the result and the kept tensors."""
-    found = {}
+    cases = {}
     for name, dtype in [(name, "fp32") for name in SPECS] + [("olmo2", "bf16")]:
         base, results = measured(name, SPECS[name] if dtype == "fp32" else SPECS[name][:1], dtype)
         for spec, (out, result) in results.items():
@@ -70,8 +70,8 @@ def kept(measured):
                 for path in sorted((out / "dense").glob("*.safetensors"))
                 for k, v in load_file(path).items()
             }
-            found[name, spec, dtype] = base, out, result, tensors
-    return found
+            cases[name, spec, dtype] = base, out, result, tensors
+    return cases
 
 
 @torch.no_grad()
@@ -132,15 +132,15 @@ def test_only_what_changed_is_in_the_files(kept, name, spec, dtype):
 
 def test_dense_json_vouches_for_the_files_and_the_result_for_it(kept):
     for (_, spec, dtype), (base, out, result, tensors) in kept.items():
-        told = json.loads((out / "dense" / "dense.json").read_text())
+        manifest = json.loads((out / "dense" / "dense.json").read_text())
         assert result["measured"]["dense"] == sha256_of(out / "dense" / "dense.json")
-        assert (told["spec"], told["dtype"]) == (spec, dtype)
-        assert told["base"]["weights_digests"] == {
+        assert (manifest["spec"], manifest["dtype"]) == (spec, dtype)
+        assert manifest["base"]["weights_digests"] == {
             "model.safetensors": blake3_of(base / "model.safetensors")
         }
-        assert list(told["files"]) == [f"block{index:05d}.safetensors" for index in range(3)]
+        assert list(manifest["files"]) == [f"block{index:05d}.safetensors" for index in range(3)]
         assert {path.name for path in out.iterdir()} == {"dense"}
-        for index, (file, record) in enumerate(told["files"].items()):
+        for index, (file, record) in enumerate(manifest["files"].items()):
             path = out / "dense" / file
             assert record == {"bytes": path.stat().st_size, "digest": blake3_of(path)}
             assert all(f".layers.{index}." in key and key in tensors for key in load_file(path))

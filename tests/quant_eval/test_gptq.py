@@ -33,7 +33,7 @@ def test_gptq_beats_rounding_to_nearest(bits, symmetry, groups, order):
     nearest = round_to_nearest(weight_OI, parse_spec(f"rtn-b{bits}-{groups}-{symmetry}"))
     ours = quantize(weight_OI, hessian_II, f"gptq-b{bits}-{groups}-{symmetry}-{order}")
     error, of_nearest = (
-        relative_output_error(weight_OI, made.dense(), hessian_II) for made in (ours, nearest)
+        relative_output_error(weight_OI, rounded.dense(), hessian_II) for rounded in (ours, nearest)
     )
     assert (
         error < 0.8 * of_nearest
@@ -82,7 +82,7 @@ def test_a_group_of_zeros_stays_zero(name):
 @pytest.mark.parametrize("scales", ["", "-s16"])
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_the_largest_negative_weight_takes_the_outer_point_whatever_its_last_digits(bits, scales):
-    """It lies midway between two points; noise of one part in 1e8 must not move it by a whole
+    """It is midway between two points; noise of one part in 1e8 must not move it by a whole
     step.
     """
     generator = torch.Generator().manual_seed(bits)
@@ -194,7 +194,7 @@ def test_scales_beyond_fp16_are_refused(method, bits, largest):
     weight_OI, hessian_II = problem(num_inputs=64)
     weight_OI[2] *= largest / weight_OI[2].abs().max()
 
-    def made(name: str) -> Rounded:
+    def rounded(name: str) -> Rounded:
         return (
             quantize(weight_OI, hessian_II, name)
             if method == "gptq"
@@ -203,11 +203,11 @@ def test_scales_beyond_fp16_are_refused(method, bits, largest):
 
     for symmetry in ("sym", "asym"):
         name = f"{method}-b{bits}-perchannel-{symmetry}"
-        assert made(name).dense()[2].abs().max() == pytest.approx(largest, rel=0.5)
+        assert rounded(name).dense()[2].abs().max() == pytest.approx(largest, rel=0.5)
         with pytest.raises(
             UserError, match="fp16 cannot hold the scale of every group; use a spec without -s16"
         ):
-            made(f"{name}-s16")
+            rounded(f"{name}-s16")
 
 
 def test_a_small_scale_that_fp16_holds_to_less_than_half_a_step_is_taken():

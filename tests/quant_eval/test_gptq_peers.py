@@ -6,7 +6,7 @@ as a module this file is that process. They factor in fp32: corrections, and the
 corrected weights, are off by some 1e-6 of a group's range, and a few weights on the border between
 two points fall the other way.
 
-The largest weights are positive here: the largest negative one of a symmetric group lies on such a
+The largest weights are positive here: the largest negative one of a symmetric group is on such a
 border exactly, where ours takes the outer point always and gptqmodel either, as fp32 rounds its
 scale. (Measured on weights with negative ones as large: 0.9896 to 1 of the weights equal; with
 scales rounded as gptqmodel's the worst are 0.9991 to 1.)
@@ -141,15 +141,15 @@ def run_llmcompressor(
 
 def main(library: str, out: str) -> None:
     run = {"gptqmodel": run_gptqmodel, "llmcompressor": run_llmcompressor}[library]
-    made = {}
+    results = {}
     for kind, name in RUNS[library]:
         for key, value in run(*case(kind), parse_spec(name)).items():
-            made[f"{kind}/{name}/{key}"] = value.contiguous()
-    save_file(made, out)
+            results[f"{kind}/{name}/{key}"] = value.contiguous()
+    save_file(results, out)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> dict[str, Tensors]:
+def results(tmp_path_factory) -> dict[str, Tensors]:
     """Results of each library, by "KIND/SPEC/dense" and the like."""
     results = {}
     for library in RUNS:
@@ -168,12 +168,12 @@ def made(tmp_path_factory) -> dict[str, Tensors]:
 @pytest.mark.parametrize(
     ("library", "kind", "name"), [(key, *pair) for key, pairs in RUNS.items() for pair in pairs]
 )
-def test_the_library_rounds_to_the_same_weights(made, library, kind, name):
+def test_the_library_rounds_to_the_same_weights(results, library, kind, name):
     spec = parse_spec(name)
     weight_OI, hessian_II = case(kind)
     theirs = {
         key.rsplit("/", 1)[1]: part
-        for key, part in made[library].items()
+        for key, part in results[library].items()
         if key.startswith(f"{kind}/{name}/")
     }
     ours = gptq(weight_OI, prepare(hessian_II.double(), spec, "layer"), spec)

@@ -116,9 +116,9 @@ def test_chunks_of_the_logits_change_nothing(directories, held_out_prefix, monke
     monkeypatch.setattr(
         "quant_eval.measuring.losses.LOGITS_BYTES", 7 * 320 * 4
     )  # seven tokens at a time
-    for one, other in zip(whole, losses_of(directories, data, 4), strict=True):
-        np.testing.assert_allclose(one.kl, other.kl, rtol=1e-5)
-        np.testing.assert_allclose(one.nll_quantized, other.nll_quantized, rtol=1e-6)
+    for losses, other in zip(whole, losses_of(directories, data, 4), strict=True):
+        np.testing.assert_allclose(losses.kl, other.kl, rtol=1e-5)
+        np.testing.assert_allclose(losses.nll_quantized, other.nll_quantized, rtol=1e-6)
 
 
 def test_every_token_but_the_first_of_its_document_is_a_target_once():
@@ -215,9 +215,9 @@ def test_losses_in_bf16_are_those_of_float64_logits(hf_dir, held_out_prefix):
     head.get_submodule("1").get_parameter("weight").mul_(4)  # exact
     (measured,) = paired_losses(head, full, [near], data, batches, ALONE)
 
-    held = load_file(hf_dir / "model.safetensors")
+    tensors = load_file(hf_dir / "model.safetensors")
     norm_D, head_VD = (
-        held[name].bfloat16().double() for name in ("model.norm.weight", "lm_head.weight")
+        tensors[name].bfloat16().double() for name in ("model.norm.weight", "lm_head.weight")
     )
 
     def logits(stream, index, is_real_BL):

@@ -25,9 +25,9 @@ def results(tmp_path_factory, settings):
     root = tmp_path_factory.mktemp("measured")
     model = make_model(root / "model", "olmo2")
     outs = tuple(root / "out" / spec.name for spec in SPECS)
-    found = measure(model, SPECS, outs, settings, ALONE)
+    entries = measure(model, SPECS, outs, settings, ALONE)
     assert not [path for out in outs if out.exists() for path in out.iterdir()]
-    return {result["spec"]["name"]: result for result in found}
+    return {result["spec"]["name"]: result for result in entries}
 
 
 def test_gptqmodel_and_our_gptq_cost_the_same_where_their_settings_agree(results):
@@ -36,21 +36,26 @@ def test_gptqmodel_and_our_gptq_cost_the_same_where_their_settings_agree(results
     assert theirs["cross_entropy"] == ours["cross_entropy"]
     assert theirs["kl_divergence"] == pytest.approx(ours["kl_divergence"], rel=0.02)
     assert ours["kl_divergence"] < 0.8 * results["rtn-b3-g32"]["measured"]["kl_divergence"]
-    for index, (one, other) in enumerate(zip(ours["layers"], theirs["layers"], strict=True)):
-        assert one["name"] == other["name"]
+    for index, (layer, other) in enumerate(zip(ours["layers"], theirs["layers"], strict=True)):
+        assert layer["name"] == other["name"]
         # q, k and v of the first block read the same; further on a flip in 32 inputs moves what the
         # others read
         tolerance = 2e-3 if index < 3 else 0.1
         assert other["relative_output_error"] == pytest.approx(
-            one["relative_output_error"], rel=tolerance
+            layer["relative_output_error"], rel=tolerance
         )
 
 
 def test_a_result_says_what_the_library_was_told(results):
     spec = results["gptqmodel-b3-g32"]["spec"]
     assert (spec["library"], spec["library_version"]) == ("gptqmodel", "7.6.0")
-    told = spec["library_settings"]["quantize_config"]
-    assert (told["bits"], told["group_size"], told["fallback"], told["damp_auto_increment"]) == (
+    config = spec["library_settings"]["quantize_config"]
+    assert (
+        config["bits"],
+        config["group_size"],
+        config["fallback"],
+        config["damp_auto_increment"],
+    ) == (
         3,
         32,
         None,

@@ -29,7 +29,7 @@ print(int(next(line for line in open("/proc/self/status") if line.startswith("Vm
 )
 def peaks(request, tmp_path_factory, train_prefix, held_out_prefix) -> list[float]:
     """Peak memory of the whole process in MiB, by number of blocks."""
-    found = []
+    sizes = []
     for blocks in BLOCKS:
         root = tmp_path_factory.mktemp("memory")
         model = make_hf_directory(
@@ -55,8 +55,8 @@ def peaks(request, tmp_path_factory, train_prefix, held_out_prefix) -> list[floa
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        found.append(float(done.stdout.split()[-1]))
-    return found
+        sizes.append(float(done.stdout.split()[-1]))
+    return sizes
 
 
 def test_memory_does_not_grow_with_the_number_of_blocks(peaks):

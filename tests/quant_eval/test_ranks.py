@@ -27,7 +27,7 @@ def results(tmp_path_factory, train_prefix, held_out_prefix):
     model = make_model(
         root / "model", "llama", hidden_size=64, intermediate_size=288, attention_bias=False
     )
-    found = {}
+    directories = {}
     for size in (1, 3):
         outs = [root / str(size) / spec for spec in SPECS]
         arguments = [
@@ -50,20 +50,22 @@ def results(tmp_path_factory, train_prefix, held_out_prefix):
         command = ("quant_eval", *map(str, arguments))
         done = ranks(size, *command)
         assert done.returncode == 0, done.stderr[-3000:]
-        found[size] = outs
-    return found
+        directories[size] = outs
+    return directories
 
 
 def test_ranks_change_neither_weights_nor_losses(results):
     alone, shared = (results[size][0] for size in (1, 3))
-    one, other = (load_file(place / "checkpoint/model.safetensors") for place in (alone, shared))
+    tensors, other = (
+        load_file(place / "checkpoint/model.safetensors") for place in (alone, shared)
+    )
     equal = total = 0
-    for name in one:
+    for name in tensors:
         if name.endswith(".qweight"):
             linear = name.removesuffix(".qweight")
             codes = [
-                unpack({key: held[f"{linear}.{key}"] for key in PACKED}, 3, "gptq").codes_OI
-                for held in (one, other)
+                unpack({key: weights[f"{linear}.{key}"] for key in PACKED}, 3, "gptq").codes_OI
+                for weights in (tensors, other)
             ]
             equal, total = equal + int((codes[0] == codes[1]).sum()), total + codes[0].numel()
     assert total > 90_000
@@ -74,7 +76,7 @@ def test_ranks_change_neither_weights_nor_losses(results):
     assert measured[1]["cross_entropy"] == measured[0]["cross_entropy"]
     for figure in ("cross_entropy_quantized", "kl_divergence"):
         assert measured[1][figure] == pytest.approx(measured[0][figure], rel=1e-4)
-    for layer, same in zip(*(one["layers"] for one in measured), strict=True):
+    for layer, same in zip(*(figures["layers"] for figures in measured), strict=True):
         assert layer["relative_output_error"] == pytest.approx(
             same["relative_output_error"], rel=2e-3
         )

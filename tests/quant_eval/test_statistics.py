@@ -81,26 +81,29 @@ def test_intervals_equal_explicit_loops():
 
 
 def test_intervals_of_a_difference_equal_explicit_loops():
-    one, other = documents(1, count=12), documents(2, count=12)
-    pairs = [(one.nll_quantized, one.nll), (other.nll_quantized, other.nll)]
+    losses, other = documents(1, count=12), documents(2, count=12)
+    pairs = [(losses.nll_quantized, losses.nll), (other.nll_quantized, other.nll)]
     (resampled,) = resample([Statistic("difference", *pairs)], [None], samples=60, seed=3)
     half = half_width_by_loops(pairs, False, 60, 0.8, 3)
-    value = one.nll_quantized.sum() / one.nll.sum() - other.nll_quantized.sum() / other.nll.sum()
+    value = (
+        losses.nll_quantized.sum() / losses.nll.sum() - other.nll_quantized.sum() / other.nll.sum()
+    )
     assert resampled.interval(0.8) == pytest.approx([value - half, value + half], rel=1e-9)
 
 
 def test_the_standard_error_is_what_leaving_documents_out_shows():
     """variance = sum over documents of (statistic without it - statistic)^2."""
-    one, other = documents(3), documents(4)
+    losses, other = documents(3), documents(4)
 
     def value(keep):
         return (
-            one.kl[keep].sum() / one.nll[keep].sum() - other.kl[keep].sum() / other.nll[keep].sum()
+            losses.kl[keep].sum() / losses.nll[keep].sum()
+            - other.kl[keep].sum() / other.nll[keep].sum()
         )
 
     everything = np.arange(40)
     changes = [value(everything != left_out) - value(everything >= 0) for left_out in everything]
-    statistic = Statistic("difference", (one.kl, one.nll), (other.kl, other.nll))
+    statistic = Statistic("difference", (losses.kl, losses.nll), (other.kl, other.nll))
     assert statistic.standard_error == pytest.approx(
         math.sqrt(sum(change**2 for change in changes)), rel=1e-9
     )
@@ -219,12 +222,12 @@ def shifted(losses, change):
 
 def test_one_draw_says_nothing_of_draws_and_equal_draws_add_nothing():
     losses = documents()
-    one = figures_of([losses], samples=200, level=0.95, seed=0)
-    assert one["calibration"] is None
-    assert one["interval"]["units_resampled"] == "documents"
+    single = figures_of([losses], samples=200, level=0.95, seed=0)
+    assert single["calibration"] is None
+    assert single["interval"]["units_resampled"] == "documents"
     three = figures_of([losses] * 3, samples=200, level=0.95, seed=0)
     assert three["interval"]["units_resampled"] == "documents and calibration draws"
-    for name, interval in one["intervals"].items():
+    for name, interval in single["intervals"].items():
         assert three["intervals"][name] == pytest.approx(interval, rel=1e-12)
         assert three["calibration"]["figures"][name]["standard_error"] == pytest.approx(
             0, abs=1e-12
@@ -234,7 +237,7 @@ def test_one_draw_says_nothing_of_draws_and_equal_draws_add_nothing():
 def test_figures_are_means_over_draws():
     draws = [shifted(documents(), change) for change in (0.01, 0.02, 0.06)]
     figures = figures_of(draws, samples=100, level=0.95, seed=0)
-    errors = [(one.nll_quantized.sum() - one.nll.sum()) / one.tokens.sum() for one in draws]
+    errors = [(draw.nll_quantized.sum() - draw.nll.sum()) / draw.tokens.sum() for draw in draws]
     spread = figures["calibration"]["figures"]["absolute_error"]
     assert figures["calibration"]["seeds"] == 3
     assert figures["absolute_error"] == pytest.approx(sum(errors) / 3)
@@ -290,7 +293,7 @@ def test_what_documents_show_of_the_draws_counts_once():
         ]
         return (high - low) / 2
 
-    # Half of a Student t of 1 degree of freedom lies within 1 of 0; 20000 samples place that within
+    # Half of a Student t of 1 degree of freedom is within 1 of 0; 20000 samples place that within
     # about 1%.
     assert half_width(0.02) == pytest.approx(math.sqrt(0.0004 - 0.0001), rel=0.05)
     assert half_width(0.005) == pytest.approx(0, abs=1e-9)

@@ -58,10 +58,10 @@ def test_values_are_the_sums_of_four_bytes():
 def test_viterbi_finds_the_best_of_all_walks(log_states, length):
     trellis = Trellis(2, log_states, CPU)
     numbers_TS = normal(length, 7)
-    found = trellis.walk(numbers_TS)
+    walks = trellis.walk(numbers_TS)
     every = all_walks(length, 2, log_states)
 
-    for number_T, walk in zip(numbers_TS.T.double().numpy(), found.T.numpy(), strict=True):
+    for number_T, walk in zip(numbers_TS.T.double().numpy(), walks.T.numpy(), strict=True):
         errors = squared_errors(every, number_T)
         assert walk.tolist() == every[errors.argmin()].tolist()
 
@@ -69,11 +69,11 @@ def test_viterbi_finds_the_best_of_all_walks(log_states, length):
 def test_viterbi_with_given_ends_finds_the_best_of_the_walks_that_have_them():
     trellis = Trellis(2, 4, CPU)
     numbers_TS, overlap_S = normal(6, 8), torch.arange(8) % 4
-    found = trellis.walk(numbers_TS, overlap_S)
+    walks = trellis.walk(numbers_TS, overlap_S)
     every = all_walks(6, 2, 4)
 
     for number_T, overlap, walk in zip(
-        numbers_TS.T.double().numpy(), overlap_S.tolist(), found.T.numpy(), strict=True
+        numbers_TS.T.double().numpy(), overlap_S.tolist(), walks.T.numpy(), strict=True
     ):
         fitting = every[(every[:, 0] >> 2 == overlap) & (every[:, -1] & 3 == overlap)]
         errors = squared_errors(fitting, number_T)

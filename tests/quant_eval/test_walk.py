@@ -107,18 +107,18 @@ def test_variants_give_the_same_bits_together_and_one_after_the_other(hf_dir, mo
         for index, spec in enumerate(specs)
     ]
     together = walked(hf_dir, variants, evaluation())
-    assert {one.room for one in together} == {Room(True, True, 3)}
+    assert {result.room for result in together} == {Room(True, True, 3)}
     monkeypatch.setattr(room, "plan", lambda *_: Room(True, False, 1))
     apart = walked(hf_dir, variants, evaluation())
-    for one, other in zip(together, apart, strict=True):
-        assert one.errors == other.errors
-        assert one.losses
+    for result, other in zip(together, apart, strict=True):
+        assert result.errors == other.errors
+        assert result.losses
         assert other.losses
-        of_one, of_other = (
+        of_result, of_other = (
             [vars(losses) for losses in (each.losses, *each.alone, *each.others)]
-            for each in (one, other)
+            for each in (result, other)
         )
-        torch.testing.assert_close(of_one, of_other, rtol=0, atol=0)
+        torch.testing.assert_close(of_result, of_other, rtol=0, atol=0)
 
 
 # 10 GB of shared streams, 4 of the widest inputs, 6 for each variant, 20 to compute

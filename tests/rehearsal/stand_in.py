@@ -48,29 +48,29 @@ class MixedDevicesError(RuntimeError):
 
 
 class OnGPU(Tensor):
-    """A tensor of the stand-in; `held` has its values."""
+    """A tensor of the stand-in; `on_cpu` has its values."""
 
-    held: Tensor
+    on_cpu: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> "OnGPU":
+    def __new__(cls, tensor: Tensor) -> "OnGPU":
         """Wraps a tensor of the CPU."""
         with torch.inference_mode(
             mode=False
         ):  # a view of a tensor from outside would not be one in it
-            made = Tensor._make_wrapper_subclass(
+            wrapper = Tensor._make_wrapper_subclass(
                 cls,
-                held.size(),
-                strides=held.stride(),
-                storage_offset=held.storage_offset(),
-                dtype=held.dtype,
-                layout=held.layout,
+                tensor.size(),
+                strides=tensor.stride(),
+                storage_offset=tensor.storage_offset(),
+                dtype=tensor.dtype,
+                layout=tensor.layout,
                 device=HIDDEN,
-                requires_grad=held.requires_grad,
+                requires_grad=tensor.requires_grad,
             )
-        made.held = held.detach()
-        return made
+        wrapper.on_cpu = tensor.detach()
+        return wrapper
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -88,18 +88,18 @@ class OnGPU(Tensor):
         buffer.
         """
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
-        self.held = _held(other)
+        self.on_cpu = _on_cpu(other)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"{self.held!r} on {GPU}"
+        return f"{self.on_cpu!r} on {GPU}"
 
     def tolist(self) -> Any:
         """The values, which a GPU hands over unasked here alone and in `item`."""
-        return self.held.tolist()
+        return self.on_cpu.tolist()
 
     def type(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """As torch's, which names CUDA's types by strings of their own."""
-        answer = self.held.type(*args, **kwargs)
+        answer = self.on_cpu.type(*args, **kwargs)
         return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else OnGPU(answer)
 
     @classmethod
@@ -111,7 +111,7 @@ class OnGPU(Tensor):
 
 
 class Unnumbered(TorchFunctionMode):
-    """Takes a GPU's other names, and `torch.tensor` of numbers that lie on it, which C++ would
+    """Takes a GPU's other names, and `torch.tensor` of numbers that are on it, which C++ would
     ask CUDA for.
     """
 
@@ -198,20 +198,20 @@ def _computed(
             places.add(place)
             stays = place != left
     kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-    wrappers = {id(tensor.held): tensor for tensor in on_gpu}
-    held = _each(_held, args), {name: _each(_held, value) for name, value in kwargs.items()}
+    wrappers = {id(tensor.on_cpu): tensor for tensor in on_gpu}
+    inputs = _each(_on_cpu, args), {name: _each(_on_cpu, value) for name, value in kwargs.items()}
     if RecordedGraph.open and on_gpu and func._schema.is_mutable:
-        RecordedGraph.open.record(lambda: func(*held[0], **held[1]))
+        RecordedGraph.open.record(lambda: func(*inputs[0], **inputs[1]))
         return kwargs.get("out", args[0])
-    made = ON_CUDA_ONLY.get(func, func)(*held[0], **held[1])
-    return _each(lambda leaf: _wrapped(leaf, wrappers), made) if stays else made
+    result = ON_CUDA_ONLY.get(func, func)(*inputs[0], **inputs[1])
+    return _each(lambda leaf: _wrapped(leaf, wrappers), result) if stays else result
 
 
 def check(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
     """MixedDevicesError for what CUDA refuses: a tensor of the CPU beside one of the GPU, but
     for three exceptions.
 
-    A single number without dimensions may lie on the CPU, so may the indices of a tensor on the
+    A single number without dimensions may be on the CPU, so may the indices of a tensor on the
     GPU, and copies cross.
     """
     on_gpu = [tensor for tensor in tensors if isinstance(tensor, OnGPU)]
@@ -236,12 +236,12 @@ def _each(function: Callable[[Any], Any], value: Any) -> Any:
     tensors at most.
     """
     if isinstance(value, list | tuple):
-        return type(value)(_each(function, one) for one in value)
+        return type(value)(_each(function, element) for element in value)
     return function(value)
 
 
-def _held(leaf: Any) -> Any:
-    return leaf.held if isinstance(leaf, OnGPU) else leaf
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.on_cpu if isinstance(leaf, OnGPU) else leaf
 
 
 def _wrapped(leaf: Any, wrappers: dict[int, OnGPU]) -> Any:

@@ -66,7 +66,7 @@ def test_a_measurement_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, model, 
 def test_a_product_of_several_chunks_is_that_of_the_cpu(variant, dtype):
     """Queries and tokens in chunks, blocks checkpointed: what only long sequences meet."""
     chunks: dict[str, Any] = {"checkpointing": True, "queries_per_chunk": 3, "tokens_per_chunk": 5}
-    found = []
+    results = []
     for device in (torch.device("cpu"), GPU):
         with gpu():
             model = tiny_model(torch.float32, **VARIANTS[variant]).to(device)
@@ -75,8 +75,8 @@ def test_a_product_of_several_chunks_is_that_of_the_cpu(variant, dtype):
             )
             v_p = gaussian(hessian.parameters.size, dtype=torch.float32).to(device)
             loss, slope, hv_p = hessian.product(random_tokens(), v_p)
-            found.append([loss, slope, *hv_p.tolist()])
-    assert found[0] == found[1]
+            results.append([loss, slope, *hv_p.tolist()])
+    assert results[0] == results[1]
 
 
 def test_a_step_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, model, text, quantized):
@@ -142,7 +142,7 @@ def test_a_product_left_on_the_cpu_is_found_by_lanczos():
 
 
 def test_a_tensor_left_on_the_cpu_is_found_in_a_step(tmp_path, model, text, quantized, monkeypatch):
-    """A step that does not go where the vectors lie: `take` with a fault planted in it."""
+    """A step that does not go where the vectors are: `take` with a fault planted in it."""
     monkeypatch.setattr(
         "curvature.products.parameters.Parameters.take",
         lambda self, tensors: torch.zeros(self.size),

@@ -104,6 +104,8 @@ def test_without_a_gpu_it_is_skipped_as_a_whole(monkeypatch, tmp_path, capfd):
 def test_a_bundle_holds_what_the_checks_import_in_parts_that_fit():
     wanted = locked((PROJECT / "requirements.lock").read_text())
     assert len(wanted) == len(PACKAGES)
-    assert not [one for one in wanted if one.startswith(("torch", "nvidia-cu"))]
+    assert not [
+        requirement for requirement in wanted if requirement.startswith(("torch", "nvidia-cu"))
+    ]
     sizes = {"a": 5, "b": 4, "c": 3, "d": 2, "e": 1}
     assert parts(sizes, most=6) == [["a", "e"], ["b", "d"], ["c"]]

@@ -59,10 +59,10 @@ def refused(mix) -> bool:
 @pytest.mark.parametrize("name", MIXES)
 def test_it_refuses_what_torch_says_that_cuda_refuses(name):
     with gpu():
-        found = refused(MIXES[name])
+        refusal = refused(MIXES[name])
     with FakeTensorMode():
         expected = refused(MIXES[name])
-    assert found == expected
+    assert refusal == expected
 
 
 @pytest.mark.parametrize("name", UNLINKED)
@@ -74,9 +74,9 @@ def test_it_refuses_what_cuda_refuses_where_torch_cannot_say(name):
 
 def test_the_mixes_are_of_both_kinds():
     with gpu():
-        found = [refused(mix) for mix in MIXES.values()]
-    assert sum(found) >= 8
-    assert len(found) - sum(found) >= 6
+        refusals = [refused(mix) for mix in MIXES.values()]
+    assert sum(refusals) >= 8
+    assert len(refusals) - sum(refusals) >= 6
 
 
 def test_a_gradient_is_that_of_the_cpu():

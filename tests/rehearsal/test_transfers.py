@@ -50,7 +50,7 @@ def transfers() -> Iterator[Counter[str]]:
 
     def to_list(tensor: OnGPU) -> Any:
         mode.counted["to host"] += 1
-        return tensor.held.tolist()
+        return tensor.on_cpu.tolist()
 
     with mock.patch.object(OnGPU, "tolist", to_list), Transfers() as mode:
         yield mode.counted

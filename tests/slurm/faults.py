@@ -27,7 +27,7 @@ class Storm:
     """Faults that strike a study while it runs in a lab.
 
     Attributes:
-        disk: a filesystem of its own, on which the study lies.
+        disk: a filesystem of its own, on which the study is.
         struck: what has happened, in order, with the number of steps that the training had logged.
     """
 
@@ -101,7 +101,7 @@ class Storm:
         return True
 
     def node_lost(self, index: int, nodes: list[str]) -> bool:
-        """The last node of a training is not heard of any more, and goes on training."""
+        """The last node of a training is not heard of any more, and continues training."""
         node = int(nodes[-1].removeprefix("node"))
         self.lab.kill_node(node, orphans=True)
         self.undo_at.append((time.monotonic() + NODE_IS_GONE_SECONDS, lambda: self.back(node)))
@@ -122,7 +122,7 @@ class Storm:
         return True
 
     def disk_full(self, index: int, nodes: list[str]) -> bool:
-        """Not a byte is left where the study lies."""
+        """Not a byte is left where the study is."""
         filler = self.disk / "filler"
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
             while True:

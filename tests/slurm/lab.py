@@ -166,7 +166,7 @@ class Lab:
 
     def kill_node(self, node: int, *, orphans: bool = False) -> None:
         """The node is lost: all its processes are gone, or with `orphans` only slurmd, while its
-        steps go on unseen.
+        steps continue unseen.
         """
         if orphans:
             slurmd = (self.directory / f"run/slurmd-node{node}.inside").read_text().strip()
@@ -185,7 +185,7 @@ class Lab:
         )
 
     def restart_controller(self) -> None:
-        """Ends slurmctld and starts it again, as for a new slurm.conf; jobs go on meanwhile."""
+        """Ends slurmctld and starts it again, as for a new slurm.conf; jobs continue meanwhile."""
         self._daemon("slurmctld").end(signal.SIGTERM)
         self.command("slurmctld", "-f", str(self.conf))
         self.node_states()  # answered when it is up: SLURM's commands try again

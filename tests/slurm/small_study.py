@@ -1,6 +1,6 @@
 """A study of seconds, run once by the local runner and once as jobs, and the site of the lab.
 
-What is started is forked from what has the imports behind it.
+What is started is forked from a process after its imports.
 """
 
 import json

@@ -46,26 +46,26 @@ def test_states_outlive_the_memory_of_slurmctld(accounting_lab, tmp_path):
         2|21) scontrol requeue ${SLURM_ARRAY_JOB_ID}_2; sleep 600 ;;
     esac"""
     array = queue(lab, "--array=0-2", script(tmp_path / "array.sh", lines))
-    held = [queue(lab, "--hold", "--wrap=exit 0") for _ in range(2)]
-    lab.command("scancel", str(held[0]))
+    held_jobs = [queue(lab, "--hold", "--wrap=exit 0") for _ in range(2)]
+    lab.command("scancel", str(held_jobs[0]))
     waiting = queue(lab, "--hold", "--array=0-1", "--wrap=exit 0")
     lab.command("scancel", f"{waiting}_1")
 
-    wait_until(lambda: not in_queue(lab, array, held[0], states="all"), "squeue forgets")
+    wait_until(lambda: not in_queue(lab, array, held_jobs[0], states="all"), "squeue forgets")
     elements = [f"{array}_{index}" for index in range(3)] + [f"{waiting}_0", f"{waiting}_1"]
-    known = cluster.states([*elements, *map(str, held)])
+    known = cluster.states([*elements, *map(str, held_jobs)])
     ended = {name: (state.state, state.exit_code, state.restarts) for name, state in known.items()}
     assert ended == {
         f"{array}_0": ("COMPLETED", "0:0", 0),
         f"{array}_1": ("FAILED", "3:0", 0),
         f"{array}_2": ("COMPLETED", "0:0", 2),
-        f"{held[0]}": ("CANCELLED", "0:0", 0),
-        f"{held[1]}": ("PENDING", None, 0),
+        f"{held_jobs[0]}": ("CANCELLED", "0:0", 0),
+        f"{held_jobs[1]}": ("PENDING", None, 0),
         # Of its array's other element, cancelled while both waited, SLURM leaves no trace at all.
         f"{waiting}_0": ("PENDING", None, 0),
     }
     assert known[f"{array}_1"].nodes in ("node1", "node2")
-    assert known[f"{held[0]}"].nodes == ""
+    assert known[f"{held_jobs[0]}"].nodes == ""
 
 
 def test_limit_of_submitted_jobs_refuses_a_whole_array(accounting_lab, tmp_path):
@@ -118,14 +118,14 @@ def test_jobs_go_on_while_slurmdbd_is_down(accounting_lab, tmp_path, capsys):
 def test_jobs_outlive_a_restart_of_the_controller(accounting_lab):
     lab = accounting_lab
     running = queue(lab, "--wrap=sleep 600")
-    held = queue(lab, "--hold", "--wrap=exit 0")
+    held_job = queue(lab, "--hold", "--wrap=exit 0")
     wait_until(lambda: cluster.states([str(running)])[str(running)].state == "RUNNING", "start")
     lab.limit_submissions(2)
     try:
         lab.restart_controller()
-        known = cluster.states([str(running), str(held)])
+        known = cluster.states([str(running), str(held_job)])
         assert known[str(running)].state == "RUNNING"
-        assert known[str(held)].reason == "JobHeldUser"
+        assert known[str(held_job)].reason == "JobHeldUser"
         assert "QOSMaxSubmitJobPerUserLimit" in refusal("sbatch", "--wrap=exit 0")
     finally:
         lab.limit_submissions(-1)
@@ -143,8 +143,8 @@ def test_each_partition_preempts_in_its_own_way(accounting_lab, tmp_path):
 
     def states() -> dict[str, tuple[str, int]]:
         known = cluster.states([str(job) for job in jobs.values()])
-        found = {name: known[str(job)] for name, job in jobs.items() if str(job) in known}
-        return {name: (state.state, state.restarts) for name, state in found.items()}
+        by_name = {name: known[str(job)] for name, job in jobs.items() if str(job) in known}
+        return {name: (state.state, state.restarts) for name, state in by_name.items()}
 
     def all_are(word: str) -> bool:
         return all((tmp_path / f"{word}-{name}").exists() for name in jobs)

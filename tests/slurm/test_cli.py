@@ -103,7 +103,7 @@ def test_hostile_names_are_refused_in_one_line_and_nothing_runs(tmp_path, name, 
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["status", "absent"], "nothing of runs/absent was submitted"),
         (["retry", "small", "--site", "absent.toml"], "absent.toml does not exist"),
@@ -112,11 +112,11 @@ def test_hostile_names_are_refused_in_one_line_and_nothing_runs(tmp_path, name, 
         (["submit", "trajectory", "--site", "SITE", "--set", "every=2"], "give --set source="),
     ],
 )
-def test_bad_input_ends_with_one_line_and_code_2(tmp_path, words, told, command, no_slurm):
+def test_bad_input_ends_with_one_line_and_code_2(tmp_path, words, message, command, no_slurm):
     site = str(site_file(tmp_path / "site.toml", tmp_path / "root"))
     code, out, err = command(*(site if word == "SITE" else word for word in words))
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert told in err
+    assert message in err
     assert not no_slurm.exists()
 
 

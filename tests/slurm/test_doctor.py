@@ -35,25 +35,25 @@ def test_a_cluster_that_is_fit(lab, root):
 def test_a_node_that_does_not_see_the_root(lab, root):
     lab.inside(2, "mount", "-t", "tmpfs", "tmpfs", str(root))
     try:
-        found = failures(site_of(root))
+        problems = failures(site_of(root))
     finally:
         lab.inside(2, "umount", str(root))
-    assert "no report of node2: root is not there" in found["root on every node"]
+    assert "no report of node2: root is not there" in problems["root on every node"]
 
 
 def test_an_interpreter_that_is_not_there(lab, root):
-    found = failures(site_of(root).model_copy(update={"python": root / "python"}))
-    assert "is not a program; correct python" in found["interpreter and project"]
-    assert "it ended early" in found["a job on nodes"]
+    problems = failures(site_of(root).model_copy(update={"python": root / "python"}))
+    assert "is not a program; correct python" in problems["interpreter and project"]
+    assert "it ended early" in problems["a job on nodes"]
 
 
 def test_a_job_that_does_not_start_is_cancelled(lab, root):
     lab.command("scontrol", "update", "PartitionName=train", "State=DOWN")
     try:
-        found = failures(site_of(root), wait=1)
+        problems = failures(site_of(root), wait=1)
     finally:
         lab.command("scontrol", "update", "PartitionName=train", "State=UP")
-    assert "PENDING, PartitionDown after 1 s; give --wait more" in found["a job on nodes"]
+    assert "PENDING, PartitionDown after 1 s; give --wait more" in problems["a job on nodes"]
     assert lab.command("squeue", "--noheader", "--name=quantdyn.doctor", "--states=pending") == ""
 
 

@@ -90,8 +90,8 @@ def test_gpus_that_are_missing_or_do_not_answer_are_named(tmp_path, monkeypatch)
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'Unable to determine the device handle for GPU 3'\nexit 15\n")
     tool.chmod(0o755)
-    said = "nvidia-smi -L: Unable to determine the device handle for GPU 3"
-    assert list(check_gpus(8)) == [said]
+    message = "nvidia-smi -L: Unable to determine the device handle for GPU 3"
+    assert list(check_gpus(8)) == [message]
 
 
 def test_without_gpus_no_torch_is_imported():

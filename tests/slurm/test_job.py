@@ -144,8 +144,8 @@ def test_a_job_on_gpus_gives_each_step_what_it_can_use(cluster, monkeypatch):
     kinds = submission.site.resources.model_copy(update={"quantize": quantize})
     site = submission.site.model_copy(update={"resources": kinds})
     write_plan(cluster, site, submission.arrays, anew=False)
-    one = element.Element(cluster, "ends", 1, cluster / "stop", "70_1")
-    machines = {step.kind: one.machine(step) for step in one.steps}
+    array_element = element.Element(cluster, "ends", 1, cluster / "stop", "70_1")
+    machines = {step.kind: array_element.machine(step) for step in array_element.steps}
     assert "--nproc-per-node" in machines["blocks"].launch, (
         "four ranks share the rows of every weight"
     )

@@ -45,8 +45,8 @@ def lab(lab_directory, slurm_installed, monkeypatch):
 
 
 def site(root: Path, **limits: int):
-    found = site_of(root)
-    return found.model_copy(update={"limits": found.limits.model_copy(update=limits)})
+    lab_site = site_of(root)
+    return lab_site.model_copy(update={"limits": lab_site.limits.model_copy(update=limits)})
 
 
 def log_and_attempts(study_dir: Path, run: str) -> tuple[str, int]:

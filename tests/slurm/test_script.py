@@ -54,7 +54,7 @@ def test_script_is_the_reviewed_one_and_bash_reads_it(site, kind):
 
 
 def test_directives_come_before_any_command():
-    """sbatch reads no #SBATCH behind the first command, and would silently leave it out."""
+    """sbatch reads no #SBATCH after the first command, and would silently leave it out."""
     for site, kind in CASES:
         lines = golden_script(site, kind).splitlines()
         first = next(

@@ -96,7 +96,7 @@ def written(path: Path, content: dict[str, Any]) -> Path:
         if isinstance(value, dict):
             return (
                 "{"
-                + ", ".join(f"{json.dumps(key)} = {text(one)}" for key, one in value.items())
+                + ", ".join(f"{json.dumps(key)} = {text(entry)}" for key, entry in value.items())
                 + "}"
             )
         return json.dumps(value).replace("\x7f", "\\u007f")
@@ -238,12 +238,12 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "said"), WRONG, ids=[said for _, said in WRONG])
-def test_mistakes_are_told_in_one_line_with_file_and_key(tmp_path, changes, said):
-    with pytest.raises(UserError) as told:
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_mistakes_are_told_in_one_line_with_file_and_key(tmp_path, changes, message):
+    with pytest.raises(UserError) as failure:
         loaded(tmp_path, changes)
-    line = str(told.value)
-    assert said in line
+    line = str(failure.value)
+    assert message in line
     assert line.startswith(f"{tmp_path / 'site.toml'}: ")
     assert "\n" not in line
     assert "very_secret" not in line
@@ -262,16 +262,16 @@ def test_names_that_only_look_like_secrets_are_taken(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("time = 24:00:00", "need quotes"),
         (MINIMAL.replace('"24:00:00"', "12:00:00"), 'put it in quotes: "12:00:00"'),
         ("\xff", "not TOML"),
     ],
 )
-def test_what_is_no_toml(tmp_path, content, said):
+def test_what_is_no_toml(tmp_path, content, message):
     (tmp_path / "site.toml").write_bytes(content.encode("latin-1"))
-    with pytest.raises(UserError, match=re.escape(said)):
+    with pytest.raises(UserError, match=re.escape(message)):
         load_site(tmp_path / "site.toml")
 
 
@@ -282,7 +282,7 @@ def test_a_file_that_is_not_there_points_to_the_example(tmp_path):
 
 def string_keys(model: type, prefix: str = "") -> set[str]:
     """Dotted names of all fields of a model, and of the models in it, whose schema holds text."""
-    found, schema = set(), model.model_json_schema()  # type: ignore[attr-defined]
+    names, schema = set(), model.model_json_schema()  # type: ignore[attr-defined]
 
     def walk(node: dict[str, Any], name: str) -> None:
         if "$ref" in node:
@@ -291,12 +291,12 @@ def string_keys(model: type, prefix: str = "") -> set[str]:
             for key, inner in node["properties"].items():
                 walk(inner, f"{name}.{key}" if name else key)
         elif node.get("type") == "string" or "enum" in node:
-            found.add(name)
+            names.add(name)
         for inner in (*node.get("anyOf", ()), node.get("items"), node.get("additionalProperties")):
             walk(inner, name) if isinstance(inner, dict) else None
 
     walk(schema, prefix)
-    return found
+    return names
 
 
 def test_no_key_with_text_is_left_out_of_the_hostile_test():

@@ -23,8 +23,8 @@ JOBS = ["7_0", "8_0"]
 
 
 def start(job: str, position: int, ended: str | None = None, restart: int = 0) -> dict:
-    one = {"job": job, "restart": restart, "position": position}
-    return one if ended is None else one | {"ended": ended}
+    entry = {"job": job, "restart": restart, "position": position}
+    return entry if ended is None else entry | {"ended": ended}
 
 
 def state(word: str) -> JobState:

@@ -111,15 +111,15 @@ def told_of(study_dir: Path) -> str:
 
 
 def test_the_whole_output(half_way, study_dir):
-    told = told_of(study_dir).replace(str(study_dir.parent), "ROOT")
-    assert told == GOLDEN.read_text()
+    output = told_of(study_dir).replace(str(study_dir.parent), "ROOT")
+    assert output == GOLDEN.read_text()
 
 
 def test_no_log_steers_the_terminal(half_way, study_dir):
     write_log(study_dir, half_way, "quantize-1", 0, "error: x \x1b[2J gone")
-    told = told_of(study_dir)
-    assert "error: x ?[2J gone" in told
-    assert "\x1b" not in told
+    output = told_of(study_dir)
+    assert "error: x ?[2J gone" in output
+    assert "\x1b" not in output
 
 
 def test_every_step_is_in_one_situation(half_way, study_dir, study):
@@ -160,9 +160,9 @@ def test_without_slurm_files_tell(half_way, study_dir, monkeypatch):
         raise UserError("squeue is not on PATH; run this on a login node")
 
     monkeypatch.setattr(cluster, "states", absent)
-    told = told_of(study_dir)
-    assert "by marker files alone: squeue is not on PATH; run this on a login node" in told
-    assert "failed quantize-1/0 (15_0): SLURM says nothing of it" in told
+    output = told_of(study_dir)
+    assert "by marker files alone: squeue is not on PATH; run this on a login node" in output
+    assert "failed quantize-1/0 (15_0): SLURM says nothing of it" in output
     rows = {row[0]: row for row in training_rows(look(study_dir))}
     assert rows["lr3e-2"][1] == "started, attempt 2"
     write_log(study_dir, half_way, "train", 1, "error: no GPU")
@@ -211,17 +211,17 @@ def test_the_newest_attempt_counts_and_no_clock(study_dir, study):
     write_metrics(study_dir, run.name, range(1, 30), attempt=1)
     write_metrics(study_dir, run.name, range(10, 21), attempt=2, tokens_per_second=500.0)
     write_metrics(study_dir, run.name, range(30, 33), attempt=1)  # an orphan
-    one = training_of(study_dir, run)
-    assert (one.step, one.tokens, one.loss, one.tokens_per_second) == (
+    training = training_of(study_dir, run)
+    assert (training.step, training.tokens, training.loss, training.tokens_per_second) == (
         20,
         40_000,
         5 - 20 / 100,
         500.0,
     )
-    assert one.left_seconds == (run.total_steps * run.tokens_per_step - 40_000) / 500
+    assert training.left_seconds == (run.total_steps * run.tokens_per_step - 40_000) / 500
     write_metrics(study_dir, run.name, range(21, 71), attempt=2, tokens_per_second=-3.0, time=-1e12)
-    one = training_of(study_dir, run)
-    assert (one.step, one.tokens_per_second, one.left_seconds) == (70, None, None)
+    training = training_of(study_dir, run)
+    assert (training.step, training.tokens_per_second, training.left_seconds) == (70, None, None)
     assert training_of(study_dir, study.runs[0]).step is None
 
 
@@ -233,7 +233,7 @@ def test_the_end_of_a_file_is_read_as_its_lines_are(tmp_path):
     for size in (1, 20, 100, 1000, length - 1, length, 2 * length):
         begins = length - min(
             size, length
-        )  # by the obvious way: lines that begin at or behind this byte
+        )  # by the obvious way: lines that begin at or after this byte
         places = [sum(len(json.dumps(row)) + 1 for row in rows[:number]) for number in range(200)]
         assert tail_rows(path, size) == [
             row for row, at in zip(rows, places, strict=True) if at >= begins
@@ -263,15 +263,15 @@ def test_stragglers(tmp_path, busy, words):
     write_ranks(tmp_path, "run", 50, 1, [1.0, 9.0, 1.0, 1.0])  # an earlier report
     write_ranks(tmp_path, "run", 40, 2, busy)
     write_ranks(tmp_path, "run", 60, 1, [1.0, 9.0, 1.0, 1.0])  # of an orphan
-    told = straggler_of(RunDirectory(tmp_path / "run").ranks)
-    assert told is None if words is None else words in (told or "")
+    message = straggler_of(RunDirectory(tmp_path / "run").ranks)
+    assert message is None if words is None else words in (message or "")
 
 
 def test_a_slow_gpu_is_a_straggler(tmp_path):
     """By the product that each times: their processes are all as busy."""
     write_ranks(tmp_path, "run", 50, 1, [2e-4, 2e-4, 3e-4, 2e-4], figure="product_seconds")
-    told = straggler_of(RunDirectory(tmp_path / "run").ranks)
-    assert told == "rank 2 on node2 computes 1.50 times as long as the median of 4 ranks"
+    message = straggler_of(RunDirectory(tmp_path / "run").ranks)
+    assert message == "rank 2 on node2 computes 1.50 times as long as the median of 4 ranks"
 
 
 def test_the_error_of_a_log(tmp_path):

@@ -23,7 +23,9 @@ def attempts(study_dir, run: str) -> list[dict]:
 def pause_seconds(study_dir, run: str) -> float:
     """Seconds from the last step of the first attempt to the first step of the second one."""
     rows = [json.loads(line) for line in (study_dir / run / "metrics.jsonl").open()]
-    first, second = ([row["time"] for row in rows if row["attempt"] == one] for one in (1, 2))
+    first, second = (
+        [row["time"] for row in rows if row["attempt"] == attempt] for attempt in (1, 2)
+    )
     return min(second) - max(first)
 
 

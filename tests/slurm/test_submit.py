@@ -404,10 +404,10 @@ def test_two_processes_that_submit_at_once_submit_once(full, root, study):
         )
         for _ in range(2)
     ]
-    said = sorted(process.communicate(timeout=HANG_SECONDS)[0].strip() for process in both)
+    outputs = sorted(process.communicate(timeout=HANG_SECONDS)[0].strip() for process in both)
     assert jobs_of(root / "s") == [("text", (0,))]
-    assert said[0] == "0" or "another command" in said[1]
-    assert "1" in said
+    assert outputs[0] == "0" or "another command" in outputs[1]
+    assert "1" in outputs
 
 
 def test_layouts_follow_from_the_gpus_that_a_site_states(tmp_path):

@@ -31,13 +31,13 @@ def chromium() -> str:
     """The program; without it the test is skipped, or fails where QUANTDYN_REQUIRE_SLURM=1 says
     that all is there.
     """
-    found = shutil.which("chromium") or shutil.which("google-chrome")
-    if found is None:
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
         words = "chromium is not installed; apt-get install chromium"
         if os.environ.get("QUANTDYN_REQUIRE_SLURM") == "1":
             pytest.fail(words)
         pytest.skip(words)
-    return found
+    return program
 
 
 class Browser:
@@ -46,14 +46,14 @@ class Browser:
     def __init__(self, profile: Path) -> None:
         # chromium reads at descriptor 3 and writes to 4: both are made from numbers that cannot be
         # those
-        (read, told), (heard, write) = os.pipe(), os.pipe()
-        inner = [fcntl.fcntl(one, fcntl.F_DUPFD, 20) for one in (read, write)]
+        (read, commands), (answers, write) = os.pipe(), os.pipe()
+        inner = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 20) for descriptor in (read, write)]
         script = f'exec "$0" "$@" 3<&{inner[0]} 4>&{inner[1]}'
         command = ["bash", "-c", script, chromium(), *FLAGS, f"--user-data-dir={profile}"]
         self.process = subprocess.Popen(command, pass_fds=inner, stderr=subprocess.DEVNULL)
-        for one in (read, write, *inner):
-            os.close(one)
-        self._told, self._heard = told, heard
+        for descriptor in (read, write, *inner):
+            os.close(descriptor)
+        self._commands, self._answers = commands, answers
         self._left, self._calls, self._session = b"", 0, ""
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -69,15 +69,15 @@ class Browser:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
-        os.close(self._told)
-        os.close(self._heard)
+        os.close(self._commands)
+        os.close(self._answers)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """The result of a command; events that come meanwhile are kept."""
         self._calls += 1
         message = {"id": self._calls, "method": method, "params": params}
         message |= {"sessionId": self._session} if self._session else {}
-        os.write(self._told, json.dumps(message).encode() + b"\0")
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
         until = time.monotonic() + HANG_SECONDS
         while True:
             answer = self._next(until - time.monotonic())
@@ -88,9 +88,9 @@ class Browser:
 
     def _next(self, seconds: float) -> dict[str, Any]:
         while b"\0" not in self._left:
-            ready, _, _ = select.select([self._heard], [], [], max(seconds, 0))
+            ready, _, _ = select.select([self._answers], [], [], max(seconds, 0))
             assert ready, f"chromium does not answer within {HANG_SECONDS:g} s"
-            got = os.read(self._heard, 1 << 20)
+            got = os.read(self._answers, 1 << 20)
             assert got, "chromium has ended"
             self._left += got
         message, _, self._left = self._left.partition(b"\0")

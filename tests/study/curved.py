@@ -84,18 +84,19 @@ def slice_content(loss: float) -> dict:
     y = [-2.0, 0.0, 2.0, 4.0, 6.0]
     points = {"base": (0.0, 0.0), "previous": (1.0, 0.0), "quantized": (0.1, 4.0)}
 
-    def at(one: float, other: float) -> float:
-        return loss + 0.08 * one**2 + 0.002 * other**2 - 0.0005 * other
+    def at(across: float, along: float) -> float:
+        return loss + 0.08 * across**2 + 0.002 * along**2 - 0.0005 * along
 
     return {
         "measured": {
-            "grid": {"x": x, "y": y, "loss": [[at(one, other) for one in x] for other in y]},
+            "grid": {"x": x, "y": y, "loss": [[at(across, along) for across in x] for along in y]},
             "points": [
                 {
-                    "name": name, "x": one, "y": other, "loss": at(one, other),
-                    "increase": at(one, other) - loss, "increase_standard_error": 0.004 if one else 0.0,
+                    "name": name, "x": across, "y": along, "loss": at(across, along),
+                    "increase": at(across, along) - loss,
+                    "increase_standard_error": 0.004 if across else 0.0,
                 }
-                for name, (one, other) in points.items()
+                for name, (across, along) in points.items()
             ],
         }
     }  # fmt: skip

@@ -35,14 +35,14 @@ def scattered(generator, scatter: float = 0.05) -> list[Point]:
 
 def test_the_intervals_hold_the_planted_exponents_as_often_as_they_say():
     generator, draws = np.random.default_rng(0), 2_000
-    held = {PARAMETERS: 0, PER_PARAMETER: 0}
+    counts = {PARAMETERS: 0, PER_PARAMETER: 0}
     for _ in range(draws):
         exponents = fit(scattered(generator)).exponents
         for name, truth in ((PARAMETERS, OF_SIZE), (PER_PARAMETER, OF_RATIO)):
             low, high = exponents[name].interval(0.95)
-            held[name] += low <= truth <= high
+            counts[name] += low <= truth <= high
     error = math.sqrt(0.95 * 0.05 / draws)
-    assert all(abs(count / draws - 0.95) < 3 * error for count in held.values())
+    assert all(abs(count / draws - 0.95) < 3 * error for count in counts.values())
 
 
 def test_at_equal_tokens_per_parameter_the_fit_is_that_of_a_line():
@@ -51,7 +51,9 @@ def test_at_equal_tokens_per_parameter_the_fit_is_that_of_a_line():
     points = [point for point in scattered(generator) if point.tokens == 20 * point.parameters]
     law = fit(points)
     assert set(law.exponents) == {PARAMETERS}
-    line = linregress(*zip(*((math.log(one[0]), math.log(one[2])) for one in points), strict=True))
+    line = linregress(
+        *zip(*((math.log(values[0]), math.log(values[2])) for values in points), strict=True)
+    )
     assert law.exponents[PARAMETERS].value == pytest.approx(line.slope, rel=1e-9)
     error = law.exponents[PARAMETERS].sources[SCATTER].standard_error
     assert error == pytest.approx(line.stderr, rel=1e-9)

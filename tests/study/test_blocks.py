@@ -36,8 +36,8 @@ def result_with(increase: tuple[float, float, float], alone: list, others: list)
 
     pairs = enumerate(zip(alone, others, strict=True))
     listed = [
-        {"block": block, "alone": cost(*one), "all_but_it": cost(*rest)}
-        for block, (one, rest) in pairs
+        {"block": block, "alone": cost(*own), "all_but_it": cost(*rest)}
+        for block, (own, rest) in pairs
     ]
     names = (
         "gpt_neox.layers.1.attention.dense",
@@ -57,13 +57,13 @@ def test_shares_are_of_the_whole_models_increase():
         [(0.1, 0.08, 0.13), (0.05, -0.01, 0.11)],
         [(0.06, 0.05, 0.08), (0.12, 0.1, 0.15)],
     )
-    found = shares(result_with((0.2, 0.15, 0.25), alone, others))
-    assert found[ALONE] == {
+    parts = shares(result_with((0.2, 0.15, 0.25), alone, others))
+    assert parts[ALONE] == {
         0: pytest.approx((0.5, 0.4, 0.65)),
         1: pytest.approx((0.25, -0.05, 0.55)),
     }
-    # without block 0 there is 0.06 of 0.2 left: it is behind 70 percent
-    assert found[NEEDED] == {
+    # without block 0 there is 0.06 of 0.2 left: it makes 70 percent
+    assert parts[NEEDED] == {
         0: pytest.approx((0.7, 0.6, 0.75)),
         1: pytest.approx((0.4, 0.25, 0.5)),
     }
@@ -75,8 +75,10 @@ def test_an_increase_that_may_be_none_is_not_shared_out(low):
 
 
 def test_linears_belong_to_the_block_of_their_name_and_folded_ones_to_none():
-    one = (0.1, 0.0, 0.2)
-    assert output_errors(result_with((0.2, 0.1, 0.3), [one, one], [one, one])) == {
+    increase = (0.1, 0.0, 0.2)
+    assert output_errors(
+        result_with((0.2, 0.1, 0.3), [increase, increase], [increase, increase])
+    ) == {
         0: [0.1],
         1: [0.3],
     }
@@ -88,16 +90,19 @@ def test_the_figure_holds_every_share_of_every_run(study_dir, study, count):
     for run in study.runs:
         path = study_dir / run.name / RESULT
         write_blocks(path, json.loads(path.read_text()), blocks=count)
-    found = blocks.draw(Canvas(study, [], study_dir))
-    assert found is not None
-    assert isinstance(found.chart, dict)
+    drawing = blocks.draw(Canvas(study, [], study_dir))
+    assert drawing is not None
+    assert isinstance(drawing.chart, dict)
     cost = [2 if block in (0, count - 1) else 1 for block in range(count)]  # as the synthetic ones
-    expected = [[0.9 * one / sum(cost) for one in cost], [1.2 * one / sum(cost) for one in cost]]
+    expected = [
+        [0.9 * part / sum(cost) for part in cost],
+        [1.2 * part / sum(cost) for part in cost],
+    ]
     expected.append([0.03 * (1 + 0.1 * block) for block in range(count)])
-    for panel, quantity, values in zip(found.chart["concat"], TITLES, expected, strict=True):
+    for panel, quantity, values in zip(drawing.chart["concat"], TITLES, expected, strict=True):
         assert panel["title"] == ["GPTQ, 3 bits, groups of 32", TITLES[quantity]]
         marks = panel["layer"][-1]
-        kinds = {one["mark"]["type"] for one in marks["layer"]}
+        kinds = {layer["mark"]["type"] for layer in marks["layer"]}
         assert kinds == {"line", "point", "area" if count > 12 else "rule"}
         by_run: dict[str, list] = {}
         for row in marks["data"]["values"]:
@@ -114,12 +119,12 @@ def test_a_result_without_a_clear_increase_has_no_shares(study_dir, study):
         content = json.loads(path.read_text())
         content["measured"]["intervals"]["absolute_error"][0] = -0.001
         path.write_text(json.dumps(content))
-    found = blocks.draw(Canvas(study, [], study_dir))
-    assert found is not None
-    assert isinstance(found.chart, dict)
-    texts = [panel["layer"][-1].get("mark", {}).get("text") for panel in found.chart["concat"]]
+    drawing = blocks.draw(Canvas(study, [], study_dir))
+    assert drawing is not None
+    assert isinstance(drawing.chart, dict)
+    texts = [panel["layer"][-1].get("mark", {}).get("text") for panel in drawing.chart["concat"]]
     assert texts == ["no clear increase", "no clear increase", None]
-    assert {row["panel"] for row in found.rows} == {
+    assert {row["panel"] for row in drawing.rows} == {
         "GPTQ, 3 bits, groups of 32, linears of the block"
     }
 
@@ -164,5 +169,7 @@ def test_a_real_result_is_drawn_and_equals_the_one_without_blocks(
     assert measured == plain["measured"]
     read = read_result(tmp_path, Quantization).measured
     (look,) = looks_for(["one"])
-    found = blocks_of(Runs("model", {"one": look}), [(look, read)], "GPTQ")
-    assert [row["decoder block"] for row in found.rows] == [0, 1], "2 bits of nothing have no share"
+    drawing = blocks_of(Runs("model", {"one": look}), [(look, read)], "GPTQ")
+    assert [row["decoder block"] for row in drawing.rows] == [0, 1], (
+        "2 bits of nothing have no share"
+    )

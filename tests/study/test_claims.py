@@ -59,21 +59,21 @@ def along(growth: float, rise: float):
     ],
 )
 def test_flatness_and_surge(tmp_path, error, noise, flat, surge):
-    found = outcomes(tmp_path, ONE, rows_of(tmp_path, ONE, error, noise=noise))
-    assert (found["flat"], found["surge"]) == (flat, surge)
+    verdicts = outcomes(tmp_path, ONE, rows_of(tmp_path, ONE, error, noise=noise))
+    assert (verdicts["flat"], verdicts["surge"]) == (flat, surge)
 
 
 def test_an_anneal_that_does_not_decay_is_not_tested(tmp_path):
     schedule = run_of("x").schedule
-    held = present(schedule.anneal).model_copy(update={"floor": 0.9})
-    study = study_of(run_of("held", schedule=schedule.model_copy(update={"anneal": held})))
+    anneal = present(schedule.anneal).model_copy(update={"floor": 0.9})
+    study = study_of(run_of("held", schedule=schedule.model_copy(update={"anneal": anneal})))
     rows = rows_of(tmp_path, study, along(0.006, 0.01))
     assert outcomes(tmp_path, study, rows)["surge"] == NONE
 
 
 def test_the_growth_by_data_alone_is_beside_the_surge(tmp_path):
     line = table(tmp_path, ONE, rows_of(tmp_path, ONE, along(0.003, 0.01)))["surge"]
-    own = next(one for one in line.details if one.measure.startswith("relative error"))
+    own = next(detail for detail in line.details if detail.measure.startswith("relative error"))
     alone = float(own.statistic.partition("before the anneal: +")[2].partition("%")[0])
     assert alone == pytest.approx(0.3 * math.log2(400 / 320), rel=0.1)  # the noise of documents
     assert float(own.effect.partition("%")[0]) == pytest.approx(1.0, rel=0.02)
@@ -151,8 +151,8 @@ def test_methods_and_bits(tmp_path):
             lambda run, model: 0.02 * 0.8 ** index_of(run),
             cost={"gptq-b4-g32": cost},
         )
-        found = outcomes(tmp_path / name, study, rows)
-        assert (found["methods"], found["bits"]) == (YES, bits)
+        verdicts = outcomes(tmp_path / name, study, rows)
+        assert (verdicts["methods"], verdicts["bits"]) == (YES, bits)
 
 
 STABLE = run_of(
@@ -232,9 +232,9 @@ def test_what_is_missing_is_said_and_never_raised(tmp_path):
     last = next(row for row in rows if row["run"] == "peak1-seed1" and row["step"] == 400)
     for figure in ("relative_error", "kl_divergence", "cross_entropy"):
         last[f"quant/{SPEC}/{figure}"] = None
-    found = table(tmp_path, PEAKS, rows)
+    lines = table(tmp_path, PEAKS, rows)
     for name in ("flat", "surge", "divergence", "peaks", "matched"):
-        assert found[name].outcome == NONE
-    assert "kl_divergence of the end of" in found["surge"].details[0].statistic
+        assert lines[name].outcome == NONE
+    assert "kl_divergence of the end of" in lines["surge"].details[0].statistic
     for part in ([], rows[:1], [row for row in rows if row["step"] < 400]):
         assert set(outcomes(tmp_path, PEAKS, part).values()) == {NONE}

@@ -137,7 +137,7 @@ def covered(case, seeds, documents, draws, *, tail="normal", spread=0.0, repetit
     for _ in range(repetitions):
         rate = np.full(sizes, 0.1)
         for effect, deviation in CASES[case].items():
-            shape = tuple(sizes[axes[one]] if one in effect else 1 for one in axes)
+            shape = tuple(sizes[axes[axis]] if axis in effect else 1 for axis in axes)
             rate = rate + deviation * math.sqrt(math.prod(shape)) * noise(generator, shape, tail)
         tokens = generator.lognormal(6, spread, documents)
         shared = tokens * generator.normal(3, 0.5, documents)

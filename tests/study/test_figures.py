@@ -59,22 +59,22 @@ def distinct(rows: list) -> list:
 
 
 def drawn(figure: Figure, canvas: Canvas) -> Drawn:
-    found = figure.draw(canvas)
-    assert found is not None
-    return found
+    drawing = figure.draw(canvas)
+    assert drawing is not None
+    return drawing
 
 
-def chart_of(found: Drawn) -> dict[str, Any]:
-    assert isinstance(found.chart, dict)
-    return found.chart
+def chart_of(drawing: Drawn) -> dict[str, Any]:
+    assert isinstance(drawing.chart, dict)
+    return drawing.chart
 
 
 def data_of(chart: Any) -> list[dict]:
     """All rows of the layers of a chart that have points."""
     if isinstance(chart, list):
-        return [row for one in chart for row in data_of(one)]
+        return [row for part in chart for row in data_of(part)]
     layers = chart.get("layer", [])
-    has_points = any(one.get("mark", {}).get("type") == "point" for one in layers)
+    has_points = any(layer.get("mark", {}).get("type") == "point" for layer in layers)
     own = chart["data"]["values"] if has_points else []
     return own + data_of(layers) + data_of(chart.get("concat", []))
 
@@ -82,9 +82,9 @@ def data_of(chart: Any) -> list[dict]:
 @pytest.mark.parametrize("figure", [full_against_quantized, curvature, kl_divergence])
 def test_a_chart_holds_every_value_that_its_table_lists(branched, figure):
     study, rows, directory = branched
-    found = drawn(figure, Canvas(study, rows, directory))
-    values = [row for row in found.rows if row["series"] == "weights"]
-    shown = data_of(found.chart)
+    drawing = drawn(figure, Canvas(study, rows, directory))
+    values = [row for row in drawing.rows if row["series"] == "weights"]
+    shown = data_of(drawing.chart)
     if figure is full_against_quantized:  # the second half of training alone
         assert 0 < len(shown) < len(values)
         assert all(row in values for row in shown)
@@ -94,24 +94,24 @@ def test_a_chart_holds_every_value_that_its_table_lists(branched, figure):
 
 def test_bars_are_the_intervals_of_the_table(branched):
     study, rows, directory = branched
-    found = drawn(kl_divergence, Canvas(study, rows, directory))
+    drawing = drawn(kl_divergence, Canvas(study, rows, directory))
     column = f"quant/{SPEC}/kl_divergence"
     by_place = {(row["run"], row["step"]): row for row in rows}
     names = {look.label: run for run, look in runs_of(study).looks.items()}
-    shown = [row for row in found.rows if row["panel"] == spec_title(SPEC)]
+    shown = [row for row in drawing.rows if row["panel"] == spec_title(SPEC)]
     assert len(shown) == len([row for row in rows if row[column] is not None])
     for row in shown:
         known = by_place[names[row["run"]], row["step"]]
         ends_ = [row[DIVERGENCE.label + end] for end in ("", ", low", ", high")]
         assert ends_ == [known[column + end] for end in ("", "_low", "_high")]
-    panel = chart_of(found)["concat"][0]
-    bars = [one for one in layers_of(panel) if one.get("mark", {}).get("type") == "rule"]
+    panel = chart_of(drawing)["concat"][0]
+    bars = [layer for layer in layers_of(panel) if layer.get("mark", {}).get("type") == "rule"]
     assert [bar["encoding"]["y"]["field"] for bar in bars] == [f"{DIVERGENCE.label}, low"]
     assert bars[0]["encoding"]["y2"]["field"] == f"{DIVERGENCE.label}, high"
 
 
 def layers_of(chart: dict) -> list[dict]:
-    return [chart, *(one for layer in chart.get("layer", []) for one in layers_of(layer))]
+    return [chart, *(inner for layer in chart.get("layer", []) for inner in layers_of(layer))]
 
 
 def test_a_branch_starts_at_its_parents_checkpoint(branched):
@@ -161,22 +161,22 @@ def test_the_ends_are_at_what_is_varied_with_a_line_per_group(tmp_path, study, m
     rows = distinct(table_of(write_varied(tmp_path / changed.name, changed), changed))
     varied = changed.varied
     assert varied is not None
-    found = drawn(ends, Canvas(changed, rows, tmp_path))
+    drawing = drawn(ends, Canvas(changed, rows, tmp_path))
     last = {row["run"]: row for row in rows if row["average"] is None}  # rows rise by step
     per = 1e6 if varied.unit == "tokens" else 1
     names = {look.label: run for run, look in runs_of(changed).looks.items()}
     columns = [f"quant/gptq-b{bits}-g32/{name}" for name in MEASURES for bits in (3, 4)]
-    panels = chart_of(found)["concat"]
+    panels = chart_of(drawing)["concat"]
     assert len(panels) == len(columns)
     for panel, column in zip(panels, columns, strict=True):
         y = MEASURES[column.rpartition("/")[2]].label
-        encodings = [one["encoding"] for one in layers_of(panel) if "encoding" in one]
-        (x,) = {one["x"]["field"] for one in encodings if "x" in one}
+        encodings = [layer["encoding"] for layer in layers_of(panel) if "encoding" in layer]
+        (x,) = {layer["x"]["field"] for layer in encodings if "x" in layer}
         shown = {names[row["run"]]: (row[x] * per, row[y]) for row in data_of(panel)}
         assert shown == {
             run: (pytest.approx(value), last[run][column]) for run, value in varied.values.items()
         }
-        colours = {one["color"]["field"] for one in encodings if "color" in one}
+        colours = {layer["color"]["field"] for layer in encodings if "color" in layer}
         assert colours == {"group" if len(set(varied.groups.values())) > 1 else "run"}
 
 
@@ -184,12 +184,12 @@ def test_one_value_has_one_colour_and_one_group_one_marker(branched):
     study, _, _ = branched
     looks = runs_of(study).looks
     varied = study.varied
-    for one, look in looks.items():
+    for run, look in looks.items():
         for other, beside in looks.items():
-            same = varied.values.get(one) == varied.values.get(other)
+            same = varied.values.get(run) == varied.values.get(other)
             assert (look.colour == beside.colour) == same
             assert (look.shape == beside.shape) == (
-                varied.groups.get(one) == varied.groups.get(other)
+                varied.groups.get(run) == varied.groups.get(other)
             )
 
 
@@ -226,9 +226,9 @@ def test_bars_that_reach_zero_end_at_the_axis_of_logarithms(branched):
     for changed, kind in ((rows, "log"), (reaching, "log"), (negative, "linear")):
         panel = chart_of(drawn(curvature, Canvas(study, changed, directory)))["concat"][0]
         scales = [
-            one["encoding"]["y"]["scale"].get("type", "linear")
-            for one in layers_of(panel)
-            if "Trace" in one.get("encoding", {}).get("y", {}).get("field", "")
+            layer["encoding"]["y"]["scale"].get("type", "linear")
+            for layer in layers_of(panel)
+            if "Trace" in layer.get("encoding", {}).get("y", {}).get("field", "")
         ]
         assert set(scales) == {kind}
     spec = chart_of(drawn(curvature, Canvas(study, reaching, directory)))
@@ -247,8 +247,10 @@ def test_a_study_at_work_is_drawn_as_far_as_it_is(branched):
         for row in rows
     ]
     shown, empty = draw_all(Canvas(study, nothing, directory))
-    assert [one.name for one in shown] == ["validation_loss"], "whose data are those of training"
-    assert set(empty) == {one.name for one in figures_of(study)} - {"validation_loss"}
+    assert [figure.name for figure in shown] == ["validation_loss"], (
+        "whose data are those of training"
+    )
+    assert set(empty) == {figure.name for figure in figures_of(study)} - {"validation_loss"}
     assert set(empty) >= {"quantization_error", "kl_divergence", "ends", "curvature"}
     half = [row if row["run"] == "stable" else no for row, no in zip(rows, nothing, strict=True)]
     assert kl_divergence.draw(Canvas(study, half, directory)) is not None
@@ -277,10 +279,10 @@ def test_a_quantity_names_its_column_with_its_unit():
 
 def test_the_figure_of_averages_holds_every_model(collected_dir, study):
     rows = table_of(collected_dir, study)
-    found = drawn(averages, Canvas(study, rows, collected_dir))
+    drawing = drawn(averages, Canvas(study, rows, collected_dir))
     names = {look.label: run for run, look in runs_of(study).looks.items()}
     for panel, name in zip(
-        chart_of(found)["concat"],
+        chart_of(drawing)["concat"],
         ("cross_entropy", "cross_entropy_quantized", "relative_error", "kl_divergence"),
         strict=True,
     ):
@@ -288,9 +290,7 @@ def test_the_figure_of_averages_holds_every_model(collected_dir, study):
         labels = ("loss", "quantized loss", "relative error", "KL")
         y = next(key for key in shown[0] if key.startswith(labels))
         kinds = {"weights": None, "LAWA": "lawa5x16", "soup": "soup"}
-        found_values = [
-            (names[row["run"]], kinds[row["series"]], row["step"], row[y]) for row in shown
-        ]
+        values = [(names[row["run"]], kinds[row["series"]], row["step"], row[y]) for row in shown]
         expected = [
             (
                 row["run"],
@@ -300,17 +300,17 @@ def test_the_figure_of_averages_holds_every_model(collected_dir, study):
             )
             for row in rows
         ]
-        assert sorted(map(str, found_values)) == sorted(map(str, expected))
+        assert sorted(map(str, values)) == sorted(map(str, expected))
         shapes = [
-            one["encoding"]["shape"]
-            for one in layers_of(panel)
-            if "shape" in one.get("encoding", {})
+            layer["encoding"]["shape"]
+            for layer in layers_of(panel)
+            if "shape" in layer.get("encoding", {})
         ]
         assert [shape["field"] for shape in shapes] == ["series"]
         reach = next(
-            one["encoding"]["y"]["scale"].get("domain")
-            for one in layers_of(panel)
-            if one.get("encoding", {}).get("y", {}).get("field") == y
+            layer["encoding"]["y"]["scale"].get("domain")
+            for layer in layers_of(panel)
+            if layer.get("encoding", {}).get("y", {}).get("field") == y
         )
         if reach:
             averaged = [row[y] for row in shown if row["series"] != "weights"]
@@ -320,10 +320,10 @@ def test_the_figure_of_averages_holds_every_model(collected_dir, study):
 def test_the_figure_holds_every_method_of_every_run(study_dir, study):
     (study_dir / "lr3e-2/hf/step00000640/quant/awq-b3-g32/result.json").unlink()
     rows = table_of(study_dir, study)
-    found = drawn(methods, Canvas(study, rows, study_dir))
+    drawing = drawn(methods, Canvas(study, rows, study_dir))
     specs = {spec_title(spec): spec for spec in shown_methods(study)}
     assert len(specs) == 10
-    left, right = chart_of(found)["concat"]
+    left, right = chart_of(drawing)["concat"]
     names = {look.label: run for run, look in runs_of(study).looks.items()}
     last = {row["run"]: row for row in rows if row["step"] == 640 and row["average"] is None}
     for panel, (figure, quantity) in zip((left, right), MEASURES.items(), strict=True):
@@ -348,11 +348,15 @@ def change(path, factor: float) -> None:
 def test_slices_share_one_scale_of_colours_and_have_their_points(study_dir, study):
     for run, factor in zip(study.runs, (1, 0.5, 0.1, 0.02), strict=True):
         change(study_dir / slice_result(run, SPEC), factor)
-    found = drawn(slices, Canvas(study, [], study_dir))
-    assert isinstance(found.chart, Picture)
-    panels = found.chart.axes[: len(study.runs)]
+    drawing = drawn(slices, Canvas(study, [], study_dir))
+    assert isinstance(drawing.chart, Picture)
+    panels = drawing.chart.axes[: len(study.runs)]
     levels = [
-        next(tuple(one.levels) for one in axis.collections if isinstance(one, ContourSet))
+        next(
+            tuple(contours.levels)
+            for contours in axis.collections
+            if isinstance(contours, ContourSet)
+        )
         for axis in panels
     ]
     assert len(set(levels)) == 1
@@ -373,7 +377,7 @@ def test_slices_share_one_scale_of_colours_and_have_their_points(study_dir, stud
             for line in axis.get_lines()
         }
         assert marked == {MARKERS[name]: place for name, place in places.items()}
-        text = next(one.get_text() for one in axis.texts if "\n" in one.get_text())
+        text = next(label.get_text() for label in axis.texts if "\n" in label.get_text())
         # 0.08 at the one; 0.0008 + 0.032 - 0.002 at the other
         assert "+0.0800 \N{PLUS-MINUS SIGN} 0.0040" in text
         assert "+0.0308 \N{PLUS-MINUS SIGN} 0.0040" in text
@@ -419,7 +423,7 @@ def test_accuracy_is_drawn_task_by_task_and_in_the_mean(study_dir, study):
         )
         for run in study.runs
     ]
-    found = drawn(tasks, Canvas(measured, rows, study_dir))
-    assert [row["task"] for row in found.rows] == ["mean of the tasks"] * 4 + ["piqa"] * 4
-    label = next(key for key in found.rows[0] if key.startswith("accuracy lost"))
-    assert {row[label] for row in found.rows} == {0.1, 0.2}
+    drawing = drawn(tasks, Canvas(measured, rows, study_dir))
+    assert [row["task"] for row in drawing.rows] == ["mean of the tasks"] * 4 + ["piqa"] * 4
+    label = next(key for key in drawing.rows[0] if key.startswith("accuracy lost"))
+    assert {row[label] for row in drawing.rows} == {0.1, 0.2}

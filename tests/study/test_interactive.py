@@ -36,8 +36,8 @@ def browser(tmp_path_factory, report):
 
 
 def test_every_figure_is_drawn(browser):
-    found = browser.value("Array.from(document.querySelectorAll('figure'), figure => figure.id)")
-    assert found == [f"figure-{name}" for name in (*NAMES, "slices")]
+    names = browser.value("Array.from(document.querySelectorAll('figure'), figure => figure.id)")
+    assert names == [f"figure-{name}" for name in (*NAMES, "slices")]
     for name in NAMES:
         figure = f"document.querySelector('#figure-{name}')"
         assert browser.value(f"{figure}.querySelectorAll('svg.marks').length") == 1
@@ -84,13 +84,14 @@ def test_a_narrow_page_scrolls_its_tables_and_figures_alone(browser):
 def test_nothing_goes_wrong_and_nothing_is_asked_for(browser, report):
     assert browser.of("Runtime.exceptionThrown") == []
     assert [
-        one
-        for one in browser.of("Runtime.consoleAPICalled")
-        if one["type"] in ("error", "warning", "assert")
+        event
+        for event in browser.of("Runtime.consoleAPICalled")
+        if event["type"] in ("error", "warning", "assert")
     ] == []
     assert [entry["entry"]["text"] for entry in browser.of("Log.entryAdded")] == []
     asked = {
-        one["request"]["url"].partition(",")[0] for one in browser.of("Network.requestWillBeSent")
+        event["request"]["url"].partition(",")[0]
+        for event in browser.of("Network.requestWillBeSent")
     }
     assert asked <= {report.resolve().as_uri(), "data:image/png;base64"}
 
@@ -107,7 +108,7 @@ def test_what_was_written_into_a_study_is_shown_and_never_run(browser):
     legend = (
         "Array.from(document.querySelectorAll('.chart .role-legend text'), one => one.textContent)"
     )
-    assert any(one.startswith(HOSTILE[:40]) for one in browser.value(legend)), (
+    assert any(text.startswith(HOSTILE[:40]) for text in browser.value(legend)), (
         "cut where it is long"
     )
 
@@ -131,10 +132,12 @@ def test_a_button_hides_a_run_in_all_figures_and_shows_it_again(browser, report)
 def test_under_the_pointer_is_everything_that_is_known_of_a_value(browser, report):
     """The tooltip of a mark lists every column of its row of the table."""
     rows = written(report.parent / "figures/kl_divergence.csv")
-    row = next(one for one in rows if one["run"] == "0.01" and one["step"] == "640")
+    row = next(line for line in rows if line["run"] == "0.01" and line["step"] == "640")
     marks = f"document.querySelectorAll('#figure-kl_divergence {POINTS}')"
     labels = f"Array.from({marks}, one => one.getAttribute('aria-label'))"
-    text = next(one for one in browser.value(labels) if "run: 0.01" in one and "step: 640" in one)
+    text = next(
+        label for label in browser.value(labels) if "run: 0.01" in label and "step: 640" in label
+    )
     value = "KL(full || quantized), nats per token"
     assert f"{value}: {float(row[value]):.6g}" in text
     for name in (f"{value}, low", f"{value}, high"):
@@ -153,8 +156,8 @@ def test_the_policy_stops_scripts_and_requests(browser):
     )
     assert failed.startswith("TypeError")
     assert browser.value("window.hacked") is None
-    said = [entry["entry"]["text"] for entry in browser.of("Log.entryAdded")]
-    assert sum("Content Security Policy" in text for text in said) >= 3
+    messages = [entry["entry"]["text"] for entry in browser.of("Log.entryAdded")]
+    assert sum("Content Security Policy" in text for text in messages) >= 3
 
 
 @pytest.mark.parametrize("figure", ["relative_error", "kl_divergence"])
@@ -167,7 +170,7 @@ def test_the_data_beside_a_figure_are_the_tables(report, study, figure):
     rows = [
         row for row in written(report.parent / f"figures/{name}.csv") if row["series"] == "weights"
     ]
-    found = {
+    points = {
         (row["panel"], float(row["learning rate"]), int(row["step"])): [
             float(row[head[figure] + end]) for end in ("", ", low", ", high")
         ]
@@ -182,7 +185,7 @@ def test_the_data_beside_a_figure_are_the_tables(report, study, figure):
         if row["average"] is None
     }
     assert len(rows) == 2 * sum(len(run.save_steps) for run in study.runs)
-    assert all(found[place] == values for place, values in expected.items())
+    assert all(points[place] == values for place, values in expected.items())
 
 
 def test_the_same_study_makes_the_same_files(tmp_path, study):
@@ -190,13 +193,13 @@ def test_the_same_study_makes_the_same_files(tmp_path, study):
     changed: Study = budgets(study)
     directory = write_varied(tmp_path / changed.name, changed)
     table_of(directory, changed)
-    made = []
+    reports = []
     for _ in range(2):
         page = write_report(directory, changed).read_bytes()
-        made.append(
+        reports.append(
             {path.name: path.read_bytes() for path in sorted((directory / "figures").iterdir())}
             | {"": page}
         )
-    assert made[0] == made[1]
-    assert {Path(name).suffix for name in made[0]} == {"", ".png", ".pdf", ".csv"}
-    assert "ends.pdf" in made[0]
+    assert reports[0] == reports[1]
+    assert {Path(name).suffix for name in reports[0]} == {"", ".png", ".pdf", ".csv"}
+    assert "ends.pdf" in reports[0]

@@ -45,9 +45,9 @@ def test_tasks_are_measured_at_the_end_and_read_into_the_table(study_dir, study)
     path = study_dir / "lr1e-3/hf/step00000640/tasks/gptq-b3-g32/result.json"
     assert study_dir / steps[0].outputs[0] == path
     path.parent.mkdir(parents=True)
-    one = {"accuracy": 0.5, "accuracy_quantized": 0.4, "degradation": 0.2}
+    figures = {"accuracy": 0.5, "accuracy_quantized": 0.4, "degradation": 0.2}
     intervals = {"degradation": [0.1, 0.3], "accuracy": None}
-    measured = {"tasks": {"piqa": one}, "mean": one | {"intervals": intervals}}
+    measured = {"tasks": {"piqa": figures}, "mean": figures | {"intervals": intervals}}
     path.write_text(json.dumps({"spec": {"tasks": ["piqa"]}, "measured": measured}))
     rows = collect_rows(study_dir, changed).rows
     row = next(row for row in rows if (row.run, row.step, row.average) == ("lr1e-3", 640, None))

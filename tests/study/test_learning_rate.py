@@ -68,19 +68,19 @@ def test_the_planted_peak_is_first_at_equal_loss_with_its_closed_form(evidence):
     at = max(present(end.last)[LOSS] for end in sweep[PEAKS[0]])  # the last to arrive
     assert f"{at:.4f}" in answer.where
     expected = {peak: at_loss(peak, at) for peak in PEAKS}
-    assert [peak_of(one.label) for one in answer.ranking] == sorted(
+    assert [peak_of(entry.label) for entry in answer.ranking] == sorted(
         expected, key=expected.__getitem__
     )
-    for one in answer.ranking:
-        assert one.estimate.value == pytest.approx(expected[peak_of(one.label)], rel=1e-6)
-        low, high = one.estimate.interval(0.95)
-        assert low < expected[peak_of(one.label)] < high
+    for entry in answer.ranking:
+        assert entry.estimate.value == pytest.approx(expected[peak_of(entry.label)], rel=1e-6)
+        low, high = entry.estimate.interval(0.95)
+        assert low < expected[peak_of(entry.label)] < high
     best, *others = answer.ranking
     assert peak_of(best.label) == BEST
-    assert all(present(one.p_adjusted) < 0.05 for one in others)
-    for one in others:
-        difference = one.estimate.value - best.estimate.value
-        assert present(one.excess).value == pytest.approx(difference, rel=1e-6)
+    assert all(present(entry.p_adjusted) < 0.05 for entry in others)
+    for entry in others:
+        difference = entry.estimate.value - best.estimate.value
+        assert present(entry.excess).value == pytest.approx(difference, rel=1e-6)
 
 
 def test_the_end_ranks_them_otherwise(evidence):
@@ -91,7 +91,7 @@ def test_the_end_ranks_them_otherwise(evidence):
         peak: np.mean([present(end.last)[f"quant/{SPEC}/{QUANTIZED_LOSS}"] for end in own])
         for peak, own in sweep.items()
     }
-    assert [peak_of(one.label) for one in answer.ranking] == sorted(ends, key=ends.__getitem__)
+    assert [peak_of(entry.label) for entry in answer.ranking] == sorted(ends, key=ends.__getitem__)
     assert peak_of(answer.ranking[0].label) != BEST
 
 
@@ -112,9 +112,9 @@ def test_an_error_without_logarithm_is_not_ranked_and_the_rest_is(tmp_path):
         lambda run, model: -0.001 if run.optimizer.peak_lr == BEST else error_of(run, model),
         seeds=(1,),
     )
-    found = answers(evidence)
-    assert [bool(one.ranking) for one in found] == [False, False, True]
-    words = text.answers_text(found)
+    results = answers(evidence)
+    assert [bool(answer.ranking) for answer in results] == [False, False, True]
+    words = text.answers_text(results)
     assert "is not positive" in words
     assert words.startswith("quantized loss")
 
@@ -163,5 +163,5 @@ def test_the_standard_error_is_that_of_leaving_documents_out(tmp_path):
         left_out.append(math.exp((1 - place.share) * logs[0] + place.share * logs[1]))
     count = len(left_out)
     expected = math.sqrt((count - 1) / count * (np.std(left_out) ** 2 * count))
-    own = next(one for one in ranking if peak_of(one.label) == BEST)
+    own = next(entry for entry in ranking if peak_of(entry.label) == BEST)
     assert own.estimate.standard_error == pytest.approx(expected, rel=0.1)

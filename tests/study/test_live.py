@@ -120,8 +120,8 @@ def test_results_are_added_as_they_come_and_no_run_is_made_anew(study_dir, study
     has_error = {row["run"] for row in table if row[error] is not None}
     assert has_error == {first.name}  # the second run is trained alone
     points = {
-        run: {at for name, at in held if name == error}
-        for run, held in database.points(study.name).items()
+        run: {at for name, at in values if name == error}
+        for run, values in database.points(study.name).items()
     }
     assert points[second.name] == set()
     # a later row waits for the measurement that is missing before it
@@ -130,8 +130,8 @@ def test_results_are_added_as_they_come_and_no_run_is_made_anew(study_dir, study
 
     late.write_bytes(content)
     shutil.move(whole, study_dir / second.name / "hf")
-    found, _, expected = refresh(study_dir).split()[-4:-1]
-    assert found == expected
+    count, _, expected = refresh(study_dir).split()[-4:-1]
+    assert count == expected
     assert database.runs(study.name) == runs
     other = f"sqlite:///{study_dir.parent}/other.db"
     mirror(study_dir, study, other)

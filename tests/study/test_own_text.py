@@ -75,16 +75,16 @@ def make(study: Study, directory: Path, in_processes: bool = False) -> None:
 
 
 def documents(directory: Path, study: Study, tokenizer: Tokenizer) -> dict[str, list[str]]:
-    found = {}
+    texts = {}
     for use in ("train", "held_out", "calibration"):
         corpus = open_corpus(
             prefix(study, use).replace("{study}", str(directory)), verify_hashes=True
         )
-        found[use] = [
+        texts[use] = [
             tokenizer.decode(corpus.document(i)[:-1].tolist())
             for i in range(corpus.manifest.documents)
         ]
-    return found
+    return texts
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_a_study_makes_its_text_of_files_without_a_network(tmp_path, files, reci
     tokenizer = Tokenizer.from_file(str(directory / "data/tokenizer/tokenizer.json"))
     assert tokenizer.get_vocab_size() == study.trained[0].model.vocab_size
 
-    found = documents(directory, study, tokenizer)
+    texts_by_use = documents(directory, study, tokenizer)
     texts = [json.loads(line)["text"] for path in files for line in path.read_text().splitlines()]
     beginnings = {text[:60] for text in texts}
-    assert {text[:60] for use in found for text in found[use]} == beginnings
-    assert sum(map(len, found.values())) == len(texts)
-    by_use = [{text[:60] for text in found[use]} for use in found]
+    assert {text[:60] for use in texts_by_use for text in texts_by_use[use]} == beginnings
+    assert sum(map(len, texts_by_use.values())) == len(texts)
+    by_use = [{text[:60] for text in texts_by_use[use]} for use in texts_by_use]
     assert len(by_use[0] | by_use[1] | by_use[2]) == sum(map(len, by_use))  # copies stay together
 
     needs = needs_of(study)
@@ -143,8 +143,8 @@ def test_a_token_file_is_shared_out_with_its_own_tokenizer(tmp_path, files, toke
     assert (directory / "data/tokenizer/tokenizer.json").read_bytes() == (
         tokenizer_dir / "tokenizer.json"
     ).read_bytes()
-    found = documents(directory, study, tokenizer)
-    assert sum(map(len, found.values())) == 3000
+    texts = documents(directory, study, tokenizer)
+    assert sum(map(len, texts.values())) == 3000
     for run in study.trained:
         open_data(run, RunDirectory(directory / run.name), verify_hashes=True)
 
@@ -278,7 +278,8 @@ def bad(tmp_path_factory, tokenizer_dir) -> Path:
 def test_bad_text_is_refused_before_anything_starts(tmp_path, bad, arguments, words):
     # names of files stand for those in `bad`
     given = [
-        str(bad / one) if not one.startswith("--") and "=" not in one else one for one in arguments
+        str(bad / argument) if not argument.startswith("--") and "=" not in argument else argument
+        for argument in arguments
     ]
     line = refused(
         "run", "tiny", "--profile", "smoke", "--root", tmp_path / "runs", "--text", *given

@@ -69,11 +69,11 @@ def test_a_contrast_is_a_mean_over_documents_where_they_are_alike(study_dir, stu
         change_losses(
             study_dir, run.name, SPEC, tokens=[1000] * 28, kl=list(1000 * kl_of_run[run.name])
         )
-    found = Paired(study_dir).estimate([weighted(study_dir, study)], SPEC, "kl_divergence")
+    estimate = Paired(study_dir).estimate([weighted(study_dir, study)], SPEC, "kl_divergence")
     test = ttest_1samp(sum(weight * kl_of_run[run] for run, weight in WEIGHTS.items()), 0)
-    assert found.value == pytest.approx(test.statistic * test._standard_error)
-    assert found.interval() == pytest.approx(test.confidence_interval(0.95))
-    assert found.p_value() == pytest.approx(test.pvalue)
+    assert estimate.value == pytest.approx(test.statistic * test._standard_error)
+    assert estimate.interval() == pytest.approx(test.confidence_interval(0.95))
+    assert estimate.p_value() == pytest.approx(test.pvalue)
 
 
 def test_a_contrast_of_ratios_has_the_error_that_leaving_documents_out_shows(study_dir, study):
@@ -98,9 +98,9 @@ def test_a_contrast_of_ratios_has_the_error_that_leaving_documents_out_shows(stu
     whole = np.arange(28)
     left_out = np.array([contrast(np.delete(whole, document)) for document in whole])
     error = math.sqrt(27 / 28 * ((left_out - left_out.mean()) ** 2).sum())
-    found = Paired(study_dir).estimate([weighted(study_dir, study)], SPEC, "relative_error")
-    assert found.value == pytest.approx(contrast(whole))
-    assert found.standard_error == pytest.approx(error)
+    estimate = Paired(study_dir).estimate([weighted(study_dir, study)], SPEC, "relative_error")
+    assert estimate.value == pytest.approx(contrast(whole))
+    assert estimate.standard_error == pytest.approx(error)
 
 
 def write_draws(directory, run: str, values_DK, tokens) -> None:
@@ -129,12 +129,12 @@ def test_an_estimate_is_over_the_runs_with_documents_and_draws(study_dir, study)
         write_draws(study_dir, run.name, values_DK, tokens)
     rows = [last_rows(study_dir, study)[run.name] for run in study.runs]
     replicates = [[(rows[1], 1.0), (rows[0], -1.0)], [(rows[3], 1.0), (rows[2], -1.0)]]
-    found = Paired(study_dir).estimate(replicates, SPEC, "kl_divergence")
+    estimate = Paired(study_dir).estimate(replicates, SPEC, "kl_divergence")
     expected = estimate_of(Crossed(np.stack([values[1] - values[0], values[3] - values[2]])))
-    assert found.value == pytest.approx(expected.value)
-    assert found.interval() == pytest.approx(expected.interval())
-    assert found.sources.keys() == {"seeds", "documents", "calibration draws"}
-    assert found.holds_seeds
+    assert estimate.value == pytest.approx(expected.value)
+    assert estimate.interval() == pytest.approx(expected.interval())
+    assert estimate.sources.keys() == {"seeds", "documents", "calibration draws"}
+    assert estimate.holds_seeds
     alone = Paired(study_dir).estimate(replicates[:1], SPEC, "kl_divergence")
     assert alone.value == pytest.approx((values[1] - values[0]).mean())
     assert not alone.holds_seeds

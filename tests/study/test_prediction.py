@@ -32,10 +32,10 @@ def test_the_figure_holds_every_part_of_every_step(study_dir, study, sign):
                 study_dir / step_result(run, spec),
                 step_content(sign * 1e-3 * run.optimizer.peak_lr),
             )
-    found = prediction.draw(Canvas(study, [], study_dir))
-    assert found is not None
-    assert isinstance(found.chart, dict)
-    panels = found.chart["concat"]
+    drawing = prediction.draw(Canvas(study, [], study_dir))
+    assert drawing is not None
+    assert isinstance(drawing.chart, dict)
+    panels = drawing.chart["concat"]
     for panel in panels[:3]:
         marks = panel["layer"][-1]
         shown = sorted(
@@ -46,7 +46,7 @@ def test_the_figure_holds_every_part_of_every_step(study_dir, study, sign):
             for run in study.runs
             for part in (1, *[BLOCKS] * BLOCKS)
         ]
-        assert shown == [pytest.approx((one, 0.96 * one)) for one in sorted(measured)]
+        assert shown == [pytest.approx((value, 0.96 * value)) for value in sorted(measured)]
         x, y = (marks["encoding"][axis]["scale"] for axis in "xy")
         assert x == y
         assert (x.get("type") == "log") == (sign > 0)
@@ -61,7 +61,7 @@ def test_the_figure_holds_every_part_of_every_step(study_dir, study, sign):
             for run in study.runs
             for part in (*[BLOCKS] * BLOCKS, 1)
         ]
-        assert remainders == [pytest.approx(one) for one in expected]
+        assert remainders == [pytest.approx(value) for value in expected]
         text = json.dumps(percent(-0.04, 0.01))
         assert marks["encoding"]["x"]["axis"]["labelExpr"].count(text) == len(study.runs)
 
@@ -69,9 +69,9 @@ def test_the_figure_holds_every_part_of_every_step(study_dir, study, sign):
 def test_steps_that_are_missing_leave_their_place_empty_and_broken_ones_are_named(study_dir, study):
     for run in study.runs[1:]:
         (study_dir / step_result(run, SPEC)).unlink()
-    found = prediction.draw(Canvas(study, [], study_dir))
-    assert found is not None
-    labels = {row["run"] for row in found.rows if row["panel"] == TITLE}
+    drawing = prediction.draw(Canvas(study, [], study_dir))
+    assert drawing is not None
+    labels = {row["run"] for row in drawing.rows if row["panel"] == TITLE}
     assert labels == {f"{study.runs[0].optimizer.peak_lr:g}"}
     path = study_dir / step_result(study.runs[0], SPEC)
     for content in ("{", "[1]", '{"measured": []}'):

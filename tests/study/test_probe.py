@@ -57,27 +57,27 @@ def figures(widths: tuple[int, ...], step: int) -> dict[str, float]:
 
 def test_the_figure_holds_every_row_at_its_place(probed):
     study, table, directory = probed
-    found = probe.draw(Canvas(study, table, directory))
-    assert found is not None
-    during = [row for row in found.rows if row["series"] == "while training"]
+    drawing = probe.draw(Canvas(study, table, directory))
+    assert drawing is not None
+    during = [row for row in drawing.rows if row["series"] == "while training"]
     assert {(row["run"], row["panel"], row["step"]): row[INCREASE.label] for row in during} == {
         (run, f"RTN, {bits} bits, groups of 32", step): step / 10**bits
         for run, widths in (("0", (3, 4)), ("0.1", (3,)))
         for bits in widths
         for step in STEPS
     }
-    saved = [row for row in found.rows if row["series"] == "checkpoint"]
+    saved = [row for row in drawing.rows if row["series"] == "checkpoint"]
     assert {row["panel"] for row in saved} == {"RTN, 3 bits, groups of 32"}
     assert len(saved) == len([row for row in table if row["average"] is None])
     assert all(row[INCREASE.label] == 0.01 * row["step"] for row in saved)
     outputs = {
         (row["panel"], row["series"], row["run"], row["step"]): row[OUTPUT.label]
-        for row in found.rows
+        for row in drawing.rows
         if OUTPUT.label in row
     }
     assert outputs["layers.2.mlp.down_proj, 3 bits", "GPTQ", "0.1", 320] == 2 * 4 * 0.32
     assert len(outputs) == 3 * 2 * 2 * len(STEPS)  # widths of runs, linears, methods
-    assert pictures_of(found.chart)["png"]
+    assert pictures_of(drawing.chart)["png"]
 
 
 def test_a_study_without_a_probe_has_no_such_figure(study):

@@ -17,8 +17,8 @@ SLEEPING = "import subprocess; subprocess.run(['sleep', '600.25'])"  # with a ch
 
 
 def sleeping() -> list[psutil.Process]:
-    found = psutil.process_iter(["cmdline"])
-    return [process for process in found if "600.25" in (process.info["cmdline"] or ())]
+    candidates = psutil.process_iter(["cmdline"])
+    return [process for process in candidates if "600.25" in (process.info["cmdline"] or ())]
 
 
 @pytest.fixture

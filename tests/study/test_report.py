@@ -64,10 +64,10 @@ def page(report) -> Page:
 
 
 def test_it_needs_nothing_but_itself_and_shows_pictures_without_scripts(page, report):
-    """Besides its pictures it names files that lie beside it, for the reader to open."""
+    """Besides its pictures it names files that are beside it, for the reader to open."""
     assert "link" not in page.tags
     files = ("figures/", "tables/", "#")
-    pictures = [one for one in page.references if not one.startswith(files)]
+    pictures = [address for address in page.references if not address.startswith(files)]
     assert len(pictures) == 12
     for reference in pictures:
         kind, _, data = reference.partition(",")
@@ -75,10 +75,10 @@ def test_it_needs_nothing_but_itself_and_shows_pictures_without_scripts(page, re
         with Image.open(io.BytesIO(base64.b64decode(data))) as image:
             assert image.width > 800
             assert len(set(image.convert("L").tobytes())) > 50, "blank"
-    beside = [one for one in page.references if one.startswith("figures/")]
+    beside = [address for address in page.references if address.startswith("figures/")]
     assert len(beside) == 3 * len(pictures)
     assert all((report.parent / name).stat().st_size > 500 for name in beside)
-    tables = [one for one in page.references if one.startswith("tables/")]
+    tables = [address for address in page.references if address.startswith("tables/")]
     assert len(tables) == 2 * 5
     assert all((report.parent / name).stat().st_size > 100 for name in tables)
     text = report.read_text()
@@ -157,14 +157,14 @@ def test_steps_stand_with_their_terms_in_thousandths_of_a_nat(page, study):
     assert {row[7] for row in rows} == {"0.25[0.20, 0.30]"}
 
 
-def told(page: Page) -> dict[str, str]:
+def facts(page: Page) -> dict[str, str]:
     return {row[0]: row[1] for row in page.rows if len(row) == 2}
 
 
 def test_the_engine_and_its_version_are_named(page, tmp_path):
-    assert told(page)["engine"] == "megatron-core, 1 rank"
-    assert "megatron-core 0.16.1" in told(page)["software"]
-    assert "deepspeed" not in told(page)["software"]
+    assert facts(page)["engine"] == "megatron-core, 1 rank"
+    assert "megatron-core 0.16.1" in facts(page)["software"]
+    assert "deepspeed" not in facts(page)["software"]
     changed = resolve("tiny", "full", ("engine=deepspeed",))
     directory = write_study(tmp_path / "other" / changed.name, changed)
     settings = settings_of(directory, changed)

@@ -138,7 +138,7 @@ def test_a_moved_study_is_complete_where_it_lies_now(tmp_path):
 
 
 def test_slots_are_never_exceeded_and_all_are_used(tmp_path):
-    """The first of the small steps goes on when a second one is at work, too."""
+    """The first of the small steps continues when a second one is at work, too."""
     inside = (
         "started = time.monotonic()\n"
         "open(study / f'small-{os.getpid()}', 'w').close() if SLOTS == 1 else None\n"
@@ -307,7 +307,7 @@ def test_a_killed_runner_leaves_nothing_at_work_and_is_continued(tmp_path, whole
         runner.kill()
     runner.wait()
     steps = [*chain()[:1], python_step("stubborn", STUBBORN, after=("first",))]
-    run_steps(tmp_path, steps, workers=1)  # waits for the orphans' end, then goes on
+    run_steps(tmp_path, steps, workers=1)  # waits for the orphans' end, then continues
     assert not at_work(tmp_path)
     assert order(tmp_path) == ["first"]
     assert Ledger(tmp_path, steps).complete_steps() == {"first", "stubborn"}
@@ -333,8 +333,8 @@ def test_records_hold_no_place_of_the_study(tmp_path):
 def test_a_step_that_is_not_complete_says_why(tmp_path):
     def reasons(directory: Path, **settings: str) -> dict[str, str]:
         ledger = Ledger(directory, chain(**settings))
-        found = {name: ledger.reason(step) for name, step in ledger.steps.items()}
-        return {name: reason for name, reason in found.items() if reason}
+        by_name = {name: ledger.reason(step) for name, step in ledger.steps.items()}
+        return {name: reason for name, reason in by_name.items() if reason}
 
     study = tmp_path / "study"
     assert set(reasons(study).values()) == {"not run yet"}

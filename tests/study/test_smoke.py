@@ -92,17 +92,17 @@ def test_the_whole_study_survives_a_kill(smoke_root):
     study = smoke_root / NAME
     written = str((study / LAST_CHECKPOINT).stat().st_mtime_ns)
     assert written == (smoke_root / BEFORE_THE_KILL).read_text()
-    said = (smoke_root / SAID).read_text()
-    assert f"report: {study / 'report.html'}" in said
-    assert f"sqlite:///{smoke_root / 'mlflow.db'}" in said
+    output = (smoke_root / SAID).read_text()
+    assert f"report: {study / 'report.html'}" in output
+    assert f"sqlite:///{smoke_root / 'mlflow.db'}" in output
 
     table = pq.read_table(study / "table.parquet").to_pylist()
     models = [(step, average) for step in (48, 72) for average in (None, "lawa5x4")]
     soup = (72, "soup-anneal")
     assert [(row["run"], row["step"], row["average"]) for row in table] == [
-        one
+        entry
         for run in ("lr3e-3", "lr3e-2")
-        for one in (
+        for entry in (
             *((run, *model) for model in (*models, soup)),
             *((f"{run}-control", *model) for model in models[2:]),
         )
@@ -126,7 +126,7 @@ def test_the_whole_study_survives_a_kill(smoke_root):
         assert {path.stem for path in (study / "figures").glob(f"*.{suffix}")} == FIGURES
 
     client = MlflowClient(f"sqlite:///{smoke_root / 'mlflow.db'}")
-    (experiment,) = [one for one in client.search_experiments() if one.name != "Default"]
+    (experiment,) = [entry for entry in client.search_experiments() if entry.name != "Default"]
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
     assert set(runs) == {NAME, "lr3e-3", "lr3e-3-control", "lr3e-2", "lr3e-2-control"}
     child = runs["lr3e-3"]
@@ -164,12 +164,12 @@ def test_the_whole_study_survives_a_kill(smoke_root):
                 torch.testing.assert_close(averaged, (weights[0][key] + weights[1][key]) / 2)
         else:
             steps = [row["step"] - 4 * back for back in (4, 3, 2, 1, 0)]
-            told = (
+            settings = (
                 {"kind": "lawa", "interval_steps": 4, "window": 5, "steps": steps}
                 if row["average"]
                 else None
             )
-            assert (lineage["kind"], lineage["average"]) == ("export", told)
+            assert (lineage["kind"], lineage["average"]) == ("export", settings)
 
 
 @pytest.mark.stress

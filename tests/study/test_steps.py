@@ -29,14 +29,14 @@ PROFILES = [
 @pytest.mark.parametrize(("recipe", "profile"), PROFILES)
 def test_the_steps_form_a_graph_over_distinct_outputs(recipe, profile):
     seen: set[str] = set()
-    made: set[str] = set()
+    files: set[str] = set()
     outputs: list[str] = []
     for step in steps_of(resolve_recipe(recipe, profile)):
         assert seen.issuperset(step.after), step.name
         # what it reads is made by what it comes after, or has to be there before the study begins
-        assert all(name in made or name.startswith("../texts/") for name in step.reads), step.name
+        assert all(name in files or name.startswith("../texts/") for name in step.reads), step.name
         seen.add(step.name)
-        made |= set(step.outputs)
+        files |= set(step.outputs)
         outputs += step.outputs
         assert not any(argument.startswith("/") for argument in step.command), (
             "a study can be moved"
@@ -97,11 +97,11 @@ def test_an_export_waits_for_its_own_checkpoint_alone(by_name):
 def test_a_soup_is_made_of_exports_and_quantized_as_they_are(by_name):
     average = by_name["average-lr3e-3-soup-stable-step00000448"]
     hf = "{study}/lr3e-3/hf"
-    made = (
+    paths = (
         f"{hf}/soup-stable-step00000448",
         *(f"{hf}/step00000{step}" for step in (192, 320, 448)),
     )
-    assert average.command == ("{python}", "-m", "ckpt_tools", "average", *made)
+    assert average.command == ("{python}", "-m", "ckpt_tools", "average", *paths)
     assert average.outputs == ("lr3e-3/hf/soup-stable-step00000448/lineage.json",)
     assert average.after == tuple(f"export-lr3e-3-step00000{step}" for step in (192, 320, 448))
     readers = {
@@ -191,11 +191,11 @@ def test_steps_share_a_process_only_where_each_model_goes_with_each_spec():
         if (model, spec) != ("b", "y")
     ]
     other = model_step("a", "x", kind="curvature")
-    found = batches([*steps, other], 2, 9)
-    assert sorted(step.name for batch in found for step in batch) == sorted(
+    groups = batches([*steps, other], 2, 9)
+    assert sorted(step.name for batch in groups for step in batch) == sorted(
         step.name for step in [*steps, other]
     )
-    for batch in found:
+    for batch in groups:
         command = shared(batch)
         models = [word for word in command if word in "abc"]
         specs = [word for word in command if word in "xyz"]
@@ -246,7 +246,7 @@ def test_the_largest_eigenvalue_is_asked_for_or_left_out():
     for step in seven:
         assert "--no-lambda-max" in step.command
         assert not {"--tolerance", "--max-iterations", "--fixed-sequences"} & set(step.command)
-    one = next(
+    measurement = next(
         step for step in steps_of(resolve_recipe("olmo2-1b-lr", "full")) if step.kind == "curvature"
     )
-    assert one.command[one.command.index("--max-iterations") + 1] == "16"
+    assert measurement.command[measurement.command.index("--max-iterations") + 1] == "16"

@@ -42,12 +42,12 @@ def test_the_decay_shows_at_the_same_held_out_ends(tmp_path, factor, outcomes):
     factor by the noise. Without an effect both are off by noise alone.
     """
     runs = [run_of(name, peak=peak) for name, peak in PEAKS.items()]
-    found = verdicts(tmp_path, runs, factor)
-    assert {verdict.outcome for verdict in found} <= outcomes
-    size = float(found[0].effect.split()[0])
+    results = verdicts(tmp_path, runs, factor)
+    assert {verdict.outcome for verdict in results} <= outcomes
+    size = float(results[0].effect.split()[0])
     assert size == pytest.approx(math.log(factor), abs=0.1)
-    assert "6 annealed ends" in found[0].statistic
-    assert "6 groups of runs" in found[0].statistic
+    assert "6 annealed ends" in results[0].statistic
+    assert "6 groups of runs" in results[0].statistic
 
 
 def test_seeds_are_no_further_runs(tmp_path):

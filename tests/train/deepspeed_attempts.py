@@ -120,7 +120,7 @@ def save_at_one_process(root: Path) -> dict:
     return report
 
 
-def go_through_two_processes(root: Path, one: Path) -> dict:
+def go_through_two_processes(root: Path, single: Path) -> dict:
     """Save, continue, resume; then load what one process saved, and what must be refused."""
     import torch.distributed as dist
 
@@ -150,10 +150,10 @@ def go_through_two_processes(root: Path, one: Path) -> dict:
         resumed.save("halved", weights_only=True)
     for name, source in (("s1", "s1"), ("s2", "s2"), ("s2", "s1")):
         attempt = Attempt(name, root / f"from-{source}")
-        attempt.engine.load(one / source / "sync")
+        attempt.engine.load(single / source / "sync")
         attempt.save("resaved")
         report[f"{name}-from-{source}"] = attempt.train(SAVED_AT + 1, LAST)
-    report["no checkpoint"] = attempt.refusal(one)
+    report["no checkpoint"] = attempt.refusal(single)
     torn = root / "torn"
     if dist.get_rank() == 0:
         torn.mkdir()
@@ -165,7 +165,7 @@ def go_through_two_processes(root: Path, one: Path) -> dict:
 
 
 def load_in_one_process(root: Path, two: Path) -> dict:
-    """Worker: what two processes saved goes on in one."""
+    """Worker: what two processes saved resumes in one."""
     report: dict = {}
     for name in ("s1", "s2", "b1", "b2"):
         attempt = Attempt(name, root)

@@ -1,6 +1,6 @@
 """kill -9 of a run at random moments of training and saving, again and again.
 
-What holds after every kill: no complete checkpoint is lost or damaged, and the next attempt goes on
+What holds after every kill: no complete checkpoint is lost or damaged, and the next attempt resumes
 from the newest full one; most permanent ones hold weights alone. At the end all weights and figures
 are those of a run that was never killed.
 """
@@ -72,8 +72,8 @@ def survive(
         training.kill()
         assert known <= set(killed.complete_steps())
         known = set(killed.complete_steps())
-        found = newest(killed)
-        assert begun is None or (found is not None and found >= begun)
+        newest_step = newest(killed)
+        assert begun is None or (newest_step is not None and newest_step >= begun)
     for directory in (killed, whole):
         finished = ranks(processes, "train", "run", str(directory.path))
         assert finished.returncode == 0, finished.stderr[-3000:]

@@ -59,10 +59,10 @@ def test_averages_are_those_of_the_checkpoints(averaged):
     directory, _ = averaged
     weights = {step: read_weights(directory.checkpoint(step)) for step in SAVED}
     for step in (3, 5, 6, 9, 11, 12, 14):
-        found = read_weights(directory.average_checkpoint("lawa3x3", step))
+        averages = read_weights(directory.average_checkpoint("lawa3x3", step))
         record = read_checkpoint_record(directory.average_checkpoint("lawa3x3", step))
         assert record.average == {**LAWA.model_dump(), "steps": members(step)}
-        for name, weight in found.items():
+        for name, weight in averages.items():
             mean = torch.stack([weights[member][name].double() for member in members(step)]).mean(0)
             torch.testing.assert_close(
                 weight.double(), mean, rtol=1e-7, atol=1e-9
@@ -140,5 +140,5 @@ def test_averages_go_on_bit_for_bit_after_a_resume(averaged, tmp_path, last):
     assert numbers(again.path) == numbers(whole.path)
     for step in (14, 20):
         for name in ("lawa3x3", "ema0.8x2"):
-            found = again.average_checkpoint(name, step)
-            assert shard_hashes(found) == shard_hashes(whole.average_checkpoint(name, step))
+            average = again.average_checkpoint(name, step)
+            assert shard_hashes(average) == shard_hashes(whole.average_checkpoint(name, step))

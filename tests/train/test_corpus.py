@@ -139,7 +139,7 @@ def test_olmo_files_are_indexed_and_cut_as_olmo_does(npy_files, tokenizer_dir, t
 
 def test_relative_paths_start_at_the_manifest(npy_files, tmp_path, monkeypatch):
     monkeypatch.chdir(npy_files[0].parent)
-    made = index(
+    manifest = index(
         [Path(path.name) for path in npy_files],
         tmp_path / "a" / "mix",
         dtype="uint32",
@@ -150,7 +150,7 @@ def test_relative_paths_start_at_the_manifest(npy_files, tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     corpus = open_source(tmp_path / "a" / "mix")
     assert corpus.num_sequences(16) == 10
-    assert corpus.manifest.sha256 == made.sha256
+    assert corpus.manifest.sha256 == manifest.sha256
 
 
 def test_what_is_no_token_file_is_not_indexed(npy_files, tmp_path):

@@ -47,8 +47,8 @@ def _index(paths: list[Path], prefix: Path, tokenizer_dir: Path) -> None:
 
 
 @pytest.fixture
-def opened(tmp_path, inputs):
-    """`opened(**settings of DataConfig)`: the data of a run of 8 x 32 tokens a batch."""
+def data_of(tmp_path, inputs):
+    """`data_of(**settings of DataConfig)`: the data of a run of 8 x 32 tokens a batch."""
 
     def open_run(**settings) -> RunData:
         data: dict[str, Any] = {
@@ -83,7 +83,7 @@ def test_an_epoch_visits_every_sequence_once(train_prefix):
     assert np.array_equal(sorted_rows(seen), sorted_rows(corpus.sequences(np.arange(size), 64)))
 
 
-def test_batches_are_a_function_of_seed_and_step(train_prefix, opened):
+def test_batches_are_a_function_of_seed_and_step(train_prefix, data_of):
     corpus = open_corpus(train_prefix)
 
     def at(step, seed=1, batch_size=8):
@@ -93,27 +93,27 @@ def test_batches_are_a_function_of_seed_and_step(train_prefix, opened):
     assert not np.array_equal(at(5), at(5, seed=2))
     assert not np.array_equal(at(5), at(6))
     assert np.array_equal(np.concatenate([at(1), at(2)]), at(1, batch_size=16))
-    data = opened()
-    found = data.batch(3)
+    data = data_of()
+    third = data.batch(3)
     assert np.array_equal(
-        found.tokens_BS, batch(corpus, step=3, batch_size=8, sequence_length=LENGTH, seed=3)
+        third.tokens_BS, batch(corpus, step=3, batch_size=8, sequence_length=LENGTH, seed=3)
     )
-    assert found.counted_BS.all()
+    assert third.counted_BS.all()
     assert data.sha256["train"] == sha256_of(Path(f"{train_prefix}.bin"))
 
 
-def test_held_out_sequences_are_the_first(opened, held_out_prefix):
+def test_held_out_sequences_are_the_first(data_of, held_out_prefix):
     everything = open_corpus(held_out_prefix).tokens_T
-    held_out = opened().held_out()["held_out"]
+    held_out = data_of().held_out()["held_out"]
     expected = [everything[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(5)]
     assert np.array_equal(held_out.tokens_BS, expected)
     assert held_out.counted_BS.all()
 
 
-def test_documents_start_after_the_end_of_text(opened, mix):
+def test_documents_start_after_the_end_of_text(data_of, mix):
     """In both kinds of token file, in training and held-out sequences, and in a replica's rows."""
     for settings in ({}, {"train": str(mix), "order": "olmo"}):
-        data, inside = opened(**settings, document_mask=True), 0
+        data, inside = data_of(**settings, document_mask=True), 0
         for whole in (*map(data.batch, range(1, 9)), *data.held_out().values()):
             assert whole.starts_BS is not None
             for tokens, starts in zip(whole.tokens_BS.tolist(), whole.starts_BS, strict=True):
@@ -124,19 +124,19 @@ def test_documents_start_after_the_end_of_text(opened, mix):
         replica = Replica(1, 2, 2)
         own, of_all = data.batch(1, replica), data.batch(1).of_replica(replica)
         assert all(map(torch.equal, own, of_all))
-    assert opened().batch(1).starts_BS is None
+    assert data_of().batch(1).starts_BS is None
 
 
-def test_sequential_order(opened, train_prefix):
+def test_sequential_order(data_of, train_prefix):
     tokens = open_corpus(train_prefix).tokens_T
-    data = opened(order="sequential")
+    data = data_of(order="sequential")
     for number, row in enumerate(rows_of(data, range(1, 4))):
         assert np.array_equal(row, tokens[number * LENGTH : (number + 1) * LENGTH + 1])
 
 
-def test_ai2s_batches_from_ai2s_files(opened, mix):
+def test_ai2s_batches_from_ai2s_files(data_of, mix):
     """The third batch of the second epoch, by hand; a sequence has one label fewer than tokens."""
-    data = opened(train=str(mix), order="olmo")
+    data = data_of(train=str(mix), order="olmo")
     files = [np.fromfile(mix.parent / name, "<u2") for name in ("a.npy", "b.npy")]
     instances = np.concatenate(
         [file[: len(file) // LENGTH * LENGTH].reshape(-1, LENGTH) for file in files]
@@ -144,14 +144,14 @@ def test_ai2s_batches_from_ai2s_files(opened, mix):
     assert len(instances) == 300
     shuffled = np.arange(300, dtype=np.uint32)
     np.random.Generator(np.random.PCG64(3 + 1)).shuffle(shuffled)
-    found = data.batch(300 // 8 + 3)
-    assert np.array_equal(found.tokens_BS[:, :-1], instances[shuffled[16:24]])
-    assert (found.tokens_BS[:, -1] == 0).all()
-    assert found.counted_BS[:, :-1].all()
-    assert not found.counted_BS[:, -1].any()
+    third = data.batch(300 // 8 + 3)
+    assert np.array_equal(third.tokens_BS[:, :-1], instances[shuffled[16:24]])
+    assert (third.tokens_BS[:, -1] == 0).all()
+    assert third.counted_BS[:, :-1].all()
+    assert not third.counted_BS[:, -1].any()
 
 
-def test_repetitive_sequences_lose_their_labels(opened, tmp_path, tokenizer_dir, mix):
+def test_repetitive_sequences_lose_their_labels(data_of, tmp_path, tokenizer_dir, mix):
     """Two of four planted sequences repeat often enough; held-out ones are never filtered."""
     generator = np.random.default_rng(2)
     instances = generator.integers(1, 320, (10, LENGTH)).astype("<u2")
@@ -161,7 +161,7 @@ def test_repetitive_sequences_lose_their_labels(opened, tmp_path, tokenizer_dir,
     instances[9] = np.resize([1, 2, 3], LENGTH)  # 10 copies of three
     instances.tofile(tmp_path / "few.npy")
     _index([tmp_path / "few.npy"], tmp_path / "few", tokenizer_dir)
-    data = opened(
+    data = data_of(
         train=str(tmp_path / "few"),
         order="sequential",
         held_out=str(mix),
@@ -178,19 +178,19 @@ def test_repetitive_sequences_lose_their_labels(opened, tmp_path, tokenizer_dir,
     assert data.held_out()["held_out"].counted_BS[:, :-1].all()
 
 
-def test_tokens_outside_the_vocabulary_stop_the_batch(opened, tmp_path, tokenizer_dir):
+def test_tokens_outside_the_vocabulary_stop_the_batch(data_of, tmp_path, tokenizer_dir):
     tokens = np.ones(64 * LENGTH, "<u2")
     tokens[9 * LENGTH + 3] = 320
     tokens.tofile(tmp_path / "high.npy")
     _index([tmp_path / "high.npy"], tmp_path / "high", tokenizer_dir)
-    data = opened(train=str(tmp_path / "high"), order="sequential")
+    data = data_of(train=str(tmp_path / "high"), order="sequential")
     data.batch(1)
     with pytest.raises(UserError, match="token 320, outside the model's vocabulary of 320"):
         data.batch(2)
 
 
 def test_what_is_held_out_must_not_be_trained_on(
-    opened, tmp_path, train_prefix, held_out_prefix, tokenizer_dir, mix
+    data_of, tmp_path, train_prefix, held_out_prefix, tokenizer_dir, mix
 ):
     same = {"train": str(train_prefix), "held_out": str(train_prefix)}
     copied = tmp_path / "copy"
@@ -207,10 +207,10 @@ def test_what_is_held_out_must_not_be_trained_on(
         ({"more_held_out": {"code": str(train_prefix)}}, "hold out another file"),
     ):
         with pytest.raises(UserError, match=complaint):
-            opened(**settings)
+            data_of(**settings)
 
 
-def test_settings_that_do_not_fit_the_files_are_refused(opened, tmp_path, mix, tokenizer_dir):
+def test_settings_that_do_not_fit_the_files_are_refused(data_of, tmp_path, mix, tokenizer_dir):
     content = json.loads(Path(f"{mix}.json").read_text())
     other = tmp_path / "other.json"
     content["files"] = [
@@ -228,4 +228,4 @@ def test_settings_that_do_not_fit_the_files_are_refused(opened, tmp_path, mix, t
         ({"sequence_length": 10**6}, "shorten the sequence"),
     ):
         with pytest.raises(UserError, match=complaint):
-            opened(**settings)
+            data_of(**settings)

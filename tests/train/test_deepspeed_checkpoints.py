@@ -108,7 +108,7 @@ def test_one_process_goes_on_as_two_and_at_another_stage(saved, name, source):
 
 @pytest.mark.parametrize("name", ["s1", "s2", "b1"])
 def test_slots_and_weights_are_those_of_the_engine(saved, name):
-    """Every parameter lies once on the ranks, its slots beside it, and the model is its cast."""
+    """Every parameter is once on the ranks, its slots beside it, and the model is its cast."""
     from train.averages import slot_names
 
     root, _ = saved

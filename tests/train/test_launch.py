@@ -82,9 +82,9 @@ def test_variables_of_gpus_are_set_unless_the_user_has(tmp_path, inputs, monkeyp
     assert environment["PYTORCH_ALLOC_CONF"] == "backend:native"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
     assert environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
-    said = capsys.readouterr().out
-    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in said
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in said
+    output = capsys.readouterr().out
+    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in output
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in output
 
     environment.clear()
     set_variables(run, RunDirectory(tmp_path / "run"), Launch())

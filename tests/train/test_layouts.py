@@ -20,9 +20,9 @@ def test_losses_do_not_depend_on_the_layout(trained, layout):
     """20 fp32 steps with a large learning rate; rounding in sums is amplified by training."""
     reference, other = trained("dp1"), trained(layout)
     for key, steps in (("loss", 20), ("held_out_loss", 3), ("grad_norm", 20)):
-        expected, found = losses(reference, key), losses(other, key)
+        expected, values = losses(reference, key), losses(other, key)
         assert len(expected) == steps
-        assert found == pytest.approx(expected, abs=1e-4 if key != "grad_norm" else 1e-3)
+        assert values == pytest.approx(expected, abs=1e-4 if key != "grad_norm" else 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_bf16_does_not_depend_on_the_layout(trained, layout):
 
 def test_bf16_follows_fp32(trained):
     """bf16 has 8 bits of mantissa: losses agree to about 1e-2, and the run learns as much."""
-    expected, found = losses(trained("dp1")), losses(trained("bf16-dp2"))
-    assert found == pytest.approx(expected, abs=3e-2)
-    assert found != expected
+    expected, values = losses(trained("dp1")), losses(trained("bf16-dp2"))
+    assert values == pytest.approx(expected, abs=3e-2)
+    assert values != expected
 
 
 @pytest.mark.parametrize("layout", ["dp1", "tp2pp2"])

@@ -96,14 +96,14 @@ def living(kind: type) -> list[Any]:
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
-def held(
+def bytes_held(
     engine: Engine, run: RunConfig, parameters: list[Tensor], optimizers: list[Any]
 ) -> dict[str, int]:
     """Bytes of what an engine holds after a step, in the plan's terms."""
     states = {id(state): state for optimizer in optimizers for state in optimizer.state.values()}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     updated = {id(tensor): tensor for group in groups for tensor in group["params"]}
-    found = {
+    tensors_of = {
         "weights": parameters,
         "gradients, fp32": (
             [vars(parameter)["main_grad"] for parameter in parameters]
@@ -119,7 +119,9 @@ def held(
         "averages, fp32": [part for name in slot_names(run) for part in engine.slot(name)],
     }
     return {
-        name: size_of(tensors) for name, tensors in found.items() if tensors and size_of(tensors)
+        name: size_of(tensors)
+        for name, tensors in tensors_of.items()
+        if tensors and size_of(tensors)
     }
 
 
@@ -158,8 +160,8 @@ def build_and_measure(*run_dirs: str) -> None:
             lambda: engine.train_step(batch, 1e-3, lambda _: True),  # noqa: B023
             list(weights.values()),
         )
-        found = {"kept": kept, "held": held(engine, run, list(weights.values()), optimizers)}
-        (run_dir / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+        sizes = {"kept": kept, "held": bytes_held(engine, run, list(weights.values()), optimizers)}
+        (run_dir / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(sizes))
         if run.averages:
             write_checkpoint(engine, run_dir / "whole", weights_only=False)
             write_checkpoint(engine, run_dir / "weights", weights_only=True)
@@ -189,7 +191,7 @@ def measured(tmp_path):
 
 
 def exact_part(run: RunConfig) -> dict[str, int]:
-    """The plan is what `held` measures, to the byte."""
+    """The plan is what `bytes_held` measures, to the byte."""
     estimated = "gradients, fp32" if run.engine == "deepspeed" else None
     parts = rank_memory(run, 2).components.items()
     return {name: size for name, size in parts if name in STATE and name != estimated}
@@ -227,9 +229,9 @@ def test_megatron_engine(tmp_path, measured):
         ),
         small_run(tmp_path / "pp2", 4, 1, parallel=two_stages),
     ]
-    found = measured(*runs)
+    sizes = measured(*runs)
     for run in runs:
-        ranks = [rank["held"] for rank in found[run.name]]
+        ranks = [rank["held"] for rank in sizes[run.name]]
         expected = exact_part(run)
         if (
             run.parallel == two_stages
@@ -242,7 +244,7 @@ def test_megatron_engine(tmp_path, measured):
         run = next(run for run in runs if run.name == f"{name}-4")
         whole, split = layer_activation_bytes(run)
         layer = whole // (2 if run.parallel.sequence else 1) + split // 2
-        kept = [found[f"{name}-{layers}"][0]["kept"] for layers in (2, 4)]
+        kept = [sizes[f"{name}-{layers}"][0]["kept"] for layers in (2, 4)]
         assert (kept[1] - kept[0]) / 2 == pytest.approx(2 * LENGTH * layer, rel=0.01), name
         # Beside layers: the loss keeps its two gradients and no logits, the final norm its input.
         d, rows = (4 if run.precision == "fp32" else 2), 320 // 2
@@ -259,9 +261,9 @@ def test_deepspeed_engine(tmp_path, measured):
         small_run(tmp_path / "zero1", engine="deepspeed", precision="bf16", averages=AVERAGES),
         small_run(tmp_path / "zero2", engine="deepspeed", zero=ZeroConfig(stage=2)),
     ]
-    found = measured(*runs)
+    sizes = measured(*runs)
     for run in runs:
-        assert [rank["held"] for rank in found[run.name]] == [exact_part(run)] * 2
+        assert [rank["held"] for rank in sizes[run.name]] == [exact_part(run)] * 2
     disk = checkpoint_bytes(runs[0])
     assert bytes_below(tmp_path / "zero1" / "whole") == pytest.approx(disk.full_each, rel=0.05)
     assert bytes_below(tmp_path / "zero1" / "weights") == pytest.approx(disk.weights_each, rel=0.05)

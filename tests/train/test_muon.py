@@ -41,10 +41,10 @@ def direction_by_hand(matrix: Tensor) -> Tensor:
 def test_newton_schulz_is_a_polynomial_of_the_singular_values(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     expected = direction_by_hand(matrix) * 0.2 * math.sqrt(max(shape))
-    found = orthogonalized(matrix, torch.float32)
-    assert (found - expected).norm() < 1e-5 * expected.norm()
+    direction = orthogonalized(matrix, torch.float32)
+    assert (direction - expected).norm() < 1e-5 * expected.norm()
     # An orthogonal matrix of these sides, so scaled, has elements of 0.2 on the whole.
-    assert found.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.25)
+    assert direction.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.25)
     # As torch computes it, in bf16.
     torchs = _zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7).float()
     in_bf16 = orthogonalized(matrix, torch.bfloat16)

@@ -21,14 +21,19 @@ def test_permutation_is_a_bijection(size):
 def test_permutation_looks_random():
     """Neither the identity nor the same for another seed or epoch; neighbours land far apart."""
     size = 100_000
-    one, two, three = (
+    base, other_epoch, other_seed = (
         permute(np.arange(size), size, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))
     )
-    for first, second in ((one, two), (one, three), (two, three), (one, np.arange(size))):
+    for first, second in (
+        (base, other_epoch),
+        (base, other_seed),
+        (other_epoch, other_seed),
+        (base, np.arange(size)),
+    ):
         assert np.mean(first == second) < 1e-3
         assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
-    assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < 0.02
-    assert np.mean(np.abs(np.diff(one))) == pytest.approx(size / 3, rel=0.02)
+    assert abs(np.corrcoef(base[:-1], base[1:])[0, 1]) < 0.02
+    assert np.mean(np.abs(np.diff(base))) == pytest.approx(size / 3, rel=0.02)
 
 
 def test_permutation_needs_no_table():
@@ -94,12 +99,12 @@ def test_a_large_shuffle_is_made_once_and_mapped(tmp_path, monkeypatch):
             assert np.array_equal(drawn, expected)
     files = sorted((tmp_path / "order").glob("*.u32"))
     assert [path.stat().st_size for path in files] == [4 * 103, 4 * 103]
-    made = files[0].stat().st_ino
+    inode = files[0].stat().st_ino
 
     files[1].write_bytes(b"torn")
     (tmp_path / "order" / f".{files[1].name}.{socket.gethostname()}").write_bytes(b"torn")
     assert np.array_equal(Order("olmo", 103, 6198, 8, tmp_path / "order")(positions), expected)
-    assert files[0].stat().st_ino == made
+    assert files[0].stat().st_ino == inode
     assert sorted((tmp_path / "order").iterdir()) == [tmp_path / "order/.lock", *files]
 
 
@@ -157,7 +162,7 @@ def test_repetition_equals_counting_by_hand(low, high, count):
             ]
             stretch[:] = np.resize(generator.integers(0, 9, period), len(stretch))
         rows.append(row)
-    found = repetitive(
+    flags = repetitive(
         np.array(rows), RepetitionFilter(min_period=low, max_period=high, max_count=count)
     )
     least = max(count, 3)  # the original cannot see two copies
@@ -165,5 +170,5 @@ def test_repetition_equals_counting_by_hand(low, high, count):
         any(most_repeats(row.tolist(), period) >= least for period in range(low, high + 1))
         for row in rows
     ]
-    assert np.array_equal(found, expected)
+    assert np.array_equal(flags, expected)
     assert count > 9 or 0 < sum(expected) < len(expected)

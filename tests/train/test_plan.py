@@ -63,11 +63,11 @@ def test_the_300b_ablation(tmp_path, capsys):
     assert disk.kept == 21 * 14 * P_7B
     assert disk.rotated == 0
     memory = rank_memory(configs[0], 64)
-    held = memory.components
-    assert held["weights"] == 2 * P_7B
-    assert held["gradients, fp32"] == 4 * P_7B
-    assert held["main weights, fp32"] == pytest.approx(4 * P_7B / 64, abs=4)
-    assert held["Adam's moments, fp32"] == pytest.approx(8 * P_7B / 64, abs=8)
+    components = memory.components
+    assert components["weights"] == 2 * P_7B
+    assert components["gradients, fp32"] == 4 * P_7B
+    assert components["main weights, fp32"] == pytest.approx(4 * P_7B / 64, abs=4)
+    assert components["Adam's moments, fp32"] == pytest.approx(8 * P_7B / 64, abs=8)
     assert memory.bytes > 80e9
     # 49 GB of state leave room for 32 layers of one sequence: 19 GB, of which SwiGLU's output 2.9,
     # queries and keys 2.1 and the MLP's input 1.1 can be recomputed, and then of two.
@@ -129,8 +129,8 @@ def test_what_does_not_fit_and_what_would(tmp_path):
         config = make_run(tmp_path / name, **PATHS, **OLMO2_SETTINGS, model=model)
         return fitting_layouts(config, gpus, gpus_per_node=8, gpu=GPUS[gpu])
 
-    def sizes(found: list[Layout]) -> list[int]:
-        splits = [layout.changes["parallel"] for layout in found]
+    def sizes(choices: list[Layout]) -> list[int]:
+        splits = [layout.changes["parallel"] for layout in choices]
         return [split["tensor"] * split["pipeline"] for split in splits]
 
     on_a100 = sizes(layouts("13B", OLMO2_13B, 32, "a100"))

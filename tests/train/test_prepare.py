@@ -47,7 +47,7 @@ def json_lines(texts: list[str]) -> bytes:
 
 
 def zst(content: bytes) -> bytes:
-    """Two frames one behind the other, as parallel compressors write."""
+    """Two frames one after the other, as parallel compressors write."""
     half = len(content) // 2
     return zstandard.compress(content[:half]) + zstandard.compress(content[half:])
 
@@ -67,15 +67,15 @@ def bodies(*paths: Path) -> list[Source]:
 
 def test_every_format_holds_the_same_documents(tmp_path, tokenizer_dir):
     tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
-    made = set()
+    digests = set()
     for name, content in FORMATS.items():
         (tmp_path / name).write_bytes(content)
         manifest = prepare(bodies(tmp_path / name), tokenizer_dir, tmp_path / "out")
-        made.add(manifest.sha256)
+        digests.add(manifest.sha256)
         assert manifest.sources[str(tmp_path / name)].digest == (
             f"sha256:{sha256_of(tmp_path / name)}"
         )
-    assert len(made) == 1
+    assert len(digests) == 1
     corpus = open_corpus(tmp_path / "out", verify_hashes=True)
     assert corpus.manifest.documents == len(TEXTS)
     assert [tokenizer.decode(corpus.document(i)[:-1].tolist()) for i in range(len(TEXTS))] == TEXTS
@@ -181,8 +181,8 @@ def test_a_killed_prepare_resumes(tmp_path, tokenizer_dir):
         False,
         True,
     ]
-    made = prepare(bodies(*sources), tokenizer_dir, out)
-    assert made == prepare(bodies(*sources), tokenizer_dir, tmp_path / "fresh")
+    manifest = prepare(bodies(*sources), tokenizer_dir, out)
+    assert manifest == prepare(bodies(*sources), tokenizer_dir, tmp_path / "fresh")
     assert not kept.exists()
 
 

@@ -1,4 +1,4 @@
-"""Stopping, being killed and going on: nothing changes and nothing complete is lost."""
+"""Stopping, being killed and resuming: nothing changes and nothing complete is lost."""
 
 import shutil
 

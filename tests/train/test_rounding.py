@@ -67,11 +67,11 @@ def same_sequences(run: RunConfig, prefix: Path) -> torch.Tensor:
     dtype = corpus.tokens_T.dtype
     tokens_BS.astype(dtype).tofile(prefix)
     lengths = np.full(len(tokens_BS), tokens_BS.shape[1])
-    made = prefix.parent / "made"
-    made.mkdir()
-    records = join_pieces([(prefix, lengths)], made, dtype)
+    directory = prefix.parent / "made"
+    directory.mkdir()
+    records = join_pieces([(prefix, lengths)], directory, dtype)
     changes = {"documents": len(lengths), "tokens": tokens_BS.size, **records}
-    commit_corpus(prefix, made, corpus.manifest.model_copy(update=changes))
+    commit_corpus(prefix, directory, corpus.manifest.model_copy(update=changes))
     return torch.from_numpy(tokens_BS[: PROBE.sequences])
 
 
@@ -99,8 +99,8 @@ def test_losses_are_those_that_quant_eval_measures_of_the_export(probed, tmp_pat
             f"{spec}/held_out_loss": quantized,
             f"{spec}/absolute_error": quantized - full,
         }
-        found = {name: figures[name] for name in expected}
-        assert found == pytest.approx(expected, abs=1e-6), spec
+        losses = {name: figures[name] for name in expected}
+        assert losses == pytest.approx(expected, abs=1e-6), spec
         assert abs(figures[f"{spec}/absolute_error"]) > 1e-4
 
 
@@ -131,8 +131,8 @@ def test_output_errors_are_those_of_the_exported_model(probed, tmp_path):
             missing_NO = outputs_NO - inputs_NI @ rounded_OI.T
             expected = (missing_NO.square().sum() / outputs_NO.square().sum()).item()
             short = name.removeprefix("model.").removesuffix(".weight")
-            found = figures[f"{spec.name}/output_error/{short}"]
-            assert found == pytest.approx(expected, rel=1e-2), (spec.name, name)
+            error = figures[f"{spec.name}/output_error/{short}"]
+            assert error == pytest.approx(expected, rel=1e-2), (spec.name, name)
 
 
 def by_definition(weight_OI: torch.Tensor, inputs_NI: torch.Tensor, spec: QuantSpec):
@@ -180,20 +180,20 @@ def test_a_pipeline_of_shards_logs_what_one_process_does(tmp_path, inputs):
     """Sums in another order move weights over the middle between two points: they take the other
     one, which GPTQ hands on.
     """
-    found = []
+    figures = []
     for layout in ("dp1", "tp2pp2"):
         processes, settings = LAYOUTS[layout]
         short: dict[str, Any] = {"total_steps": 16, "save_steps": (16,), "evaluate_every_steps": 20}
         make_run(tmp_path / layout, **inputs, **(settings | short), probe=PROBE)
         done = ranks(processes, "train", "run", str(tmp_path / layout))
         assert done.returncode == 0, done.stderr[-3000:]
-        found.append(figures_at(RunDirectory(tmp_path / layout), 5))
-    assert found[0].keys() == found[1].keys()
-    for name, value in found[0].items():
+        figures.append(figures_at(RunDirectory(tmp_path / layout), 5))
+    assert figures[0].keys() == figures[1].keys()
+    for name, value in figures[0].items():
         limits: dict[str, Any] = (
             {"rel": 0.2, "abs": 0} if "gptq" in name else {"rel": 1e-3, "abs": 2e-5}
         )
-        assert value == pytest.approx(found[1][name], **limits), name
+        assert value == pytest.approx(figures[1][name], **limits), name
 
 
 @pytest.mark.parametrize(

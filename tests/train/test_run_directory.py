@@ -128,6 +128,6 @@ def test_metrics_survive_a_torn_line_and_overlapping_attempts(tmp_path):
 
 def test_a_machine_without_git_records_no_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = environment()
-    assert (found["commit"], found["uncommitted_changes"]) == (None, None)
-    assert found["packages"]["torch"]
+    record = environment()
+    assert (record["commit"], record["uncommitted_changes"]) == (None, None)
+    assert record["packages"]["torch"]

@@ -170,10 +170,10 @@ def test_pythia_cooldown(run):
         warmup_tokens=1900 * 524_288, phase=ConstantPhase(), anneal=Anneal(start_step=171_000)
     )
     config = run(schedule, 190_000, 3e-3, batch_size=256, data=PYTHIA_DATA)
-    found = [
+    values = [
         learning_rate(config, step) for step in (950, 1900, 171_000, 173_500, 180_500, 190_000)
     ]
-    assert found == pytest.approx([1.5e-3, 3e-3, 3e-3, 2.605263e-3, 1.5e-3, 0], rel=1e-6)
+    assert values == pytest.approx([1.5e-3, 3e-3, 3e-3, 2.605263e-3, 1.5e-3, 0], rel=1e-6)
 
 
 def test_pythia_as_released(run):
@@ -186,5 +186,5 @@ def test_pythia_as_released(run):
         batch_size=1024,
         data=PYTHIA_DATA,
     )
-    found = [learning_rate(config, step) for step in (1430, 72_215, 143_000)]
-    assert found == pytest.approx([6e-4, 3.3e-4, 6e-5])
+    values = [learning_rate(config, step) for step in (1430, 72_215, 143_000)]
+    assert values == pytest.approx([6e-4, 3.3e-4, 6e-5])

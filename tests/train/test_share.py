@@ -59,10 +59,12 @@ def test_shares_part_a_text_and_its_token_file(tmp_path, texts, source, tokenize
     parts = split(source, tokenizer_dir, tmp_path / "text")
     prepare([source], tokenizer_dir, tmp_path / "whole")
     again = split(tmp_path / "whole", tokenizer_dir, tmp_path / "tokens")
-    for found in (parts, again):
-        assert sum(map(Counter, found), Counter()) == Counter(texts)
-        assert not any(set(one) & set(other) for i, one in enumerate(found) for other in found[:i])
-        assert [len(part) / len(texts) for part in found] == pytest.approx(
+    for shares in (parts, again):
+        assert sum(map(Counter, shares), Counter()) == Counter(texts)
+        assert not any(
+            set(share) & set(other) for i, share in enumerate(shares) for other in shares[:i]
+        )
+        assert [len(part) / len(texts) for part in shares] == pytest.approx(
             [0.1, 0.15, 0.75], abs=0.05
         )
     assert parts[0] == [text for text in texts if place_of(text.encode()) < 100_000]  # in order

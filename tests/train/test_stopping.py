@@ -1,4 +1,4 @@
-"""Asked to stop in every way there is, a run goes on as if it had never been."""
+"""Asked to stop in every way there is, a run resumes as if it had never been."""
 
 import json
 import os

@@ -65,7 +65,9 @@ def test_the_record_is_of_the_installed_megatron_core():
 
 def test_releases_in_the_range_have_what_megatron_core_takes():
     missing = {
-        name for name, found in TABLE.items() if not all(found[version] for version in VERSIONS)
+        name
+        for name, by_version in TABLE.items()
+        if not all(by_version[version] for version in VERSIONS)
     }
     assert missing == MISSING.keys()
     assert len(TABLE) > 80

@@ -77,8 +77,8 @@ def test_weights_alone_lose_nothing(trained, tmp_path, inputs):
     assert averages == ["lawa2x2-step00000020"]
     assert losses(lean.path) == losses(whole.path)
     for step in (10, 20):
-        found, expected = (weights_of(run.checkpoint(step)) for run in (lean, whole))
-        assert all(found[name].equal(expected[name]) for name in expected), step
+        weights, expected = (weights_of(run.checkpoint(step)) for run in (lean, whole))
+        assert all(weights[name].equal(expected[name]) for name in expected), step
     assert export(lean.checkpoint(20), tmp_path / "hf")["max_absolute_error"] < 1e-4
 
     before = tree(lean.checkpoints)

@@ -97,14 +97,14 @@ class Release:
         """Return whether a class, defined in the module that names it, is made with a parameter."""
         module, _, kind = name.rpartition(".")
         tree = ast.parse(self.sources[self.path(module) or ""])
-        made = [
+        constructors = [
             method
             for node in tree.body
             if isinstance(node, ast.ClassDef) and node.name == kind
             for method in node.body
             if isinstance(method, ast.FunctionDef) and method.name == "__init__"
         ]
-        return any(each.arg == parameter for method in made for each in method.args.args)
+        return any(each.arg == parameter for method in constructors for each in method.args.args)
 
     def defined(self, module: str) -> dict[str, str | None]:
         """Return what a module defines: None, or for what it imports the dotted name of that."""
@@ -112,12 +112,12 @@ class Release:
         if path is None:
             return {}
         package = module if path.endswith("__init__.py") else module.rpartition(".")[0]
-        found: dict[str, str | None] = {}
+        names: dict[str, str | None] = {}
         for node in ast.walk(ast.parse(self.sources[path])):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                found[node.name] = None
+                names[node.name] = None
             elif isinstance(node, ast.Assign):
-                found |= {
+                names |= {
                     target.id: None for target in node.targets if isinstance(target, ast.Name)
                 }
             elif isinstance(node, ast.ImportFrom):
@@ -128,12 +128,12 @@ class Release:
                 )
                 source = ".".join([*parents, *([node.module] if node.module else [])])
                 for alias in node.names:
-                    found |= (
+                    names |= (
                         self.defined(source)
                         if alias.name == "*"
                         else {alias.asname or alias.name: f"{source}.{alias.name}"}
                     )
-        return found
+        return names
 
 
 def derive() -> dict[str, dict[str, bool]]:

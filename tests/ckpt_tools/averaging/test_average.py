@@ -86,10 +86,10 @@ def test_means_are_within_their_bound_of_the_exact_ones(
         "fp32",
     )
     assert lineage["coefficients"] == pytest.approx(coefficients, rel=1e-15)
-    inputs, found = [numbers(path) for path in models], numbers(out)
+    inputs, averages = [numbers(path) for path in models], numbers(out)
     exact = [Fraction(value).limit_denominator(1000) for value in coefficients]
     assert sum(exact) == 1
-    for name, average in found.items():
+    for name, average in averages.items():
         for place in list(np.ndindex(average.shape))[:: max(1, average.size // 40)]:
             terms = [
                 share * Fraction(float(each[name][place]))
@@ -108,14 +108,14 @@ def test_uniform_means_are_numpys_and_torchs(models, tmp_path):
     multiplies by 1/n.
     """
     average_models(tmp_path / "out", models)
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    average = load_file(tmp_path / "out" / "model.safetensors")
     swa = AveragedModel(AutoModelForCausalLM.from_pretrained(models[0]))
     for path in models:
         swa.update_parameters(AutoModelForCausalLM.from_pretrained(path))
     by_torch = dict(swa.module.named_parameters())
     loaded = [load_file(path / "model.safetensors") for path in models]
-    assert found.keys() == by_torch.keys()
-    for name, weight in found.items():
+    assert average.keys() == by_torch.keys()
+    for name, weight in average.items():
         members = [each[name].numpy() for each in loaded]
         total = members[0] + members[1] + members[2] + members[3] + members[4]
         np.testing.assert_array_equal(weight.numpy(), total / np.float32(5))
@@ -127,7 +127,7 @@ def test_uniform_means_are_numpys_and_torchs(models, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fp64_becomes_16_bits_by_one_rounding(dtype):
-    """Both neighbours are tried in exact arithmetic. The first numbers lie beside a tie by less
+    """Both neighbours are tried in exact arithmetic. The first numbers are beside a tie by less
     than fp32 has.
     """
     half = torch.finfo(dtype).eps / 2
@@ -146,10 +146,10 @@ def test_fp64_becomes_16_bits_by_one_rounding(dtype):
     neighbours = [
         torch.nextafter(rounded, side).double().tolist() for side in (infinity, -infinity)
     ]
-    for value, found, *others in zip(
+    for value, result, *others in zip(
         values.tolist(), rounded.double().tolist(), *neighbours, strict=True
     ):
-        distance = abs(Fraction(value) - Fraction(found))
+        distance = abs(Fraction(value) - Fraction(result))
         assert all(distance <= abs(Fraction(value) - Fraction(other)) for other in others), value
     assert narrow(torch.tensor([1 + half, 1 + 3 * half], dtype=torch.float64), dtype).tolist() == [
         1,
@@ -184,15 +184,15 @@ def test_lawa_windows_are_means_of_consecutive_inputs_and_kept(models, tmp_path)
     assert sorted(path.name for path in out.iterdir()) == names
     for first, name in enumerate(names):
         members = [numbers(path) for path in models[first : first + 3]]
-        for key, found in numbers(out / name).items():
+        for key, average in numbers(out / name).items():
             np.testing.assert_allclose(
-                found, sum(each[key] for each in members) / 3, rtol=1e-6, atol=1e-8
+                average, sum(each[key] for each in members) / 3, rtol=1e-6, atol=1e-8
             )
         assert lineage_of(out / name)["method"] == "lawa"
-    made = {name: (out / name).stat().st_ino for name in names}
+    inodes = {name: (out / name).stat().st_ino for name in names}
     (out / names[1] / "model.safetensors").write_bytes(b"damaged")
     average_models(out, models, window=3)
-    assert [(out / name).stat().st_ino == made[name] for name in names] == [True, False, True]
+    assert [(out / name).stat().st_ino == inodes[name] for name in names] == [True, False, True]
     assert verify(out / names[1])["verdict"].startswith("sound and finite")
 
 
@@ -208,10 +208,10 @@ def test_soups_of_one_run_and_over_runs_and_engines(trained, tmp_path):
     first, last, other = (read_weights(path) for path in checkpoints)
     soup, mixed = tmp_path / "hf" / "soup-step00000020", tmp_path / "mixed"
     average_models(soup, exports[:2])
-    found = all_of(HFWeights(soup))
-    assert found.keys() == first.keys()
+    weights = all_of(HFWeights(soup))
+    assert weights.keys() == first.keys()
     assert all(
-        torch.equal(weight, (first[name] + last[name]) / 2) for name, weight in found.items()
+        torch.equal(weight, (first[name] + last[name]) / 2) for name, weight in weights.items()
     )
     for name in (
         "config.json",
@@ -234,7 +234,7 @@ def test_soups_of_one_run_and_over_runs_and_engines(trained, tmp_path):
     average_models(mixed, [soup, exports[2]])  # an average and an export of another run
     half = load_file(mixed / "model.safetensors")
     assert all(
-        torch.equal(weight, (found[name] + other[name]) / 2) for name, weight in half.items()
+        torch.equal(weight, (weights[name] + other[name]) / 2) for name, weight in half.items()
     )
     lineage = lineage_of(mixed)
     assert not {"run", "fingerprint", "step"} & lineage.keys()

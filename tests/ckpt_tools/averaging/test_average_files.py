@@ -46,9 +46,9 @@ def sharded(models, tmp_path_factory) -> list[Path]:
 
 
 def check_hashes(out: Path, inputs: list[Path]) -> None:
-    for path, told in zip(inputs, lineage_of(out)["ingredients"], strict=True):
+    for path, ingredient in zip(inputs, lineage_of(out)["ingredients"], strict=True):
         files = {file.name: blake3_of(file) for file in path.glob("*.safetensors")}
-        assert {name: record["digest"] for name, record in told["files"].items()} == files
+        assert {name: record["digest"] for name, record in ingredient["files"].items()} == files
 
 
 def test_files_do_not_depend_on_the_number_of_threads(models, sharded, tmp_path, monkeypatch):

@@ -164,9 +164,9 @@ def test_the_command_refuses_in_one_line(root):
 def test_an_average_that_is_there_is_kept_or_made_whole(root):
     out, inputs = root / "out", [root / "a", root / "b"]
     average_models(out, inputs, weights="0.9,1")
-    made = out.stat().st_ino
+    inode = out.stat().st_ino
     average_models(out, inputs, weights="0.9,1")
-    assert out.stat().st_ino == made
+    assert out.stat().st_ino == inode
     with pytest.raises(UserError, match="exists and is not this average"):
         average_models(out, inputs, weights="0.8,1")
     before = (out / "model.safetensors").read_bytes()

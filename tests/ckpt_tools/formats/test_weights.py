@@ -59,7 +59,7 @@ def test_megatron_weights_are_what_torch_reads(trained, layout):
     """
     checkpoint = trained(layout) / "checkpoints" / "step00000020"
     model = load_run(trained(layout) / "run.json").model
-    found = all_of(open_weights(checkpoint, read_checkpoint_record(checkpoint)))
+    weights = all_of(open_weights(checkpoint, read_checkpoint_record(checkpoint)))
     reader = FileSystemReader(checkpoint)
     stored = reader.read_metadata().state_dict_metadata
     state = {
@@ -95,9 +95,9 @@ def test_megatron_weights_are_what_torch_reads(trained, layout):
             "post_feedforward_layernorm": "mlp.linear_fc2.post_norm",
         }.items():
             expected[f"{here}{hf_name}.weight"] = inside[f"{name}.weight"]
-    assert found.keys() == expected.keys()
+    assert weights.keys() == expected.keys()
     dtype = torch.bfloat16 if layout.startswith("bf16") else torch.float32
-    for name, weight in found.items():
+    for name, weight in weights.items():
         assert weight.dtype == dtype
         assert torch.equal(weight, expected[name]), name
 
@@ -151,19 +151,19 @@ def test_shards_are_what_safetensors_reads_whatever_the_number_of_threads(
         assert first_damage(out, records[threads]) is None
         assert {path.name for path in out.iterdir()} == records[threads].keys()
     assert records[1] == records[2]
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in out.glob("*.safetensors"):
-        found |= load_file(path)
-    assert found.keys() == TENSORS.keys()
-    for name, tensor in found.items():
+        tensors |= load_file(path)
+    assert tensors.keys() == TENSORS.keys()
+    for name, tensor in tensors.items():
         expected = weights.read(name, 0, TENSORS[name].shape[0])
         assert torch.equal(tensor, expected)
     if shard_bytes < 1 << 30:
         index = json.loads((out / INDEX_JSON).read_text())
-        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
         assert index["weight_map"].keys() == TENSORS.keys()
     again = all_of(HFWeights(out))
-    assert all(torch.equal(again[name], found[name]) for name in TENSORS)
+    assert all(torch.equal(again[name], tensors[name]) for name in TENSORS)
 
 
 def climb(directory: Path) -> None:

@@ -156,23 +156,23 @@ def _etag(name: str, content: bytes) -> str:
 
 
 def _entry(name: str, content: bytes) -> dict[str, object]:
-    told: dict[str, object] = {
+    entry: dict[str, object] = {
         "type": "file",
         "path": name,
         "size": len(content),
         "oid": _etag(name, content),
     }
     if name.endswith(".safetensors"):
-        told["lfs"] = {"oid": _etag(name, content), "size": len(content), "pointerSize": 134}
-    return told
+        entry["lfs"] = {"oid": _etag(name, content), "size": len(content), "pointerSize": 134}
+    return entry
 
 
 def _sibling(name: str, content: bytes) -> dict[str, object]:
-    told: dict[str, object] = {
+    sibling: dict[str, object] = {
         "rfilename": name,
         "size": len(content),
         "blobId": _etag(name, content),
     }
     if name.endswith(".safetensors"):
-        told["lfs"] = {"size": len(content), "sha256": _etag(name, content), "pointerSize": 134}
-    return told
+        sibling["lfs"] = {"size": len(content), "sha256": _etag(name, content), "pointerSize": 134}
+    return sibling

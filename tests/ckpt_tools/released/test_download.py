@@ -59,8 +59,8 @@ def check(directory: Path, hub: FakeHub, commit: str | None) -> None:
     contents = {name: hub.revisions[revision][name] for name in WANTED}
     assert {name: (directory / name).read_bytes() for name in WANTED} == contents
     hashes = {
-        name: {"bytes": len(held), "digest": f"sha256:{hashlib.sha256(held).hexdigest()}"}
-        for name, held in contents.items()
+        name: {"bytes": len(content), "digest": f"sha256:{hashlib.sha256(content).hexdigest()}"}
+        for name, content in contents.items()
     }
     record = json.loads((directory / "download.json").read_text())
     assert record == {"repo": REPO, "revision": revision, "commit": commit, "files": hashes}

@@ -25,13 +25,13 @@ def test_every_revision_of_the_table_is_known():
     """Apertus's batch is counted in samples there, which moves its decay by up to 4e-6."""
     assert len(RELEASED) == 138
     for row in RELEASED:
-        found = parse_revision(row["repo"], row["revision"])
-        assert (found.step, found.tokens) == (int(row["step"]), int(row["tokens"])), row
+        checkpoint = parse_revision(row["repo"], row["revision"])
+        assert (checkpoint.step, checkpoint.tokens) == (int(row["step"]), int(row["tokens"])), row
         expected = float(row["lr"])
         tolerance = 5e-6 if row["repo"] == APERTUS else 1e-6
-        assert found.learning_rate == pytest.approx(expected, rel=tolerance, abs=0), row
-        assert (found.learning_rate == 0.0) == (expected == 0.0), row
-        assert found.source
+        assert checkpoint.learning_rate == pytest.approx(expected, rel=tolerance, abs=0), row
+        assert (checkpoint.learning_rate == 0.0) == (expected == 0.0), row
+        assert checkpoint.source
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_every_revision_of_the_table_is_known():
     ],
 )
 def test_names_beyond_the_table(repo, revision, stage, ingredient, step, tokens):
-    found = parse_revision(repo, revision)
-    assert (found.stage, found.ingredient, found.step, found.tokens) == (
+    checkpoint = parse_revision(repo, revision)
+    assert (checkpoint.stage, checkpoint.ingredient, checkpoint.step, checkpoint.tokens) == (
         stage,
         ingredient,
         step,
@@ -111,8 +111,8 @@ def test_names_beyond_the_table(repo, revision, stage, ingredient, step, tokens)
 
 
 def test_tokens_are_exact_where_the_name_rounds_them():
-    found = parse_revision(OLMO2_7B, "stage2-ingredient1-step11931-tokens50B")
-    assert found.tokens == 50_042_241_024
+    checkpoint = parse_revision(OLMO2_7B, "stage2-ingredient1-step11931-tokens50B")
+    assert checkpoint.tokens == 50_042_241_024
 
 
 @pytest.mark.parametrize(
@@ -131,16 +131,18 @@ def test_tokens_are_exact_where_the_name_rounds_them():
     ],
 )
 def test_main(repo, step, learning_rate):
-    found = parse_revision(repo, "main")
-    assert (found.stage, found.step) == ("main", step)
-    assert found.learning_rate == (None if learning_rate is None else pytest.approx(learning_rate))
+    checkpoint = parse_revision(repo, "main")
+    assert (checkpoint.stage, checkpoint.step) == ("main", step)
+    assert checkpoint.learning_rate == (
+        None if learning_rate is None else pytest.approx(learning_rate)
+    )
 
 
 @pytest.mark.parametrize(
     ("repo", "revision"),
     [
         (OPEN_SCI, "iter_0100000"),
-        ("allenai/OLMo-7B", "step556000-tokens2460B"),  # behind 2T tokens
+        ("allenai/OLMo-7B", "step556000-tokens2460B"),  # after 2T tokens
         (SMOLLM3, "it-soup-APO"),
     ],
 )

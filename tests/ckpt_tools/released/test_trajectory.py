@@ -83,14 +83,15 @@ def test_of_the_hub(capsys):
 def test_choice(every, stage, kept):
     revisions = [parse_revision(REPO, name) for name in IN_ORDER]
     assert [
-        IN_ORDER.index(one.revision) for one in choose(revisions, every=every, stage=stage)
+        IN_ORDER.index(checkpoint.revision)
+        for checkpoint in choose(revisions, every=every, stage=stage)
     ] == kept
 
 
 def test_the_last_is_kept_once():
     revisions = [parse_revision("EleutherAI/pythia-70m", f"step{step}000") for step in range(1, 8)]
-    assert [one.step for one in choose(revisions, every=3)] == [1000, 4000, 7000]
-    assert [one.step for one in choose(revisions[:-1], every=3)] == [1000, 4000, 6000]
+    assert [checkpoint.step for checkpoint in choose(revisions, every=3)] == [1000, 4000, 7000]
+    assert [checkpoint.step for checkpoint in choose(revisions[:-1], every=3)] == [1000, 4000, 6000]
 
 
 def test_order_of_a_trajectory_of_many_stages(tmp_path):
@@ -101,8 +102,8 @@ def test_order_of_a_trajectory_of_many_stages(tmp_path):
         "lc-4k-to-32k-step-4000",
     ]
     names += ["lc-32k-to-64k-step-4000", "it-mid-training", "it-SFT", "it-soup-APO", "it-LC-expert"]
-    found = revisions_of(str(directories(tmp_path / "x", names)), family=SMOLLM3)
-    assert [one.revision for one in found] == names
+    checkpoints = revisions_of(str(directories(tmp_path / "x", names)), family=SMOLLM3)
+    assert [checkpoint.revision for checkpoint in checkpoints] == names
 
 
 @pytest.mark.parametrize("told_by", ["option", "directory", "download"])
@@ -116,9 +117,9 @@ def test_of_a_directory(tmp_path, told_by, capsys):
         for path in root.glob("ckpt_*"):
             record = {"repo": "LLM360/Amber", "revision": path.name, "commit": None, "files": {}}
             (path / "download.json").write_text(json.dumps(record))
-    found = revisions_of(str(root), family="LLM360/Amber" if told_by == "option" else None)
-    assert [one.step for one in found] == [21 * 762, 101 * 762]
-    assert found[0].learning_rate == pytest.approx(2.982426e-4, rel=1e-6)
+    checkpoints = revisions_of(str(root), family="LLM360/Amber" if told_by == "option" else None)
+    assert [checkpoint.step for checkpoint in checkpoints] == [21 * 762, 101 * 762]
+    assert checkpoints[0].learning_rate == pytest.approx(2.982426e-4, rel=1e-6)
     assert capsys.readouterr().err == ""
 
 
@@ -140,23 +141,25 @@ def test_of_a_run(trained, tmp_path, capsys):
         "files": {},
     }
     (average / "lineage.json").write_text(json.dumps(lineage))
-    found = revisions_of(str(tmp_path / "hf"))
+    checkpoints = revisions_of(str(tmp_path / "hf"))
     logged = [
         json.loads(line) for line in (trained("dp1") / "metrics.jsonl").read_text().splitlines()
     ]
     rates = {line["step"]: line["learning_rate"] for line in logged if "learning_rate" in line}
-    assert [(one.stage, one.step, one.tokens) for one in found] == [
+    assert [
+        (checkpoint.stage, checkpoint.step, checkpoint.tokens) for checkpoint in checkpoints
+    ] == [
         ("training", 10, 10 * 8 * 32),
         ("training", 20, 20 * 8 * 32),
         ("lawa5x2", 20, None),
     ]
-    assert [one.learning_rate for one in found] == [rates[10], rates[20], None]
-    assert {one.repo for one in found} == {"dp1"}
+    assert [checkpoint.learning_rate for checkpoint in checkpoints] == [rates[10], rates[20], None]
+    assert {checkpoint.repo for checkpoint in checkpoints} == {"dp1"}
     download(str(tmp_path / "hf"), tmp_path / "copies", revisions=["step00000020"])
     copied = read_lineage(tmp_path / "copies" / "step00000020")
     assert copied is not None
     assert first_damage(tmp_path / "copies" / "step00000020", copied[1]) is None
-    show(choose(found, stage="lawa5x2"))
+    show(choose(checkpoints, stage="lawa5x2"))
     assert "unknown" in capsys.readouterr().out
 
 

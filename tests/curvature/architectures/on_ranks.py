@@ -19,7 +19,7 @@ def products(names: list[str], ranks: Ranks, sharding: Sharding) -> dict[str, An
     """Loss, slope and v_t'(Hv)_t of every tensor, streamed and from the whole product, by
     variant.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in names:
         hessian = DualHessian(
             CurvedModel(tiny_model(**VARIANTS[name]), ranks=ranks, sharding=sharding)
@@ -27,8 +27,8 @@ def products(names: list[str], ranks: Ranks, sharding: Sharding) -> dict[str, An
         tokens_BS1, v_p = random_tokens(batch=3), hessian.parameters.probe(Probe(0, 0))
         quadratic, product = hessian.quadratic(tokens_BS1, v_p), hessian.product(tokens_BS1, v_p)
         dots = {"streamed": quadratic.dots, "whole": dots_of(hessian.parameters, v_p, product.hv_p)}
-        found[name] = {"loss": quadratic.loss, "slope": quadratic.slope, "dots": dots}
-    return found
+        results[name] = {"loss": quadratic.loss, "slope": quadratic.slope, "dots": dots}
+    return results
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def test_rotary_embedding_of_some_features():
         turned = torch.complex(first, second) * turns_SE
         return torch.cat((turned.real, turned.imag, others), -1)
 
-    tables = (torch.cat((one, one), -1) for one in (turns_SE.real, turns_SE.imag))
+    tables = (torch.cat((half_SE, half_SE), -1) for half_SE in (turns_SE.real, turns_SE.imag))
     cos_SE, sin_SE = tables
     check(
         lambda x: rotated(x, cos_SE, sin_SE, torch.float64),
@@ -181,7 +181,7 @@ def test_cross_entropy_has_the_gradient_of_its_slope(rows):
     labels_N = torch.randint(0, 9, (10,), generator=generator(1))
     hidden_NI, weight_VI = torch.randn(10, 4).double(), torch.randn(9, 4).double()
     hidden_NI[0] = 30 * weight_VI[labels_N[0]]
-    leaves = [one.clone().requires_grad_() for one in (hidden_NI, weight_VI)]
+    leaves = [tensor.clone().requires_grad_() for tensor in (hidden_NI, weight_VI)]
     loss = F.cross_entropy(leaves[0] @ leaves[1].T, labels_N, reduction="sum")
     gradients = torch.autograd.grad(loss, leaves, create_graph=True)
     pairs = zip(directions_of(leaves), gradients, strict=True)

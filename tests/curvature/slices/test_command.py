@@ -99,13 +99,13 @@ class Witness:
             .float()
             .split([tensor.numel() for tensor in self._base.values()])
         )
-        held = {
+        tensors = {
             name: piece.view_as(self._base[name])
             for name, piece in zip(self._base, pieces, strict=True)
         }
         self._directory.mkdir(exist_ok=True)
         shutil.copy(self._family.base / "config.json", self._directory)
-        save_file(held, self._directory / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, self._directory / "model.safetensors", metadata={"format": "pt"})
         model = AutoModelForCausalLM.from_pretrained(self._directory)
         return np.array([model(row[None], labels=row[None]).loss.item() for row in self._tokens])
 

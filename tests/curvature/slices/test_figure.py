@@ -101,8 +101,8 @@ def test_the_points_are_where_they_are_and_their_names_do_not_overlap(previous, 
     assert pixels[1][0] - pixels[0][0] == pytest.approx(pixels[2][1] - pixels[0][1], rel=1e-3)
     names = [text for text in axes.texts if "theta" in text.get_text()]
     assert len(names) == 3
-    for one, other in itertools.combinations([text.get_window_extent() for text in names], 2):
-        assert not one.overlaps(other)
+    for box, other in itertools.combinations([text.get_window_extent() for text in names], 2):
+        assert not box.overlaps(other)
     assert [cost.startswith("$") for cost in costs(result).splitlines()] == [True, True]
 
 

@@ -30,8 +30,8 @@ def test_rules_of_single_starts_are_gaussian_quadratures(trained):
     """
     size = len(trained.values_P)
     starts = [signs(size, seed) for seed in range(3)]
-    found = density_of(trained, starts, steps=4)
-    for start_P, nodes, weights in zip(starts, found.nodes, found.weights, strict=True):
+    spectrum = density_of(trained, starts, steps=4)
+    for start_P, nodes, weights in zip(starts, spectrum.nodes, spectrum.weights, strict=True):
         power_P = start_P
         for power in range(8):
             exact = float(start_P @ power_P) / size
@@ -40,10 +40,10 @@ def test_rules_of_single_starts_are_gaussian_quadratures(trained):
             )
             power_P = trained.matrix_PP @ power_P
     first = [float(v_P @ trained.matrix_PP @ v_P) for v_P in starts]
-    assert found.trace == pytest.approx(
+    assert spectrum.trace == pytest.approx(
         (statistics.fmean(first), statistics.stdev(first) / 3**0.5), rel=1e-10
     )
-    assert sum(map(len, found.nodes)) == 12
+    assert sum(map(len, spectrum.nodes)) == 12
 
 
 def test_moments_have_no_bias(trained):
@@ -52,9 +52,9 @@ def test_moments_have_no_bias(trained):
     """
     size = len(trained.values_P)
     starts = list(torch.from_numpy(scipy.linalg.hadamard(1024)[:, :size]).double())
-    found = density_of(trained, starts, steps=2)
-    assert found.trace.mean == pytest.approx(float(trained.values_P.sum()), rel=1e-9)
-    assert found.squared_norm.mean == pytest.approx(
+    spectrum = density_of(trained, starts, steps=2)
+    assert spectrum.trace.mean == pytest.approx(float(trained.values_P.sum()), rel=1e-9)
+    assert spectrum.squared_norm.mean == pytest.approx(
         float(trained.values_P.square().sum()), rel=1e-9
     )
 
@@ -63,12 +63,14 @@ def test_moments_of_random_starts_are_within_two_percent():
     known = designed(
         [*[4 + i / 10 for i in range(20)], *[((i - 150) / 250) ** 3 for i in range(400)]]
     )
-    found = density_of(known, [signs(420, seed) for seed in range(1600)], steps=2)
-    assert found.trace.mean == pytest.approx(float(known.values_P.sum()), rel=0.02)
-    assert found.squared_norm.mean == pytest.approx(float(known.values_P.square().sum()), rel=0.02)
+    spectrum = density_of(known, [signs(420, seed) for seed in range(1600)], steps=2)
+    assert spectrum.trace.mean == pytest.approx(float(known.values_P.sum()), rel=0.02)
+    assert spectrum.squared_norm.mean == pytest.approx(
+        float(known.values_P.square().sum()), rel=0.02
+    )
     for estimate, exact in (
-        (found.trace, known.values_P.sum()),
-        (found.squared_norm, known.values_P.square().sum()),
+        (spectrum.trace, known.values_P.sum()),
+        (spectrum.squared_norm, known.values_P.square().sum()),
     ):
         assert estimate.standard_error < 0.01 * float(exact)
 
@@ -91,7 +93,7 @@ def test_standard_errors_are_the_spread_of_the_errors(repetitions):
     """error / standard error has Student's t of 19 degrees: s.d. sqrt(19/17) = 1.06, of 100
     repetitions +-8%.
     """
-    known, found = repetitions
+    known, spectra = repetitions
     exact = {
         "trace": float(known.values_P.sum()),
         "squared_norm": float(known.values_P.square().sum()),
@@ -100,11 +102,11 @@ def test_standard_errors_are_the_spread_of_the_errors(repetitions):
     for name, right in exact.items():
         pairs = [
             {
-                "trace": one.trace,
-                "squared_norm": one.squared_norm,
-                "negative": one.negative[:2],
+                "trace": spectrum.trace,
+                "squared_norm": spectrum.squared_norm,
+                "negative": spectrum.negative[:2],
             }[name]
-            for one in found
+            for spectrum in spectra
         ]
         scores = [(mean - right) / error for mean, error in pairs]
         assert 0.85 < statistics.stdev(scores) < 1.3, name
@@ -119,8 +121,8 @@ def test_bounds_hold_where_the_weights_do_not(trained):
     exact_P = torch.stack([measure_of(trained, start_P) for start_P in starts]).mean(dim=0)
     errors = []
     for steps in (5, 40, 60):
-        found = density_of(trained, starts, steps=steps)
-        share, right = found.negative, float(exact_P[trained.values_P < 0].sum())
+        spectrum = density_of(trained, starts, steps=steps)
+        share, right = spectrum.negative, float(exact_P[trained.values_P < 0].sum())
         assert share.least - 1e-9 <= right <= share.most + 1e-9
         assert share.least - 1e-12 <= share.mean <= share.most + 1e-12
         errors.append(abs(share.mean - right))
@@ -128,10 +130,12 @@ def test_bounds_hold_where_the_weights_do_not(trained):
 
 
 def test_json_holds_a_density(trained):
-    found = density_of(trained, [signs(len(trained.values_P), seed) for seed in range(2)], steps=5)
-    fields = json.loads(json.dumps(found._asdict(), allow_nan=False))
+    spectrum = density_of(
+        trained, [signs(len(trained.values_P), seed) for seed in range(2)], steps=5
+    )
+    fields = json.loads(json.dumps(spectrum._asdict(), allow_nan=False))
     for name, kind in (("trace", Estimate), ("squared_norm", Estimate), ("negative", Share)):
         fields[name] = kind(*fields[name])
     again = SpectralDensity(**fields)
-    assert again == found
-    assert all(math.fsum(weights) == pytest.approx(1, abs=1e-12) for weights in found.weights)
+    assert again == spectrum
+    assert all(math.fsum(weights) == pytest.approx(1, abs=1e-12) for weights in spectrum.weights)

@@ -38,16 +38,18 @@ def test_ends_of_a_trained_model(trained, dtype):
         products.append(v_P)
         return trained.product(v_P)
 
-    found = ends(product, signs(len(trained.values_P), dtype=dtype), largest=5, smallest=3)
+    spectrum = ends(product, signs(len(trained.values_P), dtype=dtype), largest=5, smallest=3)
     ascending = trained.values_P.tolist()
-    assert values(found.largest) == pytest.approx(ascending[: -5 - 1 : -1], rel=1e-4)
-    assert values(found.smallest) == pytest.approx(ascending[:3], rel=1e-4)
-    assert all(pair.converged and residual(pair) <= 1e-4 for pair in found.largest + found.smallest)
-    assert len(products) == found.iterations + 8
+    assert values(spectrum.largest) == pytest.approx(ascending[: -5 - 1 : -1], rel=1e-4)
+    assert values(spectrum.smallest) == pytest.approx(ascending[:3], rel=1e-4)
+    assert all(
+        pair.converged and residual(pair) <= 1e-4 for pair in spectrum.largest + spectrum.smallest
+    )
+    assert len(products) == spectrum.iterations + 8
     x_P = products[-1].double()  # the judged one of the largest
     assert float(x_P.norm()) == pytest.approx(1, abs=1e-6)
     value = float(x_P @ trained.matrix_PP @ x_P)
-    assert value == pytest.approx(found.largest[0].value, rel=1e-6)
+    assert value == pytest.approx(spectrum.largest[0].value, rel=1e-6)
 
 
 def test_residual_is_that_of_the_vector_and_bounds_the_error(trained):
@@ -58,14 +60,14 @@ def test_residual_is_that_of_the_vector_and_bounds_the_error(trained):
         multiplied.append(v_P)
         return trained.product(v_P)
 
-    found = ends(
+    spectrum = ends(
         product, signs(len(trained.values_P)), smallest=1, tolerance=1e-12, max_iterations=4
     )
-    assert found.iterations == 4
-    pair, x_P = found.largest[0], multiplied[-1]
+    assert spectrum.iterations == 4
+    pair, x_P = spectrum.largest[0], multiplied[-1]
     distance = float((trained.matrix_PP @ x_P - pair.value * x_P).norm())
     assert pair.residual == pytest.approx(distance / pair.value, rel=1e-8)
-    for end in (found.largest[0], found.smallest[0]):
+    for end in (spectrum.largest[0], spectrum.smallest[0]):
         assert not end.converged
         assert residual(end) > 1e-12
         assert float((trained.values_P - end.value).abs().min()) <= residual(end) * abs(end.value)
@@ -85,8 +87,8 @@ def test_errors_that_decide_when_to_stop_are_those_of_the_vectors(trained):
 
 def test_a_loose_tolerance_still_gives_all_pairs():
     known = designed([3 + i / 10 for i in range(20)])
-    found = ends(known.product, signs(20), largest=3, smallest=2, tolerance=10)
-    assert (len(found.largest), len(found.smallest), found.iterations) == (3, 2, 5)
+    spectrum = ends(known.product, signs(20), largest=3, smallest=2, tolerance=10)
+    assert (len(spectrum.largest), len(spectrum.smallest), spectrum.iterations) == (3, 2, 5)
 
 
 SPECTRA = {
@@ -114,11 +116,11 @@ SPECTRA = {
 @pytest.mark.parametrize("name", SPECTRA)
 def test_designed_spectra(name, dtype):
     known = designed(SPECTRA[name])
-    found = ends(known.product, signs(len(known.values_P), dtype=dtype), largest=5, smallest=3)
+    spectrum = ends(known.product, signs(len(known.values_P), dtype=dtype), largest=5, smallest=3)
     ascending = sorted(SPECTRA[name])
-    assert all(pair.converged for pair in found.largest + found.smallest)
-    assert values(found.largest) == pytest.approx(ascending[: -5 - 1 : -1], rel=1e-4)
-    assert values(found.smallest) == pytest.approx(ascending[:3], rel=1e-4)
+    assert all(pair.converged for pair in spectrum.largest + spectrum.smallest)
+    assert values(spectrum.largest) == pytest.approx(ascending[: -5 - 1 : -1], rel=1e-4)
+    assert values(spectrum.smallest) == pytest.approx(ascending[:3], rel=1e-4)
 
 
 def test_what_fp32_cannot_resolve_is_not_called_converged():
@@ -184,7 +186,7 @@ def test_no_ghosts_in_fp32():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_more_steps_than_dimensions_invent_nothing(dtype):
     known = designed([9.0, 4.0, 1.0, 0.5, 0.25, -1.0, -2.5])
-    found = ends(
+    spectrum = ends(
         known.product,
         signs(7, dtype=dtype),
         largest=20,
@@ -192,17 +194,17 @@ def test_more_steps_than_dimensions_invent_nothing(dtype):
         tolerance=1e-3,
         max_iterations=40,
     )
-    assert found.iterations == 7
-    assert values(found.largest) == pytest.approx(known.values_P.flip(0).tolist(), rel=1e-5)
-    assert values(found.smallest) == pytest.approx(known.values_P.tolist(), rel=1e-5)
+    assert spectrum.iterations == 7
+    assert values(spectrum.largest) == pytest.approx(known.values_P.flip(0).tolist(), rel=1e-5)
+    assert values(spectrum.smallest) == pytest.approx(known.values_P.tolist(), rel=1e-5)
 
 
 def test_a_multiple_eigenvalue_is_found_once():
     diagonal_P = torch.tensor([2.0] * 20 + [-1.0] * 20, dtype=torch.float64)
-    found = ends(lambda v: diagonal_P * v, signs(40), largest=3, smallest=3)
-    assert values(found.largest) == pytest.approx([2, -1])
-    assert values(found.smallest) == pytest.approx([-1, 2])
-    assert found.iterations == 2
+    spectrum = ends(lambda v: diagonal_P * v, signs(40), largest=3, smallest=3)
+    assert values(spectrum.largest) == pytest.approx([2, -1])
+    assert values(spectrum.smallest) == pytest.approx([-1, 2])
+    assert spectrum.iterations == 2
     alone = ends(lambda v: 3 * v, signs(40), largest=1, smallest=1)
     assert values(alone.largest) == values(alone.smallest) == pytest.approx([3])
     assert alone.iterations == 1
@@ -229,8 +231,8 @@ def test_multiple_eigenvalues_in_a_random_basis(dtype):
         -3.0,
         -3.0,
     ]
-    found = ends(designed(whole).product, signs(len(whole), dtype=dtype), largest=5, smallest=2)
-    for pairs, descending in ((found.largest, True), (found.smallest, False)):
+    spectrum = ends(designed(whole).product, signs(len(whole), dtype=dtype), largest=5, smallest=2)
+    for pairs, descending in ((spectrum.largest, True), (spectrum.smallest, False)):
         assert all(pair.converged for pair in pairs)
         listed = [round(value, 4) for value in values(pairs)]
         distinct = sorted(set(listed), reverse=descending)
@@ -256,9 +258,11 @@ def test_an_eigenvalue_of_zero():
 
 
 def test_results_go_through_json(trained):
-    found = ends(trained.product, signs(len(trained.values_P)), smallest=1)
-    text = json.dumps([pair._asdict() for pair in found.largest + found.smallest], allow_nan=False)
-    assert [RitzPair(**entry) for entry in json.loads(text)] == found.largest + found.smallest
+    spectrum = ends(trained.product, signs(len(trained.values_P)), smallest=1)
+    text = json.dumps(
+        [pair._asdict() for pair in spectrum.largest + spectrum.smallest], allow_nan=False
+    )
+    assert [RitzPair(**entry) for entry in json.loads(text)] == spectrum.largest + spectrum.smallest
 
 
 def test_a_product_that_is_not_finite_is_refused():
@@ -278,9 +282,11 @@ def test_a_top_eigenvalue_takes_few_products_and_as_many_vectors(trained):
     def product(v_P):
         gc.collect()
         vectors = {
-            one.untyped_storage().data_ptr(): one
-            for one in gc.get_objects()
-            if issubclass(type(one), Tensor) and one.shape == (size,) and one.dtype == torch.float32
+            item.untyped_storage().data_ptr(): item
+            for item in gc.get_objects()
+            if issubclass(type(item), Tensor)
+            and item.shape == (size,)
+            and item.dtype == torch.float32
         }
         alive.append(len(vectors))
         return trained.product(v_P)

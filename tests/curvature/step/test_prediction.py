@@ -43,11 +43,11 @@ class Quadratics:
         return Quadratic(7.0, float(self.gradients_MP[index] @ v_P), dots)
 
     def moved(self, index, v):
-        found, v_P = self.evaluate(index, v), self.flat(v)
+        quadratic, v_P = self.evaluate(index, v), self.flat(v)
         return (
             7.0
-            + found.slope
-            + math.fsum(found.dots.values()) / 2
+            + quadratic.slope
+            + math.fsum(quadratic.dots.values()) / 2
             + self.cubic * (index + 1) * float((v_P**3).sum())
         )
 
@@ -78,9 +78,9 @@ class Problem:
             position += weight.numel()
         places = np.concatenate(kept)
         self.hessians_MPP = np.stack(
-            [one.hessian_PP.numpy()[np.ix_(places, places)] for one in dense]
+            [batch.hessian_PP.numpy()[np.ix_(places, places)] for batch in dense]
         )
-        self.gradients_MP = np.stack([one.gradient_P.numpy()[places] for one in dense])
+        self.gradients_MP = np.stack([batch.gradient_P.numpy()[places] for batch in dense])
         self.quadratics = Quadratics(
             self.gradients_MP, self.hessians_MPP, slices, shapes, cubic=0.01
         )
@@ -122,7 +122,7 @@ def exact(values_M):
     )
 
 
-def found(estimate):
+def mean_and_error(estimate):
     return estimate["mean"], estimate["standard_error"]
 
 
@@ -137,15 +137,17 @@ def test_increases_are_those_of_dense_algebra(problem):
             [step @ hessian[np.ix_(place, place)] @ step / 2 for hessian in problem.hessians_MPP]
         )
         cubic = 0.01 * np.arange(1, BATCHES + 1) * (step**3).sum()
-        assert found(figures["first_order"]) == exact(first)
-        assert found(figures["second_order"]) == exact(second)
-        assert found(figures["predicted"]) == exact(first + second)
-        assert found(figures["measured"]) == exact(first + second + cubic)
+        assert mean_and_error(figures["first_order"]) == exact(first)
+        assert mean_and_error(figures["second_order"]) == exact(second)
+        assert mean_and_error(figures["predicted"]) == exact(first + second)
+        assert mean_and_error(figures["measured"]) == exact(first + second + cubic)
         # a difference of losses near 7: rounding
-        assert found(figures["remainder"]) == pytest.approx(
+        assert mean_and_error(figures["remainder"]) == pytest.approx(
             exact(cubic).expected, rel=1e-6, abs=1e-14
         )
-        assert found(figures["curvature"]["along_step"]) == exact(2 * second / (step @ step))
+        assert mean_and_error(figures["curvature"]["along_step"]) == exact(
+            2 * second / (step @ step)
+        )
         assert (figures["norm"], figures["parameters"]) == (
             pytest.approx(np.linalg.norm(step)),
             len(place),
@@ -164,9 +166,9 @@ def test_the_interaction_is_the_off_diagonal_of_the_hessian(problem):
         for hessian in problem.hessians_MPP
     ]
     result = problem.predict()
-    assert found(result["interaction"]["second_order"]) == exact(between)
+    assert mean_and_error(result["interaction"]["second_order"]) == exact(between)
     # the cubic term does not couple blocks
-    assert found(result["interaction"]["measured"]) == pytest.approx(
+    assert mean_and_error(result["interaction"]["measured"]) == pytest.approx(
         exact(between).expected, rel=1e-6
     )
     whole = result["whole"]["second_order"]["mean"]

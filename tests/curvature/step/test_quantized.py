@@ -28,19 +28,19 @@ def measured(tmp_path_factory, train_prefix, held_out_prefix):
     measured in.
     """
     root = tmp_path_factory.mktemp("step")
-    for held, dtypes in {"fp32": ("fp32", "bf16"), "bf16": ("fp32", "bf16")}.items():
+    for base_dtype, dtypes in {"fp32": ("fp32", "bf16"), "bf16": ("fp32", "bf16")}.items():
         base = make_hf_directory(
-            root / held, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[held]
+            root / base_dtype, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[base_dtype]
         )
         for dtype in dtypes:
-            out = root / f"{held}-{dtype}"
+            out = root / f"{base_dtype}-{dtype}"
             settings = run_settings(
                 train_prefix,
                 held_out_prefix,
                 calibration_sequences=8,
                 eval_tokens=5000,
                 dtype=dtype,
-                per_block=held == dtype == "fp32",
+                per_block=base_dtype == dtype == "fp32",
                 dense=True,
             )
             (result,) = measure(base, (SPEC,), (out,), settings, ALONE)
@@ -86,13 +86,13 @@ def test_what_was_measured_comes_along(measured):
     for figure in ("cross_entropy", "cross_entropy_quantized", "absolute_error"):
         assert step.measured[figure] == written[figure]
     assert step.measured["interval"] == written["intervals"]["absolute_error"]
-    for block, (read, told) in enumerate(
+    for block, (read, entry) in enumerate(
         zip(step.measured["blocks"], written["blocks"], strict=True)
     ):
         assert read == {
             "block": block,
-            "absolute_error": told["alone"]["absolute_error"],
-            "interval": told["alone"]["intervals"]["absolute_error"],
+            "absolute_error": entry["alone"]["absolute_error"],
+            "interval": entry["alone"]["intervals"]["absolute_error"],
         }
     assert "blocks" not in read_step(measured / "bf16", measured / "bf16-bf16").measured
 
@@ -124,9 +124,9 @@ def cut(path):
 
 
 def flip(path):
-    held = bytearray(path.read_bytes())
-    held[-1] ^= 1
-    path.write_bytes(held)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
 BLOCK, DENSE = "dense/block00001.safetensors", "dense/dense.json"

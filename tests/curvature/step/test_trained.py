@@ -49,11 +49,11 @@ def test_the_model_has_learnt(trained):
 def test_second_order_predicts_four_and_eight_bits(predictions, bits):
     whole = predictions[bits]["whole"]
     assert abs(whole["relative_difference"]["mean"]) < 0.15
-    for one in (
+    for part in (
         whole,
         *predictions[bits]["blocks"].values(),
     ):  # of a block, increases cancel: told by their size
-        assert abs(one["remainder"]["mean"]) < 0.15 * one["second_order"]["mean"]
+        assert abs(part["remainder"]["mean"]) < 0.15 * part["second_order"]["mean"]
 
 
 def test_the_remainder_shrinks_faster_than_the_second_order(predictions):
@@ -85,7 +85,9 @@ def test_the_remainder_is_of_third_order(trained, bits):
         remainders.append(
             increase - scale * whole.slope - scale**2 * math.fsum(whole.dots.values()) / 2
         )
-    orders = [math.log2(abs(one / other)) for one, other in itertools.pairwise(remainders)]
+    orders = [
+        math.log2(abs(remainder / other)) for remainder, other in itertools.pairwise(remainders)
+    ]
     assert orders[-1] == pytest.approx(3, abs=0.15)
     assert abs(orders[-1] - 3) < abs(orders[0] - 3)
 

@@ -80,7 +80,7 @@ def fisher_traces(model, tokens_BS1: Tensor) -> dict[str, float]:
     log_p_NV = logits_of(model, tokens_BS1).log_softmax(dim=-1).flatten(0, 1)
     labels = tokens_BS1[:, 1:].flatten().tolist()
     each = [squares(model, -log_p_NV[n, label], len(labels)) for n, label in enumerate(labels)]
-    return {name: math.fsum(one[name] for one in each) for name in each[0]}
+    return {name: math.fsum(part[name] for part in each) for name in each[0]}
 
 
 def test_expectation_over_all_labels_is_the_gauss_newton_trace(model, monkeypatch):

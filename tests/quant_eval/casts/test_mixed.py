@@ -96,9 +96,9 @@ def test_nvfp4_takes_the_range_of_the_rest_alone():
     spec, x_BLI = parse_spec("atom-b4-g16-keep0.1-anvfp4"), inputs()
     cast, of_rest = cast_of(spec.name, KEPT), activation_cast(spec, len(REST))
     assert of_rest is not None
-    for one, observed in ((cast, x_BLI), (of_rest, x_BLI[..., REST])):
-        one.observe(observed)
-        one.fix()
+    for quantizer, observed in ((cast, x_BLI), (of_rest, x_BLI[..., REST])):
+        quantizer.observe(observed)
+        quantizer.fix()
     ours_BLI = cast(x_BLI)
     assert torch.equal(ours_BLI[..., REST], of_rest(x_BLI[..., REST]))
     assert len(cast.ranges()) == 1  # int8 needs none

@@ -136,7 +136,9 @@ def loss_of(block, weights, hidden_NLI, named, target_NLI):
 def test_the_second_iteration_is_a_signed_step(place, original, inputs, batch_size):
     """Block 0 by hand, in float64: V, low and high after one step of 1/2 along the gradient's
     signs, taken if it is better than plain rounding."""
-    held = weights_of(make_job(place, f"autoround-b3-g{GROUP}-asym-i2", batch_size=batch_size))
+    library_weights = weights_of(
+        make_job(place, f"autoround-b3-g{GROUP}-asym-i2", batch_size=batch_size)
+    )
     block = copy.deepcopy(original.model.layers[0]).double()
     hidden_NLI, named = inputs[0]
     hidden_NLI = hidden_NLI.double()
@@ -162,7 +164,9 @@ def test_the_second_iteration_is_a_signed_step(place, original, inputs, batch_si
         }
 
     def taken(weights):
-        shares = [share_equal(held[f"model.layers.0.{key}"], weights[key]) for key in weights]
+        shares = [
+            share_equal(library_weights[f"model.layers.0.{key}"], weights[key]) for key in weights
+        ]
         return sum(shares) / len(shares)
 
     first = dense()
@@ -261,9 +265,9 @@ def reported(spec, weight_OI):
     """A linear as auto-round leaves it: its grid is 0.5 x -4..3 in two groups."""
     linear = nn.Linear(weight_OI.shape[1], len(weight_OI), bias=False)
     linear.weight.data.copy_(weight_OI)
-    told = {"bits": 3, "group_size": 2, "sym": True, "data_type": "int", "act_bits": 16}
-    told |= {"scale_dtype": torch.float32, "scale": torch.full((1, 2), 0.5), "zp": 4}
-    for key, value in told.items():
+    settings = {"bits": 3, "group_size": 2, "sym": True, "data_type": "int", "act_bits": 16}
+    settings |= {"scale_dtype": torch.float32, "scale": torch.full((1, 2), 0.5), "zp": 4}
+    for key, value in settings.items():
         setattr(linear, key, value)
     return linear
 

@@ -196,16 +196,16 @@ def test_bf16_weights_norms_and_biases_are_the_scaled_ones(llama_dir, llama):
         "v_proj",
         "up_proj",
     }
-    for name, held in llama[1].items():
-        assert held.dtype == torch.bfloat16
+    for name, weight in llama[1].items():
+        assert weight.dtype == torch.bfloat16
         exact = model.state_dict()[name]
         if name in linears:
             steps, _ = grid_steps(exact, 4, exact.shape[1], symmetric=True)
             # half a step, and bf16's roundings of weight, step and product, 2^-9 of up to 8 steps
             # each
-            assert ((held - exact).abs() <= (0.5 + 5 * 8 * 2**-9) * steps[:, 0]).all(), name
+            assert ((weight - exact).abs() <= (0.5 + 5 * 8 * 2**-9) * steps[:, 0]).all(), name
         else:
-            torch.testing.assert_close(held.double(), exact, rtol=2**-8, atol=0)
+            torch.testing.assert_close(weight.double(), exact, rtol=2**-8, atol=0)
 
 
 def test_scales_are_the_best_of_the_grid_on_every_calibration_token(hf_dir, olmo2):

@@ -121,7 +121,9 @@ def test_all_folds_together_change_weights_and_not_logits(name):
     }
     assert balanced <= changed
     with torch.no_grad():
-        expected_BLV, logits_BLV = (one(input_ids=tokens_BL).logits for one in (model, folded))
+        expected_BLV, logits_BLV = (
+            network(input_ids=tokens_BL).logits for network in (model, folded)
+        )
     # RMSNorm and softmax compute in fp32 inside the float64 model
     torch.testing.assert_close(
         logits_BLV, expected_BLV, rtol=0, atol=1e-5 * float(expected_BLV.abs().max())
@@ -138,9 +140,9 @@ def test_the_table_accounts_for_every_linear_of_the_blocks(name):
         if isinstance(part, nn.Linear) and key != "lm_head"
     ]
     assert sorted(mapped_linears(model, mappings)) == sorted(linears)
-    told = [linear for fold in mappings.folds for linear in fold.balance] + list(mappings.unscaled)
+    names = [linear for fold in mappings.folds for linear in fold.balance] + list(mappings.unscaled)
     blocks = [f"{mappings.blocks}.{i}" for i in range(NUM_LAYERS)]
-    assert sorted(f"{block}.{name}" for block in blocks for name in told) == sorted(linears)
+    assert sorted(f"{block}.{name}" for block in blocks for name in names) == sorted(linears)
 
 
 WRONG = {
@@ -180,11 +182,11 @@ def test_wrong_folds_are_refused(case):
     model = make_model(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     wrong = Mappings(mappings_for(model).blocks, (Fold(smooth, tuple(balance)),), {})
-    for one in (model, witness(model)):
+    for network in (model, witness(model)):
         with pytest.raises(
             UserError, match=rf"^AWQ mapping {smooth} -> .*; remove (it|the mapping)"
         ):
-            check_folds(one, wrong, seed=1)
+            check_folds(network, wrong, seed=1)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 

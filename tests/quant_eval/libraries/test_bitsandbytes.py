@@ -119,9 +119,9 @@ def test_a_weight_beyond_fp16_is_refused(block):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_is_what_transformers_makes_of_it(hf_dir, threshold, dtype):
     tokens_BL = torch.arange(48).reshape(2, 24) * 5
-    told = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
+    config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
     theirs = AutoModelForCausalLM.from_pretrained(
-        hf_dir, dtype=dtype, quantization_config=told, device_map="cpu"
+        hf_dir, dtype=dtype, quantization_config=config, device_map="cpu"
     )
     ours = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=dtype)
     with torch.no_grad():

@@ -63,7 +63,7 @@ def test_gptqmodel_rounds_every_linear_on_the_inputs_it_gets(tmp_path, name):
                 parameter.detach().double(), inputs_TI, inputs_TI, job.spec
             )
             held_OI = weights.pop(f"{linear}.weight")
-            # fp32 puts a few weights that lie midway between two points on the other one
+            # fp32 puts a few weights that are midway between two points on the other one
             assert test_gptqmodel.share_equal(held_OI, expected_OI) > 0.99, linear
             parameter.data.copy_(held_OI)
     assert not weights
@@ -90,7 +90,7 @@ def test_awq_rounds_every_linear_after_the_folds_it_reports(tmp_path, name, head
         for linear in linears:
             weight_OI = model.get_parameter(f"{linear}.weight").detach()
             expected_OI = test_awq.rounded(weight_OI, 3, 16, symmetric=False)
-            # fp32 puts a weight that lies midway between two points on the other one
+            # fp32 puts a weight that is midway between two points on the other one
             close_OI = (weights[f"{linear}.weight"] - expected_OI).abs() <= (
                 1e-5 * weight_OI.abs().max()
             )

@@ -123,7 +123,7 @@ def walk(job: Job, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Te
     """Name, weight and inputs of every linear, in the order of the model, and its inputs in the
     model as it was.
 
-    The inputs are those behind all linears before it as `weights` has them.
+    The inputs are those after all linears before it as `weights` has them.
     """
     full = load_hf_model(job.hf_dir, torch.float32)
     model = copy.deepcopy(full)
@@ -131,7 +131,9 @@ def walk(job: Job, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Te
     for index in range(2):
         for names in SUBSETS:
             linears = [f"model.layers.{index}.{name}" for name in names]
-            full_TI, inputs_TI = (inputs_of(one, linears[0], ids_NL) for one in (full, model))
+            full_TI, inputs_TI = (
+                inputs_of(network, linears[0], ids_NL) for network in (full, model)
+            )
             for linear in linears:
                 parameter = model.get_parameter(f"{linear}.weight")
                 yield linear, parameter.detach().double(), inputs_TI, full_TI
@@ -186,7 +188,7 @@ def test_every_linear_is_gptq_on_the_inputs_it_gets(job, gptq_done):
     names = []
     for name, weight_OI, inputs_TI, full_TI in walk(job, gptq_done.weights):
         expected_OI = rounded_column_by_column(weight_OI, inputs_TI, full_TI, gptq_done.spec)
-        # fp32 puts a few weights that lie midway between two points on the other one
+        # fp32 puts a few weights that are midway between two points on the other one
         assert share_equal(gptq_done.weights[f"{name}.weight"], expected_OI) > 0.99, name
         names.append(name)
     assert set(names) == LINEARS

@@ -56,10 +56,10 @@ def test_the_process_gets_the_job_and_its_report_comes_back(tmp_path, monkeypatc
     )
     returned = run_job(job_in(Path("out")))
     assert returned.model_dump(mode="json") == report
-    told = Job.model_validate_json((tmp_path / "out" / "job.json").read_text())
-    assert told.spec == parse_spec("gptqmodel-b4-g128")
+    job = Job.model_validate_json((tmp_path / "out" / "job.json").read_text())
+    assert job.spec == parse_spec("gptqmodel-b4-g128")
     # relative paths are the caller's, and the process works elsewhere
-    assert (told.hf_dir, told.calibration) == (
+    assert (job.hf_dir, job.calibration) == (
         tmp_path / "model",
         tmp_path / "calibration.safetensors",
     )

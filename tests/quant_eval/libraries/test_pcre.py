@@ -80,7 +80,7 @@ NODES = [node for package in USERS for module in sources(package) for node in as
 
 def compiled() -> list[re.Pattern]:
     """Compile what the sources compile: literals, and an f-string with a name in it."""
-    found = []
+    patterns = []
     for node in NODES:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("pcre.compile", "pcre.split"):
             pattern = node.args[0]
@@ -89,8 +89,8 @@ def compiled() -> list[re.Pattern]:
             flags = [keyword.value for keyword in node.keywords if keyword.arg == "flags"]
             scope = {"pcre": pcre, "model_base_name": "model+x"}
             values = [eval(ast.unparse(part), scope) for part in (pattern, *flags)]
-            found.append(pcre.compile(*values))
-    return found
+            patterns.append(pcre.compile(*values))
+    return patterns
 
 
 def library() -> ctypes.CDLL:
@@ -132,15 +132,15 @@ class Pcre2:
         self.groups = pattern.groups + 1
 
     def find_all(self, subject: str) -> list[tuple[str | None, ...]]:
-        text, start, found = subject.encode(), 0, []
+        text, start, matches = subject.encode(), 0, []
         while self.pcre2.pcre2_match_8(self.code, text, len(text), start, 0, self.data, None) > 0:
             ends = self.pcre2.pcre2_get_ovector_pointer_8(self.data)
             spans = [(ends[2 * group], ends[2 * group + 1]) for group in range(self.groups)]
             unset = ctypes.c_size_t(-1).value
-            found.append(tuple(None if a == unset else text[a:b].decode() for a, b in spans))
+            matches.append(tuple(None if a == unset else text[a:b].decode() for a, b in spans))
             assert spans[0][1] > start, "an empty match: the loop would not end"
             start = spans[0][1]
-        return found
+        return matches
 
 
 def groups(match: re.Match | None) -> list[tuple[str | None, ...]]:
@@ -180,11 +180,11 @@ def test_patterns_find_what_pcre2_finds(pattern):
     at_start = Pcre2(pattern, ANCHORED)
     hits = 0
     for subject in SUBJECTS:
-        found = [(match.group(), *match.groups()) for match in pattern.finditer(subject)]
-        assert found == anywhere.find_all(subject), subject
+        matches = [(match.group(), *match.groups()) for match in pattern.finditer(subject)]
+        assert matches == anywhere.find_all(subject), subject
         assert groups(pattern.match(subject)) == at_start.find_all(subject)[:1], subject
         assert groups(pattern.fullmatch(subject)) == whole.find_all(subject), subject
-        hits += bool(found)
+        hits += bool(matches)
     assert 0 < hits < len(SUBJECTS)
 
 

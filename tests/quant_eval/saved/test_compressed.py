@@ -106,8 +106,10 @@ def transformed(out: Path) -> PreTrainedModel:
     logits_of(model)  # unpacks
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     apply_transform_config(model, TransformConfig.model_validate(settings["transform_config"]))
-    held = load_file(out / "model.safetensors")
-    matrices = {key: held[key] for key in held if key.endswith(("_input.weight", "_output.weight"))}
+    tensors = load_file(out / "model.safetensors")
+    matrices = {
+        key: tensors[key] for key in tensors if key.endswith(("_input.weight", "_output.weight"))
+    }
     assert not model.load_state_dict(matrices, strict=False).unexpected_keys
     return model
 
@@ -127,22 +129,22 @@ def test_transforms_are_told_as_vllm_reads_them(saved):
     """Heads have 16 features, and 96 is not a power of two: vLLM has no fast transform of it."""
     measured = saved("rtn-b4-g32-quarot", "fp32")
     settings = json.loads((measured.out / "config.json").read_text())["quantization_config"]
-    told = [
-        (group["type"], group["head_dim"], one["location"], one["inverse"], *one["targets"])
+    transforms = [
+        (group["type"], group["head_dim"], place["location"], place["inverse"], *place["targets"])
         for group in settings["transform_config"]["config_groups"].values()
-        for one in group["apply"]
+        for place in group["apply"]
     ]
     reading = (rf"re:.*\.{name}_proj$" for name in ("q", "k", "v", "gate", "up"))
-    assert told == [
+    assert transforms == [
         ("random-hadamard", None, "input", False, *reading),
         ("hadamard", 16, "input", False, r"re:.*\.o_proj$"),
         ("hadamard", 16, "output", True, r"re:.*\.v_proj$"),
         ("random-hadamard", None, "input", False, r"re:.*\.down_proj$"),
     ]
     tensors = load_file(measured.out / "model.safetensors")
-    held = {key: tensor for key, tensor in tensors.items() if key.endswith("put.weight")}
-    assert sorted(len(matrix) for matrix in held.values()) == [16, 64, 96]  # each once
-    for matrix in held.values():
+    matrices = {key: tensor for key, tensor in tensors.items() if key.endswith("put.weight")}
+    assert sorted(len(matrix) for matrix in matrices.values()) == [16, 64, 96]  # each once
+    for matrix in matrices.values():
         products = matrix.double() @ matrix.double().T
         assert torch.equal(products, len(matrix) * torch.eye(len(matrix), dtype=torch.float64))
 
@@ -198,19 +200,21 @@ def test_files_are_what_vllm_creates_its_parameters_for(name, saved):
     measured = saved(name, "fp32")
     tensors = load_file(measured.out / "model.safetensors")
     prefix = "model.layers.0.mlp.gate_proj."
-    held = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)}
-    if "weight_shape" in held:
-        assert held.pop("weight_shape").tolist() == [96, 64]
-    found = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in held.items()}
-    assert found == PARAMETERS[name]
+    parameters = {
+        key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)
+    }
+    if "weight_shape" in parameters:
+        assert parameters.pop("weight_shape").tolist() == [96, 64]
+    shapes = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in parameters.items()}
+    assert shapes == PARAMETERS[name]
     config = json.loads((measured.out / "config.json").read_text())["quantization_config"]
     (group,) = config["config_groups"].values()
     assert config["format"] == group["format"] == FORMATS.get(name, "pack-quantized")
     assert config["ignore"] == ["lm_head"]
     assert config["quantization_status"] == "compressed"
     for key in ("weight_global_scale", "input_global_scale", "input_scale"):
-        if key in held:  # one for all that vLLM fuses
-            assert torch.equal(held[key], tensors[f"model.layers.0.mlp.up_proj.{key}"])
+        if key in parameters:  # one for all that vLLM fuses
+            assert torch.equal(parameters[key], tensors[f"model.layers.0.mlp.up_proj.{key}"])
 
 
 def test_a_cache_has_two_scales(saved):

@@ -55,13 +55,13 @@ def witness(tmp_path_factory, examples) -> Path:
 
 @pytest.mark.parametrize("name", [*SPECS, *NEOX])
 def test_gptqmodel_reads_the_weights_that_were_measured(name, witness, examples):
-    found, example = load_file(witness / f"{name}.safetensors"), examples[name]
-    assert found.keys() - {"logits"} == example.rounded.keys()
+    outputs, example = load_file(witness / f"{name}.safetensors"), examples[name]
+    assert outputs.keys() - {"logits"} == example.rounded.keys()
     for path, rounded in example.rounded.items():  # products of 11 and 8 bits: exact in fp32
-        assert torch.equal(found[path], rounded.dense()), path
+        assert torch.equal(outputs[path], rounded.dense()), path
     expected = logits_of(example.dense)  # beside which its sums run in another order
     torch.testing.assert_close(
-        found["logits"], expected, rtol=0, atol=1e-5 * float(expected.abs().max())
+        outputs["logits"], expected, rtol=0, atol=1e-5 * float(expected.abs().max())
     )
 
 
@@ -73,8 +73,8 @@ def test_our_reader_gives_the_dense_model(name, examples):
     files = names_in_files(model)
     assert saved.tensors.keys() == set(files.values())
     for path, parameter in model.state_dict().items():
-        held = saved.tensors[files[path]]
-        assert (held.shape, held.dtype) == (tuple(parameter.shape), parameter.dtype)
+        tensor = saved.tensors[files[path]]
+        assert (tensor.shape, tensor.dtype) == (tuple(parameter.shape), parameter.dtype)
         assert torch.equal(read_whole(saved, files[path]), parameter), path
     path = next(iter(example.rounded))
     assert torch.equal(saved.read(path, 3, 11), example.rounded[path].dense()[3:11])

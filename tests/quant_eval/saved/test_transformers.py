@@ -15,7 +15,7 @@ NAMES = ("gptq-b3-g32-asym-actorder-s16", "gptq-b4-g32-asym-s16", "gptq-b4-g32-g
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, examples):
+def logits(tmp_path_factory, examples):
     """Logits of some checkpoints, by name."""
     root = tmp_path_factory.mktemp("transformers")
     for directory in ("checkpoints", "logits"):
@@ -42,7 +42,7 @@ def found(tmp_path_factory, examples):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_transformers_computes_with_the_weights_that_were_measured(name, found, examples):
+def test_transformers_computes_with_the_weights_that_were_measured(name, logits, examples):
     """In bf16, where the dense weights move the logits too: by as much, give or take a factor of
     two.
 
@@ -50,6 +50,6 @@ def test_transformers_computes_with_the_weights_that_were_measured(name, found, 
     """
     exact = logits_of(examples[name].dense)
     rounded = logits_of(copy.deepcopy(examples[name].dense).to(torch.bfloat16)).float()
-    moved = float((found[name] - exact).norm() / exact.norm())
+    moved = float((logits[name] - exact).norm() / exact.norm())
     assert moved <= 2 * float((rounded - exact).norm() / exact.norm())
     assert moved < 0.05

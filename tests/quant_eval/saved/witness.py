@@ -68,11 +68,11 @@ def main(root: Path) -> None:
 
     for checkpoint in sorted(path.parent for path in root.glob("*/lineage.json")):
         model = load(checkpoint, torch.float32)
-        found = {"logits": model(input_ids=input_ids(), use_cache=False).logits}
+        outputs = {"logits": model(input_ids=input_ids(), use_cache=False).logits}
         for name, module in model.model.named_modules():
             if isinstance(module, TorchLinear):
-                found[f"{name}.weight"] = module.dequantize_weight().T.contiguous()
-        save_file(found, root / f"{checkpoint.name}.safetensors")
+                outputs[f"{name}.weight"] = module.dequantize_weight().T.contiguous()
+        save_file(outputs, root / f"{checkpoint.name}.safetensors")
     for path in sorted(root.glob("unpacked-*.safetensors")):
         bits = int(path.stem.removeprefix("unpacked-"))
         given = load_file(path)
@@ -84,12 +84,12 @@ def main(root: Path) -> None:
             bits, group_size, True, True, num_inputs, num_outputs, register_buffers=True
         )
         packer.pack(linear, given["scales_OG"], given["zeros_OG"].float(), given["groups_I"])
-        made = {
+        tensors = {
             key: getattr(packer, key).clone() for key in ("qweight", "qzeros", "scales", "g_idx")
         }
         packer.qzero_format(format=2)
         convert_gptq_v2_to_v1_format_module(packer, QuantizeConfig(bits=bits))
-        save_file({**made, "qzeros_v1": packer.qzeros}, root / f"packed-{bits}.safetensors")
+        save_file({**tensors, "qzeros_v1": packer.qzeros}, root / f"packed-{bits}.safetensors")
 
 
 if __name__ == "__main__":

@@ -186,9 +186,9 @@ def own_task_manager(files: Path, work: Path) -> TaskManager:
     for path in (files / "pubmedqa.jsonl", files / "pubmedqa.fewshot.jsonl"):
         ours = [json.loads(line) for line in path.read_text().splitlines()]
         original = [
-            {"QUESTION": one["question"], "CONTEXTS": one["context"]["contexts"]}
-            | {"final_decision": one["final_decision"]}
-            for one in ours
+            {"QUESTION": document["question"], "CONTEXTS": document["context"]["contexts"]}
+            | {"final_decision": document["final_decision"]}
+            for document in ours
         ]
         write_lines(work / path.name, original)
     for task, (definition, scored, examples) in LM_EVAL.items():

@@ -141,13 +141,13 @@ def test_items_that_do_not_fit_the_context_are_counted(
     lengths = [
         max(
             len(
-                pair.tokenizer(f"Q: {one['context']} {one['question']}\nA: {one[answer]}")[
-                    "input_ids"
-                ]
+                pair.tokenizer(
+                    f"Q: {document['context']} {document['question']}\nA: {document[answer]}"
+                )["input_ids"]
             )
             for answer in ("answerA", "answerB", "answerC")
         )
-        for one in documents
+        for document in documents
     ]
     longest_that_fits = sorted(lengths)[len(lengths) // 2]
     make_hf_directory(tmp_path, max_position_embeddings=longest_that_fits - 1)

@@ -80,6 +80,6 @@ def test_logits_of_bf16_models_are_not_rounded(pair, tied):
     weight = model.get_output_embeddings().weight.detach().float()
     exact_head(model)
     with torch.no_grad():
-        told = model(torch.arange(24).view(2, 12), output_hidden_states=True)
-    assert torch.equal(told.logits, told.hidden_states[-1].float() @ weight.T)
+        output = model(torch.arange(24).view(2, 12), output_hidden_states=True)
+    assert torch.equal(output.logits, output.hidden_states[-1].float() @ weight.T)
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16

@@ -42,13 +42,13 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Models by name, with what their linears read and their logits."""
-    made = {}
+    cache = {}
 
     def get(name):
-        if name not in made:
+        if name not in cache:
             model = load(make_model(tmp_path_factory.mktemp(name) / "hf", name))
-            made[name] = model, inputs_of(model), logits(model)
-        return made[name]
+            cache[name] = model, inputs_of(model), logits(model)
+        return cache[name]
 
     return get
 

@@ -32,12 +32,12 @@ HIDDEN, HEAD, FFN = 32, 8, 64
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    made = {}
+    cache = {}
 
     def get(name):
-        if name not in made:
-            made[name] = make_model(tmp_path_factory.mktemp(name) / "hf", name)
-        return made[name]
+        if name not in cache:
+            cache[name] = make_model(tmp_path_factory.mktemp(name) / "hf", name)
+        return cache[name]
 
     return get
 
@@ -54,8 +54,8 @@ def residual_rotation(places):
 
 
 def per_head(count):
-    one = torch.from_numpy(sylvester(HEAD)).double() / HEAD**0.5
-    return torch.block_diag(*one.expand(count, HEAD, HEAD))
+    matrix = torch.from_numpy(sylvester(HEAD)).double() / HEAD**0.5
+    return torch.block_diag(*matrix.expand(count, HEAD, HEAD))
 
 
 @torch.no_grad()
@@ -155,9 +155,9 @@ def test_rotated_queries_and_keys_are_wrong_and_refused(directories, name, linea
     with torch.no_grad():
         for layer in model.model.layers:
             for own in (layer.self_attn.q_proj, layer.self_attn.k_proj):  # their products stay
-                one = torch.from_numpy(sylvester(layer.self_attn.head_dim)).double()
-                heads = own.out_features // len(one)
-                rotate_outputs(own, torch.block_diag(*[one / len(one) ** 0.5] * heads))
+                matrix = torch.from_numpy(sylvester(layer.self_attn.head_dim)).double()
+                heads = own.out_features // len(matrix)
+                rotate_outputs(own, torch.block_diag(*[matrix / len(matrix) ** 0.5] * heads))
     assert difference(model, reference) > 1e-2
     places, family, config = places_on(directories(name), parse_spec("w4a4-g8-quarot"))
     head = places.sites["attention_out"].block

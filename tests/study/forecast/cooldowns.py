@@ -26,15 +26,17 @@ def cooldown(label: str = "one", *, exponent: float = 0.5, tokens_end: int = 100
 
 def drawn(generator, groups: int, seeds: int, *, a: float, b: float, noise: float):
     """Cooldowns with log end - log start = a log growth + b log signal + noise."""
-    made = []
+    cooldowns = []
     for group in range(groups):
         for seed in range(seeds):
             signal = generator.normal(0.3, 0.2)
-            one = cooldown(f"{group}, seed {seed}", tokens_end=int(generator.integers(900, 1600)))
-            one = replace(one, group=str(group), stem=str(group), signals={"error": signal})
-            log_end = one.log_error + a * one.growth + b * signal + generator.normal(0, noise)
-            made.append(replace(one, error_end=math.exp(log_end)))
-    return made
+            sample = cooldown(
+                f"{group}, seed {seed}", tokens_end=int(generator.integers(900, 1600))
+            )
+            sample = replace(sample, group=str(group), stem=str(group), signals={"error": signal})
+            log_end = sample.log_error + a * sample.growth + b * signal + generator.normal(0, noise)
+            cooldowns.append(replace(sample, error_end=math.exp(log_end)))
+    return cooldowns
 
 
 def rng(seed: int = 0) -> np.random.Generator:

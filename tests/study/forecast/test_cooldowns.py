@@ -74,8 +74,8 @@ def test_the_layer_output_error_is_that_of_the_miniature_over_the_start(source):
         path = source.directory / quantization_result(name, MeasuredModel(step), SPEC)
         content = json.loads(path.read_text())
         content["measured"]["layers"] = [
-            {"name": f"linear{place}", "relative_output_error": one}
-            for place, one in enumerate(errors)
+            {"name": f"linear{place}", "relative_output_error": value}
+            for place, value in enumerate(errors)
         ]
         path.write_text(json.dumps(content))
     (first, _) = source.cooldowns(SPEC)

@@ -19,28 +19,28 @@ OURS = BY_NAME["tokens and miniature cooldown"]
 
 def test_baselines_need_no_other_run():
     """The run's own power law is exact here; nothing says how far off a baseline is."""
-    one = cooldown(exponent=0.5, tokens_end=3200)
+    target = cooldown(exponent=0.5, tokens_end=3200)
     start = 0.01 * 8**0.5
     for model, expected in ((PERSISTENCE, start), (POWER, 2 * start)):
-        forecast = present(model.forecast(one, []))
+        forecast = present(model.forecast(target, []))
         assert forecast.error == pytest.approx(expected)
         assert forecast.interval is None
-    silent = [model for model in MODELS if model.forecast(one, []) is None]
+    silent = [model for model in MODELS if model.forecast(target, []) is None]
     assert silent == list(MODELS[2:])
 
 
 def test_a_power_law_is_not_fitted_to_two_checkpoints():
-    one = cooldown()
-    assert POWER.forecast(replace(one, past=one.past[-2:]), []) is None
+    target = cooldown()
+    assert POWER.forecast(replace(target, past=target.past[-2:]), []) is None
 
 
 def test_mean_ratio_has_the_interval_of_a_new_normal_value():
     """The textbook's mean +- t s sqrt(1 + 1/n), of the logs."""
     ratios = (1.3, 1.5, 1.9, 2.4)
     others = [
-        replace(one, error_end=ratio * math.exp(one.log_error))
+        replace(sample, error_end=ratio * math.exp(sample.log_error))
         for ratio in ratios
-        for one in [cooldown(f"of {ratio}")]
+        for sample in [cooldown(f"of {ratio}")]
     ]
     forecast = present(RATIO.forecast(cooldown(), others))
     logs = np.log(ratios)
@@ -69,10 +69,10 @@ def test_nine_of_ten_intervals_hold_the_error(groups):
     """1,000 samples have a standard error of 0.95%."""
     generator, covered = rng(1), []
     for _ in range(1000):
-        *others, one = drawn(generator, groups + 1, 1, a=0.8, b=1.2, noise=0.1)
-        forecast = present(OURS.forecast(replace(one, error_end=None), others))
+        *others, target = drawn(generator, groups + 1, 1, a=0.8, b=1.2, noise=0.1)
+        forecast = present(OURS.forecast(replace(target, error_end=None), others))
         low, high = present(forecast.interval)
-        covered.append(low <= one.error_end <= high)
+        covered.append(low <= target.error_end <= high)
     assert np.mean(covered) == pytest.approx(LEVEL, abs=0.03)
 
 
@@ -87,7 +87,8 @@ def test_no_forecast_sees_the_runs_that_are_left_out():
     """Other ends of both seeds of a group leave the group's forecasts as they are, and no others."""
     cooldowns = drawn(rng(), 5, 2, a=0.8, b=1.2, noise=0.1)
     changed = [
-        replace(one, error_end=7 * one.error_end) if one.group == "3" else one for one in cooldowns
+        replace(sample, error_end=7 * sample.error_end) if sample.group == "3" else sample
+        for sample in cooldowns
     ]
     for before, after in zip(back_test(cooldowns), back_test(changed), strict=True):
         for first, second in zip(before.forecasts, after.forecasts, strict=True):
@@ -97,8 +98,8 @@ def test_no_forecast_sees_the_runs_that_are_left_out():
 
 
 def test_scores_are_of_the_measured_end():
-    (one, *_) = drawn(rng(), 1, 1, a=0.8, b=1.2, noise=0.0)
-    scored = Scored(one, Forecast(one.error_end / 2, None), one.error_end)
+    (target, *_) = drawn(rng(), 1, 1, a=0.8, b=1.2, noise=0.0)
+    scored = Scored(target, Forecast(target.error_end / 2, None), target.error_end)
     assert scored.error == pytest.approx(math.log(2))
     assert scored.is_covered is None
     assert Score(PERSISTENCE, [scored]).covered == (0, 0)

@@ -38,12 +38,12 @@ def test_a_confounder_is_seen():
 
 def test_the_value_is_that_of_the_textbook_formula():
     first, second, given, names = planted(np.random.default_rng(2), effect=1.0)
-    ranks = [rankdata(one) for one in (first, second, given[:, 0])]
+    ranks = [rankdata(values) for values in (first, second, given[:, 0])]
     matrix = np.corrcoef(ranks)
     xy, xz, yz = matrix[0, 1], matrix[0, 2], matrix[1, 2]
     expected = (xy - xz * yz) / math.sqrt((1 - xz**2) * (1 - yz**2))
-    found = present(partial_correlation(first, second, given, names))
-    assert found.value == pytest.approx(expected)
+    correlation = present(partial_correlation(first, second, given, names))
+    assert correlation.value == pytest.approx(expected)
 
 
 def test_intervals_are_over_trainings_not_checkpoints():
@@ -54,10 +54,10 @@ def test_intervals_are_over_trainings_not_checkpoints():
     wrong = naive = 0
     for _ in range(300):
         first, second, given, names = planted(generator, effect=0.0)
-        found = present(partial_correlation(first, second, given, names))
-        wrong += found.p_value < 0.05
+        correlation = present(partial_correlation(first, second, given, names))
+        wrong += correlation.p_value < 0.05
         error = 1 / math.sqrt(len(names) - 4)
-        naive += 2 * norm.sf(abs(math.atanh(found.value)) / error) < 0.05
+        naive += 2 * norm.sf(abs(math.atanh(correlation.value)) / error) < 0.05
     assert wrong / 300 < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 300)
     assert naive / 300 > 0.3
 
@@ -71,8 +71,8 @@ def test_too_few_trainings_or_nothing_that_varies_is_unknown():
 def test_ratios_are_averaged_within_a_training_first():
     logs = {"a": [0.1, 0.3], "b": [0.2], "c": [0.4, 0.4, 0.4, 0.4]}
     means = np.array([0.2, 0.2, 0.4])
-    found = present(mean_ratio(logs))
-    assert found.value == pytest.approx(math.exp(means.mean()))
+    ratio = present(mean_ratio(logs))
+    assert ratio.value == pytest.approx(math.exp(means.mean()))
     half = 4.302653 * means.std(ddof=1) / math.sqrt(3)  # Student's 97.5% quantile at 2 degrees
-    assert found.high == pytest.approx(math.exp(means.mean() + half), rel=1e-6)
+    assert ratio.high == pytest.approx(math.exp(means.mean() + half), rel=1e-6)
     assert mean_ratio({"a": [0.1], "b": [0.2], "c": []}) is None

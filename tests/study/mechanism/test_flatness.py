@@ -26,7 +26,7 @@ def judged(directory, study, rows) -> dict[str, set[str]]:
         if "curvature/trace" in row:
             row |= {"curvature/relative_trace": row["curvature/trace"] / 1000, "peak_lr": 1e-3}
     lines = table(directory, study, rows)
-    return {name: {one.outcome for one in line.details} for name, line in lines.items()}
+    return {name: {detail.outcome for detail in line.details} for name, line in lines.items()}
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,14 @@ def test_an_average_is_compared_at_its_loss(tmp_path, factor):
         if row["average"]:  # curvature half as large, at every step
             values = {"trace": 450.0 * jitter(row["run"]), "lambda_max": 10.0 * jitter(row["run"])}
             row |= {f"curvature/{name}": value for name, value in values.items()}
-    found = averaged(study, rows)
-    assert {(one.kind, one.row["step"]) for one in found} == {("LAWA", 320), ("soup", 320)}
-    for one in found:
-        expected = math.log(factor * jitter(one.training) ** 0.2)
-        assert at_equal_loss(study, one) == pytest.approx(expected)
+    averages = averaged(study, rows)
+    assert {(average.kind, average.row["step"]) for average in averages} == {
+        ("LAWA", 320),
+        ("soup", 320),
+    }
+    for average in averages:
+        expected = math.log(factor * jitter(average.training) ** 0.2)
+        assert at_equal_loss(study, average) == pytest.approx(expected)
     verdicts = judged(tmp_path, study, rows)["flat-averages"]
     assert verdicts == {0.6: YES, 1.0: YES | OPEN, 1.5: YES | NO}[factor]
     assert f"quant/{SPEC}/cross_entropy" in rows[0]

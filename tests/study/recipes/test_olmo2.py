@@ -166,7 +166,7 @@ def test_the_7b_on_one_node_of_80_gb_is_two_pipeline_stages():
 )
 @pytest.mark.parametrize("profile", ["full", "smoke"])
 def test_averages_lie_within_one_run(recipe, profile):
-    """A window ends where it is measured or less than an interval before, and begins behind
+    """A window ends where it is measured or less than an interval before, and begins after
     warm-up and branch.
     """
     study = resolve(recipe, profile)

@@ -81,7 +81,7 @@ def test_runs_read_the_texts_of_the_study(recipe, profile):
     """Paths of a run start at ROOT/STUDY/RUN."""
     study = resolve(recipe, profile)
     for run in study.trained:
-        found = [
+        paths = [
             os.path.normpath(Path("ROOT/STUDY") / run.name / str(path))
             for path in (run.data.train, run.data.held_out, run.data.tokenizer)
         ]
@@ -89,9 +89,9 @@ def test_runs_read_the_texts_of_the_study(recipe, profile):
             assert study.text.train is not None
             owner, name = study.text.tokenizer.split("/")
             texts = [f"ROOT/texts/{file.name}" for file in (study.text.train, study.text.held_out)]
-            assert found == [*texts, f"ROOT/texts/{owner}--{name}"]
+            assert paths == [*texts, f"ROOT/texts/{owner}--{name}"]
         else:
-            assert found == [
+            assert paths == [
                 f"ROOT/STUDY/data/{part}" for part in ("train", "held_out", "corpus/tokenizer")
             ]
 

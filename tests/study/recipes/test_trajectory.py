@@ -79,12 +79,12 @@ def names(study: Study) -> dict[str, list[str]]:
 def test_of_the_hub_a_line_per_stage_and_ingredient(capsys):
     study = trajectory("full", source=REPO)
     assert study.name == "trajectory-OLMo-2-1124-7B"
-    assert [(run, len(found)) for run, found in names(study).items()] == [
+    assert [(run, len(revisions)) for run, revisions in names(study).items()] == [
         ("stage1", 4), ("stage2-ingredient1", 2), ("stage2-ingredient3", 1),
     ]  # fmt: skip
-    told = capsys.readouterr().err
-    assert all(f"left out: {name}" in told for name in ("nonsense", "main"))
-    assert "is of the same step as" in told  # 2000 is there under two names
+    message = capsys.readouterr().err
+    assert all(f"left out: {name}" in message for name in ("nonsense", "main"))
+    assert "is of the same step as" in message  # 2000 is there under two names
     stage1 = lines(study)[0]
     assert [revision.step for revision in stage1.revisions] == [1000, 2000, 477_000, 928_646]
     # configs/annealing/peteish7-from-477000-*.yaml starts from 2.0707e-4
@@ -163,7 +163,7 @@ def test_of_exports_with_their_averages_as_lines_of_their_own(tmp_path, text_dir
         "training": ["step00000064", "step00000128"],
         "lawa5x16": ["lawa5x16-step00000064", "lawa5x16-step00000128"],
     }
-    assert [one.learning_rate for one in lines(study)[1].revisions] == [None, None]
+    assert [revision.learning_rate for revision in lines(study)[1].revisions] == [None, None]
 
 
 def command(*arguments: str) -> str:

@@ -127,7 +127,7 @@ def database(request, tmp_path):
     all.
     """
 
-    def made(kind: str) -> Database:
+    def database_of(kind: str) -> Database:
         if kind == "server":
             port, path = request.getfixturevalue("server")
             return Database(f"http://127.0.0.1:{port}", f"sqlite:///{path}")
@@ -141,7 +141,7 @@ def database(request, tmp_path):
         uri = f"postgresql+psycopg2://quantdyn@127.0.0.1:{port}/{name}"
         return Database(uri, uri)
 
-    return made
+    return database_of
 
 
 @pytest.fixture(scope="session")

@@ -46,17 +46,17 @@ class Database(NamedTuple):
 
     def points(self, study: str) -> dict[str, Held]:
         """Points of all active runs of a study, by the run's name."""
-        found: dict[str, Held] = defaultdict(lambda: defaultdict(list))
+        points: dict[str, Held] = defaultdict(lambda: defaultdict(list))
         for row in self.execute(POINTS, study=study):
-            found[row.run][row.name, row.at].append(row.value)
-        return found
+            points[row.run][row.name, row.at].append(row.value)
+        return points
 
     def runs(self, study: str) -> dict[str, list[str]]:
         """Ids of all active runs of a study, by name."""
-        found: dict[str, list[str]] = defaultdict(list)
+        ids: dict[str, list[str]] = defaultdict(list)
         for row in self.execute(RUNS, study=study):
-            found[row.run].append(row.id)
-        return found
+            ids[row.run].append(row.id)
+        return ids
 
 
 def write_small_study(root: Path, name: str, runs: int) -> tuple[Path, Study]:
@@ -105,10 +105,10 @@ def value_of(name: str, step: int, attempt: int) -> float:
 
 def expected(steps: int, since: dict[int, int]) -> Held:
     """The right rows: of `steps` steps, those from since[attempt] on have that attempt's values."""
-    held: Held = {}
+    rows: Held = {}
     for step in range(1, steps + 1):
         attempt = max(number for number, first in since.items() if step >= first)
         for name in FIGURES:
             key = name if name == "learning_rate" else f"train/{name}"
-            held[key, step * TOKENS_PER_STEP] = [value_of(name, step, attempt)]
-    return held
+            rows[key, step * TOKENS_PER_STEP] = [value_of(name, step, attempt)]
+    return rows

@@ -120,7 +120,7 @@ def test_training_beside_an_importer_whose_server_never_answers_is_the_same(
         assert follower.stderr
         assert (
             "dp1: MLflow's store http://127.0.0.1" in follower.stderr.readline()
-        )  # it goes on after this line
+        )  # it continues after this line
         done = ranks(1, "train", "run", str(tmp_path / "study/dp1"))
         assert follower.poll() is None or follower.returncode == 2, (
             "2: the run was done, the last import failed"
@@ -131,11 +131,12 @@ def test_training_beside_an_importer_whose_server_never_answers_is_the_same(
     assert done.returncode == 0, done.stderr[-2000:]
     alone, beside = RunDirectory(trained("dp1")), RunDirectory(tmp_path / "study/dp1")
     rows = [
-        [{key: row[key] for key in row.keys() - TIMES} for row in read_metrics(one.metrics)]
-        for one in (alone, beside)
+        [{key: row[key] for key in row.keys() - TIMES} for row in read_metrics(directory.metrics)]
+        for directory in (alone, beside)
     ]
     assert rows[0] == rows[1]
     files = [
-        {str(path.relative_to(one.path)) for path in one.path.rglob("*")} for one in (alone, beside)
+        {str(path.relative_to(directory.path)) for path in directory.path.rglob("*")}
+        for directory in (alone, beside)
     ]
     assert files[0] == files[1]

@@ -33,7 +33,7 @@ def check(database: Database, study, steps: int, since: dict[int, int]) -> None:
     for run in study.runs:
         assert points[run.name] == expected(steps, since)
     ids = database.runs(study.name)
-    assert {name: len(found) for name, found in ids.items()} == dict.fromkeys(
+    assert {name: len(run_ids) for name, run_ids in ids.items()} == dict.fromkeys(
         [study.name, *points], 1
     )
 
@@ -167,7 +167,7 @@ def test_eight_that_find_no_store_create_it_once(database, forked, tmp_path):
 
 
 def test_rows_that_a_resumed_run_replaced_are_not_shown(database, tmp_path):
-    """Live import, then a kill, then training goes on from an older checkpoint: other values, at
+    """Live import, then a kill, then training resumes from an older checkpoint: other values, at
     other times.
     """
     there = database("sqlite")
@@ -183,7 +183,7 @@ def test_rows_that_a_resumed_run_replaced_are_not_shown(database, tmp_path):
     (run / "metrics.jsonl").write_text(whole[: whole.rindex("\n") + 1])
     append_steps(run, range(201, 251), 2)
     mirror_run(directory, study, run.name, there.uri)
-    check(there, study, 250, {1: 1, 2: 201})  # not those behind step 250 either, which come again
+    check(there, study, 250, {1: 1, 2: 201})  # not those after step 250 either, which come again
     second = there.runs("resumed")[run.name]
     assert second != first
     append_steps(run, range(251, 301), 2)

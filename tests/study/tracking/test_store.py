@@ -66,10 +66,10 @@ def test_a_store_that_does_not_answer_is_told_of_in_one_line_and_soon(tmp_path, 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setenv("PGCONNECT_TIMEOUT", "2")
     with socket.socket() as silent, socket.socket() as closed:
-        for one in (silent, closed):
-            one.bind(("127.0.0.1", 0))
+        for listener in (silent, closed):
+            listener.bind(("127.0.0.1", 0))
         silent.listen()
-        ports = [one.getsockname()[1] for one in (silent, closed)]
+        ports = [listener.getsockname()[1] for listener in (silent, closed)]
         closed.close()
         tries = {"http": 2, "postgresql+psycopg2": 1}
         for kind in tries:
@@ -110,5 +110,5 @@ def test_an_importer_that_is_killed_in_making_the_schema_leaves_no_store(tmp_pat
     killed.wait()
     assert not store.exists()
     with open_store(store_uri(tmp_path)) as client:
-        assert [one.name for one in client.search_experiments()] == ["Default"]
+        assert [experiment.name for experiment in client.search_experiments()] == ["Default"]
     assert store.exists()
