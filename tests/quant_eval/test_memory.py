@@ -2,6 +2,7 @@
 blocks there are.
 """
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from tests.conftest import make_hf_directory
 from tests.interpreter import interpreter
+from train.data.prepare import prepare
 
 BLOCKS = (2, 18)
 HIDDEN, INTERMEDIATE = 512, 1536
@@ -24,10 +26,20 @@ print(int(next(line for line in open("/proc/self/status") if line.startswith("Vm
 """
 
 
+@pytest.fixture(scope="module")
+def short_documents(tmp_path_factory, tokenizer_dir) -> Path:
+    """A token file of 64 documents of some ten tokens: time goes with tokens, memory does not."""
+    place = tmp_path_factory.mktemp("short")
+    source = place / "short.jsonl"
+    source.write_text("".join(json.dumps({"text": f"for {n} in self"}) + "\n" for n in range(64)))
+    prepare([source], tokenizer_dir, place / "short")
+    return place / "short"
+
+
 @pytest.fixture(
     params=["rtn-b4-g128", pytest.param("gptq-b4-g128", marks=pytest.mark.stress)], scope="module"
 )
-def peaks(request, tmp_path_factory, train_prefix, held_out_prefix) -> list[float]:
+def peaks(request, tmp_path_factory, short_documents) -> list[float]:
     """Peak memory of the whole process in MiB, by number of blocks."""
     sizes = []
     for blocks in BLOCKS:
@@ -39,10 +51,10 @@ def peaks(request, tmp_path_factory, train_prefix, held_out_prefix) -> list[floa
             intermediate_size=INTERMEDIATE,
         )
         options = {
-            "calibration": train_prefix,
-            "eval": held_out_prefix,
+            "calibration": short_documents,
+            "eval": short_documents,
             "spec": request.param,
-            "eval-tokens": 5000,
+            "eval-tokens": 500,
         }
         options |= {"calibration-sequences": 8, "dtype": "fp32", "out": root / "out"}
         arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
