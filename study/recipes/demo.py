@@ -83,6 +83,7 @@ def tiny(*, smoke: bool = False) -> Study:
             along=("w4a4-g32-quarot",),
             by_block=("gptq-b3-g32",),
             calibration_sequences=32,
+            calibration_draws=2,
             eval_tokens=16_384,
             block_tokens=16_384,
         )
@@ -112,6 +113,6 @@ def tiny(*, smoke: bool = False) -> Study:
             slice_grid=5 if smoke else 9,
             slice_sequences=8,
         ),
-        averaged_steps=saves if smoke else saves[-1:],
+        averaged_steps=saves[-1:],
         soups=(SoupSettings(name="soup-anneal", steps=saves),) if smoke else (),
     )

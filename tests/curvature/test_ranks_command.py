@@ -51,7 +51,15 @@ def result_of(directory: Path) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(("size", "sharding"), [(2, "none"), (2, "fsdp"), (3, "none"), (3, "fsdp")])
+@pytest.mark.parametrize(
+    ("size", "sharding"),
+    [
+        (2, "none"),
+        pytest.param(2, "fsdp", marks=pytest.mark.stress),
+        pytest.param(3, "none", marks=pytest.mark.stress),
+        (3, "fsdp"),
+    ],
+)
 def test_ranks_change_rounding_alone(tmp_path, model, alone, held_out_prefix, size, sharding):
     out = tmp_path / "out"
     program = [

@@ -50,7 +50,7 @@ def alone() -> Shared:
     return Shared(joined([record.parts]), [record.figures])
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.stress), 3])
 def shared(request, tmp_path_factory) -> Shared:
     """Processes over gloo that hold a part of every parameter each; a hang ends in a timeout."""
     out = tmp_path_factory.mktemp("shared")

@@ -50,7 +50,7 @@ def test_list_show_and_status(study_dir, study):
     assert "lr3e-2: peak 0.03" in shown
     assert "methods rtn-b3-g32, int8-t6" in shown
     assert "by_block gptq-b3-g32" in shown
-    assert "averages quantized: lawa5x4 at 48, 72" in shown
+    assert "averages quantized: lawa5x4 at 72" in shown
     assert "soup-anneal: the mean of the checkpoints at 48, 72, quantized" in shown
     status = study_command("status", "tiny", "--root", str(study_dir.parent))
     # results alone do not make a step complete: nothing says which command left them
