@@ -28,11 +28,10 @@ from slurm.submission.record import (
 from slurm.submission.script import ranges
 from slurm.submission.submit import dry_run, submit, training_layouts
 from slurm.submission.survey import survey
-from study.definition import Study
+from study.definition import Study, save_study
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
 from study.recipes import resolve
-from tests.interpreter import interpreter
 from tests.slurm.lab import Lab, running
 from tests.slurm.small_study import PROJECT, site_of, small_study
 from tests.waiting import HANG_SECONDS
@@ -385,22 +384,25 @@ def test_indices_are_written_as_ranges():
     assert ranges([0, 2, 3, 5]) == "0,2-3,5"
 
 
-def test_two_processes_that_submit_at_once_submit_once(full, root, study):
+def test_two_processes_that_submit_at_once_submit_once(full, root, tmp_path):
+    save_study(tmp_path, small_study("s", steps=24, runs=2, restart_every=None, curved=True))
     code = (
         "import sys; from pathlib import Path\n"
-        "from slurm.submission.submit import submit\n"
-        "from tests.slurm.small_study import site_of, small_study\n"
         "from base.errors import UserError\n"
+        "from slurm.site import Site\n"
+        "from slurm.submission.submit import submit\n"
+        "from study.definition import load_study\n"
         "try:\n"
-        "    study = small_study('s', steps=24, runs=2, restart_every=None, curved=True)\n"
-        f"    site = site_of(Path(sys.argv[1])).model_copy(update={{'python': {interpreter()!r}}})\n"
-        "    print(len(submit(study, site)))\n"
+        "    print(len(submit(load_study(Path(sys.argv[1])), Site.model_validate_json(sys.argv[2]))))\n"
         "except UserError as error:\n"
         "    print(error)\n"
     )
     both = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(root)], cwd=PROJECT, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, str(tmp_path), site_of(root).model_dump_json()],
+            cwd=PROJECT,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for _ in range(2)
     ]

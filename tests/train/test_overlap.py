@@ -116,7 +116,9 @@ def equals_overlapped(rank: Rank) -> None:
     assert all(map(torch.equal, own, other))
 
 
-@pytest.mark.parametrize(("processes", "pipeline"), [(4, 2), pytest.param(2, 1, marks=pytest.mark.stress)])
+@pytest.mark.parametrize(
+    ("processes", "pipeline"), [(4, 2), pytest.param(2, 1, marks=pytest.mark.stress)]
+)
 def test_overlap_changes_nothing(tmp_path, inputs, processes, pipeline):
     """Bit for bit: two ranks' gradients have one sum, and nothing is clipped.
 
