@@ -16,6 +16,15 @@ PROJECT = Path(__file__).resolve().parents[2]
 SLEEPING = "import subprocess; subprocess.run(['sleep', '600.25'])"  # with a child of its own
 
 
+def environment() -> dict[str, str]:
+    """That of the steps, the same throughout a test: pytest names its phase there."""
+    return {
+        name: value
+        for name, value in child_environment("").items()
+        if name != "PYTEST_CURRENT_TEST"
+    }
+
+
 def sleeping() -> list[psutil.Process]:
     candidates = psutil.process_iter(["cmdline"])
     return [process for process in candidates if "600.25" in (process.info["cmdline"] or ())]
@@ -27,22 +36,25 @@ def processes(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", interpreter())
     monkeypatch.setattr(warm, "COMMANDS", {"ckpt_tools", "timeit"})
     with (tmp_path / "lock").open("a") as lock, Processes(PROJECT, lock.fileno()) as processes:
-        processes.warm_up(child_environment(""))
+        processes.warm_up(environment())
         wait_until(processes.is_warm, "the imports")
         yield processes
 
 
-def outcome(processes: Processes, log: Path, environment: dict[str, str]) -> tuple[int, str]:
+def outcome(
+    processes: Processes, log: Path, variables: dict[str, str], *, is_fork: bool
+) -> tuple[int, str]:
     command = [sys.executable, "-m", "ckpt_tools", "inspect", "nowhere"]
     with log.open("wb") as output:
-        status = processes.start(command, output, environment).wait()
-    return status, log.read_text()
+        process = processes.start(command, output, variables)
+    assert (process._started is None) == is_fork
+    return process.wait(), log.read_text()
 
 
 def test_a_fork_ends_as_a_new_interpreter_does(processes, tmp_path):
-    forked = outcome(processes, tmp_path / "forked.log", child_environment(""))
-    other = child_environment("") | {"ANOTHER": "environment"}  # which no fork can have
-    assert forked == outcome(processes, tmp_path / "new.log", other)
+    forked = outcome(processes, tmp_path / "forked.log", environment(), is_fork=True)
+    other = environment() | {"ANOTHER": "environment"}  # which no fork can have
+    assert forked == outcome(processes, tmp_path / "new.log", other, is_fork=False)
     assert forked[0] == 2
     assert forked[1].startswith("error: nowhere is not a directory")
 
@@ -51,7 +63,8 @@ def test_a_fork_ends_as_a_new_interpreter_does(processes, tmp_path):
 def test_a_fork_leaves_nothing_when_its_runner_ends_it_or_is_gone(processes, tmp_path, how):
     with (tmp_path / "log").open("wb") as output:
         command = [sys.executable, "-m", "timeit", SLEEPING]
-        process = processes.start(command, output, child_environment(""))
+        process = processes.start(command, output, environment())
+    assert process._started is None, "a fork"
     wait_until(sleeping, "a child of the fork at work")
     if how == "end":
         process.end()
