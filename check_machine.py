@@ -1,4 +1,4 @@
-"""Checks of `make` before it downloads anything: this Python, its venv module, the disk.
+"""Checks of `make` before it downloads anything: this Python, its venv module, .venv, the disk.
 
 `python3 check_machine.py [TORCH_INDEX]` ends with one line and exit code 2 where .venv could not be
 built. It needs no package, and runs under the Pythons that it refuses too.
@@ -54,6 +54,16 @@ def disk_problem(free: float, torch_index: str) -> str | None:
     return line
 
 
+def link_problem(place: Path) -> str | None:
+    """Return why `place` cannot be built anew, or None: what a link points to would be emptied."""
+    if not place.is_symlink():
+        return None
+    return (
+        f"{place} is a link to {place.readlink()}, which building it would empty: remove the link"
+        f" (rm {place}), then run make again"
+    )
+
+
 def size(directory: str) -> int:
     """Return the bytes that a directory tree takes, 0 where there is none."""
     return sum(path.lstat().st_blocks * 512 for path in Path(directory).rglob("*"))
@@ -63,7 +73,12 @@ def main(torch_index: str = "") -> None:
     """End with the first problem's line, if there is one."""
     version = sys.version_info[:2]
     free = shutil.disk_usage(".").free + size(".venv")  # the old .venv makes room for the new one
-    problem = python_problem(version) or venv_problem(version) or disk_problem(free, torch_index)
+    problem = (
+        python_problem(version)
+        or venv_problem(version)
+        or link_problem(Path(".venv"))
+        or disk_problem(free, torch_index)
+    )
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)

@@ -188,6 +188,17 @@ def test_a_machine_that_cannot_is_refused_before_its_venv_is_touched(checkout):
     assert (checkout / ".venv" / "kept").exists()
 
 
+def test_a_link_to_an_environment_is_refused_and_what_it_points_to_is_kept(checkout):
+    elsewhere = checkout / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    (checkout / ".venv").symlink_to(elsewhere)
+    done = make(checkout)
+    assert done.returncode == 2
+    assert f"error: .venv is a link to {elsewhere}" in done.stderr
+    assert (elsewhere / "kept").exists()
+
+
 @pytest.mark.parametrize(
     ("version", "right"), [((3, 10), False), ((3, 11), True), ((3, 13), True), ((3, 14), False)]
 )

@@ -89,6 +89,13 @@ def hadamard_matrix(size: int) -> Tensor:
 
     Args:
         size: 1, 2, a multiple of 4 up to 256, or a power of two.
+
+    Example: rows of equal size, at right angles.
+        >>> matrix = hadamard_matrix(12)
+        >>> torch.allclose(matrix @ matrix.T, torch.eye(12, dtype=torch.float64))
+        True
+        >>> round(float(matrix.abs().min()), 3) == round(float(matrix.abs().max()), 3) == 0.289
+        True
     """
     from compressed_tensors.transform.utils import hadamard
     from safetensors import safe_open

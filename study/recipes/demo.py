@@ -3,7 +3,7 @@
 from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
-from study.recipes.parts import data_of, recipe, study, sweep
+from study.recipes.parts import SMALL_TEXT, data_of, recipe, study, sweep
 from study.soups import SoupSettings
 from study.text.kinds import PackageSources
 from train.model.presets import olmo2
@@ -98,7 +98,7 @@ def tiny(*, smoke: bool = False) -> Study:
             "schedule: arXiv 2501.00656, section 4.1, figure 11",
             "quantization, curvature, averages: arXiv 2510.06213, sections 3 to 6, appendix C",
         ),
-        text=TEXT,
+        text=SMALL_TEXT if smoke else TEXT,
         seeds=() if smoke else SEEDS,
         detailed="first seed",
         ranks=2 if smoke else 1,

@@ -16,7 +16,7 @@ from study.definition import Study
 from study.design import with_controls, with_seeds
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
-from study.text.kinds import PackageSources, PreparedText, Text, TokenFile, places_of
+from study.text.kinds import PACKAGES, PackageSources, PreparedText, Text, TokenFile, places_of
 from train.data.config import DataConfig
 from train.model.config import ModelConfig
 from train.run.config import BranchFrom, RunConfig
@@ -67,12 +67,12 @@ WEB_CURVATURE = CurvatureSettings(
 )
 
 # The profile smoke: the same structure, minutes on two cores.
-SMALL_TEXT = PackageSources(vocab_size=1024)
+SMALL_TEXT = PackageSources(packages=PACKAGES[:2], vocab_size=1024)  # 5 MB of 20: without sympy
 SMALL_QUANTIZATION = QuantizationSettings(
     specs=("gptq-b3-g32", "gptq-b4-g32"),
     methods=("rtn-b3-g32",),
     calibration_sequences=32,
-    eval_tokens=16_384,  # 26 documents of SMALL_TEXT
+    eval_tokens=16_384,  # 27 documents of SMALL_TEXT
     block_tokens=16_384,
 )
 SMALL_CURVATURE = CurvatureSettings(

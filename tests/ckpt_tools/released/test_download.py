@@ -78,6 +78,15 @@ def test_from_the_hub_and_never_twice(hub, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("3 revisions in ")
 
 
+def whole_files(notes: Path) -> set[str]:
+    """Files that huggingface_hub has noted as whole: by commit, hash and time, a line each."""
+    return {
+        note.stem
+        for note in notes.glob("*.metadata")
+        if note.read_text().count("\n") == 3  # it may be open and not yet written
+    }
+
+
 def test_a_killed_download_goes_on(hub, tmp_path):
     """SIGKILL while half of the second shard is there: no record, and no whole file fetched
     twice.
@@ -100,15 +109,9 @@ def test_a_killed_download_goes_on(hub, tmp_path):
     process = subprocess.Popen(command, text=True, **settings)
     try:
         assert hub.reached_stall.wait(HANG_SECONDS)
-        noted = (
-            tmp_path / "models" / FIRST / ".cache" / "huggingface" / "download"
-        )  # once a file is whole
+        notes = tmp_path / "models" / FIRST / ".cache" / "huggingface" / "download"
         others = WANTED - {hub.stalled}
-        wait_until(
-            lambda: others <= {path.stem for path in noted.glob("*.metadata")},
-            "the other files",
-            process,
-        )
+        wait_until(lambda: others <= whole_files(notes), "the other files", process)
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
