@@ -144,7 +144,7 @@ def _settings(threads: int, device: str) -> dict[str, str]:
 def run_job(job: Job) -> Report:
     """Run the library on the job, in an empty directory of its own.
 
-    The weights are in `job.out`. UserError, with its process's last line, if the library failed or
+    The weights are in `job.out`. UserError, with its process's error line, if the library failed or
     did not do what the job says.
     """
     job = job.model_copy(
