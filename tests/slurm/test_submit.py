@@ -384,8 +384,8 @@ def test_indices_are_written_as_ranges():
     assert ranges([0, 2, 3, 5]) == "0,2-3,5"
 
 
-def test_two_processes_that_submit_at_once_submit_once(full, root, tmp_path):
-    save_study(tmp_path, small_study("s", steps=24, runs=2, restart_every=None, curved=True))
+def test_two_processes_that_submit_at_once_submit_once(full, root, study, tmp_path):
+    save_study(tmp_path, study)
     code = (
         "import sys; from pathlib import Path\n"
         "from base.errors import UserError\n"

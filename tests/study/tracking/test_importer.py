@@ -140,9 +140,7 @@ def test_eight_importers_that_are_killed_fifty_times_leave_every_row_once(
     kill_and_repeat(database(kind), forked, tmp_path, f"many-kills-{kind}", runs=8, kills=50)
 
 
-@pytest.mark.parametrize(
-    "kind", ["sqlite", "postgres", pytest.param("server", marks=pytest.mark.stress)]
-)
+@pytest.mark.parametrize("kind", [*STORES[:-1], pytest.param(STORES[-1], marks=pytest.mark.stress)])
 def test_eight_at_once_of_other_runs_and_of_the_same_one(database, forked, tmp_path, kind):
     there = database(kind)
     run_to_end([forked(create_store, there.uri)])
