@@ -48,7 +48,7 @@ demo: venv
 test: venv  # on two cores three workers: tests that wait for SLURM leave room
 	$(PYTHON) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-test-gpu: venv  # at most 8 minutes on one GPU; says so where there is none
+test-gpu: venv  # at most 15 minutes on one GPU; says so where there is none
 	$(PYTHON) -m tests.gpu
 
 gpu-bundle: venv  # wheels for a GPU machine without network

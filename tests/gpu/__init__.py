@@ -1,4 +1,4 @@
-"""Acceptance on one GPU: what this project says of GPUs, measured on one in 8 minutes. `make
+"""Acceptance on one GPU: what this project says of GPUs, measured on one in 15 minutes. `make
 test-gpu` runs it.
 
 Every check is a function of a `Place` that returns figures. All inputs are made here: random

@@ -6,6 +6,7 @@ import re
 import shutil
 import statistics
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,29 @@ def other_kernels(
             difference,
             "nats/token, largest difference",
             most=2e-2 if precision == "bf16" else 1e-1,
+        )
+    ]
+
+
+def deepspeed(place: Place) -> list[Figure]:
+    """The same run in bf16 by megatron-core and by DeepSpeed."""
+    if not find_spec("deepspeed"):
+        raise SkippedError("deepspeed is not installed")
+    sizes, engines = place.sizes, ("megatron", "deepspeed")
+    for engine in engines:
+        make_run(
+            *(place.work / engine, sizes.compared, sizes.compared_length),
+            steps=sizes.compared_steps,
+            precision="bf16",
+            engine=engine,
+        )
+        train(place.work / engine, place.device)
+    return [
+        Figure(
+            f"losses of {sizes.compared_steps} steps in bf16, megatron-core against DeepSpeed",
+            apart(*(losses(place.work / engine) for engine in engines)),
+            "nats/token, largest difference",
+            most=2e-2,
         )
     ]
 

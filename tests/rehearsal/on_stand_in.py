@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from tests.gpu.__main__ import checks
+from tests.gpu.checks import checks
 from tests.gpu.place import IN_SMALL, Place
 from tests.rehearsal.stand_in import gpu, without_attention_kernels
 

@@ -1,12 +1,15 @@
 """Every check of tests/gpu on this CPU, in small: what is measured there runs here first."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.__main__ import checks, main, run
+from tests.gpu.__main__ import main
 from tests.gpu.bundle import PACKAGES, PROJECT, locked, parts
+from tests.gpu.checks import checks, run
 from tests.gpu.figures import Figure, table
 from tests.gpu.place import FORKS, IN_SMALL, Place
 from tests.rehearsal.on_stand_in import run_one
@@ -14,7 +17,11 @@ from tests.rehearsal.on_stand_in import run_one
 SECONDS = 600.0  # nothing is timed here: a bound on a check that hangs
 NEEDS_GPU = {"Transformer Engine", "fp8", "libraries", "saved checkpoints in vLLM"}
 TRAINING = "training, CPU and GPU"  # starts new interpreters
-STARTS_TRAINING = {TRAINING, "saves"}  # as a command: tests/rehearsal/test_training.py has that
+STARTS_TRAINING = {
+    TRAINING,
+    "DeepSpeed",
+    "saves",
+}  # as a command: tests/rehearsal/test_training.py has that
 NAMES = list(checks(Place("cpu", IN_SMALL, Path())))
 QUICK = [name for name in NAMES if name not in {*NEEDS_GPU, TRAINING}]
 
@@ -99,6 +106,21 @@ def test_without_a_gpu_it_is_skipped_as_a_whole(monkeypatch, tmp_path, capfd):
     assert main() == 0
     assert capfd.readouterr().out.startswith("skipped as a whole: torch sees no GPU")
     assert not (tmp_path / "report.json").exists()
+
+
+def test_the_command_starts_checks_and_writes_their_figures(tmp_path):
+    """Processes of the checks have to find what `python -m tests.gpu` has as its __main__."""
+    out = tmp_path / "report.json"
+    command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--only", "snap|^rope"]
+    done = subprocess.run(
+        [*command, "--out", str(out)], cwd=PROJECT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = {
+        figure["name"]: figure["verdict"] for figure in json.loads(out.read_text())["figures"]
+    }
+    assert len(verdicts) == 3
+    assert set(verdicts.values()) == {"ok", "recorded"}
 
 
 def test_a_bundle_holds_what_the_checks_import_in_parts_that_fit():

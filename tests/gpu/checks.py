@@ -1,0 +1,100 @@
+"""Every check by name, and running them, each in a process of its own."""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tests.gpu import casts, gptq, hessian, kernels, libraries, saved, training
+from tests.gpu.figures import Figure, SkippedError, table
+from tests.gpu.place import FORKS, Place
+
+
+def checks(place: Place) -> dict[str, Callable[[Place], list[Figure]]]:
+    """Every check by name, in the order in which they run: what would spoil the others comes
+    first.
+    """
+    entries: dict[str, Callable[[Place], list[Figure]]] = {
+        "nccl": kernels.nccl,
+        "rope": kernels.rope,
+        "documents": kernels.documents,
+        "training, CPU and GPU": training.cpu_and_gpu,
+        "DeepSpeed": training.deepspeed,
+        "GPTQ, CPU and GPU": gptq.cpu_and_gpu,
+        "GPTQ, CUDA graph": gptq.graph_and_plain,
+        "GPTQ, bf16 Hessian": gptq.bf16_hessian,
+        "casts, linear": casts.cast_linear,
+        "casts, KV cache": casts.cache,
+        "casts, grids": casts.grids,
+        "Hessian, CPU and GPU": hessian.cpu_and_gpu,
+        "Hessian, vectors on the host": hessian.vectors_on_the_host,
+    }
+    entries |= {f"speed, {name}": partial(training.speed, name=name) for name in place.sizes.timed}
+    return entries | {
+        "GPTQ, block": gptq.block_seconds,
+        "Hessian, seconds": hessian.seconds,
+        "saves": training.saves,
+        "snapshots": training.snapshots,
+        "Transformer Engine": training.other_kernels,
+        "fp8": training.fp8,
+        "libraries": libraries.cpu_and_gpu,
+        "saved checkpoints in vLLM": saved.in_vllm,
+    }
+
+
+def _run_one(name: str, place: Place, out: Path) -> None:
+    """In a process of its own: writes the check's figures, a failed or skipped one where it has
+    none.
+    """
+    try:
+        if place.device == "cuda":
+            torch.set_num_threads(
+                max(1, (os.cpu_count() or 1) // 2)
+            )  # what runs on the CPU beside it is not timed
+        figures = checks(place)[name](place)
+    except SkippedError as reason:
+        figures = [Figure(name, None, note=str(reason), skipped=True)]
+    except BaseException as error:  # noqa: BLE001  whatever it is, the other checks continue
+        traceback.print_exc()
+        figures = [
+            Figure(
+                name, None, note=f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+            )
+        ]
+    out.write_text(json.dumps([figure._asdict() for figure in figures]))
+
+
+def run(place: Place, names: Iterable[str], total_seconds: float) -> list[Figure]:
+    """The figures of all checks; those of a check that takes longer than is left are its name,
+    failed.
+    """
+    ends_at = time.monotonic() + total_seconds
+    figures: list[Figure] = []
+    for number, name in enumerate(names):
+        work = place.work / str(number)
+        work.mkdir(parents=True)
+        began_at, out = time.monotonic(), place.work / f"{number}.json"
+        child = FORKS.Process(
+            target=_run_one, args=(name, Place(place.device, place.sizes, work), out)
+        )
+        child.start()
+        child.join(max(0.0, ends_at - began_at))
+        if child.is_alive():
+            child.kill()
+            child.join()
+        seconds = time.monotonic() - began_at
+        if out.exists():
+            new = [Figure(**figure) for figure in json.loads(out.read_text())]
+        else:
+            left = f"no figure after {seconds:.0f} s, exit code {child.exitcode}"
+            new = [Figure(name, None, note=left)]
+        # All are printed at the end, and here already, should the machine be taken away before.
+        print(f"{name}: {seconds:.0f} s\n{table(new)}\n", file=sys.stderr, flush=True)
+        figures += new
+    return figures
