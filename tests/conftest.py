@@ -222,6 +222,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16-sp2": (2, {"precision": "bf16", "tensor": 2, "sequence": True}),
     "ds-zero1": (2, {"engine": "deepspeed"}),
 }
+# Four ranks, and bf16 once more, cost 25 core-seconds: what they combine is in other layouts.
+STRESSED = ("tp2dp2", "bf16-sp2")
+
+
+def layouts(*names: str) -> list[Any]:
+    """Parameters of a test for these layouts, the long ones in `make stress` alone."""
+    return [
+        pytest.param(name, marks=pytest.mark.stress) if name in STRESSED else name for name in names
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,10 @@ puts functions of its own in the place of torch's.
 import gc
 import importlib
 import os
+import subprocess
+import sys
 import warnings
+from typing import Any
 
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
@@ -35,6 +38,8 @@ IMPORTED = (
     "train.loop",
 )
 
+BUNDLE = "import vl_convert; print(vl_convert.javascript_bundle(), end='')"
+
 with quick_imports():
     import torch._inductor.compile_fx
 
@@ -48,5 +53,11 @@ with quick_imports():
         import megatron.core  # noqa: F401
 
         torch.compile = compiler
+
+# Every report would bundle its JavaScript anew, for seconds. In a process of its own, because a fork
+# of one that has started V8 hangs.
+bundled = subprocess.run([sys.executable, "-c", BUNDLE], capture_output=True, text=True, check=True)
+page: Any = importlib.import_module("study.report.page")
+page.library = lambda: bundled.stdout
 
 gc.freeze()  # a collection in a fork would copy every page of what is imported here

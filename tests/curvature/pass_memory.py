@@ -22,7 +22,7 @@ from curvature.products.parameters import Probe
 from curvature.settings import HutchinsonSettings
 from tests.curvature.streaming_memory import resident
 
-SEQUENCES, LENGTH, VOCABULARY, DEPTH = 2, 192, 2048, 3
+SEQUENCES, LENGTH, VOCABULARY, DEPTH = 4, 192, 1024, 3
 NOTHING = torch.zeros((), dtype=torch.float64)
 PASSES = ((True, "bf16", False), (True, "bf16", True), (False, "fp32", True))
 
@@ -30,8 +30,8 @@ PASSES = ((True, "bf16", False), (True, "bf16", True), (False, "fp32", True))
 def main() -> None:
     """Bytes of each pass, measured and simulated."""
     shape: dict[str, Any] = {
-        "hidden_size": 256,
-        "intermediate_size": 768,
+        "hidden_size": 128,
+        "intermediate_size": 384,
         "num_attention_heads": 4,
         "eos_token_id": 0,
     }

@@ -44,7 +44,7 @@ SMALLER = (
     (r"--workers 8", "--workers 2"),
     (
         r"(quant_eval run) (models/)",
-        r"\1 --eval-tokens 16384 --calibration-sequences 16 \2",
+        r"\1 --eval-tokens 16384 --calibration-sequences 4 \2",
     ),
     (r"--dtype bf16 --checkpointing", "--checkpointing"),  # a small random model is too rough
     (r"--sequence-length 2048", "--sequence-length 64"),
@@ -52,7 +52,7 @@ SMALLER = (
     (r"curvature slice", "curvature slice --grid 3 --sequences 2"),
     (r"curvature hutchinson", "curvature hutchinson --pairs 2"),
     (
-        r"(study run|slurm submit|study show(?=.* --text)) (tiny|olmo2-\w+-lr)\b",
+        r"(study run|slurm submit|study show) (tiny|olmo2-\w+-lr)\b",
         r"\1 recipes/\2.py",
     ),
     (

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.conftest import LAYOUTS
+from tests.conftest import LAYOUTS, layouts
 from train.run.directory import RunDirectory, read_checkpoint_record
 from train.run.metrics import read_metrics
 
@@ -15,7 +15,7 @@ def losses(run_dir, key="loss"):
     }
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "tp2pp2", "tp2dp2", "sp2"])
+@pytest.mark.parametrize("layout", layouts("dp2", "tp2", "pp2", "tp2pp2", "tp2dp2", "sp2"))
 def test_losses_do_not_depend_on_the_layout(trained, layout):
     """20 fp32 steps with a large learning rate; rounding in sums is amplified by training."""
     reference, other = trained("dp1"), trained(layout)
@@ -44,7 +44,7 @@ def test_grouped_queries_do_not_depend_on_the_layout(trained):
     assert losses(trained("gqa-tp2")) == pytest.approx(losses(trained("gqa-dp1")), abs=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["bf16-dp2", "bf16-tp2pp2", "bf16-sp2"])
+@pytest.mark.parametrize("layout", layouts("bf16-dp2", "bf16-tp2pp2", "bf16-sp2"))
 def test_bf16_does_not_depend_on_the_layout(trained, layout):
     """Partial sums are rounded to 8 bits before they are added up, and training amplifies that.
 
