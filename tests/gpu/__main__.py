@@ -43,6 +43,16 @@ def machine(gpu: str) -> dict[str, Any]:
     }
 
 
+def device_name(device: str) -> str:
+    """The GPU's name, empty where torch sees none; asked in a process of its own, because what asks
+    CUDA cannot fork.
+    """
+    if device == "cpu":
+        return "no GPU, a rehearsal in small"
+    probe = [sys.executable, "-c", PROBE]
+    return subprocess.run(probe, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def main() -> int:
     """Runs all checks where there is a GPU."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
@@ -53,24 +63,19 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=TOTAL_SECONDS, help="of all checks; the rest are failed"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    arguments = parser.parse_args()
-    gpu = (
-        "no GPU, a rehearsal in small"
-        if arguments.device == "cpu"
-        else subprocess.run(
-            [sys.executable, "-c", PROBE], capture_output=True, text=True, check=False
-        ).stdout.strip()
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal in small"
     )
+    arguments = parser.parse_args()
+    gpu = device_name(arguments.device)
     if not gpu:
         print("skipped as a whole: torch sees no GPU here, so nothing of tests/gpu was run")
         return 0
     FORKS.set_forkserver_preload(["torch", "transformers.models.olmo2.modeling_olmo2"])
     began_at = time.monotonic()
     with tempfile.TemporaryDirectory() as work:
-        place = Place(
-            arguments.device, FULL if arguments.device == "cuda" else IN_SMALL, Path(work)
-        )
+        sizes = FULL if arguments.device == "cuda" else IN_SMALL
+        place = Place(arguments.device, sizes, Path(work))
         names = [name for name in checks(place) if re.search(arguments.only, name)]
         figures = run(place, names, arguments.seconds)
     seconds = time.monotonic() - began_at

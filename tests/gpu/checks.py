@@ -54,9 +54,8 @@ def _run_one(name: str, place: Place, out: Path) -> None:
     """
     try:
         if place.device == "cuda":
-            torch.set_num_threads(
-                max(1, (os.cpu_count() or 1) // 2)
-            )  # what runs on the CPU beside it is not timed
+            # What runs on the CPU beside it is not timed.
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
         figures = checks(place)[name](place)
     except SkippedError as reason:
         figures = [Figure(name, None, note=str(reason), skipped=True)]

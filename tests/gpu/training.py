@@ -104,27 +104,12 @@ def other_kernels(
 ) -> list[Figure]:
     """The same run with torch's kernels in bf16 and with Transformer Engine's, in bf16 or fp8."""
     _need(kernels)
-    sizes = place.sizes
-    each: dict[str, dict[str, Any]] = {
-        "torch": {"precision": "bf16", "kernels": "torch"},
-        "other": {"precision": precision, "kernels": kernels},
-    }
-    for name, settings in each.items():
-        make_run(
-            place.work / name,
-            sizes.compared,
-            sizes.compared_length,
-            steps=sizes.compared_steps,
-            **settings,
-        )
-        train(place.work / name, place.device)
-    difference = apart(losses(place.work / "torch"), losses(place.work / "other"))
     return [
-        Figure(
-            f"losses of {sizes.compared_steps} steps, torch in bf16 against {kernels} in"
-            f" {precision}",
-            difference,
-            "nats/token, largest difference",
+        _compared(
+            place,
+            f"torch in bf16 against {kernels} in {precision}",
+            {"precision": "bf16", "kernels": "torch"},
+            {"precision": precision, "kernels": kernels},
             most=2e-2 if precision == "bf16" else 1e-1,
         )
     ]
@@ -134,23 +119,32 @@ def deepspeed(place: Place) -> list[Figure]:
     """The same run in bf16 by megatron-core and by DeepSpeed."""
     if not find_spec("deepspeed"):
         raise SkippedError("deepspeed is not installed")
-    sizes, engines = place.sizes, ("megatron", "deepspeed")
-    for engine in engines:
-        make_run(
-            *(place.work / engine, sizes.compared, sizes.compared_length),
-            steps=sizes.compared_steps,
-            precision="bf16",
-            engine=engine,
-        )
-        train(place.work / engine, place.device)
     return [
-        Figure(
-            f"losses of {sizes.compared_steps} steps in bf16, megatron-core against DeepSpeed",
-            apart(*(losses(place.work / engine) for engine in engines)),
-            "nats/token, largest difference",
+        _compared(
+            place,
+            "megatron-core against DeepSpeed in bf16",
+            {"precision": "bf16", "engine": "megatron"},
+            {"precision": "bf16", "engine": "deepspeed"},
             most=2e-2,
         )
     ]
+
+
+def _compared(place: Place, what: str, *each: dict[str, Any], most: float) -> Figure:
+    """The losses of two runs that differ in these settings."""
+    sizes = place.sizes
+    runs = [place.work / str(number) for number in range(len(each))]
+    for run, settings in zip(runs, each, strict=True):
+        make_run(
+            *(run, sizes.compared, sizes.compared_length), steps=sizes.compared_steps, **settings
+        )
+        train(run, place.device)
+    return Figure(
+        f"losses of {sizes.compared_steps} steps, {what}",
+        apart(*map(losses, runs)),
+        "nats/token, largest difference",
+        most=most,
+    )
 
 
 def fp8(place: Place) -> list[Figure]:

@@ -17,11 +17,8 @@ from tests.rehearsal.on_stand_in import run_one
 SECONDS = 600.0  # nothing is timed here: a bound on a check that hangs
 NEEDS_GPU = {"Transformer Engine", "fp8", "libraries", "saved checkpoints in vLLM"}
 TRAINING = "training, CPU and GPU"  # starts new interpreters
-STARTS_TRAINING = {
-    TRAINING,
-    "DeepSpeed",
-    "saves",
-}  # as a command: tests/rehearsal/test_training.py has that
+# As a command: tests/rehearsal/test_training.py has that on the stand-in.
+STARTS_TRAINING = {TRAINING, "DeepSpeed", "saves"}
 NAMES = list(checks(Place("cpu", IN_SMALL, Path())))
 QUICK = [name for name in NAMES if name not in {*NEEDS_GPU, TRAINING}]
 
