@@ -139,7 +139,8 @@ def _batches(words: Sequence[str]) -> Iterator[Sequence[str]]:
 def _answer(*arguments: str) -> str:
     ended = _run(*arguments)
     if ended.returncode:
-        raise _refusal(arguments[0], ended.stderr)
+        # scontrol names a partition that it does not know on stdout.
+        raise _refusal(arguments[0], ended.stderr or ended.stdout)
     return ended.stdout
 
 
@@ -170,9 +171,9 @@ class SubmitLimitError(UserError):
     """The queue takes no more jobs of this user now."""
 
 
-def _refusal(command: str, stderr: str) -> UserError:
+def _refusal(command: str, output: str) -> UserError:
     """Return one line: what SLURM said, and what to do about it."""
-    lines = [re.sub(r"^s\w+: (error: |fatal: )?", "", line) for line in stderr.splitlines()]
+    lines = [re.sub(r"^s\w+: (error: |fatal: )?", "", line) for line in output.splitlines()]
     said = "; ".join(line for line in lines if line.strip()) or "failed without a message"
     action = next(to_do for pattern, to_do in NEXT_ACTIONS if re.search(pattern, said.lower()))
     kind = SubmitLimitError if action is LOWER_MAX_QUEUED else UserError

@@ -181,6 +181,11 @@ def test_what_slurm_refuses_is_said_in_one_line(lab, tmp_path):
             cluster.check(write(tmp_path / "refused.sh", "exit 0", option))
 
 
+def test_a_partition_that_is_not_there_is_named(lab):
+    with pytest.raises(UserError, match=r"^scontrol: Partition gpu not found; correct the site"):
+        cluster.partition("gpu")
+
+
 def test_what_the_cluster_is(lab):
     assert cluster.max_array_size() == 6001
     assert cluster.hostnames("node[1-3,7]") == ["node1", "node2", "node3", "node7"]
