@@ -77,6 +77,8 @@ def main() -> int:
         sizes = FULL if arguments.device == "cuda" else IN_SMALL
         place = Place(arguments.device, sizes, Path(work))
         names = [name for name in checks(place) if re.search(arguments.only, name)]
+        if not names:
+            parser.error(f"--only {arguments.only}: no check; there are {', '.join(checks(place))}")
         figures = run(place, names, arguments.seconds)
     seconds = time.monotonic() - began_at
     report = {

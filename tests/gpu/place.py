@@ -52,7 +52,8 @@ class Sizes:
             microbatch, by name.
         timed_length: tokens of their sequences.
         timed_micro: microbatches of a timed step.
-        saved: the model whose saves are timed.
+        saved: the model whose saves are timed, its tokens per sequence, and steps between saves,
+            more than are trained while one is written.
         block: the model whose blocks are quantized against the clock, two of them.
         calibration: its sequences and their tokens.
         megabytes: of a message between ranks.
@@ -66,6 +67,7 @@ class Sizes:
     timed_micro: int
     saved: ModelConfig
     saved_length: int
+    steps_between_saves: int
     block: ModelConfig
     calibration: tuple[int, int]
     megabytes: int
@@ -80,6 +82,7 @@ FULL = Sizes(
     timed_micro=4,
     saved=OLMO2_190M.model_copy(update={"vocab_size": 32_768}),
     saved_length=1024,
+    steps_between_saves=60,
     block=OLMO2_1B.model_copy(update={"vocab_size": 4096, "num_hidden_layers": 2}),
     calibration=(128, 2048),
     megabytes=1024,
@@ -93,6 +96,7 @@ IN_SMALL = Sizes(
     timed_micro=2,
     saved=small_model(32, 2, 320),
     saved_length=32,
+    steps_between_saves=2,
     block=small_model(64, 2, 320),
     calibration=(6, 64),
     megabytes=1,
