@@ -7,7 +7,6 @@ a study meet the same probes and differences between them keep only their own no
 import hashlib
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 BITS_PER_WORD = 64
@@ -85,17 +84,15 @@ def rademacher(
         True
     """
     signs = torch.empty(stop - start, dtype=dtype, device=device)
-    of_bytes = (
-        (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
-    ) * 2 - 1
-    of_bytes = of_bytes.to(dtype)
+    places = torch.arange(8, dtype=torch.uint8, device=device)
     first, last = start // BITS_PER_WORD, -(-stop // BITS_PER_WORD)
     per_chunk = WORDS_PER_CHUNK[signs.device.type]
     for word in range(first, last, per_chunk):
         chunk = words(f"{seed}/{probe}/{name}", word, min(word + per_chunk, last), device=device)
-        drawn = F.embedding(
-            chunk.view(torch.uint8).int(), of_bytes
-        ).flatten()  # little endian: the low byte first
+        # Little endian: the low byte first. A table of the signs of every byte takes a CPU two
+        # thirds of the time, but gathering from it was a quarter of a Hessian product on an H100.
+        bits = (chunk.view(torch.uint8)[:, None] >> places) & 1
+        drawn = bits.flatten().view(torch.int8).mul_(2).sub_(1)
         offset = word * BITS_PER_WORD
         low, high = max(start, offset), min(stop, offset + len(drawn))
         signs[low - start : high - start] = drawn[low - offset : high - offset]
