@@ -93,6 +93,8 @@ def write_rows(rows: Rows, path: Path) -> None:
 def pictures_of(chart: Chart | Picture) -> dict[str, bytes]:
     """Return a chart as PNG and as PDF."""
     if isinstance(chart, Picture):
+        chart.draw_without_rendering()
+        chart.set_layout_engine("none")  # laid out once: both files keep the places that it has now
         return {kind: _saved(chart, kind) for kind in METADATA}
     # matplotlib's own fonts: on every machine the same picture
     vl_convert.register_font_directory(str(Path(matplotlib.get_data_path()) / "fonts/ttf"))

@@ -84,8 +84,8 @@ def tiny(*, smoke: bool = False) -> Study:
             by_block=("gptq-b3-g32",),
             calibration_sequences=16,
             calibration_draws=2,
-            eval_tokens=16_384,
-            block_tokens=16_384,
+            eval_tokens=12_288,  # 22 documents of SMALL_TEXT; 20 give an interval
+            block_tokens=12_288,
         )
     pairs = 4 if smoke else 16
 
@@ -108,10 +108,10 @@ def tiny(*, smoke: bool = False) -> Study:
             norm_pairs=2,
             companion_pairs=pairs // 2,
             microbatch_sequences=2,
-            fixed_sequences=4,
+            fixed_sequences=2 if smoke else 4,
             step_microbatches=2 if smoke else 8,
             slice_grid=5 if smoke else 9,
-            slice_sequences=8,
+            slice_sequences=4 if smoke else 8,
         ),
         averaged_steps=saves[-1:],
         soups=(SoupSettings(name="soup-anneal", steps=saves),) if smoke else (),

@@ -72,8 +72,8 @@ SMALL_QUANTIZATION = QuantizationSettings(
     specs=("gptq-b3-g32", "gptq-b4-g32"),
     methods=("rtn-b3-g32",),
     calibration_sequences=32,
-    eval_tokens=16_384,  # 27 documents of SMALL_TEXT
-    block_tokens=16_384,
+    eval_tokens=12_288,  # 22 documents of SMALL_TEXT; 20 give an interval
+    block_tokens=12_288,
 )
 SMALL_CURVATURE = CurvatureSettings(
     pairs=4,

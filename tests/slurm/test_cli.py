@@ -16,6 +16,7 @@ from slurm.submission.submit import submit
 from slurm.submission.survey import survey
 from study.definition import load_study, save_study
 from study.text.kinds import USES
+from tests.interpreter import interpreter
 from tests.slurm.watched import in_state, make, small_study, submitted, write_log
 from tests.waiting import wait_until
 
@@ -257,7 +258,7 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
 
 def test_a_step_in_front_of_its_user_runs_on_one_node_of_salloc(lab, tmp_path, command):
     root, study = tmp_path / "root", small_study()
-    site = load_site(site_file(tmp_path / "site.toml", root))
+    site = load_site(site_file(tmp_path / "site.toml", root, interpreter()))
     root.mkdir()
     lab.command("scontrol", "update", "PartitionName=train", "State=DOWN")
     try:
@@ -268,7 +269,7 @@ def test_a_step_in_front_of_its_user_runs_on_one_node_of_salloc(lab, tmp_path, c
     code, _, err = command("run", "small", "corpus", "--root", str(root))
     assert (code, "this is not a job; give --interactive" in err) == (2, True)
     assert "is not a step of" in command("run", "small", "corpse", "--root", str(root))[2]
-    words = [sys.executable, "-m", "slurm", "run", "small", "corpus", "--root", str(root)]
+    words = [interpreter(), "-m", "slurm", "run", "small", "corpus", "--root", str(root)]
     done = subprocess.run(
         [*words, "--interactive"], cwd=PROJECT, capture_output=True, text=True, check=False
     )

@@ -1,6 +1,5 @@
 """A job and its steps, with stand-ins for srun, scontrol and the interpreter that measures."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,36 +18,13 @@ from study.definition import save_study
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
 from study.recipes import resolve
-from tests.slurm.small_study import PROJECT, site_of
+from tests.interpreter import interpreter
+from tests.slurm.small_study import site_of
 from tests.slurm.watched import submit
 from train.run.directory import RunDirectory
 
-# Does what the step of this command would leave behind, or fails as TO_FAIL says.
-INTERPRETER = f"""#!{sys.executable}
-import os, sys
-sys.path.insert(0, {str(PROJECT)!r})
-from pathlib import Path
-from study.pipeline.step import Machine, batches, resolve, shared
-from study.definition import load_study
-from study.pipeline.steps import steps_of
-from base.files import write_json
-study_dir = Path(os.environ["STUDY_DIR"])
-study = load_study(study_dir)
-machine = Machine(python=sys.argv[0])
-for batch in batches(steps_of(study), 1, 4):
-    trains = batch[0].kind == "train" and str(study_dir / batch[0].run) in sys.argv
-    if trains or resolve(shared(batch), study_dir, machine) == sys.argv:
-        names = [step.name for step in batch]
-        with (study_dir / "ran.txt").open("a") as log:
-            log.write(names[0] + "\\n")
-        if names[0] in os.environ.get("TO_FAIL", "").split():
-            print("error: this measurement is refused; choose another", file=sys.stderr)
-            sys.exit(2)
-        for step in batch:
-            for output in step.outputs:
-                (study_dir / output).parent.mkdir(parents=True, exist_ok=True)
-                write_json(study_dir / output, {{"of": step.name}})
-"""
+# Forked: an interpreter of its own would import for a second, at every step.
+PYTHON = '#!/bin/sh\nexec {} -m tests.slurm.stand_in "$0" "$@"\n'
 SRUN = '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n'
 # Knows no job, and gives numbers to new ones.
 SBATCH = """#!/bin/sh
@@ -65,7 +41,12 @@ def cluster(tmp_path, monkeypatch):
     """A submitted smoke study whose last exports are there; returns its directory."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    stand_ins = {"python": INTERPRETER, "srun": SRUN, "sbatch": SBATCH, "squeue": SQUEUE}
+    stand_ins = {
+        "python": PYTHON.format(interpreter()),
+        "srun": SRUN,
+        "sbatch": SBATCH,
+        "squeue": SQUEUE,
+    }
     for name, text in (stand_ins | {"sacct": SACCT, "scontrol": SCONTROL}).items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 
@@ -32,6 +31,7 @@ from study.definition import Study, save_study
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
 from study.recipes import resolve
+from tests.interpreter import interpreter
 from tests.slurm.lab import Lab, running
 from tests.slurm.small_study import PROJECT, site_of, small_study
 from tests.waiting import HANG_SECONDS
@@ -399,7 +399,7 @@ def test_two_processes_that_submit_at_once_submit_once(full, root, study, tmp_pa
     )
     both = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), site_of(root).model_dump_json()],
+            [interpreter(), "-c", code, str(tmp_path), site_of(root).model_dump_json()],
             cwd=PROJECT,
             stdout=subprocess.PIPE,
             text=True,

@@ -10,7 +10,7 @@ from tests.runs import PROJECT, environment
 from tests.waiting import wait_until
 
 # With batches of half the size: the weights need not be good ones.
-SETTINGS = ("batch_size=8", "micro_batch_size=4", "evaluate_every_steps=24")
+SETTINGS = ("batch_size=4", "micro_batch_size=2", "evaluate_every_steps=24")
 NAME = "-".join(("tiny-smoke", *SETTINGS))
 COMMAND = ["-m", "study", "run", "tiny", "--profile", "smoke"]
 COMMAND += [word for setting in SETTINGS for word in ("--set", setting)]

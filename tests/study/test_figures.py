@@ -399,12 +399,11 @@ def test_a_picture_is_drawn_of_a_chart_of_which_a_run_is_hidden(branched):
     """The page hides a run by the signal that the chart declares."""
     study, rows, directory = branched
     chart = chart_of(drawn(kl_divergence, Canvas(study, rows, directory)))
-    whole = pictures_of(chart)["png"]
+    pictures = pictures_of(chart)
     label = runs_of(study).looks["stable"].label
     without = pictures_of(chart | {"params": [{"name": HIDDEN, "value": [label]}]})["png"]
-    assert whole != without
-    assert pictures_of(chart)["pdf"].startswith(b"%PDF")
-    assert math.isfinite(len(whole))
+    assert pictures["png"] != without
+    assert pictures["pdf"].startswith(b"%PDF")
 
 
 def test_accuracy_is_drawn_task_by_task_and_in_the_mean(study_dir, study):

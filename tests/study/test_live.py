@@ -17,7 +17,6 @@ from study.pipeline.locks import locked
 from study.pipeline.runner import Runner
 from study.pipeline.step import Step
 from study.tracking.importer import mirror
-from study.tracking.store import store_uri
 from tests.study.tracking.stores import Database
 
 WAITING = """
@@ -86,7 +85,7 @@ def test_no_refresh_begins_before_its_time(tmp_path):
 
 
 @pytest.fixture
-def refresh(monkeypatch):
+def refresh(monkeypatch, store):
     """`refresh(directory)`: what the command says; no picture is drawn."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(os, "nice", lambda _: 0)
@@ -99,7 +98,9 @@ def refresh(monkeypatch):
     return called
 
 
-def test_results_are_added_as_they_come_and_no_run_is_made_anew(study_dir, study, refresh):
+def test_results_are_added_as_they_come_and_no_run_is_made_anew(
+    study_dir, study, refresh, store, empty_store
+):
     """At the end MLflow holds what one import of everything gives."""
     study = study.model_copy(update={"runs": study.runs[:2]})
     save_study(study_dir, study)
@@ -110,7 +111,6 @@ def test_results_are_added_as_they_come_and_no_run_is_made_anew(study_dir, study
     (late,) = (study_dir / first.name / "hf/step00000320").glob("curvature/**/result.json")
     content = late.read_bytes()
     late.unlink()
-    store = store_uri(study_dir.parent)
     database = Database(store, store)
 
     assert " results" in refresh(study_dir)
@@ -133,18 +133,17 @@ def test_results_are_added_as_they_come_and_no_run_is_made_anew(study_dir, study
     count, _, expected = refresh(study_dir).split()[-4:-1]
     assert count == expected
     assert database.runs(study.name) == runs
-    other = f"sqlite:///{study_dir.parent}/other.db"
+    other = f"sqlite:///{shutil.copy(empty_store, study_dir.parent / 'other.db')}"
     mirror(study_dir, study, other)
     assert database.points(study.name) == Database(other, other).points(study.name)
 
 
-def test_before_the_first_checkpoint_there_is_no_report(study_dir, study, refresh):
+def test_before_the_first_checkpoint_there_is_no_report(study_dir, study, refresh, store):
     study = study.model_copy(update={"runs": study.runs[:1]})
     save_study(study_dir, study)
     for name in ("checkpoints", "hf"):
         shutil.rmtree(study_dir / study.runs[0].name / name)
     assert ": 0 of " in refresh(study_dir)
     assert not (study_dir / "report.html").exists()
-    store = store_uri(study_dir.parent)
     points = Database(store, store).points(study.name)
     assert any(name == "train/loss" for name, _ in points[study.runs[0].name])

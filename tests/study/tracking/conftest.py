@@ -122,7 +122,7 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture
-def database(request, tmp_path):
+def database(request):
     """`database(kind)`: a store of that kind for this test alone; an MLflow server is shared by
     all.
     """
@@ -132,7 +132,7 @@ def database(request, tmp_path):
             port, path = request.getfixturevalue("server")
             return Database(f"http://127.0.0.1:{port}", f"sqlite:///{path}")
         if kind == "sqlite":
-            uri = f"sqlite:///{tmp_path}/mlflow.db"
+            uri = request.getfixturevalue("store")
             return Database(uri, uri)
         port, name = request.getfixturevalue("postgres"), f"test{time.monotonic_ns()}"
         Database("", f"postgresql+psycopg2://quantdyn@127.0.0.1:{port}/postgres").execute(

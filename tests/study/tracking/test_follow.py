@@ -12,7 +12,6 @@ import pytest
 from base.files import write_json
 from study.definition import save_study
 from study.tracking.importer import follow
-from study.tracking.store import create_store
 from tests.interpreter import interpreter
 from tests.runs import environment, make_run, ranks
 from tests.study.tracking.stores import append_steps, expected, write_small_study
@@ -38,9 +37,6 @@ def followed(database, forked, tmp_path):
     earlier attempt.
     """
     there = database("sqlite")
-    creating = forked(create_store, there.uri)  # a connection of ours would be the follower's, too
-    creating.join()
-    assert creating.exitcode == 0
     directory, study = write_small_study(tmp_path, "live", 1)
     run = RunDirectory(directory / study.runs[0].name)
     append_steps(run.path, range(1, 51), 1)

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from study.tracking.importer import mirror_run
-from study.tracking.store import create_store
+from study.tracking.store import create_store, store_uri
 from tests.study.tracking.stores import FIGURES, Database, append_steps, expected, write_small_study
 from tests.waiting import HANG_SECONDS
 
@@ -97,7 +97,7 @@ def kill_and_repeat(database, forked, root, name: str, runs: int, kills: int) ->
             since = {attempt: first for attempt, first in since.items() if first <= steps} | {
                 max(since) + 1: steps + 1
             }
-        added = range(steps + 1, steps + 1 + chance.randrange(300, 900))
+        added = range(steps + 1, steps + 1 + chance.randrange(200, 500))  # two requests or three
         steps = added.stop - 1
         for run in names:
             append_steps(directory / run, added, max(since))
@@ -148,7 +148,7 @@ def test_eight_at_once_of_other_runs_and_of_the_same_one(database, forked, tmp_p
     run_to_end([forked(create_store, there.uri)])
     directory, study = write_small_study(tmp_path, f"eight-{kind}", 4)
     for run in study.runs:
-        append_steps(directory / run.name, range(1, 401), 1)
+        append_steps(directory / run.name, range(1, 201), 1)
     run_to_end(
         [
             forked(mirror_run, directory, study, run.name, there.uri)
@@ -156,11 +156,11 @@ def test_eight_at_once_of_other_runs_and_of_the_same_one(database, forked, tmp_p
             for _ in range(2)
         ]
     )
-    check(there, study, 400, {1: 1})
+    check(there, study, 200, {1: 1})
 
 
-def test_eight_that_find_no_store_create_it_once(database, forked, tmp_path):
-    there = database("sqlite")
+def test_eight_that_find_no_store_create_it_once(forked, tmp_path):
+    there = Database(store_uri(tmp_path), store_uri(tmp_path))
     directory, study = write_small_study(tmp_path, "cold", 8)
     for run in study.runs:
         append_steps(directory / run.name, range(1, 11), 1)

@@ -13,6 +13,7 @@ from study.tracking.store import store_uri
 from train.run.directory import RunDirectory
 
 HELD_OUT = "held_out_loss"
+pytestmark = pytest.mark.usefixtures("store")
 
 
 def read_store(root) -> dict[str, dict]:

@@ -6,19 +6,17 @@ import pytest
 
 from study.recipes import RECIPES
 from study.tracking.importer import mirror
-from study.tracking.store import store_uri
 from study.tracking.view import NAME, opening, view_of
 
 # MLflow's, of a tag of an experiment
 MOST_CHARACTERS = 5000
 
 
-def test_its_columns_and_charts_are_of_what_the_runs_have(collected_dir, study):
+def test_its_columns_and_charts_are_of_what_the_runs_have(collected_dir, study, store):
     from mlflow import MlflowClient
 
-    uri = store_uri(collected_dir.parent)
-    mirror(collected_dir, study, uri)
-    client = MlflowClient(tracking_uri=uri)
+    mirror(collected_dir, study, store)
+    client = MlflowClient(tracking_uri=store)
     experiment = client.get_experiment_by_name(study.name)
     assert experiment is not None
     state = json.loads(experiment.tags[f"mlflow.sharedViewState.{NAME}"])
@@ -38,7 +36,7 @@ def test_its_columns_and_charts_are_of_what_the_runs_have(collected_dir, study):
     assert all(chart["scaleType"] == "log" for chart in lines)
 
     address = f"/#/experiments/{experiment.experiment_id}/runs?viewStateShareKey={NAME}"
-    assert address in opening(collected_dir, uri)
+    assert address in opening(collected_dir, store)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,0 +1,36 @@
+"""A stand-in for the interpreter that measures: `python -m tests.slurm.stand_in PYTHON ARGUMENTS`.
+
+It does what the step of this command would leave behind, or fails as TO_FAIL says.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from base.files import write_json
+from study.definition import load_study
+from study.pipeline.step import Machine, batches, resolve, shared
+from study.pipeline.steps import steps_of
+
+
+def main(command: list[str]) -> None:
+    """Note the steps of a command in ran.txt and write their outputs."""
+    study_dir = Path(os.environ["STUDY_DIR"])
+    machine = Machine(python=command[0])
+    for batch in batches(steps_of(load_study(study_dir)), 1, 4):
+        trains = batch[0].kind == "train" and str(study_dir / batch[0].run) in command
+        if trains or resolve(shared(batch), study_dir, machine) == command:
+            names = [step.name for step in batch]
+            with (study_dir / "ran.txt").open("a") as log:
+                log.write(names[0] + "\n")
+            if names[0] in os.environ.get("TO_FAIL", "").split():
+                print("error: this measurement is refused; choose another", file=sys.stderr)
+                sys.exit(2)
+            for step in batch:
+                for output in step.outputs:
+                    (study_dir / output).parent.mkdir(parents=True, exist_ok=True)
+                    write_json(study_dir / output, {"of": step.name})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
