@@ -87,6 +87,7 @@ ranks_per_node = 1
 cpus_per_node = 1
 time = "60"
 """
+FEW = {"batch_size": 4, "micro_batch_size": 4, "evaluate_every_steps": 8}
 KINDS = ("train", "export", "quantize", "curvature", "light")
 
 
@@ -145,8 +146,10 @@ def _own_recipe(text: TokenFiles) -> str:
             f"parts.SMALL_QUANTIZATION.model_copy(update={QUANTIZATION!r})",
         ),
         ("peak_lr=[3e-3, 1e-2], weight_decay=[0.0, 0.1]", "peak_lr=[1e-2], weight_decay=[0.1]"),
-        ("        curvature=parts.SMALL_CURVATURE,\n", ""),
+        ("        curvature=parts.SMALL_CURVATURE,\n", "        ranks=1,\n"),
         ("steps = 40 if smoke", "steps = 8 if smoke"),
+        ("steps=steps, **factors", "steps=steps, save_steps=(6, 8), **small, **factors"),
+        ("    def run(", f"    small = {FEW!r}\n\n    def run("),
     ):
         assert whole in recipe
         recipe = recipe.replace(whole, part)
