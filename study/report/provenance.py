@@ -116,7 +116,8 @@ def settings_of(directory: Path, study: Study) -> dict[str, str]:
 
 def _run_again(study: Study) -> str:
     command = f"python -m study run {study.name}"
-    for recipe, profile in product(RECIPES, PROFILES):
+    candidates = [recipe for recipe in RECIPES if study.name.startswith(recipe)]
+    for recipe, profile in product(candidates, PROFILES):
         if not study.name.startswith(resolve(recipe, profile).name):
             continue  # its settings may not fit
         if resolve(recipe, profile, study.settings).name == study.name:

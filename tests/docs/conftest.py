@@ -25,6 +25,14 @@ from tests.study.smoke import NAME
 from tests.study.synthetic import write_study
 
 REVISION = "stage1-step1907359-tokens4001B"
+QUANTIZATION = {
+    "specs": ("gptq-b3-g32",),
+    "methods": (),
+    "calibration_sequences": 4,
+    "calibration_draws": 1,
+    "eval_tokens": 12_288,
+    "block_tokens": 12_288,
+}
 RECIPE = '''"""In place of a large recipe: one run at a constant rate."""
 
 from study.measurements.quantization import QuantizationSettings
@@ -48,15 +56,12 @@ def {function}(*, smoke: bool = False):
         steps=16,
         peak_lr=3e-4,
         save_steps=(16,),
+        evaluate_every_steps=16,
+        batch_size=4,
+        micro_batch_size=4,
         schedule=ScheduleConfig(warmup_tokens=0, phase=ConstantPhase()),
     )
-    quantization = QuantizationSettings(
-        specs=("gptq-b3-g32",),
-        calibration_sequences=16,
-        calibration_draws=1,
-        eval_tokens=16_384,
-        block_tokens=16_384,
-    )
+    quantization = QuantizationSettings(**{quantization})
     return parts.study([run], text=TEXT, quantization=quantization, ranks=1)
 '''
 
@@ -82,6 +87,7 @@ ranks_per_node = 1
 cpus_per_node = 1
 time = "60"
 """
+FEW = {"batch_size": 4, "micro_batch_size": 4, "evaluate_every_steps": 8}
 KINDS = ("train", "export", "quantize", "curvature", "light")
 
 
@@ -111,7 +117,9 @@ def checkout(tmp_path_factory, smoke_root) -> Path:
         sha256="0" * 64,
     )
     for name in ("tiny", "olmo2-30m-lr", "olmo2-190m-lr", "olmo2-7b-lr"):
-        recipe = RECIPE.format(function=name.replace("-", "_"), text=repr(text))
+        recipe = RECIPE.format(
+            function=name.replace("-", "_"), text=repr(text), quantization=QUANTIZATION
+        )
         (place / "recipes" / f"{name}.py").write_text(recipe)
     (place / "mine.py").write_text(_own_recipe(text))
     write_task_files(place / "my/tasks")
@@ -135,11 +143,13 @@ def _own_recipe(text: TokenFiles) -> str:
         ("from study.definition", "from study.text.kinds import TokenFiles\nfrom study.definition"),
         (
             "parts.SMALL_QUANTIZATION",
-            "parts.SMALL_QUANTIZATION.model_copy(update={'methods': (), 'calibration_draws': 1})",
+            f"parts.SMALL_QUANTIZATION.model_copy(update={QUANTIZATION!r})",
         ),
         ("peak_lr=[3e-3, 1e-2], weight_decay=[0.0, 0.1]", "peak_lr=[1e-2], weight_decay=[0.1]"),
-        ("        curvature=parts.SMALL_CURVATURE,\n", ""),
+        ("        curvature=parts.SMALL_CURVATURE,\n", "        ranks=1,\n"),
         ("steps = 40 if smoke", "steps = 8 if smoke"),
+        ("steps=steps, **factors", "steps=steps, save_steps=(6, 8), **small, **factors"),
+        ("    def run(", f"    small = {FEW!r}\n\n    def run("),
     ):
         assert whole in recipe
         recipe = recipe.replace(whole, part)

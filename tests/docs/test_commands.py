@@ -44,13 +44,25 @@ SMALLER = (
     (r"--workers 8", "--workers 2"),
     (
         r"(quant_eval run) (models/)",
-        r"\1 --eval-tokens 16384 --calibration-sequences 4 \2",
+        r"\1 --eval-tokens 12288 --calibration-sequences 4 \2",
     ),
     (r"--dtype bf16 --checkpointing", "--checkpointing"),  # a small random model is too rough
     (r"--sequence-length 2048", "--sequence-length 64"),
-    (r"curvature lanczos", "curvature lanczos --fixed-sequences 1 --steps 4 --largest 1"),
+    (
+        r"curvature lanczos",
+        "curvature lanczos --sequence-length 16 --fixed-sequences 1 --steps 4 --largest 1"
+        " --smallest 0",
+    ),
+    (r"curvature step", "curvature step --sequence-length 32 --microbatches 2"),
     (r"curvature slice", "curvature slice --grid 3 --sequences 2"),
     (r"curvature hutchinson", "curvature hutchinson --pairs 2"),
+    (r"(curvature hutchinson .*)(model --data)", r"\1--sequence-length 16 \2"),
+    # a step of the anneal, which begins at step 48; two ranks divide a batch of eight
+    (
+        r"(train run \S+) --set",
+        r"\1 --set total_steps=49 --set save_steps=[49] --set batch_size=8"
+        " --set data.sequence_length=32 --set data.held_out_sequences=8 --set",
+    ),
     (
         r"(study run|slurm submit|study show) (tiny|olmo2-\w+-lr)\b",
         r"\1 recipes/\2.py",

@@ -1,12 +1,14 @@
 """`prepare dataset:NAME:CONFIG:SPLIT:FILES`, against a prepare of those files themselves."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from base.errors import UserError
-from tests.runs import error_line, python
+from tests.runs import PROJECT, error_line, python
 from train.data.corpus import open_corpus
 from train.data.documents import parse_source
 from train.data.prepare import prepare
@@ -15,6 +17,16 @@ FILES = {
     f"train-{number}.jsonl": [f"text {number}.{line}" for line in range(number)]
     for number in range(1, 6)
 }
+
+
+READER = """
+import sys
+from train.data.documents import parse_source
+(part,) = parse_source(sys.argv[1])
+print([*part.texts()], "torch" in sys.modules)
+import datasets
+print(datasets.config.TORCH_AVAILABLE)
+"""
 
 
 @pytest.fixture
@@ -49,6 +61,13 @@ def test_the_command_reads_one_file(dataset, tokenizer_dir, tmp_path):
     assert open_corpus(tmp_path / "out").manifest.documents == 3
     beyond = python("train", "prepare", f"dataset:{dataset}:::5-6", *options)
     assert "5-6: the dataset has files 1 to 5" in error_line(beyond)
+
+
+def test_reading_imports_no_torch_and_takes_it_from_nobody(dataset):
+    """Every worker would import it: seconds, and 200 MB."""
+    program = [sys.executable, "-c", READER, f"dataset:{dataset}:::2"]
+    done = subprocess.run(program, cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["['text 2.0', 'text 2.1'] False", "True"]
 
 
 @pytest.mark.parametrize("files", ["0", "6", "3-2", "0-1"])
