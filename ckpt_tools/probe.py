@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from base.errors import UserError
-from ckpt_tools.hf.forward import empty_model, names_in_files, read_config, stream_logits
+from ckpt_tools.hf.forward import empty_model, names_in_files, read_config, stream_through
 from train.run.directory import PROBE_OUTPUTS
 
 # Largest allowed |difference| of an output over the largest |value| of that output, after the first
@@ -77,16 +77,23 @@ def compute_probe(hf_dir: Path, input_ids_BS: Tensor) -> dict[str, Tensor]:
         UserError: the weights are not those of config.json, or cannot be read.
     """
     model = empty_model(read_config(hf_dir))
-    keys, embedding = _parameters_of(model).keys(), model.get_input_embeddings()
+    return _outputs(model, _parameters_of(model), hf_dir, input_ids_BS)
+
+
+def _outputs(
+    model: Any, parameters: dict[str, list[str]], hf_dir: Path, input_ids_BS: Tensor
+) -> dict[str, Tensor]:
+    """Return the outputs of the modules with these keys, of an empty model and its weights."""
+    embedding = model.get_input_embeddings()
     outputs: dict[str, Tensor] = {}
 
     def observe(name: str, output_BSW: Tensor) -> None:
-        if PROBE_OUTPUTS + name in keys:
+        if PROBE_OUTPUTS + name in parameters:
             # Later modules see every token through attention: the last token's output suffices.
             every_token = model.get_submodule(name) is embedding
             outputs[PROBE_OUTPUTS + name] = output_BSW if every_token else output_BSW[:, -1].clone()
 
-    return {"logits": stream_logits(hf_dir, input_ids_BS, observe), **outputs}
+    return {"logits": stream_through(model, hf_dir, input_ids_BS, observe), **outputs}
 
 
 def check_probe(hf_dir: Path, probe: dict[str, Tensor], precision: str) -> dict[str, Any]:
@@ -107,13 +114,14 @@ def check_probe(hf_dir: Path, probe: dict[str, Tensor], precision: str) -> dict[
         UserError: the tolerance is exceeded; names the parameters whose modules first deviate,
             though their inputs agree. Or the probe is not of this model.
     """
-    parameters = _parameters_of(empty_model(read_config(hf_dir)))
+    model = empty_model(read_config(hf_dir))
+    parameters = _parameters_of(model)
     unmatched = sorted(probe.keys() ^ {"input_ids", *parameters})
     if unmatched:
         raise UserError(
             f"the probe and config.json are not of the same model, see '{unmatched[0]}'"
         )
-    outputs = compute_probe(hf_dir, probe["input_ids"])
+    outputs = _outputs(model, parameters, hf_dir, probe["input_ids"])
     errors = {key: _relative_error(key, outputs[key], probe[key]) for key in parameters}
     levels = {
         "attention": max(error for key, error in errors.items() if key.endswith(ATTENTION)),

@@ -83,11 +83,19 @@ def spread_ids(vocab_size: int, sequences: int, tokens: int) -> Tensor:
     return ids.view(sequences, tokens)
 
 
+def stream_logits(hf_dir: Path, input_ids_BS: Tensor) -> Tensor:
+    """Return logits [B, S, V] in fp32 on the CPU, by `stream_through`."""
+    return stream_through(empty_model(read_config(hf_dir)), hf_dir, input_ids_BS)
+
+
 @torch.no_grad()
-def stream_logits(hf_dir: Path, input_ids_BS: Tensor, observe: Observe | None = None) -> Tensor:
+def stream_through(
+    model: PreTrainedModel, hf_dir: Path, input_ids_BS: Tensor, observe: Observe | None = None
+) -> Tensor:
     """Return logits [B, S, V] in fp32 on the CPU.
 
     Args:
+        model: the `empty_model` of the directory, which is of no use afterwards.
         hf_dir: its weights may be of any floating type.
         input_ids_BS: token ids [B, S].
         observe: called with the name and the output [B, S, width] of every module that has
@@ -96,7 +104,7 @@ def stream_logits(hf_dir: Path, input_ids_BS: Tensor, observe: Observe | None = 
     Raises:
         UserError: keys or shapes of the weights are not those of config.json.
     """
-    weights, model = HFWeights(hf_dir), empty_model(read_config(hf_dir))
+    weights = HFWeights(hf_dir)
     check_shapes(model, weights, hf_dir)
     files = names_in_files(model)
     for name, module in model.named_modules():

@@ -18,7 +18,7 @@ from train.run.config import RunConfig
 from train.run.optimization import Ema, Lawa
 from train.run.schedules import learning_rate
 
-SAVED_AT, LAST = 4, 8
+SAVED_AT, LAST = 2, 5
 AVERAGES = (Ema(decay=0.9), Lawa(interval_steps=1, window=2))
 
 

@@ -20,9 +20,7 @@ from train.run.directory import RunDirectory, read_checkpoint_record
 from train.run.environment import attempts
 from train.run.saving import SavingConfig
 
-# An attempt is killed within so many seconds of its first step, and comes no further than so many
-# steps.
-KILLED_WITHIN_SECONDS, STEPS_PER_ATTEMPT = 1.0, 15
+KILLED_WITHIN_SECONDS = 1.0  # of the first step of an attempt
 
 
 def newest(directory: RunDirectory) -> int | None:
@@ -44,10 +42,19 @@ def has_rows(directory: RunDirectory, attempt: int) -> bool:
 
 
 def survive(
-    root: Path, inputs: dict[str, Any], *, kills: int, processes: int, **settings: Any
+    root: Path,
+    inputs: dict[str, Any],
+    *,
+    kills: int,
+    processes: int,
+    steps_per_attempt: int,
+    **settings: Any,
 ) -> None:
-    """Trains a run that is killed `kills` times, and one that is not, and compares them."""
-    total = 8 + STEPS_PER_ATTEMPT * kills
+    """Trains a run that is killed `kills` times, and one that is not, and compares them.
+
+    An attempt comes no further than `steps_per_attempt` steps.
+    """
+    total = 8 + steps_per_attempt * kills
     settings |= {
         "total_steps": total,
         "save_steps": (*range(0, total, 7), total),
@@ -64,7 +71,7 @@ def survive(
     for attempt in range(1, kills + 1):
         begun = newest(killed)
         resumed_from.append(begun)
-        stalled = stalling(root / "never", step=(begun or 0) + STEPS_PER_ATTEMPT + 1)
+        stalled = stalling(root / "never", step=(begun or 0) + steps_per_attempt + 1)
         training = start_ranks(processes, *command, variables=stalled)
         wait_until(partial(has_rows, killed, attempt), f"a step of attempt {attempt}", training)
         time.sleep(chance.uniform(0, KILLED_WITHIN_SECONDS))

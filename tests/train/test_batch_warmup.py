@@ -53,8 +53,15 @@ def losses_by_hand(run) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("engine", ["megatron", "deepspeed"])
-def test_smaller_batches_first(tmp_path, inputs, engine):
+@pytest.mark.parametrize(
+    ("engine", "resumed"),
+    [
+        ("megatron", ("again", "branch")),
+        ("deepspeed", ("again",)),
+        pytest.param("deepspeed", ("branch",), marks=pytest.mark.stress),  # as megatron's
+    ],
+)
+def test_smaller_batches_first(tmp_path, inputs, engine, resumed):
     whole = RunDirectory(tmp_path / "run")
     run = make_run(whole.path, **inputs, engine=engine, **SETTINGS)
     done = ranks(2, "train", "run", str(whole.path))
@@ -71,7 +78,7 @@ def test_smaller_batches_first(tmp_path, inputs, engine):
     origin = BranchFrom(run="../run", step=4, fingerprint=fingerprint(run))
     settings = SETTINGS | {"branch_from": origin, "save_steps": (8,)}
     make_run(branch.path, **inputs, engine=engine, **settings)
-    for directory in (again, branch):
+    for directory in (RunDirectory(tmp_path / name) for name in resumed):
         done = ranks(2, "train", "run", str(directory.path))
         assert done.returncode == 0, done.stderr[-3000:]
         assert numbers(directory.path)[-4:] == rows[-4:]

@@ -71,14 +71,15 @@ def small_run(
 RUNS = {
     run.name: run
     for run in (
-        *(small_run(f"stage{stage}", stage=stage) for stage in (1, 2)),
+        small_run("stage1", stage=1),
+        small_run("stage2", stage=2, total_steps=20),
         *(
-            small_run(f"bf16-stage{stage}", stage=stage, precision="bf16", total_steps=10)
+            small_run(f"bf16-stage{stage}", stage=stage, precision="bf16", total_steps=6)
             for stage in (1, 2)
         ),
         small_run("recompute", recompute="layers", total_steps=5),
-        small_run("llama", stage=1, family="llama", kv_heads=2, optimizer=PLAINLM, total_steps=10),
-        small_run("gpt_neox", stage=2, family="gpt_neox", optimizer=PLAINLM, total_steps=10),
+        small_run("llama", stage=1, family="llama", kv_heads=2, optimizer=PLAINLM, total_steps=6),
+        small_run("gpt_neox", stage=2, family="gpt_neox", optimizer=PLAINLM, total_steps=6),
     )
 }
 
@@ -236,7 +237,7 @@ def reports(tmp_path_factory) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def plain() -> dict:
-    """The run of all stages in a plain loop."""
+    """The longest run in a plain loop; that of the others is its beginning."""
     return plain_report(RUNS["stage1"], ("embed_tokens",))
 
 
@@ -256,20 +257,21 @@ def test_every_step_equals_a_plain_loop(reports, plain, name):
     steps.
     """
     report = reports[name]
+    expected = plain if name == "stage1" else plain_report(RUNS[name], ("embed_tokens",))
     assert plain["rows"][-1][0] < plain["rows"][0][0] - 0.3  # it learns
     assert gap(report["rows"], plain["rows"], 0) < 1e-5
     assert gap(report["rows"], plain["rows"], 1) < 1e-9
     assert gap(report["rows"], plain["rows"], 2) < 1e-4
-    assert probe_errors(report, plain)[0] < 1e-6
     assert report["layout"] == {
         "tensor": 1,
         "pipeline": 1,
         "data": 2,
         "zero": RUNS[name].zero.stage,
     }
-    if RUNS[name].total_steps == 50:
-        assert report["held_out"] == pytest.approx(plain["held_out"], abs=1e-5)
-        assert probe_errors(report, plain)[1] < 1e-4
+    assert report["held_out"] == pytest.approx(expected["held_out"], abs=1e-5)
+    at_start, at_end = probe_errors(report, expected)
+    assert at_start < 1e-6
+    assert at_end < 1e-4
 
 
 @pytest.mark.parametrize("name", ["bf16-stage1", "bf16-stage2"])
@@ -288,7 +290,7 @@ def test_other_families_with_plainlms_recipe_equal_a_plain_loop(reports, name):
     assert (at_start < 1e-6, at_end < 1e-4) == (
         True,
         True,
-    )  # the weights of ten updates differ by rounding
+    )  # the weights of six updates differ by rounding
     assert gap(reports[name]["rows"], expected["rows"], 2) < 1e-4
 
 

@@ -9,16 +9,22 @@ import pytest
 from tests.runs import make_run, ranks
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
+from train.run.optimization import Anneal, CosinePhase, ScheduleConfig
 from train.run.parallel import ZeroConfig
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(50, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.stress)])
 def test_both_engines_are_the_same_run(tmp_path, inputs, steps):
     """fp32, two processes; sums in another order, which fifty updates do not amplify."""
     settings: dict[str, Any] = {
         "total_steps": steps,
         "save_steps": (steps,),
-        "evaluate_every_steps": 10,
+        "evaluate_every_steps": 5,
+        "schedule": ScheduleConfig(
+            warmup_tokens=4 * 256,
+            phase=CosinePhase(horizon_tokens=100 * 256),
+            anneal=Anneal(start_step=steps - 5),
+        ),
         "peak_lr": 2e-3,
     }
     variants: dict[str, dict[str, Any]] = {

@@ -15,12 +15,22 @@ import torch
 from base.files import sha256_of
 from tests.ckpt_tools.checkpoints import read_shards
 from tests.runs import draw_weights, make_run, python, ranks
+from train.engine import Engine
+from train.model.config import ModelConfig
 from train.run.config import load_run
 from train.run.optimization import Lawa, OptimizerConfig
 
 DRAWN = torch.Generator().manual_seed(5)
 BATCHES = [torch.randint(0, 320, (8, 33), generator=DRAWN) for _ in range(6)]
 RATE, DECAY = 1e-2, 0.1
+MODEL = ModelConfig(
+    vocab_size=320,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+)
 
 
 class Rank:
@@ -73,8 +83,11 @@ class Rank:
                 yield factor, weights, tensor
 
 
-def use_engine(run_dir: str, out: str) -> None:
-    """Worker, on every rank: writes a snapshot at every point that the test compares."""
+def use_engine(run_dir: str, elsewhere: str, out: str) -> None:
+    """Worker, on every rank: writes a snapshot at every point that the test compares.
+
+    The run directory `elsewhere` is of the same run at another layout.
+    """
 
     from train.data.batches import Batch
     from train.engine import StepResult
@@ -122,7 +135,7 @@ def use_engine(run_dir: str, out: str) -> None:
     rank.save("slots again")
     assert layers_in_fp8(engine, lambda: engine.evaluate(nothing)) > 0
     assert layers_in_fp8(engine, lambda: engine.probe(BATCHES[0][:2, :-1])) == 0
-    engine.close()
+    reload_slots(elsewhere, out).close()
 
 
 def check_accumulation(config: Any) -> None:
@@ -164,14 +177,17 @@ def layers_in_fp8(engine, call: Callable[[], object]) -> int:
     return entered.call_count
 
 
-def reload_slots(run_dir: str, checkpoint: str) -> None:
-    """Worker, on every rank of another layout: slots are still twice and thrice the weights."""
-    rank = Rank(run_dir, checkpoint)
-    rank.engine.load(Path(checkpoint))
+def reload_slots(run_dir: str, out: str) -> Engine:
+    """Load the slots at another layout: they are still twice and thrice the weights."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    rank = Rank(run_dir, out)
+    rank.engine.load(rank.out / "slots")
     for factor, weights, tensor in rank.slots():
         assert weights.any()
         assert torch.equal(tensor, weights * factor)
-    rank.engine.close()
+    return rank.engine
 
 
 def refusals(run_dir: str) -> None:
@@ -203,9 +219,12 @@ def hashes(directory: Path) -> dict[str, str]:
 )
 def test_verbs(tmp_path, inputs, settings):
     optimizer = OptimizerConfig(peak_lr=RATE, weight_decay=DECAY, undecayed=("norm", "lm_head"))
-    settings |= {"optimizer": optimizer, "averages": (Lawa(interval_steps=1, window=2),)}
+    averages = (Lawa(interval_steps=1, window=2),)
+    settings |= {"model": MODEL, "optimizer": optimizer, "averages": averages}
     run = make_run(tmp_path / "run", **inputs, **settings)
-    done = ranks(2, "tests.train.test_megatron_engine", "use", str(tmp_path / "run"), str(tmp_path))
+    make_run(tmp_path / "elsewhere", **inputs, **settings | {"tensor": 1, "pipeline": 2})
+    arguments = [str(tmp_path / "run"), str(tmp_path / "elsewhere"), str(tmp_path)]
+    done = ranks(2, "tests.train.test_megatron_engine", "use", *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
 
     # A rejected or overflowed step leaves no trace, neither at once nor later.
@@ -227,14 +246,6 @@ def test_verbs(tmp_path, inputs, settings):
         assert torch.allclose(
             after[name].float(), expected, rtol=0 if spared else rounding, atol=0
         ), name
-    make_run(
-        tmp_path / "elsewhere",
-        **inputs,
-        **settings | {"tensor": 1, "pipeline": 2},
-    )
-    arguments = ["reload", str(tmp_path / "elsewhere"), str(tmp_path / "slots")]
-    done = ranks(2, "tests.train.test_megatron_engine", *arguments)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_what_the_engine_cannot_do_is_refused(tmp_path, inputs):
@@ -251,7 +262,6 @@ def test_what_the_engine_cannot_do_is_refused(tmp_path, inputs):
 if __name__ == "__main__":
     workers: dict[str, Callable[..., None]] = {
         "use": use_engine,
-        "reload": reload_slots,
         "refusals": refusals,
     }
     workers[sys.argv[1]](*sys.argv[2:])

@@ -13,6 +13,7 @@ from base.environment import is_rank_zero
 from base.files import write_json
 from tests.ckpt_tools.checkpoints import read_shards
 from tests.runs import draw_weights, make_run, ranks
+from train.engine import Engine
 from train.run.config import load_run
 from train.run.optimization import Lawa, OptimizerConfig
 
@@ -71,17 +72,27 @@ class Rank:
         self.engine.publish_weights()
 
 
-def use_engine(run_dir: str, mode: str) -> None:
-    """Worker, on every rank: whatever reads or writes weights, each right after an update."""
-    if mode == "overlapped":
-        mock.patch.multiple("train.megatron.data_parallel", **OVERLAPPED).start()
-    rank = Rank(Path(run_dir), mode)
+def use_both(run_dir: str) -> None:
+    """Worker, on every rank: the engine with overlap, then without."""
+    from megatron.core import parallel_state
+
+    with mock.patch.multiple("train.megatron.data_parallel", **OVERLAPPED):
+        use_engine(Path(run_dir), "overlapped")
+    parallel_state.destroy_model_parallel()
+    use_engine(Path(run_dir), "plain").close()
+
+
+def use_engine(run_dir: Path, mode: str) -> Engine:
+    """Do whatever reads or writes weights, each right after an update."""
+    rank = Rank(run_dir, mode)
     rank.step(0)
     if mode == "overlapped":
         buckets = rank.engine._pipeline.model.bucket_groups
         assert len(buckets) > 4
         assert buckets[-1].param_gather_handle  # in flight
         assert not buckets[0].param_gather_dispatched
+    else:
+        assert not rank.engine._pipeline.model.overlaps
     rank.save("fork")
     rank.step(1)
     rank.evaluate()
@@ -103,7 +114,7 @@ def use_engine(run_dir: str, mode: str) -> None:
         equals_overlapped(rank)
     if is_rank_zero():
         write_json(rank.out / "figures.json", rank.figures)
-    rank.engine.close()
+    return rank.engine
 
 
 def equals_overlapped(rank: Rank) -> None:
@@ -131,9 +142,9 @@ def test_overlap_changes_nothing(tmp_path, inputs, processes, pipeline):
     }
     run = make_run(tmp_path, **inputs, **settings, pipeline=pipeline)
     figures = {}
+    done = ranks(processes, "tests.train.test_overlap", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
     for mode in ("overlapped", "plain"):
-        done = ranks(processes, "tests.train.test_overlap", str(tmp_path), mode)
-        assert done.returncode == 0, done.stderr[-3000:]
         figures[mode] = json.loads((tmp_path / mode / "figures.json").read_text())
     norms = {
         mode: [row.pop("grad_norm") for row in rows if isinstance(row, dict)]
@@ -148,4 +159,4 @@ def test_overlap_changes_nothing(tmp_path, inputs, processes, pipeline):
 
 
 if __name__ == "__main__":
-    use_engine(*sys.argv[1:])
+    use_both(*sys.argv[1:])

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tokenizers import Tokenizer
 
 from base.errors import UserError
 from base.files import sha256_of
+from tests.interpreter import interpreter
 from tests.runs import environment, error_line, python
 from tests.train.stalled import stalling
 from tests.waiting import wait_until
@@ -156,7 +156,7 @@ def test_a_killed_prepare_resumes(tmp_path, tokenizer_dir):
         "--out",
         str(out),
     ]
-    command = [sys.executable, "-m", "train", "prepare", *arguments, "--workers", "2"]
+    command = [interpreter(), "-m", "train", "prepare", *arguments, "--workers", "2"]
     stalled = environment() | stalling(tmp_path / "never", source=sources[2])
     child = subprocess.Popen([*command[:2], "tests.train.stalled", *command[2:]], env=stalled)
     kept = tmp_path / ".out.parts"

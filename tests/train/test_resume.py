@@ -49,23 +49,6 @@ def test_killed_run_keeps_its_checkpoints_and_ends_the_same(trained, tmp_path, i
     assert not list(directory.checkpoints.glob(".*"))
 
 
-def test_resume_at_another_layout_goes_on_with_the_same_losses(trained, tmp_path):
-    """Weights and optimizer state of TP2 x PP2 on four processes, loaded by two of DP2."""
-    directory = RunDirectory(tmp_path / "dp2")
-    source = RunDirectory(trained("dp2"))
-    directory.path.mkdir()
-    shutil.copyfile(source.run_json, directory.run_json)
-    shutil.copytree(trained("tp2pp2") / "checkpoints" / "step00000010", directory.checkpoint(10))
-    done = ranks(2, "train", "run", str(directory.path))
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses, expected = (
-        {row["step"]: row["loss"] for row in numbers(run.path) if "loss" in row}
-        for run in (directory, source)
-    )
-    assert sorted(losses) == list(range(11, 21))
-    assert losses == pytest.approx({step: expected[step] for step in losses}, abs=1e-4)
-
-
 @pytest.mark.parametrize("incomplete", [False, True], ids=["only step 0", "half-deleted step 10"])
 def test_a_run_goes_on_from_its_first_checkpoint(trained, tmp_path, incomplete):
     """Killed after step 0 was saved; or a checkpoint was removed half, its seal first."""

@@ -27,7 +27,7 @@ from train.run.metrics import read_metrics
 from train.run.optimization import Anneal, ConstantPhase, ScheduleConfig
 from train.run.parallel import ParallelConfig
 
-STEPS, RATE = 6, 1e-3
+STEPS, RATE = 4, 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +85,20 @@ def losses_by_hand(source: Path, run_dir: Path) -> list[float]:
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "megatron": (1, {}),
+    "megatron tp2": (2, {"parallel": ParallelConfig(tensor=2)}),
     "megatron tp2dp2": (4, {"parallel": ParallelConfig(tensor=2)}),
     "megatron pp2": (2, {"parallel": ParallelConfig(pipeline=2)}),
     "zero 1": (2, {"engine": "deepspeed"}),
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=pytest.mark.stress) if processes > 2 else layout
+        for layout, (processes, _) in LAYOUTS.items()
+    ],
+)
 def test_training_starts_from_the_imported_weights_with_a_fresh_optimizer(
     tmp_path, source, inputs, layout
 ):

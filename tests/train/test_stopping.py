@@ -1,5 +1,6 @@
 """Asked to stop in every way there is, a run resumes as if it had never been."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,10 +13,19 @@ from tests.waiting import HANG_SECONDS, wait_until
 from train.run.directory import RunDirectory
 from train.run.environment import attempts
 from train.run.saving import SavingConfig
+from train.running.watchdog import Heartbeat, Phase
 
 
 def status(directory):
     return json.loads(directory.status_json.read_text())
+
+
+def saves(directory, step):
+    """Return whether rank 0 has agreed with the others on a step and is about to save."""
+    with contextlib.suppress(OSError, ValueError):
+        beat = Heartbeat(*json.loads(directory.heartbeat(0).read_text()))
+        return beat.phase == Phase.SAVE and beat.step == step
+    return False
 
 
 def test_a_run_that_is_stopped_again_and_again_ends_the_same(trained, tmp_path, inputs):
@@ -64,9 +74,13 @@ def test_a_run_that_is_stopped_again_and_again_ends_the_same(trained, tmp_path, 
         newest,
     ]
 
+    released = tmp_path / "released"
+    beating = (*stalled, "--hang-seconds", "30")  # a heartbeat every second
+    training = start_ranks(2, *beating, variables=stalling(released, save=20))
+    wait_until(lambda: saves(directory, step=20), "a heartbeat of the last save", training)
     directory.stop_file.touch()  # too late: it must not outlive the end
-    for _ in range(2):
-        done = ranks(2, *command)
+    released.touch()
+    done = ended(training)
     assert done.returncode == 0, done.stderr[-3000:]
     assert status(directory)["status"] == "done"
     assert not directory.stop_file.exists()

@@ -70,16 +70,16 @@ def test_a_rank_stopped_during_a_save_is_named(tmp_path, inputs):
     make_run(directory.path, **inputs)
     command = ("train", "run", str(directory.path), "--hang-seconds", HANG)
     training = start_ranks(
-        2, "tests.train.stalled", *command, variables=stalling(released, save=20)
+        2, "tests.train.stalled", *command, variables=stalling(released, save=10)
     )
 
     def saves() -> Heartbeat | None:
         with contextlib.suppress(OSError, ValueError):
             beat = Heartbeat(*json.loads(directory.heartbeat(1).read_text()))
-            return beat if beat.phase == Phase.SAVE and beat.step == 20 else None
+            return beat if beat.phase == Phase.SAVE and beat.step == 10 else None
         return None
 
-    wait_until(saves, "a heartbeat of the last save", training)
+    wait_until(saves, "a heartbeat of a save", training)
     time.sleep(2 * float(HANG))
     assert training.poll() is None  # both are alive
     os.kill(training.pid(rank=1), signal.SIGSTOP)
