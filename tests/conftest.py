@@ -4,6 +4,7 @@ import fcntl
 import gc
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from base.cli import quick_imports
+from tests.interpreter import real_interpreter, share
+
+if any(argument.startswith("-n") for argument in sys.argv):
+    share()  # it imports while this process does
 
 with quick_imports():
     import numpy as np
@@ -55,9 +60,14 @@ class FailuresAtOnce:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Register what prints, where the results of all workers arrive."""
-    terminal = config.pluginmanager.getplugin("terminalreporter")
-    if terminal is not None and not hasattr(config, "workerinput"):
+    """Fork the workers of xdist, and register what prints where all their results arrive."""
+    if hasattr(config, "workerinput"):
+        sys.executable = real_interpreter()
+        os.environ.pop("PYTHONUNBUFFERED", None)  # xdist's, not of what tests start
+        return
+    if config.getoption("tx", None):
+        config.option.tx = [f"{worker}//python={share()}" for worker in config.option.tx]
+    if terminal := config.pluginmanager.getplugin("terminalreporter"):
         config.pluginmanager.register(FailuresAtOnce(terminal))
 
 

@@ -7,16 +7,19 @@ process of its own. Tests of signals, of limits, of memory and of torchrun start
 """
 
 import os
-import runpy
+import signal
+import struct
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from tests.interpreter import SERVER, interpreter
+from tests.interpreter import fork
+
+NOTHING = os.open(os.devnull, os.O_RDONLY)
 
 
 class Forked:
@@ -41,62 +44,71 @@ class Forked:
         self.returncode: int | None = None
         self._outputs = tempfile.TemporaryDirectory()
         self._out, self._err = (Path(self._outputs.name) / name for name in ("out", "err"))
-        self._processes = [
-            SERVER.Process(
-                target=_run_module,
-                args=(self.arguments, environment, cwd, self._out, self._err, interpreter()),
-            )
-            for environment in environments
-        ]
-        for process in self._processes:
-            process.start()
+        with self._out.open("ab") as out, self._err.open("ab") as err:
+            files = {0: NOTHING, 1: out.fileno(), 2: err.fileno()}
+            self._processes = [
+                _Process(["-m", *arguments], environment, cwd, files)
+                for environment in environments
+            ]
 
     def pid(self, rank: int) -> int:
         """Return the process id of one of them, in the order of the environments."""
-        pid = self._processes[rank].pid
-        assert pid is not None
-        return pid
+        return self._processes[rank].pid
 
     def poll(self) -> int | None:
         """Return the exit code as far as it is known."""
-        codes = [process.exitcode for process in self._processes]
+        codes = [process.poll() for process in self._processes]
         if self.returncode is None:
             self.returncode = next((code for code in codes if code), None if None in codes else 0)
         return self.returncode
 
     def kill(self) -> None:
         """Send SIGKILL to every process and wait until all are gone."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+        self._send(signal.SIGKILL)
+        while alive := self._alive():
+            wait([process.ended for process in alive])
 
     def communicate(self, timeout: float) -> tuple[str, str]:
         """Return both outputs at the end of all processes. The first that fails ends the others."""
         deadline = time.monotonic() + timeout
-        while alive := [process for process in self._processes if process.exitcode is None]:
-            if not wait(
-                [process.sentinel for process in alive], timeout=deadline - time.monotonic()
-            ):
+        while alive := self._alive():
+            if not wait([process.ended for process in alive], timeout=deadline - time.monotonic()):
                 self.kill()
                 raise subprocess.TimeoutExpired(
                     self.arguments, timeout, stderr=self._err.read_text()
                 )
             if self.poll():
-                for process in alive:
-                    process.terminate()
+                self._send(signal.SIGTERM)
         self.poll()
         return self._out.read_text(), self._err.read_text()
 
+    def _alive(self) -> list["_Process"]:
+        return [process for process in self._processes if process.poll() is None]
 
-def _run_module(
-    arguments: list[str], environment: dict[str, str], cwd: Path, out: Path, err: Path, program: str
-) -> None:
-    """In the fork: `python -m` of the arguments; what that starts is forked too."""
-    for descriptor, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(cwd)
-    sys.argv, sys.executable = arguments, program
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    def _send(self, number: int) -> None:
+        for process in self._alive():
+            with suppress(ConnectionError):
+                process.ended.send(bytes([number]))
+
+
+class _Process:
+    """One fork.
+
+    Attributes:
+        pid: its process id.
+        ended: a socket that can be read once it has ended, and that sends it signals.
+    """
+
+    def __init__(
+        self, arguments: list[str], environment: dict[str, str], cwd: Path, files: dict[int, int]
+    ) -> None:
+        self.ended, self.pid = fork(arguments, environment, cwd, files)
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs."""
+        if self._code is None and wait([self.ended], timeout=0):
+            (status,) = struct.unpack("i", self.ended.recv(4))
+            self._code = os.waitstatus_to_exitcode(status)
+            self.ended.close()
+        return self._code

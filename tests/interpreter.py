@@ -6,12 +6,14 @@ interpreter: it asks a server for a fork with its arguments, environment, direct
 hands on the signals that it gets and ends as the fork ended. Killed, it takes the fork with it.
 Everything but `-m`, `-u -m` (torchrun's ranks) and `-c` it leaves to the real interpreter, and what
 names another hub, which is read at an import.
+
+`python -m tests.interpreter LISTENER` is the server. All workers of pytest share one, and are forks
+of it themselves.
 """
 
 import atexit
 import ctypes
 import json
-import multiprocessing
 import os
 import resource
 import runpy
@@ -20,6 +22,7 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -27,14 +30,10 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from multiprocessing import forkserver, process, resource_tracker
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.preloaded"])
-
+PLACE = "QUANTDYN_TEST_INTERPRETER"  # variable: the directory of the program of all workers
 FIRST_FREE = 500  # files of the fork are collected above this number
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "pid": 0x20000000}
 PROGRAM = """#!{python} -IS
@@ -66,6 +65,7 @@ socket.send_fds(server, [struct.pack("i", len(asked))], files)
 server.sendall(asked)
 for number in pending:
     server.send(bytes([number]))
+server.recv(4)  # the fork's process id
 ended = server.recv(4)
 status = struct.unpack("i", ended)[0] if len(ended) == 4 else 9
 if status & 127:
@@ -75,30 +75,70 @@ os._exit(os.waitstatus_to_exitcode(status))
 """
 
 
-@cache
 def interpreter() -> str:
-    """Return the path of the program; its server ends with this process."""
+    """Return the path of the program."""
+    return f"{_place()}/python"
+
+
+def share() -> str:
+    """Return the program, after this process has started its server for all that it starts."""
+    os.environ[PLACE] = _place()
+    return interpreter()
+
+
+def real_interpreter() -> str:
+    """Return what the program stands in for."""
+    return str((Path(_place()) / "real").readlink())
+
+
+def fork(
+    arguments: list[str], environment: dict[str, str], cwd: Path, files: dict[int, int]
+) -> tuple[socket.socket, int]:
+    """Return a connection to the server and the process id of a fork that runs the arguments.
+
+    What is sent are numbers of signals, a byte each; what is received at the end is the fork's
+    status, as an int. A connection that is closed kills it.
+
+    Args:
+        arguments: of the interpreter: -m MODULE or -c PROGRAM, and more.
+        environment: of the fork.
+        cwd: its directory.
+        files: its open files: number there and here.
+    """
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(f"\0{Path(_place()).name}")
+    asked = json.dumps([arguments, environment, str(cwd), list(files), interpreter()]).encode()
+    socket.send_fds(server, [struct.pack("i", len(asked))], list(files.values()))
+    server.sendall(asked)
+    return server, struct.unpack("i", server.recv(4))[0]
+
+
+@cache
+def _place() -> str:
+    """Return the directory of the program, whose name is the address of its server."""
+    if PLACE in os.environ:
+        return os.environ[PLACE]
     place = tempfile.mkdtemp(prefix="quantdyn-python-")
     atexit.register(shutil.rmtree, place)
-    address = f"quantdyn-{os.getpid()}-{os.urandom(6).hex()}"
     program = Path(place) / "python"
-    program.write_text(PROGRAM.format(python=sys.executable, address=address))
+    program.write_text(PROGRAM.format(python=sys.executable, address=Path(place).name))
     program.chmod(0o700)
-    ready, sender = SERVER.Pipe(duplex=False)
-    SERVER.Process(target=_serve, args=(address, sender), daemon=True).start()
-    sender.close()  # should the server die, this ends
-    ready.recv()
-    return str(program)
+    (Path(place) / "real").symlink_to(sys.executable)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{Path(place).name}")
+        listener.listen(64)  # who asks before the server has imported all waits
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.interpreter", str(listener.fileno())],
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            cwd=Path(__file__).parent.parent,
+        )
+    return place
 
 
-def _serve(address: str, sender: Any) -> None:
+def serve(listener: socket.socket) -> None:
     """Fork for whoever connects, until this process is killed."""
-    os.setsid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with the process that it was forked from
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0{address}")
-    listener.listen(64)
-    sender.send("listening")
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ, None)
     while True:
@@ -107,11 +147,14 @@ def _serve(address: str, sender: Any) -> None:
                 asker, _ = listener.accept()
                 with suppress(ConnectionError, struct.error):
                     pid = _forked(asker)
+                    asker.send(struct.pack("i", pid))
                     exited = os.pidfd_open(pid)
                     for file in (asker, exited):
                         selector.register(file, selectors.EVENT_READ, (pid, asker, exited))
                 continue
             pid, asker, exited = key.data
+            if asker.fileno() == -1:
+                continue  # its fork ended a moment ago
             if key.fileobj == asker:
                 numbers = _received(asker)
                 for number in numbers or bytes([signal.SIGKILL]):
@@ -174,7 +217,6 @@ def _run(
         resource.setrlimit(resource.RLIMIT_FSIZE, resource.prlimit(who, resource.RLIMIT_FSIZE))
         _enter_namespaces(who)
         _take(files)
-        _forget_multiprocessing()
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(cwd)
@@ -281,12 +323,10 @@ def _take(files: dict[int, int]) -> None:
         os.close(file)
 
 
-def _forget_multiprocessing() -> None:
-    """Leave no trace of the fork server: this is the main process of a program."""
-    for helper in (forkserver._forkserver, resource_tracker._resource_tracker):  # type: ignore[attr-defined]
-        helper.__init__()  # type: ignore[misc]
-    current: Any = process.current_process()
-    current._identity, current._name, current._parent_pid = (), "MainProcess", None
-    current._config.pop("daemon", None)
-    process._parent_process = None  # type: ignore[attr-defined]
-    process._children.clear()  # type: ignore[attr-defined]
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with the process that started it
+    os.setsid()
+
+    import tests.preloaded  # noqa: F401
+
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -17,8 +17,11 @@ os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 from base.cli import quick_imports
 
 IMPORTED = (
+    "compressed_tensors",
+    "matplotlib.backends.backend_pdf",
     "mlflow.store.tracking.sqlalchemy_store",
     "torch.distributed.checkpoint",
+    "torch.distributed.run",
     "torch.distributed.tensor.experimental",  # by megatron-core, as are the next two
     "torch.nn.attention.varlen",
     "torch.utils.cpp_extension",
@@ -59,5 +62,10 @@ with quick_imports():
 bundled = subprocess.run([sys.executable, "-c", BUNDLE], capture_output=True, text=True, check=True)
 page: Any = importlib.import_module("study.report.page")
 page.library = lambda: bundled.stdout
+
+# torchrun's agents record the name of the calling function with every event, of which a test reads
+# none: to find it takes 0.2 s, in which all sources on the stack are looked up.
+rendezvous: Any = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+rendezvous.get_method_name = lambda depth=2: ""
 
 gc.freeze()  # a collection in a fork would copy every page of what is imported here
