@@ -97,6 +97,14 @@ def test_the_table_judges_every_figure():
     json.dumps([figure.described() for figure in figures], allow_nan=False)
 
 
+def test_no_check_of_a_name_is_refused(monkeypatch, capfd):
+    monkeypatch.setattr("sys.argv", ["tests.gpu", "--device", "cpu", "--only", "speed, 2B"])
+    with pytest.raises(SystemExit) as refused:
+        main()
+    assert refused.value.code == 2
+    assert "--only speed, 2B: no check; there are nccl, rope" in capfd.readouterr().err
+
+
 def test_without_a_gpu_it_is_skipped_as_a_whole(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("sys.argv", ["tests.gpu", "--out", str(tmp_path / "report.json")])
