@@ -5,6 +5,7 @@ Started with MALLOC_MMAP_THRESHOLD_=65536, so that what is freed leaves the proc
 arena's gaps count.
 """
 
+import ctypes
 import gc
 import json
 from pathlib import Path
@@ -57,6 +58,7 @@ def main() -> None:
         # bf16, which few CPUs compute in, a short pass has to do.
         run(8 if dtype == "bf16" else LENGTH)
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # or the pass would grow into pages that are free already
         Path("/proc/self/clear_refs").write_text("5")  # begins a new high-water mark
         before = resident("VmRSS")
         run(LENGTH)
