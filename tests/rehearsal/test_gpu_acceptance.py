@@ -14,6 +14,8 @@ from tests.gpu.figures import Figure, table
 from tests.gpu.place import FORKS, IN_SMALL, Place
 from tests.rehearsal.on_stand_in import run_one
 
+FORKS.set_forkserver_preload(["tests.preloaded"])  # else every check imports torch: 10 seconds
+
 SECONDS = 600.0  # nothing is timed here: a bound on a check that hangs
 NEEDS_GPU = {"Transformer Engine", "fp8", "libraries", "saved checkpoints in vLLM"}
 TRAINING = "training, CPU and GPU"  # starts new interpreters
