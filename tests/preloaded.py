@@ -1,4 +1,4 @@
-"""Imports of the server of `tests.forked` before it forks: what most commands import.
+"""Imports of a fork server of tests, made before it forks: what most commands import.
 
 Of the project all but `__main__` modules, which a command runs itself, and `train.megatron`, which
 puts functions of its own in the place of torch's.

@@ -25,7 +25,8 @@ from train.run.optimization import ConstantPhase, OptimizerConfig, ScheduleConfi
 from train.run.saving import SavingConfig
 
 # Processes forked from one that has imported what takes seconds, and that has not asked CUDA for
-# anything. There is one fork server in a process: `tests.gpu.__main__` decides what it imports.
+# anything. There is one fork server in a process; whoever starts checks decides what it imports:
+# `tests.gpu.__main__`, and their rehearsal on the CPU.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 FORKS = multiprocessing.get_context("forkserver")
 

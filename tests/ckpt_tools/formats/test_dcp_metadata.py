@@ -66,4 +66,4 @@ def test_what_is_no_metadata_is_refused_in_one_line(tmp_path, content):
 
 def test_it_reads_what_torch_reads(checkpoint):
     with (checkpoint / ".metadata").open("rb") as file:
-        assert read_metadata(checkpoint) == pickle.load(file)
+        assert read_metadata(checkpoint) == pickle.load(file)  # saved by this test's fixture
