@@ -1,14 +1,9 @@
 """`python -m tests.curvature.pass_memory`: what passes through a model take, resident, and what
 the simulation says.
-
-Started with MALLOC_MMAP_THRESHOLD_=65536, so that what is freed leaves the process at once and no
-arena's gaps count.
 """
 
-import ctypes
-import gc
 import json
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +16,7 @@ from curvature.products.exact import DualHessian, streamed
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
 from curvature.settings import HutchinsonSettings
-from tests.curvature.streaming_memory import resident
+from tests.curvature.process_memory import grown_by, return_what_is_freed
 
 SEQUENCES, LENGTH, VOCABULARY, DEPTH = 4, 192, 1024, 3
 NOTHING = torch.zeros((), dtype=torch.float64)
@@ -30,6 +25,7 @@ PASSES = ((True, "bf16", False), (True, "bf16", True), (False, "fp32", True))
 
 def main() -> None:
     """Bytes of each pass, measured and simulated."""
+    return_what_is_freed()
     shape: dict[str, Any] = {
         "hidden_size": 128,
         "intermediate_size": 384,
@@ -57,12 +53,7 @@ def main() -> None:
         # What is allocated once and for all, such as buffers of the kernels, does not count. In
         # bf16, which few CPUs compute in, a short pass has to do.
         run(8 if dtype == "bf16" else LENGTH)
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # or the pass would grow into pages that are free already
-        Path("/proc/self/clear_refs").write_text("5")  # begins a new high-water mark
-        before = resident("VmRSS")
-        run(LENGTH)
-        measured = resident("VmHWM") - before
+        measured = grown_by(partial(run, LENGTH))
         settings = HutchinsonSettings(
             microbatch_sequences=SEQUENCES,
             dtype=dtype,  # type: ignore[arg-type]

@@ -5,8 +5,6 @@ of its parameters.
 """
 
 import json
-import re
-from pathlib import Path
 
 import torch
 
@@ -15,19 +13,14 @@ from curvature.products.exact import DualHessian
 from curvature.products.model import CurvedModel
 from curvature.products.parameters import Probe
 from tests.curvature.conftest import random_tokens, tiny_model
-
-
-def resident(figure: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most since the mark was reset."""
-    match = re.search(rf"{figure}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert match
-    return 1024 * int(match[1])
+from tests.curvature.process_memory import grown_by, return_what_is_freed
 
 
 def main() -> None:
     """Peaks of the quadratic form of a vector, of a probe that is drawn where it is used, and of
     Hv kept whole.
     """
+    return_what_is_freed()
     model = tiny_model(
         torch.float32, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, std=0.02
     )
@@ -42,10 +35,7 @@ def main() -> None:
     peaks = {}
     for name, product in products.items():
         product()  # what is allocated once and for all is not part of it
-        Path("/proc/self/clear_refs").write_text("5")  # begins a new high-water mark
-        before = resident("VmRSS")
-        product()
-        peaks[name] = (resident("VmHWM") - before) / (4 * hessian.parameters.size)
+        peaks[name] = grown_by(product) / (4 * hessian.parameters.size)
     print(json.dumps(peaks))
 
 
