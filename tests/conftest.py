@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from base.cli import quick_imports
-from tests.interpreter import real_interpreter, share
+from tests.interpreter import interpreter, real_interpreter, share
 
 if any(argument.startswith("-n") for argument in sys.argv):
     share()  # it imports while this process does
@@ -63,6 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Fork the workers of xdist, and register what prints where all their results arrive."""
     if hasattr(config, "workerinput"):
         sys.executable = real_interpreter()
+        multiprocessing.set_executable(interpreter())
         os.environ.pop("PYTHONUNBUFFERED", None)  # xdist's, not of what tests start
         return
     if config.getoption("tx", None):

@@ -4,8 +4,8 @@ Commands that start commands (a study, its steps, torchrun, the ranks) spend mos
 importing torch, once for each process. `interpreter` is a program that takes the place of the
 interpreter: it asks a server for a fork with its arguments, environment, directory and open files,
 hands on the signals that it gets and ends as the fork ended. Killed, it takes the fork with it.
-Everything but `-m`, `-u -m` (torchrun's ranks) and `-c` it leaves to the real interpreter, and what
-names another hub, which is read at an import.
+It takes `-m` and `-c`, after `-u` (torchrun's ranks) or `-B` (multiprocessing's servers); all else
+it leaves to the real interpreter, and what names another hub, which is read at an import.
 
 `python -m tests.interpreter LISTENER` is the server. All workers of pytest share one, and are forks
 of it themselves.
@@ -14,6 +14,7 @@ of it themselves.
 import atexit
 import ctypes
 import json
+import multiprocessing
 import os
 import resource
 import runpy
@@ -38,9 +39,9 @@ FIRST_FREE = 500  # files of the fork are collected above this number
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "pid": 0x20000000}
 PROGRAM = """#!{python} -IS
 import ctypes, json, os, signal, socket, struct, sys
-if sys.argv[1] == "-u":
-    os.environ["PYTHONUNBUFFERED"] = "1"
-    del sys.argv[1]
+while sys.argv[1] in ("-u", "-B"):
+    if sys.argv.pop(1) == "-u":
+        os.environ["PYTHONUNBUFFERED"] = "1"
 if sys.argv[1] not in ("-m", "-c") or "HF_ENDPOINT" in os.environ:
     os.execv("{python}", ["{python}", *sys.argv[1:]])
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -229,7 +230,7 @@ def _run(
             stream.reconfigure(  # type: ignore[union-attr]
                 line_buffering=stream is sys.stderr or stream.isatty(), write_through=unbuffered
             )
-        _set_what_is_read_at_import(environment)
+        _set_what_is_read_at_import(environment, program)
         atexit._clear()
         if arguments[0] == "-m":
             code = _exit_code(lambda: runpy.run_module(sys.argv[0], None, "__main__", True))
@@ -251,11 +252,12 @@ def _run(
         os._exit(code)
 
 
-def _set_what_is_read_at_import(environment: dict[str, str]) -> None:
+def _set_what_is_read_at_import(environment: dict[str, str], program: str) -> None:
     """Let variables act that libraries read when they are imported, which has been done."""
     import huggingface_hub.constants
     import torch._dynamo.config
 
+    multiprocessing.set_executable(program)
     torch._dynamo.config.disable = environment.get("TORCHDYNAMO_DISABLE") == "1"
     huggingface_hub.constants.HF_HUB_OFFLINE = environment.get("HF_HUB_OFFLINE") == "1"
 

@@ -1,8 +1,8 @@
 """Every check of tests/gpu on this CPU, in small: what is measured there runs here first."""
 
 import json
+import multiprocessing
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,13 @@ from tests.gpu.bundle import PACKAGES, PROJECT, locked, parts
 from tests.gpu.checks import checks, run
 from tests.gpu.figures import Figure, table
 from tests.gpu.place import FORKS, IN_SMALL, Place
+from tests.interpreter import interpreter
 from tests.rehearsal.on_stand_in import run_one
 
-FORKS.set_forkserver_preload(["tests.preloaded"])  # else every check imports torch: 10 seconds
+# A check is a fork of a server that has imported what it needs, itself a fork: else every check
+# would import torch, 10 seconds.
+multiprocessing.set_executable(interpreter())
+FORKS.set_forkserver_preload(["tests.preloaded"])
 
 SECONDS = 600.0  # nothing is timed here: a bound on a check that hangs
 NEEDS_GPU = {"Transformer Engine", "fp8", "libraries", "saved checkpoints in vLLM"}
@@ -109,6 +113,7 @@ def test_no_check_of_a_name_is_refused(monkeypatch, capfd):
 
 def test_without_a_gpu_it_is_skipped_as_a_whole(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("sys.executable", interpreter())
     monkeypatch.setattr("sys.argv", ["tests.gpu", "--out", str(tmp_path / "report.json")])
     assert main() == 0
     assert capfd.readouterr().out.startswith("skipped as a whole: torch sees no GPU")
@@ -118,7 +123,7 @@ def test_without_a_gpu_it_is_skipped_as_a_whole(monkeypatch, tmp_path, capfd):
 def test_the_command_starts_checks_and_writes_their_figures(tmp_path):
     """Processes of the checks have to find what `python -m tests.gpu` has as its __main__."""
     out = tmp_path / "report.json"
-    command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--only", "snap|^rope"]
+    command = [interpreter(), "-m", "tests.gpu", "--device", "cpu", "--only", "snap|^rope"]
     done = subprocess.run(
         [*command, "--out", str(out)], cwd=PROJECT, capture_output=True, text=True, check=False
     )
