@@ -219,6 +219,7 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
     code, out, err = command("submit", "small", "--site", str(site))
     assert (code, err) == (0, "")
     assert "text" not in out, "three starts without progress are enough"
+    wait_until(lambda: not in_queue(study_dir), "what needs no text failed")
     out = command(*shlex.split(watch)[3:])[1]
     log = study_dir / f"slurm/logs/text-{existing_submission(study_dir).element_ids['text', 0]}.log"
     assert ": FAILED, NonZeroExitCode, exit code 3:0 on node" in out
