@@ -133,7 +133,13 @@ class Case(NamedTuple):
     dense: Dense
 
 
-@pytest.fixture(scope="session", params=[2, 1], ids=["multi-head", "grouped-query"])
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(2, marks=pytest.mark.stress, id="multi-head"),
+        pytest.param(1, id="grouped-query"),
+    ],
+)
 def case(request) -> Case:
     """The same model with one key/value head per query head, and with one for two."""
     config = {"num_key_value_heads": request.param}

@@ -18,7 +18,7 @@ from curvature.products.parameters import Probe
 from curvature.settings import HutchinsonSettings
 from tests.curvature.process_memory import grown_by, return_what_is_freed
 
-SEQUENCES, LENGTH, VOCABULARY, DEPTH = 4, 192, 1024, 3
+SEQUENCES, LENGTH, VOCABULARY, DEPTH = 2, 192, 1024, 3
 NOTHING = torch.zeros((), dtype=torch.float64)
 PASSES = ((True, "bf16", False), (True, "bf16", True), (False, "fp32", True))
 

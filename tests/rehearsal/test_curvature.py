@@ -44,8 +44,7 @@ def quantized(tmp_path_factory, model, train_prefix, held_out_prefix):
     ("spec", "more"),
     [
         ("hutchinson", []),
-        ("lanczos", ["--checkpointing"]),
-        ("lanczos", ["--vectors", "host"]),
+        ("lanczos", ["--checkpointing", "--vectors", "host"]),
     ],
 )
 def test_a_measurement_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, model, text, spec, more):

@@ -38,7 +38,7 @@ def options(train_prefix, held_out_prefix):
         ("fp8-astatic-kvfp8", []),
         ("atom-b4-g16-keep0.3-a8", []),
         ("quik-b4-g16-keep0.3", []),
-        ("qtip-b2-l6", []),
+        ("qtip-b2-l4", []),
         pytest.param("w8a8-ostquant-blockwise-i2", [], marks=pytest.mark.stress),
         ("gptq-b4-g16-flatquant-blockwise-i2", []),
     ],

@@ -34,8 +34,14 @@ def steps_by_kind(study: Study) -> dict[str, Step]:
     return {step.kind: step for step in reversed(steps_of(study))}
 
 
-@pytest.mark.parametrize("gpus", [1, 8])
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "tiny"])
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [
+        ("olmo2-7b-lr", 8),
+        *((name, 1) for name in RECIPES if name != "tiny"),
+        *(pytest.param(name, 8, marks=pytest.mark.stress) for name in RECIPES if name != "tiny"),
+    ],
+)
 def test_every_recipe_has_a_plan_for_one_gpu_and_eight_or_names_the_machine_that_takes_it(
     name, gpus
 ):

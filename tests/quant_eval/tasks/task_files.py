@@ -26,7 +26,7 @@ WORDS = (
     "iron",
     "glass",
 )
-SUBJECTS = {"anatomy": 6, "astronomy": 9, "world_religions": 7}
+SUBJECTS = {"anatomy": 6, "astronomy": 8, "world_religions": 7}
 ITEMS = {"arc_challenge": 14, "pubmedqa": 9}
 # task -> lm-eval's definition, split that is scored, split of the examples
 LM_EVAL = {
@@ -169,7 +169,7 @@ def write_task_files(directory: Path) -> Path:
     """All twelve tasks, mmlu with three subjects, each with seven documents for the examples."""
     draw = np.random.default_rng(0)
     for task in LM_EVAL:
-        write_lines(directory / f"{task}.jsonl", documents(task, ITEMS.get(task, 12), draw))
+        write_lines(directory / f"{task}.jsonl", documents(task, ITEMS.get(task, 8), draw))
         write_lines(directory / f"{task}.fewshot.jsonl", documents(task, 7, draw))
     for subject, items in SUBJECTS.items():
         write_lines(directory / f"mmlu/{subject}.jsonl", documents("mmlu", items, draw))
