@@ -148,20 +148,11 @@ def test_what_a_study_ran_on_is_read_back(tmp_path):
 
 
 @pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="this machine has a GPU")
-def test_where_there_is_no_gpu_cuda_is_one_line_and_code_2(tmp_path):
-    command = [
-        interpreter(),
-        "-m",
-        "study",
-        "run",
-        "tiny",
-        "--profile",
-        "smoke",
-        "--device",
-        "cuda",
-    ]
+def test_where_there_is_no_gpu_cuda_is_one_line_and_code_2(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # set, it hides them, and says so
+    command = [interpreter(), "-m", "study", "run", "tiny", "--profile", "smoke"]
     done = subprocess.run(
-        [*command, "--root", str(tmp_path)],
+        [*command, "--device", "cuda", "--root", str(tmp_path)],
         cwd=PROJECT,
         capture_output=True,
         text=True,
