@@ -45,8 +45,8 @@ endif
 demo: venv
 	$(PYTHON) -m study run tiny
 
-test: venv  # on two cores three workers: tests that wait for SLURM leave room
-	$(PYTHON) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+test: venv  # on two cores four workers: tests that wait for SLURM leave room
+	$(PYTHON) -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
 test-gpu: venv  # at most 15 minutes on one GPU; says so where there is none
 	$(PYTHON) -m tests.gpu

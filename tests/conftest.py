@@ -13,7 +13,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from base.cli import quick_imports
-from tests.interpreter import interpreter, real_interpreter, share
+from tests.interpreter import interpreter, real_interpreter, share, workers
 
 if any(argument.startswith("-n") for argument in sys.argv):
     share()  # it imports while this process does
@@ -33,15 +33,16 @@ gc.freeze()  # no collection looks through what stays anyway; again once all tes
 
 VOCAB_SIZE = 320
 # These take longest, by far, or wait for SLURM: begun last, they would keep one worker busy while
-# the others have nothing left.
+# the others have nothing left. The pages read the smoke study, which the first worker makes before.
 FIRST = (
     "study/test_smoke.py",
-    "docs/test_commands.py",
     "slurm/test_study.py",
     "slurm/test_resuming.py",
     "slurm/test_accounting.py",
-    "curvature/test_cost.py",
+    "docs/test_commands.py",
     "study/tracking/test_importer.py",
+    "train/test_watchdog.py",
+    "curvature/test_cost.py",
 )
 
 
@@ -68,7 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop("PYTHONUNBUFFERED", None)  # xdist's, not of what tests start
         return
     if config.getoption("tx", None):
-        config.option.tx = [f"{worker}//python={share()}" for worker in config.option.tx]
+        program = workers(config.args)
+        config.option.tx = [f"{worker}//python={program}" for worker in config.option.tx]
     if terminal := config.pluginmanager.getplugin("terminalreporter"):
         config.pluginmanager.register(FailuresAtOnce(terminal))
 
@@ -234,8 +236,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16-sp2": (2, {"precision": "bf16", "tensor": 2, "sequence": True}),
     "ds-zero1": (2, {"engine": "deepspeed"}),
 }
-# Four ranks, and bf16 once more, cost 25 core-seconds: what they combine is in other layouts.
-STRESSED = ("tp2dp2", "bf16-sp2")
+# Four ranks and bf16 once more cost 35 core-seconds: what they combine is in other layouts.
+STRESSED = ("tp2dp2", "bf16-sp2", "bf16-tp2pp2")
 
 
 def layouts(*names: str) -> list[Any]:

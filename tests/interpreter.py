@@ -7,8 +7,8 @@ hands on the signals that it gets and ends as the fork ended. Killed, it takes t
 It takes `-m` and `-c`, after `-u` (torchrun's ranks) or `-B` (multiprocessing's servers); all else
 it leaves to the real interpreter, and what names another hub, which is read at an import.
 
-`python -m tests.interpreter LISTENER` is the server. All workers of pytest share one, and are forks
-of it themselves.
+`python -m tests.interpreter LISTENER` is the server. All workers of pytest share one. They are forks
+too, of a fork that has imported the tests (`workers`).
 """
 
 import atexit
@@ -36,6 +36,7 @@ from types import ModuleType
 
 PLACE = "QUANTDYN_TEST_INTERPRETER"  # variable: the directory of the program of all workers
 FIRST_FREE = 500  # files of the fork are collected above this number
+_living: list[object] = []  # connections that live as long as this process
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "pid": 0x20000000}
 PROGRAM = """#!{python} -IS
 import ctypes, json, os, signal, socket, struct, sys
@@ -81,10 +82,21 @@ def interpreter() -> str:
     return f"{_place()}/python"
 
 
-def share() -> str:
-    """Return the program, after this process has started its server for all that it starts."""
+def share() -> None:
+    """Start the server of this process and of all that it starts."""
     os.environ[PLACE] = _place()
-    return interpreter()
+
+
+def workers(tests: list[str]) -> str:
+    """Return the program whose forks have imported these tests; it takes the place of `interpreter`.
+
+    Its server is a fork itself, of `tests.collected`, which lives as long as this process.
+    """
+    program = Path(f"{_place()}/worker")
+    listener, nothing = _listener(program), os.open(os.devnull, os.O_RDWR)
+    files = {0: nothing, 1: nothing, 2: nothing, 3: listener.fileno()}
+    _living.append(fork(["-m", "tests.collected", *tests], dict(os.environ), Path.cwd(), files))
+    return str(program)
 
 
 def real_interpreter() -> str:
@@ -107,7 +119,7 @@ def fork(
         files: its open files: number there and here.
     """
     server = socket.socket(socket.AF_UNIX)
-    server.connect(f"\0{Path(_place()).name}")
+    server.connect(f"\0{interpreter()}")
     asked = json.dumps([arguments, environment, str(cwd), list(files), interpreter()]).encode()
     socket.send_fds(server, [struct.pack("i", len(asked))], list(files.values()))
     server.sendall(asked)
@@ -121,13 +133,8 @@ def _place() -> str:
         return os.environ[PLACE]
     place = tempfile.mkdtemp(prefix="quantdyn-python-")
     atexit.register(shutil.rmtree, place)
-    program = Path(place) / "python"
-    program.write_text(PROGRAM.format(python=sys.executable, address=Path(place).name))
-    program.chmod(0o700)
     (Path(place) / "real").symlink_to(sys.executable)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{Path(place).name}")
-        listener.listen(64)  # who asks before the server has imported all waits
+    with _listener(Path(place) / "python") as listener:
         subprocess.Popen(
             [sys.executable, "-m", "tests.interpreter", str(listener.fileno())],
             pass_fds=[listener.fileno()],
@@ -136,6 +143,16 @@ def _place() -> str:
             cwd=Path(__file__).parent.parent,
         )
     return place
+
+
+def _listener(program: Path) -> socket.socket:
+    """Return where the forks of a program are asked for, after writing the program."""
+    program.write_text(PROGRAM.format(python=sys.executable, address=program))
+    program.chmod(0o700)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0{program}")
+    listener.listen(64)  # who asks before the server has imported all waits
+    return listener
 
 
 def serve(listener: socket.socket) -> None:

@@ -31,11 +31,12 @@ def make_run(
     tensor: int = 1,
     pipeline: int = 1,
     sequence: bool = False,
+    layers: int = 2,
     kv_heads: int = 4,
     peak_lr: float = 1e-2,
     **changes,
 ) -> RunConfig:
-    """Writes run.json of a run with 4 layers, width 32: warm-up, cosine, anneal within 20 steps."""
+    """Writes run.json of a run of width 32: warm-up, cosine, anneal within 20 steps."""
     settings: dict[str, Any] = {
         "name": directory.name,
         "seed": 3,
@@ -44,7 +45,7 @@ def make_run(
             vocab_size=320,
             hidden_size=32,
             intermediate_size=64,
-            num_hidden_layers=4,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=kv_heads,
         ),

@@ -73,8 +73,8 @@ def swap(weights: Weights, name: str, other: str) -> None:
 
 
 def swap_layers(weights: Weights) -> None:
-    for name in [name for name in weights if name.startswith("model.layers.1.")]:
-        swap(weights, name, name.replace("layers.1.", "layers.2."))
+    for name in [name for name in weights if name.startswith("model.layers.0.")]:
+        swap(weights, name, name.replace("layers.0.", "layers.1."))
 
 
 def split_contiguously(weights: Weights) -> None:
@@ -117,7 +117,7 @@ FAULTS: dict[str, tuple[Callable[[Weights], object], set[str]]] = {
     "o transposed": (transpose(O1), {O1}),
     "value heads rolled": (lambda weights: weights.update({V1: weights[V1].roll(8, 0)}), {V1}),
     "down halved": (lambda weights: weights[DOWN1].mul_(0.5), {DOWN1}),
-    "layers swapped": (swap_layers, {Q1, K1, V1}),
+    "layers swapped": (swap_layers, {name_of(0, f"self_attn.{part}_proj") for part in "qkv"}),
     "embedding rows shifted": (roll, {EMBEDDING}),
     "lm_head rows shifted": (
         lambda weights: weights.update({"lm_head.weight": weights["lm_head.weight"].roll(1, 0)}),
@@ -219,7 +219,7 @@ def test_wrong_tensors_are_called_by_name(exported, tmp_path, change, expected):
             0.1,
             "model.layers.0.self_attn.q_norm.weight, model.layers.0.self_attn.k_norm.weight;",
         ),
-        ("num_hidden_layers", 3, "unknown ['model.layers.3."),
+        ("num_hidden_layers", 1, "unknown ['model.layers.1."),
     ],
 )
 def test_a_wrong_configuration_is_found(exported, tmp_path, key, value, expected):

@@ -36,7 +36,7 @@ def names_backwards(name: str) -> list[str]:
 def names_of_the_next_layer(name: str) -> list[str]:
     """Names as `megatron_names.hf_names` would give them if layers were counted from the last."""
     entry, prefix = megatron_names._entry(name)
-    next_prefix = re.sub(r"\d+", lambda match: str(3 - int(match[0])), prefix)
+    next_prefix = re.sub(r"\d+", lambda match: str(1 - int(match[0])), prefix)
     return [next_prefix + hf_name for hf_name in entry.hf_names]
 
 

@@ -240,7 +240,7 @@ def test_gauss_newton_and_fisher_lie_within_their_errors(tiny, hutchinson):
 
 def test_lanczos_finds_both_ends_and_the_density(tiny):
     eigenvalues_P = torch.linalg.eigvalsh(tiny.dense.hessian_PP)
-    measured = tiny.measured("lanczos", "--largest", "3", "--smallest", "2", "--tolerance", "1e-5")
+    measured = tiny.measured("lanczos", "--largest", "3", "--smallest", "2", "--tolerance", "1e-3")
     assert measured["lambda_max"]["value"] == pytest.approx(float(eigenvalues_P[-1]), rel=1e-4)
     for end, expected in (("largest", eigenvalues_P.flip(0)[:3]), ("smallest", eigenvalues_P[:2])):
         assert [pair["value"] for pair in measured["eigenvalues"][end]] == pytest.approx(

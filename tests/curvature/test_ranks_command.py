@@ -19,7 +19,7 @@ OPTIONS = [
     "--fixed-sequences",
     "3",
     "--tolerance",
-    "1e-5",
+    "1e-3",
 ]
 PAIRS = [
     "--pairs",

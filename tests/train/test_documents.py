@@ -128,7 +128,7 @@ def test_documents_are_trained_on_as_if_alone(tmp_path, inputs, tokenizer_dir, s
         held_out_sequences=5,
         document_mask=True,
     )
-    make_run(tmp_path / "run", **inputs, data=data, kv_heads=2, **settings)
+    make_run(tmp_path / "run", **inputs, data=data, layers=4, kv_heads=2, **settings)
     hf_dir = make_hf_directory(tmp_path / "hf", num_hidden_layers=4, num_key_value_heads=2)
     worker = "tests.train.test_documents", str(tmp_path / "run"), str(hf_dir)
     done = ranks(2, *worker, str(tmp_path / "figures.json"))

@@ -74,7 +74,7 @@ def test_gradients_under_tensor_parallelism_equal_hf(tmp_path, inputs, kv_heads)
     Labels that do not count weaken the gradient and leave the reported means to the others.
     """
     run = make_run(tmp_path / "run", **inputs, tensor=2, sequence=kv_heads == 2, kv_heads=kv_heads)
-    hf_dir = make_hf_directory(tmp_path / "hf", num_hidden_layers=4, num_key_value_heads=kv_heads)
+    hf_dir = make_hf_directory(tmp_path / "hf", num_key_value_heads=kv_heads)
     done = ranks(2, "tests.train.test_gradients", str(tmp_path / "run"), str(hf_dir), str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     saved = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
@@ -95,7 +95,7 @@ def test_gradients_under_tensor_parallelism_equal_hf(tmp_path, inputs, kv_heads)
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
 
     compared = set()
-    for name in megatron_names.megatron_names(4):
+    for name in megatron_names.megatron_names(2):
         whole = megatron_names.from_hf(name, expected.__getitem__, run.model)
         for rank in range(2):
             part = megatron_names.shard(name, whole, rank, 2)

@@ -140,7 +140,7 @@ def test_overlap_changes_nothing(tmp_path, inputs, processes, pipeline):
         "optimizer": OptimizerConfig(peak_lr=1e-2, clip_grad_norm=1e6),
         "averages": (Lawa(interval_steps=1, window=2),),
     }
-    run = make_run(tmp_path, **inputs, **settings, pipeline=pipeline)
+    run = make_run(tmp_path, **inputs, **settings, layers=4, pipeline=pipeline)
     figures = {}
     done = ranks(processes, "tests.train.test_overlap", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]

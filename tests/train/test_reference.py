@@ -43,7 +43,7 @@ def plain_model(run) -> Olmo2ForCausalLM:
 
 def norms_by_part(values: dict[str, torch.Tensor]) -> dict[str, float]:
     """L2 norms over the layers, the embedding, the last norm and the head."""
-    parts = {f"layers.{index}": f"model.layers.{index}." for index in range(4)}
+    parts = {f"layers.{index}": f"model.layers.{index}." for index in range(2)}
     parts |= {"embed_tokens": "model.embed", "norm": "model.norm", "lm_head": "lm_head"}
     return {
         part: torch.cat([v.flatten() for n, v in values.items() if n.startswith(start)])

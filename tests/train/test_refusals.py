@@ -35,7 +35,7 @@ REFUSED = {
     ),
     "layers by PP": (
         lambda run: run["parallel"].update(pipeline=3),
-        "num_hidden_layers 4 does not divide over parallel.pipeline 3",
+        "num_hidden_layers 2 does not divide over parallel.pipeline 3",
     ),
     "batch by micro": (
         lambda run: run.update(micro_batch_size=3),

@@ -33,7 +33,7 @@ STEPS, RATE = 4, 1e-3
 @pytest.fixture(scope="module")
 def source(tmp_path_factory, tokenizer_dir) -> Path:
     """A random OLMo2 of `make_run`'s sizes, as an HF directory with the tests' tokenizer."""
-    directory = make_hf_directory(tmp_path_factory.mktemp("source") / "model", num_hidden_layers=4)
+    directory = make_hf_directory(tmp_path_factory.mktemp("source") / "model")
     for path in tokenizer_dir.iterdir():
         shutil.copy(path, directory / path.name)
     return directory

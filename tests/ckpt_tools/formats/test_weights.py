@@ -46,7 +46,7 @@ def rows_of_heads(
 
 
 # Those whose files differ in kind; kernels and recomputation leave them as they are.
-FORMATS = ("dp1", "dp2", "tp2pp2", "gqa-tp2", "bf16-tp2pp2")
+FORMATS = ("dp1", "dp2", "tp2pp2", "gqa-tp2", "bf16-dp2")
 OTHERS = [name for name in LAYOUTS if name not in (*FORMATS, "ds-zero1")]
 
 
@@ -73,7 +73,7 @@ def test_megatron_weights_are_what_torch_reads(trained, layout):
         "model.norm.weight": state["decoder.final_layernorm.weight"],
         "lm_head.weight": state["output_layer.weight"],
     }
-    for layer in range(4):
+    for layer in range(2):
         inside = {
             key.removeprefix("decoder.layers."): value[layer]
             for key, value in state.items()
