@@ -46,7 +46,7 @@ def test_a_study_as_jobs_gives_the_table_of_the_local_runner(
 ):
     """The text is there: the stress test makes one as jobs, too."""
     text = text_of(inputs)
-    study = small_study("jobs", steps=150, runs=1, restart_every=6, curved=False, text=text)
+    study = small_study("jobs", steps=150, runs=1, restart_every=10, curved=False, text=text)
     local, study_dir = run_here(tmp_path / "local", study), tmp_path / "runs" / study.name
     with running(Lab(lab_directory, cpus=1)) as lab:
         monkeypatch.setenv("SLURM_CONF", str(lab.conf))
