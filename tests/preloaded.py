@@ -4,15 +4,12 @@ Of the project all but `__main__` modules, which a command runs itself, and `tra
 puts functions of its own in the place of torch's.
 """
 
-import ctypes
 import gc
 import importlib
 import os
-import re
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -44,7 +41,6 @@ IMPORTED = (
     "train.loop",
 )
 
-HUGE_PAGE, MADV_COLLAPSE = 2**21, 25  # bytes; Linux's number, as of 6.1
 BUNDLE = "import vl_convert; print(vl_convert.javascript_bundle(), end='')"
 
 # Every report would bundle its JavaScript anew, for seconds. In a process of its own, because a fork
@@ -75,21 +71,4 @@ page.library = lambda: javascript
 rendezvous: Any = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
 rendezvous.get_method_name = lambda depth=2: ""
 
-
-def collapse() -> None:
-    """Put the heap into huge pages, so that a fork copies and frees 100,000 table entries fewer.
-
-    It takes 15 ms instead of 45. A kernel that does not know how leaves the pages as they are.
-    """
-    libc = ctypes.CDLL(None)
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        mapping = re.match(r"(\w+)-(\w+) rw-p 00000000 00:00 0 ", line)
-        if mapping:
-            start, end = (int(address, 16) // HUGE_PAGE * HUGE_PAGE for address in mapping.groups())
-            start += HUGE_PAGE  # a whole one
-            if start < end:
-                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
-
-
 gc.freeze()  # a collection in a fork would copy every page of what is imported here
-collapse()
