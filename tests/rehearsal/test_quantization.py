@@ -38,7 +38,6 @@ def options(train_prefix, held_out_prefix):
         ("fp8-astatic-kvfp8", []),
         ("atom-b4-g16-keep0.3-a8", []),
         ("quik-b4-g16-keep0.3", []),
-        ("qtip-b2-l4", []),
         pytest.param("w8a8-ostquant-blockwise-i2", [], marks=pytest.mark.stress),
         ("gptq-b4-g16-flatquant-blockwise-i2", []),
     ],
@@ -73,6 +72,11 @@ def test_columns_of_a_graph_have_the_codes_of_the_cpu(groups):
             rounded = gptq(weight_OI.to(GPU), prepared, spec)
             assert torch.equal(rounded.codes_OI.cpu(), expected.codes_OI)
             assert torch.equal(rounded.scales_OG.cpu(), expected.scales_OG)
+
+
+def test_a_trellis_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, model, options):
+    """Of one block: a second would take as many seconds."""
+    rehearse(tmp_path, "quant_eval", "run", model, "--spec", "qtip-b2-l4", *options)
 
 
 @pytest.mark.parametrize("architecture", ["llama-tied", "gpt_neox", "smollm3"])
