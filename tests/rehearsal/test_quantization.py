@@ -75,7 +75,7 @@ def test_columns_of_a_graph_have_the_codes_of_the_cpu(groups):
 
 
 def test_a_trellis_on_a_gpu_reaches_the_figures_of_the_cpu(tmp_path, model, options):
-    """Of one block: a second would take as many seconds."""
+    """One block is enough: a second would take as many seconds."""
     rehearse(tmp_path, "quant_eval", "run", model, "--spec", "qtip-b2-l4", *options)
 
 
