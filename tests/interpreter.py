@@ -92,6 +92,7 @@ def workers(tests: list[str]) -> str:
 
     Its server is a fork itself, of `tests.collected`, which lives as long as this process.
     """
+    share()  # with --tx alone, nobody has
     program = Path(f"{_place()}/worker")
     listener, nothing = _listener(program), os.open(os.devnull, os.O_RDWR)
     files = {0: nothing, 1: nothing, 2: nothing, 3: listener.fileno()}

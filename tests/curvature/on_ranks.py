@@ -45,8 +45,8 @@ ORDINARY: dict[str, Any] = {
     "num_key_value_heads": 4,
     "std": 0.03,
 }
-BATCHES = (1, 2, 5)
-VARIANTS = [(False, False), (False, True), (True, True)]  # tied weights, checkpointing
+BATCHES = (1, 2, 3, 5)
+VARIANTS = [(tied, checkpointing) for tied in (False, True) for checkpointing in (False, True)]
 
 
 class Record:

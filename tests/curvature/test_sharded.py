@@ -240,7 +240,7 @@ def test_ranks_that_hold_whole_models_do_not_wait_for_each_other(shared):
 def test_one_process_holds_everything_with_either_sharding(alone):
     """Without torchrun there is nobody to share with."""
     curved = CurvedModel(tiny_model(**on_ranks.UNEVEN), ranks=ALONE, sharding="fsdp")
-    quadratic = DualHessian(curved).probed(random_tokens(2), Probe(0, 1))
-    expected = alone.figures[0]["tied=False checkpointing=False batch=2"]
+    quadratic = DualHessian(curved).probed(random_tokens(3), Probe(0, 1))
+    expected = alone.figures[0]["tied=False checkpointing=False batch=3"]
     assert [quadratic.loss, quadratic.slope] == expected["of the form"]
     assert quadratic.dots == expected["dots"]

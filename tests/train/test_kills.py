@@ -1,15 +1,13 @@
-"""Killed at random moments: once here, a hundred times per engine under `make stress`."""
+"""Killed at random moments: a few times here, a hundred times per engine under `make stress`."""
 
 import pytest
 
 from tests.train.kills import survive
 
 
-@pytest.mark.parametrize(
-    "engine", ["megatron", pytest.param("deepspeed", marks=pytest.mark.stress)]
-)
-def test_a_kill(tmp_path, inputs, engine):
-    survive(tmp_path, inputs, kills=1, processes=1, steps_per_attempt=8, engine=engine)
+@pytest.mark.parametrize(("engine", "kills"), [("megatron", 1), ("deepspeed", 1)])
+def test_a_few_kills(tmp_path, inputs, engine, kills):
+    survive(tmp_path, inputs, kills=kills, processes=1, steps_per_attempt=8, engine=engine)
 
 
 @pytest.mark.stress

@@ -143,10 +143,10 @@ def test_eight_importers_that_are_killed_fifty_times_leave_every_row_once(
 
 
 @pytest.mark.parametrize("kind", [*STORES[:-1], pytest.param(STORES[-1], marks=pytest.mark.stress)])
-def test_four_at_once_of_other_runs_and_of_the_same_one(database, forked, tmp_path, kind):
+def test_eight_at_once_of_other_runs_and_of_the_same_one(database, forked, tmp_path, kind):
     there = database(kind)
     run_to_end([forked(create_store, there.uri)])
-    directory, study = write_small_study(tmp_path, f"four-{kind}", 2)
+    directory, study = write_small_study(tmp_path, f"eight-{kind}", 4)
     for run in study.runs:
         append_steps(directory / run.name, range(1, 201), 1)
     run_to_end(
@@ -159,9 +159,9 @@ def test_four_at_once_of_other_runs_and_of_the_same_one(database, forked, tmp_pa
     check(there, study, 200, {1: 1})
 
 
-def test_four_that_find_no_store_create_it_once(forked, tmp_path):
+def test_eight_that_find_no_store_create_it_once(forked, tmp_path):
     there = Database(store_uri(tmp_path), store_uri(tmp_path))
-    directory, study = write_small_study(tmp_path, "cold", 4)
+    directory, study = write_small_study(tmp_path, "cold", 8)
     for run in study.runs:
         append_steps(directory / run.name, range(1, 11), 1)
     run_to_end([forked(mirror_run, directory, study, run.name, there.uri) for run in study.runs])
