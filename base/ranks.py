@@ -31,10 +31,10 @@ class Ranks(NamedTuple):
         """Sum a contiguous tensor over the ranks, in place; every rank has to call it."""
         if self.size > 1:
             for part in tensor.view(-1).split(ENTRIES_PER_SUM):
-                moved = part.to(self.device)  # NCCL takes what is on the GPU only
-                dist.all_reduce(moved)
-                if moved is not part:
-                    part.copy_(moved)
+                on_device = part.to(self.device)  # NCCL takes what is on the GPU only
+                dist.all_reduce(on_device)
+                if on_device is not part:
+                    part.copy_(on_device)
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from quant_eval.specs import QuantSpec
 from quant_eval.tasks.paired import UNITS as TASK_UNITS
 from slurm.site import EXAMPLE, Site
 from study.recipes import RECIPES
-from study.recipes.shown import listed
+from study.recipes.shown import recipe_lines
 from train.run.config import RunConfig
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -120,7 +120,7 @@ def _default(required: bool, shown: object, value: object) -> str:
 
 def recipes() -> str:
     """Return the page of all recipes."""
-    lines = "\n".join(listed())
+    lines = "\n".join(recipe_lines())
     parts = [f"{RECIPE_LIST}\n```text\n{lines}\n```\n"]
     for name, recipe in RECIPES.items():
         study = recipe(smoke=False)

@@ -67,8 +67,8 @@ def type_text(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in inner)
     if origin in (Union, types.UnionType):
-        known = [type_text(part) for part in inner if part is not type(None)]
-        return " or ".join(dict.fromkeys(known))
+        parts = [type_text(part) for part in inner if part is not type(None)]
+        return " or ".join(dict.fromkeys(parts))
     if origin in (tuple, list, set, frozenset) or annotation in (tuple, list):
         return _list_text(inner)
     if origin is dict:
@@ -91,15 +91,15 @@ def _plural(annotation: Any) -> str:
 
 
 def _with_inner(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    seen: dict[type[BaseModel], None] = {model: None}
+    models: dict[type[BaseModel], None] = {model: None}
     queue = [model]
     while queue:
         for field in queue.pop(0).model_fields.values():
             for each in _models_in(field.annotation):
-                if each not in seen:
-                    seen[each] = None
+                if each not in models:
+                    models[each] = None
                     queue.append(each)
-    return iter(seen)
+    return iter(models)
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

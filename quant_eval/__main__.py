@@ -88,8 +88,8 @@ def run(
         from quant_eval.measuring.measurement import measure
 
     ranks = start(settings.device)
-    for hf_dir, chosen, directories in todo:
-        contents = measure(hf_dir, chosen, directories, settings, ranks)
+    for hf_dir, specs_of_model, directories in todo:
+        contents = measure(hf_dir, specs_of_model, directories, settings, ranks)
         for directory, content in zip(directories, contents, strict=True):
             if ranks.rank == 0:
                 write_result(directory, content)
@@ -122,8 +122,8 @@ def tasks(hf_dirs: Models, spec: Specs, settings: TaskSettings) -> None:
     from quant_eval.tasks.measurement import measure
 
     loaded = load_tasks(settings)
-    for hf_dir, chosen, directories in todo:
-        contents = measure(hf_dir, chosen, loaded, settings)
+    for hf_dir, specs_of_model, directories in todo:
+        contents = measure(hf_dir, specs_of_model, loaded, settings)
         for directory, content in zip(directories, contents, strict=True):
             if is_rank_zero():
                 write_result(directory, content)

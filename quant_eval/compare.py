@@ -82,13 +82,13 @@ def compare(
         )
 
     # the error of every pair, on the same drawn documents
-    named, statistics, draws = labels(results), [], []
+    names, statistics, draws = labels(results), [], []
     for first, second in pairs:
         try:
             statistics.append(_paired(results[first], results[second], figure))
             draws.append(_draws(results[first], results[second], figure))
         except UserError as error:
-            raise UserError(f"{named[first]} and {named[second]}: {error}") from None
+            raise UserError(f"{names[first]} and {names[second]}: {error}") from None
     estimates = resample(statistics, draws, samples=samples, seed=seed)
 
     # verdicts need the p-values of all pairs
@@ -206,7 +206,7 @@ def _values(result: Result[Quantization], figure: str) -> list[float]:
     calibration = result.measured.calibration
     if calibration is None:
         return []
-    drawn = calibration.figures.get(figure)
-    if drawn is None or not np.isfinite(drawn.values).all():
+    of_draws = calibration.figures.get(figure)
+    if of_draws is None or not np.isfinite(of_draws.values).all():
         raise UserError(f"one has no {figure} for every calibration draw; measure it again")
-    return drawn.values
+    return of_draws.values

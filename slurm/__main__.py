@@ -17,7 +17,7 @@ from study.choosing import (
     TextCommand,
     TokenizerDirectory,
     directory_of,
-    wanted,
+    study_of,
 )
 from study.definition import Study, load_study
 
@@ -54,7 +54,7 @@ def submit(
     from slurm.submission import submit as submission
 
     cluster = load_site(site)
-    study = wanted(name, Path(cluster.root), profile, settings, text, tokenizer)
+    study = study_of(name, Path(cluster.root), profile, settings, text, tokenizer)
     if dry_run:
         for script in submission.dry_run(study, cluster):
             typer.echo(script)
@@ -123,11 +123,11 @@ def logs(
 
     Example: python -m slurm logs tiny quantize-1/3
     """
-    from slurm.status.logs import last_lines, listed, newest_logs
+    from slurm.status.logs import last_lines, log_lines, newest_logs
 
     directory = directory_of(name, root)
     if which is None:
-        typer.echo("\n".join(listed(directory)))
+        typer.echo("\n".join(log_lines(directory)))
         return
     by_element = newest_logs(directory, which)
     if len(by_element) > 1:

@@ -29,20 +29,20 @@ def cancel(
             submitted.
     """
     submission, study = existing_submission(study_dir), load_study(study_dir)
-    known = [*(run.name for run in study.runs), *submission.job_arrays]
-    if which is not None and which not in known:
+    names = [*(run.name for run in study.runs), *submission.job_arrays]
+    if which is not None and which not in names:
         raise UserError(
-            f"the study has no run or array {which!r:.80}; such as: {', '.join(known[:8])}"
+            f"the study has no run or array {which!r:.80}; such as: {', '.join(names[:8])}"
         )
     with submitting(study_dir):
         adopt(study_dir)
         now = survey(study_dir, existing_submission(study_dir), study)
-        chosen = [element for element in now.open if _belongs(now, element, which)]
-        stopping = [element for element in chosen if after_checkpoint and _trains(now, element)]
+        targets = [element for element in now.open if _belongs(now, element, which)]
+        stopping = [element for element in targets if after_checkpoint and _trains(now, element)]
         for array, index in stopping:
             RunDirectory(study_dir / _run_of(now, (array, index))).stop_file.touch()
         # Recorded first: what is cancelled must not be submitted again, whatever happens next.
-        cancelled = [element for element in chosen if element not in stopping]
+        cancelled = [element for element in targets if element not in stopping]
         append(study_dir, "cancelled", elements=cancelled)
         alive = [element for element in cancelled if element in now.active]
         cluster.cancel([now.submission.element_ids[element] for element in alive])
@@ -57,7 +57,7 @@ def _belongs(now: Survey, element: Element, which: str | None) -> bool:
 def _trains(now: Survey, element: Element) -> bool:
     state = now.states.get(element)
     train = now.ledger.steps[now.open[element][0]].kind == "train"
-    return train and state is not None and not state.ended and not state.waits
+    return train and state is not None and not state.has_ended and not state.waits
 
 
 def _run_of(now: Survey, element: Element) -> str:

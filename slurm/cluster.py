@@ -59,8 +59,8 @@ def submit(script: Path, array: str, token: str) -> int:
 def job_of(token: str) -> int | None:
     """Return the job that the sbatch call of this token made; None without one that SLURM knows."""
     fields = "ArrayJobID:|,Comment:|"
-    listed = _answer("squeue", "--me", "--noheader", "--states=all", "-O", fields)
-    for line in listed.splitlines():
+    output = _answer("squeue", "--me", "--noheader", "--states=all", "-O", fields)
+    for line in output.splitlines():
         job, comment = line.split("|")[:2]
         if comment.strip() == token:
             return int(job)
@@ -78,24 +78,24 @@ def states(elements: Collection[str]) -> dict[str, JobState]:
     squeue answers for the present and as long after as the site's MinJobAge says. sacct adds what
     squeue has forgotten, where the site keeps accounts and its database answers.
     """
-    known: dict[str, JobState] = {}
+    by_element: dict[str, JobState] = {}
     for batch in _batches(_jobs(elements)):
         queue = _run(*SQUEUE, f"--jobs={','.join(batch)}")
         if queue.returncode == 0:
-            known |= parse_squeue(queue.stdout)
+            by_element |= parse_squeue(queue.stdout)
         elif "Invalid job id" not in queue.stderr:  # its message on one id that it lacks
             raise _refusal("squeue", queue.stderr)
-    for batch in _batches(_jobs(set(elements) - known.keys())):
+    for batch in _batches(_jobs(set(elements) - by_element.keys())):
         # Times in seconds; no range of indices cut off.
         jobs = f"--jobs={','.join(batch)}"
         accounts = _run(*SACCT, jobs, SLURM_TIME_FORMAT="%s", SLURM_BITSTR_LEN="0")
         if accounts.returncode == 0:
-            known = parse_sacct(accounts.stdout) | known
+            by_element = parse_sacct(accounts.stdout) | by_element
         elif "storage is disabled" not in accounts.stderr:
-            said = _refusal("sacct", accounts.stderr)
-            print(f"note: {said}; without it only squeue is asked", file=sys.stderr)
+            refusal = _refusal("sacct", accounts.stderr)
+            print(f"note: {refusal}; without it only squeue is asked", file=sys.stderr)
             break
-    return {name: known[name] for name in elements if name in known}
+    return {name: by_element[name] for name in elements if name in by_element}
 
 
 def _jobs(elements: Collection[str]) -> list[str]:
@@ -137,11 +137,11 @@ def _batches(words: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _answer(*arguments: str) -> str:
-    ended = _run(*arguments)
-    if ended.returncode:
+    process = _run(*arguments)
+    if process.returncode:
         # scontrol names a partition that it does not know on stdout.
-        raise _refusal(arguments[0], ended.stderr or ended.stdout)
-    return ended.stdout
+        raise _refusal(arguments[0], process.stderr or process.stdout)
+    return process.stdout
 
 
 def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -174,7 +174,7 @@ class SubmitLimitError(UserError):
 def _refusal(command: str, output: str) -> UserError:
     """Return one line: what SLURM said, and what to do about it."""
     lines = [re.sub(r"^s\w+: (error: |fatal: )?", "", line) for line in output.splitlines()]
-    said = "; ".join(line for line in lines if line.strip()) or "failed without a message"
-    action = next(to_do for pattern, to_do in NEXT_ACTIONS if re.search(pattern, said.lower()))
+    message = "; ".join(line for line in lines if line.strip()) or "failed without a message"
+    action = next(to_do for pattern, to_do in NEXT_ACTIONS if re.search(pattern, message.lower()))
     kind = SubmitLimitError if action is LOWER_MAX_QUEUED else UserError
-    return kind(f"{command}: {said}; {action}")
+    return kind(f"{command}: {message}; {action}")

@@ -36,7 +36,7 @@ class JobState:
     starts: str = ""  # when it starts, as far as SLURM can say; the local time of the cluster
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Return whether it will not run any more."""
         return self.exit_code is not None
 

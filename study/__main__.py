@@ -20,7 +20,7 @@ from study.choosing import (
     TextCommand,
     TokenizerDirectory,
     existing,
-    wanted,
+    study_of,
 )
 from study.definition import save_study
 from study.forecast.commands import forecast
@@ -47,9 +47,9 @@ def list_() -> None:
 
     Example: python -m study list
     """
-    from study.recipes.shown import listed
+    from study.recipes.shown import recipe_lines
 
-    typer.echo("\n".join(listed()))
+    typer.echo("\n".join(recipe_lines()))
 
 
 @app.command(cls=TextCommand)
@@ -74,7 +74,7 @@ def show(
     """
     if gpu is not None and gpus is None:
         raise UserError(f"--gpu {gpu} says which GPUs; say with --gpus how many")
-    study = wanted(name, root, profile, settings, text, tokenizer)
+    study = study_of(name, root, profile, settings, text, tokenizer)
 
     from study.machine.estimate import disk_line, estimate_lines
     from study.machine.hardware import Hardware, planned
@@ -120,7 +120,7 @@ def run(
 
     Example: python -m study run olmo2-30m-lr --text corpus/*.jsonl.zst --gpus 8
     """
-    study = wanted(name, root, profile, settings, text, tokenizer)
+    study = study_of(name, root, profile, settings, text, tokenizer)
 
     from study.machine.disk import check_room
     from study.machine.hardware import this_machine

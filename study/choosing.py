@@ -11,7 +11,7 @@ from base.errors import UserError
 from base.frozen import NAME_PATTERN
 from study.definition import Study, load_study
 from study.recipes import is_own, own_recipe, recipe_names, resolve
-from study.text.own import Asked
+from study.text.own import TextOptions
 
 Name = Annotated[
     str,
@@ -82,7 +82,7 @@ def directory_of(name: str, root: Path) -> Path:
     return root / name
 
 
-def wanted(
+def study_of(
     name: str,
     root: Path,
     profile: str,
@@ -93,17 +93,17 @@ def wanted(
     """Return the study of a recipe, or the one below the root that has the name."""
     if tokenizer and not text:
         raise UserError(f"--tokenizer {tokenizer} belongs to --text; give the text too")
-    asked = Asked(tuple(text), tokenizer) if text else None
+    options = TextOptions(tuple(text), tokenizer) if text else None
     if not is_own(name) and name not in recipe_names():
         directory = directory_of(name, root)
         if (directory / "study.json").exists():
-            if settings or asked:
+            if settings or options:
                 raise UserError(
                     f"{'--set' if settings else '--text'} belongs to a recipe, see 'python -m study"
                     f" list'; {name} is a study and has its own"
                 )
             return load_study(directory)
-    return resolve(name, profile, tuple(settings or ()), asked, root)
+    return resolve(name, profile, tuple(settings or ()), options, root)
 
 
 def existing(name: str, root: Path) -> tuple[Path, Study]:

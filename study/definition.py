@@ -30,8 +30,8 @@ from train.run.config import RunConfig
 
 
 def _whose(run: Any) -> str:
-    known = run if isinstance(run, dict) else dict(run)
-    return "released" if "revisions" in known else "trained"
+    fields = run if isinstance(run, dict) else dict(run)
+    return "released" if "revisions" in fields else "trained"
 
 
 Run = Annotated[

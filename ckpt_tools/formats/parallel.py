@@ -31,13 +31,13 @@ def each(work: Callable[[Item], Result], items: Sequence[Item]) -> dict[Item, Re
 def ahead(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
     """Yield the result for every item in order, while threads work on the next, two each."""
     with ThreadPoolExecutor(threads) as pool:
-        begun: deque[Future[Result]] = deque()
+        futures: deque[Future[Result]] = deque()
         for item in items:
-            begun.append(pool.submit(work, item))
-            if len(begun) > 2 * threads:
-                yield begun.popleft().result()
-        while begun:
-            yield begun.popleft().result()
+            futures.append(pool.submit(work, item))
+            if len(futures) > 2 * threads:
+                yield futures.popleft().result()
+        while futures:
+            yield futures.popleft().result()
 
 
 def verify_in_parallel(directory: Path, records: dict[str, FileRecord], next_action: str) -> None:

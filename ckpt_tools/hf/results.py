@@ -146,10 +146,10 @@ def labels(results: Sequence[Result[Any]]) -> list[str]:
 
     Results of one model and one spec differ by their own paths.
     """
-    named = _tails([Path(result.model.path) for result in results])
-    keys = [(name, result.spec.name) for name, result in zip(named, results, strict=True)]
+    ends = _tails([Path(result.model.path) for result in results])
+    keys = [(name, result.spec.name) for name, result in zip(ends, results, strict=True)]
     if len(set(keys)) == len(keys):
-        return named
+        return ends
     return _tails([result.path.absolute().parent for result in results])
 
 

@@ -61,13 +61,13 @@ def find_source(source: str) -> Source:
             return Source(path, None, None, files, lineage.get("step"), lineage.get("tokens"))
         position = _position(record.repo, record.revision)
         return Source(path, record.repo, record.revision, record.files, *position)
-    named = HUB_SOURCE.fullmatch(source)
-    if not named:
+    match = HUB_SOURCE.fullmatch(source)
+    if not match:
         raise UserError(
             f"{source} is not a directory; give an HF directory, or a model of the hub as"
             " OWNER/NAME@REVISION"
         )
-    repository, revision = named["repository"], named["revision"]
+    repository, revision = match["repository"], match["revision"]
     patterns = ["*.safetensors", INDEX_JSON, *CONFIGURATION_FILES, *TOKENIZER_FILES]
     with hub(repository) as api:
         path = Path(api.snapshot_download(repository, revision=revision, allow_patterns=patterns))

@@ -89,9 +89,9 @@ class Count(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation and count it and its new storages."""
-        named = kwargs or {}
-        result = func(*args, **named)
-        self._count(func, args, named, result)
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._count(func, args, kwargs, result)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
@@ -120,13 +120,13 @@ class Count(TorchDispatchMode):
             min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors
         )
 
-    def _count(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         packet = func._overloadpacket
         if self._inside or func.namespace != "aten" or func.is_view or packet in NO_KERNEL:
             return
-        inputs = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if packet in COUNTED:
-            flops = COUNTED[packet](*args, **named, out_val=result)
+            flops = COUNTED[packet](*args, **kwargs, out_val=result)
             self.kernels += 1
             self.flops += flops
             self.bf16_flops += flops if inputs[0].dtype == torch.bfloat16 else 0

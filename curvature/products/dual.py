@@ -62,9 +62,9 @@ class Dual(NamedTuple):
         )
 
 
-def rematerialised(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def rematerialised(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
     """Call `function`, and again in the backward pass, for which its arguments alone are kept."""
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **named)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def widened(x: Dual) -> Dual:

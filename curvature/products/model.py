@@ -199,11 +199,11 @@ def _extended(layer: Any, block: Block, checkpointing: bool) -> Callable[..., An
     """Return a block's forward for tensors and dual numbers, which may keep its inputs alone."""
     of_tensors, of_duals = layer.forward, functools.partial(block, layer)
 
-    def forward(hidden: Any, *arguments: Any, **named: Any) -> Any:
+    def forward(hidden: Any, *arguments: Any, **kwargs: Any) -> Any:
         compute = of_duals if isinstance(hidden, Dual) else of_tensors
         if checkpointing:
-            return rematerialised(compute, hidden, *arguments, **named)
-        return compute(hidden, *arguments, **named)
+            return rematerialised(compute, hidden, *arguments, **kwargs)
+        return compute(hidden, *arguments, **kwargs)
 
     return forward
 

@@ -79,24 +79,24 @@ def evaluation_set(
     are targets; what does not fill a block is dropped.
     """
     drawn_D = draw_documents(corpus, max_tokens, seed)
-    chosen: list[int] = drawn_D[corpus.lengths_D[drawn_D] >= 2].tolist()
-    without_target = len(drawn_D) - len(chosen)
+    units: list[int] = drawn_D[corpus.lengths_D[drawn_D] >= 2].tolist()
+    without_target = len(drawn_D) - len(units)
     if mode == "concatenated":
         joined_T = np.concatenate(
-            [corpus.document(index) for index in chosen] or [np.empty(0, np.int64)]
+            [corpus.document(index) for index in units] or [np.empty(0, np.int64)]
         )
         joined_T = joined_T[joined_T != corpus.manifest.eos_token_id]
         count = len(joined_T) // sequence_length
         blocks = list(joined_T[: count * sequence_length].reshape(count, sequence_length))
-        owner = chosen = list(range(count))
+        owner = units = list(range(count))
     else:
         blocks, owner = [], []
-        for unit, index in enumerate(chosen):
+        for unit, index in enumerate(units):
             document_T = corpus.document(index)
             starts = range(0, len(document_T) - 1, sequence_length)
             blocks += [document_T[start : start + sequence_length + 1] for start in starts]
             owner += [unit] * len(starts)
-    return EvaluationSet(blocks, owner, chosen, without_target)
+    return EvaluationSet(blocks, owner, units, without_target)
 
 
 @torch.no_grad()

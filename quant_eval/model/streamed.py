@@ -144,9 +144,11 @@ class StreamedModel:
     def empty_linears(self) -> dict[str, nn.Linear]:
         """Return all linears of the decoder blocks by name, without weights: what is quantized."""
         name = f"{self.family.decoder}.{LAYERS}."
-        named = self._empty.named_modules()
+        modules = self._empty.named_modules()
         return {
-            key: part for key, part in named if isinstance(part, nn.Linear) and key.startswith(name)
+            key: module
+            for key, module in modules
+            if isinstance(module, nn.Linear) and key.startswith(name)
         }
 
     def block(self, index: int) -> Block:

@@ -41,11 +41,11 @@ def first(place: Path) -> Iterator[Check]:
     # A node that fails does not end the others: all are to be heard.
     each = srun_prefix(site, "train", ("--kill-on-bad-exit=0", *everywhere))
     seconds, failure = _run([*each, python, "-m", "slurm.doctor.job", str(place), "node"])
-    seen = [node for node in nodes if (place / f"checks-{node}.json").exists()]
-    if len(seen) < len(nodes):
-        missing = ", ".join(set(nodes) - set(seen))
+    reporting = [node for node in nodes if (place / f"checks-{node}.json").exists()]
+    if len(reporting) < len(nodes):
+        missing = ", ".join(set(nodes) - set(reporting))
         failure = f"no report of {missing}: root is not there, or {failure}"
-    yield Check("root on every node", failure, ", ".join(seen))
+    yield Check("root on every node", failure, ", ".join(reporting))
     ranks = site.resources_of("train").ranks
     launch = torchrun(ranks)
     if len(nodes) > 1:
@@ -70,14 +70,14 @@ def _run(command: list[str]) -> tuple[float, str | None]:
     """Return the seconds of a command, and what it said last if it failed."""
     began_at = time.monotonic()
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SRUN_SECONDS
         )
     except subprocess.TimeoutExpired:
         return SRUN_SECONDS, f"no end within {SRUN_SECONDS} s"
-    print(done.stdout, done.stderr, flush=True)
-    said = [line for line in done.stderr.splitlines() if line.strip()] or ["without a word"]
-    return time.monotonic() - began_at, said[-1][:200] if done.returncode else None
+    print(process.stdout, process.stderr, flush=True)
+    errors = [line for line in process.stderr.splitlines() if line.strip()] or ["without a word"]
+    return time.monotonic() - began_at, errors[-1][:200] if process.returncode else None
 
 
 def node(place: Path) -> Iterator[Check]:

@@ -104,8 +104,8 @@ def _job(site: Site, place: Path, wait_seconds: int) -> Iterator[Check]:
         for values in json.loads(path.read_text()):
             yield Check(*values)
     if not (place / "checks-first.json").exists():
-        said = log.read_text(errors="replace").splitlines()[-3:] if log.exists() else ["no log"]
-        yield Check("a job on nodes", f"it ended early: {' | '.join(said)}")
+        tail = log.read_text(errors="replace").splitlines()[-3:] if log.exists() else ["no log"]
+        yield Check("a job on nodes", f"it ended early: {' | '.join(tail)}")
 
 
 def _wait(job: str, place: Path, seconds: int) -> str | None:
@@ -113,7 +113,7 @@ def _wait(job: str, place: Path, seconds: int) -> str | None:
     deadline = time.monotonic() + seconds
     while True:
         state = cluster.states([job]).get(job)
-        if state is None or state.ended or (place / "checks-first.json").exists():
+        if state is None or state.has_ended or (place / "checks-first.json").exists():
             return None
         if time.monotonic() > deadline:
             expected = f"; SLURM expects it to start at {state.starts}" if state.starts else ""

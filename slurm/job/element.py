@@ -87,16 +87,17 @@ class Element:
             return "complete"
         forget_earlier_stops(self.study_dir, self.steps)
         record_start(self.study_dir, self.key, self.job, len(self.nodes), self.position())
-        ended: Ending = "failed"
+        ending: Ending = "failed"
         try:
             self.unpack_image()
-            ended = self.run_final(open_steps) if self.key[0] == FINAL else self.run_all(open_steps)
+            run_steps = self.run_final if self.key[0] == FINAL else self.run_all
+            ending = run_steps(open_steps)
         except UnfitNodesError as error:
             say(str(error))
-            ended = "unfit"
+            ending = "unfit"
         finally:
-            record_end(self.study_dir, self.key, self.job, ended)
-        return ended
+            record_end(self.study_dir, self.key, self.job, ending)
+        return ending
 
     def run_all(self, open_steps: list[Step]) -> Ending:
         """Run steps in batches, those that need a failed one left out."""
@@ -119,16 +120,16 @@ class Element:
 
     def run_final(self, steps: Sequence[Step]) -> Ending:
         """Make table, report and mirror of what there is; complete only if nothing is missing."""
-        ended: Ending = "complete"
+        ending: Ending = "complete"
         for step in steps:
             missing = self.ledger.missing(step)
             if missing:
                 say(f"{step.name}: {len(missing)} results are missing, such as {missing[0]}")
-                ended = "partial"
+                ending = "partial"
             status = self.execute([step]) if missing else self.run_batch([step])
             if status:
                 return "asked" if self.stop_file.exists() else "failed"
-        return ended
+        return ending
 
     def run_batch(self, batch: list[Step]) -> int:
         """Run one command and record its steps; return its exit status, not 0 if one is open."""

@@ -58,11 +58,11 @@ def check_shared(out_dir: Path, node: str) -> Iterator[str]:
 
 def check_clock(out_dir: Path) -> Iterator[str]:
     """Check that this clock is not behind the batch host's; `read_reports` bounds the rest."""
-    written = _clock_of(out_dir)
-    if written is None:
+    clock = _clock_of(out_dir)
+    if clock is None:
         yield f"no clock of the batch host in {out_dir}; is it really shared?"
-    elif written - time.time() > CLOCK_SECONDS:
-        yield f"clock behind the batch host's by {written - time.time():.0f} s"
+    elif clock - time.time() > CLOCK_SECONDS:
+        yield f"clock behind the batch host's by {clock - time.time():.0f} s"
 
 
 def check_memory() -> Iterator[str]:
@@ -79,13 +79,13 @@ def _refusal_of_nvidia_smi() -> str | None:
     if command is None:
         return None
     try:
-        listed = subprocess.run(
+        process = subprocess.run(
             [command, "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS
         )
     except subprocess.TimeoutExpired:
         return f"nvidia-smi -L: no answer within {NVIDIA_SMI_SECONDS:.0f} s"
-    said = (listed.stdout + listed.stderr).strip()
-    return f"nvidia-smi -L: {said:.200}" if listed.returncode else None
+    message = (process.stdout + process.stderr).strip()
+    return f"nvidia-smi -L: {message:.200}" if process.returncode else None
 
 
 def check_gpus(gpus: int) -> Iterator[str]:
@@ -125,7 +125,7 @@ def check_node(out_dir: Path, node: str, gpus: int) -> list[str]:
 
 def read_reports(out_dir: Path, nodes: list[str]) -> dict[str, str]:
     """Return the reason by node of all that are unfit or left no report; after srun."""
-    bad, now, started = {}, time.time(), _clock_of(out_dir)
+    bad, now, clock = {}, time.time(), _clock_of(out_dir)
     for node in nodes:
         try:
             report = json.loads((out_dir / f"{node}.json").read_text())
@@ -138,7 +138,7 @@ def read_reports(out_dir: Path, nodes: list[str]) -> dict[str, str]:
         reasons, ahead = list(report["reasons"]), report["time"] - now
         if ahead > CLOCK_SECONDS:
             reasons.append(f"clock ahead of the batch host's by more than {ahead:.0f} s")
-        if started is not None and report["started"] != started:
+        if clock is not None and report["started"] != clock:
             reasons.append("the report is of an earlier check")
         if reasons:
             bad[node] = "; ".join(reasons)
@@ -156,9 +156,9 @@ def _main(
     Example: srun --ntasks-per-node=1 python -m slurm.job.health STUDY/slurm/health/123_4.0 --gpus 8
     """
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-    started = _clock_of(out_dir)
+    clock = _clock_of(out_dir)
     reasons = check_node(out_dir, node, gpus)
-    report = {"node": node, "reasons": reasons, "time": time.time(), "started": started}
+    report = {"node": node, "reasons": reasons, "time": time.time(), "started": clock}
     write_json(out_dir / f"{node}.json", report)
     print(f"{node}: {'; '.join(reasons) or 'healthy'}")
 

@@ -13,9 +13,9 @@ import sys
 
 def free_port() -> int:
     """Return a free port of this node, a different one at every call."""
-    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as taken:
-        taken.bind(("", 0))
-        return int(taken.getsockname()[1])
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def torchrun_of_nodes(address: str, nodes: int, ranks: int, start: str) -> tuple[str, ...]:

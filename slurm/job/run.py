@@ -42,18 +42,18 @@ def run_element(study_dir: Path, array: str, index: int, stop_file: Path) -> Non
     """
     parent, task = os.environ["SLURM_ARRAY_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
     job = f"{parent}_{task}"  # the plain id of the last element would be the whole array's
-    ended: Ending = "failed"
+    ending: Ending = "failed"
     try:
         if is_recorded(study_dir, array, index, job):
-            ended = Element(study_dir, array, index, stop_file, job).run()
+            ending = Element(study_dir, array, index, stop_file, job).run()
         else:
-            ended = "complete"
+            ending = "complete"
             say(f"another job runs {array}/{index}, or it was cancelled: this one, {job}, leaves")
     except (UserError, OSError) as error:
         say(f"error: {error}")
     finally:  # whatever it was, others may start now, and this element again
-        if ended == "failed" and not stop_file.exists():
+        if ending == "failed" and not stop_file.exists():
             time.sleep(PAUSE_SECONDS)
         advance_at_end(study_dir, job)
-    if ended in ("failed", "unfit"):
+    if ending in ("failed", "unfit"):
         raise typer.Exit(1)

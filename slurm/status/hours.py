@@ -61,7 +61,7 @@ def _used(now: Survey, element: Element, moment: float) -> float:
     for start in starts_of(now.study_dir, element):
         until = start.get("until")
         state = now.states.get(element)
-        if until is None and state and not state.ended and not state.waits:
+        if until is None and state and not state.has_ended and not state.waits:
             until = moment
         if until is None:
             log = log_of(now.study_dir, element[0], start["job"])

@@ -9,7 +9,7 @@ from slurm.status.overview import look
 from slurm.submission.record import Submission, existing_submission, log_of
 
 
-def listed(study_dir: Path) -> list[str]:
+def log_lines(study_dir: Path) -> list[str]:
     """Return a line for each element that failed or runs: situation, name, log."""
     lines = [
         f"{element.situation} {element.name} {element.log}"
@@ -32,26 +32,26 @@ def newest_logs(study_dir: Path, which: str) -> dict[str, Path]:
         for index in job.indices
         if (path := log_of(study_dir, job.array, f"{job.id}_{index}")).exists()
     }
-    started = {name: logs[name] for name in _elements(submission, which) if name in logs}
-    if not started:
+    newest = {name: logs[name] for name in _elements(submission, which) if name in logs}
+    if not newest:
         raise UserError(
             f"{which} has no log, nothing of it has started; see 'python -m slurm status"
             f" {study_dir.name}'"
         )
-    return started
+    return newest
 
 
 def _elements(submission: Submission, which: str) -> list[str]:
     """Return the elements that a name means, each as ARRAY/INDEX."""
-    known: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for array in submission.job_arrays.values():
         for index, steps in enumerate(array.elements):
             element = f"{array.name}/{index}"
-            known.setdefault(array.name, []).append(element)
-            known |= {name: [element] for name in (element, *steps)}
-    if which in known:
-        return known[which]
-    near = difflib.get_close_matches(which, known, n=1)
+            by_name.setdefault(array.name, []).append(element)
+            by_name |= {name: [element] for name in (element, *steps)}
+    if which in by_name:
+        return by_name[which]
+    near = difflib.get_close_matches(which, by_name, n=1)
     hint = f"did you mean {near[0]}?" if near else "see status"
     raise UserError(
         f"{which!r:.120} is not a step, array or ARRAY/INDEX of what was submitted; {hint}"

@@ -95,7 +95,7 @@ def element_status(now: Survey, element: Element, without_slurm: str | None) -> 
     jobs = now.submission.jobs_of.get(element, [])
     logs = [log_of(now.study_dir, array, job.element_id(index)) for job in jobs]
     log = next((log for log in reversed(logs) if log.exists()), None)
-    if state and not state.ended:
+    if state and not state.has_ended:
         situation = situation_of(state)
     elif without_slurm and id_ and element not in now.submission.cancelled:
         situation = "queued"

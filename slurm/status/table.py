@@ -91,8 +91,8 @@ def training_rows(overview: Overview) -> list[Row]:
 
 def _training_state(overview: Overview, step: Step) -> str:
     word, training = overview.situations[step.name], overview.trainings[step.run]
-    if word in ("held", "queued", "waiting") and training.ended:
-        word = f"{training.ended}, {word}"
+    if word in ("held", "queued", "waiting") and training.ending:
+        word = f"{training.ending}, {word}"
     return f"{word}, attempt {training.attempt}" if training.attempt > 1 else word
 
 
@@ -166,13 +166,14 @@ def _failures(overview: Overview) -> list[str]:
 
 def _failure(element: ElementStatus) -> list[str]:
     state, steps = element.state, element.steps
-    said = "SLURM says nothing of it"
+    outcome = "SLURM says nothing of it"
     if state:
-        said = f"{state.state}, {state.reason}, exit code {state.exit_code} on {state.nodes or '-'}"
+        place = state.nodes or "-"
+        outcome = f"{state.state}, {state.reason}, exit code {state.exit_code} on {place}"
     more = f" and {len(steps) - 1} more" if len(steps) > 1 else ""
     error = last_error(element.log) if element.log else None
     return [
-        f"failed {element.name} ({element.id}): {said}; {steps[0]}{more}",
+        f"failed {element.name} ({element.id}): {outcome}; {steps[0]}{more}",
         f"  log {element.log}",
         f"  {error or 'no line of it begins with error:'}",
     ]

@@ -28,7 +28,7 @@ STRAGGLER = 1.3  # times the median of the ranks
 class Training:
     """One run."""
 
-    ended: str | None  # "done", "preempted" or "failed"; None: it trains, or it was killed
+    ending: str | None  # "done", "preempted" or "failed"; None: it trains, or it was killed
     attempt: int  # of its newest start, from 1; 0 before the first
     step: int | None  # the newest update; None before the first
     tokens: int  # seen at that step
@@ -44,9 +44,9 @@ def training_of(study_dir: Path, run: RunConfig) -> Training:
     """Read the progress of a run from its files."""
     directory = RunDirectory(study_dir / run.name)
     try:
-        ended = str(json.loads(directory.status_json.read_text())["status"])
+        ending = str(json.loads(directory.status_json.read_text())["status"])
     except FileNotFoundError:
-        ended = None
+        ending = None
     environment = directory.environment_json
 
     # the newest attempt, by the end of its metrics
@@ -64,7 +64,7 @@ def training_of(study_dir: Path, run: RunConfig) -> Training:
     left = max(0, run.total_tokens - tokens)
     checkpoints = [*directory.complete_steps(), *directory.complete_restarts()]
     return Training(
-        ended=ended,
+        ending=ending,
         attempt=len(attempts(environment)) if environment.exists() else 0,
         step=newest.get("step"),
         tokens=tokens,

@@ -65,9 +65,9 @@ def submit_ready(
 
 def adopt(study_dir: Path) -> None:
     """Record the job of an sbatch call whose answer never came, if it made one."""
-    lost = existing_submission(study_dir).unanswered
-    if lost:
-        job = cluster.job_of(lost.token)
+    call = existing_submission(study_dir).unanswered
+    if call:
+        job = cluster.job_of(call.token)
         append(study_dir, "submitted", job=job) if job else append(study_dir, "refused")
 
 
@@ -100,8 +100,8 @@ def _vanished(now: Survey, element: Element, job: str) -> bool:
     """
     parent = f"{job.partition('_')[0]}_"
     ids = now.submission.element_ids
-    known = any(ids[other].startswith(parent) for other in now.states)
-    return known and not log_of(now.study_dir, element[0], job).exists()
+    has_siblings = any(ids[other].startswith(parent) for other in now.states)
+    return has_siblings and not log_of(now.study_dir, element[0], job).exists()
 
 
 class _Submitter:

@@ -38,7 +38,7 @@ class _Planner:
         self.study, self.limits, self.steps = study, limits, steps_of(study)
         self.arrays: list[JobArray] = []
 
-    def named(
+    def parts(
         self, name: str, elements: Sequence[tuple[str, ...]]
     ) -> list[tuple[str, Sequence[tuple[str, ...]]]]:
         """Cut elements into named parts: NAME if one suffices, else NAME.1, NAME.2, ..."""
@@ -49,7 +49,7 @@ class _Planner:
 
     def add(self, name: str, kind: Kind, elements: Sequence[tuple[str, ...]]) -> None:
         """Add arrays for these elements, as many as they need."""
-        for own, part in self.named(name, elements):
+        for own, part in self.parts(name, elements):
             self.arrays.append(JobArray(own, kind, tuple(part)))
 
     def plan(self) -> list[JobArray]:
@@ -109,7 +109,7 @@ class _Planner:
 
         # elements of measurements have the numbers of those that make their models
         spec_groups = _chunks(self.study.quantization.everywhere, self.limits.specs_per_job)
-        for part_name, part in self.named(name, groups):
+        for part_name, part in self.parts(name, groups):
             self.add(part_name, "export", part)
             number = part_name.removeprefix(name)
             for kind, table in CHAINED.items():

@@ -29,7 +29,7 @@ def unexclude(study_dir: Path, nodes: Iterable[str]) -> None:
     excluded = excluded_nodes(study_dir)
     for node in nodes:
         if node not in excluded:
-            known = ", ".join(excluded) or "none"
-            raise UserError(f"node {node!r:.80} is not excluded; those that are: {known}")
+            names = ", ".join(excluded) or "none"
+            raise UserError(f"node {node!r:.80} is not excluded; those that are: {names}")
         del excluded[node]
     write_json(study_dir / SLURM / EXCLUDED_JSON, excluded)

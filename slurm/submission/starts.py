@@ -48,9 +48,9 @@ def record_start(study_dir: Path, element: Element, job: str, nodes: int, positi
     append_line(_path(study_dir, element), start | {"time": time.time(), "position": position})
 
 
-def record_end(study_dir: Path, element: Element, job: str, ended: Ending) -> None:
+def record_end(study_dir: Path, element: Element, job: str, ending: Ending) -> None:
     """Record how this start ended."""
-    end = {"job": job, "restart": restarts(), "ended": ended, "until": time.time()}
+    end = {"job": job, "restart": restarts(), "ended": ending, "until": time.time()}
     append_line(_path(study_dir, element), end)
 
 
@@ -92,10 +92,10 @@ def failures(
         for start in reversed(own):
             if start["position"] < position:
                 return count
-            ended = start.get("ended")
-            if ended is None and newest and start is own[-1]:
-                ended = "lost" if state and state.state in NO_FAULT else "failed"
-            count += ended == "failed"
+            ending = start.get("ended")
+            if ending is None and newest and start is own[-1]:
+                ending = "lost" if state and state.state in NO_FAULT else "failed"
+            count += ending == "failed"
     return count
 
 

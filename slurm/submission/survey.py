@@ -29,14 +29,14 @@ class Inputs:
         self._ledger, self._complete = ledger, complete
         steps = ledger.steps.values()
         self._makers = {output: step for step in steps for output in step.outputs}
-        self._listed: dict[Path, set[str]] = {}
+        self._names: dict[Path, set[str]] = {}
 
     def missing(self, steps: Iterable[Step]) -> list[str]:
         """Return what these steps read, do not make themselves, and cannot be read yet."""
         steps = list(steps)
         own = {output for step in steps for output in step.outputs}
-        read = (name for step in steps for name in self._ledger.reads(step) if name not in own)
-        return [name for name in read if not self._is_there(name)]
+        inputs = (name for step in steps for name in self._ledger.reads(step) if name not in own)
+        return [name for name in inputs if not self._is_there(name)]
 
     def _is_there(self, name: str) -> bool:
         maker = self._makers.get(name)
@@ -47,12 +47,12 @@ class Inputs:
         return path.parent.name in self._names_in(path.parent.parent) and path.is_file()
 
     def _names_in(self, directory: Path) -> set[str]:
-        if directory not in self._listed:
+        if directory not in self._names:
             try:
-                self._listed[directory] = {path.name for path in directory.iterdir()}
+                self._names[directory] = {path.name for path in directory.iterdir()}
             except FileNotFoundError:
-                self._listed[directory] = set()
-        return self._listed[directory]
+                self._names[directory] = set()
+        return self._names[directory]
 
 
 def complete_steps(study_dir: Path, ledger: Ledger, *, verify: bool = False) -> set[str]:
@@ -97,7 +97,7 @@ class Survey:
     @property
     def active(self) -> set[Element]:
         """The elements that SLURM has: they wait or run."""
-        return {element for element, state in self.states.items() if not state.ended}
+        return {element for element, state in self.states.items() if not state.has_ended}
 
     @cached_property
     def _inputs(self) -> Inputs:
@@ -132,8 +132,8 @@ def survey(
     complete = complete_steps(study_dir, ledger, verify=verify)
     elements = open_elements(submission, complete)
     ids = {key: submission.element_ids[key] for key in elements if key in submission.element_ids}
-    known = cluster.states(ids.values()) if ask else {}
-    states = {key: known[id_] for key, id_ in ids.items() if id_ in known}
+    by_id = cluster.states(ids.values()) if ask else {}
+    states = {key: by_id[id_] for key, id_ in ids.items() if id_ in by_id}
     return Survey(study_dir, submission, ledger, complete, elements, states)
 
 

@@ -62,11 +62,11 @@ def _common(studies: Sequence[Study]) -> list[str]:
 
 def fit_column(ends: Sequence[End], column: str) -> PowerLaw:
     """Return the power law of a column; UserError as `fit`, or for ends of different texts."""
-    known = [end for end in ends if None not in (end.get("parameters"), end.get(column))]
-    texts = {end.get("evaluation_sha256") for end in known}
+    measured_ends = [end for end in ends if None not in (end.get("parameters"), end.get(column))]
+    texts = {end.get("evaluation_sha256") for end in measured_ends}
     if len(texts) > 1:
         raise UserError(f"the ends are measured on {len(texts)} different texts; measure on one")
-    return fit([Point(end["parameters"], end["tokens"], end[column]) for end in known])
+    return fit([Point(end["parameters"], end["tokens"], end[column]) for end in measured_ends])
 
 
 def law_text(law: PowerLaw) -> str:

@@ -145,13 +145,13 @@ class Bench:
 
     def _start(self, *words: str) -> None:
         """Run a command of this project; UserError where it fails, after its own line."""
-        done = subprocess.run(
+        process = subprocess.run(
             self._resolved(*python(*words)), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
-        if done.returncode:
+        if process.returncode:
             raise UserError(
-                f"'python -m {words[0]} {words[1]}' ended with {done.returncode}; see its own line"
-                " above and run this command again, which keeps what is there"
+                f"'python -m {words[0]} {words[1]}' ended with {process.returncode}; see its own"
+                " line above and run this command again, which keeps what is there"
             )
 
 

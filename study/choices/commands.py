@@ -92,11 +92,11 @@ def choose_average(
     from study.results.averages import lowest_spec
 
     directory, study = existing(name, root)
-    chosen = next((each for each in study.trained if each.name == run), None)
-    if chosen is None:
+    trained_run = next((each for each in study.trained if each.name == run), None)
+    if trained_run is None:
         names = ", ".join(each.name for each in study.trained)
         raise UserError(f"{name} trains no run {run}; give one of {names}")
-    bench = Bench(directory, study, chosen, spec or lowest_spec(study), last)
+    bench = Bench(directory, study, trained_run, spec or lowest_spec(study), last)
     typer.echo(bench.cost())
     if measure:
         for line in pick_lines(bench.pick()):

@@ -61,9 +61,9 @@ def with_cooldowns(
         for name in runs
         for step in steps
     ]
-    known = {run.name for run in study.runs}
+    names = {run.name for run in study.runs}
     content = [run.model_dump() for run in (*study.runs, *added)]
-    fresh = [each for each in content[len(study.runs) :] if each["name"] not in known]
+    fresh = [each for each in content[len(study.runs) :] if each["name"] not in names]
     try:
         return Study.model_validate(
             study.model_dump() | {"runs": [*content[: len(study.runs)], *fresh]}
@@ -100,8 +100,8 @@ def _cooldown(parent: RunConfig, step: int, length: int) -> RunConfig:
 
 def cost(study: Study, extended: Study) -> Iterator[str]:
     """Yield the cooldowns that a study is extended by, and their cost in words."""
-    known = {run.name for run in study.runs}
-    added = [run for run in extended.trained if run.name not in known]
+    names = {run.name for run in study.runs}
+    added = [run for run in extended.trained if run.name not in names]
     for run in added:
         assert run.branch_from
         start = run.branch_from.step

@@ -15,9 +15,9 @@ NOTE = (
 )
 
 
-def headline(given: Sequence[Answer]) -> str:
+def headline(rankings: Sequence[Answer]) -> str:
     """Return the first ranking in a sentence; empty without any."""
-    answer = next((each for each in given if each.ranking), None)
+    answer = next((each for each in rankings if each.ranking), None)
     if answer is None:
         return ""
     of, (best, second, *_) = answer.measure, answer.ranking
@@ -32,14 +32,14 @@ def learning_rate_line(evidence: Evidence) -> str:
     return headline(answers(evidence)) if sweeps(evidence.ends) else ""
 
 
-def answers_text(given: Sequence[Answer]) -> str:
+def answers_text(rankings: Sequence[Answer]) -> str:
     """Return every ranking as lines, and a note on intervals and tests."""
-    lines = [headline(given)]
-    for answer in given:
+    lines = [headline(rankings)]
+    for answer in rankings:
         title = f"{answer.measure.title}, {answer.where}: {answer.reason}".rstrip()
         lines += ["", title, *_ranking(answer.measure, answer.ranking)]
     sources = dict.fromkeys(
-        name for answer in given for ranked in answer.ranking for name in ranked.estimate.sources
+        name for answer in rankings for ranked in answer.ranking for name in ranked.estimate.sources
     )
     return "\n".join([*lines, "", NOTE.format(sources=" and ".join(sources) or "nothing")])
 

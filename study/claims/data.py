@@ -15,7 +15,7 @@ from study.claims.schedule import (
 )
 from study.claims.verdict import Measure, NotTested, Replicates, Verdict, by_measure, claim
 from study.results.paired import Weighted
-from study.results.summary import DECAYED, RunSummary, listed
+from study.results.summary import DECAYED, RunSummary, enumeration
 from train.run.config import RunConfig
 from train.run.schedules import learning_rate
 
@@ -54,7 +54,7 @@ def replicated(ends: Iterable[RunSummary], but: Iterable[str]) -> dict[str, list
             by_seed.setdefault(end.run.seed, []).append(end)  # type: ignore[union-attr]
         sets = [ends for ends in by_seed.values() if len({end.group for end in ends}) > 1]
         if sets:
-            by_label[listed([end.group for end in sets[0]])] = sets
+            by_label[enumeration([end.group for end in sets[0]])] = sets
     return by_label
 
 

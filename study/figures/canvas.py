@@ -62,8 +62,8 @@ class Canvas:
         self.study, self.table, self.directory = study, table, directory
         self.runs = runs_of(study)
         planned = [run.total_tokens for run in study.trained]
-        known = [row["tokens"] for row in table if row["tokens"] is not None]
-        self.most_tokens = max([*planned, *known], default=1)
+        reached = [row["tokens"] for row in table if row["tokens"] is not None]
+        self.most_tokens = max([*planned, *reached], default=1)
         billions = self.most_tokens >= 1e9
         self.unit = 1e9 if billions else 1e6
         end = 1.02 * self.most_tokens / self.unit

@@ -210,10 +210,10 @@ def tooltip(rows: Rows) -> list[Chart]:
     """Return everything known of a row, a line each."""
     lines = []
     for name in dict.fromkeys(name for row in rows for name in row):
-        known = next((row[name] for row in rows if row.get(name) is not None), "")
-        is_number = isinstance(known, int | float)
+        example = next((row[name] for row in rows if row.get(name) is not None), "")
+        is_number = isinstance(example, int | float)
         line: Chart = {"field": name, "type": "quantitative" if is_number else "nominal"}
-        line |= {"format": "," if isinstance(known, int) else ".4~g"} if is_number else {}
+        line |= {"format": "," if isinstance(example, int) else ".4~g"} if is_number else {}
         lines.append(line | {"title": name})
     return lines
 

@@ -91,7 +91,7 @@ class Model:
     terms: tuple[str, ...] = ()
     extrapolates: bool = False
 
-    def known(self, cooldown: Cooldown) -> float | None:
+    def baseline(self, cooldown: Cooldown) -> float | None:
         """Return the log of the error at the end as far as nothing is fitted to other runs."""
         if not self.extrapolates:
             return cooldown.log_error
@@ -100,20 +100,20 @@ class Model:
 
     def values(self, cooldown: Cooldown) -> list[float] | None:
         """Return the fitted terms' values, [P]; None where one is not measured."""
-        known = {"ratio": 1.0, "tokens": cooldown.growth, **cooldown.signals}
-        if not set(self.terms) <= set(known):
+        signals = {"ratio": 1.0, "tokens": cooldown.growth, **cooldown.signals}
+        if not set(self.terms) <= set(signals):
             return None
-        return [known[term] for term in self.terms]
+        return [signals[term] for term in self.terms]
 
     def fit(self, cooldowns: Sequence[Cooldown]) -> "Fit | None":
         """Return the least squares over those cooldowns that have the terms; None if too few."""
         rows, residuals, groups = [], [], set()
         for cooldown in cooldowns:
-            known, values = self.known(cooldown), self.values(cooldown)
-            if known is None or values is None or cooldown.error_end is None:
+            baseline, values = self.baseline(cooldown), self.values(cooldown)
+            if baseline is None or values is None or cooldown.error_end is None:
                 continue
             rows.append(values)
-            residuals.append(math.log(cooldown.error_end) - known)
+            residuals.append(math.log(cooldown.error_end) - baseline)
             groups.add(cooldown.group)
         if not rows:
             return None
@@ -147,14 +147,14 @@ class Model:
             >>> round(forecast.error, 4), forecast.interval
             (0.05, None)
         """
-        known, values = self.known(cooldown), self.values(cooldown)
+        baseline, values = self.baseline(cooldown), self.values(cooldown)
         fit = self.fit(learned)
-        if known is None or values is None or (self.terms and fit is None):
+        if baseline is None or values is None or (self.terms and fit is None):
             return None
         if fit is None:
-            return Forecast(math.exp(known), None)
+            return Forecast(math.exp(baseline), None)
         x_P = np.array(values)
-        log_error = known + float(x_P @ fit.coefficients_P)
+        log_error = baseline + float(x_P @ fit.coefficients_P)
         spread = math.sqrt(fit.variance * (1 + float(x_P @ fit.inverse_PP @ x_P)))
         half = float(stdtrit(fit.degrees_of_freedom, (1 + LEVEL) / 2)) * spread
         interval = (math.exp(log_error - half), math.exp(log_error + half))

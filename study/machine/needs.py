@@ -104,10 +104,10 @@ class Needs:
         launch = torchrun(ranks) if ranks > 1 else ("{python}",)
         return Machine(launch, self.hardware.device, gpus, self.sharding(step))
 
-    def ranks(self, step: Step, given: int) -> int:
+    def ranks(self, step: Step, processes: int) -> int:
         """Return how many of the processes that a job was given the step uses."""
         shares = step.kind == "train" or step.kind in SHARED or self.sharding(step) == "fsdp"
-        return given if shares else 1
+        return processes if shares else 1
 
     def sharding(self, step: Step) -> Sharding:
         """Return fsdp where the ranks of a Hessian product share a model too large for one GPU."""

@@ -37,7 +37,7 @@ class TasksSettings(Frozen):
     )
 
     @model_validator(mode="after")
-    def _known(self) -> Self:
+    def _check_names(self) -> Self:
         check_specs(self.specs)
         unknown = [task for task in self.tasks if task not in PAPER_TASKS]
         if unknown:

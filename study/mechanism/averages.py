@@ -69,10 +69,10 @@ def at_equal_loss(study: Study, average: Averaged) -> float | None:
         None where no two checkpoints are, or a divergence is not above 0.
     """
     loss, divergence = loss_of(study), divergence_of(study)
-    known = [row for row in (*average.path, average.row) if (row[divergence] or 0.0) > 0]
-    if average.row not in known:
+    rows = [row for row in (*average.path, average.row) if (row[divergence] or 0.0) > 0]
+    if average.row not in rows:
         return None
-    path, at = [row for row in known if row is not average.row], float(average.row[loss])
+    path, at = [row for row in rows if row is not average.row], float(average.row[loss])
     for before, after in zip(reversed(path[:-1]), reversed(path[1:]), strict=True):
         losses = before[loss], after[loss]
         if min(losses) <= at <= max(losses) and losses[0] != losses[1]:

@@ -143,8 +143,8 @@ def observe(study: Study, rows: Sequence[Row]) -> Observations | None:
 
 def _halves(study: Study, points: Sequence[Checkpoint]) -> dict[str, int]:
     """Return the half of every training: the place of its setting in the study, even or odd."""
-    known = {point.training for point in points}
-    settings = [[run.name for run in group.runs if run.name in known] for group in study.groups]
+    trainings = {point.training for point in points}
+    settings = [[run.name for run in group.runs if run.name in trainings] for group in study.groups]
     places = enumerate(names for names in settings if names)
     return {name: place % 2 for place, names in places for name in names}
 

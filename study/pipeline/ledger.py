@@ -16,7 +16,7 @@ class Ledger:
         self.directory = directory
         self.steps = {step.name: step for step in steps}
         self.records = directory / "steps"
-        self._known: dict[Path, tuple[tuple[int, int], str]] = {}
+        self._hashed: dict[Path, tuple[tuple[int, int], str]] = {}
         self._places: dict[str, Path] = {}  # thousands of steps read the same text
 
     def reads(self, step: Step) -> list[str]:
@@ -81,8 +81,8 @@ class Ledger:
             return None
         if record.get("command") != list(step.command):
             return "its command has changed"
-        read = record.get("reads") or {}
-        changed = [name for name, sha256 in hashes.items() if read.get(name) != sha256]
+        inputs = record.get("reads") or {}
+        changed = [name for name, sha256 in hashes.items() if inputs.get(name) != sha256]
         return f"{changed[0]}, which it reads, has changed" if changed else "its settings changed"
 
     def _own(self, step: Step) -> list[str]:
@@ -96,10 +96,10 @@ class Ledger:
         """Return the hash of a file, computed again only where size or time of change differ."""
         status = path.stat()
         state = (status.st_size, status.st_mtime_ns)
-        known = self._known.get(path)
-        if known is None or known[0] != state:
-            known = self._known[path] = (state, sha256_of(path))
-        return known[1]
+        entry = self._hashed.get(path)
+        if entry is None or entry[0] != state:
+            entry = self._hashed[path] = (state, sha256_of(path))
+        return entry[1]
 
     def prepare(self, step: Step) -> None:
         """Remove what an earlier execution left, so that it cannot pass for the new one."""

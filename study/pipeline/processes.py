@@ -26,10 +26,10 @@ class Process:
     """
 
     def __init__(
-        self, leash: socket.socket, started: "subprocess.Popen[bytes] | None" = None
+        self, leash: socket.socket, process: "subprocess.Popen[bytes] | None" = None
     ) -> None:
         """Hold the leash of a process, and the process itself unless another one started it."""
-        self.leash, self._started = leash, started
+        self.leash, self._process = leash, process
 
     def end(self) -> None:
         """Have the command ended, with all its descendants."""
@@ -37,8 +37,8 @@ class Process:
 
     def kill(self) -> None:
         """Kill the process, and it alone."""
-        if self._started:
-            self._started.kill()
+        if self._process:
+            self._process.kill()
         self.wait()
 
     def wait(self) -> int:
@@ -46,8 +46,8 @@ class Process:
         sent = b""
         with self.leash, suppress(ConnectionResetError):  # killed with a request unread
             sent = self.leash.recv(1)
-        if self._started:
-            self._started.wait()
+        if self._process:
+            self._process.wait()
         return sent[0] if sent else 128 + signal.SIGKILL
 
 
@@ -103,7 +103,7 @@ class Processes:
     ) -> Process:
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
-            started = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=theirs.fileno(),
                 stdout=output,
@@ -113,4 +113,4 @@ class Processes:
                 pass_fds=[self.lock_fd],
                 start_new_session=True,  # Ctrl-C reaches the runner alone, which ends them
             )
-        return Process(ours, started)
+        return Process(ours, process)

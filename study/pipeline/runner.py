@@ -179,8 +179,8 @@ class Runner:
         for batch in batches(startable, models, len(ready)):
             machine = self.machine_of(batch[0])
             free_slots = self.hardware.cores - sum(running.slots for running in self.running)
-            taken = {gpu for running in self.running for gpu in running.gpus}
-            free_gpus = [gpu for gpu in self.hardware.gpus if gpu not in taken]
+            busy = {gpu for running in self.running for gpu in running.gpus}
+            free_gpus = [gpu for gpu in self.hardware.gpus if gpu not in busy]
             if self._slots(batch[0]) <= free_slots and machine.gpus <= len(free_gpus):
                 for step in batch:
                     del self.pending[step.name]

@@ -24,7 +24,7 @@ from study.recipes.pythia import (
     pythia_160m_weight_decay,
 )
 from study.recipes.trajectory import TRAJECTORY, released_of, trajectory
-from study.text.own import Asked
+from study.text.own import TextOptions
 
 __all__ = [
     "PROFILES",
@@ -58,7 +58,7 @@ def resolve(
     name: str,
     profile: str = "full",
     settings: tuple[str, ...] = (),
-    asked: Asked | None = None,
+    text: TextOptions | None = None,
     root: Path = Path("runs"),
 ) -> Study:
     """Return the study of a recipe, its runs changed by settings, on the text that is asked for.
@@ -74,7 +74,7 @@ def resolve(
             f"recipe {name} has no profile '{profile}'; take one of: {', '.join(PROFILES)}"
         )
     if name == TRAJECTORY:
-        study = trajectory(released_of(settings), profile, asked is not None)
+        study = trajectory(released_of(settings), profile, text is not None)
     else:
         recipe = own_recipe(Path(name)) if is_own(name) else RECIPES.get(name)
         if recipe is None:
@@ -84,4 +84,4 @@ def resolve(
             )
         study = recipe(smoke=profile == "smoke")
         study = with_study_settings(study, settings) if settings else study
-    return on_text(study, asked, root) if asked else study
+    return on_text(study, text, root) if text else study

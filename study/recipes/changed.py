@@ -11,7 +11,7 @@ from base.frozen import fingerprint
 from study.definition import Study, load_study
 from study.recipes.parts import places_of_runs
 from study.text.kinds import OwnText, TokenFiles
-from study.text.own import Asked, Given, given_of, text_of
+from study.text.own import TextOptions, TextSource, source_of, text_of
 from train.run.config import RunConfig, with_settings
 
 
@@ -48,11 +48,11 @@ def with_study_settings(study: Study, settings: tuple[str, ...]) -> Study:
     )
 
 
-def on_text(study: Study, asked: Asked, root: Path) -> Study:
+def on_text(study: Study, options: TextOptions, root: Path) -> Study:
     """Return the study on another text, which its name says."""
-    given = given_of(asked)
-    name = study.name + given.suffix
-    text = _recorded(root / name, given) or text_of(study, given)
+    source = source_of(options)
+    name = study.name + source.suffix
+    text = _recorded(root / name, source) or text_of(study, source)
     places = places_of_runs(text)
 
     def change(run: RunConfig) -> RunConfig:
@@ -61,9 +61,9 @@ def on_text(study: Study, asked: Asked, root: Path) -> Study:
     return _changed(study, change, "--text", name=name, text=text.model_dump())
 
 
-def _recorded(directory: Path, given: Given) -> OwnText | TokenFiles | None:
+def _recorded(directory: Path, source: TextSource) -> OwnText | TokenFiles | None:
     """Return the text of the study that is there, if it was made of the same content."""
     if not (directory / "study.json").is_file():
         return None
     text = load_study(directory).text
-    return text if isinstance(text, OwnText | TokenFiles) and text.sha256 == given.sha256 else None
+    return text if isinstance(text, OwnText | TokenFiles) and text.sha256 == source.sha256 else None

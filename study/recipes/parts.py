@@ -102,11 +102,11 @@ class Recipe:
         """Return the study, named after the function and described by its docstring."""
         study = self.make(smoke=smoke)
         first_line = (self.make.__doc__ or self.name).strip().splitlines()[0].rstrip(".")
-        named = {
+        texts = {
             "name": self.name + ("-smoke" if smoke else ""),
             "description": f"In small: {first_line}" if smoke else first_line,
         }
-        return study.model_copy(update=named)
+        return study.model_copy(update=texts)
 
 
 def recipe(make: Callable[..., Study]) -> Recipe:
@@ -137,8 +137,8 @@ def study(
         runs = with_controls(trained)
         runs = with_seeds(runs, seeds) if seeds else runs
     defaults = {"name": UNNAMED, "description": UNNAMED, "ranks": 2, "sized_for": "cpu"}
-    given = {"text": text, "runs": tuple(runs), "quantization": quantization}
-    return Study.model_validate(defaults | given | settings)
+    content = {"text": text, "runs": tuple(runs), "quantization": quantization}
+    return Study.model_validate(defaults | content | settings)
 
 
 def sweep(run: Callable[..., RunConfig], **values: Sequence[Any]) -> list[RunConfig]:
@@ -148,9 +148,9 @@ def sweep(run: Callable[..., RunConfig], **values: Sequence[Any]) -> list[RunCon
     """
     runs = []
     for combination in product(*values.values()):
-        chosen = dict(zip(values, combination, strict=True))
-        name = "-".join(value_name(key, value) for key, value in chosen.items())
-        runs.append(run(name, **chosen))
+        point = dict(zip(values, combination, strict=True))
+        name = "-".join(value_name(key, value) for key, value in point.items())
+        runs.append(run(name, **point))
     return runs
 
 

@@ -39,7 +39,7 @@ def gpu_hours(study: Study, gpu: str = "h100") -> float:
     )
 
 
-def listed() -> Iterator[str]:
+def recipe_lines() -> Iterator[str]:
     """Yield a line per recipe: its profiles, what it is, and what training it takes."""
     for name in RECIPES:
         study = resolve(name, "full")

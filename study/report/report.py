@@ -26,7 +26,7 @@ from study.report.tables import (
     step_table,
 )
 from study.results.paired import Paired
-from study.results.summary import listed, summarize
+from study.results.summary import enumeration, summarize
 from study.results.table import Row, read_table
 from study.tracking.store import server_command
 
@@ -84,7 +84,7 @@ def _facts(study: Study, rows: Sequence[Row]) -> str:
     facts = f"{len(study.runs)} runs, {len(study.controls)} of them controls without an anneal"
     facts += f"; {len(rows)} measured models."
     if len(seeds) > 1:
-        facts += f" Seeds {listed([str(seed) for seed in seeds])}."
+        facts += f" Seeds {enumeration([str(seed) for seed in seeds])}."
     elif seeds:
         facts += (
             f" Every run is one training from seed {seeds[0]}: no interval or p-value here holds"

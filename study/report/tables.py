@@ -58,48 +58,47 @@ class Table(NamedTuple):
         ]
 
 
-class _Known(NamedTuple):
+class _Estimate(NamedTuple):
     value: float
     low: float
     high: float
 
 
-def _known(row: Row | None, column: str) -> _Known | None:
+def _estimate(row: Row | None, column: str) -> _Estimate | None:
     """Return a column of a row with the interval beside it; None where it is not measured."""
     if row is None or row[column] is None:
         return None
-    return _Known(row[column], row[f"{column}_low"], row[f"{column}_high"])
+    return _Estimate(row[column], row[f"{column}_low"], row[f"{column}_high"])
 
 
-def _all_known(rows: Iterable[Row | None], column: str) -> list[_Known]:
-    return [known for row in rows if (known := _known(row, column))]
+def _estimates(rows: Iterable[Row | None], column: str) -> list[_Estimate]:
+    return [estimate for row in rows if (estimate := _estimate(row, column))]
 
 
 def _cell(row: Row | None, column: str, digits: int, scale: float = 1.0, unit: str = "") -> Cell:
-    known = _known(row, column)
-    if known is None:
+    estimate = _estimate(row, column)
+    if estimate is None:
         return Cell("not measured")
-    value, low, high = (f"{scale * end:.{digits}f}" for end in known)
+    value, low, high = (f"{scale * end:.{digits}f}" for end in estimate)
     return Cell(f"{value}{unit}", f"[{low}, {high}]")
 
 
 def _percent_digits(rows: Iterable[Row | None], column: str) -> int:
     """Decimals at which the largest of these shares has three figures in per cent; two at least."""
-    largest = max((abs(known.value) for known in _all_known(rows, column)), default=1.0)
+    largest = max((abs(estimate.value) for estimate in _estimates(rows, column)), default=1.0)
     return max(2, 1 - math.ceil(math.log10(largest))) if largest > 0 else 2
 
 
 def _figures_of_smallest(rows: Iterable[Row | None], column: str) -> int:
     """Decimals at which the smallest of these values has three figures; four at least."""
-    values = [known.value for known in _all_known(rows, column) if known.value > 0]
+    values = [estimate.value for estimate in _estimates(rows, column) if estimate.value > 0]
     return max(4, 2 - math.floor(math.log10(min(values, default=1.0))))
 
 
 def _digits_of_errors(rows: Iterable[Row | None], column: str, scale: float) -> int:
     """Decimals at which the shortest of these intervals has two figures or more."""
-    widths = [
-        known.high - known.low for known in _all_known(rows, column) if known.high > known.low
-    ]
+    estimates = _estimates(rows, column)
+    widths = [each.high - each.low for each in estimates if each.high > each.low]
     return max(0, 1 - math.floor(math.log10(scale * min(widths, default=1.0))))
 
 
@@ -141,14 +140,14 @@ def heat_tables(study: Study, summaries: Sequence[RunSummary]) -> list[Table]:
     for spec in study.quantization.specs:
         figure = f"quant/{spec}/kl_divergence"
         digits = _figures_of_smallest(ends.values(), figure)
-        largest = max((known.value for known in _all_known(ends.values(), figure)), default=1.0)
+        largest = max((each.value for each in _estimates(ends.values(), figure)), default=1.0)
         body = []
         for head in heads:
             line = [Cell(head)]
             for place in ((head, column) for column in columns):
                 cell = _cell(ends[place], figure, digits) if place in ends else Cell("")
-                known = _known(ends.get(place), figure)
-                shade = DARKEST * known.value / largest if known and largest > 0 else 0.0
+                estimate = _estimate(ends.get(place), figure)
+                shade = DARKEST * estimate.value / largest if estimate and largest > 0 else 0.0
                 line.append(cell._replace(shade=round(max(shade, 0.0), 3)))
             body.append(line)
         title = f"KL divergence at the end of training: {spec_title(spec)}"

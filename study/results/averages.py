@@ -11,7 +11,7 @@ from study.axes import AnyRun
 from study.definition import Study
 from study.released import ReleasedRun
 from study.results.collect import phase_of
-from study.results.summary import Rows, in_order, listed
+from study.results.summary import Rows, enumeration, in_order
 from study.results.table import Row
 from study.soups import SoupSettings
 from train.run.config import RunConfig
@@ -26,7 +26,7 @@ def kept_averages(study: Study) -> list[Lawa | Ema]:
 def average_title(average: Lawa | Ema | SoupSettings) -> str:
     """Return 'LAWA, 5 weights 16 steps apart' or 'soup of steps 592 and 640'."""
     if isinstance(average, SoupSettings):
-        return f"soup of steps {listed([str(step) for step in average.steps])}"
+        return f"soup of steps {enumeration([str(step) for step in average.steps])}"
     if isinstance(average, Lawa):
         return f"LAWA, {average.window} weights {average.interval_steps} steps apart"
     return f"EMA, decay {average.decay:g} every {average.interval_steps} steps"

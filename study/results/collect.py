@@ -35,9 +35,9 @@ def collect_rows(directory: Path, study: Study) -> Collected:
         is_settled = True
         for model, measured in study.measured(run).items():
             readers = {
-                directory / path: read
+                directory / path: reader
                 for kind, settings in measured
-                for path, read in kind.results(settings, run.name, model).items()
+                for path, reader in kind.results(settings, run.name, model).items()
             }
             expected += 1 + len(readers)
 
@@ -48,9 +48,9 @@ def collect_rows(directory: Path, study: Study) -> Collected:
                 continue
 
             values: dict[str, Any] = dict(empty)
-            for path, read in readers.items():
+            for path, reader in readers.items():
                 if path.exists():
-                    values |= read(path)
+                    values |= reader(path)
                     num_found += 1
             num_found += 1
 
@@ -79,8 +79,8 @@ def _model_values(directory: Path, run: AnyRun, model: MeasuredModel) -> dict[st
         return None
     if isinstance(run, ReleasedRun):
         revision = run.at(model.step)
-        known = {"tokens": revision.tokens, "learning_rate": revision.learning_rate}
-        return known | {"peak_lr": run.peak_lr}
+        released = {"tokens": revision.tokens, "learning_rate": revision.learning_rate}
+        return released | {"peak_lr": run.peak_lr}
     settings = {
         "peak_lr": run.optimizer.peak_lr,
         "weight_decay": run.optimizer.weight_decay,

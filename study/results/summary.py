@@ -112,6 +112,6 @@ def _before_decay(rows: Rows, last: Row | None) -> tuple[Row | None, bool]:
     return (high[-1] if decays else None), decays
 
 
-def listed(labels: Sequence[str]) -> str:
+def enumeration(labels: Sequence[str]) -> str:
     """Return 'a, b and c'."""
     return ", ".join(labels[:-1]) + f" and {labels[-1]}" if len(labels) > 1 else "".join(labels)

@@ -25,14 +25,14 @@ FORMS = "FILES of text, PREFIX of a token file, or the directory of a study"
 Kind = Literal["files", "prefix", "study"]
 
 
-class Asked(NamedTuple):
+class TextOptions(NamedTuple):
     """The options --text and --tokenizer."""
 
     paths: tuple[Path, ...]
     tokenizer: Path | None = None
 
 
-class Given(NamedTuple):
+class TextSource(NamedTuple):
     """The text that the options name: absolute places, and the SHA-256 of what is in them."""
 
     kind: Kind
@@ -42,9 +42,9 @@ class Given(NamedTuple):
     suffix: str  # of a study's name
 
 
-def given_of(asked: Asked) -> Given:
+def source_of(options: TextOptions) -> TextSource:
     """Return what the options name; UserError for what is missing, empty or of no known kind."""
-    places = tuple(path.absolute() for path in asked.paths)
+    places = tuple(path.absolute() for path in options.paths)
     kind, *others = {_kind_of(place) for place in places}
     if others or len(set(places) if kind == "files" else {""}) < len(places):
         raise UserError(
@@ -54,7 +54,7 @@ def given_of(asked: Asked) -> Given:
     label = places[0].name.partition(".")[0] if kind == "files" else places[0].name
     label = re.sub(r"[^A-Za-z0-9_=+-]+", "-", label)[:LABEL_CHARACTERS]
     label += f"+{len(places) - 1}" if len(places) > 1 else ""
-    tokenizer = asked.tokenizer.absolute() if asked.tokenizer else None
+    tokenizer = options.tokenizer.absolute() if options.tokenizer else None
     if kind == "study":
         places, tokenizer = _of_study(places[0], tokenizer)
     if kind == "prefix" and tokenizer is None:
@@ -64,7 +64,7 @@ def given_of(asked: Asked) -> Given:
     if tokenizer:
         load_tokenizer(tokenizer)
     sha256 = _identity(kind, places, tokenizer)
-    return Given(kind, places, tokenizer, sha256, f"-text={label}.{sha256[:HASH_CHARACTERS]}")
+    return TextSource(kind, places, tokenizer, sha256, f"-text={label}.{sha256[:HASH_CHARACTERS]}")
 
 
 def _kind_of(place: Path) -> Kind:
@@ -132,15 +132,16 @@ def _sampled(place: Path, files: int) -> bytes:
 
 def check_unchanged(text: OwnText) -> None:
     """UserError where what a text is made of is gone or changed since the study was started."""
-    asked = Asked(tuple(map(Path, text.sources)), Path(text.tokenizer) if text.tokenizer else None)
-    if given_of(asked).sha256 != text.sha256:
+    tokenizer = Path(text.tokenizer) if text.tokenizer else None
+    options = TextOptions(tuple(map(Path, text.sources)), tokenizer)
+    if source_of(options).sha256 != text.sha256:
         raise UserError(
             f"{text.sources[0]}{' or another file' if len(text.sources) > 1 else ''} was changed"
             " since the study was started with it; restore it, or start another study with --text"
         )
 
 
-def text_of(study: Study, given: Given) -> OwnText | TokenFiles:
+def text_of(study: Study, source: TextSource) -> OwnText | TokenFiles:
     """Return what a study takes of a text.
 
     Raises:
@@ -151,19 +152,19 @@ def text_of(study: Study, given: Given) -> OwnText | TokenFiles:
     # rows of the models bound the tokenizer, given or yet to be trained
     needs = survey.needs_of(study)
     vocab_size = min((run.model.vocab_size for run in study.trained), default=None)
-    if given.tokenizer:
-        size = load_tokenizer(given.tokenizer)[0].get_vocab_size()
+    if source.tokenizer:
+        size = load_tokenizer(source.tokenizer)[0].get_vocab_size()
         if vocab_size is not None and size > vocab_size:
             raise UserError(
-                f"{given.tokenizer} has {size:,} tokens, the models of {study.name} have rows for"
+                f"{source.tokenizer} has {size:,} tokens, the models of {study.name} have rows for"
                 f" {vocab_size:,}; give another --tokenizer, or --set model.vocab_size="
                 f"{-(-size // 128) * 128}"
             )
         vocab_size = vocab_size or size
 
     # token files of another study are read in place
-    if given.kind == "study":
-        return _in_place(study, given, (needs.train, needs.held_out, needs.calibration))
+    if source.kind == "study":
+        return _in_place(study, source, (needs.train, needs.held_out, needs.calibration))
     if vocab_size is None:
         raise UserError(
             f"{study.name} trains nothing, its models have their tokenizer; name it with"
@@ -171,15 +172,15 @@ def text_of(study: Study, given: Given) -> OwnText | TokenFiles:
         )
 
     # places of documents for each use, by how many tokens there are
-    if given.kind == "prefix" and given.tokenizer:
-        sizes = survey.survey_tokens(given.places[0], sha256_of(given.tokenizer / TOKENIZER_JSON))
+    if source.kind == "prefix" and source.tokenizer:
+        sizes = survey.survey_tokens(source.places[0], sha256_of(source.tokenizer / TOKENIZER_JSON))
     else:
-        sizes = survey.survey_files(given.places, given.tokenizer, vocab_size)
-    shares = survey.shares_of(sizes, needs, ", ".join(path.name for path in given.places[:3]))
+        sizes = survey.survey_files(source.places, source.tokenizer, vocab_size)
+    shares = survey.shares_of(sizes, needs, ", ".join(path.name for path in source.places[:3]))
     return OwnText(
-        sources=tuple(map(str, given.places)),
-        sha256=given.sha256,
-        tokenizer=str(given.tokenizer) if given.tokenizer else None,
+        sources=tuple(map(str, source.places)),
+        sha256=source.sha256,
+        tokenizer=str(source.tokenizer) if source.tokenizer else None,
         vocab_size=vocab_size,
         train=shares.get("train"),
         train_tokens=needs.train,
@@ -191,13 +192,13 @@ def text_of(study: Study, given: Given) -> OwnText | TokenFiles:
     )
 
 
-def _in_place(study: Study, given: Given, needed: tuple[int, ...]) -> TokenFiles:
+def _in_place(study: Study, source: TextSource, needed: tuple[int, ...]) -> TokenFiles:
     """Return the token files of another study by use, checked for their length."""
-    *train, held_out, calibration = given.places
+    *train, held_out, calibration = source.places
     if study.trained:  # the context of released models is not known yet
         if not train:
             raise UserError(f"{study.name} trains on text, --text names a study without any")
-        for place, tokens in zip(given.places, needed, strict=True):
+        for place, tokens in zip(source.places, needed, strict=True):
             there = read_manifest(place).tokens
             if there < tokens:
                 raise UserError(
@@ -208,6 +209,6 @@ def _in_place(study: Study, given: Given, needed: tuple[int, ...]) -> TokenFiles
         train=str(train[0]) if study.trained else None,
         held_out=str(held_out),
         calibration=str(calibration),
-        tokenizer=str(given.tokenizer),
-        sha256=given.sha256,
+        tokenizer=str(source.tokenizer),
+        sha256=source.sha256,
     )

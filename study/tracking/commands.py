@@ -42,10 +42,10 @@ def mirror(
     if run is None:
         if follow is not None:
             raise UserError("--follow needs --run: give the run that it follows")
-        done = importer.mirror(directory, study, uri)
+        summary = importer.mirror(directory, study, uri)
         typer.echo(
-            f"{done['metrics']} metrics in {len(done['runs'])} runs, {done['metrics_added']} of"
-            " them new"
+            f"{summary['metrics']} metrics in {len(summary['runs'])} runs,"
+            f" {summary['metrics_added']} of them new"
         )
     elif follow is not None:
         importer.follow(directory, study, run, uri, follow)

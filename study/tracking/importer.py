@@ -82,9 +82,9 @@ class Importer:
         return str(experiment.experiment_id)
 
     def _show_quantization_first(self) -> None:
-        known = self._client.get_experiment(self.experiment).tags
+        tags = self._client.get_experiment(self.experiment).tags
         for key, value in {VIEW_TAG: view_of(self._study, self.parent), KIND_TAG: KIND}.items():
-            if known.get(key) != value:
+            if tags.get(key) != value:
                 self._client.set_experiment_tag(self.experiment, key, value)
 
     def _find_run(
@@ -132,18 +132,18 @@ class Importer:
 
             # how far the store is; a run with other rows than the files is made anew
             mirrored = self._find_run(subject, run, tags, started_at)
-            known = {
+            progress = {
                 tag: mirrored.data.tags.get(tag, stream.tags[0]) for tag, stream in streams.items()
             }
-            if not all(known[tag] in stream.tags for tag, stream in streams.items()):
+            if not all(progress[tag] in stream.tags for tag, stream in streams.items()):
                 self._client.delete_run(mirrored.info.run_id)
                 mirrored = self._find_run(subject, run, tags, started_at)
-                known = {tag: stream.tags[0] for tag, stream in streams.items()}
+                progress = {tag: stream.tags[0] for tag, stream in streams.items()}
 
             # what is missing
             self._describe(mirrored, described.run_params(run), tags)
             for tag, stream in streams.items():
-                self._import_stream(mirrored, tag, stream, stream.tags.index(known[tag]))
+                self._import_stream(mirrored, tag, stream, stream.tags.index(progress[tag]))
             self._upload(mirrored, described.run_files(directory))
 
             status = described.status_of(directory, run)
@@ -153,10 +153,10 @@ class Importer:
                 self._client.set_terminated(mirrored.info.run_id, status, ended_at)
         return str(mirrored.info.run_id)
 
-    def _import_stream(self, run: "Run", tag: str, stream: Stream, done: int) -> None:
-        """Send the rows after the first `done`, some rows to a request, with their tag."""
+    def _import_stream(self, run: "Run", tag: str, stream: Stream, start: int) -> None:
+        """Send the rows from index `start` on, some rows to a request, with their tag."""
         batch: list[Metric] = []
-        for count, own in enumerate(stream.metrics[done:], done):
+        for count, own in enumerate(stream.metrics[start:], start):
             if len(batch) + len(own) > METRICS_PER_BATCH:
                 self._send(run, batch, tag, stream.tags[count])
                 batch = []
@@ -181,11 +181,11 @@ class Importer:
         self._show_quantization_first()
         run = self._client.get_run(self.parent)
         self._upload(run, described.study_files(self._directory))
-        done = all(
+        is_complete = all(
             described.is_final(RunDirectory(self._directory / run.name), run)
             for run in self._study.runs
         )
-        if done and run.info.status != "FINISHED":
+        if is_complete and run.info.status != "FINISHED":
             self._client.set_terminated(self.parent)
 
 

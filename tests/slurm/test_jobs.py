@@ -12,7 +12,7 @@ from slurm.submission.arrays import arrays_of
 from slurm.submission.submit import dry_run
 from study.pipeline.steps import steps_of
 from study.recipes import RECIPES, resolve
-from study.text.own import Asked
+from study.text.own import TextOptions
 from tests.study.ablation import tiny
 
 USUAL = Limits()
@@ -110,7 +110,7 @@ def test_text_of_the_users_is_made_by_jobs_before_training(tmp_path):
     ]
     shown = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
     assert "tiny-smoke-text=mine." in shown
-    study = resolve("tiny", "smoke", asked=Asked((source,)), root=tmp_path)
+    study = resolve("tiny", "smoke", text=TextOptions((source,)), root=tmp_path)
     arrays = {array.name: array for array in arrays_of(study, Limits())}
     assert arrays["text"].elements == (("tokenizer",),)
     assert arrays["prepare"].elements == (

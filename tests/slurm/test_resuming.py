@@ -102,7 +102,7 @@ def test_a_training_that_is_preempted_and_not_requeued_comes_back(
     element = existing_submission(study_dir).element_ids["train", 0]
     urgent = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
     lab.command("sbatch", *urgent, "--wrap=sleep 5")
-    wait_until(lambda: cluster.states([element])[element].ended, "preempted")
+    wait_until(lambda: cluster.states([element])[element].has_ended, "preempted")
 
     def over() -> bool:
         if not grace_seconds:

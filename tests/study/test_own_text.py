@@ -22,7 +22,7 @@ from study.pipeline.step import Machine
 from study.pipeline.step import resolve as resolved
 from study.recipes import RECIPES, recipe_names, resolve
 from study.text.kinds import OwnText, TokenFiles
-from study.text.own import Asked
+from study.text.own import TextOptions
 from study.text.steps import check_text, prefix, text_steps
 from study.text.survey import needs_of
 from tests.study.test_command import study_command
@@ -95,7 +95,7 @@ def test_a_study_makes_its_text_of_files_without_a_network(tmp_path, files, reci
     """Disjoint documents, all of them, as many as the study reads; the runs and measurements can
     open them.
     """
-    study = resolve(recipe, "smoke", asked=Asked(files), root=tmp_path)
+    study = resolve(recipe, "smoke", text=TextOptions(files), root=tmp_path)
     directory = tmp_path / study.name
     check_text(study, directory)
     assert isinstance(study.text, OwnText)
@@ -134,8 +134,8 @@ def test_a_study_makes_its_text_of_files_without_a_network(tmp_path, files, reci
 
 def test_a_token_file_is_shared_out_with_its_own_tokenizer(tmp_path, files, tokenizer_dir):
     prepare(files, tokenizer_dir, tmp_path / "tokens")
-    asked = Asked((tmp_path / "tokens",), tokenizer_dir)
-    study = resolve("tiny", "smoke", ("engine=deepspeed",), asked=asked, root=tmp_path)
+    text = TextOptions((tmp_path / "tokens",), tokenizer_dir)
+    study = resolve("tiny", "smoke", ("engine=deepspeed",), text=text, root=tmp_path)
     assert study.name.startswith("tiny-smoke-engine=deepspeed-text=tokens.")
     directory = tmp_path / study.name
     make(study, directory)
@@ -151,11 +151,11 @@ def test_a_token_file_is_shared_out_with_its_own_tokenizer(tmp_path, files, toke
 
 def test_the_token_files_of_a_study_are_read_in_place(tmp_path, files, tokenizer_dir):
     prepare(files, tokenizer_dir, tmp_path / "tokens")
-    asked = Asked((tmp_path / "tokens",), tokenizer_dir)
-    first = resolve("tiny", "smoke", asked=asked, root=tmp_path)
+    text = TextOptions((tmp_path / "tokens",), tokenizer_dir)
+    first = resolve("tiny", "smoke", text=text, root=tmp_path)
     directory = tmp_path / first.name
     make(first, directory)
-    study = resolve("pythia-160m-lr", "smoke", asked=Asked((directory,)), root=tmp_path)
+    study = resolve("pythia-160m-lr", "smoke", text=TextOptions((directory,)), root=tmp_path)
     assert text_steps(study) == []
     check_text(study, tmp_path / study.name)
     assert isinstance(study.text, TokenFiles)
@@ -171,7 +171,7 @@ def test_every_recipe_takes_the_text(tmp_path, files, recipe):
     is another.
     """
     study, plain = (
-        resolve(recipe, "smoke", asked=Asked(files), root=tmp_path),
+        resolve(recipe, "smoke", text=TextOptions(files), root=tmp_path),
         resolve(recipe, "smoke"),
     )
     assert study.name.startswith(f"{plain.name}-text=some+1.")
@@ -186,25 +186,25 @@ def test_every_recipe_takes_the_text(tmp_path, files, recipe):
 def test_a_full_recipe_refuses_a_text_that_is_too_small(tmp_path, files):
     assert "trajectory" in recipe_names()
     with pytest.raises(UserError, match=r"some\.jsonl, more\.jsonl holds 3,000 documents of about"):
-        resolve("olmo2-30m-lr", "full", asked=Asked(files), root=tmp_path)
+        resolve("olmo2-30m-lr", "full", text=TextOptions(files), root=tmp_path)
 
 
 def test_the_content_is_the_identity_not_the_place(tmp_path, files):
-    study = resolve("tiny", "smoke", asked=Asked(files), root=tmp_path)
+    study = resolve("tiny", "smoke", text=TextOptions(files), root=tmp_path)
     directory = tmp_path / study.name
     save_study(directory, study)
     moved = tuple(Path(shutil.copy(path, tmp_path / path.name)) for path in files)
     assert (
-        resolve("tiny", "smoke", asked=Asked(moved), root=tmp_path) == study
+        resolve("tiny", "smoke", text=TextOptions(moved), root=tmp_path) == study
     )  # with the places it has recorded
     moved[0].write_text(moved[0].read_text().replace(" a", " b", 1))
-    assert resolve("tiny", "smoke", asked=Asked(moved), root=tmp_path).name != study.name
-    assert resolve("tiny", "smoke", asked=Asked(files[::-1]), root=tmp_path).name != study.name
+    assert resolve("tiny", "smoke", text=TextOptions(moved), root=tmp_path).name != study.name
+    assert resolve("tiny", "smoke", text=TextOptions(files[::-1]), root=tmp_path).name != study.name
 
 
 def test_a_changed_file_is_noticed_until_its_tokens_are_there(tmp_path, files):
     copies = tuple(Path(shutil.copy(path, tmp_path / path.name)) for path in files)
-    study = resolve("tiny", "smoke", asked=Asked(copies), root=tmp_path)
+    study = resolve("tiny", "smoke", text=TextOptions(copies), root=tmp_path)
     directory = tmp_path / study.name
     check_text(study, directory)
     copies[1].write_text(copies[1].read_text() + json.dumps({"text": "one more"}) + "\n")
@@ -298,7 +298,7 @@ def test_the_text_is_part_of_the_name_by_which_a_study_is_found(tmp_path, files)
     for command in ("status", "collect", "report", "mirror"):
         line = refused(command, name, "--root", tmp_path)
         assert f"{name}/study.json does not exist" in line
-    save_study(tmp_path / name, resolve("tiny", "smoke", asked=Asked(files), root=tmp_path))
+    save_study(tmp_path / name, resolve("tiny", "smoke", text=TextOptions(files), root=tmp_path))
     status = CliRunner().invoke(study_app, ["status", name, "--root", str(tmp_path)])
     assert f"steps complete in {tmp_path / name}" in status.stdout
     assert "belongs to a recipe" in refused("show", name, *text, "--root", tmp_path)

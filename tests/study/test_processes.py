@@ -47,7 +47,7 @@ def outcome(
     command = [sys.executable, "-m", "ckpt_tools", "inspect", "nowhere"]
     with log.open("wb") as output:
         process = processes.start(command, output, variables)
-    assert (process._started is None) == is_fork
+    assert (process._process is None) == is_fork
     return process.wait(), log.read_text()
 
 

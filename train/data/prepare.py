@@ -53,23 +53,25 @@ def prepare(
         UserError: a source is missing, damaged or given twice, or there are fewer than `at_least`
             tokens.
     """
-    named = _named_sources(sources)
+    all_sources = _named_sources(sources)
     vocabulary_of.cache_clear()  # this process may have loaded another tokenizer from there before
     vocabulary = vocabulary_of(tokenizer_dir)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     parts_dir = prefix.parent / f".{prefix.name}.parts"
     with scratch_directory(prefix.parent / f".{prefix.name}.partial") as unfinished:
         parts_dir.mkdir(exist_ok=True)
-        directories = [parts_dir / f"{index:06d}" for index in range(len(named))]
+        directories = [parts_dir / f"{index:06d}" for index in range(len(all_sources))]
         try:
-            _make_parts(named, tokenizer_dir, directories, workers, selection)
+            _make_parts(all_sources, tokenizer_dir, directories, workers, selection)
             parts = [
                 Part.model_validate_json((directory / PART_JSON).read_text())
                 for directory in directories
             ]
             if not any(part.documents for part in parts):
                 shutil.rmtree(parts_dir)
-                raise UserError(f"no document in {len(named)} source(s); give files that hold text")
+                raise UserError(
+                    f"no document in {len(all_sources)} source(s); give files that hold text"
+                )
             tokens = sum(part.tokens for part in parts)
             if tokens < at_least:
                 raise UserError(
@@ -90,13 +92,13 @@ def prepare(
 
 def _named_sources(sources: Sequence[Path | Source]) -> list[Source]:
     """Return all sources that paths and sources name; UserError for one given twice."""
-    named: list[Source] = []
+    all_sources: list[Source] = []
     for source in sources:
-        named += parse_source(str(source)) if isinstance(source, Path) else [source]
-    for name, times in Counter(source.name for source in named).items():
+        all_sources += parse_source(str(source)) if isinstance(source, Path) else [source]
+    for name, times in Counter(source.name for source in all_sources).items():
         if times > 1:
             raise UserError(f"{name} is given {times} times; give every source once")
-    return named
+    return all_sources
 
 
 def _join_parts(

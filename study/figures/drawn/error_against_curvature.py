@@ -41,9 +41,9 @@ def error_against_curvature(canvas: Canvas) -> Drawn | None:
     by_column = {
         column: checkpoints(canvas.study, canvas.table, *needed, column) for column in SHOWN
     }
-    known = {column: points for column, points in by_column.items() if points}
-    columns = columns_of(len(known))
-    return drawn([_panel(canvas, column, known[column], columns) for column in known], columns)
+    panels = {column: points for column, points in by_column.items() if points}
+    columns = columns_of(len(panels))
+    return drawn([_panel(canvas, column, panels[column], columns) for column in panels], columns)
 
 
 def _panel(

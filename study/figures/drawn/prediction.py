@@ -72,12 +72,12 @@ def prediction(canvas: Canvas) -> Drawn | None:
 
 
 def _values(part: StepPart) -> dict[str, float]:
-    shown = {MEASURED: part.measured, PREDICTED: part.predicted, REMAINDER: part.remainder}
+    parts = {MEASURED: part.measured, PREDICTED: part.predicted, REMAINDER: part.remainder}
     values: dict[str, float] = {}
-    for quantity, known in shown.items():
-        if known is None:
+    for quantity, estimate in parts.items():
+        if estimate is None:
             return {}
-        values |= quantity.values(known.mean, known.interval)
+        values |= quantity.values(estimate.mean, estimate.interval)
     return values
 
 

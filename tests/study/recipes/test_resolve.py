@@ -9,7 +9,7 @@ from base.errors import UserError
 from base.frozen import fingerprint
 from study.definition import load_study, save_study
 from study.recipes import RECIPES, recipe_names, resolve
-from study.recipes.shown import listed, summary
+from study.recipes.shown import recipe_lines, summary
 from study.text.kinds import PreparedText
 from train.run.branching import MUST_AGREE
 from train.run.schedules import learning_rate
@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused(arguments, words):
 
 
 def test_the_list_says_what_training_takes():
-    lines = list(listed())
+    lines = list(recipe_lines())
     assert [line.split(" (")[0] for line in lines] == [*RECIPES, "trajectory"]
     big = next(line for line in lines if line.startswith("olmo2-7b-lr ("))
     assert big.endswith("[2.06T tokens, 61,357 H100-hours of training at 45% of the peak]")

@@ -17,7 +17,7 @@ from study.definition import Study, load_study, save_study
 from study.recipes import resolve, tiny
 from study.released import ReleasedRun
 from study.text.kinds import PreparedText, TokenFiles
-from study.text.own import Asked, given_of
+from study.text.own import TextOptions, source_of
 from tests.ckpt_tools.released.fake_hub import FakeHub
 from train.data.prepare import prepare
 
@@ -61,9 +61,9 @@ def text_dir(tmp_path, tokenizer_dir) -> Path:
     return directory
 
 
-def trajectory(profile: str, asked: Asked | None = None, **released: object) -> Study:
+def trajectory(profile: str, text: TextOptions | None = None, **released: object) -> Study:
     settings = tuple(f"{key}={value}" for key, value in released.items())
-    return resolve("trajectory", profile, settings, asked)
+    return resolve("trajectory", profile, settings, text)
 
 
 def lines(study: Study) -> list[ReleasedRun]:
@@ -122,10 +122,10 @@ def test_of_a_directory_of_revisions(tmp_path, text_dir):
     for name in ("step1000", "step2000", "step143000"):
         (tmp_path / "models" / name).mkdir(parents=True)
     released = {"source": tmp_path / "models", "family": "EleutherAI/pythia-160m"}
-    asked = Asked((text_dir,))
-    study = trajectory("smoke", **released, asked=asked)
-    given = given_of(asked)
-    assert study.name == f"trajectory-models-smoke-text=tiny.{given.sha256[:8]}"
+    text = TextOptions((text_dir,))
+    study = trajectory("smoke", **released, text=text)
+    source = source_of(text)
+    assert study.name == f"trajectory-models-smoke-text=tiny.{source.sha256[:8]}"
     (run,) = lines(study)
     assert run.name == "pretraining"
     assert (run.source, run.family) == (str(tmp_path / "models"), "EleutherAI/pythia-160m")
@@ -134,17 +134,17 @@ def test_of_a_directory_of_revisions(tmp_path, text_dir):
         held_out=f"{text_dir}/data/held_out",
         calibration=f"{text_dir}/data/calibration",
         tokenizer=f"{text_dir}/data/corpus/tokenizer",
-        sha256=given.sha256,
+        sha256=source.sha256,
     )
     with pytest.raises(UserError, match="name with --text what is measured on"):
         trajectory("smoke", **released)
     with pytest.raises(UserError, match="has its tokenizer; leave --tokenizer out"):
-        trajectory("smoke", **released, asked=Asked((text_dir,), text_dir))
+        trajectory("smoke", **released, text=TextOptions((text_dir,), text_dir))
     Path(f"{text_dir}/data/held_out.json").unlink()
     with pytest.raises(
         UserError, match=r"held_out\.json does not exist; run 'python -m study run tiny --root"
     ):
-        trajectory("smoke", **released, asked=asked)
+        trajectory("smoke", **released, text=text)
 
 
 def export(path: Path, **lineage) -> None:
@@ -157,7 +157,7 @@ def test_of_exports_with_their_averages_as_lines_of_their_own(tmp_path, text_dir
     for step in (64, 128):
         export(hf / f"step{step:08}", step=step, tokens=step * 2048, learning_rate=0.003)
         export(hf / f"lawa5x16-step{step:08}", step=step, average="lawa5x16", tokens=step * 2048)
-    study = trajectory("smoke", source=hf, asked=Asked((text_dir,)))
+    study = trajectory("smoke", source=hf, text=TextOptions((text_dir,)))
     assert study.name.startswith("trajectory-lr3e-3-smoke-text=tiny.")
     assert names(study) == {
         "training": ["step00000064", "step00000128"],
@@ -191,7 +191,7 @@ def test_a_study_that_is_there_goes_on_as_it_was_listed(tmp_path, text_dir):
     source = tmp_path / "models"
     (source / "step1000").mkdir(parents=True)
     released = {"source": source, "family": "EleutherAI/pythia-160m"}
-    study = trajectory("smoke", **released, asked=Asked((text_dir,)))
+    study = trajectory("smoke", **released, text=TextOptions((text_dir,)))
     save_study(text_dir.parent / study.name, study)
     (source / "step2000").mkdir()  # appeared later
     shown = CliRunner().invoke(
