@@ -64,7 +64,7 @@ def test_a_fork_leaves_nothing_when_its_runner_ends_it_or_is_gone(processes, tmp
     with (tmp_path / "log").open("wb") as output:
         command = [sys.executable, "-m", "timeit", SLEEPING]
         process = processes.start(command, output, environment())
-    assert process._started is None, "a fork"
+    assert process._process is None, "a fork"
     wait_until(sleeping, "a child of the fork at work")
     if how == "end":
         process.end()
