@@ -6,6 +6,7 @@ shows that it is the file that was written; it says nothing about who wrote both
 
 import io
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,23 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what RECORDS names; UserError for any other name."""
+        if (module, name) == ("builtins", "getattr"):
+            return self._member
         if name not in RECORDS.get(module, ()):
-            raise UserError(
-                f"{self._path} names {module}.{name}, which no checkpoint holds; do not open it"
-                " with other programs, and ask where it comes from"
-            )
+            raise self._refusal(module, name)
         return super().find_class(module, name)
+
+    def _member(self, enumeration: Any, name: Any) -> Enum:
+        """Return a member of an enumeration, which Python 3.11.2 writes as getattr(CLASS, NAME)."""
+        if not (isinstance(enumeration, type) and issubclass(enumeration, Enum)):
+            raise self._refusal("builtins", "getattr")
+        return enumeration[name]
+
+    def _refusal(self, module: str, name: str) -> UserError:
+        return UserError(
+            f"{self._path} names {module}.{name}, which no checkpoint holds; do not open it with"
+            " other programs, and ask where it comes from"
+        )
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
