@@ -103,9 +103,21 @@ Points = Grid | Levels
 def fit_points(weights: Tensor, spec: RoundingSpec, largest: Tensor) -> Points:
     """Fit the grid of a spec's format to each group of fp32 weights [K, ...].
 
-    `largest`, fp32 [1], is max|w| of all weights that share a scale of the tensor; see
-    `levels.fit_levels`. Ternary: -1, 0 and 1 times the mean |w| (arXiv:2402.17764, eq. 1 to 3); a
-    group of zeros has scale 1.
+    Ternary: -1, 0 and 1 times the mean |w| (arXiv:2402.17764, eq. 1 to 3); a group of zeros has
+    scale 1.
+
+    Args:
+        weights: K weights of every group.
+        spec: format and bits.
+        largest: max|w|, fp32 [1], of all weights that share a scale of the tensor; see
+            `levels.fit_levels`.
+
+    Example: ternary points of a group whose mean |w| is 1.5.
+        >>> from base.rounding.spec import IntegerSpec
+        >>> weights = torch.tensor([[1.0], [-2.0]])
+        >>> spec = IntegerSpec("rtn", 2, 2, format="ternary")
+        >>> fit_points(weights, spec, largest_of(weights)).scale
+        tensor([1.5000])
     """
     if spec.format == "int":
         return fit_grid(weights, spec)
@@ -199,7 +211,12 @@ def round_to_nearest(
 
 
 def largest_of(weight_OI: Tensor) -> Tensor:
-    """Return max|w|, fp32 [1]."""
+    """Return max|w|, fp32 [1].
+
+    Example:
+        >>> largest_of(torch.tensor([[1.0, -3.0], [2.0, 0.0]]))
+        tensor([3.])
+    """
     return weight_OI.abs().amax().float().view(1)
 
 

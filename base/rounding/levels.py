@@ -166,6 +166,13 @@ def mean_size(weights: Tensor) -> Tensor:
     """Return the mean |w| over the first dimension, fp32.
 
     Summed in float64, where fp32 weights of one group add up without rounding, so in any order.
+
+    Args:
+        weights: [K, ...], K of every group.
+
+    Example:
+        >>> mean_size(torch.tensor([[1.0], [-2.0]]))
+        tensor([1.5000])
     """
     return weights.abs().sum(0, dtype=torch.float64).div_(len(weights)).float()
 

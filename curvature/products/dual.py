@@ -142,6 +142,13 @@ def xielu(x: Dual, alpha_p: Dual, alpha_n: Dual, beta: Tensor, epsilon: Tensor) 
     softplus(alpha_p), a_n = beta + softplus(alpha_n). As in transformers' code, x above epsilon < 0
     is epsilon in e^x. The second derivative jumps at 0; a point there has the
     derivatives of the branch that gives its value.
+
+    Example: a_p = 1 and beta = 1/2 at 2 give 2^2 + 2/2, of slope 2 x 2 + 1/2.
+        >>> unit = Dual(torch.tensor(math.log(math.e - 1)), torch.tensor(0.0))
+        >>> x = Dual(torch.tensor(2.0), torch.tensor(1.0))
+        >>> y = xielu(x, unit, unit, torch.tensor(0.5), torch.tensor(-1e-6))
+        >>> round(float(y.value), 4), round(float(y.tangent), 4)
+        (5.0, 4.5)
     """
     x, alpha_p, alpha_n = widened(x), widened(alpha_p), widened(alpha_n)
     exponent = x.value.clamp(max=epsilon)

@@ -189,7 +189,12 @@ def local(weight: Tensor) -> Tensor:
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the sum of a b over two tensors on this rank, a float64 scalar."""
+    """Return the sum of a b over two tensors on this rank, a float64 scalar.
+
+    Example:
+        >>> float(dot(torch.ones(3), torch.tensor([1.0, 2.0, 3.0])))
+        6.0
+    """
     a_n, b_n = a.detach().flatten(), b.detach().flatten()
     entries = ENTRIES_PER_SUM[a.device.type]
     parts = zip(a_n.split(entries), b_n.split(entries), strict=True)

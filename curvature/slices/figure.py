@@ -47,7 +47,16 @@ def increase_over(result: dict[str, Any]) -> NDArray[np.float64]:
 
 
 def levels_of(increase: NDArray[np.float64]) -> list[float]:
-    """Return contour levels: 0, 1, 2 and 5 x 10^k up to the highest value, the same below 0."""
+    """Return contour levels: 0, 1, 2 and 5 x 10^k up to the highest value, the same below 0.
+
+    Args:
+        increase: losses over that of the last checkpoint, nats per token.
+
+    Example:
+        >>> levels = levels_of(np.array([[-0.003, 0.04]]))
+        >>> levels[:2], levels[-2:]
+        ([-0.005, -0.002], [0.02, 0.05])
+    """
 
     def ladder(top: float) -> list[float]:
         decade = int(np.floor(np.log10(top)))

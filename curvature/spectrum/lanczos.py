@@ -59,7 +59,12 @@ class Ritz(NamedTuple):
 
 
 def norm(v_p: Tensor, inner: Inner) -> float:
-    """Return |v| over all ranks."""
+    """Return |v| over all ranks.
+
+    Example: on one rank.
+        >>> norm(torch.tensor([3.0, 4.0]), lambda rows, v_p: torch.stack(rows) @ v_p)
+        5.0
+    """
     return math.sqrt(float(inner([v_p], v_p)))
 
 

@@ -47,7 +47,12 @@ def token_uniforms(seed: int, microbatch: int, sequence: int, length: int) -> Te
 
 
 def token_signs(seed: int, microbatch: int, sequence: int, length: int) -> Tensor:
-    """Return signs likewise: the upper bit of the words of 'sign/seed/microbatch/sequence'."""
+    """Return signs likewise: the upper bit of the words of 'sign/seed/microbatch/sequence'.
+
+    Example:
+        >>> token_signs(seed=0, microbatch=0, sequence=0, length=8).tolist()
+        [-1.0, -1.0, -1.0, -1.0, -1.0, 1.0, 1.0, -1.0]
+    """
     stream = words(f"sign/{seed}/{microbatch}/{sequence}", 0, length)
     return torch.where(stream < 0, 1.0, -1.0).double()
 

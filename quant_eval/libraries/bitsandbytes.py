@@ -74,6 +74,12 @@ def nf4_dense(weight_OI: Tensor, group_size: int) -> Tensor:
     """Return what the NF4 codes of a weight decode to, fp32 [O, I].
 
     UserError if bitsandbytes does not take the group size, which has to divide a row.
+
+    Example: -1, 0 and 1 times the largest weight of a group are among the 16 points.
+        >>> weight_OI = torch.zeros(1, 64)
+        >>> weight_OI[0, :2] = torch.tensor([2.0, -2.0])
+        >>> torch.equal(nf4_dense(weight_OI, 64), weight_OI)
+        True
     """
     if group_size not in NF4_GROUP_SIZES:
         sizes = ", ".join(map(str, NF4_GROUP_SIZES))

@@ -38,6 +38,14 @@ def round_weight(
 
     Raises:
         UserError: the Hessian or a weight does not fit the spec.
+
+    Example: 3 bits have 7 steps, here from -3.5 to 3.5; the points are -4 to 3.
+        >>> from base.ranks import ALONE
+        >>> from quant_eval.specs import parse_spec
+        >>> spec = parse_spec("rtn-b3-g2")
+        >>> weight_OI = torch.tensor([[1.2, -3.5]])
+        >>> round_weight(weight_OI, None, torch.float32, spec, "a linear", ALONE).dense()
+        tensor([[ 1., -4.]])
     """
     prepared = None
     if spec.damping is not None:

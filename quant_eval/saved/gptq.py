@@ -158,6 +158,16 @@ def pack(rounded: Rounded, bits: int, checkpoint_format: Format) -> dict[str, Te
 
     `qweight` int32 [I x bits / 32, O], `qzeros` int32 [G, O x bits / 32], `scales` fp16 [G, O],
     `g_idx` int32 [I].
+
+    Example: 32 x 32 codes of 4 bits are 4 words of 32 bits for every output.
+        >>> from quant_eval.specs import parse_spec
+        >>> from base.rounding.grid import round_to_nearest
+        >>> rounded = round_to_nearest(torch.eye(32), parse_spec("rtn-b4-g32-s16"))
+        >>> tensors = pack(rounded, 4, "gptq_v2")
+        >>> {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        {'qweight': (4, 32), 'qzeros': (1, 4), 'scales': (1, 32), 'g_idx': (32,)}
+        >>> torch.equal(unpack(tensors, 4, "gptq_v2").dense(), rounded.dense())
+        True
     """
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 

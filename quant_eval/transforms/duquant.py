@@ -26,6 +26,12 @@ def duquant_steps(hessian_II: Tensor, block: int) -> tuple[Blocks, Permutation, 
     Args:
         hessian_II: the mean of x x^T, float64.
         block: features that are rotated together; it divides I.
+
+    Example: the mean square 16 of one feature is spread evenly over all four.
+        >>> hessian_II = torch.tensor([16.0, 1.0, 1.0, 1.0]).double().diag()
+        >>> sizes_I = compose(*duquant_steps(hessian_II, block=2)).hessian(hessian_II).diagonal()
+        >>> [round(size, 2) for size in sizes_I.tolist()]
+        [4.75, 4.75, 4.75, 4.75]
     """
     first = Blocks(_greedy_rotations(_diagonal_blocks(hessian_II, block)))
     rotated_II = compose(first).hessian(hessian_II)

@@ -88,6 +88,16 @@ def smoothing(largest_I: Tensor, weight_OI: Tensor, alpha: float) -> Diagonal:
 
     max|x_i|^alpha / max|w_i|^(1 - alpha) of input feature i, the latter over all rows; 1 where the
     feature or all of its weights are 0.
+
+    Args:
+        largest_I: max|x| of every input feature.
+        weight_OI: of all linears that read the inputs, stacked.
+        alpha: how much of the spread the weights take, from 0 to 1.
+
+    Example: half of an input's outlier, on the log scale, moves into the weights.
+        >>> import torch
+        >>> smoothing(torch.tensor([16.0, 1.0]), torch.ones(2, 2), alpha=0.5).factors_I.tolist()
+        [4.0, 1.0]
     """
     inputs_I, weights_I = largest_I.double(), weight_OI.abs().amax(0).double()
     scales_I = inputs_I**alpha / weights_I ** (1 - alpha)

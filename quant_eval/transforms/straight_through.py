@@ -62,6 +62,12 @@ def rounded_weight(weight_OI: Tensor, spec: QuantSpec) -> Tensor:
     """Return Q_w of fp32 weights that read the same input, by rounding to nearest.
 
     UserError if they are not finite.
+
+    Example: 3 bits have 7 steps, here from -3.5 to 3.5; the points are -4 to 3.
+        >>> from quant_eval.specs import parse_spec
+        >>> weight_OI = torch.tensor([[1.2, -3.5]])
+        >>> rounded_weight(weight_OI, parse_spec("rtn-b3-g2")).tolist()
+        [[1.0, -4.0]]
     """
     if spec.method == "none":
         return weight_OI

@@ -60,7 +60,12 @@ def growth_over(rows: Sequence[Row]) -> Weighted:
 
 
 def doublings(rows: Sequence[Row]) -> float:
-    """Return how often the tokens double from the first to the last of these rows."""
+    """Return how often the tokens double from the first to the last of these rows.
+
+    Example:
+        >>> doublings([{"tokens": 100}, {"tokens": 200}, {"tokens": 400}])
+        2.0
+    """
     tokens = [row["tokens"] for row in rows]
     return log2(max(tokens) / min(tokens))
 

@@ -84,7 +84,12 @@ def at_equal_loss(study: Study, average: Averaged) -> float | None:
 
 
 def log_ratio(row: Row | None, other: Row | None, column: str) -> float | None:
-    """Return log(row / other) of a column; None where one is missing or not above 0."""
+    """Return log(row / other) of a column; None where one is missing or not above 0.
+
+    Example: half the error.
+        >>> round(log_ratio({"kl": 0.1}, {"kl": 0.2}, "kl"), 4)
+        -0.6931
+    """
     value, reference = (each.get(column) if each else None for each in (row, other))
     if value is None or reference is None or min(value, reference) <= 0:
         return None

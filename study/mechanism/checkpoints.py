@@ -69,7 +69,12 @@ def related_specs(study: Study) -> list[str]:
 
 
 def logarithms(rows: Sequence[Row], column: str) -> Floats:
-    """Return the natural logarithms of a column, [N]; NaN where a value is not above 0."""
+    """Return the natural logarithms of a column, [N]; NaN where a value is not above 0.
+
+    Example:
+        >>> logarithms([{"kl": 1.0}, {"kl": 0.0}], "kl").tolist()
+        [0.0, nan]
+    """
     values_N = np.array([row[column] for row in rows], dtype=np.float64)
     return np.asarray(np.log(np.where(values_N > 0, values_N, np.nan)))
 

@@ -16,7 +16,12 @@ PLACES = 1_000_000
 
 
 def place_of(content: bytes) -> int:
-    """Return the place of a document among `PLACES`."""
+    """Return the place of a document among `PLACES`.
+
+    Example:
+        >>> place_of(b"a document")
+        665275
+    """
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") % PLACES
 
 

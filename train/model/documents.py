@@ -13,19 +13,37 @@ from torch.nn.attention.varlen import varlen_attn
 
 
 def document_bounds(starts_BS: Tensor) -> Tensor:
-    """Return where documents begin in the row, and T: int32 [D + 1] on the CPU, as is the mask."""
+    """Return where documents begin in the row, and T: int32 [D + 1] on the CPU, as is the mask.
+
+    Args:
+        starts_BS: bool, true at the first token of every document and of every sequence.
+
+    Example: two sequences of three tokens, a document begins within the first.
+        >>> document_bounds(torch.tensor([[True, False, True], [True, False, False]])).tolist()
+        [0, 2, 3, 6]
+    """
     starts_D = starts_BS.flatten().nonzero().flatten()
     return F.pad(starts_D, (0, 1), value=starts_BS.numel()).int()
 
 
 def document_numbers(bounds: Tensor, length: int) -> Tensor:
-    """Return the number of every token's document, [B, S] with S = `length`."""
+    """Return the number of every token's document, [B, S] with S = `length`.
+
+    Example:
+        >>> document_numbers(torch.tensor([0, 2, 3, 6]), length=3).tolist()
+        [[0, 0, 1], [2, 2, 2]]
+    """
     numbers_D = torch.arange(len(bounds) - 1, device=bounds.device)
     return numbers_D.repeat_interleave(bounds.diff()).view(-1, length)
 
 
 def packed(x_SBNE: Tensor) -> Tensor:
-    """Return heads as one row, [T, N, E]."""
+    """Return heads as one row, [T, N, E].
+
+    Example: the row is sequence after sequence.
+        >>> packed(torch.arange(4).view(2, 2, 1, 1)).flatten().tolist()
+        [0, 2, 1, 3]
+    """
     return x_SBNE.transpose(0, 1).flatten(0, 1)
 
 

@@ -126,7 +126,18 @@ class _Normed(torch.autograd.Function):
 
 
 def normed(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """Return the RMSNorm of x [S, B, H], added to the residual if there is one."""
+    """Return the RMSNorm of x [S, B, H], added to the residual if there is one.
+
+    Args:
+        x: fp32 or bf16.
+        weight: [H].
+        eps: added to the mean square.
+        residual: of x's shape.
+
+    Example: (1, 7) has the root mean square 5.
+        >>> normed(torch.tensor([[[1.0, 7.0]]]), torch.ones(2), eps=0.0)
+        tensor([[[0.2000, 1.4000]]])
+    """
     result: Tensor = _Normed.apply(x, weight, residual, eps)
     return result
 
@@ -241,6 +252,11 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up, [S, B, F], of [gate, up] in one tensor [S, B, 2 F]."""
+    """Return silu(gate) * up, [S, B, F], of [gate, up] in one tensor [S, B, 2 F].
+
+    Example: silu(0) is 0, silu(1) is 0.7311.
+        >>> swiglu(torch.tensor([[[0.0, 1.0, 3.0, 2.0]]]))
+        tensor([[[0.0000, 1.4621]]])
+    """
     result: Tensor = _SwiGlu.apply(gate_up)
     return result

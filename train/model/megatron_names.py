@@ -110,7 +110,13 @@ def hf_rows(name: str, model: ModelConfig) -> dict[str, list[tuple[int, int]]]:
 
 
 def shard(name: str, weight: Tensor, rank: int, size: int) -> Tensor:
-    """Return the part of tensor rank `rank` of `size` in the whole megatron tensor `name`."""
+    """Return the part of tensor rank `rank` of `size` in the whole megatron tensor `name`.
+
+    Example: a fused weight has two gate rows, then two up rows.
+        >>> weight = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+        >>> shard("decoder.layers.0.mlp.linear_fc1.weight", weight, rank=0, size=2).flatten()
+        tensor([1., 3.])
+    """
     entry, _ = _entry(name)
     if entry.shard_axis is None:
         return weight
@@ -120,7 +126,13 @@ def shard(name: str, weight: Tensor, rank: int, size: int) -> Tensor:
 
 
 def unshard(name: str, shards: list[Tensor]) -> Tensor:
-    """Return the whole megatron tensor `name` of the parts that `shard` makes, by rank."""
+    """Return the whole megatron tensor `name` of the parts that `shard` makes, by rank.
+
+    Example:
+        >>> parts = [torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0], [4.0]])]
+        >>> unshard("decoder.layers.0.mlp.linear_fc1.weight", parts).flatten()
+        tensor([1., 2., 3., 4.])
+    """
     entry, _ = _entry(name)
     if entry.fusion == "gate_up":
         gates, ups = zip(*(part.chunk(2) for part in shards), strict=True)

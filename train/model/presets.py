@@ -11,7 +11,12 @@ PYTHIA_VOCAB_SIZE = 50_304  # 50,277 tokens, padded
 
 
 def olmo2_ladder_intermediate_size(hidden_size: int) -> int:
-    """Return the MLP width of OLMo-core's ladder: 1.5 x 8/3 hidden, up to a multiple of 256."""
+    """Return the MLP width of OLMo-core's ladder: 1.5 x 8/3 hidden, up to a multiple of 256.
+
+    Example:
+        >>> olmo2_ladder_intermediate_size(768)
+        3072
+    """
     width = int(1.5 * (8 * hidden_size // 3))
     return -(-width // 256) * 256
 

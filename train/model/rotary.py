@@ -24,6 +24,11 @@ def rotations(
         base: feature i of the first half turns by base^(-2i / D) radians a position.
         device: of the result.
         heads: times that each row is repeated.
+
+    Example: position 1 turns the first pair of features by 1 radian, the second by 1/100.
+        >>> cos, sin = rotations(2, 4, 1e4, torch.device("cpu"))
+        >>> cos[1, 0, 0], sin[1, 0, 0]
+        (tensor([0.5403, 0.9999, 0.5403, 0.9999]), tensor([-0.8415, -0.0100,  0.8415,  0.0100]))
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     positions = torch.arange(length, dtype=torch.float32, device=device)
