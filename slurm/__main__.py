@@ -7,6 +7,7 @@ import typer
 
 from base.cli import run_command
 from base.errors import UserError
+from slurm.states import elements_text
 from study.choosing import (
     Name,
     Profile,
@@ -72,10 +73,10 @@ def _report(study: Study, study_dir: Path, submitted: dict[str, int]) -> None:
         return
     width = max(map(len, submitted))
     for name, count in submitted.items():
-        typer.echo(f"{name:{width}}  {count:,} elements")
+        typer.echo(f"{name:{width}}  {elements_text(count)}")
     typer.echo(
-        f"{sum(submitted.values()):,} elements can start now, each job submits what comes after it;"
-        f" watch with '{watch}'"
+        f"{elements_text(sum(submitted.values()))} can start now, each job submits what comes after"
+        f" it; watch with '{watch}'"
     )
 
 
@@ -158,7 +159,7 @@ def cancel(
 
     directory = directory_of(name, root)
     cancelled, stopping = cancel_elements(directory, which, after_checkpoint=after_checkpoint)
-    typer.echo(f"{len(cancelled):,} elements cancelled")
+    typer.echo(f"{elements_text(len(cancelled))} cancelled")
     for stopped in stopping:
         typer.echo(f"{stopped} stops after its next step, with a checkpoint")
 

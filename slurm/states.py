@@ -52,6 +52,15 @@ class JobState:
         return self.waits and match is not None
 
 
+def elements_text(count: int) -> str:
+    """Return a number of elements in words.
+
+    >>> elements_text(1), elements_text(1200)
+    ('1 element', '1,200 elements')
+    """
+    return f"{count:,} element{'s' if count != 1 else ''}"
+
+
 def parse_squeue(text: str) -> dict[str, JobState]:
     """Return the elements in lines of SQUEUE_FIELDS."""
     states = {}

@@ -7,6 +7,7 @@ from datetime import timedelta
 from itertools import chain
 
 from base.errors import printable
+from slurm.states import elements_text
 from slurm.status.hours import Hours
 from slurm.status.overview import MARKS, ElementStatus, Overview, last_error
 from study.pipeline.step import Step
@@ -46,9 +47,8 @@ def _hours(hours: Hours) -> str:
     if hours.expected is not None:
         words.append(f"{short(hours.expected)} more for trainings at their present speed")
     if hours.queued:
-        words.append(
-            f"{hours.queued:,} elements queued, the first for {short(hours.waiting_hours)} h"
-        )
+        queued = elements_text(hours.queued)
+        words.append(f"{queued} queued, the first for {short(hours.waiting_hours)} h")
     if hours.next_start:
         words.append(f"next start expected {hours.next_start}")
     return "; ".join(words)
@@ -159,7 +159,7 @@ def _failures(overview: Overview) -> list[str]:
         element.array for element in overview.elements if element.situation == "cancelled"
     )
     return _limited(failed, _failure) + [
-        f"cancelled {array}: {count:,} elements; 'python -m slurm retry' submits them"
+        f"cancelled {array}: {elements_text(count)}; submit again with 'python -m slurm retry'"
         for array, count in cancelled.items()
     ]
 

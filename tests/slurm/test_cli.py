@@ -212,7 +212,7 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
     for _ in range(3):
         code, out, err = command("submit", "small", "--site", str(site))
         assert (code, err) == (0, "")
-        assert "text  1 elements\n" in out
+        assert "text  1 element\n" in out
         wait_until(lambda: not in_queue(study_dir), "the corpus failed")
     watch = out.splitlines()[-1].partition("watch with '")[2].rstrip("'")
     assert shlex.split(watch)[3:] == ["status", "small", "--root", str(root)]
@@ -235,7 +235,7 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
     site_file(site, root, python, time="20")
     code, out, err = command("retry", "small", "--site", str(site))
     assert (code, err) == (0, "")
-    assert out.splitlines()[:2] == ["train   1 elements", "export  2 elements"]
+    assert out.splitlines()[:2] == ["train   1 element", "export  2 elements"]
     ids = existing_submission(study_dir).element_ids
     assert "TimeLimit=00:20:00" in lab.command("scontrol", "show", "job", ids["train", 0])
 
@@ -248,7 +248,7 @@ def test_submit_status_cancel_and_retry_on_a_real_slurm(lab, tmp_path, command):
     assert (study_dir / "lr3e-3/STOP").read_bytes() == b""
     assert cluster.states([train])[train].state == "RUNNING"
     files = sorted(path for path in study_dir.rglob("*.json") if path.parent.name != "slurm")
-    assert command("cancel", "small", "--root", str(root))[1] == "1 elements cancelled\n"
+    assert command("cancel", "small", "--root", str(root))[1] == "1 element cancelled\n"
     wait_until(lambda: not in_queue(study_dir), "all cancelled")
     assert command("cancel", "small", "--root", str(root))[1] == "0 elements cancelled\n"
     assert command("submit", "small", "--site", str(site))[1].startswith("nothing to submit")

@@ -201,7 +201,7 @@ def test_node_hours_are_those_of_the_starts(study_dir, study, answers, monkeypat
     assert (hours.queued, hours.next_start) == (1, "2031-01-01T08")
     assert hours.waiting_hours == 3.0
     assert "node-hours: 4 used; " in told_of(study_dir)
-    assert "1 elements queued, the first for 3 h; next start expected 2031-01-01T08" in told_of(
+    assert "1 element queued, the first for 3 h; next start expected 2031-01-01T08" in told_of(
         study_dir
     )
 
