@@ -89,13 +89,13 @@ def _in_words(settings: Frozen) -> str:
 
 def _trained(run: RunConfig) -> str:
     anneal, start = run.schedule.anneal, run.branch_from
-    begun = f" from step {start.step} of {start.run.removeprefix('../')}" if start else ""
-    annealed = f", {anneal.shape} anneal from step {anneal.start_step}" if anneal else ""
-    warm_up = run.schedule.warmup_tokens / run.tokens_per_step
-    warmed = f" after {warm_up:g} steps of warm-up" if warm_up and not start else ""
+    origin = f" from step {start.step} of {start.run.removeprefix('../')}" if start else ""
+    decay = f", {anneal.shape} anneal from step {anneal.start_step}" if anneal else ""
+    last = run.schedule.warmup_tokens / run.tokens_per_step
+    warm_up = f" after warm-up to step {last:g}" if last and not start else ""
     return (
-        f"peak {run.optimizer.peak_lr:g}{warmed}, {run.schedule.phase.kind}{begun} to step"
-        f" {run.total_steps} of {run.tokens_per_step} tokens{annealed}, {run.engine}, checkpoints"
+        f"peak {run.optimizer.peak_lr:g}{warm_up}, {run.schedule.phase.kind}{origin} to step"
+        f" {run.total_steps} of {run.tokens_per_step} tokens{decay}, {run.engine}, checkpoints"
         f" at {', '.join(map(str, run.save_steps))}"
     )
 

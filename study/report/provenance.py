@@ -24,7 +24,7 @@ ENGINE_PACKAGES = {"megatron": "megatron-core", "deepspeed": "deepspeed"}
 def _schedule(run: RunConfig) -> str:
     anneal = run.schedule.anneal
     end = f", {anneal.shape} anneal to zero from step {anneal.start_step}" if anneal else ""
-    return f"{run.warmup_steps} steps of warm-up, {run.schedule.phase.kind}{end}"
+    return f"warm-up to step {run.warmup_steps}, {run.schedule.phase.kind}{end}"
 
 
 def _of_run(run: RunConfig) -> dict[str, str]:
