@@ -14,4 +14,5 @@ from tests.interpreter import real_interpreter, serve
 if __name__ == "__main__":
     sys.executable = real_interpreter()  # as the workers have it
     pytest.main(["--collect-only", "--quiet", *sys.argv[1:]])
+    sys.stdout.flush()  # or every fork would print it, into what execnet reads
     serve(socket.socket(fileno=3))

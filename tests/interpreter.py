@@ -38,7 +38,7 @@ PLACE = "QUANTDYN_TEST_INTERPRETER"  # variable: the directory of the program of
 FIRST_FREE = 500  # files of the fork are collected above this number
 _living: list[object] = []  # connections that live as long as this process
 NAMESPACES = {"mnt": 0x00020000, "uts": 0x04000000, "pid": 0x20000000}
-PROGRAM = """#!{python} -IS
+PROGRAM = """#!{link} -IS
 import ctypes, json, os, signal, socket, struct, sys
 while sys.argv[1] in ("-u", "-B"):
     if sys.argv.pop(1) == "-u":
@@ -148,7 +148,9 @@ def _place() -> str:
 
 def _listener(program: Path) -> socket.socket:
     """Return where the forks of a program are asked for, after writing the program."""
-    program.write_text(PROGRAM.format(python=sys.executable, address=program))
+    # by a link: the first line of a program has no place for an interpreter's path with a space
+    link = program.with_name("real")
+    program.write_text(PROGRAM.format(link=link, python=sys.executable, address=program))
     program.chmod(0o700)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{program}")
