@@ -5,8 +5,10 @@
 #   tests/fresh_machine.sh bookworm                     make demo and make test; bookworm has Python 3.11, trixie 3.13
 #   tests/fresh_machine.sh trixie --smoke               make venv, and the smoke study in place of both
 #   tests/fresh_machine.sh trixie --smoke --as-root     as root in /root; otherwise as a user in a path with a space,
-#                                                       with umask 077 and 1 GB of /tmp
+#                                                       with umask 077
 #   tests/fresh_machine.sh bookworm -- COMMAND...       any other commands, each one argument
+#
+# /tmp has 8 GB, of which make test takes 5; with --smoke 1 GB.
 #
 # It makes the Debian below FRESH_MACHINES (default /var/tmp) and removes it at the end, unless given --keep.
 set -euo pipefail
@@ -14,11 +16,11 @@ set -euo pipefail
 suite=${1:?give bookworm or trixie}
 shift
 commands=("make demo" "make test") keep=
-user=user directory="/home/user/a checkout" umask=077 tmp_size=1g
+user=user directory="/home/user/a checkout" umask=077 tmp_size=8g
 while [ $# -gt 0 ]; do
     case $1 in
-    --smoke) commands=("make venv" ".venv/bin/python -m study run tiny --profile smoke") ;;
-    --as-root) user=root directory=/root/quantdyn umask=022 tmp_size=8g ;;
+    --smoke) commands=("make venv" ".venv/bin/python -m study run tiny --profile smoke") tmp_size=1g ;;
+    --as-root) user=root directory=/root/quantdyn umask=022 ;;
     --keep) keep=1 ;;
     --) shift && commands=("$@") && break ;;
     *) echo "error: unknown argument $1; the head of $0 has examples" >&2 && exit 2 ;;
