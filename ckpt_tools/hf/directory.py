@@ -47,7 +47,11 @@ def result_directories(
             "two results would go to the same directory; give each spec and HF directory once"
         )
 
+    # a model that is missing is named by those who read it
+    missing = {hf_dir for hf_dir in hf_dirs if not hf_dir.exists()} if out is None else set()
     for directory in together:
+        if missing.intersection(directory.parents):
+            continue
         ancestor = next(
             path for path in (directory, *directory.absolute().parents) if path.exists()
         )

@@ -25,3 +25,14 @@ def test_a_directory_that_is_not_writable_is_refused(tmp_path, monkeypatch, belo
     )  # root may write anywhere
     with pytest.raises(UserError, match="not writable; give another --out"):
         result_directories([tmp_path / "model"], "curvature", ["spec"], [tmp_path / below])
+
+
+def test_a_model_that_is_missing_is_left_to_who_reads_it(tmp_path, monkeypatch):
+    """Its name would say more than that of a place that another user may not write to."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    hf_dir = tmp_path / "model"
+    expected = [[hf_dir / "quant" / "spec"]]
+    assert result_directories([hf_dir], "quant", ["spec"], None) == expected
+    hf_dir.mkdir()
+    with pytest.raises(UserError, match="not writable; give another --out"):
+        result_directories([hf_dir], "quant", ["spec"], None)

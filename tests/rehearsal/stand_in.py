@@ -326,6 +326,8 @@ def gpu(left: str | None = None) -> Iterator[StandIn]:
     try:
         with (
             mock.patch.multiple("torch.cuda", **answers),
+            # torch of CUDA would ask the driver, which is not there, for a stream to capture.
+            mock.patch("torch.accelerator.current_accelerator", return_value=None),
             # A GPU runs some functions compiled; here they run line by line.
             mock.patch("torch.compile", lambda function=None, **_: function or (lambda f: f)),
             mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),

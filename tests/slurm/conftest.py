@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm.values import checked_path
 from tests.slurm.lab import Lab, missing, running
 from tests.waiting import wait_until
 
@@ -30,6 +31,17 @@ def slurm_installed() -> None:
     if reason := missing():
         (pytest.fail if os.environ.get("QUANTDYN_REQUIRE_SLURM") == "1" else pytest.skip)(
             f"no SLURM here: {reason}"
+        )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checkout_that_sbatch_takes() -> None:
+    """Skips in a checkout that every site refuses, such as one in a path with a space."""
+    try:
+        checked_path(Path.cwd())
+    except ValueError as error:
+        (pytest.fail if os.environ.get("QUANTDYN_REQUIRE_SLURM") == "1" else pytest.skip)(
+            f"no SLURM from this checkout: {error}"
         )
 
 
