@@ -60,14 +60,14 @@ class Batches:
 
     def number(self, index: int, size: int) -> Tensor:
         """Return batch `index` of the order, cut into batches of `size`, int64 [B, S + 1]."""
-        ids_BT = batch(
+        tokens_BS1 = batch(
             self._corpus,
             step=index + 1,
             batch_size=size,
             sequence_length=self.sequence_length,
             seed=self._seed,
         )
-        return torch.from_numpy(ids_BT)
+        return torch.from_numpy(tokens_BS1)
 
 
 def checked_length(config: PretrainedConfig, sequence_length: int | None) -> int:

@@ -47,19 +47,20 @@ def result_directories(
             "two results would go to the same directory; give each spec and HF directory once"
         )
 
-    # a model that is missing is named by those who read it
-    missing = {hf_dir for hf_dir in hf_dirs if not hf_dir.exists()} if out is None else set()
-    for directory in together:
-        if missing.intersection(directory.parents):
-            continue
-        ancestor = next(
-            path for path in (directory, *directory.absolute().parents) if path.exists()
-        )
-        if not ancestor.is_dir():
-            raise UserError(f"{ancestor} is a file; give a directory for {RESULT_JSON}")
-        if not os.access(ancestor, os.W_OK):
-            raise UserError(f"{ancestor} is not writable; give another --out for {RESULT_JSON}")
+    for hf_dir, group in zip(hf_dirs, directories, strict=True):
+        # beside a model that is missing nothing is checked: who reads the model names it
+        for directory in group if out is not None or hf_dir.exists() else ():
+            _check_writable(directory)
     return directories
+
+
+def _check_writable(directory: Path) -> None:
+    """Raise UserError for a directory that cannot be made or written to."""
+    ancestor = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not ancestor.is_dir():
+        raise UserError(f"{ancestor} is a file; give a directory for {RESULT_JSON}")
+    if not os.access(ancestor, os.W_OK):
+        raise UserError(f"{ancestor} is not writable; give another --out for {RESULT_JSON}")
 
 
 def compared_results(results: list[Path]) -> list[Path]:

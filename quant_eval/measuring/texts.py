@@ -120,8 +120,8 @@ def _draw(corpus: Corpus, settings: CalibrationSettings, length: int, seed: int)
             f"{corpus.prefix} holds {available} sequences of {length} tokens, fewer than"
             f" {sequences}; lower --calibration-sequences or prepare more text"
         )
-    ids_BT = batch(corpus, step=1, batch_size=sequences, sequence_length=length, seed=seed)
-    return torch.from_numpy(ids_BT[:, :-1].copy())
+    tokens_BS1 = batch(corpus, step=1, batch_size=sequences, sequence_length=length, seed=seed)
+    return torch.from_numpy(tokens_BS1[:, :-1].copy())
 
 
 def _check_draw(draw_NL: Tensor, corpus: Corpus, model: StreamedModel) -> None:

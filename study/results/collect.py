@@ -79,8 +79,8 @@ def _model_values(directory: Path, run: AnyRun, model: MeasuredModel) -> dict[st
         return None
     if isinstance(run, ReleasedRun):
         revision = run.at(model.step)
-        released = {"tokens": revision.tokens, "learning_rate": revision.learning_rate}
-        return released | {"peak_lr": run.peak_lr}
+        tokens, rate = revision.tokens, revision.learning_rate
+        return {"tokens": tokens, "learning_rate": rate, "peak_lr": run.peak_lr}
     settings = {
         "peak_lr": run.optimizer.peak_lr,
         "weight_decay": run.optimizer.weight_decay,

@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.lacking import skip
 from tests.waiting import HANG_SECONDS, wait_until
 
 FLAGS = (
@@ -28,15 +27,10 @@ FLAGS = (
 
 
 def chromium() -> str:
-    """The program; without it the test is skipped, or fails where QUANTDYN_REQUIRE_SLURM=1 says
-    that all is there.
-    """
+    """The program; without it the test is skipped."""
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
-        words = "chromium is not installed; apt-get install chromium"
-        if os.environ.get("QUANTDYN_REQUIRE_SLURM") == "1":
-            pytest.fail(words)
-        pytest.skip(words)
+        skip("chromium is not installed; apt-get install chromium")
     return program
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from quant_eval.libraries import pcre
+from tests.lacking import skip
 
 PROJECT = Path(__file__).resolve().parents[3]
 USERS = ("gptqmodel", "defuser")
@@ -98,7 +99,7 @@ def library() -> ctypes.CDLL:
     try:
         pcre2 = ctypes.CDLL(name)
     except OSError:
-        pytest.skip("no libpcre2-8 on this machine (apt-get install libpcre2-8-0)")
+        skip("libpcre2-8 is not installed; apt-get install libpcre2-8-0")
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     signatures = {
         "compile": (pointer, [ctypes.c_char_p, size, ctypes.c_uint32, pointer, pointer, pointer]),

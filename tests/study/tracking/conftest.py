@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.interpreter import interpreter
+from tests.lacking import skip
 from tests.study.tracking.stores import Database
 from tests.waiting import HANG_SECONDS, wait_until
 
@@ -41,9 +42,7 @@ def answers(port: int) -> bool:
 def postgres():
     """A cluster on a free port, without password for anyone on this machine; gives its port."""
     if not POSTGRES:
-        if os.environ.get("QUANTDYN_REQUIRE_SLURM") == "1":
-            pytest.fail("PostgreSQL is not installed: apt-get install postgresql")
-        pytest.skip("PostgreSQL is not installed")
+        skip("PostgreSQL is not installed; apt-get install postgresql")
     place = Path(
         tempfile.mkdtemp(prefix="quantdyn-postgres-")
     )  # a short path, for its socket, and another user's
