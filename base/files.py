@@ -20,12 +20,36 @@ from base.digests import PATTERN, Algorithm, digest_of
 from base.errors import UserError
 from base.frozen import Frozen
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 POLL_SECONDS = 0.1  # between attempts at a lock that another process holds
 
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, hexadecimal."""
     return digest_of(path, "sha256").removeprefix("sha256:")
+
+
+def file_identity(path: Path) -> tuple[int, int] | Path:
+    """Return what all paths of one file have in common, links included; a path that is not there.
+
+    >>> file_identity(Path("base/files.py")) == file_identity(Path("base/../base/files.py"))
+    True
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return path
+    return status.st_dev, status.st_ino
+
+
+def check_fetched(path: Path) -> None:
+    """Raise UserError for the pointer that Git LFS leaves in the place of a file."""
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UserError(
+                f"{path} is a Git LFS pointer, the file itself was not fetched; run 'git lfs pull'"
+                " where it is from"
+            )
 
 
 def fsync_path(path: Path) -> None:
@@ -56,7 +80,7 @@ def read_json(path: Path) -> Any:
         ValueError: it is not JSON, not UTF-8, nested too deeply, or not a regular file.
     """
     try:
-        return json.loads(read_regular(path).decode())
+        return json.loads(read_regular(path).decode("utf-8-sig"))  # with a byte-order mark or not
     except RecursionError:
         raise json.JSONDecodeError("nested too deeply", str(path), 0) from None
 

@@ -9,6 +9,7 @@ from base.cli import run_command
 from base.errors import UserError
 from slurm.states import elements_text
 from study.choosing import (
+    Key,
     Name,
     Profile,
     Root,
@@ -40,6 +41,7 @@ def submit(
     settings: Settings = None,
     text: Text = None,
     tokenizer: TokenizerDirectory = None,
+    key: Key = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print every script and ask SLURM nothing")
     ] = False,
@@ -55,7 +57,7 @@ def submit(
     from slurm.submission import submit as submission
 
     cluster = load_site(site)
-    study = study_of(name, Path(cluster.root), profile, settings, text, tokenizer)
+    study = study_of(name, Path(cluster.root), profile, settings, text, tokenizer, key)
     if dry_run:
         for script in submission.dry_run(study, cluster):
             typer.echo(script)

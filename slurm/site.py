@@ -227,7 +227,7 @@ def _texts(content: object, key: str = "") -> Iterator[tuple[str, object]]:
 def load_site(path: Path) -> Site:
     """Load a site; UserError, one line with file and key, for anything it cannot mean."""
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; copy {EXAMPLE} and fill in your cluster") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

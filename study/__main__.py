@@ -11,6 +11,7 @@ from base.errors import UserError
 from study.across.commands import compare
 from study.choices.commands import choose, choose_average, cooldowns
 from study.choosing import (
+    Key,
     Name,
     Profile,
     Root,
@@ -60,6 +61,7 @@ def show(
     settings: Settings = None,
     text: Text = None,
     tokenizer: TokenizerDirectory = None,
+    key: Key = None,
     gpus: Annotated[
         int | None,
         typer.Option(min=1, help="say what so many GPUs take, and how long"),
@@ -74,7 +76,7 @@ def show(
     """
     if gpu is not None and gpus is None:
         raise UserError(f"--gpu {gpu} says which GPUs; say with --gpus how many")
-    study = study_of(name, root, profile, settings, text, tokenizer)
+    study = study_of(name, root, profile, settings, text, tokenizer, key)
 
     from study.machine.estimate import disk_line, estimate_lines
     from study.machine.hardware import Hardware, planned
@@ -100,6 +102,7 @@ def run(
     settings: Settings = None,
     text: Text = None,
     tokenizer: TokenizerDirectory = None,
+    key: Key = None,
     device: Annotated[
         str,
         typer.Option(
@@ -120,7 +123,7 @@ def run(
 
     Example: python -m study run olmo2-30m-lr --text corpus/*.jsonl.zst --gpus 8
     """
-    study = study_of(name, root, profile, settings, text, tokenizer)
+    study = study_of(name, root, profile, settings, text, tokenizer, key)
 
     from study.machine.disk import check_room
     from study.machine.hardware import this_machine
@@ -264,16 +267,21 @@ def tokenizer(
             metavar="FIRST-STOP", help="of the documents, as 'python -m train prepare' takes it"
         ),
     ] = None,
+    key: Annotated[
+        str, typer.Option(help="key of a line, or column of a table, that holds the text")
+    ] = "text",
 ) -> None:
     """Train a tokenizer on text, on its first GiB.
 
     Example: python -m study tokenizer books.jsonl --vocab-size 32768 --out tokenizers/books
     """
     from study.text.tokenizer import build_tokenizer
+    from train.data.documents import TextFile
     from train.data.share import EVERYTHING, parse_share
 
+    files = [TextFile(path=path, key=key) for path in sources]
     parsed = parse_share(share) if share else EVERYTHING
-    build_tokenizer(sources, out, vocab_size=vocab_size, share=parsed)
+    build_tokenizer(files, out, vocab_size=vocab_size, share=parsed)
     typer.echo(str(out))
 
 

@@ -41,8 +41,8 @@ Text = Annotated[
         "--text",
         metavar="FILES...|PREFIX",
         help=(
-            "instead of the recipe's text: text, .jsonl or .parquet files, also .gz or .zst; PREFIX"
-            " of a token file; or the directory of a study. Part of the study's name."
+            "instead of the recipe's text: text, .jsonl, .json or .parquet files, also .gz or .zst;"
+            " PREFIX of a token file; or the directory of a study. Part of the study's name."
         ),
     ),
 ]
@@ -51,6 +51,14 @@ TokenizerDirectory = Annotated[
     typer.Option(
         "--tokenizer",
         help="of --text: directory of its tokenizer; default for FILES: one trained on them",
+    ),
+]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        "--key",
+        help="of --text FILES: key of a line, or column of a table, that holds the text",
+        show_default="text",
     ),
 ]
 
@@ -89,11 +97,13 @@ def study_of(
     settings: list[str] | None,
     text: list[Path] | None,
     tokenizer: Path | None,
+    key: str | None,
 ) -> Study:
     """Return the study of a recipe, or the one below the root that has the name."""
-    if tokenizer and not text:
-        raise UserError(f"--tokenizer {tokenizer} belongs to --text; give the text too")
-    options = TextOptions(tuple(text), tokenizer) if text else None
+    for option, value in (("--tokenizer", tokenizer), ("--key", key)):
+        if value and not text:
+            raise UserError(f"{option} {value} belongs to --text; give the text too")
+    options = TextOptions(tuple(text), tokenizer, key) if text else None
     if not is_own(name) and name not in recipe_names():
         directory = directory_of(name, root)
         if (directory / "study.json").exists():

@@ -26,9 +26,9 @@ def prepare(
     sources: Annotated[
         list[str],
         typer.Argument(
-            help="files, also .gz or .zst: text (one document each), .jsonl, .parquet; PREFIXes of"
-            " token files; dataset:NAME[:CONFIG[:SPLIT[:FILES]]] of the hub or a directory, where"
-            " FILES is a number or range such as 1-8"
+            help="files, also .gz or .zst: text (one document each), .jsonl, .ndjson, .json,"
+            " .parquet; PREFIXes of token files; dataset:NAME[:CONFIG[:SPLIT[:FILES]]] of the hub"
+            " or a directory, where FILES is a number or range such as 1-8"
         ),
     ],
     *,
@@ -54,6 +54,14 @@ def prepare(
         int | None, typer.Option(min=2, help="tokens kept of each document, end of text included")
     ] = None,
     at_least: Annotated[int, typer.Option(min=0, help="refuse a result of fewer tokens")] = 0,
+    parse_special_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--parse-special-tokens",
+            help="read special tokens that are typed in a text, such as <|endoftext|>, as such;"
+            " default: as ordinary text",
+        ),
+    ] = False,
 ) -> None:
     """Tokenize text into Megatron's .bin/.idx and a manifest of hashes; resume if killed.
 
@@ -68,7 +76,9 @@ def prepare(
     from train.data.share import EVERYTHING, parse_share
 
     selection = Selection(
-        share=parse_share(share) if share else EVERYTHING, document_tokens=document_tokens
+        share=parse_share(share) if share else EVERYTHING,
+        document_tokens=document_tokens,
+        special_tokens="parse" if parse_special_tokens else "split",
     )
     manifest = prepare_tokens(
         [source for text in sources for source in parse_source(text, key)],
@@ -79,6 +89,9 @@ def prepare(
         at_least=at_least,
     )
     typer.echo(f"{out}: {manifest.tokens} tokens in {manifest.documents} documents")
+    if count := manifest.typed_special_tokens:
+        read = "read as such" if parse_special_tokens else "split as ordinary text"
+        typer.echo(f"special tokens typed in the text: {count}, {read}")
 
 
 @app.command()
@@ -103,14 +116,14 @@ def index(
     """
     from base.files import sha256_of
     from train.data.indexing import index as index_files
-    from train.data.tokenizer import TOKENIZER_JSON, load_tokenizer
+    from train.data.tokenizer import TOKENIZER_JSON, load_tokenizer, vocabulary_size
 
     loaded, eos_token_id = load_tokenizer(tokenizer)
     manifest = index_files(
         files,
         out,
         dtype=dtype,
-        vocab_size=loaded.get_vocab_size(),
+        vocab_size=vocabulary_size(loaded),
         eos_token_id=eos_token_id if eos is None else eos,
         tokenizer_sha256=sha256_of(tokenizer / TOKENIZER_JSON),
     )

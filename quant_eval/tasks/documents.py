@@ -1,6 +1,5 @@
 """Documents of tasks: datasets of the Hugging Face hub, or local JSON Lines files."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from huggingface_hub import HfApi, constants
 from base.errors import UserError
 from base.files import sha256_of
 from quant_eval.tasks.table import PaperTask
+from train.data.reading import json_lines
 
 TIMEOUT_SECONDS = 30.0
 FEWSHOT_SUFFIX = ".fewshot.jsonl"
@@ -134,25 +134,22 @@ def examples_of(path: Path) -> Path:
 
 
 def _read(path: Path) -> Dataset:
-    try:
-        lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
-    except FileNotFoundError:
+    if not path.exists():
         raise UserError(
             f"{path} does not exist; write it, a document of the task's dataset a line, or leave"
             " the task out of --tasks"
-        ) from None
-    documents = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            documents.append(json.loads(line))
-        except ValueError as error:  # also of UTF-8
-            raise UserError(f"{path}, line {number} is not valid JSON ({error})") from None
+        )
+    documents: list[Any] = []
+    for place, document in json_lines(path):
+        documents.append(document)
         # a Dataset would fill what is missing in a line with nulls, and lm-eval score those
-        if not isinstance(documents[-1], dict) or _fields(documents[-1]) != _fields(documents[0]):
+        if not isinstance(document, dict) or _fields(document) != _fields(documents[0]):
             raise UserError(
-                f"{path}, line {number} is not an object with the fields of line 1 and their types,"
+                f"{place} is not an object with the fields of the first line and their types,"
                 f" {', '.join(_fields(documents[0]))}; correct it"
             )
+    if not documents:
+        raise UserError(f"{path} holds no document; write one a line, or leave the task out")
     return Dataset.from_list(documents)
 
 

@@ -116,7 +116,7 @@ def _check(task: Any, row: PaperTask, source: Source, settings: TaskSettings) ->
     examples = source.file if own else examples_of(source.file)
     for path, by_index in ((source.file, problems), (examples, _problems(task, pool))):
         for index, problem in by_index.items():
-            raise UserError(f"{path}, line {index + 1}: {problem}; correct the document")
+            raise UserError(f"{path}, document {index + 1}: {problem}; correct the document")
     # lm-eval draws one more than it needs wherever the asked item might be among them.
     needed = settings.shots + (task.fewshot_cfg.split == task.config.test_split)
     different = len({repr(document) for document in pool})

@@ -101,10 +101,11 @@ def _tokenizer(hf_dir: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(
         hf_dir, local_files_only=True, trust_remote_code=False
     )
-    if len(tokenizer) > vocab_size:
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocab_size:
         raise UserError(
-            f"{hf_dir}: its tokenizer has {len(tokenizer)} tokens, the model {vocab_size}; copy the"
-            " model's own there"
+            f"{hf_dir}: its tokenizer has tokens up to {largest}, the model {vocab_size} of them;"
+            " copy the model's own there"
         )
     return tokenizer
 

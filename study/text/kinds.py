@@ -80,8 +80,12 @@ class OwnText(Frozen):
     sources: tuple[str, ...] = Field(
         min_length=1, description="absolute: files of text, or PREFIX of a token file"
     )
+    key: str | None = Field(
+        default=None, description="field or column of the files that holds the text; None: tokens"
+    )
     sha256: str = Field(
-        pattern=r"^[0-9a-f]{64}$", description="of the sources' contents and the given tokenizer"
+        pattern=r"^[0-9a-f]{64}$",
+        description="of the sources' contents, the given tokenizer and a key other than 'text'",
     )
     tokenizer: str | None = Field(
         default=None, description="absolute: directory it is copied from; None: trained"

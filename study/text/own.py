@@ -15,21 +15,23 @@ from base.files import sha256_of
 from study.definition import Study, load_study
 from study.text.kinds import USES, OwnText, TokenFiles, places_of
 from train.data.manifest import HASHED_AT_START_BYTES, read_manifest
-from train.data.tokenizer import TOKENIZER_JSON, load_tokenizer
+from train.data.tokenizer import TOKENIZER_JSON, load_tokenizer, vocabulary_size
 
 SAMPLED_BLOCKS, BLOCK_BYTES = 256, 1 << 20  # of files too large to be hashed at every start
 HASH_CHARACTERS = 8  # of the identity, in the study's name
 LABEL_CHARACTERS = 40
+DEFAULT_KEY = "text"
 FORMS = "FILES of text, PREFIX of a token file, or the directory of a study"
 
 Kind = Literal["files", "prefix", "study"]
 
 
 class TextOptions(NamedTuple):
-    """The options --text and --tokenizer."""
+    """The options --text, --tokenizer and --key."""
 
     paths: tuple[Path, ...]
     tokenizer: Path | None = None
+    key: str | None = None  # None: 'text', of files
 
 
 class TextSource(NamedTuple):
@@ -38,6 +40,7 @@ class TextSource(NamedTuple):
     kind: Kind
     places: tuple[Path, ...]
     tokenizer: Path | None  # None: one is trained
+    key: str
     sha256: str
     suffix: str  # of a study's name
 
@@ -46,10 +49,17 @@ def source_of(options: TextOptions) -> TextSource:
     """Return what the options name; UserError for what is missing, empty or of no known kind."""
     places = tuple(path.absolute() for path in options.paths)
     kind, *others = {_kind_of(place) for place in places}
-    if others or len(set(places) if kind == "files" else {""}) < len(places):
+    if others or (kind != "files" and len(places) > 1):
         raise UserError(
-            "--text names a place twice, places of several kinds, or more than one that is not"
-            f" text; give {FORMS}"
+            f"--text names places of several kinds, or more than one that is not text; give {FORMS}"
+        )
+    if kind == "files":
+        from train.data.documents import TextFile, check_given_once  # pyarrow
+
+        check_given_once([TextFile(path=place) for place in places])
+    elif options.key is not None:
+        raise UserError(
+            f"--key {options.key} is for files of text, {places[0]} holds tokens; leave it out"
         )
     label = places[0].name.partition(".")[0] if kind == "files" else places[0].name
     label = re.sub(r"[^A-Za-z0-9_=+-]+", "-", label)[:LABEL_CHARACTERS]
@@ -63,15 +73,17 @@ def source_of(options: TextOptions) -> TextSource:
         )
     if tokenizer:
         load_tokenizer(tokenizer)
-    sha256 = _identity(kind, places, tokenizer)
-    return TextSource(kind, places, tokenizer, sha256, f"-text={label}.{sha256[:HASH_CHARACTERS]}")
+    key = DEFAULT_KEY if options.key is None else options.key
+    sha256 = _identity(kind, places, tokenizer, key)
+    suffix = f"-text={label}.{sha256[:HASH_CHARACTERS]}"
+    return TextSource(kind, places, tokenizer, key, sha256, suffix)
 
 
 def _kind_of(place: Path) -> Kind:
     if (place / "study.json").is_file():
         return "study"
     if place.is_dir():
-        raise UserError(f"{place} is a directory without a study; --text takes {FORMS}")
+        raise UserError(f"{place} is a directory without a study; give its files, --text {place}/*")
     if place.is_file() and place.stat().st_size:
         return "files"
     if Path(f"{place}.json").is_file():
@@ -99,8 +111,8 @@ def _of_study(directory: Path, tokenizer: Path | None) -> tuple[tuple[Path, ...]
     return tuple(places[use] for use in USES if use in places), tokenizer
 
 
-def _identity(kind: Kind, places: tuple[Path, ...], tokenizer: Path | None) -> str:
-    """Return the SHA-256 of what is in the places, in order, and of the tokenizer.
+def _identity(kind: Kind, places: tuple[Path, ...], tokenizer: Path | None, key: str) -> str:
+    """Return the SHA-256 of what is in the places, in order, of the tokenizer and of the key.
 
     Files that are together above 256 MiB are known by their sizes and by blocks spread over them.
     """
@@ -113,6 +125,7 @@ def _identity(kind: Kind, places: tuple[Path, ...], tokenizer: Path | None) -> s
         for place in places:
             digest.update(open_source(place, verify_hashes=True).manifest.sha256.encode())
         return digest.hexdigest()
+    digest.update(b"" if key == DEFAULT_KEY else key.encode())
     whole = sum(place.stat().st_size for place in places) <= HASHED_AT_START_BYTES
     for place in places:
         digest.update(f"{place.stat().st_size}:".encode())
@@ -133,7 +146,7 @@ def _sampled(place: Path, files: int) -> bytes:
 def check_unchanged(text: OwnText) -> None:
     """UserError where what a text is made of is gone or changed since the study was started."""
     tokenizer = Path(text.tokenizer) if text.tokenizer else None
-    options = TextOptions(tuple(map(Path, text.sources)), tokenizer)
+    options = TextOptions(tuple(map(Path, text.sources)), tokenizer, text.key)
     if source_of(options).sha256 != text.sha256:
         raise UserError(
             f"{text.sources[0]}{' or another file' if len(text.sources) > 1 else ''} was changed"
@@ -153,11 +166,11 @@ def text_of(study: Study, source: TextSource) -> OwnText | TokenFiles:
     needs = survey.needs_of(study)
     vocab_size = min((run.model.vocab_size for run in study.trained), default=None)
     if source.tokenizer:
-        size = load_tokenizer(source.tokenizer)[0].get_vocab_size()
+        size = vocabulary_size(load_tokenizer(source.tokenizer)[0])
         if vocab_size is not None and size > vocab_size:
             raise UserError(
-                f"{source.tokenizer} has {size:,} tokens, the models of {study.name} have rows for"
-                f" {vocab_size:,}; give another --tokenizer, or --set model.vocab_size="
+                f"{source.tokenizer} has tokens up to {size - 1:,}, the models of {study.name} have"
+                f" rows for {vocab_size:,}; give another --tokenizer, or --set model.vocab_size="
                 f"{-(-size // 128) * 128}"
             )
         vocab_size = vocab_size or size
@@ -175,10 +188,11 @@ def text_of(study: Study, source: TextSource) -> OwnText | TokenFiles:
     if source.kind == "prefix" and source.tokenizer:
         sizes = survey.survey_tokens(source.places[0], sha256_of(source.tokenizer / TOKENIZER_JSON))
     else:
-        sizes = survey.survey_files(source.places, source.tokenizer, vocab_size)
+        sizes = survey.survey_files(source.places, source.key, source.tokenizer, vocab_size)
     shares = survey.shares_of(sizes, needs, ", ".join(path.name for path in source.places[:3]))
     return OwnText(
         sources=tuple(map(str, source.places)),
+        key=source.key if source.kind == "files" else None,
         sha256=source.sha256,
         tokenizer=str(source.tokenizer) if source.tokenizer else None,
         vocab_size=vocab_size,

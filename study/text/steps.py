@@ -100,8 +100,10 @@ def _own_steps(text: OwnText) -> list[Step]:
     """Return the steps of a tokenizer, trained or copied, and of a token file of every share."""
     places = places_of(text)
     tokenizer = places["tokenizer"]
+    key = ("--key", text.key) if text.key else ()
     if text.tokenizer is None:
-        make = python("study", "tokenizer", *text.sources, "--vocab-size", str(text.vocab_size))
+        make = python("study", "tokenizer", *text.sources, *key)
+        make += ("--vocab-size", str(text.vocab_size))
         make += ("--share", str(text.train), "--out", tokenizer)
     else:
         make = python("ckpt_tools", "download", text.tokenizer, tokenizer, "--tokenizer-only")
@@ -111,7 +113,7 @@ def _own_steps(text: OwnText) -> list[Step]:
         share = getattr(text, use)
         if share is None:
             continue
-        command = python("train", "prepare", *text.sources, "--share", str(share))
+        command = python("train", "prepare", *text.sources, *key, "--share", str(share))
         command += ("--at-least", str(getattr(text, f"{use}_tokens")))
         if use == "held_out":
             command += ("--document-tokens", str(text.document_tokens))

@@ -18,9 +18,9 @@ from base.statistics import LEAST_DOCUMENTS
 from quant_eval.settings import BLOCK_TOKENS
 from study.definition import Study
 from train.data.corpus import open_corpus
-from train.data.documents import read_documents
 from train.data.manifest import HASHED_AT_START_BYTES
 from train.data.part import token_bytes
+from train.data.reading import read_documents
 from train.data.share import PLACES, Share, place_of
 from train.data.tokenizer import load_tokenizer
 
@@ -88,7 +88,9 @@ def needs_of(study: Study) -> Needs:
     )
 
 
-def survey_files(paths: Sequence[Path], tokenizer: Path | None, vocab_size: int) -> Survey:
+def survey_files(
+    paths: Sequence[Path], key: str, tokenizer: Path | None, vocab_size: int
+) -> Survey:
     """Read every document once; UserError for a file without text, or that is damaged."""
     places, sizes = array("l"), array("q")
     sample: list[str] = []
@@ -97,7 +99,7 @@ def survey_files(paths: Sequence[Path], tokenizer: Path | None, vocab_size: int)
     with Progress("survey", len(paths)) if is_large else nullcontext() as progress:
         for path in paths:
             before = len(places)
-            for text in read_documents(path):
+            for text in read_documents(path, key):
                 content = text.encode()
                 places.append(place_of(content))
                 sizes.append(len(content))

@@ -9,7 +9,7 @@ from base.errors import UserError
 from base.files import committed_directory, write_json
 from base.progress import Progress
 from ckpt_tools.released.tokenizer import check_replaceable
-from train.data.documents import read_documents
+from train.data.documents import TextFile, check_given_once
 from train.data.share import Share
 
 END_OF_TEXT = "<|endoftext|>"
@@ -48,19 +48,22 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     write_json(directory / "tokenizer_config.json", config)
 
 
-def build_tokenizer(sources: Sequence[Path], out: Path, *, vocab_size: int, share: Share) -> None:
+def build_tokenizer(
+    sources: Sequence[TextFile], out: Path, *, vocab_size: int, share: Share
+) -> None:
     """Write a tokenizer that is trained on the first GiB of a share of the documents."""
     check_replaceable(out)
+    check_given_once(sources)
     tokenizer = train_tokenizer(_first_documents(sources, share), vocab_size)
     with committed_directory(out) as aside:
         save_tokenizer(tokenizer, aside)
 
 
-def _first_documents(sources: Sequence[Path], share: Share) -> Iterator[str]:
+def _first_documents(sources: Sequence[TextFile], share: Share) -> Iterator[str]:
     read = 0
     with Progress("tokenizer", total=len(sources)) as progress:
-        for path in sources:
-            for text in read_documents(path):
+        for source in sources:
+            for text in source.texts():
                 content = text.encode()
                 if share.holds(content):
                     yield text

@@ -42,6 +42,12 @@ def test_what_is_no_json_is_a_value_error(tmp_path, text):
     assert not isinstance(refused.value, RecursionError)
 
 
+def test_a_byte_order_mark_is_read_over(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text('{"a": "caf\u00e9"}', encoding="utf-8-sig")
+    assert read_json(path) == {"a": "caf\u00e9"}
+
+
 @pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o002, 0o664), (0o022, 0o644)])
 def test_modes_follow_the_umask(tmp_path, umask, mode):
     before = os.umask(umask)

@@ -275,6 +275,13 @@ def test_what_is_no_toml(tmp_path, content, message):
         load_site(tmp_path / "site.toml")
 
 
+def test_a_byte_order_mark_is_read_over(tmp_path):
+    (tmp_path / "site.toml").write_text(MINIMAL, encoding="utf-8-sig")
+    marked = load_site(tmp_path / "site.toml")
+    (tmp_path / "site.toml").write_text(MINIMAL)
+    assert marked == load_site(tmp_path / "site.toml")
+
+
 def test_a_file_that_is_not_there_points_to_the_example(tmp_path):
     with pytest.raises(UserError, match=re.escape(f"copy {EXAMPLE}")):
         load_site(tmp_path / "no.toml")

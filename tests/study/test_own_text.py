@@ -22,7 +22,7 @@ from study.pipeline.step import Machine
 from study.pipeline.step import resolve as resolved
 from study.recipes import RECIPES, recipe_names, resolve
 from study.text.kinds import OwnText, TokenFiles
-from study.text.own import TextOptions
+from study.text.own import TextOptions, source_of
 from study.text.steps import check_text, prefix, text_steps
 from study.text.survey import needs_of
 from tests.study.test_command import study_command
@@ -130,6 +130,24 @@ def test_a_study_makes_its_text_of_files_without_a_network(tmp_path, files, reci
         open_data(run, RunDirectory(directory / run.name), verify_hashes=True).batch(
             run.total_steps
         )
+
+
+def test_the_text_may_be_in_a_field_of_another_name(tmp_path, files):
+    """The same documents and tokens as under the default one; the key is part of the identity."""
+    plain = resolve("tiny", "smoke", text=TextOptions(files[:1]), root=tmp_path)
+    make(plain, tmp_path / plain.name)
+    other = tmp_path / "some.jsonl"
+    other.write_text(files[0].read_text().replace('{"text": ', '{"text": "no", "content": '))
+    study = resolve("tiny", "smoke", text=TextOptions((other,), None, "content"), root=tmp_path)
+    make(study, tmp_path / study.name)
+    check_text(study, tmp_path / study.name)
+    assert isinstance(study.text, OwnText)
+    for use in ("train", "held_out", "calibration"):
+        corpora = [open_corpus(tmp_path / each.name / "data" / use) for each in (plain, study)]
+        assert corpora[0].manifest.sha256 == corpora[1].manifest.sha256
+    keys = (None, "text", "content")
+    default, named, content = (source_of(TextOptions((other,), None, key)).sha256 for key in keys)
+    assert default == named != content == study.text.sha256
 
 
 def test_a_token_file_is_shared_out_with_its_own_tokenizer(tmp_path, files, tokenizer_dir):
@@ -245,6 +263,8 @@ def bad(tmp_path_factory, tokenizer_dir) -> Path:
     (directory / "empty.jsonl").touch()
     (directory / "broken.jsonl").write_text('{"text": "a"}\n{"no": 1}\n')
     (directory / "folder").mkdir()
+    (directory / "link.jsonl").symlink_to(directory / "few.jsonl")
+    (directory / "content.jsonl").write_text('{"id": "1", "content": "a text"}\n')
     prepare([directory / "few.jsonl"], tokenizer_dir, directory / "tokens")
     other = shutil.copytree(tokenizer_dir, directory / "other")
     (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
@@ -259,10 +279,17 @@ def bad(tmp_path_factory, tokenizer_dir) -> Path:
             "absent.jsonl does not exist; --text takes FILES of text, PREFIX of a token file",
         ),
         (["empty.jsonl"], "empty.jsonl is empty"),
-        (["broken.jsonl"], "broken.jsonl:2 is not a JSON object with a 'text'"),
-        (["folder"], "is a directory without a study"),
-        (["few.jsonl", "few.jsonl"], "--text names a place twice"),
-        (["few.jsonl", "tokens"], "places of several kinds"),
+        (
+            ["broken.jsonl"],
+            "broken.jsonl:2 has no 'text' but no; name what holds the text with --key",
+        ),
+        (["folder"], "is a directory without a study; give its files, --text"),
+        (["few.jsonl", "few.jsonl"], "few.jsonl is given twice; give every source once"),
+        (["few.jsonl", "link.jsonl"], "few.jsonl are one file; give every source once"),
+        (["content.jsonl"], "has no 'text' but id, content; name what holds the text with --key,"),
+        (["few.jsonl", "--key=body"], "few.jsonl:1 has no 'body' but text; name what holds"),
+        (["tokens", "--tokenizer", "other", "--key=body"], "--key body is for files of text"),
+        (["few.jsonl", "tokens"], "names places of several kinds"),
         (["few.jsonl"], "few.jsonl holds 40 documents of about"),
         (["one.txt"], "one.txt holds 1 documents of about"),
         (["tokens"], "does not say which tokenizer made it; name its directory with --tokenizer"),
@@ -270,7 +297,7 @@ def bad(tmp_path_factory, tokenizer_dir) -> Path:
         (["tokens", "--tokenizer", "folder"], "holds no tokenizer.json"),
         (
             ["few.jsonl", "--tokenizer", "other", "--set", "model.vocab_size=256"],
-            "has 320 tokens, the models of tiny",
+            "has tokens up to 319, the models of tiny",
         ),
         (["tokens", "tokens2", "--tokenizer", "other"], "tokens2 does not exist"),
     ],
@@ -294,7 +321,7 @@ def test_the_text_is_part_of_the_name_by_which_a_study_is_found(tmp_path, files)
         study_app, ["show", "tiny", "--profile", "smoke", *text, "--root", str(tmp_path)]
     )
     name = shown.stdout.partition(":")[0]
-    assert f"text: own; sources {files[0]}, {files[1]}; sha256 " in shown.stdout
+    assert f"text: own; sources {files[0]}, {files[1]}; key text; sha256 " in shown.stdout
     for command in ("status", "collect", "report", "mirror"):
         line = refused(command, name, "--root", tmp_path)
         assert f"{name}/study.json does not exist" in line
@@ -302,4 +329,5 @@ def test_the_text_is_part_of_the_name_by_which_a_study_is_found(tmp_path, files)
     status = CliRunner().invoke(study_app, ["status", name, "--root", str(tmp_path)])
     assert f"steps complete in {tmp_path / name}" in status.stdout
     assert "belongs to a recipe" in refused("show", name, *text, "--root", tmp_path)
-    assert "belongs to --text" in refused("show", "tiny", "--tokenizer", tmp_path)
+    for option in ("--tokenizer", "--key"):
+        assert "belongs to --text" in refused("show", "tiny", option, tmp_path)

@@ -137,6 +137,66 @@ def test_olmo_files_are_indexed_and_cut_as_olmo_does(npy_files, tokenizer_dir, t
         open_corpus(out)
 
 
+OLMO_TOKENS = np.random.default_rng(3).integers(0, 50_280, 4096)
+DOLMA2_TOKENS = np.random.default_rng(4).integers(0, 100_278, 4096)
+
+
+@pytest.mark.parametrize(
+    ("content", "dtype", "vocab_size", "words"),
+    [
+        (DOLMA2_TOKENS.astype("<u4"), "uint16", 100_278, "--dtype uint16 holds no token above"),
+        (
+            DOLMA2_TOKENS.astype("<u4"),
+            "uint32",
+            50_280,
+            "as uint32, the tokenizer has tokens up to",
+        ),
+        (OLMO_TOKENS.astype("<u2"), "uint32", 50_280, "as uint32, the tokenizer has tokens up to"),
+        (OLMO_TOKENS.astype("<u4"), "uint16", 50_280, "every second uint16 of .* is 0"),
+        (OLMO_TOKENS.astype("<u8"), "uint16", 50_280, "every second uint16 of .* is 0"),
+        (DOLMA2_TOKENS.astype("<u8"), "uint32", 100_278, "every second uint32 of .* is 0"),
+        (
+            DOLMA2_TOKENS.astype(">u4"),
+            "uint32",
+            100_278,
+            "as uint32, the tokenizer has tokens up to",
+        ),
+        (np.full(64, 0x3C68, "<u2"), "uint16", 50_280, "holds text, no tokens"),
+        (np.append(OLMO_TOKENS, 50_280).astype("<u2"), "uint16", 50_280, "holds 50,280 as uint16"),
+    ],
+)
+def test_a_file_of_another_type_or_vocabulary_is_not_indexed(
+    tmp_path, content, dtype, vocab_size, words
+):
+    """Trained on, each would be halves of tokens, or pairs of them."""
+    content.tofile(tmp_path / "a.npy")
+    with pytest.raises(UserError, match=words):
+        index(
+            [tmp_path / "a.npy"],
+            tmp_path / "mix",
+            dtype=dtype,
+            vocab_size=vocab_size,
+            eos_token_id=0,
+            tokenizer_sha256="",
+        )
+
+
+@pytest.mark.parametrize(("dtype", "vocab_size"), [("<u2", 65_536), ("<u4", 65_537)])
+def test_every_token_of_a_type_is_indexed(tmp_path, dtype, vocab_size):
+    """Most halves of the tokens of a small vocabulary are zero, but not every second one."""
+    tokens = np.concatenate([np.arange(256), np.zeros(4096), np.arange(vocab_size)])
+    tokens.astype(dtype).tofile(tmp_path / "a.npy")
+    manifest = index(
+        [tmp_path / "a.npy"],
+        tmp_path / "mix",
+        dtype="uint16" if dtype == "<u2" else "uint32",
+        vocab_size=vocab_size,
+        eos_token_id=0,
+        tokenizer_sha256="",
+    )
+    assert manifest.tokens == len(tokens)
+
+
 def test_relative_paths_start_at_the_manifest(npy_files, tmp_path, monkeypatch):
     monkeypatch.chdir(npy_files[0].parent)
     manifest = index(
@@ -157,9 +217,17 @@ def test_what_is_no_token_file_is_not_indexed(npy_files, tmp_path):
     with_header, odd = tmp_path / "header.npy", tmp_path / "odd.npy"
     np.save(with_header, np.arange(10, dtype=np.uint32))
     odd.write_bytes(b"12345")
+    pointer, link = tmp_path / "pointer.npy", tmp_path / "link.npy"
+    pointer.write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 9\n"
+    )
+    link.symlink_to(npy_files[0])
     for path, complaint in (
         (with_header, "NumPy header"),
         (odd, "correct --dtype"),
+        (pointer, "is a Git LFS pointer"),
+        (npy_files[0], "is given twice"),
+        (link, "are one file; give every source once"),
         (tmp_path / "none.npy", "is not a file"),
         (tmp_path, "is not a file"),
     ):

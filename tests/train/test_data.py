@@ -34,13 +34,13 @@ def mix(tmp_path_factory, tokenizer_dir) -> Path:
     return directory / "mix"
 
 
-def _index(paths: list[Path], prefix: Path, tokenizer_dir: Path) -> None:
+def _index(paths: list[Path], prefix: Path, tokenizer_dir: Path, vocab_size: int = 320) -> None:
     tokenizer_sha256 = sha256_of(tokenizer_dir / "tokenizer.json")
     index(
         paths,
         prefix,
         dtype="uint16",
-        vocab_size=320,
+        vocab_size=vocab_size,
         eos_token_id=0,
         tokenizer_sha256=tokenizer_sha256,
     )
@@ -182,7 +182,7 @@ def test_tokens_outside_the_vocabulary_stop_the_batch(data_of, tmp_path, tokeniz
     tokens = np.ones(64 * LENGTH, "<u2")
     tokens[9 * LENGTH + 3] = 320
     tokens.tofile(tmp_path / "high.npy")
-    _index([tmp_path / "high.npy"], tmp_path / "high", tokenizer_dir)
+    _index([tmp_path / "high.npy"], tmp_path / "high", tokenizer_dir, vocab_size=321)
     data = data_of(train=str(tmp_path / "high"), order="sequential")
     data.batch(1)
     with pytest.raises(UserError, match="token 320, outside the model's vocabulary of 320"):

@@ -116,7 +116,7 @@ def test_a_dataset_is_the_files_it_consists_of(tmp_path, tokenizer_dir):
     assert len(parse_source(f"{name}::test")) == 1
     none = python("train", "prepare", f"{name}::none", *options, "--out", str(tmp_path / "none"))
     assert "correct the name, configuration or split" in error_line(none)
-    with pytest.raises(UserError, match="row 1: 'text' is not a string"):
+    with pytest.raises(UserError, match="row 1 has no 'text' but n, body; .* such as --key body"):
         prepare(parse_source(f"{name}::test"), tokenizer_dir, tmp_path / "none")
 
 
@@ -134,7 +134,7 @@ def test_workers_do_not_change_a_byte(tmp_path, tokenizer_dir):
         whole = (tmp_path / f"whole.{suffix}").read_bytes()
         assert (tmp_path / f"two.{suffix}").read_bytes() == whole
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    with pytest.raises(UserError, match=r"0\.jsonl is given 2 times"):
+    with pytest.raises(UserError, match=r"0\.jsonl is given twice"):
         prepare([sources[0], *sources], tokenizer_dir, tmp_path / "twice")
 
 
@@ -192,7 +192,7 @@ def test_a_killed_prepare_resumes(tmp_path, tokenizer_dir):
         (
             "bad.jsonl",
             b'{"text": "one"}\n{"txt": "two"}\n',
-            "bad.jsonl:2 is not a JSON object with a 'text'",
+            "bad.jsonl:2 has no 'text' but txt; name what holds the text with --key, such as --key txt",
         ),
         ("latin.txt", b"caf\xe9 au lait", "latin.txt is not UTF-8"),
         (
@@ -210,7 +210,8 @@ def test_a_killed_prepare_resumes(tmp_path, tokenizer_dir):
         (
             "other.parquet",
             FORMATS["a.parquet"],
-            "other.parquet has no column 'text' but n, body; choose one with --key",
+            "other.parquet has no 'text' but n, body; name what holds the text with --key, such as"
+            " --key body",
         ),
         (
             "null.parquet",
@@ -235,7 +236,7 @@ def test_prepare_refuses_and_leaves_nothing(tmp_path, tokenizer_dir, name, conte
 def test_the_command_refuses_in_one_line(tmp_path, tokenizer_dir):
     out = ["--tokenizer", str(tokenizer_dir), "--out", str(tmp_path / "out" / "tokens")]
     for arguments, expected in (
-        ([str(tmp_path)], "is not a file; give files, or a directory as dataset:"),
+        ([str(tmp_path)], "is a directory; give its files, "),
         (["x.txt", "--share", "3-2"], "--share 3-2 is not a share FIRST-STOP"),
     ):
         assert expected in error_line(python("train", "prepare", *arguments, *out))

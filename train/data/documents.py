@@ -1,25 +1,21 @@
-"""Sources of documents: files of text, JSON lines and parquet, files of datasets, and token files.
+"""Sources of documents: files of text, files of datasets, and token files.
 
-`train.data.part` tokenizes them. Next: `train.data.prepare`.
+`train.data.reading` reads the files, `train.data.part` tokenizes them. Next: `train.data.prepare`.
 """
 
 import functools
-import io
-import json
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import pyarrow
-import pyarrow.parquet
+from typing import Any
 
 from base.errors import UserError
+from base.files import file_identity
 from base.frozen import Frozen
+from train.data.reading import read_documents, text_of
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-PARQUET_ROWS = 1024
 DATASET = "dataset:"  # begins the name of a source that is not a file
 
 
@@ -33,6 +29,11 @@ class TextFile(Frozen):
     def name(self) -> str:
         """Return the name in the manifest."""
         return str(self.path)
+
+    @property
+    def identity(self) -> Hashable:
+        """Return what two names of one file have in common."""
+        return file_identity(self.path)
 
     def texts(self) -> Iterator[str]:
         """Yield the documents, in order."""
@@ -48,6 +49,11 @@ class TokenDocuments(Frozen):
     def name(self) -> str:
         """Return the name in the manifest."""
         return str(self.prefix)
+
+    @property
+    def identity(self) -> Hashable:
+        """Return what two names of one token file have in common."""
+        return file_identity(Path(f"{self.prefix}.bin"))
 
 
 class DatasetPart(Frozen):
@@ -66,13 +72,21 @@ class DatasetPart(Frozen):
         place = f"{self.dataset}:{self.config or ''}:{self.split}"
         return f"{DATASET}{place}:{self.index + 1}/{self.parts}"
 
+    @property
+    def identity(self) -> Hashable:
+        """Return what two names of one part have in common."""
+        directory = Path(self.dataset)
+        dataset = file_identity(directory) if directory.is_dir() else self.dataset
+        return dataset, self.config, self.split, self.index
+
     def texts(self) -> Iterator[str]:
-        """Yield the documents, in order; UserError for a row without text."""
+        """Yield the documents, in order; UserError for a row without text, or a damaged file."""
         stream = _stream(self.dataset, self.config, self.split)
         with _without_torch():
             part = stream.shard(num_shards=self.parts, index=self.index)
-        for number, row in enumerate(part, start=1):
-            yield _checked(row.get(self.key), f"{self.name}, row {number}", self.key)
+        with _one_line(f"{self.name} is damaged", "correct the file or fetch it again"):
+            for number, row in enumerate(part, start=1):
+                yield text_of(row, f"{self.name}, row {number}", self.key)
 
 
 Source = TextFile | DatasetPart | TokenDocuments
@@ -91,19 +105,40 @@ def parse_source(text: str, key: str = "text") -> list[Source]:
     return [TextFile(path=path, key=key)]
 
 
+def check_given_once(sources: Sequence[Source]) -> None:
+    """Raise UserError for a source that is given twice, by whatever path or link."""
+    names: dict[Hashable, str] = {}
+    for source in sources:
+        first = names.get(source.identity)
+        if first is not None:
+            again = "is given twice" if first == source.name else f"and {first} are one file"
+            raise UserError(f"{source.name} {again}; give every source once")
+        names[source.identity] = source.name
+
+
 @functools.cache
 def _stream(dataset: str, config: str | None, split: str) -> Any:
     from datasets import load_dataset  # a second to import, and nobody else needs it
 
+    way = f"correct the name, configuration or split of {DATASET}NAME:CONFIG:SPLIT, or the files"
+    with _one_line(f"dataset {dataset} cannot be read", way), _without_torch():
+        return load_dataset(dataset, config, split=split, streaming=True)
+
+
+@contextmanager
+def _one_line(what: str, way: str) -> Iterator[None]:
+    """Turn the errors of `datasets`, and of what it reads with, into a UserError."""
+    from datasets.exceptions import DatasetsError
+
     try:
-        with _without_torch():
-            return load_dataset(dataset, config, split=split, streaming=True)
-    except (ValueError, OSError) as error:
+        yield
+    except UserError:
+        raise
+    except StopIteration:  # of a schema that is read off the first row
+        raise UserError(f"{what} (a file is empty); {way}") from None
+    except (DatasetsError, ValueError, EOFError, OSError, RuntimeError, zlib.error) as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(
-            f"dataset {dataset}: {reason}; correct the name, configuration or split of"
-            f" {DATASET}NAME:CONFIG:SPLIT"
-        ) from None
+        raise UserError(f"{what} ({reason:.200}); {way}") from None
 
 
 @contextmanager
@@ -150,88 +185,3 @@ def _file_numbers(text: str, files: str, parts: int) -> range:
     if not 1 <= first <= last <= parts:
         raise UserError(f"{text}: the dataset has files 1 to {parts}; give some of them")
     return range(first, last + 1)
-
-
-def read_documents(path: Path, key: str = "text") -> Iterator[str]:
-    """Yield the documents of one file; UserError names the line or row that holds none.
-
-    A .jsonl holds one object with a text under `key` per line, a .parquet a column `key` of texts.
-    Any other file is one document. All but .parquet may be compressed, as .gz or .zst.
-    """
-    compressed = path.suffix in COMPRESSIONS
-    kind = path.with_suffix("").suffix if compressed else path.suffix
-    reader = {".jsonl": _json_lines, ".parquet": _parquet}.get(kind, _plain_text)
-    if path.exists() and not path.is_file():  # a pipe cannot be hashed and read
-        raise UserError(f"{path} is not a file; give files, or a directory as {DATASET}{path}")
-    try:
-        with _decompressed(path) as stream:
-            yield from reader(path, stream, key)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; give text, .jsonl or .parquet files") from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert it first"
-        ) from None
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the file system's
-            raise
-        raise UserError(
-            f"{path} is damaged ({str(error).partition(chr(10))[0]}); fetch or write it again"
-        ) from None
-
-
-@contextmanager
-def _decompressed(path: Path) -> Iterator[BinaryIO]:
-    with path.open("rb") as file:
-        if path.suffix not in COMPRESSIONS:
-            yield file
-            return
-        # Arrow's streams continue after the end of a frame and raise where a file breaks off.
-        with pyarrow.input_stream(file, compression=COMPRESSIONS[path.suffix]) as stream:
-            yield stream
-
-
-def _checked(text: Any, place: str, key: str) -> str:
-    try:
-        if isinstance(text, str):
-            text.encode()
-            return text
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can spell
-        pass
-    raise UserError(
-        f"{place}: '{key}' is not a string of valid Unicode; correct it or choose another --key"
-    )
-
-
-def _plain_text(_path: Path, stream: BinaryIO, _key: str) -> Iterator[str]:
-    # newline="": line ends stay as they are
-    with io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:
-        yield text.read()
-
-
-def _json_lines(path: Path, stream: BinaryIO, key: str) -> Iterator[str]:
-    with io.TextIOWrapper(stream, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                text = json.loads(line)[key]
-            except (json.JSONDecodeError, KeyError, TypeError):
-                raise UserError(
-                    f"{path}:{number} is not a JSON object with a '{key}'; correct the line"
-                ) from None
-            yield _checked(text, f"{path}:{number}", key)
-
-
-def _parquet(path: Path, stream: BinaryIO, key: str) -> Iterator[str]:
-    if path.suffix in COMPRESSIONS:
-        raise UserError(f"{path} is compressed twice; decompress it to a .parquet")
-    with pyarrow.parquet.ParquetFile(stream) as table:
-        columns = table.schema_arrow.names
-        if key not in columns:
-            raise UserError(
-                f"{path} has no column '{key}' but {', '.join(columns)}; choose one with --key"
-            )
-        number = 0
-        for rows in table.iter_batches(batch_size=PARQUET_ROWS, columns=[key]):
-            for text in rows.column(0).to_pylist():
-                number += 1
-                yield _checked(text, f"{path}, row {number}", key)

@@ -16,6 +16,7 @@ from train.data.share import Share
 # Hashing runs at some 500 MB/s on one core: a corpus up to this size is hashed at every start, a
 # larger one on demand.
 HASHED_AT_START_BYTES = 256 << 20
+SpecialTokens = Literal["split", "parse"]
 REMAKE = "make it again with 'python -m train prepare'"
 
 
@@ -35,6 +36,13 @@ class Manifest(Frozen):
         description="files by path; a part of a dataset by name, with the hash of its tokens"
     )
     share: Share | None = Field(default=None, description="of the sources' documents; None: all")
+    special_tokens: SpecialTokens = Field(
+        default="split",
+        description="those typed in a text: split as ordinary text, or parsed as such",
+    )
+    typed_special_tokens: int = Field(
+        default=0, description="so many of them; those of sources that are token files not counted"
+    )
 
     @property
     def sha256(self) -> str:

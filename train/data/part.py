@@ -4,6 +4,7 @@
 """
 
 import functools
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -26,8 +27,14 @@ from base.files import (
 from base.frozen import Frozen
 from train.data.corpus import open_corpus
 from train.data.documents import Source, TextFile, TokenDocuments
+from train.data.manifest import SpecialTokens
 from train.data.share import EVERYTHING, Share
-from train.data.tokenizer import TOKENIZER_JSON, load_tokenizer
+from train.data.tokenizer import (
+    TOKENIZER_JSON,
+    load_tokenizer,
+    special_tokens,
+    vocabulary_size,
+)
 
 PART_JSON = "part.json"
 DOCUMENTS_PER_CALL = 64
@@ -35,10 +42,11 @@ Document = NDArray[Any]
 
 
 class Selection(Frozen):
-    """The documents that are kept of a source, and how much of each."""
+    """The documents that are kept of a source, how much of each, and how they are read."""
 
     share: Share = EVERYTHING
     document_tokens: int | None = None  # at most, the end-of-text token included
+    special_tokens: SpecialTokens = "split"  # those typed in the text
 
     def cut(self, ids: Any, eos_token_id: int, dtype: np.dtype[Any]) -> Document:
         """Return the kept tokens of a document, with the end-of-text token."""
@@ -67,6 +75,7 @@ class Part(Frozen):
     documents: int
     tokens: int
     max_token_id: int
+    typed_special_tokens: int  # of a token file none are known
 
 
 class Vocabulary(NamedTuple):
@@ -75,17 +84,33 @@ class Vocabulary(NamedTuple):
     tokenizer: Tokenizer
     eos_token_id: int
     sha256: str
+    size: int  # the largest id and one
+    special_tokens: re.Pattern[str]
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Return the type that tokens are written as."""
-        return np.dtype(np.uint16 if self.tokenizer.get_vocab_size() <= 1 << 16 else np.int32)
+        return np.dtype(np.uint16 if self.size <= 1 << 16 else np.int32)
+
+
+class Batch(NamedTuple):
+    """Some documents, and how many special tokens are typed in their text."""
+
+    documents: list[Document]
+    typed_special_tokens: int = 0
 
 
 @functools.cache
 def vocabulary_of(directory: Path) -> Vocabulary:
     """Return the tokenizer of a directory; a worker loads it once for many sources."""
-    return Vocabulary(*load_tokenizer(directory), sha256_of(directory / TOKENIZER_JSON))
+    tokenizer, eos_token_id = load_tokenizer(directory)
+    return Vocabulary(
+        tokenizer,
+        eos_token_id,
+        sha256=sha256_of(directory / TOKENIZER_JSON),
+        size=vocabulary_size(tokenizer),
+        special_tokens=special_tokens(tokenizer),
+    )
 
 
 def make_part(source: Source, tokenizer_dir: Path, directory: Path, selection: Selection) -> None:
@@ -111,23 +136,25 @@ def make_part(source: Source, tokenizer_dir: Path, directory: Path, selection: S
 
 def _write_tokens(directory: Path, origin: Origin, vocabulary: Vocabulary) -> Part:
     """Write `bin` and `lengths` of a part, some documents at a time; return its record."""
-    documents, tokens, max_token_id = 0, 0, -1
+    documents, tokens, max_token_id, typed = 0, 0, -1, 0
     reader = _known_tokens if isinstance(origin.source, TokenDocuments) else _tokenized
     with (directory / "bin").open("wb") as file, (directory / "lengths").open("wb") as lengths:
         for batch in reader(origin, vocabulary):
-            joined = np.concatenate(batch)
+            joined = np.concatenate(batch.documents)
             file.write(joined.tobytes())
-            lengths.write(np.array([len(document) for document in batch], np.int32).tobytes())
+            lengths.write(np.array([*map(len, batch.documents)], np.int32).tobytes())
 
-            documents += len(batch)
+            documents += len(batch.documents)
             tokens += len(joined)
             max_token_id = max(max_token_id, int(joined.max()))
+            typed += batch.typed_special_tokens
     return Part(
         origin=origin,
         bin=record_file(directory / "bin", "sha256"),
         documents=documents,
         tokens=tokens,
         max_token_id=max_token_id,
+        typed_special_tokens=typed,
     )
 
 
@@ -145,29 +172,41 @@ def token_bytes(document: Document) -> bytes:
     return document.astype("<i4").tobytes()
 
 
-def _known_tokens(origin: Origin, vocabulary: Vocabulary) -> Iterator[list[Document]]:
+def _known_tokens(origin: Origin, vocabulary: Vocabulary) -> Iterator[Batch]:
     """Yield the chosen documents of a token file; UserError where another tokenizer made it."""
     assert isinstance(origin.source, TokenDocuments)
-    corpus = open_corpus(origin.source.prefix, verify_hashes=True)
+    selection, corpus = origin.chosen, open_corpus(origin.source.prefix, verify_hashes=True)
     if corpus.manifest.tokenizer_sha256 != vocabulary.sha256:
         raise UserError(
             f"{corpus.prefix} was not made by this tokenizer; give the directory that made it"
         )
     for index in range(corpus.manifest.documents):
         document = corpus.document(index)
-        if origin.chosen.share.holds(token_bytes(document)):
+        if selection.share.holds(token_bytes(document)):
             eos_token_id = corpus.manifest.eos_token_id
-            yield [origin.chosen.cut(document[:-1], eos_token_id, vocabulary.dtype)]
+            yield Batch([selection.cut(document[:-1], eos_token_id, vocabulary.dtype)])
 
 
-def _tokenized(origin: Origin, vocabulary: Vocabulary) -> Iterator[list[Document]]:
-    """Yield the chosen documents of a text as tokens, some at a time."""
+def _tokenized(origin: Origin, vocabulary: Vocabulary) -> Iterator[Batch]:
+    """Yield the chosen documents of a text as tokens, some at a time.
+
+    UserError for one with an end-of-text token inside, where that is to be ordinary text.
+    """
     assert not isinstance(origin.source, TokenDocuments)
     selection, texts = origin.chosen, origin.source.texts()
     if selection.share != EVERYTHING:
         texts = (text for text in texts if selection.share.holds(text.encode()))
+    splits, eos_token_id = selection.special_tokens == "split", vocabulary.eos_token_id
+    vocabulary.tokenizer.encode_special_tokens = splits  # as what they are spelled with
     while batch := list(islice(texts, DOCUMENTS_PER_CALL)):
-        yield [
-            selection.cut(encoding.ids, vocabulary.eos_token_id, vocabulary.dtype)
-            for encoding in vocabulary.tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        ]
+        encodings = vocabulary.tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        ids = [encoding.ids for encoding in encodings]
+        if splits and any(eos_token_id in document for document in ids):  # of its vocabulary
+            raise UserError(
+                f"{origin.source.name} holds a text of which the tokenizer makes an end-of-text"
+                " token, even as ordinary text; take it out, or give --parse-special-tokens"
+            )
+        yield Batch(
+            [selection.cut(document, eos_token_id, vocabulary.dtype) for document in ids],
+            sum(len(vocabulary.special_tokens.findall(text)) for text in batch),
+        )

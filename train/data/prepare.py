@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import shutil
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -20,9 +19,10 @@ import numpy as np
 from base.errors import UserError
 from base.files import FileRecord, scratch_directory
 from base.progress import Progress
+from train.data.corpus import open_corpus
 from train.data.corpus_writer import commit_corpus, join_pieces
-from train.data.documents import Source, parse_source
-from train.data.manifest import Manifest
+from train.data.documents import Source, TokenDocuments, check_given_once, parse_source
+from train.data.manifest import Manifest, SpecialTokens
 from train.data.part import (
     ALL,
     PART_JSON,
@@ -32,7 +32,7 @@ from train.data.part import (
     make_part,
     vocabulary_of,
 )
-from train.data.share import EVERYTHING
+from train.data.share import EVERYTHING, Share
 
 
 def prepare(
@@ -46,14 +46,16 @@ def prepare(
 ) -> Manifest:
     """Tokenize sources in the given order into PREFIX.bin/.idx, then write the manifest.
 
-    Every document gets the end-of-text token at its end; nothing else is added. Finished parts are
-    in .PREFIX.parts until the result is written, so a prepare after a kill makes only the others.
+    Every document gets the end-of-text token at its end; nothing else is added, and nothing is
+    lost, whatever the tokenizer's file says of truncation and padding. Finished parts are in
+    .PREFIX.parts until the result is written, so a prepare after a kill makes only the others.
 
     Raises:
         UserError: a source is missing, damaged or given twice, or there are fewer than `at_least`
             tokens.
     """
     all_sources = _named_sources(sources)
+    special_tokens = _special_tokens(all_sources, selection)
     vocabulary_of.cache_clear()  # this process may have loaded another tokenizer from there before
     vocabulary = vocabulary_of(tokenizer_dir)
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +86,7 @@ def prepare(
             if parts_dir.exists() and not any(parts_dir.iterdir()):
                 parts_dir.rmdir()
 
-        manifest = _manifest(parts, files, vocabulary, selection)
+        manifest = _manifest(parts, files, vocabulary, selection.share, special_tokens)
         commit_corpus(prefix, unfinished, manifest)
         shutil.rmtree(parts_dir)
     return manifest
@@ -95,10 +97,26 @@ def _named_sources(sources: Sequence[Path | Source]) -> list[Source]:
     all_sources: list[Source] = []
     for source in sources:
         all_sources += parse_source(str(source)) if isinstance(source, Path) else [source]
-    for name, times in Counter(source.name for source in all_sources).items():
-        if times > 1:
-            raise UserError(f"{name} is given {times} times; give every source once")
+    check_given_once(all_sources)
     return all_sources
+
+
+def _special_tokens(sources: list[Source], selection: Selection) -> SpecialTokens:
+    """Return how special tokens typed in the text are read; UserError where sources differ."""
+    ways: set[SpecialTokens] = {
+        open_corpus(source.prefix).manifest.special_tokens
+        if isinstance(source, TokenDocuments)
+        else selection.special_tokens
+        for source in sources
+    }
+    if selection.special_tokens != ALL.special_tokens:  # asked for, of token files too
+        ways.add(selection.special_tokens)
+    if len(ways) > 1:
+        raise UserError(
+            "token files and text would differ in how special tokens typed in them are read; give"
+            " --parse-special-tokens for all of them or for none"
+        )
+    return ways.pop()
 
 
 def _join_parts(
@@ -114,16 +132,22 @@ def _join_parts(
 
 
 def _manifest(
-    parts: list[Part], files: dict[str, FileRecord], vocabulary: Vocabulary, selection: Selection
+    parts: list[Part],
+    files: dict[str, FileRecord],
+    vocabulary: Vocabulary,
+    share: Share,
+    special_tokens: SpecialTokens,
 ) -> Manifest:
     return Manifest(
-        vocab_size=vocabulary.tokenizer.get_vocab_size(),
+        vocab_size=vocabulary.size,
         eos_token_id=vocabulary.eos_token_id,
         max_token_id=max(part.max_token_id for part in parts),
         documents=sum(part.documents for part in parts),
         tokens=sum(part.tokens for part in parts),
         tokenizer_sha256=vocabulary.sha256,
-        share=None if selection.share == EVERYTHING else selection.share,
+        share=None if share == EVERYTHING else share,
+        special_tokens=special_tokens,
+        typed_special_tokens=sum(part.typed_special_tokens for part in parts),
         bin=files["bin"],
         idx=files["idx"],
         sources={part.origin.source.name: part.origin.record or part.bin for part in parts},

@@ -45,22 +45,22 @@ def test_tasks_are_chosen_by_name():
     ("text", "message"),
     [
         (None, "piqa.jsonl does not exist; write it"),
-        ("", "line 1 is not valid JSON"),
-        ("{\n", "line 1 is not valid JSON"),
-        ("[1]\n", "line 1 is not an object with the fields"),
-        (json.dumps(PIQA) + "\n\n", "line 2 is not valid JSON"),
+        ("", "holds no document"),
+        ("{\n", ":1 is not JSON"),
+        ("[1]\n", ":1 is not an object with the fields"),
+        (json.dumps(PIQA) + '\n\n{"id": ' + "1" * 5000 + "}", ":3 is not JSON .a number has too"),
         (
             json.dumps(PIQA) + "\n" + json.dumps({"goal": "x", "sol1": "y", "label": 0}),
-            "line 2 is not an object with the fields of line 1",
+            ":2 is not an object with the fields of the first line",
         ),
-        (json.dumps(PIQA | {"label": "0"}), "line 1: its answer '0' is none of its 2 choices"),
+        (json.dumps(PIQA | {"label": "0"}), "document 1: its answer '0' is none of its 2 choices"),
         (
             json.dumps(PIQA) + "\n" + json.dumps(PIQA | {"label": 2}),
-            "line 2: its answer 2 is none of its 2 choices",
+            "document 2: its answer 2 is none of its 2 choices",
         ),
         (
             json.dumps(PIQA | {"id": 1}) + "\n" + json.dumps(PIQA | {"id": "b"}),
-            "line 2 is not an object with the fields of line 1 and their types",
+            ":2 is not an object with the fields of the first line and their types",
         ),
     ],
 )
@@ -87,7 +87,11 @@ def test_unfit_files_are_refused(text, message, tmp_path, refused):
             {"choices": {"text": ["one"], "label": ["A"]}},
             "lm-eval cannot read it .UndefinedError",
         ),
-        ("pubmedqa", {"context": {"labels": ["A"]}}, "not an object with the fields of line 1"),
+        (
+            "pubmedqa",
+            {"context": {"labels": ["A"]}},
+            "not an object with the fields of the first line",
+        ),
         ("mathqa", {"options": "a ) 1 , b ) 2", "correct": "e"}, "its answer 4 is none of its"),
     ],
 )
@@ -104,7 +108,8 @@ def test_the_line_of_an_unfit_document_is_named(
             lines[2] |= change
         write_lines(tmp_path / f"{task}{suffix}.jsonl", lines)
     line = refused(task)
-    assert f"{tmp_path}/{task}{where}.jsonl, line 3" in line
+    place = ":3" if task == "pubmedqa" else ", document 3"  # of the file, of the dataset
+    assert f"{tmp_path}/{task}{where}.jsonl{place}" in line
     with pytest.raises(UserError, match=message):
         raise UserError(line)
 
