@@ -116,7 +116,7 @@ def test_a_dataset_is_the_files_it_consists_of(tmp_path, tokenizer_dir):
     assert len(parse_source(f"{name}::test")) == 1
     none = python("train", "prepare", f"{name}::none", *options, "--out", str(tmp_path / "none"))
     assert "correct the name, configuration or split" in error_line(none)
-    with pytest.raises(UserError, match="row 1 has no 'text' but n, body; .* such as --key body"):
+    with pytest.raises(UserError, match=r"row 1 has no 'text' but n, body; .* such as --key body"):
         prepare(parse_source(f"{name}::test"), tokenizer_dir, tmp_path / "none")
 
 

@@ -174,6 +174,14 @@ def test_a_pointer_is_no_tokenizer(changed):
         load_tokenizer(directory)
 
 
+@pytest.mark.parametrize("eos", ['"\\ud800"', "5", "{}", '{"content": [1]}', "null", '"none"'])
+def test_an_end_of_text_that_no_tokenizer_has_is_refused(changed, eos):
+    directory = changed(lambda content: None)
+    (directory / "tokenizer_config.json").write_text(f'{{"eos_token": {eos}}}')
+    with pytest.raises(UserError, match=r"tokenizer_config\.json (names no eos_token|is damaged)"):
+        load_tokenizer(directory)
+
+
 def test_the_longest_special_token_counts_once(changed):
     directory = changed(
         lambda content: content["added_tokens"].extend([added(320, "<|a|>"), added(321, "<|a|>b")])

@@ -198,15 +198,18 @@ def _tokenized(origin: Origin, vocabulary: Vocabulary) -> Iterator[Batch]:
         texts = (text for text in texts if selection.share.holds(text.encode()))
     splits, eos_token_id = selection.special_tokens == "split", vocabulary.eos_token_id
     vocabulary.tokenizer.encode_special_tokens = splits  # as what they are spelled with
-    while batch := list(islice(texts, DOCUMENTS_PER_CALL)):
-        encodings = vocabulary.tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        ids = [encoding.ids for encoding in encodings]
-        if splits and any(eos_token_id in document for document in ids):  # of its vocabulary
+
+    def document(ids: list[int]) -> Document:
+        if splits and eos_token_id in ids:  # of an ordinary word of its vocabulary
             raise UserError(
                 f"{origin.source.name} holds a text of which the tokenizer makes an end-of-text"
                 " token, even as ordinary text; take it out, or give --parse-special-tokens"
             )
-        yield Batch(
-            [selection.cut(document, eos_token_id, vocabulary.dtype) for document in ids],
-            sum(len(vocabulary.special_tokens.findall(text)) for text in batch),
+        return selection.cut(ids, eos_token_id, vocabulary.dtype)
+
+    encode, pattern = vocabulary.tokenizer.encode_batch_fast, vocabulary.special_tokens
+    while batch := list(islice(texts, DOCUMENTS_PER_CALL)):
+        yield Batch(  # encodings are large: none is kept until the next ones
+            [document(encoding.ids) for encoding in encode(batch, add_special_tokens=False)],
+            sum(len(pattern.findall(text)) for text in batch),
         )

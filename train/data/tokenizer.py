@@ -28,17 +28,12 @@ def load_tokenizer(directory: Path) -> tuple[Tokenizer, int]:
         )
     check_fetched(path)
     try:
-        eos_token = read_json(config_path).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{config_path} is damaged ({error}); copy the tokenizer again") from None
-    try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001  tokenizers raises nothing narrower
         raise UserError(f"{path} is damaged ({error}); copy the tokenizer again") from None
-    if isinstance(eos_token, dict):
-        eos_token = eos_token.get("content")
-    eos_token_id = tokenizer.token_to_id(eos_token) if isinstance(eos_token, str) else None
-    if eos_token_id is None:
+    eos_token = _eos_token(config_path)
+    eos_token_id = tokenizer.token_to_id(eos_token) if eos_token else None
+    if eos_token is None or eos_token_id is None:
         raise UserError(
             f"{config_path} names no eos_token of the vocabulary, which ends documents; correct it"
         )
@@ -53,6 +48,17 @@ def load_tokenizer(directory: Path) -> tuple[Tokenizer, int]:
     if known is None or not known.special:  # transformers, too, makes it one
         tokenizer.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])
     return tokenizer, eos_token_id
+
+
+def _eos_token(config_path: Path) -> str | None:
+    """Return the end-of-text token that a tokenizer_config.json names, if it names one."""
+    try:
+        eos_token = read_json(config_path).get("eos_token")
+        if isinstance(eos_token, dict):
+            eos_token = eos_token.get("content")
+        return eos_token.encode().decode() if isinstance(eos_token, str) else None
+    except (ValueError, AttributeError) as error:  # half a surrogate pair is a ValueError, too
+        raise UserError(f"{config_path} is damaged ({error}); copy the tokenizer again") from None
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
