@@ -13,7 +13,7 @@ from ckpt_tools.checkpoint import model_of, open_weights, run_of, verify_recorde
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.formats.parallel import is_whole
 from ckpt_tools.formats.weights import dtype_of
-from ckpt_tools.hf.configuration import write_configuration
+from ckpt_tools.hf.configuration import complete_configuration, write_configuration
 from ckpt_tools.hf.directory import (
     TOKENIZER_FILES,
     VERIFICATION_PROBE,
@@ -113,6 +113,7 @@ def _copy_configuration(out: Path, checkpoint: Path, record: CheckpointRecord) -
     if record.imported is not None:
         imported = [Path(name) for name in record.files if name.startswith(f"{IMPORTED_FROM}/")]
         copy_files(checkpoint / IMPORTED_FROM, out, [path.name for path in imported])
+        complete_configuration(out, record.dtype)
         return
     directory, run = run_of(checkpoint, record)
     tokenizer = directory.resolve(run.data.tokenizer)

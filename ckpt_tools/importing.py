@@ -8,10 +8,11 @@ from torch import Tensor
 
 from base.errors import UserError
 from base.files import committed_directory, fsync_path, record_file, sha256_of, write_json
-from ckpt_tools.formats.hf_weights import HFWeights, weight_files
+from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.formats.parallel import hash_in_parallel, is_whole, verify_in_parallel
-from ckpt_tools.formats.weights import dtype_of
+from ckpt_tools.formats.weight_files import weight_files
+from ckpt_tools.formats.weights import DTYPES, dtype_of
 from ckpt_tools.hf.directory import CONFIGURATION_FILES, TOKENIZER_FILES, copy_files
 from ckpt_tools.hf.forward import check_shapes, empty_model, spread_ids
 from ckpt_tools.hf.source import Source, find_source, read_model
@@ -82,7 +83,7 @@ def _record(origin: Source, model: ModelConfig, weights: HFWeights) -> Checkpoin
         train_loss=None,
         held_out_loss=None,
         engine="either",
-        precision=dtype_of(weights, ("fp32", "bf16"), origin.path),
+        precision=dtype_of(weights, tuple(DTYPES), origin.path),
         world_size=1,
         layout={"tensor": 1, "pipeline": 1, "data": 1},
         attempt=0,

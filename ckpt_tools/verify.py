@@ -7,8 +7,9 @@ from safetensors.torch import load_file
 from transformers import PretrainedConfig
 
 from base.errors import UserError
-from ckpt_tools.formats.hf_weights import HFWeights, weight_files
+from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.parallel import verify_in_parallel
+from ckpt_tools.formats.weight_files import weight_files
 from ckpt_tools.hf.directory import VERIFICATION_PROBE, read_lineage
 from ckpt_tools.hf.forward import check_shapes, empty_model, read_config, spread_ids
 from ckpt_tools.probe import check_probe, compute_probe, stage_of

@@ -13,6 +13,7 @@ from ckpt_tools.averaging.sums import AveragedWeights
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.formats.parallel import is_whole
 from ckpt_tools.formats.weights import DTYPES
+from ckpt_tools.hf.configuration import complete_configuration
 from ckpt_tools.hf.directory import (
     CONFIGURATION_FILES,
     TOKENIZER_FILES,
@@ -127,6 +128,7 @@ def _make(out: Path, method: str, factors: tuple[float, ...], inputs: list[Input
     with committed_directory(out) as aside:
         files = write_weights(aside, mean)
         copy_files(newest.path, aside, (*CONFIGURATION_FILES, *TOKENIZER_FILES))
+        complete_configuration(aside, newest.dtype)
         # No engine computed with these weights: the logits can only be checked to be finite.
         input_ids_BS = spread_ids(read_config(aside).vocab_size, 1, SANITY_TOKENS)
         if not stream_logits(aside, input_ids_BS).isfinite().all():

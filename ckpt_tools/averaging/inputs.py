@@ -8,11 +8,12 @@ from pydantic import BaseModel, ValidationError
 
 from base.errors import UserError, explain_validation
 from base.files import FileRecord, sha256_of
-from ckpt_tools.formats.hf_weights import HFWeights, weight_files
+from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.parallel import each, hash_in_parallel, verify_in_parallel
+from ckpt_tools.formats.weight_files import weight_files
 from ckpt_tools.formats.weights import DTYPES, dtype_of
 from ckpt_tools.hf.directory import LINEAGE_JSON, TOKENIZER_FILES, read_lineage
-from ckpt_tools.hf.forward import check_shapes, empty_model, read_config
+from ckpt_tools.hf.forward import check_shapes, copies_in_files, empty_model, read_config
 from ckpt_tools.hf.model import EXPORTED_ARCHITECTURES, read_hf_config
 
 NOT_COMPARED = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}  # of config.json
@@ -63,6 +64,8 @@ def open_inputs(paths: list[Path]) -> list[Input]:
     model = empty_model(read_config(first.path))
     for source in inputs:
         check_shapes(model, source.weights, source.path)
+        for name in copies_in_files(model, source.weights):
+            del source.weights.tensors[name]  # others may lack it
     return inputs
 
 

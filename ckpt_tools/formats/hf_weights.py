@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from base.errors import UserError, explain_validation
-from base.files import read_regular
+from base.errors import UserError
+from ckpt_tools.formats.weight_files import weight_files
 from ckpt_tools.formats.weights import FileTensor
-from train.run.directory import MODEL_WEIGHTS
 
-INDEX_JSON = "model.safetensors.index.json"
-PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+# Constants that older versions of transformers wrote among the weights, and that modules now make
+# themselves: rotary frequencies of all families, GPT-NeoX's causal mask and the value it fills in.
+LEGACY_BUFFERS = re.compile(
+    r"(model|gpt_neox)\.(layers\.\d+\.(self_attn|attention)\.)?rotary_emb\.inv_freq"
+    r"|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"
+)
 TORCH_DTYPES = {  # by their names in headers
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
@@ -24,12 +26,6 @@ TORCH_DTYPES = {  # by their names in headers
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
 HEADER_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
-
-class _Index(BaseModel):
-    """The index of several files."""
-
-    weight_map: dict[str, str] = Field(min_length=1)
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
@@ -57,29 +53,8 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     return tensors
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """Return the files that hold the weights: those of the index, or `model.safetensors`.
-
-    Raises:
-        UserError: neither exists, the index is damaged, or a file that it lists is missing or
-            outside the directory.
-    """
-    index, names = directory / INDEX_JSON, {MODEL_WEIGHTS}
-    if index.exists():
-        try:
-            names = set(_Index.model_validate_json(read_regular(index)).weight_map.values())
-        except ValidationError as error:
-            raise explain_validation(str(index), error) from None
-    elif not (directory / MODEL_WEIGHTS).is_file():
-        raise UserError(f"{directory} holds no safetensors weights; give a complete directory")
-    for name in sorted(names):
-        if not PLAIN_NAME.fullmatch(name) or not (directory / name).is_file():
-            raise UserError(f"{index} names '{name}', which is not a file beside it; restore both")
-    return [directory / name for name in sorted(names)]
-
-
 class HFWeights:
-    """The weights of an HF directory, every key of every file.
+    """The weights of an HF directory: every key of every file, but for `LEGACY_BUFFERS`.
 
     Attributes:
         tensors: places of all, in the order of the files.
@@ -88,7 +63,11 @@ class HFWeights:
     def __init__(self, directory: Path) -> None:
         self.tensors: dict[str, FileTensor] = {}
         for path in weight_files(directory):
-            tensors = read_header(path)
+            tensors = {
+                name: tensor
+                for name, tensor in read_header(path).items()
+                if not LEGACY_BUFFERS.fullmatch(name)
+            }
             twice = sorted(tensors.keys() & self.tensors.keys())
             if twice:
                 raise UserError(

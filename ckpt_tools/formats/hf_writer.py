@@ -7,8 +7,9 @@ from pathlib import Path
 
 from base.digests import new_hasher
 from base.files import FileRecord, record_file, write_json
-from ckpt_tools.formats.hf_weights import HEADER_DTYPES, INDEX_JSON
+from ckpt_tools.formats.hf_weights import HEADER_DTYPES
 from ckpt_tools.formats.parallel import ahead, default_threads, each
+from ckpt_tools.formats.weight_files import INDEX_JSON
 from ckpt_tools.formats.weights import Described, Weights, bytes_of
 from train.run.directory import MODEL_WEIGHTS
 

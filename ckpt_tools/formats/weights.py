@@ -15,6 +15,7 @@ from torch import Tensor
 
 from base.errors import UserError
 
+COMPARED_BYTES = 1 << 20  # of each of two tensors in memory at once
 # Names in `--dtype` and run.json.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -62,6 +63,19 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def read_whole(weights: Weights, name: str) -> Tensor:
     """Return all rows of a tensor."""
     return weights.read(name, 0, weights.tensors[name].shape[0])
+
+
+def same_bytes(weights: Weights, left: str, right: str) -> bool:
+    """Return whether two tensors have the same shape, type and bytes."""
+    first, second = (weights.tensors[name] for name in (left, right))
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    step = max(1, COMPARED_BYTES // max(first.row_bytes, 1))
+    spans = ((start, min(start + step, first.shape[0])) for start in range(0, first.shape[0], step))
+    return all(
+        bytes_of(weights.read(left, *span)) == bytes_of(weights.read(right, *span))
+        for span in spans
+    )
 
 
 def check_tensors(

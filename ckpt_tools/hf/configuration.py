@@ -1,31 +1,40 @@
 """config.json and generation_config.json of an HF directory."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from base.files import write_json
+from base.files import read_json, write_json
 from ckpt_tools.formats.weights import DTYPES
-from ckpt_tools.hf.forward import empty_model
+from ckpt_tools.hf.forward import empty_model, read_config
+from ckpt_tools.hf.renamed import older_form
 
 
 def write_configuration(directory: Path, family: str, settings: dict[str, Any], dtype: str) -> None:
-    """Write both files for a model of transformers' `model_type` `family`, as save_pretrained."""
+    """Write both files for a model of transformers' `model_type` `family`."""
     config = AutoConfig.for_model(family, **settings)
     config.architectures = [type(empty_model(config)).__name__]
-    config.dtype = DTYPES[dtype]
     config.save_pretrained(directory)
+    complete_configuration(directory, dtype)
     generation = GenerationConfig(
         eos_token_id=config.eos_token_id, bos_token_id=None, pad_token_id=None
     )
     generation.save_pretrained(directory)
 
 
-def change_dtype(directory: Path, dtype: str) -> None:
-    """Write config.json again with another type of weights, under the key it has there."""
+def complete_configuration(directory: Path, dtype: str, **more: Any) -> None:
+    """Write config.json again, with every renamed key in both forms (`renamed.older_form`).
+
+    Every config.json that is written comes from here.
+
+    Args:
+        directory: holds config.json, in either form.
+        dtype: of the weights, by its name in `DTYPES`.
+        more: keys to add.
+    """
+    rope = getattr(read_config(directory), "rope_parameters", None)
     path = directory / "config.json"
-    config = json.loads(path.read_text())
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    write_json(path, config | {key: str(DTYPES[dtype]).removeprefix("torch.")})
+    config = read_json(path) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
+    config |= {"rope_parameters": rope} if rope else {}
+    write_json(path, config | older_form(config) | more)

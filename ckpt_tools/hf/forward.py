@@ -15,9 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.activations import XIELUActivation
 
 from base.errors import UserError
+from base.files import read_json
 from ckpt_tools.formats.hf_weights import HFWeights
-from ckpt_tools.formats.weights import Weights, check_tensors, read_whole
-from ckpt_tools.hf.model import quiet_transformers
+from ckpt_tools.formats.weights import Weights, check_tensors, read_whole, same_bytes
+from ckpt_tools.hf.quiet import quiet_transformers
+from ckpt_tools.hf.renamed import check_forms
 
 CHUNK_BYTES = 1 << 20  # of fp32 weights in memory; larger ones leave holes between outputs
 # Names of a module in transformers' memory, and in its files, where they stay as released.
@@ -27,7 +29,12 @@ Observe = Callable[[str, Tensor], None]
 
 
 def read_config(hf_dir: Path) -> PretrainedConfig:
-    """Return config.json as transformers understands it; no code of the directory is run."""
+    """Return config.json as transformers understands it; no code of the directory is run.
+
+    Raises:
+        UserError: it is damaged, of a kind that transformers does not know, or says in older keys
+            something else than in newer ones.
+    """
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             hf_dir, local_files_only=True, trust_remote_code=False
@@ -36,6 +43,8 @@ def read_config(hf_dir: Path) -> PretrainedConfig:
         raise UserError(
             f"{hf_dir}/config.json: {' '.join(str(error).split())[:200]}; give an HF directory"
         ) from None
+    path = hf_dir / "config.json"
+    check_forms(str(path), read_json(path))
     return config
 
 
@@ -68,12 +77,34 @@ def names_in_files(model: PreTrainedModel) -> dict[str, str]:
 
 
 def check_shapes(model: PreTrainedModel, weights: Weights, source: Path) -> None:
-    """Raise UserError naming the keys of the files that are missing, unknown or misshapen."""
+    """Raise UserError naming the keys of the files that are missing, unknown or misshapen.
+
+    A model whose head is its embedding may have the head in its files as well, if it is the same.
+    """
     state = model.state_dict()
     files = names_in_files(model)
     shapes = {file: tuple(state[name].shape) or (1,) for name, file in files.items()}
+    copies = copies_in_files(model, weights)
+    for name, original in copies.items():
+        if original in weights.tensors and not same_bytes(weights, name, original):
+            raise UserError(
+                f"{source}: '{name}' differs from '{original}', which config.json says it is"
+                " (tie_word_embeddings); restore both"
+            )
+
+    tensors = {name: each for name, each in weights.tensors.items() if name not in copies}
     next_action = "its weights are not those of config.json, restore both"
-    check_tensors(weights.tensors, shapes, source, next_action)
+    check_tensors(tensors, shapes, source, next_action)
+
+
+def copies_in_files(model: PreTrainedModel, weights: Weights) -> dict[str, str]:
+    """Return the keys of the files that repeat a tied parameter, each with the key that is read."""
+    renamed = NAMES_IN_FILES.get(model.config.model_type, {})
+    return {
+        copied: read
+        for name, read in names_in_files(model).items()
+        if (copied := renamed.get(name, name)) != read and copied in weights.tensors
+    }
 
 
 def spread_ids(vocab_size: int, sequences: int, tokens: int) -> Tensor:

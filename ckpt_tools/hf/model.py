@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from base.errors import UserError
 from base.files import read_json
 from ckpt_tools.formats.parallel import hash_in_parallel, verify_in_parallel
+from ckpt_tools.formats.weight_files import weight_files
 from ckpt_tools.hf.directory import read_lineage
 
 if TYPE_CHECKING:
@@ -19,14 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 EXPORTED_ARCHITECTURES = ("Olmo2ForCausalLM", "LlamaForCausalLM", "GPTNeoXForCausalLM")
-
-
-def quiet_transformers() -> None:
-    """Turn off transformers' bars and reports: stderr is for our progress and one-line errors."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] | None = None) -> dict[str, Any]:
@@ -51,15 +44,15 @@ def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] | None = None) -
 def identify(hf_dir: Path, architectures: tuple[str, ...] | None = None) -> dict[str, Any]:
     """Return the identity of a model for a result: path, hashes of weight files, and lineage.
 
+    Other files of weights in the directory, which no reader opens, have no part in it.
+
     Raises:
         UserError: a file that the lineage names is missing or was changed, the architecture is
             another, or the directory is an export that was not proven to compute what its training
             engine did.
     """
     read_hf_config(hf_dir, architectures)
-    weights = sorted(hf_dir.glob("*.safetensors"))
-    if not weights:
-        raise UserError(f"{hf_dir} holds no .safetensors weights; give a complete HF directory")
+    weights = weight_files(hf_dir)
     lineage, files = read_lineage(hf_dir) or (None, {})
     if lineage and lineage.get("kind") == "export" and not lineage.get("parity"):
         raise UserError(
@@ -85,8 +78,11 @@ def load_hf_model(
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    from ckpt_tools.formats.hf_weights import HFWeights
+    from ckpt_tools.hf.forward import check_shapes, empty_model, read_config
+
     read_hf_config(hf_dir, architectures)
-    quiet_transformers()
+    check_shapes(empty_model(read_config(hf_dir)), HFWeights(hf_dir), hf_dir)
     model: PreTrainedModel
     info: dict[str, Any]
 

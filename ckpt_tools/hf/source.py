@@ -9,10 +9,10 @@ from transformers import AutoConfig, PretrainedConfig
 
 from base.errors import UserError, explain_validation
 from base.files import FileRecord
-from ckpt_tools.formats.hf_weights import INDEX_JSON
+from ckpt_tools.formats.weight_files import INDEX_JSON
 from ckpt_tools.hf.directory import CONFIGURATION_FILES, TOKENIZER_FILES, read_lineage
 from ckpt_tools.hf.forward import read_config
-from ckpt_tools.hf.model import quiet_transformers
+from ckpt_tools.hf.quiet import quiet_transformers
 from ckpt_tools.released.download_record import read_download
 from ckpt_tools.released.hub import hub
 from ckpt_tools.released.registry import parse_revision
@@ -102,6 +102,8 @@ def read_model(directory: Path) -> tuple[ModelConfig, PretrainedConfig]:
 
     # The run's configuration of the same architecture.
     fields = config.to_dict()
+    if config.model_type == "gpt_neox":
+        fields.pop("num_key_value_heads", None)  # transformers' GPT-NeoX has no such setting
     rope = fields.get("rope_parameters") or {}
     sizes = {key: fields[key] for key in ModelConfig.model_fields.keys() & fields.keys()}
     settings = {

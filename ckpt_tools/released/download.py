@@ -141,7 +141,7 @@ def _check_room(source: str, sizes: dict[str, dict[str, int]], into: Path) -> No
 
 def _seal(directory: Path, record: DownloadRecord) -> None:
     """Write download.json, after a check that the index names no file that is missing."""
-    from ckpt_tools.formats.hf_weights import weight_files
+    from ckpt_tools.formats.weight_files import weight_files
 
     weight_files(directory)
     write_json(directory / DOWNLOAD_JSON, record.model_dump(mode="json"))

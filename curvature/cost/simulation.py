@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from base.ranks import ALONE
 from ckpt_tools.formats.weights import DTYPES
-from ckpt_tools.hf.model import quiet_transformers
+from ckpt_tools.hf.quiet import quiet_transformers
 from curvature.fused.one_pass import observed
 from curvature.products.model import CurvedModel, cross_entropy
 from curvature.products.parameters import Parameters, Probe, dot

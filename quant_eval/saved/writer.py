@@ -1,6 +1,5 @@
 """Saving a quantized model, with one linear of it in memory at a time."""
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from base.rounding.grid import Rounded
 from ckpt_tools.formats.hf_weights import HFWeights, read_header
 from ckpt_tools.formats.hf_writer import SHARD_BYTES, write_weights
 from ckpt_tools.formats.weights import DTYPES, Described, FileTensor
-from ckpt_tools.hf.configuration import change_dtype
+from ckpt_tools.hf.configuration import complete_configuration
 from ckpt_tools.hf.directory import (
     CONFIGURATION_FILES,
     LINEAGE_JSON,
@@ -134,6 +133,8 @@ class CheckpointWriter:
         stored: dict[str, FileTensor] = {}
         tensors: dict[str, Described] = {}
         for name, tensor in HFWeights(self.hf_dir).tensors.items():
+            if name not in self._shapes:
+                continue  # the head of a tied model, once more
             packed = self._packed.get(name)
             if packed:
                 stored |= packed
@@ -151,9 +152,7 @@ class CheckpointWriter:
                     shutil.copyfile(self.hf_dir / name, aside / name)
 
             # config.json as a reader of the packed weights needs it
-            change_dtype(aside, self.dtype)
-            config = json.loads((aside / "config.json").read_text())
-            write_json(aside / "config.json", config | {SETTINGS: self._format.settings})
+            complete_configuration(aside, self.dtype, **{SETTINGS: self._format.settings})
 
             # last, for it has the hashes of all other files
             others = {path.name for path in aside.iterdir()} - files.keys()

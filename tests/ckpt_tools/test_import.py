@@ -55,7 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
     },
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL: dict[str, Any] = {
     **{"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48},
     **{"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64},
@@ -90,8 +90,8 @@ def same_weights(left: Path, right: Path) -> bool:
     )
 
 
-CASES = [(name, dtype) for name in SHAPES for dtype in DTYPES]
-CASES += [("llama", "bf16"), ("gpt_neox", "bf16")]
+CASES = [(name, dtype) for name in SHAPES for dtype in ("fp32", "bf16")]
+CASES += [("llama", "bf16"), ("gpt_neox", "bf16"), ("gpt_neox", "fp16")]
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -114,8 +114,12 @@ def test_there_and_back_again_every_bit_is_the_same(tmp_path, capsys, name, dtyp
     assert record.files.keys() == record_files(checkpoint).keys() - {"checkpoint.json"}
     export(checkpoint, tmp_path / "back")
     assert same_weights(source, tmp_path / "back")
-    for file in ("config.json", "generation_config.json", "tokenizer.json"):
+    for file in ("generation_config.json", "tokenizer.json"):
         assert (source / file).read_bytes() == (tmp_path / "back" / file).read_bytes()
+    config, back = (
+        json.loads((place / "config.json").read_text()) for place in (source, tmp_path / "back")
+    )
+    assert {key: back[key] for key in config} == config  # more: keys by older names
 
 
 def probe_in_engine(run_dir: str, checkpoint: str, out: str) -> None:

@@ -225,9 +225,11 @@ def test_wrong_tensors_are_called_by_name(exported, tmp_path, change, expected):
 def test_a_wrong_configuration_is_found(exported, tmp_path, key, value, expected):
     shutil.copytree(exported("dp1"), tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    changes = (
-        {"num_key_value_heads": value, key: value} if key == "num_attention_heads" else {key: value}
-    )
+    changes: dict[str, Any] = {key: value}
+    if key == "num_attention_heads":
+        changes["num_key_value_heads"] = value
+    if key == "rope_parameters":
+        changes["rope_theta"] = value["rope_theta"]
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | changes))
     seal(tmp_path / "hf")
     assert expected in refusal(tmp_path / "hf")

@@ -19,8 +19,9 @@ from base.errors import UserError
 from base.files import first_damage
 from ckpt_tools.checkpoint import open_weights, verified_record
 from ckpt_tools.formats import parallel
-from ckpt_tools.formats.hf_weights import INDEX_JSON, HFWeights
+from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
+from ckpt_tools.formats.weight_files import INDEX_JSON
 from ckpt_tools.formats.weights import Described
 from ckpt_tools.hf.forward import stream_logits
 from tests.ckpt_tools.checkpoints import all_of
