@@ -8,6 +8,7 @@ from pydantic import Field
 
 from base.errors import UserError
 from base.frozen import Frozen
+from quant_eval.bos import Bos
 from quant_eval.specs import QuantSpec
 from quant_eval.tasks.table import choose_tasks
 
@@ -38,6 +39,13 @@ class CalibrationSettings(ComputeSettings):
     )
     calibration_sequences: int = Field(
         default=128, ge=1, description="sequences drawn for calibration, none twice"
+    )
+    bos: Bos = Field(
+        default="template",
+        description=(
+            "token before each text: template: as the model's tokenizer begins texts, for many"
+            " models without one; none"
+        ),
     )
     # Tokens the model sees at once; None: BLOCK_TOKENS, or its context if less.
     sequence_length: int | None = Field(default=None, ge=2)
@@ -73,6 +81,7 @@ class CalibrationSettings(ComputeSettings):
             "sequences": self.calibration_sequences,
             "sequence_length": length,
             "seed": self.seed,
+            "bos": self.bos,
         }
 
 
@@ -126,6 +135,7 @@ class RunSettings(CalibrationSettings):
                 "max_tokens": self.eval_tokens,
                 "seed": self.eval_seed,
                 "documents": self.documents,
+                "bos": self.bos,
                 "logits": "fp32",  # of both models, whatever their dtype
             },
         }
@@ -164,4 +174,5 @@ class TaskSettings(CalibrationSettings):
             "num_fewshot": self.shots,
             "limit": self.limit,
             "seed": self.seed,
+            "bos": self.bos,
         }

@@ -7,6 +7,7 @@ with its weights, continues as if it had never stopped. Initial weights are neve
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -75,10 +76,15 @@ class Averages:
             for slot, weights in zip(
                 self._slot(average, step), self._engine.weights(), strict=True
             ):
-                if isinstance(average, Lawa) or first:
-                    slot.copy_(weights)
-                else:
-                    slot.mul_(average.decay).add_(weights, alpha=1 - average.decay)
+                match average:
+                    case Lawa():
+                        slot.copy_(weights)
+                    case Ema() if first:
+                        slot.copy_(weights)
+                    case Ema(decay=decay):
+                        slot.mul_(decay).add_(weights, alpha=1 - decay)
+                    case _:
+                        assert_never(average)
 
     def present(self, step: int) -> list[Lawa | Ema]:
         """Return the averages that have a member as of `step`."""

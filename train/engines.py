@@ -1,5 +1,7 @@
 """The engines by name."""
 
+from typing import assert_never
+
 import torch
 
 from train.engine import Engine
@@ -8,11 +10,15 @@ from train.run.config import RunConfig
 
 def build_engine(run: RunConfig, device: torch.device) -> Engine:
     """Return the engine that run.json names, imported here: nothing else needs it installed."""
-    if run.engine == "deepspeed":
-        from train.deepspeed.engine import DeepSpeedEngine
+    match run.engine:
+        case "deepspeed":
+            from train.deepspeed.engine import DeepSpeedEngine
 
-        engine: Engine = DeepSpeedEngine(run, device)
-        return engine
-    from train.megatron.engine import MegatronEngine
+            engine: Engine = DeepSpeedEngine(run, device)
+            return engine
+        case "megatron":
+            from train.megatron.engine import MegatronEngine
 
-    return MegatronEngine(run, device)
+            return MegatronEngine(run, device)
+        case _:
+            assert_never(run.engine)

@@ -90,7 +90,7 @@ class _Training:
             average.name: saved_starts.get(average.name, state.step) for average in run.averages
         }
         self.averages = Averages(run, self.engine, starts)
-        self.judge = StepJudge(run, record.accepted if record else ())
+        self.judge = StepJudge(run, record)
         self.saver = Saver(
             run.saving, self.engine, directory, self.attempt, self.probe_BS, self.log
         )
@@ -251,7 +251,8 @@ class _Training:
             "data_sha256": self.data.sha256,
             "model": self.run.model.model_dump(mode="json"),
             "average_starts": self.averages.starts,
-            "accepted": self.judge.accepted,
+            "judged_steps": self.judge.judged_steps,
+            "skips_in_a_row": self.judge.skips_in_a_row,
         }
 
     def finish(self) -> None:

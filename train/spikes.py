@@ -2,10 +2,11 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from train.engine import StepResult
 from train.run.config import RunConfig
+from train.run.directory import CheckpointRecord
 
 
 def _limit(values: Sequence[float], sigmas: float) -> float:
@@ -18,43 +19,60 @@ def _limit(values: Sequence[float], sigmas: float) -> float:
 class StepJudge:
     """The judge of each update before it is made, by global figures: all ranks decide alike.
 
-    A spike is a loss or gradient norm above the window of the last accepted steps (OLMo-core,
-    SkipStepOptimizer). Until the window is full there are none; rejected steps do not enter it.
+    A spike is a loss or gradient norm far above those of the steps before, at most `window_steps`
+    (OLMo-core, SkipStepOptimizer). All of them count, skipped ones too: otherwise a loss that rose
+    for good would be a spike for ever, and the weights would never change again. Steps are judged
+    once they are half a window, themselves included.
+
+    Args:
+        run: its spikes say what is one; without, only what is not finite is rejected.
+        record: of the checkpoint that the run resumes from.
 
     Attributes:
         objection: why the last step was rejected; None if it was accepted.
         skips: whether a step with that objection is skipped; otherwise training is to stop.
+        skips_in_a_row: number of the last steps that were skipped, to be saved.
     """
 
-    def __init__(self, run: RunConfig, accepted: Iterable[tuple[float, float]]) -> None:
+    def __init__(self, run: RunConfig, record: CheckpointRecord | None) -> None:
         self._spikes = run.spikes
         self._window: deque[tuple[float, float]] = deque(
-            accepted if self._spikes else (),
+            record.judged_steps if record and self._spikes else (),
             maxlen=self._spikes.window_steps if self._spikes else 0,
         )
+        self.skips_in_a_row = record.skips_in_a_row if record else 0
         self.objection: str | None = None
         self.skips = False
 
     @property
-    def accepted(self) -> tuple[tuple[float, float], ...]:
-        """Return loss and gradient norm of the last accepted steps, oldest first, to be saved."""
+    def judged_steps(self) -> tuple[tuple[float, float], ...]:
+        """Return loss and gradient norm of the last steps, oldest first, to be saved."""
         return tuple(self._window)
 
     def accept(self, result: StepResult) -> bool:
         """Return whether the update is to be made: `Engine.train_step` asks."""
-        self.objection = None
+        self.objection, self.skips = None, False
         if not result.is_finite():
             self.objection = f"not finite: loss {result.loss}, gradient norm {result.grad_norm}"
-            self.skips = False
         elif self._spikes:
             self.objection = self._spike(result, self._spikes.sigmas)
-            self.skips = self._spikes.action == "skip"
-        if self.objection is None:
             self._window.append((result.loss, result.grad_norm))
+            self._count(self._spikes.action == "skip", self._spikes.most_skips)
         return self.objection is None
 
+    def _count(self, skips: bool, most: int) -> None:
+        """Decide whether a rejected step is skipped: one skip too many in a row stops the run."""
+        if self.objection is None:
+            self.skips_in_a_row = 0
+        elif skips and self.skips_in_a_row == most:
+            self.objection = f"after {most} steps skipped in a row again {self.objection}"
+        elif skips:
+            self.skips = True
+            self.skips_in_a_row += 1
+
     def _spike(self, result: StepResult, sigmas: float) -> str | None:
-        if len(self._window) < (self._window.maxlen or 0):
+        count, window_steps = len(self._window), self._window.maxlen or 0
+        if count < 2 or count + 1 < window_steps // 2:  # two have a deviation
             return None
         losses, norms = zip(*self._window, strict=True)
         for name, value, limit in (

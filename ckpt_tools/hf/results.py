@@ -21,11 +21,12 @@ class Model(Read):
 
 
 class Evaluation(Read):
-    """The text of losses, how it was cut, and the type of the logits."""
+    """The text of losses, how it was cut and begun, and the type of the logits."""
 
     sha256: str | None = None
     sequence_length: int | None = None
     documents: str | None = None
+    bos_token_ids: list[int] | None = None  # before each text; a rule alone does not say
     logits: str | None = None
 
 

@@ -5,6 +5,7 @@ depth follows. Nothing of the model is in memory and no weight is read: a config
 """
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,8 +34,10 @@ from curvature.settings import ProductSettings
 
 DEPTHS = (1, 2)
 aten = torch.ops.aten
-# Operations to a function of their arguments that counts FLOPs; torch lacks two of ours.
+# Operations to a function of their arguments that counts FLOPs; torch lacks three of ours.
 COUNTED = flop_registry | {
+    # Torch's own takes the type of a result, where there is one, for a shape.
+    aten.addmm: shape_wrapper(lambda _, left, right, *__, **___: 2 * math.prod(left) * right[1]),
     aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(
         lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
     ),
@@ -129,7 +132,8 @@ class Count(TorchDispatchMode):
             flops = COUNTED[packet](*args, **kwargs, out_val=result)
             self.kernels += 1
             self.flops += flops
-            self.bf16_flops += flops if inputs[0].dtype == torch.bfloat16 else 0
+            factor = inputs[1]  # the first may be a sum to add to
+            self.bf16_flops += flops if factor.dtype == torch.bfloat16 else 0
             return
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         inputs = inputs[1:] if packet in OVERWRITING else inputs

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from curvature.fused.one_pass import one_pass, wide
 from curvature.products.dual import Dual
+from train.model.accumulation import sums_like
 
 # More chunks leave out more of the products with keys that are hidden; few rows at a time are slow.
 CHUNKS, FEWEST_QUERIES = 8, 32
@@ -152,7 +153,7 @@ class _Attention(torch.autograd.Function):
         q_NGSE, q_dot_NGSE, *others, centre_NGS1 = ctx.saved_tensors
         k_NSE, k_dot_NSE, v_NSE, v_dot_NSE = (tensor.contiguous() for tensor in others)
         by_q_NGSE, by_q_dot_NGSE = torch.empty_like(q_NGSE), torch.empty_like(q_NGSE)
-        by_k, by_k_dot, by_v, by_v_dot = (torch.zeros_like(k_NSE) for _ in range(4))
+        by_k, by_k_dot, by_v, by_v_dot = (sums_like(k_NSE) for _ in range(4))
         for chunk in _chunks(q_NGSE.shape[2], ctx.rows, q_NGSE.device):
             keys = slice(chunk.stop)
             q, q_dot = chunk.rows(q_NGSE), chunk.rows(q_dot_NGSE)
@@ -178,4 +179,5 @@ class _Attention(torch.autograd.Function):
             by_k_dot[:, keys] += by_s_dot.mT @ q
             by_v[:, keys] += torch.baddbmm(p.mT @ by_o, p_dot.mT, by_o_dot)
             by_v_dot[:, keys] += p.mT @ by_o_dot
-        return by_q_NGSE, by_q_dot_NGSE, by_k, by_k_dot, by_v, by_v_dot, None
+        by_keys = (by_NSE.to(k_NSE.dtype) for by_NSE in (by_k, by_k_dot, by_v, by_v_dot))
+        return by_q_NGSE, by_q_dot_NGSE, *by_keys, None

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from curvature.fused.one_pass import one_pass, wide
 from curvature.products.dual import Dual
+from train.model.accumulation import add_product, sums_like
 
 
 def summed_cross_entropy(
@@ -78,7 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         h_NI, h_dot_NI = h_NI.to(w_VI.dtype), h_dot_NI.to(w_VI.dtype)
         by_h_NI, by_h_dot_NI = torch.empty_like(h_NI), torch.empty_like(h_dot_NI)
-        by_w_VI = torch.zeros_like(w_VI)
+        by_w_VI = sums_like(w_VI)
         losses, slopes = [], []
         for start in range(0, len(labels_N), tokens_per_chunk):
             rows = slice(start, start + tokens_per_chunk)
@@ -91,10 +92,10 @@ class _CrossEntropy(torch.autograd.Function):
             by_h_NI[rows] = torch.addmm(by_z_CV @ w_VI, by_z_dot_CV, w_dot_VI)
             torch.mm(by_z_dot_CV, w_VI, out=by_h_dot_NI[rows])
             for by_CV, read_CI in ((by_z_CV, h_CI), (by_z_dot_CV, h_dot_CI)):
-                torch.addmm(by_w_VI, by_CV.T, read_CI, out=by_w_VI)
+                add_product(by_w_VI, by_CV, read_CI)
             losses.append(loss)
             slopes.append(slope)
-        ctx.gradients = [by_h_NI, by_h_dot_NI, by_w_VI]
+        ctx.gradients, ctx.dtype = [by_h_NI, by_h_dot_NI, by_w_VI], w_VI.dtype
         loss, slope = torch.stack(losses).sum(), torch.stack(slopes).sum()
         ctx.mark_non_differentiable(loss)
         return loss, slope
@@ -103,4 +104,4 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _by_loss: Tensor, by_slope: Tensor) -> Any:  # type: ignore[override]
         by_h_NI, by_h_dot_NI, by_w_VI = (gradient.mul_(by_slope) for gradient in ctx.gradients)
-        return by_h_NI, by_h_dot_NI, by_w_VI, None, None, None
+        return by_h_NI, by_h_dot_NI, by_w_VI.to(ctx.dtype), None, None, None

@@ -28,6 +28,7 @@ from curvature.fused.cross_entropy import summed_cross_entropy
 from curvature.products.dual import Dual, rematerialised, widened
 from curvature.products.moving import copy
 from curvature.products.parameters import TANGENT, Parameters, local
+from train.model.accumulation import embedded
 
 Sharding = Literal["none", "fsdp"]
 # logits_BSV, tokens_BS1, its rows in the batch -> summed loss
@@ -180,7 +181,7 @@ class _Entry(nn.Module):
         decoder = self.model.get_decoder()
         inputs_BS, labels_N = tokens_BS1[:, :-1], tokens_BS1[:, 1:].flatten()
         table = parameter(self.model.get_input_embeddings(), dtype)
-        hidden_BSD = widened(table.map(lambda t: F.embedding(inputs_BS, t)))
+        hidden_BSD = widened(table.map(lambda t: embedded(inputs_BS, t)))
         positions = torch.arange(inputs_BS.shape[1], device=inputs_BS.device)[None]
         cos_SE, sin_SE = (table[0] for table in decoder.rotary_emb(hidden_BSD.value, positions))
         context = Context(cos_SE, sin_SE, dtype, self._queries_per_chunk)

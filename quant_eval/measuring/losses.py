@@ -6,7 +6,7 @@ Shapes: B blocks of a batch, L tokens of the longest, D hidden features, T targe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from base.progress import Progress
 from base.ranks import Ranks
+from quant_eval.bos import begun
 from quant_eval.measuring.documents import draw_documents
 from quant_eval.model.activations import Activations
 from train.data.corpus import Corpus
@@ -70,6 +71,7 @@ def evaluation_set(
     max_tokens: int | None,
     mode: Literal["separate", "concatenated"],
     seed: int,
+    bos: Sequence[int] = (),
 ) -> EvaluationSet:
     """Draw documents until they hold `max_tokens` targets, all if it is None, and cut them.
 
@@ -77,25 +79,31 @@ def evaluation_set(
     document's first is a target once. Concatenated, as in arXiv:2510.06213: end-of-text tokens are
     dropped, the model reads blocks of L tokens of the joined documents, and all but a block's first
     are targets; what does not fill a block is dropped.
+
+    `bos` comes before each document, or before all that are joined: then a document's first token
+    is a target too. Which documents are drawn does not depend on it.
     """
     drawn_D = draw_documents(corpus, max_tokens, seed)
     units: list[int] = drawn_D[corpus.lengths_D[drawn_D] >= 2].tolist()
     without_target = len(drawn_D) - len(units)
-    if mode == "concatenated":
-        joined_T = np.concatenate(
-            [corpus.document(index) for index in units] or [np.empty(0, np.int64)]
-        )
-        joined_T = joined_T[joined_T != corpus.manifest.eos_token_id]
-        count = len(joined_T) // sequence_length
-        blocks = list(joined_T[: count * sequence_length].reshape(count, sequence_length))
-        owner = units = list(range(count))
-    else:
-        blocks, owner = [], []
-        for unit, index in enumerate(units):
-            document_T = corpus.document(index)
-            starts = range(0, len(document_T) - 1, sequence_length)
-            blocks += [document_T[start : start + sequence_length + 1] for start in starts]
-            owner += [unit] * len(starts)
+    match mode:
+        case "concatenated":
+            joined_T = np.concatenate(
+                [corpus.document(index) for index in units] or [np.empty(0, np.int64)]
+            )
+            joined_T = begun(joined_T[joined_T != corpus.manifest.eos_token_id], bos)
+            count = len(joined_T) // sequence_length
+            blocks = list(joined_T[: count * sequence_length].reshape(count, sequence_length))
+            owner = units = list(range(count))
+        case "separate":
+            blocks, owner = [], []
+            for unit, index in enumerate(units):
+                document_T = begun(corpus.document(index), bos)
+                starts = range(0, len(document_T) - 1, sequence_length)
+                blocks += [document_T[start : start + sequence_length + 1] for start in starts]
+                owner += [unit] * len(starts)
+        case _:
+            assert_never(mode)
     return EvaluationSet(blocks, owner, units, without_target)
 
 

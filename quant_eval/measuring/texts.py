@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from base.errors import UserError
 from base.files import sha256_of
+from quant_eval.bos import begun, bos_of
 from quant_eval.measuring.documents import check_documents
 from quant_eval.measuring.losses import EvaluationSet, evaluation_set
 from quant_eval.model.streamed import StreamedModel
@@ -55,31 +56,37 @@ def open_texts(hf_dir: Path, model: StreamedModel, settings: RunSettings) -> Tex
     """
     length = settings.block_length(model.config.max_position_embeddings)
     evaluation = open_text(settings.eval, hf_dir, model.config.vocab_size)
+    bos, sha256 = bos_of(hf_dir, settings.bos), evaluation.manifest.sha256
     if settings.calibration is None:
-        return _texts(settings, length, None, evaluation.manifest.sha256)
+        return _texts(settings, length, None, sha256, bos)
     calibration = open_text(settings.calibration, hf_dir, model.config.vocab_size)
-    texts = _texts(settings, length, calibration.manifest.sha256, evaluation.manifest.sha256)
+    texts = _texts(settings, length, calibration.manifest.sha256, sha256, bos)
     for draw_NL in texts.draws:
-        _check_draw(draw_NL, calibration, model)
+        _check_draw(draw_NL[:, len(bos) :], calibration, model)
     return texts
 
 
 @functools.lru_cache(maxsize=1)  # for all models of a process
 def _texts(
-    settings: RunSettings, length: int, calibration_sha256: str | None, eval_sha256: str
+    settings: RunSettings,
+    length: int,
+    calibration_sha256: str | None,
+    eval_sha256: str,
+    bos: tuple[int, ...],
 ) -> Texts:
     """Return the texts with these hashes, in sequences of that many tokens."""
     evaluation = open_corpus(settings.eval)
     data = evaluation_set(
-        evaluation, length, settings.eval_tokens, settings.documents, settings.eval_seed
+        evaluation, length, settings.eval_tokens, settings.documents, settings.eval_seed, bos
     )
     check_documents(evaluation, len(data.documents))
     described = settings.texts(length, calibration_sha256, eval_sha256)
+    described["evaluation"]["bos_token_ids"] = list(bos)
     if settings.calibration is None:
         return Texts([], data, described)
     calibration = open_corpus(settings.calibration)
     draws = [
-        _draw(calibration, settings, length, settings.seed + draw)
+        _draw(calibration, settings, length, settings.seed + draw, bos)
         for draw in range(settings.calibration_seeds)
     ]
     copied = check_apart(calibration, draws, evaluation, data)
@@ -104,16 +111,25 @@ def open_text(prefix: Path, hf_dir: Path, vocab_size: int) -> Corpus:
 
 
 def calibration_draw(
-    corpus: Corpus, settings: CalibrationSettings, model: StreamedModel, draw: int
+    corpus: Corpus,
+    settings: CalibrationSettings,
+    model: StreamedModel,
+    draw: int,
+    bos: tuple[int, ...] = (),
 ) -> Tensor:
-    """Return draw `draw` (from 0), int64 [N, L]: packed sequences, none twice and none padded."""
+    """Return draw `draw` (from 0), int64 [N, L]: packed sequences, none twice and none padded.
+
+    Each begins with `bos`, which takes the place of its last token.
+    """
     length = settings.block_length(model.config.max_position_embeddings)
-    draw_NL = _draw(corpus, settings, length, settings.seed + draw)
-    _check_draw(draw_NL, corpus, model)
+    draw_NL = _draw(corpus, settings, length, settings.seed + draw, bos)
+    _check_draw(draw_NL[:, len(bos) :], corpus, model)
     return draw_NL
 
 
-def _draw(corpus: Corpus, settings: CalibrationSettings, length: int, seed: int) -> Tensor:
+def _draw(
+    corpus: Corpus, settings: CalibrationSettings, length: int, seed: int, bos: tuple[int, ...]
+) -> Tensor:
     sequences, available = settings.calibration_sequences, corpus.num_sequences(length)
     if sequences > available:
         raise UserError(
@@ -121,7 +137,8 @@ def _draw(corpus: Corpus, settings: CalibrationSettings, length: int, seed: int)
             f" {sequences}; lower --calibration-sequences or prepare more text"
         )
     tokens_BS1 = batch(corpus, step=1, batch_size=sequences, sequence_length=length, seed=seed)
-    return torch.from_numpy(tokens_BS1[:, :-1].copy())
+    draw_NL = np.stack([begun(sequence, bos)[:length] for sequence in tokens_BS1[:, :-1]])
+    return torch.from_numpy(draw_NL)
 
 
 def _check_draw(draw_NL: Tensor, corpus: Corpus, model: StreamedModel) -> None:

@@ -13,6 +13,7 @@ from base.ranks import start
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.model import identify, load_hf_model
+from quant_eval.bos import bos_of
 from quant_eval.libraries.job import library_model
 from quant_eval.measuring.measurement import LIBRARY_WORK
 from quant_eval.measuring.sequential import check_spec
@@ -45,6 +46,7 @@ def measure(
     model = identify(hf_dir, ARCHITECTURES) if ranks.rank == 0 else {}
     full: Any = load_hf_model(hf_dir, DTYPES[settings.dtype], "sdpa", ARCHITECTURES)
     tokenizer = _tokenizer(hf_dir, full.config.vocab_size)
+    bos = bos_of(hf_dir, settings.bos)
     sha256 = None
     if settings.calibration:
         text = open_text(settings.calibration, hf_dir, full.config.vocab_size)
@@ -53,6 +55,7 @@ def measure(
     # settings that the results of all specs share
     shared = {
         "tasks": {task.name: task.source for task in tasks},
+        "bos_token_ids": list(bos),
         "metric": "acc",
         "dtype": settings.dtype,
         "softmax_dtype": SOFTMAX_DTYPE,
@@ -125,7 +128,7 @@ def quantized_model(
     draw_NL, calibration = None, settings.of_specs([spec]).calibration
     if calibration:
         corpus = open_text(calibration, hf_dir, model.config.vocab_size)
-        draw_NL = calibration_draw(corpus, settings, model, 0)
+        draw_NL = calibration_draw(corpus, settings, model, 0, bos_of(hf_dir, settings.bos))
     layers = getattr(getattr(full, model.family.decoder), LAYERS)
 
     def keep(index: int, block: Block) -> None:

@@ -155,6 +155,7 @@ def evaluate_tasks(
         batch_size=settings.batch_size,
         softmax_dtype=SOFTMAX_DTYPE,
         backend="causal",
+        add_bos_token={"template": None, "none": False}[settings.bos],  # None: by the tokenizer
     ).sharing(label, ranks)
 
     # lm-eval draws a bar for each of up to 68 tasks; what is wrong, it raises

@@ -6,7 +6,7 @@ Shapes: O output features, I input features.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from torch import Tensor
 
@@ -73,13 +73,18 @@ def fit_transform(
     place = places.sites[site]
     if place.folds_gain:
         steps.append(_gain(statistics.gain_I, site))
-    if place.kind == "hadamard":
-        steps += hadamard_steps(place.width, place.block, _seed(place, site, seed), place.kept)
-    elif place.kind == "duquant":
-        assert statistics.hessian_II is not None
-        assert place.block is not None
-        before = compose(*steps, shift_I=shift_I)
-        steps += duquant_steps(before.hessian(statistics.hessian_II), place.block)
+    match place.kind:
+        case "none":
+            pass
+        case "hadamard":
+            steps += hadamard_steps(place.width, place.block, _seed(place, site, seed), place.kept)
+        case "duquant":
+            assert statistics.hessian_II is not None
+            assert place.block is not None
+            before = compose(*steps, shift_I=shift_I)
+            steps += duquant_steps(before.hessian(statistics.hessian_II), place.block)
+        case _:
+            assert_never(place.kind)
     return compose(*steps, shift_I=shift_I).to(statistics.weight_OI.device)
 
 

@@ -9,6 +9,7 @@ import os
 import shlex
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import assert_never
 
 from base.errors import UserError
 from slurm.site import Kind, Resources, Site
@@ -148,15 +149,19 @@ def srun_prefix(site: Site, kind: Kind, options: Sequence[str] = ()) -> list[str
         if not any(at == to and path.is_relative_to(at) for at, to in places):
             mounts.append(f"{path}:{path}")
     binds, project = ",".join(mounts), str(site.project)
-    if container.kind == "pyxis":
-        names = ",".join(("PYTHONPATH", *job_environment(site, kind)))
-        # Named, the image is unpacked once on a node for all steps of the job.
-        command += [f"--container-name=quantdyn_{os.environ.get('SLURM_JOB_ID', 'JOB')}"]
-        command += [f"--container-image={container.image}", f"--container-mounts={binds}"]
-        return [*command, f"--container-workdir={project}", f"--container-env={names}"]
-    gpus = ["--nv"] if site.resources_of(kind).gpus_per_node else []
-    command += ["apptainer", "exec", *gpus, "--bind", binds, "--pwd", project]
-    return [*command, container.image]
+    match container.kind:
+        case "pyxis":
+            names = ",".join(("PYTHONPATH", *job_environment(site, kind)))
+            # Named, the image is unpacked once on a node for all steps of the job.
+            command += [f"--container-name=quantdyn_{os.environ.get('SLURM_JOB_ID', 'JOB')}"]
+            command += [f"--container-image={container.image}", f"--container-mounts={binds}"]
+            return [*command, f"--container-workdir={project}", f"--container-env={names}"]
+        case "apptainer":
+            gpus = ["--nv"] if site.resources_of(kind).gpus_per_node else []
+            command += ["apptainer", "exec", *gpus, "--bind", binds, "--pwd", project]
+            return [*command, container.image]
+        case _:
+            assert_never(container.kind)
 
 
 def _gpu_options(resources: Resources) -> list[str]:

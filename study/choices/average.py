@@ -21,7 +21,7 @@ from study.definition import Study
 from study.machine.disk import GB
 from study.machine.hardware import Hardware
 from study.measurements.kind import INTERVAL_LEVEL
-from study.measurements.quantization import draw_options
+from study.measurements.quantization import computing_options, draw_options
 from study.paths import hf_directory, model_record
 from study.pipeline.step import Machine, python, resolve
 from study.text.kinds import places_of
@@ -133,7 +133,7 @@ class Bench:
             calibration += draw_options([self.spec.name], settings)
         self._start(
             *("quant_eval", "run", model, "--spec", self.spec.name, "--out", out, *calibration),
-            *("--eval", f"{self.place}/{text}", "--dtype", settings.dtype, "--device", "{device}"),
+            *("--eval", f"{self.place}/{text}", *computing_options(settings)),
         )
         return read_result(Path(self._resolved(out)[0]), Quantization)
 

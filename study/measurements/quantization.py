@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from base.frozen import Frozen
 from ckpt_tools.hf.measured import Quantization
+from quant_eval.bos import Bos
 from quant_eval.methods import METHODS
 from quant_eval.specs import parse_spec
 from study.measurements.kind import Column, Kind, Result, Subject, bounded
@@ -60,6 +61,9 @@ class QuantizationSettings(Frozen):
     )
     dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="of the full and the quantized model alike"
+    )
+    bos: Bos = Field(
+        default="template", description="token before each text, of losses, calibration and tasks"
     )
 
     @property
@@ -132,8 +136,14 @@ def _options(
         *calibration_options(specs, settings, subject),
         *("--eval", subject.texts["held_out"].prefix),
         *("--eval-tokens", str(tokens)),
-        *("--dtype", settings.dtype, "--device", "{device}"),
+        *computing_options(settings),
     )
+
+
+def computing_options(settings: QuantizationSettings) -> tuple[str, ...]:
+    """Return the options that losses and tasks share."""
+    bos = ("--bos", settings.bos) if settings.bos != "template" else ()
+    return ("--dtype", settings.dtype, *bos, "--device", "{device}")
 
 
 def draw_options(specs: Iterable[str], settings: QuantizationSettings) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from study.measurements.quantization import (
     QuantizationSettings,
     calibration_options,
     check_specs,
+    computing_options,
     is_calibrated,
 )
 from study.paths import result
@@ -58,7 +59,7 @@ def _steps(settings: Accuracies, subject: Subject, _: Mapping[str, list[Step]]) 
         *calibration_options(tasks.specs, quantization, subject),
         *("--tasks", ",".join(tasks.tasks), "--shots", str(tasks.shots)),
         *(("--limit", str(tasks.documents)) if tasks.documents else ()),
-        *("--dtype", quantization.dtype, "--device", "{device}"),
+        *computing_options(quantization),
     )
     return [
         subject.step(

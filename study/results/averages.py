@@ -4,7 +4,7 @@ Two kinds: those kept in training (LAWA windows, EMAs), and soups of exported ch
 """
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from quant_eval.specs import parse_spec
 from study.axes import AnyRun
@@ -25,11 +25,15 @@ def kept_averages(study: Study) -> list[Lawa | Ema]:
 
 def average_title(average: Lawa | Ema | SoupSettings) -> str:
     """Return 'LAWA, 5 weights 16 steps apart' or 'soup of steps 592 and 640'."""
-    if isinstance(average, SoupSettings):
-        return f"soup of steps {enumeration([str(step) for step in average.steps])}"
-    if isinstance(average, Lawa):
-        return f"LAWA, {average.window} weights {average.interval_steps} steps apart"
-    return f"EMA, decay {average.decay:g} every {average.interval_steps} steps"
+    match average:
+        case SoupSettings(steps=steps):
+            return f"soup of steps {enumeration([str(step) for step in steps])}"
+        case Lawa(window=window, interval_steps=interval):
+            return f"LAWA, {window} weights {interval} steps apart"
+        case Ema(decay=decay, interval_steps=interval):
+            return f"EMA, decay {decay:g} every {interval} steps"
+        case _:
+            assert_never(average)
 
 
 def average_label(average: Lawa | Ema, others: Iterable[Lawa | Ema]) -> str:

@@ -1,6 +1,6 @@
 """The text of a study, to train on, to calibrate with and to measure on; and where it is kept."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, assert_never
 
 from pydantic import Field
 
@@ -132,12 +132,18 @@ def places_of(text: Text) -> dict[str, str]:
 
     The keys are train, held_out, calibration and tokenizer, those that there are.
     """
-    if isinstance(text, PreparedText):
-        places = {use: f"{{root}}/{TEXTS}/{file.name}" for use, file in text.files.items()}
-        return places | {"tokenizer": f"{{root}}/{text.tokenizer_directory}"}
-    if isinstance(text, PackageSources):
-        places = {use: f"{{study}}/data/{use}" for use in USES}
-        return places | {"tokenizer": f"{{study}}/{CORPUS}/tokenizer"}
-    uses = [use for use in USES if getattr(text, use)] + ["tokenizer"]
-    own = isinstance(text, OwnText)
-    return {use: f"{{study}}/data/{use}" if own else getattr(text, use) for use in uses}
+    match text:
+        case PreparedText():
+            places = {use: f"{{root}}/{TEXTS}/{file.name}" for use, file in text.files.items()}
+            return places | {"tokenizer": f"{{root}}/{text.tokenizer_directory}"}
+        case PackageSources():
+            places = {use: f"{{study}}/data/{use}" for use in USES}
+            return places | {"tokenizer": f"{{study}}/{CORPUS}/tokenizer"}
+        case OwnText():
+            uses = [use for use in USES if getattr(text, use)]
+            return {use: f"{{study}}/data/{use}" for use in (*uses, "tokenizer")}
+        case TokenFiles():
+            uses = [use for use in USES if getattr(text, use)]
+            return {use: getattr(text, use) for use in (*uses, "tokenizer")}
+        case _:
+            assert_never(text)

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from base.errors import UserError
 from study.definition import Study
@@ -14,6 +14,7 @@ from study.text.kinds import (
     OwnText,
     PackageSources,
     PreparedText,
+    TokenFiles,
     places_of,
 )
 from study.text.own import check_unchanged
@@ -89,11 +90,17 @@ def _place(directory: Path, place: str) -> Path:
 
 def text_steps(study: Study) -> list[Step]:
     """Return the steps that make text; none for token files that have to be there before."""
-    if isinstance(study.text, PackageSources):
-        return _package_steps(study.text)
-    if isinstance(study.text, OwnText):
-        return _own_steps(study.text)
-    return _prepared_steps(study.text) if isinstance(study.text, PreparedText) else []
+    match study.text:
+        case PackageSources():
+            return _package_steps(study.text)
+        case OwnText():
+            return _own_steps(study.text)
+        case PreparedText():
+            return _prepared_steps(study.text)
+        case TokenFiles():
+            return []
+        case text:
+            assert_never(text)
 
 
 def _own_steps(text: OwnText) -> list[Step]:

@@ -186,6 +186,11 @@ FEW = {name: values[:19] for name, values in SUMS.items()}
             "'separate' and 'concatenated'",
         ),
         (
+            [content(SUMS, bos_token_ids=[1]), content(SUMS, bos_token_ids=[])],
+            [],
+            "bos_token_ids of the evaluation is [1] and []",
+        ),
+        (
             [content(SUMS), content(SUMS, dtype="bf16")],
             [],
             "dtype of the evaluation is 'fp32' and 'bf16'",

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -120,21 +121,36 @@ def test_what_cannot_be_asked_is_interrupted(tmp_path):
 
 
 def test_what_hangs_is_ended_and_named(tmp_path, capfd):
-    """A training whose ranks never meet, and one that stops logging."""
+    """What is said of it is ended for, as often as it has to be asked."""
+    answers = iter([None, None, "hung: no step"])
     code = "import time; time.sleep(100_000)"
-    watch = Watch(tmp_path, "run", silent_seconds=1.5)
-    assert waiting(code, tmp_path, hung=watch.hung) != 0
-    assert (
-        "error: hung: training does not start: its ranks have not met, a node does not answer at"
-        " the rendezvous for 2 s"
-    ) in capfd.readouterr().out
+    assert waiting(code, tmp_path, hung=lambda: next(answers)) != 0
+    assert "error: hung: no step" in capfd.readouterr().out
+
+
+def test_what_is_silent_for_too_long_hangs(tmp_path, monkeypatch):
+    """A training whose ranks never meet, and one that stops logging, by a clock of the test's."""
+    now = 0.0
+    monkeypatch.setattr("slurm.job.watch.time", SimpleNamespace(monotonic=lambda: now))
+    watch = Watch(tmp_path, "run", silent_seconds=90)
+    now = 89.0
+    assert watch.hung() is None
+    now = 90.0
+    assert watch.hung() == (
+        "hung: training does not start: its ranks have not met, a node does not answer at the"
+        " rendezvous for 90 s"
+    )
     (tmp_path / "run").mkdir()
-    log = f"open({str(tmp_path / 'run/metrics.jsonl')!r}, 'a').write('1\\n')"
-    code = f"import time\nfor _ in range(4): time.sleep(0.5); {log}\ntime.sleep(100_000)"
-    watch = Watch(tmp_path, "run", silent_seconds=1.5)
-    assert waiting(code, tmp_path, hung=watch.hung) != 0
-    assert "error: hung: training logs nothing for 2 s" in capfd.readouterr().out
-    assert (tmp_path / "run/metrics.jsonl").read_text() == "1\n" * 4
+    watch = Watch(tmp_path, "run", silent_seconds=90)
+    for at in (150.0, 230.0, 310.0):  # each row lets it be silent anew
+        now = at
+        with (tmp_path / "run/metrics.jsonl").open("a") as file:
+            file.write("1\n")
+        assert watch.hung() is None
+    now = 399.0
+    assert watch.hung() is None
+    now = 400.0
+    assert watch.hung() == "hung: training logs nothing for 90 s"
 
 
 def test_an_error_beside_the_command_leaves_no_process(tmp_path):

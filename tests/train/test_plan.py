@@ -85,7 +85,7 @@ def test_the_300b_ablation(tmp_path, capsys):
     on_h200 = fitting_layouts(configs[0], 64, gpus_per_node=8, gpu=GPUS["h200"])
     assert on_h200[0].words == "tensor 1, pipeline 1"
     rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert "tensor 1, pipeline 1 1 none 70.23 GB 47%" in rows
+    assert "tensor 1, pipeline 1 1 none 71.05 GB 47%" in rows
 
 
 def test_disk_of_averages_and_a_branch(tmp_path, capsys):

@@ -10,6 +10,7 @@ import torch
 
 from base.files import sha256_of
 from tests.runs import error_line, make_run, ranks
+from tests.waiting import HANG_SECONDS
 from train.data.batches import Batch, Replica
 from train.data.config import DataConfig
 from train.data.indexing import index
@@ -53,7 +54,7 @@ def test_batches_are_read_two_steps_ahead_and_no_further():
         assert torch.equal(batches(step).tokens_BS, batch_of(step).tokens_BS)
         ahead = min(step + STEPS_AHEAD, 9)
         for _ in range(ahead - 3 if step == 4 else min(1, 9 - step - STEPS_AHEAD + 1)):
-            assert read.acquire(timeout=30)
+            assert read.acquire(timeout=HANG_SECONDS)
         assert asked == list(range(4, ahead + 1))
 
 

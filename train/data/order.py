@@ -36,7 +36,7 @@ a walk takes at most 4 steps.
 import os
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Literal, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,18 +132,23 @@ class Order:
         """
         epochs = positions_B // self.epoch_size
         indices = positions_B % self.epoch_size
-        if self.kind != "sequential":
-            for epoch in np.unique(epochs).tolist():
-                inside = epochs == epoch
-                indices[inside] = self._epoch(indices[inside], epoch)
+        for epoch in np.unique(epochs).tolist():
+            inside = epochs == epoch
+            indices[inside] = self._epoch(indices[inside], epoch)
         return indices
 
     def _epoch(self, positions: Indices, epoch: int) -> Indices:
-        if self.kind == "permutation":
-            return permute(positions, self.size, self.seed, epoch)
-        if self._shuffled is None or self._shuffled[0] != epoch:
-            self._shuffled = (epoch, self._shuffle(self.seed + epoch))
-        return self._shuffled[1][positions].astype(np.int64)
+        match self.kind:
+            case "sequential":
+                return positions
+            case "permutation":
+                return permute(positions, self.size, self.seed, epoch)
+            case "olmo":
+                if self._shuffled is None or self._shuffled[0] != epoch:
+                    self._shuffled = (epoch, self._shuffle(self.seed + epoch))
+                return self._shuffled[1][positions].astype(np.int64)
+            case _:
+                assert_never(self.kind)
 
     def _shuffle(self, seed: int) -> NDArray[np.uint32]:
         in_memory = self.size * np.dtype(np.uint32).itemsize <= SHUFFLE_IN_MEMORY_BYTES

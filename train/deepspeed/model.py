@@ -15,6 +15,7 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from train.forward_record import ForwardRecord, LinearRecord
+from train.model.accumulation import SummedEmbedding, SummedLayerNorm
 from train.model.families import hf_settings, parameter_shapes
 from train.run.config import RunConfig
 from train.run.directory import PROBE_OUTPUTS
@@ -45,6 +46,11 @@ def build_model(run: RunConfig) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             hf_config, dtype=torch.float32, attn_implementation="causal_sdpa"
         )
+    # Their gradients would depend on the size of a microbatch.
+    model.get_input_embeddings().__class__ = SummedEmbedding
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.__class__ = SummedLayerNorm
     parameters = hf_parameters(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     assert shapes == parameter_shapes(run.model), "not the model of train/model/families.py"

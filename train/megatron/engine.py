@@ -6,7 +6,7 @@ Shapes: B sequences, S tokens, V vocabulary.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
@@ -56,8 +56,13 @@ class MegatronEngine:
         self._optimizer = build_optimizer(run, self._pipeline.model)
         self._state = OptimizerState(self._optimizer, slot_names(run))
         self._memory = SnapshotMemory(device)
-        if run.optimizer.matrices == "muon":
-            muon.register(run, self._pipeline.model.module, self._state)
+        match run.optimizer.matrices:
+            case "adamw":
+                pass
+            case "muon":
+                muon.register(run, self._pipeline.model.module, self._state)
+            case _:
+                assert_never(run.optimizer.matrices)
         config.finalize_model_grads_func = finalize_model_grads
 
     @property

@@ -14,6 +14,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -22,11 +27,33 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from train.model.accumulation import embedded
 from train.model.documents import attention_in_documents
 from train.model.elementwise import normed, normed_and_rotated, swiglu
 from train.model.recomputing import recomputed
 
 FUSED_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+
+
+class Embedding(VocabParallelEmbedding):
+    """mcore's embedding by `train.model.accumulation.embedded`."""
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        """Return rows [B, S, H], under sequence parallelism [S, B, H] of this rank's tokens."""
+        rows: Tensor
+        if self.tp_group.size() == 1:
+            rows = embedded(ids_BS, self.weight)
+        else:
+            elsewhere_BS = (ids_BS < self.vocab_start_index) | (ids_BS >= self.vocab_end_index)
+            local_BS = (ids_BS - self.vocab_start_index).masked_fill(elsewhere_BS, 0)
+            rows = embedded(local_BS, self.weight).masked_fill(elsewhere_BS.unsqueeze(-1), 0.0)
+
+        if self.reduce_scatter_embeddings:
+            rows = rows.transpose(0, 1).contiguous()
+            rows = reduce_scatter_to_sequence_parallel_region(rows, group=self.tp_group)
+        else:
+            rows = reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
+        return rows
 
 
 class RMSNorm(nn.Module):

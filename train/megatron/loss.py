@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from train.model.accumulation import add_product, sums_like
 from train.model.elementwise import compiled_on_gpu
 from train.run.parallel import LOSS_CHUNK_TOKENS
 
@@ -44,7 +45,8 @@ class Head(ColumnParallelLinear):
 
         The loss is cross-entropy and z-loss in fp32, over the number of labels; the sums [2] are
         both over counted labels, in nats, in fp64. First-order gradients are exact; they are
-        computed in the forward pass, chunk by chunk.
+        computed in the forward pass, chunk by chunk. That by the weight is summed in fp32 and
+        rounded once, so that it does not depend on the number of chunks.
         """
         if targets is None:
             logits: tuple[Tensor, None] = super().forward(hidden_SBH)
@@ -68,7 +70,7 @@ class _HeadLosses(torch.autograd.Function):
         num_labels = len(targets.labels_T)
         chunk_tokens = CPU_CHUNK_TOKENS if hidden_TH.is_cpu else LOSS_CHUNK_TOKENS
         if differentiate:
-            by_hidden_TH, by_weight_VH = torch.empty_like(hidden_TH), torch.zeros_like(weight_VH)
+            by_hidden_TH, by_weight_VH = torch.empty_like(hidden_TH), sums_like(weight_VH)
 
         for start in range(0, num_labels, chunk_tokens):
             # Both losses of the chunk.
@@ -93,8 +95,9 @@ class _HeadLosses(torch.autograd.Function):
                 label_C = (scale_C * share_C).to(other_C.dtype).where(local_C, other_C)
                 by_logits_CV.scatter_(-1, index_C1, label_C.unsqueeze(-1))
                 torch.mm(by_logits_CV, weight_VH, out=by_hidden_TH[part])
-                by_weight_VH.addmm_(by_logits_CV.t(), hidden_CH)
+                add_product(by_weight_VH, by_logits_CV, hidden_CH)
 
+        ctx.dtype = weight_VH.dtype
         if differentiate:
             ctx.save_for_backward(by_hidden_TH, by_weight_VH)
         ctx.mark_non_differentiable(sums)
@@ -103,7 +106,8 @@ class _HeadLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:  # type: ignore[override]
-        return *(saved.mul_(gradient) for saved in ctx.saved_tensors), None, None
+        by_hidden_TH, by_weight_VH = (saved.mul_(gradient) for saved in ctx.saved_tensors)
+        return by_hidden_TH, by_weight_VH.to(ctx.dtype), None, None
 
 
 def _rows_of_this_rank(labels_C: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

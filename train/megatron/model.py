@@ -29,6 +29,7 @@ from torch import Tensor
 from train.megatron import transformer_engine
 from train.megatron.layers import (
     CausalAttention,
+    Embedding,
     FullWidthNorm,
     Olmo2Layer,
     RMSNorm,
@@ -130,8 +131,11 @@ class HeadlessGPT(GPTModel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # mcore takes no other classes for them
+        if self.pre_process:
+            self.embedding.word_embeddings.__class__ = Embedding
         if self.post_process:
-            self.output_layer.__class__ = Head  # mcore takes no other class for it
+            self.output_layer.__class__ = Head
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states

@@ -50,7 +50,7 @@ def initial_parameter(name: str, model: ModelConfig, seed: int) -> Tensor:
         return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
     weight = torch.empty(shape)
-    cut_at = None if model.initializer == "normal" else CUT_AT
+    cut_at = {"normal": None, "truncated_normal": CUT_AT}[model.initializer]
     draw_normal(weight.view(-1), key, std=model.initializer_range, cut_at=cut_at)
     return weight
 

@@ -133,27 +133,38 @@ def _activations(config: RunConfig, stage: int, num_micro: int) -> dict[str, int
     # 1F1B keeps as many microbatches as stages follow, itself included (Narayanan et al. 2021,
     # arXiv 2104.04473, section 2.2).
     waiting = min(parallel.pipeline - stage, num_micro)
-    layers = waiting * model.num_hidden_layers // parallel.pipeline
+    layers = model.num_hidden_layers // parallel.pipeline
     if config.recompute == "layers":
-        components = {
-            "inputs of layers": layers * tokens * model.hidden_size * d // token_ranks,
-            "one recomputed layer": layer,
-        }
+        kept, again = layers * tokens * model.hidden_size * d // token_ranks, layer
+        components = {"inputs of layers": waiting * kept, "one recomputed layer": again}
     else:
-        components = {"activations": layers * layer}
+        kept, again = layers * layer, 0
+        components = {"activations": waiting * kept}
 
-    if stage == parallel.pipeline - 1:
-        components["logits and loss"] = _loss_bytes(config, tokens)
+    loss = _loss_bytes(config, tokens) if stage == parallel.pipeline - 1 else 0
+    components["logits and loss"] = loss
+    if stage == 0:  # summed when the activations of its microbatch are gone
+        embedding = _weight_gradient_bytes(config)
+        components["gradient of the embedding"] = max(0, embedding - kept - again - loss)
     return components
+
+
+def _weight_gradient_bytes(config: RunConfig) -> int:
+    """Return the bytes of the gradient of embedding or head: an fp32 sum, and that rounded."""
+    d, rows = bytes_of_weight(config), config.model.vocab_size // config.parallel.tensor
+    return rows * config.model.hidden_size * (FP32 + (d if d != FP32 else 0))
 
 
 def _loss_bytes(config: RunConfig, tokens: int) -> int:
     """Return the bytes of the head and the loss of a microbatch."""
     d, rows = bytes_of_weight(config), config.model.vocab_size // config.parallel.tensor
     if config.engine == "megatron":
-        # A chunk's logits and their gradient; the gradients by hidden states and the head's weight.
-        logits = 2 * min(tokens, LOSS_CHUNK_TOKENS) * rows
-        return (logits + (tokens + rows) * config.model.hidden_size) * d
+        # The gradient by hidden states; that by the weight, as an fp32 sum: with a chunk's logits
+        # and their gradient while it is summed, then with what it is rounded to.
+        hidden_size = config.model.hidden_size
+        logits = 2 * min(tokens, LOSS_CHUNK_TOKENS) * rows * d
+        summing = rows * hidden_size * FP32 + logits
+        return tokens * hidden_size * d + max(summing, _weight_gradient_bytes(config))
     # Logits in fp32, the softmax in the gradient of logsumexp, and the gradient, beside what the
     # model returned.
     return tokens * rows * (3 * FP32 + (d if d != FP32 else 0))

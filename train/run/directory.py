@@ -48,8 +48,9 @@ class CheckpointRecord(Frozen):
     imported: dict[str, Any] | None = None
     # By average: the step after which its first member may be.
     average_starts: dict[str, int] = Field(default={})
-    # Losses and gradient norms of the steps by which the next spike is judged.
-    accepted: tuple[tuple[float, float], ...] = ()
+    # Losses and gradient norms of the steps by which the next one is judged; skips just before.
+    judged_steps: tuple[tuple[float, float], ...] = ()
+    skips_in_a_row: int = 0
     files: dict[str, FileRecord]
 
     @property

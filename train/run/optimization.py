@@ -1,10 +1,12 @@
 """The configuration of optimizer, schedule, batch-size warm-up, averages and spikes."""
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, assert_never
 
 from pydantic import Field, model_validator
 
 from base.frozen import Frozen
+
+Shape = Literal["linear", "cosine", "sqrt"]  # of a fall of the learning rate
 
 
 class OptimizerConfig(Frozen):
@@ -56,11 +58,16 @@ class OptimizerConfig(Frozen):
             >>> optimizer.decay_at(5e-4, hidden=True), optimizer.decay_at(5e-4, hidden=False)
             (0.05, 0.1)
         """
-        if self.decay == "independent":
-            return self.weight_decay / self.peak_lr
-        if self.decay == "adamc" and hidden:
-            return self.weight_decay * rate / self.peak_lr
-        return self.weight_decay
+        match self.decay:
+            case "adamw":
+                return self.weight_decay
+            case "adamc":
+                decay = self.weight_decay
+                return decay * rate / self.peak_lr if hidden else decay
+            case "independent":
+                return self.weight_decay / self.peak_lr
+            case _:
+                assert_never(self.decay)
 
     @model_validator(mode="after")
     def _peak_to_divide_by(self) -> Self:
@@ -91,7 +98,7 @@ class Anneal(Frozen):
     """
 
     start_step: int = Field(ge=0)
-    shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    shape: Shape = "linear"
     floor: float = Field(default=0.0, ge=0, le=1)
 
 
@@ -167,11 +174,14 @@ class Ema(Frozen):
 
 
 class SpikeConfig(Frozen):
-    """Steps whose loss or gradient norm is `sigmas` standard deviations above the last `window`.
+    """Steps whose loss or gradient norm is `sigmas` standard deviations above the steps before.
 
-    OLMo2-32B skips such steps (OLMo-core, SkipStepOptimizer, 6 sigmas over 128 steps).
+    OLMo2-32B skips such steps (OLMo-core, SkipStepOptimizer, 6 sigmas over 128 steps). Skipped
+    steps count among the steps before: a loss that stays high is soon no spike any more, one that
+    keeps rising stops the run.
     """
 
-    window_steps: int = Field(default=128, gt=1)
+    window_steps: int = Field(default=128, gt=1, description="steps before, at most")
     sigmas: float = Field(default=6.0, gt=0)
     action: Literal["stop", "skip"] = "stop"
+    most_skips: int = Field(default=32, gt=0, description="in a row; one more stops the run")

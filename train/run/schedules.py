@@ -1,28 +1,28 @@
 """Learning rate as a pure function of the step."""
 
 import math
+from typing import assert_never
 
 from train.run.config import RunConfig
-from train.run.optimization import Anneal, ConstantPhase
+from train.run.optimization import Anneal, ConstantPhase, CosinePhase, Shape
 
 
 def _before_anneal(config: RunConfig, step: int) -> float:
     schedule, peak_lr = config.schedule, config.optimizer.peak_lr
-    tokens = config.tokens_at(step)
-    if tokens < schedule.warmup_tokens:
-        return peak_lr * tokens / schedule.warmup_tokens
-    if isinstance(schedule.phase, ConstantPhase):
-        return peak_lr
-    floor_lr = schedule.phase.floor * peak_lr
-    if tokens >= schedule.phase.horizon_tokens:
-        return floor_lr
-    progress = (tokens - schedule.warmup_tokens) / (
-        schedule.phase.horizon_tokens - schedule.warmup_tokens
-    )
-    return floor_lr + (peak_lr - floor_lr) * share_left("cosine", progress)
+    tokens, begin = config.tokens_at(step), schedule.warmup_tokens
+    if tokens < begin:
+        return peak_lr * tokens / begin
+    match schedule.phase:
+        case ConstantPhase():
+            return peak_lr
+        case CosinePhase(horizon_tokens=end, floor=floor):
+            floor_lr, progress = floor * peak_lr, min(1.0, (tokens - begin) / (end - begin))
+            return floor_lr + (peak_lr - floor_lr) * share_left("cosine", progress)
+        case phase:
+            assert_never(phase)
 
 
-def share_left(shape: str, progress: float) -> float:
+def share_left(shape: Shape, progress: float) -> float:
     """Return the share of a decay of this shape that is left: 1 at its start, 0 at its end.
 
     Args:
@@ -33,9 +33,15 @@ def share_left(shape: str, progress: float) -> float:
         >>> [round(share_left(shape, 0.25), 3) for shape in ("linear", "cosine", "sqrt")]
         [0.75, 0.854, 0.5]
     """
-    if shape == "cosine":
-        return (1 + math.cos(math.pi * progress)) / 2
-    return 1 - math.sqrt(progress) if shape == "sqrt" else 1 - progress
+    match shape:
+        case "linear":
+            return 1 - progress
+        case "cosine":
+            return (1 + math.cos(math.pi * progress)) / 2
+        case "sqrt":
+            return 1 - math.sqrt(progress)
+        case _:
+            assert_never(shape)
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
