@@ -226,6 +226,7 @@ def _show(result: Result[Any], how: str) -> None:
             f" per token, relative error {_interval(measured, 'relative_error')},"
             f" KL {_interval(measured, 'kl_divergence')}"
         )
+        _show_dead([linear.name for linear in measured.layers if linear.dead])
         return
     rows = measured.tasks
     if measured.mean and len(rows) > 1:
@@ -234,6 +235,15 @@ def _show(result: Result[Any], how: str) -> None:
         print(
             f"  {name}: accuracy {row.accuracy:.4f} -> {row.accuracy_quantized:.4f},"
             f" difference {_interval(row, 'difference')}"
+        )
+    _show_dead(measured.dead_linears)
+
+
+def _show_dead(names: list[str]) -> None:
+    if names:
+        print(
+            "  dead: every calibration input is zero, so the text has no part in how these are"
+            f" rounded: {', '.join(names)}"
         )
 
 

@@ -216,7 +216,10 @@ def report(
     name: StudyName,
     root: Root = Path("runs"),
     claims: Annotated[
-        bool, typer.Option("--claims", help="print the verdict on each claim, write no report")
+        bool,
+        typer.Option(
+            "--claims", help="print effects of factors and verdicts on claims, write no report"
+        ),
     ] = False,
 ) -> None:
     """Draw the figures and write report.html from table.parquet.
@@ -226,11 +229,14 @@ def report(
     directory, study = existing(name, root)
     if claims:
         from study.claims.page import claims_text, judge_all
+        from study.report.effects import effect_tables, effects_text
+        from study.results.effects import effects_of
         from study.results.paired import Paired
         from study.results.table import read_table
 
-        judged = judge_all(study, read_table(directory, study), Paired(directory))
-        typer.echo(claims_text(study, judged))
+        rows, paired = read_table(directory, study), Paired(directory)
+        typer.echo("\n".join(effects_text(effect_tables(study, effects_of(study, rows, paired)))))
+        typer.echo(claims_text(study, judge_all(study, rows, paired)))
         return
 
     from study.report.report import write_report

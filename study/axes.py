@@ -1,31 +1,38 @@
-"""The axes of a study: the quantities in which its runs differ, read off their configurations.
+"""The axes of a study: the quantities in which its runs differ.
 
-Labels, headings and the order of runs in figures and tables follow from them, so a recipe says
-nothing but its runs.
+First those that `study.recipes.parts.sweep` varied, under the names that they have there. Then what
+else differs, read off the configurations: the quantities listed here, and any other setting of
+run.json. Labels, headings and the order of runs in figures and tables follow from them.
 """
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from base.frozen import Frozen
+from study.differences import Value, differing_settings
 from study.released import ReleasedRun
 from train.run.config import RunConfig
 
 AnyRun = RunConfig | ReleasedRun
-Value = float | str
 Scale = Literal["log", "linear", "category"]
+STAGE = "stage"  # the only axis of a released model
 
 
 class Axis(Frozen):
     """A quantity in which runs differ."""
 
-    key: str = Field(description="the first four quantities are columns of the table, too")
+    key: str = Field(description="of its column in the table, and of MLflow's parameter")
     name: str = Field(description="for headings and titles, such as 'weight decay'")
     unit: str = ""
     scale: Scale
     values: dict[str, Value] = Field(description="by the name of the run")
+
+    @property
+    def title(self) -> str:
+        """The name with the unit."""
+        return f"{self.name} ({self.unit})" if self.unit else self.name
 
     def text_of(self, run: str) -> str:
         """Return the value of a run for a label: '0.1', '10.5B' or 'cosine'."""
@@ -36,6 +43,8 @@ class Axis(Frozen):
 
 
 class _Quantity(NamedTuple):
+    """A quantity that may be an axis."""
+
     name: str
     of: Callable[[RunConfig], Value]
     unit: str = ""
@@ -84,8 +93,30 @@ QUANTITIES: dict[str, _Quantity] = {  # in the order in which labels have them
 }
 
 
+# The settings of run.json that are in the quantities above.
+COVERED = frozenset(
+    {"batch_size", "batch_warmup", "engine", "total_steps", "schedule.phase.kind"}
+    | {f"optimizer.{key}" for key in ("peak_lr", "weight_decay", "matrices", "decay")}
+    | {"schedule.phase.horizon_tokens", "schedule.anneal", "schedule.anneal.start_step"}
+)
+# What other settings may follow from: a warm-up from the budget, say, but none from the peak.
+DECIDING = ("batch_size", "schedule", "tokens", "anneal_tokens", "batch_warmup", "matrices")
+NAMES = {  # of settings and factors, with their unit; the key itself in words for any other
+    "num_hidden_layers": ("layers", ""),
+    "hidden_size": ("width", ""),
+    "intermediate_size": ("width of the MLP", ""),
+    "num_attention_heads": ("attention heads", ""),
+    "vocab_size": ("size of the vocabulary", ""),
+    "sequence_length": ("sequence length", "tokens a sequence"),
+    "warmup_tokens": ("warm-up", "tokens"),
+    "clip_grad_norm": ("clipping of the gradient norm", ""),
+    "z_loss": ("z-loss", ""),
+    "train": ("training data", ""),
+}
+
+
 def axes_of(runs: Sequence[AnyRun], controls: Set[str] = frozenset()) -> tuple[Axis, ...]:
-    """Return the axes of a study with these runs; the peak learning rate where none differs.
+    """Return the axes of a study with these runs; the peak learning rate where nothing differs.
 
     Runs of released models have one axis, their stage. Controls, by name, make no axis: what they
     have on those of the other runs says which of them they are compared with.
@@ -93,22 +124,86 @@ def axes_of(runs: Sequence[AnyRun], controls: Set[str] = frozenset()) -> tuple[A
     trained = [run for run in runs if isinstance(run, RunConfig)]
     if len(trained) < len(runs):
         stages: dict[str, Value] = {run.name: run.name for run in runs}
-        return (Axis(key="stage", name="stage", scale="category", values=stages),)
+        return (Axis(key=STAGE, name="stage", scale="category", values=stages),)
     compared = [run for run in trained if run.name not in controls] or trained
-    kinds = {(run.schedule.phase.kind, run.schedule.anneal is None) for run in compared}
-    axes: list[Axis] = []
-    for key, quantity in QUANTITIES.items():
+
+    axes: dict[str, Axis] = {}
+    for key, quantity in _candidates(compared, trained):
         values = {run.name: quantity.of(run) for run in compared}
-        if key == "schedule" and len(kinds) == 1:
-            continue  # budgets or lengths of anneals then say what differs
-        if len(set(values.values())) > 1 and not _is_implied(values, quantity, axes):
-            everywhere = {run.name: quantity.of(run) for run in trained}
-            if key == "schedule":
-                everywhere |= dict.fromkeys(controls, NO_ANNEAL)
-            axes.append(_axis(key, everywhere | values))
+        varies = len(set(values.values())) > 1
+        if key in axes or not varies or _is_implied(values, quantity, axes.values()):
+            continue
+        everywhere = {run.name: quantity.of(run) for run in trained}
+        if quantity.of is _schedule:
+            everywhere |= dict.fromkeys(controls, NO_ANNEAL)
+        axes[key] = _axis(key, quantity, everywhere | values)
     if not axes:
-        axes = [_axis("peak_lr", {run.name: run.optimizer.peak_lr for run in trained})]
-    return tuple(axes)
+        quantity = QUANTITIES["peak_lr"]
+        values = {run.name: quantity.of(run) for run in trained}
+        return (_axis("peak_lr", quantity, values),)
+    return tuple(axes.values())
+
+
+def _candidates(
+    compared: Sequence[RunConfig], trained: Sequence[RunConfig]
+) -> Iterator[tuple[str, _Quantity]]:
+    """Yield what may be an axis, with its key: swept factors, listed quantities, other settings.
+
+    A swept factor decides all that follows it: the run is a function of its factors.
+    """
+    swept = dict(_swept(compared))
+    yield from swept.items()
+
+    kinds = {(run.schedule.phase.kind, run.schedule.anneal is None) for run in compared}
+    for key, quantity in QUANTITIES.items():
+        # under one kind of schedule budgets or lengths of anneals say what differs
+        if key != "schedule" or len(kinds) > 1:
+            yield key, quantity._replace(implied_by=(*quantity.implied_by, *swept))
+
+    varying = [path for path in differing_settings(compared) if path not in COVERED]
+    keys = {path: _short(path, varying) for path in varying}
+    everywhere = differing_settings(trained)
+    for path, key in keys.items():
+        name, unit = _named(key)
+        implied_by = (*swept, *DECIDING, *keys.values())
+        yield key, _Quantity(name, _by_run(everywhere[path]), unit, implied_by)
+
+
+def _swept(compared: Sequence[RunConfig]) -> Iterator[tuple[str, _Quantity]]:
+    """Yield the factors that all runs have; under the listed name if they are that quantity."""
+    for key in compared[0].factors:
+        if not all(key in run.factors for run in compared):
+            continue
+        values = {run.name: run.factors[key] for run in compared}
+        if all(run.seed == values[run.name] for run in compared):
+            continue  # replicates are no axis
+        listed = QUANTITIES.get(key)
+        if listed and all(listed.of(run) == values[run.name] for run in compared):
+            yield key, listed
+            continue
+        name, unit = _named(key)
+        yield (f"swept_{key}" if listed else key), _Quantity(name, _factor(key), unit)
+
+
+def _factor(key: str) -> Callable[[RunConfig], Value]:
+    """Return what gives a factor; a control that runs of several values share has none."""
+    return lambda run: run.factors.get(key, NO_ANNEAL)
+
+
+def _by_run(values: dict[str, Value]) -> Callable[[RunConfig], Value]:
+    return lambda run: values[run.name]
+
+
+def _short(path: str, others: Sequence[str]) -> str:
+    """Return the last part of a dotted path, or its last two where another ends alike."""
+    last = path.rpartition(".")[2]
+    is_alone = sum(other.rpartition(".")[2] == last for other in others) == 1
+    return last if is_alone and last not in QUANTITIES else ".".join(path.split(".")[-2:])
+
+
+def _named(key: str) -> tuple[str, str]:
+    """Return name and unit of a setting or factor."""
+    return NAMES.get(key, (key.replace("_", " ").replace(".", " "), ""))
 
 
 def _is_implied(values: dict[str, Value], quantity: _Quantity, axes: Iterable[Axis]) -> bool:
@@ -118,12 +213,11 @@ def _is_implied(values: dict[str, Value], quantity: _Quantity, axes: Iterable[Ax
     return len(set(places.values())) == len({(places[run], values[run]) for run in values})
 
 
-def _axis(key: str, values: dict[str, Value]) -> Axis:
+def _axis(key: str, quantity: _Quantity, values: dict[str, Value]) -> Axis:
     scale: Scale = "category"
     numbers = [value for value in values.values() if not isinstance(value, str)]
     if numbers:
         scale = "log" if min(numbers) > 0 else "linear"
-    quantity = QUANTITIES[key]
     return Axis(key=key, name=quantity.name, unit=quantity.unit, scale=scale, values=values)
 
 
@@ -145,22 +239,32 @@ class Varied(NamedTuple):
     name: str
     unit: str
     scale: Scale
-    values: dict[str, float]
+    values: dict[str, Value]
     groups: dict[str, str]
+
+    @property
+    def has_numbers(self) -> bool:
+        """True for numbers, which have places on an axis; False for words, in the study's order."""
+        return self.scale != "category"
 
 
 def varied_of(axes: Sequence[Axis], controls: Set[str] = frozenset()) -> Varied | None:
-    """Return the axis to draw against, with the others as groups; None where none has numbers.
+    """Return the axis to draw against, the first with numbers if any, with the others as groups.
 
-    Controls are a group of their own beside every other.
+    Controls are a group of their own beside every other. None for a released model.
     """
-    for axis in axes:
-        values = {run: value for run, value in axis.values.items() if not isinstance(value, str)}
-        if values:
-            others = [other for other in axes if other is not axis]
-            groups = {run: text_of(others, run, controls) for run in values}
-            return Varied(axis.key, axis.name, axis.unit, axis.scale, values, groups)
-    return None
+    if axes[0].key == STAGE:
+        return None
+    axis = next((axis for axis in axes if axis.scale != "category"), axes[0])
+    is_category = axis.scale == "category"
+    values = {
+        run: value
+        for run, value in axis.values.items()
+        if is_category or not isinstance(value, str)
+    }
+    others = [other for other in axes if other is not axis]
+    groups = {run: text_of(others, run, controls) for run in values}
+    return Varied(axis.key, axis.name, axis.unit, axis.scale, values, groups)
 
 
 def text_of(axes: Iterable[Axis], run: str, controls: Set[str] = frozenset()) -> str:

@@ -11,7 +11,7 @@ from base.errors import UserError, explain_validation
 from base.files import write_json
 from base.frozen import NAME_PATTERN, Frozen, fingerprint
 from study.axes import AnyRun, Axis, Varied, axes_of, text_of, varied_of
-from study.design import Group, control_among, replicates_of
+from study.design import Group, control_among, equal_runs, replicates_of
 from study.measurements.curvature import CURVATURE, CurvatureSettings
 from study.measurements.kind import Kind
 from study.measurements.quantization import (
@@ -100,6 +100,7 @@ class Study(Frozen):
             yield f"two runs share a name among {', '.join(names)}"
         if not set(self.labels) <= set(names):
             yield f"labels name a run that is not among {', '.join(names)}; correct labels"
+        yield from equal_runs(self.runs, self.settings)
         labels = [self.label_of(run) for run in self.runs]
         if len(set(labels)) != len(labels):
             yield f"two runs share a label among {', '.join(labels)}; correct labels"

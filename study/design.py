@@ -57,6 +57,27 @@ def replicates_of(runs: Sequence[AnyRun]) -> list[list[AnyRun]]:
     return list(groups.values())
 
 
+def equal_runs(runs: Sequence[AnyRun], settings: Sequence[str]) -> Iterator[str]:
+    """Yield in words which two runs are the same training, and what to do; after these --set's."""
+    for replicates in replicates_of(runs):
+        by_seed: dict[int, str] = {}
+        for run in replicates:
+            if not isinstance(run, RunConfig):
+                continue
+            if run.seed in by_seed:
+                both = f"{by_seed[run.seed]} and {run.name} are the same training"
+                if settings:
+                    yield (
+                        f"with {' '.join(settings)} runs {both}; leave out the setting that the"
+                        " recipe varies, or change the recipe"
+                    )
+                yield (
+                    f"runs {both}: they differ in their names alone; let a setting of run.json"
+                    " differ, or make anneals that leave one run with parts.annealed"
+                )
+            by_seed[run.seed] = run.name
+
+
 @cache
 def _but_seed(run: AnyRun) -> str:
     if not isinstance(run, RunConfig):
@@ -98,8 +119,22 @@ def with_controls(runs: Sequence[RunConfig]) -> list[RunConfig]:
         if run.schedule.anneal and not control_among(runs, run):
             key = _trajectory(run), run.schedule.anneal.start_step
             lacking.setdefault(key, []).append(run)
-    controls = {group[-1].name: _control(group) for group in lacking.values()}
-    return [each for run in runs for each in (run, controls.get(run.name)) if each]
+
+    # the control of an earlier start may be that of a later one too
+    controls: dict[str, RunConfig] = {}
+    for _, group in sorted(lacking.items(), key=lambda item: item[0][1]):
+        if not all(control_among(controls.values(), run) for run in group):
+            controls[group[-1].name] = _control(group)
+    shared = {name: _with_shared_factors(control, runs) for name, control in controls.items()}
+    return [each for run in runs for each in (run, shared.get(run.name)) if each]
+
+
+def _with_shared_factors(control: RunConfig, runs: Iterable[RunConfig]) -> RunConfig:
+    """Return a control with the factors in which all runs agree that it is the control of."""
+    annealed = [run for run in runs if control_among([control], run)]
+    shared = set.intersection(*(set(run.factors.items()) for run in annealed))
+    factors = {key: value for key, value in control.factors.items() if (key, value) in shared}
+    return control.model_copy(update={"factors": factors})
 
 
 def _control(annealed: Sequence[RunConfig]) -> RunConfig:

@@ -46,7 +46,8 @@ def change_config(directory: Path, removed: tuple[str, ...] = (), **changes: Any
 
 def shard(directory: Path, count: int = 2) -> None:
     """Cut the file of weights into several with their index."""
-    weights, places = load_file(directory / WEIGHTS), {}
+    weights = load_file(directory / WEIGHTS)
+    places: dict[str, str] = {}
     for number in range(count):
         name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
         own = dict(list(weights.items())[number::count])

@@ -87,7 +87,8 @@ def output_errors(record: LinearRecord, name: str, settings: ProbeConfig) -> dic
         ):
             dense_OI = rounded_weight.dense().to(weight_OI.dtype)
             error_O, norm_O = row_output_errors(weight_OI, dense_OI, hessian_II)
-            errors[spec.name] = float(error_O.sum() / norm_O.sum())
+            error = error_O.sum()
+            errors[spec.name] = float(error / norm_O.sum()) if error else 0.0  # 0 of a dead linear
     return errors
 
 

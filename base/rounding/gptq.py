@@ -41,7 +41,7 @@ class Preparation:
 
     Attributes:
         order_I: int64, the input features in the order in which they are rounded.
-        dead_I: bool, the input features that are zero on every calibration token.
+        dead_I: bool, features that are zero on every calibration token, unless all are.
         factor_II: fp32, along `order_I`; unit upper triangular: an error e of column i moves column
             j > i by -e x factor_ij, which is what makes the objective smallest again.
     """
@@ -110,6 +110,9 @@ def prepare(
     before they damp and order; that depends on the unit of H, in which the two differ. Here neither
     damping nor order sees dead columns: they come last.
 
+    A dead linear, where H = 0: no weight matters to the objective. All are rounded to nearest, and
+    none is set to 0, as the authors' code does; results name such linears.
+
     The scale of H = X X^T is free.
 
     Args:
@@ -120,8 +123,8 @@ def prepare(
         ranks: that share the work; every rank has to call it.
 
     Raises:
-        UserError: H holds no live column, or is not positive definite beyond what its precision can
-            tell; nothing else is tried.
+        UserError: H is not positive definite beyond what its precision can tell; nothing else is
+            tried.
 
     Example: an error of the first column moves the second by h_12 / (h_22 + damping) = 0.9 / 1.05.
         >>> from base.rounding.spec import IntegerSpec
@@ -134,10 +137,10 @@ def prepare(
 
     # Neither the order nor the damping may depend on dead columns: means are over live ones.
     diagonal_I = hessian_II.diagonal()
-    dead_I = diagonal_I == 0
-    if not bool((~dead_I).any()):
-        raise UserError(f"{name}: every calibration input is zero; check the checkpoint's weights")
-    order_I = order_of(diagonal_I, spec)
+    dead_I, order_I = diagonal_I == 0, order_of(diagonal_I, spec)
+    if bool(dead_I.all()):
+        unmoved_II = torch.eye(len(dead_I), dtype=torch.float32, device=dead_I.device)
+        return Preparation(order_I, ~dead_I, unmoved_II)
     live_mean = diagonal_I.sum() / (~dead_I).sum()
     added_I = (dead_I + spec.damping) * live_mean
     factor_II = _factor(hessian_II, added_I, order_I, products, ranks)

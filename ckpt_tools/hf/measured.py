@@ -53,10 +53,13 @@ class Block(Read):
 class Linear(Read):
     """The errors of a linear; None where the method moved scales between linears.
 
-    The error of its outputs is on the calibration text: None too of methods that take none.
+    The error of its outputs is on the calibration text: None too of methods that take none. A dead
+    linear reads zeros alone on that text, so no method can choose between its roundings: own ones
+    round it to nearest.
     """
 
     name: str
+    dead: bool = False
     relative_output_error: float | None = None
     relative_weight_error: float | None = None
     folded: bool = False
@@ -144,6 +147,7 @@ class Tasks(Read):
     """The accuracy of the full and the quantized model on downstream tasks."""
 
     tasks: dict[str, Accuracy] = {}
+    dead_linears: list[str] = []  # see Linear
     mean: Accuracy | None = None
     interval: IntervalMethod | None = None
 

@@ -75,7 +75,6 @@ def load_hf_model(
     architectures: tuple[str, ...] | None = None,
 ) -> PreTrainedModel:
     """Return the causal language model of an HF directory in eval mode, every weight from it."""
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     from ckpt_tools.formats.hf_weights import HFWeights
@@ -83,28 +82,22 @@ def load_hf_model(
 
     read_hf_config(hf_dir, architectures)
     check_shapes(empty_model(read_config(hf_dir)), HFWeights(hf_dir), hf_dir)
-    model: PreTrainedModel
-    info: dict[str, Any]
 
     # No code of the directory is run, and no pickle is opened.
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            hf_dir,
-            dtype=dtype,
-            attn_implementation=attention,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # not ignored: reported below, as one line
-            output_loading_info=True,
-        )  # type: ignore[misc]
-    except SafetensorError as error:
-        raise UserError(
-            f"{hf_dir}: a weight file is damaged ({error}); export the checkpoint again"
-        ) from None
+    model: PreTrainedModel
+    info: dict[str, Any]
+    model, info = AutoModelForCausalLM.from_pretrained(
+        hf_dir,
+        dtype=dtype,
+        attn_implementation=attention,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )  # type: ignore[misc]
 
     # transformers would only warn, and initialize missing weights at random.
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+    for problem in ("missing_keys", "unexpected_keys"):
         if info[problem]:
             raise UserError(
                 f"{hf_dir}: {problem} {sorted(map(str, info[problem]))[:3]}; export the checkpoint"

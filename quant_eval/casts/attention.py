@@ -109,7 +109,7 @@ class ScaledCast(nn.Module):
         if not 0 < float(largest) < torch.inf:
             raise UserError(
                 f"{name} are at most {float(largest):g} on the calibration text; check the"
-                " checkpoint's weights"
+                " checkpoint's weights, or give kv8, which scales each token's own"
             )
         self._args = QuantizationArgs(num_bits=8, type=QuantizationType.FLOAT, strategy="tensor")
         scale, _ = calculate_qparams(-largest, largest, self._args)

@@ -76,6 +76,7 @@ class GroupQuantizer:
         """
         stacked_OI = torch.cat([linear.weight for linear in linears.values()])
         hessian_II = statistics.hessian(next(iter(linears))) if statistics else None
+        is_dead = hessian_II is not None and not bool(hessian_II.diagonal().any())
         if self._spec.method == "int8":
             return self._errors(linears, stacked_OI, self._int8(block, linears), hessian_II)
         if transform is None:
@@ -86,7 +87,7 @@ class GroupQuantizer:
         if hessian_II is not None:
             # rounded weights multiply what the shift leaves
             hessian_II = transform.centred(hessian_II)
-        errors = self._errors(linears, stacked_OI, dense_OI, hessian_II)
+        errors = self._errors(linears, stacked_OI, dense_OI, hessian_II, is_dead)
         if self._spec.activations:
             cast = self._cast_of(rounded_OI.shape[1], kept_I, transform, again)
             self._replace(block, linears, rounded_OI.to(stacked_OI.dtype), transform, cast)
@@ -235,7 +236,12 @@ class GroupQuantizer:
         return torch.cat([dense_weight(block.module.get_submodule(name)) for name in relative])
 
     def _errors(
-        self, linears: Linears, weight_OI: Tensor, quantized_OI: Tensor, hessian_II: Tensor | None
+        self,
+        linears: Linears,
+        weight_OI: Tensor,
+        quantized_OI: Tensor,
+        hessian_II: Tensor | None,
+        is_dead: bool = False,
     ) -> list[Linear]:
         """Return the errors of stacked linears, of which each rank computes a share of the rows."""
         share = self._ranks.share(len(weight_OI))
@@ -254,6 +260,7 @@ class GroupQuantizer:
                     name=name,
                     relative_output_error=output[0] if output else None,
                     relative_weight_error=weight,
+                    dead=is_dead,
                 )
             )
         return errors

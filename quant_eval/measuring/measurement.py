@@ -200,7 +200,7 @@ def summarize(
         "documents": len(data.documents),
         "documents_without_target": data.without_target,
         "units": UNITS,
-        "layers": [error.model_dump() for error in quantized[0].errors],
+        "layers": _layers(quantized),
         "per_document": {
             "document": data.documents,
             "tokens": losses[0].tokens.astype(int).tolist(),
@@ -228,6 +228,14 @@ def summarize(
             for block in range(len(quantized[0].alone))
         ]
     return measured
+
+
+def _layers(quantized: list[Quantized]) -> list[dict[str, Any]]:
+    """Return the errors of every linear in the first draw; dead are those that are so in any."""
+    return [
+        of_draws[0].model_dump() | {"dead": any(error.dead for error in of_draws)}
+        for of_draws in zip(*(draw.errors for draw in quantized), strict=True)
+    ]
 
 
 def _increase(figures: dict[str, Any]) -> dict[str, Any]:

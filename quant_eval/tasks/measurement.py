@@ -70,7 +70,7 @@ def measure(
     del full
 
     for spec in specs:
-        quantized = quantized_model(hf_dir, spec, settings)
+        quantized, dead = quantized_model(hf_dir, spec, settings)
         label = f"tasks, {spec.name}"
 
         # LLM.int8() mixes the sequences of a batch, and their padding.
@@ -87,7 +87,8 @@ def measure(
                 **shared,
                 "batch_size": size,
             },
-            "measured": compare(full_answers, answers, tasks, settings.seed),
+            "measured": compare(full_answers, answers, tasks, settings.seed)
+            | {"dead_linears": dead},
             "environment": here,
         }
 
@@ -115,8 +116,10 @@ def _tokenizer(hf_dir: Path, vocab_size: int) -> PreTrainedTokenizerBase:
 
 def quantized_model(
     hf_dir: Path, spec: QuantSpec, settings: CalibrationSettings
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, list[str]]:
     """Return the model with its decoder blocks quantized on the first calibration draw.
+
+    With it the names of the linears that read zeros alone on that text.
 
     Weights are dense, dequantized ones in the given dtype; for LLM.int8() the linears are
     bitsandbytes' own modules.
@@ -136,11 +139,11 @@ def quantized_model(
 
     work = hf_dir / "tasks" / spec.name / LIBRARY_WORK  # where all ranks see it
     library = library_model(hf_dir, spec, draw_NL, settings, work, ranks)
-    walk(
+    (walked,) = walk(
         model,
         [Variant(spec, draw_NL, library, finished=keep, seed=settings.seed)],
         None,
         settings,
         ranks,
     )
-    return full.to(ranks.device)  # type: ignore[no-any-return]
+    return full.to(ranks.device), [error.name for error in walked.errors if error.dead]

@@ -58,7 +58,25 @@ def _end(directory: Path, study: Study, summary: RunSummary) -> End:
 
 
 def write_ends(path: Path, ends: Sequence[End], studies: Sequence[Study]) -> None:
-    """Write the ends as parquet, aside and renamed."""
-    schema = pa.unify_schemas([pa.schema([*SIZE_COLUMNS.items()]), *map(schema_of, studies)])
+    """Write the ends as parquet, aside and renamed.
+
+    A factor that is a number in one study and a word in another is text.
+    """
+    types: dict[str, set[pa.DataType]] = {name: {kind} for name, kind in SIZE_COLUMNS.items()}
+    for study in studies:
+        for field in schema_of(study):
+            types.setdefault(field.name, set()).add(field.type)
+    texts = {name for name, own in types.items() if len(own) > 1 and pa.string() in own}
+    columns = {
+        name: pa.string() if name in texts else pa.float64() if len(own) > 1 else own.pop()
+        for name, own in types.items()
+    }
+    rows = [
+        {
+            name: str(value) if name in texts and value is not None else value
+            for name, value in end.items()
+        }
+        for end in ends
+    ]
     with replaced_file(path) as aside:
-        pq.write_table(pa.Table.from_pylist(list(ends), schema=schema), aside)
+        pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema([*columns.items()])), aside)

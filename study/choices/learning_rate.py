@@ -16,7 +16,7 @@ from study.choices.ranking import Ranked, ranked
 from study.claims.data import alike
 from study.claims.verdict import FIGURES, Evidence, Measure, NotTested
 from study.results.paired import Weighted
-from study.results.summary import RunSummary, lineage
+from study.results.summary import RunSummary, enumeration, lineage
 from study.results.table import Row, trained
 from train.run.config import RunConfig
 
@@ -188,9 +188,15 @@ def answers(evidence: Evidence, loss: float | None = None) -> list[Answer]:
     """
     groups, specs = sweeps(evidence.ends), evidence.study.quantization.specs
     if not groups:
+        study = evidence.study
+        others = [axis.name for axis in study.axes if axis.key != "peak_lr"]
+        way = (
+            f"its report begins with the effect of {enumeration(others)}, see also"
+            f" 'python -m study report {study.name} --claims'"
+        )
         raise UserError(
-            f"no two runs of {evidence.study.name} differ in peak learning rate and seed alone;"
-            " take a study that sweeps it"
+            f"choose ranks peak learning rates, and no two runs of {study.name} differ in that and"
+            f" their seed alone; {way if others else 'take a study that sweeps it'}"
         )
     matched = [
         _answer(sweep, Measure(evidence, spec, figure), at_equal_loss, loss)

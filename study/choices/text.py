@@ -22,7 +22,7 @@ def headline(rankings: Sequence[Answer]) -> str:
         return ""
     of, (best, second, *_) = answer.measure, answer.ranking
     return (
-        f"{of.title}, {answer.where}: the peak learning rate {best.label} has the lowest,"
+        f"{_titled(of)}, {answer.where}: the peak learning rate {best.label} has the lowest,"
         f" {_value(of, best.estimate.value)}; {second.label} has {_difference(of, second)}."
     )
 
@@ -36,12 +36,17 @@ def answers_text(rankings: Sequence[Answer]) -> str:
     """Return every ranking as lines, and a note on intervals and tests."""
     lines = [headline(rankings)]
     for answer in rankings:
-        title = f"{answer.measure.title}, {answer.where}: {answer.reason}".rstrip()
+        title = f"{_titled(answer.measure)}, {answer.where}: {answer.reason}".rstrip()
         lines += ["", title, *_ranking(answer.measure, answer.ranking)]
     sources = dict.fromkeys(
         name for answer in rankings for ranked in answer.ranking for name in ranked.estimate.sources
     )
     return "\n".join([*lines, "", NOTE.format(sources=" and ".join(sources) or "nothing")])
+
+
+def _titled(of: Measure) -> str:
+    """Return the name of a measure with the unit of the values below it."""
+    return f"{of.title} in nats per token" if of.unit else of.title
 
 
 def _ranking(of: Measure, ranking: Sequence[Ranked]) -> Iterator[str]:

@@ -107,7 +107,7 @@ def conclude(
     return Verdict(
         outcome,
         words.replace("; ; ", "; "),
-        f"{of.estimated(estimate)}{unit}",
+        f"{of.effect(estimate)}{unit}",
         finding.p,
         f"{len(parts) - len(others)} of {len(parts)} {finding.way}",
         f"{others[0]}: {parts[others[0]].way}, {parts[others[0]].words}" if others else "",

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import study.claims
 from base.statistics import holm
-from study.claims.verdict import ALPHA, Claim, Evidence, Verdict
+from study.claims.verdict import ALPHA, Claim, Evidence, Verdict, in_words
 from study.definition import Study
 from study.discovery import discovered
 from study.measurements.kind import INTERVAL_LEVEL
@@ -21,10 +21,12 @@ NOTE = (
     " Other measures are secondary: their p-values are not corrected for other claims or measures."
     f" Intervals are {INTERVAL_LEVEL:.0%}, not corrected, and hold documents, calibration draws and"
     " seeds. Runs that differ in their seed alone count as one. * no replicates by seed: of these"
-    " trainings only, unless the details name another unit. The claims are in our words."
+    " trainings only, so a claim holds or fails in these runs, and is neither supported nor"
+    " contradicted. The claims are in our words."
 )
 WIDTH = 110
-HEAD = ("claim", "verdict", f"effect [{INTERVAL_LEVEL:.0%} interval]", "Holm p", "runs")
+EFFECT = f"effect [{INTERVAL_LEVEL:.0%} interval], nats"
+HEAD = ("claim", "verdict", EFFECT, "Holm p", "runs")
 Judgements = list[tuple[Claim, list[Verdict]]]
 
 
@@ -49,7 +51,12 @@ class Line(NamedTuple):
     @property
     def cells(self) -> tuple[str, ...]:
         """The cells below `HEAD`."""
-        return self.claim.sentence, self.outcome, self.effect, self.p, self.runs
+        return self.claim.sentence, self.words, self.effect, self.p, self.runs
+
+    @property
+    def words(self) -> str:
+        """The verdict as it is shown."""
+        return in_words(self.outcome, holds_seeds=self.details[0].holds_seeds)
 
 
 def judge_all(study_: Study, rows: Sequence[Row], paired: Paired) -> Judgements:

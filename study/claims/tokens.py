@@ -55,7 +55,7 @@ def tokens(of: Measure) -> Verdict:
     )
     low, high = estimate.interval()
     p_value = estimate.p_value()
-    effect = f"{estimate.value:+.3g} [{low:+.3g}, {high:+.3g}]"
+    effect = f"{estimate.value:+z.3g} [{low:+z.3g}, {high:+z.3g}] in log"
     statistic = (
         f"mean |log(predicted / measured)| of {len(ends)} annealed ends: {fmean(by_tokens):.3g} by"
         f" the power law, {fmean(by_decay):.3g} by the decay; difference {effect} over"

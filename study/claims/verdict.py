@@ -20,6 +20,8 @@ Outcome = Literal["supported", "contradicted", "not decided", "not tested"]
 Replicates = list[Weighted]  # a sum of rows for every seed
 FIGURES = {"kl_divergence": "KL divergence", "relative_error": "relative error"}
 NAMES = FIGURES | {"cross_entropy_quantized": "quantized loss"}
+# What a verdict says where its test holds for these trainings alone.
+OF_THESE_RUNS = {"supported": "holds in these runs", "contradicted": "fails in these runs"}
 SIGNIFICANT = ("higher", "lower")  # verdicts; any other is not a significant difference
 ALPHA = 1 - INTERVAL_LEVEL
 
@@ -28,13 +30,27 @@ class NotTested(Exception):  # noqa: N818 not an error but a verdict
     """The reason why a study does not have the data for a claim."""
 
 
+def in_words(outcome: str, *, holds_seeds: bool) -> str:
+    """Return a verdict in words: of single trainings none is supported or contradicted.
+
+    >>> in_words("supported", holds_seeds=True), in_words("supported", holds_seeds=False)
+    ('supported', 'holds in these runs')
+    """
+    return outcome if holds_seeds else OF_THESE_RUNS.get(outcome, outcome)
+
+
+def signed(value: float, figure: str) -> str:
+    """Return a difference of a figure: '+0.123%' of relative errors, else '-0.00123', in nats."""
+    return f"{100 * value:+z.3g}%" if figure == "relative_error" else f"{value:+z.3g}"
+
+
 class Verdict(NamedTuple):
     """The outcome of a claim by one quantity.
 
     Attributes:
         outcome: the verdict itself.
         statistic: in words.
-        effect: its size with an interval, in words.
+        effect: its size with an interval, in words; in nats per token unless it says otherwise.
         p: p-value of the test, without a correction for other claims; None where nothing is tested.
         runs: how many runs go the way of the effect, in words: '3 of 4 higher'.
         against: the strongest observation the other way, in words; empty where there is none.
@@ -50,6 +66,11 @@ class Verdict(NamedTuple):
     against: str = ""
     holds_seeds: bool = False
     measure: str = ""
+
+    @property
+    def words(self) -> str:
+        """The outcome as it is shown."""
+        return in_words(self.outcome, holds_seeds=self.holds_seeds)
 
 
 @dataclass(frozen=True)
@@ -122,20 +143,28 @@ class Measure:
         """Return the mean over seeds of a weighted sum of the figure."""
         return self.evidence.paired.estimate(replicates, self.spec, self.figure, self.minus)
 
-    def signed(self, value: float) -> str:
-        """Return a difference with its unit: '+0.123%' of relative errors, else '-0.00123'."""
-        is_share = self.figure == "relative_error"
-        return f"{100 * value:+.3g}%" if is_share else f"{value:+.3g}"
+    @property
+    def unit(self) -> str:
+        """The unit after a value; a share has its own sign."""
+        return "" if self.figure == "relative_error" else " nats"
 
-    def estimated(self, estimate: Estimate) -> str:
-        """Return an estimate with its interval."""
+    def signed(self, value: float) -> str:
+        """Return a difference without its unit, but for the sign of a share."""
+        return signed(value, self.figure)
+
+    def effect(self, estimate: Estimate) -> str:
+        """Return an estimate with its interval, for a column whose head has the unit."""
         low, high = map(self.signed, estimate.interval())
         return f"{self.signed(estimate.value)} [{low}, {high}]"
+
+    def estimated(self, estimate: Estimate) -> str:
+        """Return an estimate with its interval and unit."""
+        return self.effect(estimate) + self.unit
 
     def sources(self, estimate: Estimate) -> str:
         """Return the standard error by every source, and what the estimate does not hold."""
         parts = [
-            f"{name} {self.signed(source.standard_error).lstrip('+')}"
+            f"{name} {self.signed(source.standard_error).lstrip('+')}{self.unit}"
             for name, source in estimate.sources.items()
         ]
         words = f"standard errors: {', '.join(parts)}"

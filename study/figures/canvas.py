@@ -118,8 +118,9 @@ class Canvas:
 
     def curves(self, rows: Rows, quantity: Quantity, columns: int, **more: Any) -> Chart:
         """Return the panel of rows of `along`, named as they are; `more` is of the marks."""
+        own_lines = more.get("lines", {})
         layers = [
-            *self._links(rows, quantity),
+            *self._links(rows, quantity, has_dashes="strokeDash" not in own_lines),
             marks(rows, self.runs, self.tokens, quantity, **more),
         ]
         return self.panel(layers, rows[0]["panel"], columns)
@@ -130,8 +131,11 @@ class Canvas:
         chart = panel([values, *self._rate_lines()], title, columns)
         return chart | {"resolve": {"scale": {"y": "independent"}}}
 
-    def _links(self, rows: Rows, quantity: Quantity) -> list[Chart]:
-        """Lines from the checkpoints that branches start from to their own first ones."""
+    def _links(self, rows: Rows, quantity: Quantity, *, has_dashes: bool = True) -> list[Chart]:
+        """Lines from the checkpoints that branches start from to their own first ones.
+
+        Without dashes where these mean something else than the run: a figure has one scale of them.
+        """
         weights = [row for row in rows if row["series"] == WEIGHTS]
         looks, ends = self.runs.looks, Rows()
         for run in self.study.trained:
@@ -146,7 +150,7 @@ class Canvas:
                 ends.append({"run": label} | {axis: row[axis] for axis in axes})
         encoding = {"x": self.tokens.encoding(), "y": quantity.encoding()}
         encoding |= {"color": self.runs.colour}
-        encoding |= {"strokeDash": self.runs.dash} if self.runs.dash else {}
+        encoding |= {"strokeDash": self.runs.dash} if self.runs.dash and has_dashes else {}
         replicates = replicates_of(ends, self.runs, self.tokens.label)
         if len(replicates) == len(ends):
             return [data(ends, mark=LINE, encoding=encoding)] if ends else []

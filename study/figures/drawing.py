@@ -27,6 +27,7 @@ METADATA: dict[str, Any] = {  # without versions and dates: the same numbers mak
     "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
 }
 BANDS = "Lines are means over seeds, bands reach from the lowest seed to the highest."
+EMBEDDED: Any = {"pdf.fonttype": 42}  # TrueType; publishers refuse matplotlib's default, Type 3
 RESOURCES = re.compile(rb"(?: +/\w+ \d+ 0 R\n)+")  # of a page; their order is by chance
 
 
@@ -107,5 +108,6 @@ def pictures_of(chart: Chart | Picture) -> dict[str, bytes]:
 
 def _saved(picture: Picture, kind: str) -> bytes:
     out = BytesIO()
-    picture.savefig(out, format=kind, metadata=METADATA[kind])
+    with matplotlib.rc_context(EMBEDDED):
+        picture.savefig(out, format=kind, metadata=METADATA[kind])
     return out.getvalue()

@@ -13,7 +13,7 @@ from study.forecast.cooldowns import ERROR, Source, all_cooldowns
 from study.forecast.models import LEAST_PAST, LEVEL, MODELS, Cooldown, Forecast
 from study.measurements.kind import INTERVAL_LEVEL
 from study.measurements.titles import spec_title
-from study.report.tables import Cell, Table
+from study.report.cells import Cell, Table, number
 from study.results.averages import average_title
 from study.results.table import Row
 from train.run.config import RunConfig
@@ -57,9 +57,9 @@ def _line(spec: str, score: Score) -> list[Cell]:
     return [
         Cell(spec_title(spec)),
         Cell(score.model.name),
-        Cell(str(len(score.forecasts))),
-        Cell(f"{median(score.errors):.3f}"),
-        Cell(f"{max(score.errors):.3f}"),
+        number(len(score.forecasts), "d"),
+        number(median(score.errors), ".3f"),
+        number(max(score.errors), ".3f"),
         Cell(f"{inside} of {intervals}" if intervals else "no interval"),
     ]
 

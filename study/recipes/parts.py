@@ -5,6 +5,7 @@ one to begin with.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -14,6 +15,7 @@ from base.frozen import fingerprint
 from study.axes import AnyRun
 from study.definition import Study
 from study.design import with_controls, with_seeds
+from study.differences import Value, in_words
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
 from study.text.kinds import PACKAGES, PackageSources, PreparedText, Text, TokenFile, places_of
@@ -144,13 +146,17 @@ def study(
 def sweep(run: Callable[..., RunConfig], **values: Sequence[Any]) -> list[RunConfig]:
     """Return a run for every combination of the values, named after them.
 
-    `run` takes a name and a value of each: `run("lr1e-3-wd0", peak_lr=1e-3, weight_decay=0)`.
+    `run` takes a name and a value of each: `run("lr1e-3-wd0", peak_lr=1e-3, weight_decay=0)`. The
+    keywords are the study's factors: axes, headings and columns have their names.
     """
+    words = [in_words(each) for each in values.values()]
+    places = [range(len(each)) for each in words]
     runs = []
-    for combination in product(*values.values()):
-        point = dict(zip(values, combination, strict=True))
-        name = "-".join(value_name(key, value) for key, value in point.items())
-        runs.append(run(name, **point))
+    for combination in product(*places):
+        factors = {key: of[at] for key, of, at in zip(values, words, combination, strict=True)}
+        point = {key: of[at] for (key, of), at in zip(values.items(), combination, strict=True)}
+        name = "-".join(value_name(key, point[key], word) for key, word in factors.items())
+        runs.append(run(name, **point).model_copy(update={"factors": factors}))
     return runs
 
 
@@ -196,14 +202,17 @@ def wsd_run(
     return RunConfig.model_validate({"schedule": schedule} | content)
 
 
-def value_name(key: str, value: object) -> str:
+def value_name(key: str, value: object, word: Value) -> str:
     """Return a value as a part of a run's name: 'lr3e-3', 'wd0.1', 'seed2' or 'deepspeed'."""
     if key == "peak_lr" and isinstance(value, float):
         return learning_rate_name(value)
-    if isinstance(value, str):
-        return value
     short = {"weight_decay": "wd", "batch_size": "batch"}.get(key, key.replace("_", ""))
-    return f"{short}{value:g}" if isinstance(value, int | float) else f"{short}{value}"
+    if isinstance(value, bool):
+        return f"{short}={word}"
+    if not isinstance(word, str):
+        return f"{short}{word:g}"
+    fit = re.sub(r"[^A-Za-z0-9.+=]+", "_", word).strip("_.+=")
+    return fit if isinstance(value, str) else f"{short}{fit}"
 
 
 def learning_rate_name(peak_lr: float) -> str:

@@ -1,11 +1,11 @@
 """The tables of a report as CSV and LaTeX files."""
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from base.files import replaced_file
-from study.report.tables import Cell, Table
+from study.report.cells import FURTHER, MISSING, Cell, Table
 
 DIRECTORY = "tables"
 ESCAPED = {character: f"\\{character}" for character in "&%$#_{}"}
@@ -19,11 +19,36 @@ def write_tables(directory: Path, tables: Sequence[Table]) -> None:
     for table in tables:
         path = folder / f"{table.name}.csv"
         with replaced_file(path) as aside, aside.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(
-                [table.columns, *map(_texts, table.body)]
-            )
+            csv.writer(file, lineterminator="\n").writerows(csv_rows(table))
         with replaced_file(path.with_suffix(".tex")) as aside:
             aside.write_text(latex(table), encoding="utf-8")
+
+
+def csv_rows(table: Table) -> Iterator[list[str | float]]:
+    """Yield head and lines: a column per value, for each end of its interval, and for its p.
+
+    Values have all their digits and no unit, which is in the head. What is not measured is empty.
+    """
+    by_column = list(zip(*table.body, strict=True)) or [()] * len(table.head)
+    widths = [max((len(cell.numbers) for cell in cells), default=0) for cells in by_column]
+    units = [next((cell.unit for cell in cells if cell.unit), "") for cells in by_column]
+
+    head: list[str | float] = []
+    for title, unit, width in zip(table.columns, units, widths, strict=True):
+        name = f"{title}, {unit}" if unit else title
+        head += [name, *(f"{name}, {other}" for other in FURTHER[: max(width - 1, 0)])]
+    yield head
+    for line in table.body:
+        yield [
+            part for cell, width in zip(line, widths, strict=True) for part in _parts(cell, width)
+        ]
+
+
+def _parts(cell: Cell, width: int) -> list[str | float]:
+    """Return the numbers of a cell, or its words, in so many columns."""
+    words = "" if cell.text == MISSING else cell.text
+    parts: list[str | float] = [*cell.numbers] if cell.numbers else [words]
+    return parts + [""] * (max(width, 1) - len(parts))
 
 
 def _texts(line: Sequence[Cell]) -> list[str]:

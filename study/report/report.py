@@ -14,17 +14,19 @@ from study.figures.drawing import draw_all
 from study.forecast.page import back_test_tables
 from study.measurements.kind import INTERVAL_LEVEL
 from study.paths import REPORT
+from study.report.cells import Table
+from study.report.effects import effect_tables
 from study.report.files import write_tables
 from study.report.page import write_page
 from study.report.provenance import commands, settings_of
 from study.report.tables import (
-    Table,
     average_table,
     end_table,
     heat_tables,
     method_table,
     step_table,
 )
+from study.results.effects import effects_of
 from study.results.paired import Paired
 from study.results.summary import enumeration, summarize
 from study.results.table import Row, read_table
@@ -36,8 +38,9 @@ def write_report(directory: Path, study: Study) -> Path:
     rows = read_table(directory, study)
     canvas, paired = Canvas(study, rows, directory), Paired(directory)
     shown, empty = draw_all(canvas)
-    tables = [*_tables(study, rows), *back_test_tables(directory, study, rows)]
-    write_tables(directory, tables)
+    effects = effect_tables(study, effects_of(study, rows, paired))
+    tables = [*_tables(study, rows, paired), *back_test_tables(directory, study, rows)]
+    write_tables(directory, [*effects, *tables])
     write_page(
         directory / REPORT,
         shown,
@@ -46,6 +49,7 @@ def write_report(directory: Path, study: Study) -> Path:
         newest=_newest(directory),
         facts=_facts(study, rows),
         choice=learning_rate_line(Evidence(study, rows, paired)),
+        effects=effects,
         claims_head=HEAD,
         claims=claims_table(judge_all(study, rows, paired)),
         note=NOTE,
@@ -59,10 +63,10 @@ def write_report(directory: Path, study: Study) -> Path:
     return directory / REPORT
 
 
-def _tables(study: Study, rows: Sequence[Row]) -> list[Table]:
+def _tables(study: Study, rows: Sequence[Row], paired: Paired) -> list[Table]:
     summaries = summarize(study, rows)
     tables = (
-        end_table(study, summaries),
+        end_table(study, summaries, paired),
         *heat_tables(study, summaries),
         method_table(study, summaries),
         average_table(study, rows),

@@ -1,15 +1,26 @@
-"""Tables of the report: figures with their intervals, as data that a template renders."""
+"""Tables of the report: figures of the ends of training, with their intervals."""
 
-import math
-import re
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from study.axes import text_of
 from study.definition import Study
 from study.figures.drawn.methods import shown_methods
 from study.measurements.titles import spec_title
+from study.report.cells import (
+    Bounded,
+    Cell,
+    Table,
+    all_bounded,
+    bounded,
+    cell,
+    digits_of_errors,
+    digits_of_smallest,
+    of_estimate,
+    percent_digits,
+)
 from study.results.averages import compared_models
+from study.results.paired import Paired
 from study.results.summary import RunSummary
 from study.results.table import Row
 
@@ -22,105 +33,64 @@ STEP_TERMS = {
 }
 STEP_RATIOS = {"step_to_mean": "step / mean", "step_to_signed": "step / random signs"}
 DARKEST = 0.55  # opacity of the largest value of a heat table
+NATS = "nats per token"
+PERCENT = "%"
+OF_FIRST_SEED = " Measured for the first seed of each setting."
 
 
-class Cell(NamedTuple):
-    """A cell: its text, the interval below it, and the opacity of its ground."""
+def end_table(study: Study, summaries: Sequence[RunSummary], paired: Paired) -> Table:
+    """Return a row per setting: final loss, and errors beside that of the control; seeds' means."""
+    groups: dict[str, list[RunSummary]] = {}
+    for summary in summaries:
+        groups.setdefault(summary.group, []).append(summary)
+    ends = [[end.last for end in own] for own in groups.values()]
+    controls = [[end.control for end in own] for own in groups.values()]
+    measured = [ends, controls] if study.controls else [ends]
 
-    text: str
-    interval: str = ""
-    shade: float = 0.0
-
-
-class Table(NamedTuple):
-    """A table with its title and note; `groups` are heads over several columns."""
-
-    title: str
-    note: str
-    head: Sequence[str]
-    body: Sequence[Sequence[Cell]]
-    groups: Sequence[tuple[str, int]] = ()
-
-    @property
-    def name(self) -> str:
-        """The name of its files."""
-        return re.sub("[^a-z0-9]+", "_", self.title.lower()).strip("_")
-
-    @property
-    def columns(self) -> list[str]:
-        """The head of every column, with that of its group."""
-        groups = [text for text, count in self.groups for _ in range(count)] or [""] * len(
-            self.head
-        )
-        return [
-            f"{group}: {text}" if group else text
-            for group, text in zip(groups, self.head, strict=True)
-        ]
-
-
-class _Estimate(NamedTuple):
-    value: float
-    low: float
-    high: float
-
-
-def _estimate(row: Row | None, column: str) -> _Estimate | None:
-    """Return a column of a row with the interval beside it; None where it is not measured."""
-    if row is None or row[column] is None:
-        return None
-    return _Estimate(row[column], row[f"{column}_low"], row[f"{column}_high"])
-
-
-def _estimates(rows: Iterable[Row | None], column: str) -> list[_Estimate]:
-    return [estimate for row in rows if (estimate := _estimate(row, column))]
-
-
-def _cell(row: Row | None, column: str, digits: int, scale: float = 1.0, unit: str = "") -> Cell:
-    estimate = _estimate(row, column)
-    if estimate is None:
-        return Cell("not measured")
-    value, low, high = (f"{scale * end:.{digits}f}" for end in estimate)
-    return Cell(f"{value}{unit}", f"[{low}, {high}]")
-
-
-def _percent_digits(rows: Iterable[Row | None], column: str) -> int:
-    """Decimals at which the largest of these shares has three figures in per cent; two at least."""
-    largest = max((abs(estimate.value) for estimate in _estimates(rows, column)), default=1.0)
-    return max(2, 1 - math.ceil(math.log10(largest))) if largest > 0 else 2
-
-
-def _figures_of_smallest(rows: Iterable[Row | None], column: str) -> int:
-    """Decimals at which the smallest of these values has three figures; four at least."""
-    values = [estimate.value for estimate in _estimates(rows, column) if estimate.value > 0]
-    return max(4, 2 - math.floor(math.log10(min(values, default=1.0))))
-
-
-def _digits_of_errors(rows: Iterable[Row | None], column: str, scale: float) -> int:
-    """Decimals at which the shortest of these intervals has two figures or more."""
-    estimates = _estimates(rows, column)
-    widths = [each.high - each.low for each in estimates if each.high > each.low]
-    return max(0, 1 - math.floor(math.log10(scale * min(widths, default=1.0))))
-
-
-def end_table(study: Study, summaries: Sequence[RunSummary]) -> Table:
-    """Return a row per end of training: loss, and each error before and after the anneal."""
     specs = study.quantization.specs
-    anneals = any(summary.anneals for summary in summaries)
-    rows = [(summary.first, summary.last) if anneals else (summary.last,) for summary in summaries]
-    errors = {}
+    columns = [[cell(_mean(rows, specs[0], "cross_entropy", paired), 3) for rows in ends]]
     for spec in specs:
-        column = f"quant/{spec}/relative_error"
-        errors[column] = _percent_digits([row for pair in rows for row in pair], column)
-    body = []
-    for summary, pair in zip(summaries, rows, strict=True):
-        line = [Cell(summary.label), _cell(summary.last, f"quant/{specs[0]}/cross_entropy", 3)]
-        for column, digits in errors.items():
-            line += [_cell(row, column, digits, 100, " %") for row in pair]
-        body.append(line)
-    names = ["error before the anneal", "after it"] if anneals else ["error"]
-    head = [study.heading, "final loss, nats per token", *names * len(specs)]
-    groups = [("", 2), *((spec_title(spec), len(names)) for spec in specs)]
-    return Table("End of training", "", head, body, groups)
+        divergences = [
+            [_mean(rows, spec, "kl_divergence", paired) for rows in of] for of in measured
+        ]
+        digits = digits_of_smallest(chain(*divergences))
+        columns += [[cell(value, digits) for value in values] for values in divergences]
+        shares = [_mean(rows, spec, "relative_error", paired) for rows in ends]
+        digits = percent_digits(shares)
+        columns.append([cell(value, digits, 100, PERCENT) for value in shares])
+
+    body = [[Cell(group), *cells] for group, *cells in zip(groups, *columns, strict=True)]
+    names = [f"KL divergence, {NATS}", "the same, not annealed"][: len(measured)]
+    names.append("relative error")
+    head = [study.heading, f"final loss, {NATS}", *names * len(specs)]
+    heads = [("", 2), *((spec_title(spec), len(names)) for spec in specs)]
+    return Table("End of training", _means_note(groups), head, body, heads)
+
+
+def _means_note(groups: Mapping[str, Sequence[RunSummary]]) -> str:
+    counts = sorted({len(ends) for ends in groups.values()} - {1})
+    if not counts:
+        return ""
+    seeds = " or ".join(map(str, counts))
+    return f"Means over {seeds} seeds; their intervals hold documents, calibration draws and seeds."
+
+
+def _mean(rows: Sequence[Row | None], spec: str, figure: str, paired: Paired) -> Bounded | None:
+    """Return the figure of one row, or the mean of those of several seeds; None for missing."""
+    column = f"quant/{spec}/{figure}"
+    measured = [row for row in rows if row is not None and row[column] is not None]
+    if len(measured) < 2:
+        return bounded(measured[0], column) if measured else None
+    return of_estimate(paired.estimate([[(row, 1.0)] for row in measured], spec, figure))
+
+
+def _detailed(study: Study, summaries: Sequence[RunSummary]) -> list[RunSummary]:
+    """Return the ends of which the study measures more than the quantization of checkpoints."""
+    return [
+        summary
+        for summary in summaries
+        if study.detailed == "every seed" or study.group_of(summary.run).runs[0] == summary.run
+    ]
 
 
 def heat_tables(study: Study, summaries: Sequence[RunSummary]) -> list[Table]:
@@ -139,16 +109,17 @@ def heat_tables(study: Study, summaries: Sequence[RunSummary]) -> list[Table]:
     tables = []
     for spec in study.quantization.specs:
         figure = f"quant/{spec}/kl_divergence"
-        digits = _figures_of_smallest(ends.values(), figure)
-        largest = max((each.value for each in _estimates(ends.values(), figure)), default=1.0)
+        values = all_bounded(ends.values(), figure)
+        digits = digits_of_smallest(values)
+        largest = max((each.value for each in values), default=1.0)
         body = []
         for head in heads:
             line = [Cell(head)]
             for place in ((head, column) for column in columns):
-                cell = _cell(ends[place], figure, digits) if place in ends else Cell("")
-                estimate = _estimate(ends.get(place), figure)
-                shade = DARKEST * estimate.value / largest if estimate and largest > 0 else 0.0
-                line.append(cell._replace(shade=round(max(shade, 0.0), 3)))
+                value = bounded(ends.get(place), figure)
+                shade = DARKEST * value.value / largest if value and largest > 0 else 0.0
+                shown = cell(value, digits) if place in ends else Cell("")
+                line.append(shown._replace(shade=round(max(shade, 0.0), 3)))
             body.append(line)
         title = f"KL divergence at the end of training: {spec_title(spec)}"
         tables.append(Table(title, "Nats per token.", [first.name, *columns], body, groups))
@@ -160,13 +131,14 @@ def method_table(study: Study, summaries: Sequence[RunSummary]) -> Table | None:
     if not study.quantization.further:
         return None
     body = []
-    ends = [summary.last for summary in summaries]
+    detailed = _detailed(study, summaries)
     for spec in shown_methods(study):
-        column = f"quant/{spec}/kl_divergence"
-        digits = _figures_of_smallest(ends, column)
-        body.append([Cell(spec_title(spec)), *(_cell(row, column, digits) for row in ends)])
-    note = f"KL divergence in nats per token, by {study.heading}."
-    head = ["method", *(summary.label for summary in summaries)]
+        values = [bounded(end.last, f"quant/{spec}/kl_divergence") for end in detailed]
+        digits = digits_of_smallest(values)
+        body.append([Cell(spec_title(spec)), *(cell(value, digits) for value in values)])
+    note = f"KL divergence in {NATS}, by {study.heading}."
+    note += OF_FIRST_SEED if len(detailed) < len(summaries) else ""
+    head = ["method", *(end.label for end in detailed)]
     return Table("Methods at the end of training", note, head, body)
 
 
@@ -186,12 +158,13 @@ def average_table(study: Study, rows: Sequence[Row]) -> Table | None:
     for column in columns:
         formats[column] = (5 if column.endswith("kl_divergence") else 3, 1, "")
         if column.endswith("relative_error"):
-            formats[column] = (_percent_digits((row for *_, row in compared), column), 100, " %")
+            digits = percent_digits(bounded(row, column) for *_, row in compared)
+            formats[column] = (digits, 100, PERCENT)
     body = [
         [
             Cell(label),
             Cell(model),
-            *(_cell(row, column, *layout) for column, layout in formats.items()),
+            *(cell(bounded(row, column), *layout) for column, layout in formats.items()),
         ]
         for label, model, row in compared
     ]
@@ -211,15 +184,17 @@ def step_table(study: Study, summaries: Sequence[RunSummary]) -> Table | None:
     if not study.quantization.by_block:
         return None
     body = []
+    detailed = _detailed(study, summaries)
     for spec in study.quantization.by_block:
-        terms = {f"curvature/step-{spec}/{term}": 0 for term in STEP_TERMS}
-        for term in terms:
-            terms[term] = _digits_of_errors((summary.last for summary in summaries), term, 1e3)
+        terms = {}
+        for name in STEP_TERMS:
+            term = f"curvature/step-{spec}/{name}"
+            terms[term] = digits_of_errors((bounded(end.last, term) for end in detailed), 1e3)
         ratios = [f"curvature/step-{spec}/{ratio}" for ratio in STEP_RATIOS]
-        for summary in summaries:
-            line = [Cell(summary.label), Cell(spec_title(spec))]
-            line += [_cell(summary.last, term, digits, 1e3) for term, digits in terms.items()]
-            body.append([*line, *(_cell(summary.last, ratio, 2) for ratio in ratios)])
+        for end in detailed:
+            line = [Cell(end.label), Cell(spec_title(spec))]
+            line += [cell(bounded(end.last, term), digits, 1e3) for term, digits in terms.items()]
+            body.append([*line, *(cell(bounded(end.last, ratio), 2) for ratio in ratios)])
     head = [study.heading, "quantization", *STEP_TERMS.values(), *STEP_RATIOS.values()]
     note = (
         "The step delta goes from the weights at the end of training to the quantized ones. Its"
@@ -228,6 +203,7 @@ def step_table(study: Study, summaries: Sequence[RunSummary]) -> Table | None:
         " entries with random signs: a ratio to that below 1 means that errors of entries cancel."
         " Intervals are 95%, over microbatches."
     )
+    note += OF_FIRST_SEED if len(detailed) < len(summaries) else ""
     unit = "thousandths of a nat per token"
     groups = [("", 2), (unit, len(STEP_TERMS)), ("curvature", len(STEP_RATIOS))]
     return Table("Along the quantization step", note, head, body, groups)

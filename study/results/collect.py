@@ -12,7 +12,7 @@ from study.axes import AnyRun
 from study.definition import Study
 from study.paths import MeasuredModel, checkpoint_directory, model_record
 from study.released import ReleasedRun
-from study.results.table import Row, figure_columns
+from study.results.table import Row, axis_columns, figure_columns, values_on
 from train.run.config import RunConfig
 from train.run.directory import CHECKPOINT_JSON, read_checkpoint_record
 from train.run.schedules import learning_rate
@@ -31,6 +31,7 @@ def collect_rows(directory: Path, study: Study) -> Collected:
     """Return a row per run and measured model that is there, in the order of the study."""
     rows, settled, num_found, expected = [], [], 0, 0
     empty = dict.fromkeys(figure_columns(study))
+    factors = {name: values_on(axis) for name, axis in axis_columns(study).items()}
     for run in study.runs:
         is_settled = True
         for model, measured in study.measured(run).items():
@@ -56,7 +57,9 @@ def collect_rows(directory: Path, study: Study) -> Collected:
 
             of_model |= {"study": study.name, "run": run.name, "step": model.step}
             of_model |= {"average": model.average, "phase": phase_of(run, model.step)}
-            rows.append(Row(**of_model, figures={column: values[column] for column in empty}))
+            figures = {column: values[column] for column in empty}
+            figures |= {name: of_run[run.name] for name, of_run in factors.items()}
+            rows.append(Row(**of_model, figures=figures))
             settled += rows[-1:] if is_settled else []
     return Collected(rows, num_found, expected, settled)
 

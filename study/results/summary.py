@@ -40,12 +40,12 @@ class RunSummary:
 
 
 def in_order(study: Study) -> list[AnyRun]:
-    """Return the runs by their value on the axis of the study, those without one first."""
+    """Return the runs by their number on the axis of the study, those without one first."""
 
     def rank(run: AnyRun) -> float:
-        if study.varied:
-            return study.varied.values.get(run.name, float("-inf"))
-        return run.optimizer.peak_lr if isinstance(run, RunConfig) else 0.0
+        if study.varied and study.varied.has_numbers:
+            return float(study.varied.values.get(run.name, float("-inf")))
+        return 0.0
 
     return sorted(study.runs, key=rank)
 

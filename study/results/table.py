@@ -15,7 +15,9 @@ import pyarrow.parquet as pq
 
 from base.errors import UserError
 from base.files import replaced_file
+from study.axes import NO_ANNEAL, Axis
 from study.definition import Study
+from study.differences import Value
 
 TABLE = "table.parquet"
 TYPES = {"number": pa.float64(), "count": pa.int64(), "flag": pa.bool_()}
@@ -24,7 +26,7 @@ MODEL_COLUMNS = {  # of the model, before its figures
     **{"peak_lr": pa.float64(), "step": pa.int64(), "tokens": pa.int64()},
     **dict.fromkeys(("learning_rate", "train_loss", "held_out_loss"), pa.float64()),
 }
-AXIS_COLUMNS = {  # of the run, after all figures
+AXIS_COLUMNS = {  # of the run, after all figures; other axes of the study follow
     "weight_decay": pa.float64(),
     "batch_size": pa.int64(),
     "engine": pa.string(),
@@ -51,7 +53,7 @@ class Row(Mapping[str, Any]):
     Attributes:
         average: its name; None for the weights as training left them.
         phase: warmup, stable or anneal; of a released model its stage.
-        figures: the measured columns; None where one is not measured.
+        figures: the measured columns, None where one is not measured, and further axes.
     """
 
     study: str
@@ -68,7 +70,7 @@ class Row(Mapping[str, Any]):
     batch_size: int | None = None
     engine: str | None = None
     seed: int | None = None
-    figures: Mapping[str, float | int | bool | None]
+    figures: Mapping[str, float | int | bool | str | None]
 
     @classmethod
     def of(cls, columns: Mapping[str, Any]) -> "Row":
@@ -102,11 +104,46 @@ def figure_columns(study: Study) -> dict[str, pa.DataType]:
     }
 
 
+def axis_columns(study: Study) -> dict[str, Axis]:
+    """Return the study's axes that a row has no field for, by the names of their columns.
+
+    An axis with the name of another column is `factor_NAME`, such as the budget: `factor_tokens`.
+    """
+    columns = {}
+    for axis in study.axes if study.trained else ():
+        if axis.key not in {"peak_lr", *AXIS_COLUMNS}:
+            is_taken = axis.key in _OF_MODEL or axis.key in figure_columns(study)
+            columns[f"factor_{axis.key}" if is_taken else axis.key] = axis
+    return columns
+
+
+def values_on(axis: Axis) -> dict[str, Value | None]:
+    """Return the values of a column by run: numbers, or texts where one of the values is a word.
+
+    A control without a number of its own has none.
+    """
+    values = axis.values.items()
+    if {value for _, value in values if isinstance(value, str)} <= {NO_ANNEAL}:
+        return {run: None if isinstance(value, str) else value for run, value in values}
+    return {run: str(value) for run, value in values}
+
+
+def _type_on(axis: Axis) -> pa.DataType:
+    types = {type(value) for value in values_on(axis).values()}
+    if str in types:
+        return pa.string()
+    return pa.float64() if float in types else pa.int64()
+
+
 def schema_of(study: Study) -> pa.Schema:
     """Return names and types of the table's columns, which the study alone decides."""
+    axes = axis_columns(study)
     columns = MODEL_COLUMNS | figure_columns(study) | AXIS_COLUMNS
+    columns |= {name: _type_on(axis) for name, axis in axes.items()}
+    units = {name: unit_of(name) for name in columns}
+    units |= {name: axis.unit for name, axis in axes.items() if axis.unit}
     return pa.schema(
-        [pa.field(name, kind, metadata={"unit": unit_of(name)}) for name, kind in columns.items()]
+        [pa.field(name, kind, metadata={"unit": units[name]}) for name, kind in columns.items()]
     )
 
 

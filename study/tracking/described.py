@@ -20,7 +20,7 @@ PARENT_TAG = "mlflow.parentRunId"
 STATUSES = {"done": "FINISHED", "failed": "FAILED"}  # of status.json; a preempted run is resumed
 
 
-def run_params(run: AnyRun) -> dict[str, str]:
+def run_params(study: Study, run: AnyRun) -> dict[str, str]:
     """Return the settings by which runs are compared, named as the axes of a study are.
 
     run.json, an artifact, has all settings.
@@ -39,6 +39,7 @@ def run_params(run: AnyRun) -> dict[str, str]:
             "precision": run.precision,
             "seed": run.seed,
         }
+        params |= {axis.key: axis.values[run.name] for axis in study.axes}
     return {name: str(value) for name, value in params.items() if value is not None}
 
 
@@ -90,9 +91,10 @@ def run_files(directory: RunDirectory) -> dict[str, Path]:
 
 
 def study_files(directory: Path) -> dict[str, Path]:
-    """Return configuration, table, report and figures of a study, by their names there."""
+    """Return configuration, table, report, its figures and tables, by their names there."""
     names = ("study.json", TABLE, REPORT)
-    paths = [*(directory / name for name in names), *directory.glob("figures/*")]
+    paths = [directory / name for name in names]
+    paths += [path for folder in ("figures", "tables") for path in directory.glob(f"{folder}/*")]
     return {str(path.relative_to(directory)): path for path in sorted(paths) if path.is_file()}
 
 

@@ -141,7 +141,7 @@ class Importer:
                 progress = {tag: stream.tags[0] for tag, stream in streams.items()}
 
             # what is missing
-            self._describe(mirrored, described.run_params(run), tags)
+            self._describe(mirrored, described.run_params(self._study, run), tags)
             for tag, stream in streams.items():
                 self._import_stream(mirrored, tag, stream, stream.tags.index(progress[tag]))
             self._upload(mirrored, described.run_files(directory))

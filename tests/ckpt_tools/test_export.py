@@ -111,6 +111,9 @@ def test_the_directory_is_complete(exported, trained):
         tokenizer.eos_token_id == json.loads((out / "config.json").read_text())["eos_token_id"] == 0
     )
     assert tokenizer.decode(tokenizer("some text")["input_ids"]) == "some text"
+    config = json.loads((out / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    assert config["torch_dtype"] == config["dtype"] == "float32"
 
 
 def test_a_second_export_changes_nothing_and_another_checkpoint_replaces_it(trained, tmp_path):
@@ -294,5 +297,7 @@ def test_a_weight_file_without_a_key_is_refused(exported, tmp_path):
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     weights.pop("model.layers.0.self_attn.q_norm.weight")
     save_file(weights, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="missing_keys"):
+    with pytest.raises(
+        UserError, match=r"missing \['model\.layers\.0\.self_attn\.q_norm\.weight'\]"
+    ):
         load_hf_model(tmp_path / "hf", torch.float32)

@@ -15,6 +15,7 @@ from curvature.settings import StepSettings
 from curvature.subject import open_model
 from tests.curvature.architectures.variants import VARIANTS
 from tests.curvature.conftest import tiny_model
+from tests.published import KINDS, make_published
 
 CPU = torch.device("cpu")
 
@@ -42,6 +43,23 @@ def test_every_weight_and_constant_is_the_files(tmp_path, monkeypatch, variant, 
     buffers = dict(model.named_buffers())
     for name, buffer in expected.named_buffers():
         assert torch.equal(buffers[name], buffer), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_directories_of_others_are_read_as_transformers_reads_them(tmp_path, kind):
+    """Whatever else is in their files, and beside them."""
+    directory = make_published(tmp_path / "model", kind)
+    files = WeightFiles(directory, read_config(directory))
+    curved = CurvedModel(files.empty(CPU), ranks=ALONE)
+    files.fill(curved.parameters)
+    expected = dict(
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).named_parameters()
+    )
+    weights = curved.parameters.weights
+    assert expected.keys() >= weights.keys()
+    assert expected.keys() - weights.keys() <= {"lm_head.weight"}  # the embedding, of a tied one
+    for name, weight in weights.items():
+        assert torch.equal(weight, expected[name]), name
 
 
 def test_an_empty_model_takes_no_memory_before_it_is_filled(tmp_path):

@@ -109,7 +109,7 @@ def test_bad_models(refusal, tmp_path):
     model = make_hf_directory(tmp_path / "model")
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").unlink()
-    assert "holds no .safetensors weights; give a complete HF directory" in refusal(model)
+    assert "holds no safetensors weights; give a complete HF directory" in refusal(model)
     (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert "model.safetensors is damaged" in refusal(model)
     (model / "model.safetensors").write_bytes(weights)

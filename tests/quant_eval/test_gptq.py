@@ -10,6 +10,7 @@ import torch
 from base.errors import UserError
 from base.rounding.gptq import gptq, prepare
 from base.rounding.grid import Rounded, round_to_nearest
+from quant_eval.rounding.mixed import round_mixed
 from quant_eval.specs import parse_spec
 from tests.quant_eval.gptq_reference import (
     eliminate_columns,
@@ -164,9 +165,34 @@ def test_an_indefinite_or_infinite_hessian_is_refused():
             prepare(broken_II, spec, "layer")
 
 
-def test_inputs_that_are_all_zero_are_refused():
-    with pytest.raises(UserError, match="every calibration input is zero"):
-        prepare(torch.zeros(4, 4, dtype=torch.float64), parse_spec("gptq-b3-g4"), "layer")
+@pytest.mark.parametrize(
+    "rest",
+    ["b3-g32", "b4-g32-asym", "b3-perchannel-asym", "b4-g32-s16", "nvfp4"],
+)
+@pytest.mark.parametrize("order", ["", "-actorder", "-actorder-static"])
+def test_a_dead_linear_is_rounded_to_nearest(rest, order):
+    """Inputs that are all zero: codes and grids are those of the method without calibration."""
+    weight_OI, _ = problem(num_inputs=320)
+    order = "" if rest == "nvfp4" else order
+    name = rest.replace("-s16", "") + order + "-s16" * rest.endswith("-s16")
+    dead_II = torch.zeros(320, 320, dtype=torch.float64)
+    rounded = quantize(weight_OI, dead_II, f"gptq-{name}")
+    nearest = round_to_nearest(weight_OI, parse_spec("nvfp4" if rest == "nvfp4" else f"rtn-{rest}"))
+    for field in ("codes_OI", "scales_OG", "zeros_OG", "groups_I"):
+        assert torch.equal(getattr(rounded, field), getattr(nearest, field)), field
+    assert torch.equal(rounded.dense(), nearest.dense())
+
+
+@pytest.mark.parametrize("name", ["atom-b4-g16-keep0.1", "quik-b4-perchannel-keep0.1"])
+def test_mixed_precision_of_a_dead_linear_is_that_of_inputs_that_are_all_alike(name):
+    """White inputs: no column moves another, and none is louder than the rest."""
+    weight_OI, _ = problem(num_inputs=64)
+    spec, white_II = parse_spec(name), torch.eye(64, dtype=torch.float64)
+    dead, white = (
+        round_mixed(weight_OI, prepare(hessian_II, spec, "layer"), spec).dense()
+        for hessian_II in (0 * white_II, white_II)
+    )
+    assert torch.equal(dead, white)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

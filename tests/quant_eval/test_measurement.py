@@ -1,12 +1,18 @@
 """Methods of other projects in the same walk as our own, through `measure`."""
 
 import pytest
+import torch
 
 from base.errors import UserError
 from base.ranks import ALONE
+from ckpt_tools.hf.directory import write_result
+from ckpt_tools.hf.measured import Quantization
+from ckpt_tools.hf.results import read_result
+from quant_eval.__main__ import _show
 from quant_eval.libraries.job import Report, run_job
 from quant_eval.measuring.measurement import measure
 from quant_eval.specs import parse_spec
+from tests.published import change_weights
 from tests.quant_eval.models import make_model, run_settings
 
 SPECS = tuple(
@@ -68,6 +74,25 @@ def test_errors_of_folded_linears_are_null(results):
     layers = results["awq-b3-g32"]["measured"]["layers"]
     assert len(layers) == 3 * 7
     assert all(layer["folded"] and layer["relative_output_error"] is None for layer in layers)
+
+
+def test_a_dead_linear_is_measured_and_named(tmp_path, settings, capsys):
+    """Values that are zero leave nothing to the output projection: in that block no draw of the
+    text decides how it is rounded.
+    """
+    model = make_model(tmp_path / "model", "olmo2")
+    name = "model.layers.1.self_attn.v_proj.weight"
+    change_weights(model, **{name: torch.zeros(32, 32)})
+    spec, two = parse_spec("gptq-b3-g32"), settings.model_copy(update={"calibration_seeds": 2})
+    (result,) = measure(model, [spec], [tmp_path / "out"], two, ALONE)
+    layers = result["measured"]["layers"]
+    dead = ["model.layers.1.self_attn.o_proj"]
+    assert [layer["name"] for layer in layers if layer["dead"]] == dead
+    assert [layer["relative_output_error"] for layer in layers if layer["dead"]] == [0.0]
+
+    write_result(tmp_path / "out", result)
+    _show(read_result(tmp_path / "out", Quantization), "measured")
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"rounded: {dead[0]}")
 
 
 def test_a_library_that_fails_leaves_nothing(tmp_path, settings, monkeypatch):

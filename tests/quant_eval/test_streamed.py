@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from base.errors import UserError
 from ckpt_tools.formats.hf_weights import HFWeights
 from quant_eval.model.streamed import StreamedModel
+from tests.published import KINDS, logits_by_transformers, make_published
 from tests.quant_eval.models import ARCHITECTURES, make_model
 
 CPU = torch.device("cpu")
@@ -58,6 +59,14 @@ def test_logits_are_those_of_the_whole_model(directory, dtype):
         expected = whole(TOKENS, use_cache=False).logits
     got = run(model, lambda block, x, context: block(x, context))
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_directories_of_others_are_read_as_transformers_reads_them(tmp_path, kind):
+    """Whatever else is in their files, and beside them."""
+    model = open_model(make_published(tmp_path / "model", kind))
+    got = run(model, lambda block, x, context: block(x, context))
+    close(got, logits_by_transformers(tmp_path / "model", TOKENS))
 
 
 def test_a_block_taken_apart_is_the_block(directory):

@@ -10,11 +10,14 @@ from scipy.stats import linregress
 
 from base.errors import UserError
 from study.across.comparison import write_comparison
-from study.across.ends import parameters_of
+from study.across.ends import parameters_of, write_ends
 from study.across.fit import PARAMETERS, PER_PARAMETER, SCATTER, Point, fit
+from study.recipes.parts import sweep
 from study.results.table import Row, write_table
+from tests.study import factors
 from tests.study.claimed import SPEC, rows_of, run_of, study_of
 from train.model.presets import OLMO2_30M
+from train.run.config import RunConfig
 
 OF_SIZE, OF_RATIO = -0.3, 0.2  # the planted exponents
 COLUMN = f"quant/{SPEC}/relative_error"
@@ -146,3 +149,23 @@ def test_one_size_is_a_table_and_a_figure_without_a_law(studies, tmp_path):
     lines = list(write_comparison(first, tmp_path))
     assert any("not fitted: 1 of 3 sizes" in line for line in lines)
     assert (tmp_path / "scaling.png").exists()
+
+
+def test_a_factor_of_words_in_one_study_and_numbers_in_another_is_text(tmp_path):
+    words = factors.of("words", sweep(factors.with_data, order=["olmo", "sequential"]))
+    numbers = factors.of("numbers", sweep(with_order, order=[1, 2]))
+    depths = factors.of("depths", sweep(factors.run, layers=[2, 4]))
+    ends = [
+        {"run": "a", "label": "a", "order": "olmo"},
+        {"run": "b", "label": "b", "order": 2},
+        {"run": "c", "label": "c", "layers": 4},
+    ]
+    write_ends(tmp_path / "ends.parquet", ends, [words, numbers, depths])
+    table = pq.read_table(tmp_path / "ends.parquet").to_pydict()
+    assert table["order"] == ["olmo", "2", None]
+    assert table["layers"] == [None, None, 4]
+
+
+def with_order(name: str, order: int) -> RunConfig:
+    """A factor whose name is that of a setting, for something else."""
+    return factors.run(name, layers=order)

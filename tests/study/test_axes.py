@@ -1,10 +1,19 @@
 """The axes of a study follow from its runs: what differs, how it is called, and the labels."""
 
+import pyarrow as pa
 import pytest
 
+from base.errors import UserError
 from study.axes import axes_of, text_of
 from study.recipes import resolve
+from study.recipes.parts import sweep
+from study.results.table import axis_columns, schema_of
+from study.tracking.described import run_params
+from tests.present import present
+from tests.study import factors
 from tests.study.ablation import tiny
+from tests.study.synthetic import table_of, write_study
+from train.data.config import RepetitionFilter
 from train.run.config import RunConfig, with_settings
 
 
@@ -41,7 +50,8 @@ def test_two_factors_are_two_axes():
         (("seed=1",), ["peak_lr"], ["0.001, seed 6198", "0.001, seed 1"]),
         (("engine=deepspeed",), ["engine"], ["megatron", "deepspeed"]),
         (("batch_size=32",), ["batch_size"], ["16", "32"]),
-        (("optimizer.eps=1e-6",), ["peak_lr"], ["lr1e-3", "lr1e-3-eps=1e-6"]),
+        (("optimizer.eps=1e-6",), ["eps"], ["1e-08", "1e-06"]),
+        (("evaluate_every_steps=9",), ["peak_lr"], ["lr1e-3", "lr1e-3-evaluate_every_steps=9"]),
     ],
 )
 def test_what_differs_is_an_axis_and_the_rest_a_name(settings, keys, labels):
@@ -57,3 +67,131 @@ def test_budgets_and_schedules_have_words():
     big = resolve("olmo2-7b-lr", "full")
     axes = axes_of(big.runs, big.controls)
     assert text_of(axes, "lr6e-4-anneal100b") == "0.0006, 100B anneal"
+
+
+CORPORA = ["../../texts/web", "../../texts/code"]
+
+
+@pytest.mark.parametrize(
+    ("run", "values", "name", "labels"),
+    [
+        (factors.run, {"layers": [2, 4, 6]}, "layers", ["2", "4", "6"]),
+        (factors.run, {"width": [64, 96]}, "width", ["64", "96"]),
+        (factors.with_warmup, {"warmup_tokens": [0, 16384]}, "warm-up", ["0", "16.4K"]),
+        (factors.with_optimizer, {"clip_grad_norm": [0.5, 1.0]}, None, ["0.5", "1"]),
+        (factors.with_optimizer, {"z_loss": [0.0, 1e-4]}, "z-loss", ["0", "0.0001"]),
+        (factors.with_data, {"sequence_length": [64, 128]}, "sequence length", ["64", "128"]),
+        (factors.with_data, {"document_mask": [False, True]}, "document mask", ["no", "yes"]),
+        (factors.with_data, {"order": ["olmo", "sequential"]}, "order", ["olmo", "sequential"]),
+        (factors.with_corpus, {"corpus": CORPORA}, "corpus", ["web", "code"]),
+        (
+            factors.with_betas,
+            {"betas": [(0.9, 0.95), (0.8, 0.99)]},
+            "betas",
+            ["(0.9, 0.95)", "(0.8, 0.99)"],
+        ),
+        (
+            factors.with_data,
+            {"repetition_filter": [None, RepetitionFilter(max_count=8)]},
+            "repetition filter",
+            None,
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_every_swept_factor_is_an_axis_and_a_column_under_its_own_name(run, values, name, labels):
+    ((key, own),) = values.items()
+    study = factors.of("own", sweep(run, **values), seeds=(1, 2))
+    (axis,) = study.axes
+    assert axis.key == key
+    assert axis.name == study.heading == (name or "clipping of the gradient norm")
+    groups = [group.label for group in study.groups if not group.label.endswith("no anneal")]
+    assert len(set(groups)) == len(own)
+    assert labels in (None, groups)
+    are_numbers = {type(value) for value in own} <= {int, float}
+    assert axis.scale == (("log" if min(own) > 0 else "linear") if are_numbers else "category")
+    assert present(study.varied).key == key
+    field = schema_of(study).field(key)
+    assert field.metadata[b"unit"].decode() == axis.unit
+    assert run_params(study, study.runs[0])[key] == str(axis.values[study.runs[0].name])
+
+
+def test_the_table_holds_the_factors_of_every_run(tmp_path):
+    """A control that runs of several values share has none."""
+    study = factors.of("own", sweep(factors.with_start, start=[32, 48]))
+    rows = table_of(write_study(tmp_path / "own", study), study)
+    starts = {row["run"]: row["start"] for row in rows}
+    assert starts == {"start32": 32, "start32-control": None, "start48": 48}
+    assert schema_of(study).field("start").type == pa.int64()
+    words = factors.of("words", sweep(factors.with_data, order=["olmo", "sequential"]))
+    rows = table_of(write_study(tmp_path / "words", words), words)
+    assert {row["run"]: row["order"] for row in rows} == {
+        **dict.fromkeys(("olmo", "olmo-control"), "olmo"),
+        **dict.fromkeys(("sequential", "sequential-control"), "sequential"),
+    }
+
+
+def test_two_swept_factors_are_two_axes_in_their_order():
+    study = factors.of("own", sweep(factors.run, layers=[2, 4], weight_decay=[0.0, 0.1]))
+    assert study.heading == "layers and weight decay"
+    assert [group.label for group in study.groups][::2] == ["2, 0", "2, 0.1", "4, 0", "4, 0.1"]
+    assert present(study.varied).key == "layers"
+    assert study.runs[0].name == "layers2-wd0"
+
+
+def test_settings_that_differ_are_axes_without_a_sweep():
+    deep = factors.of("own", [factors.run(f"deep{count}", layers=count) for count in (2, 4)])
+    assert (deep.heading, deep.axes[0].key) == ("layers", "num_hidden_layers")
+    wide = factors.of("own", [factors.run("slim", width=64), factors.run("wide", width=96)])
+    assert [axis.name for axis in wide.axes] == ["width"], "that of the MLP follows from it"
+    both = [factors.with_corpus("a", corpus) for corpus in CORPORA]
+    named = [run.model_copy(update={"name": f"run{place}"}) for place, run in enumerate(both)]
+    data = factors.of("own", named)
+    assert (data.heading, data.groups[0].label) == ("training data", "web")
+    confounded = [
+        factors.run("a", layers=2, peak_lr=1e-2),
+        factors.run("b", layers=4, peak_lr=3e-3),
+    ]
+    assert factors.of("own", confounded).heading == "peak learning rate and layers"
+
+
+def test_a_factor_named_like_another_quantity_keeps_its_own_values():
+    """A word of the user's for something else, and one that the table has for the checkpoint."""
+
+    def run(name, decay):
+        return factors.run(name, weight_decay=decay / 10)
+
+    (axis,) = factors.of("own", sweep(run, decay=[1, 2])).axes
+    assert (axis.key, axis.name, set(axis.values.values())) == ("swept_decay", "decay", {1, 2})
+
+    def of_step(name, step):
+        return factors.run(name, layers=step)
+
+    study = factors.of("own", sweep(of_step, step=[2, 4]))
+    assert list(axis_columns(study)) == ["factor_step"]
+
+
+def test_anneals_from_several_steps_by_a_sweep_share_a_control():
+    """Before 64 they are the same run at a constant rate: one control is saved where they end."""
+    study = factors.of("own", sweep(factors.with_start, start=[32, 48]))
+    assert [run.name for run in study.runs] == ["start32", "start32-control", "start48"]
+    assert {
+        present(study.control_of(run)).name for run in study.trained if run.schedule.anneal
+    } == {"start32-control"}
+    assert [group.label for group in study.groups] == ["32", "no anneal", "48"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("optimizer.peak_lr=1e6",), "with optimizer.peak_lr=1e6 runs lr1.2e-2-seed1 and lr2.4e-2"),
+        (("seed=1",), "with seed=1 runs lr1.2e-2-seed1 and lr1.2e-2-seed2 are the same training"),
+    ],
+)
+def test_runs_that_became_the_same_are_named_with_what_made_them_so(settings, words):
+    with pytest.raises(UserError, match=words) as refused:
+        resolve("tiny", "full", settings)
+    assert "\n" not in str(refused.value)
+    twice = [factors.run("a"), factors.run("b")]
+    with pytest.raises(ValueError, match=r"a and b are the same training.*parts\.annealed"):
+        factors.of("own", twice)

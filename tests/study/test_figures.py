@@ -4,6 +4,7 @@ what varies.
 
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -334,6 +335,13 @@ def test_the_figure_holds_every_method_of_every_run(study_dir, study):
             values = [row[quantity.label + end] for end in ("", ", low", ", high")]
             known = last[names[row["run"]]]
             assert values == [known[column + end] for end in ("", "_low", "_high")]
+
+
+def test_the_fonts_of_a_slice_are_none_that_publishers_refuse(study_dir, study):
+    pdf = pictures_of(drawn(slices, Canvas(study, [], study_dir)).chart)["pdf"]
+    kinds = set(re.findall(rb"/Subtype /(Type[0-9]|TrueType)", pdf))
+    assert kinds == {b"Type0"}
+    assert pdf == pictures_of(drawn(slices, Canvas(study, [], study_dir)).chart)["pdf"]
 
 
 def change(path, factor: float) -> None:

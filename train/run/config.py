@@ -62,10 +62,11 @@ class RunConfig(Frozen):
 
     NOT_IDENTITY = frozenset(
         {"name", "parallel", "zero", "kernels", "recompute", "micro_batch_size", "saving"}
-        | {"observe_every_steps", "probe"}
+        | {"observe_every_steps", "probe", "factors"}
     )
 
     name: str = Field(pattern=NAME_PATTERN)
+    factors: dict[str, int | float | str] = Field(default={}, description="what a sweep varied")
     seed: int = Field(ge=0, lt=2**63)
     engine: Literal["megatron", "deepspeed"] = "megatron"
     precision: Literal["fp32", "bf16", "fp8"] = Field(
@@ -280,10 +281,10 @@ def with_settings(config: RunConfig, settings: list[str]) -> RunConfig:
     for setting in settings:
         path, separator, text = setting.partition("=")
         *parents, key = path.split(".")
-        owner: Any = content
+        owner: Any = None if path.startswith(("name", "factors")) else content
         for parent in parents:
             owner = owner.get(parent) if isinstance(owner, dict) else None
-        if not separator or not isinstance(owner, dict) or key not in owner or path == "name":
+        if not separator or not isinstance(owner, dict) or key not in owner:
             raise UserError(
                 f"--set {setting}: no such key; write key.path=value with a key of run.json"
             )

@@ -1,9 +1,10 @@
 """Error at the end of the anneal against runs of equal tokens without it."""
 
 from study.figures.canvas import Canvas
-from study.figures.charts import GREY, NATS, Chart, Quantity, Rows, data, level, panel
+from study.figures.charts import NATS, Chart, Quantity, Rows, data, level, panel, tooltip
 from study.figures.drawn.quantization import DIVERGENCE
 from study.figures.figure import Drawn, drawn, figure
+from study.figures.looks import Runs
 from study.measurements.titles import spec_title
 from study.results.averages import lowest_spec
 from study.results.estimate import Estimate
@@ -13,8 +14,8 @@ from study.results.summary import RunSummary, summarize
 FIGURE = "kl_divergence"  # the first that the claims are judged by: the least noise
 DIFFERENCE = Quantity("annealed - not annealed", NATS, holds_zero=True)
 SERIES = ("annealed", "not annealed")
+SHAPES = ("circle", "square")
 PANEL_HEIGHT = 170
-COLOURS = ("#7e03a8", GREY)
 
 
 @figure(
@@ -51,7 +52,7 @@ def anneal_against_control(canvas: Canvas) -> Drawn | None:
         p_value = {"p, not corrected": estimate.p_value()}
         differences.append(head | p_value | _values(DIFFERENCE, estimate))
     panels = [
-        (rows, _panel(rows, canvas.runs.heading, quantity))
+        (rows, _panel(rows, canvas.runs, quantity))
         for rows, quantity in ((errors, DIVERGENCE), (differences, DIFFERENCE))
         if rows
     ]
@@ -62,19 +63,28 @@ def _values(quantity: Quantity, estimate: Estimate) -> dict[str, float]:
     return quantity.values(estimate.value, estimate.interval())
 
 
-def _panel(rows: Rows, heading: str, quantity: Quantity) -> Chart:
-    """Points with their intervals above the name of the group, annealed beside not annealed."""
-    x: Chart = {"field": heading, "type": "nominal", "sort": None, "axis": {"labelAngle": 0}}
-    encoding: Chart = {"x": x, "y": quantity.encoding()}
+def _panel(rows: Rows, runs: Runs, quantity: Quantity) -> Chart:
+    """Points with their intervals above the name of the group, annealed beside not annealed.
+
+    Groups have their colours, as in all figures; the marker says what is annealed.
+    """
+    axis = {"labelAngle": 0}
+    x: Chart = {"field": runs.heading, "type": "nominal", "sort": None, "axis": axis}
+    groups = {group: looks[0].colour for group, looks in runs.groups.items()}
+    own = list(dict.fromkeys(row[runs.heading] for row in rows))
+    scale = {"domain": own, "range": [groups[group] for group in own]}
+    colour = {"field": runs.heading, "type": "nominal", "scale": scale, "legend": None}
+    encoding: Chart = {"x": x, "y": quantity.encoding(), "color": colour}
+    point: Chart = {"tooltip": tooltip(rows)}
     if "series" in rows[0]:
-        scale = {"domain": list(SERIES), "range": list(COLOURS)}
         series = {"field": "series", "type": "nominal", "title": "at equal tokens"}
-        encoding |= {"color": series | {"scale": scale}, "xOffset": series | {"sort": list(SERIES)}}
+        encoding |= {"xOffset": series | {"sort": list(SERIES)}}
+        point |= {"shape": series | {"scale": {"domain": list(SERIES), "range": list(SHAPES)}}}
     low, high = (f"{quantity.label}, {end}" for end in ("low", "high"))
     bar = {"y": quantity.encoding(low), "y2": {"field": high}}
     layers = [
         {"mark": {"type": "rule", "strokeWidth": 1.6}, "encoding": bar},
-        {"mark": {"type": "point", "filled": True, "opacity": 1, "size": 55}},
+        {"mark": {"type": "point", "filled": True, "opacity": 1, "size": 55}, "encoding": point},
     ]
     title = rows[0]["panel"] if quantity is DIVERGENCE else "Paired difference"
     return panel([level(0.0), data(rows, encoding=encoding, layer=layers)], title, 2, PANEL_HEIGHT)

@@ -1,5 +1,6 @@
 """Averages of weights beside the weights themselves (arXiv 2510.06213, figure 4)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from study.definition import Study
@@ -46,10 +47,15 @@ def averages(canvas: Canvas) -> Drawn | None:
     if settings and settings.averages:
         shown.append((SHARPNESS, RELATIVE, "Curvature"))
     columns = 2 if len(shown) == 4 else 3
-    panels = [
-        (rows, _panel(canvas, rows, quantity, columns))
+    by_panel = [
+        (quantity, rows)
         for quantity, name, panel in shown
         if (rows := _rows(canvas, quantity, name, panel))
+    ]
+    # one for all panels, which share their scales: curvature may be measured of fewer models
+    styles = _styles([row["series"] for _, rows in by_panel for row in rows])
+    panels = [
+        (rows, _panel(canvas, rows, quantity, columns, styles)) for quantity, rows in by_panel
     ]
     return drawn(panels, columns, canvas.rates)
 
@@ -68,12 +74,9 @@ def _rows(canvas: Canvas, quantity: Quantity, column: str, panel: str) -> Rows:
     return [row for part in parts for row in part]
 
 
-def _panel(canvas: Canvas, rows: Rows, quantity: Quantity, columns: int) -> Chart:
-    since = [row["tokens"] for row in rows if row["series"] != WEIGHTS]
-    if quantity not in PAIRED and since:
-        # the losses of the first steps, far above, would flatten the others
-        quantity = quantity.near([row for row in rows if row["tokens"] >= min(since)])
-    series = list(dict.fromkeys(row["series"] for row in rows))
+def _styles(all_series: Sequence[str]) -> dict[str, Chart]:
+    """Return markers and dashes of the models, as encodings of points and lines."""
+    series = list(dict.fromkeys(all_series))
     shapes = ["circle", *["square", "diamond", "triangle-up"] * len(series)][: len(series)]
     dashes = [[1, 0], *DASHES * len(series)][: len(series)]
     if SOUP in series:
@@ -81,5 +84,14 @@ def _panel(canvas: Canvas, rows: Rows, quantity: Quantity, columns: int) -> Char
     model: dict[str, Any] = {"field": "series", "type": "nominal", "title": "model"}
     shape = model | {"scale": {"domain": series, "range": shapes}}
     dash = model | {"scale": {"domain": series, "range": dashes}}
-    styles: dict[str, Any] = {"points": {"shape": shape}, "lines": {"strokeDash": dash}}
+    return {"points": {"shape": shape}, "lines": {"strokeDash": dash}}
+
+
+def _panel(
+    canvas: Canvas, rows: Rows, quantity: Quantity, columns: int, styles: dict[str, Chart]
+) -> Chart:
+    since = [row["tokens"] for row in rows if row["series"] != WEIGHTS]
+    if quantity not in PAIRED and since:
+        # the losses of the first steps, far above, would flatten the others
+        quantity = quantity.near([row for row in rows if row["tokens"] >= min(since)])
     return canvas.curves(rows, quantity, columns, **styles)

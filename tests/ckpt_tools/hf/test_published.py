@@ -109,7 +109,10 @@ def narrower_head(directory: Path) -> None:
 
 
 def adds(name: str) -> Callable[[Path], None]:
-    return lambda directory: change_weights(directory, **{name: torch.ones(8)}) and None
+    def change(directory: Path) -> None:
+        change_weights(directory, **{name: torch.ones(8)})
+
+    return change
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def write_config(directory: Path, name: str, rope: dict[str, Any]) -> dict[str, 
 
 
 def reads(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """What transformers makes of a config.json."""
+    """Dtype and rotary embedding of a config.json, as transformers understands it."""
     (directory / "config.json").write_text(json.dumps(config))
     understood = AutoConfig.from_pretrained(directory)
     return {"dtype": understood.dtype, "rope": understood.rope_parameters}

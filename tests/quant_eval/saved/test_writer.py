@@ -10,11 +10,13 @@ from base.errors import UserError
 from base.files import first_damage
 from ckpt_tools.formats.weights import read_whole
 from ckpt_tools.hf.directory import read_lineage
+from ckpt_tools.hf.forward import names_in_files
 from quant_eval.saved import writer
 from quant_eval.saved.reader import SavedWeights
 from quant_eval.saved.writer import CheckpointWriter
 from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
+from tests.published import make_published
 from tests.quant_eval.saved.examples import SPECS, save_example
 
 PACK_FACTOR = {2: (16, 1), 3: (32, 3), 4: (8, 1), 8: (4, 1)}  # values in as many words
@@ -78,13 +80,26 @@ def test_shards_and_dtype(tmp_path, source, monkeypatch):
     monkeypatch.setattr(writer, "SHARD_BYTES", 20_000)
     example = save_example(source, tmp_path / "out", "gptq-b4-g32-asym-s16", dtype="bf16")
     assert len(list(example.out.glob("model-*.safetensors"))) > 3
-    assert json.loads((example.out / "config.json").read_text())["dtype"] == "bfloat16"
+    config = json.loads((example.out / "config.json").read_text())
+    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     saved = SavedWeights(example.out, torch.bfloat16)
     for name, weight in example.dense.state_dict().items():
         assert torch.equal(read_whole(saved, name), weight.bfloat16()), name
     exact = SavedWeights(example.out, torch.float32)
     for name, rounded in example.rounded.items():
         assert torch.equal(read_whole(exact, name), rounded.dense()), name
+
+
+@pytest.mark.parametrize("kind", ["pythia", "tied-copy"])
+def test_buffers_and_copies_in_the_source_are_not_saved(tmp_path, kind):
+    source = make_published(tmp_path / "source", kind)
+    example = save_example(source, tmp_path / "out", "rtn-b4-g16-s16")
+    saved = SavedWeights(example.out, torch.float32)
+    files = names_in_files(example.dense)
+    assert saved.tensors.keys() == set(files.values())
+    for name, weight in example.dense.state_dict().items():
+        assert torch.equal(read_whole(saved, files[name]), weight), name
 
 
 def test_what_ends_early_leaves_nothing(tmp_path, source, examples):

@@ -62,7 +62,8 @@ def test_results_of_two_specs(
 
     def quantizer(hf_dir, spec, settings):
         asked.append((hf_dir, spec.name, settings.calibration, settings.calibration_sequences))
-        return pair.quantized if spec.bits == 3 else pair.full
+        dead = ["model.layers.0.mlp.down_proj"]
+        return (pair.quantized, dead) if spec.bits == 3 else (pair.full, [])
 
     given = {"model": copied_model, "quantizer": quantizer, "shots": 2, "tasks": "winogrande,mmlu"}
     given["spec"] = "gptq-b3-g16"
@@ -83,7 +84,8 @@ def test_results_of_two_specs(
         pair.tokenizer,
         settings_of("winogrande", "mmlu", shots=2, seed=0),
     )
-    assert first["measured"] == expected
+    assert first["measured"] == expected | {"dead_linears": ["model.layers.0.mlp.down_proj"]}
+    assert any(line.endswith("rounded: model.layers.0.mlp.down_proj") for line in printed)
     assert first.keys() == {"model", "spec", "measured", "environment"}
     assert first["model"]["weights_digests"] == {
         "model.safetensors": blake3_of(copied_model / "model.safetensors")
@@ -111,7 +113,7 @@ def test_results_of_two_specs(
 def test_without_examples_and_with_a_limit(command, copied_model, pair):
     code, _, lines = command(
         model=copied_model,
-        quantizer=lambda *_: pair.full,
+        quantizer=lambda *_: (pair.full, []),
         shots=0,
         limit=4,
         tasks="sciq,mmlu",

@@ -1,5 +1,7 @@
 """The demo: what it promises, checked with numbers worked out by hand."""
 
+from typing import Any
+
 import pytest
 
 from study.definition import load_study, save_study
@@ -67,7 +69,7 @@ def test_tiny_is_the_ablation_in_small():
     assert [(run.optimizer.peak_lr, run.seed) for run in runs] == [
         (peak, seed) for seed in seeds for peak in peaks
     ]
-    rest = {"name": "", "optimizer": None, "seed": 0}
+    rest: dict[str, Any] = {"name": "", "factors": {}, "optimizer": None, "seed": 0}
     assert len({run.model_copy(update=rest).model_dump_json() for run in runs}) == 1
     assert len({run.optimizer.weight_decay for run in runs}) == 1
     # rate x decay x steps before the anneal, as of the 7B's with 12e-4, and twice that

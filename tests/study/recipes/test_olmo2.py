@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from study.definition import Study
+from study.differences import Value
 from study.machine.disk import needed_bytes, restart_bytes
 from study.machine.estimate import estimate_lines
 from study.machine.hardware import planned
@@ -189,7 +190,7 @@ def test_averages_lie_within_one_run(recipe, profile):
 def test_what_was_varied_has_a_line_per_length_of_anneal():
     varied = resolve("olmo2-7b-lr", "full").varied
     assert varied is not None
-    lines: dict[str, list[float]] = {}
+    lines: dict[str, list[Value]] = {}
     for name, group in varied.groups.items():
         lines.setdefault(group, []).append(varied.values[name])
     assert lines == {

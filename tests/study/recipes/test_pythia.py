@@ -2,6 +2,7 @@
 
 import pytest
 
+from study.differences import Value
 from study.recipes import resolve
 from train.planning.memory import rank_memory
 from train.run.config import RunConfig
@@ -38,7 +39,7 @@ def test_the_learning_rates_under_wsd():
         assert learning_rate(run, 190_000) == 0
         assert run.save_steps[-2:] == (188_000, 190_000)  # the plane of the paper's landscape
         assert sum(step > 171_000 for step in run.save_steps) == 10
-    _first, *others = (content(run, "name") | {"optimizer": 0} for run in runs.values())
+    _first, *others = (content(run, "name", "factors") | {"optimizer": 0} for run in runs.values())
     assert others == [_first] * 3
 
 
@@ -48,7 +49,8 @@ def test_weight_decay_alone_varies():
     assert products == pytest.approx([3e-5, 9e-5, 3e-4, 9e-4, 3e-3])
     assert 0.1 in [run.optimizer.weight_decay for run in runs.values()]  # the paper's dashed line
     settings = [
-        content(run, "name") | {"optimizer": run.optimizer.model_copy(update={"weight_decay": 0.0})}
+        content(run, "name", "factors")
+        | {"optimizer": run.optimizer.model_copy(update={"weight_decay": 0.0})}
         for run in runs.values()
     ]
     assert settings == [settings[0]] * 5
@@ -57,7 +59,7 @@ def test_weight_decay_alone_varies():
 def test_the_rule_of_decay_alone_varies():
     runs = runs_of("pythia-160m-decay")
     assert list(runs) == ["adamw", "adamc"]
-    settings = [run.model_dump(exclude={"name"}) for run in runs.values()]
+    settings = [run.model_dump(exclude={"name", "factors"}) for run in runs.values()]
     rules = [setting["optimizer"].pop("decay") for setting in settings]
     assert rules == list(runs)
     assert settings[0] == settings[1]
@@ -126,7 +128,7 @@ def test_the_replication_has_a_run_per_budget_and_schedule():
     study = resolve("pythia-70m-kumar", "full")
     runs = {run.name: run for run in study.trained}
     assert study.varied is not None
-    lines: dict[str, list[float]] = {}
+    lines: dict[str, list[Value]] = {}
     for name, group in study.varied.groups.items():
         lines.setdefault(group, []).append(study.varied.values[name])
     doubled = [steps * STEP for steps in (23_750, 47_500, 95_000, 190_000)]
