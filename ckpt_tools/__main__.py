@@ -136,9 +136,12 @@ def download(
         typer.echo(str(into))
         return
     if dry_run:
+        from ckpt_tools.released.before import check_ends
         from ckpt_tools.released.trajectory import choose, revisions_of, show
 
-        show(choose(revisions_of(source, family), every=every, stage=stage))
+        chosen = choose(revisions_of(source, family), every=every, stage=stage)
+        show(chosen)
+        check_ends(source, chosen)
         return
     from ckpt_tools.released.download import download as fetch
 

@@ -31,7 +31,7 @@ Settings = Annotated[
         "--set",
         help=(
             "key.path=value of run.json, for every run; part of the study's name. Of a trajectory:"
-            " source, every, stage or family. Repeatable."
+            " source, every, stage, family, pattern or table. Repeatable."
         ),
     ),
 ]

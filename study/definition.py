@@ -22,8 +22,8 @@ from study.measurements.quantization import (
 )
 from study.measurements.step import SLICE, STEP, Along
 from study.measurements.tasks import TASKS, Accuracies, TasksSettings
-from study.paths import MeasuredModel, last_model
-from study.released import ReleasedRun
+from study.paths import MeasuredModel, last_model, released_model
+from study.released import ReleasedRun, unknown_parents
 from study.soups import SoupSettings
 from study.text.kinds import OwnText, PackageSources, PreparedText, TokenFiles
 from train.run.config import RunConfig
@@ -117,6 +117,7 @@ class Study(Frozen):
             yield f"run {self.trained[0].name} is trained; give the text a training file"
         for run in self.trained:
             yield from self._problems_of(run)
+        yield from unknown_parents(self.runs)
 
     def _problems_of(self, run: RunConfig) -> Iterator[str]:
         name = run.name
@@ -163,9 +164,7 @@ class Study(Frozen):
     def models_of(self, run: AnyRun) -> list[MeasuredModel]:
         """Return the measured models of the run by rising step, averages after weights."""
         if isinstance(run, ReleasedRun):
-            return [
-                MeasuredModel(revision.step, revision=revision.name) for revision in run.revisions
-            ]
+            return [released_model(revision) for revision in run.revisions]
         models = []
         for step in run.save_steps:
             models.append(MeasuredModel(step))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ckpt_tools.hf.directory import LINEAGE_JSON, RESULT_JSON
 from ckpt_tools.released.download_record import DOWNLOAD_JSON
 from study.axes import AnyRun
-from study.released import ReleasedRun
+from study.released import ReleasedRevision, ReleasedRun
 from train.run.directory import RunDirectory, step_name
 
 MLFLOW_STORE = "mlflow.db"  # beside all studies of a root
@@ -16,7 +16,10 @@ MIRROR_JSON = "mlflow.json"
 
 
 class MeasuredModel(NamedTuple):
-    """A measured model of a run: the weights after update `step`, or an average up to it."""
+    """A measured model of a run: the weights after update `step`, or an average up to it.
+
+    The step is 0 where the source of a released model states none; then the run has one model.
+    """
 
     step: int
     average: str | None = None  # its name: lawa5x500 of one kept in training, or the soup's
@@ -48,10 +51,15 @@ def model_record(run: str, model: MeasuredModel) -> str:
     return str(hf_directory(run, model) / (DOWNLOAD_JSON if model.revision else LINEAGE_JSON))
 
 
+def released_model(revision: ReleasedRevision) -> MeasuredModel:
+    """Return a released model as it is measured."""
+    return MeasuredModel(revision.step or 0, revision=revision.name)
+
+
 def last_model(run: AnyRun) -> MeasuredModel:
     """Return the weights at the end of the run."""
     if isinstance(run, ReleasedRun):
-        return MeasuredModel(run.total_steps, revision=run.revisions[-1].name)
+        return released_model(run.revisions[-1])
     return MeasuredModel(run.total_steps)
 
 

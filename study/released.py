@@ -1,11 +1,13 @@
 """Runs of others: stages of a released model, fetched instead of trained."""
 
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Self
 
 from pydantic import Field, model_validator
 
 from base.frozen import NAME_PATTERN, Frozen
+from ckpt_tools.released.revisions import course_of
 
 
 class ReleasedRevision(Frozen):
@@ -14,7 +16,7 @@ class ReleasedRevision(Frozen):
     name: str = Field(
         pattern=NAME_PATTERN, description="of the branch on the hub, or of the directory"
     )
-    step: int = Field(ge=0)
+    step: int | None = Field(default=None, ge=0, description="None: its source states none")
     tokens: int | None = Field(default=None, ge=0)
     learning_rate: float | None = Field(default=None, ge=0)
 
@@ -30,24 +32,40 @@ class ReleasedRun(Frozen):
         default=None, description="repository whose naming a local directory has"
     )
     schedule: str | None = Field(default=None, description="where its learning rates come from")
+    parent: str | None = Field(
+        default=None, description="stage of the study whose last weights it starts from"
+    )
+    restarts: bool = Field(
+        default=False,
+        description="its schedule is its own, as in post-training, not the end of its parent's",
+    )
+    average_of: tuple[str, ...] = Field(
+        default=(), description="what it is an average of; then it is no step of training"
+    )
     revisions: tuple[ReleasedRevision, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _rising(self) -> Self:
         for earlier, later in pairwise(self.revisions):
-            if later.step <= earlier.step:
+            if earlier.step is None or later.step is None or later.step <= earlier.step:
                 raise ValueError(f"the steps of {self.name} do not rise at {later.name}")
         return self
 
-    @property
-    def save_steps(self) -> tuple[int, ...]:
-        """The steps of its checkpoints."""
-        return tuple(revision.step for revision in self.revisions)
+    @model_validator(mode="after")
+    def _trained_or_averaged(self) -> Self:
+        if self.average_of and self.parent:
+            raise ValueError(f"{self.name} is an average; it starts from no stage")
+        return self
 
     @property
-    def total_steps(self) -> int:
-        """The last of its steps."""
+    def total_steps(self) -> int | None:
+        """The last of its steps; None where its source states none."""
         return self.revisions[-1].step
+
+    @property
+    def course(self) -> str:
+        """Its schedule and the stage before it in words, or what it is an average of."""
+        return course_of(self.schedule, self.parent, self.average_of)
 
     @property
     def peak_lr(self) -> float | None:
@@ -61,6 +79,22 @@ class ReleasedRun(Frozen):
             default=None,
         )
 
-    def at(self, step: int) -> ReleasedRevision:
-        """Return the checkpoint of a step."""
-        return next(revision for revision in self.revisions if revision.step == step)
+    def named(self, name: str | None) -> ReleasedRevision:
+        """Return the checkpoint of a name."""
+        return next(revision for revision in self.revisions if revision.name == name)
+
+
+def stage_before(runs: Iterable[object], run: ReleasedRun) -> ReleasedRun | None:
+    """Return the stage among runs whose last weights a stage starts from; None without one."""
+    stages = (each for each in runs if isinstance(each, ReleasedRun))
+    return next((stage for stage in stages if stage.name == run.parent), None)
+
+
+def unknown_parents(runs: Iterable[object]) -> Iterator[str]:
+    """Yield what is wrong with the parents of stages: each is to be a stage before its own."""
+    before = set[str | None]([None])
+    for run in runs:
+        if isinstance(run, ReleasedRun):
+            if run.parent not in before:
+                yield f"{run.name} starts from {run.parent}, which is not a stage before it"
+            before.add(run.name)

@@ -70,6 +70,10 @@ def find_source(source: str) -> Source:
     repository, revision = match["repository"], match["revision"]
     patterns = ["*.safetensors", INDEX_JSON, *CONFIGURATION_FILES, *TOKENIZER_FILES]
     with hub(repository) as api:
+        configuration = list(CONFIGURATION_FILES)
+        read_model(
+            Path(api.snapshot_download(repository, revision=revision, allow_patterns=configuration))
+        )  # what cannot be imported is refused before the weights
         path = Path(api.snapshot_download(repository, revision=revision, allow_patterns=patterns))
     return Source(path, repository, revision, {}, *_position(repository, revision))
 

@@ -11,13 +11,14 @@ from base.files import FileRecord, committed_directory, record_file, write_json
 from base.frozen import NAME_PATTERN
 from base.progress import Progress
 from ckpt_tools.hf.directory import VERIFICATION_PROBE, read_lineage
+from ckpt_tools.released.before import check_plans, check_revisions
 from ckpt_tools.released.download_record import (
     DOWNLOAD_JSON,
     HUB_STATE,
     DownloadRecord,
     read_download,
 )
-from ckpt_tools.released.trajectory import choose, is_local, revisions_of
+from ckpt_tools.released.trajectory import choose, is_local, origin_of, revisions_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -78,14 +79,18 @@ def _origins(
             "--revision names what to fetch, --every and --stage choose; give one or the other"
         )
     local = is_local(place)
-    if names and not local:
+    if names and local:
+        return {name: _local_origin(Path(place) / name, family) for name in names}
+    if names:
         return dict.fromkeys(names, place)
     revisions = choose(revisions_of(place, family), every=every, stage=stage)
-    repos = {revision.revision: revision.repo if local else place for revision in revisions}
-    for name in names:
-        if name not in repos:
-            raise UserError(f"{place} holds no revision '{name}'; list them with --dry-run")
-    return {name: repos[name] for name in names} or repos
+    return {revision.revision: revision.repo if local else place for revision in revisions}
+
+
+def _local_origin(path: Path, family: str | None) -> str:
+    if not path.is_dir():
+        raise UserError(f"{path.parent} holds no revision '{path.name}'; list them with --dry-run")
+    return origin_of(path, family)
 
 
 def _is_complete(target: Path, repo: str) -> bool:
@@ -116,14 +121,8 @@ def _is_wanted(name: str) -> bool:
     return name in VOCABULARIES or (name.endswith(DATA_SUFFIXES) and name != DOWNLOAD_JSON)
 
 
-def _check_room(source: str, sizes: dict[str, dict[str, int]], into: Path) -> None:
-    """Raise UserError unless the missing files of all revisions fit, and each has safetensors."""
-    for revision, files in sizes.items():
-        if not any(name.endswith(".safetensors") for name in files):
-            raise UserError(
-                f"{source} has no safetensors at {revision}; leave it out, pickled weights are not"
-                " opened"
-            )
+def _check_room(sizes: dict[str, dict[str, int]], into: Path) -> None:
+    """Raise UserError unless the missing files of all revisions fit."""
     needed = sum(
         size
         for revision, files in sizes.items()
@@ -160,11 +159,12 @@ def _fetch_all(repo: str, revisions: list[str], into: Path) -> None:
         plans = {
             name: api.model_info(repo, revision=name, files_metadata=True) for name in revisions
         }
+        check_plans(api, repo, plans)
         sizes = {
             name: {file.rfilename: file.size or 0 for file in _model_files(plan)}
             for name, plan in plans.items()
         }
-        _check_room(repo, sizes, into)
+        _check_room(sizes, into)
         for number, (name, plan) in enumerate(plans.items(), 1):
             print(f"fetching {name} ({number} of {len(plans)})", file=sys.stderr, flush=True)
             _fetch(api, repo, plan, into / name)
@@ -207,7 +207,8 @@ def _copy_all(place: Path, origins: dict[str, str], into: Path) -> None:
         paths = sorted(path for path in (place / revision).rglob("*") if path.is_file())
         names = {path.relative_to(place / revision).as_posix(): path for path in paths}
         sizes[revision] = {name: names[name].stat().st_size for name in filter(_is_wanted, names)}
-    _check_room(str(place), sizes, into)
+    check_revisions(str(place), list(origins))
+    _check_room(sizes, into)
     with Progress("copy", total=len(origins)) as progress:
         for revision, repo in origins.items():
             _copy(place / revision, into / revision, repo, list(sizes[revision]))

@@ -1,14 +1,14 @@
-"""The trajectories of OLMo 1 (arXiv 2402.00838) and OLMo 2 (arXiv 2501.00656). See `registry`."""
+"""The trajectories of OLMo (arXiv 2402.00838) to Olmo 3. See `registry`."""
 
 import math
+import re
 
-from ckpt_tools.released.revisions import Family, Stage, main
+from ckpt_tools.released.revisions import Family, Stage, averaged, line_of, main
 from ckpt_tools.released.schedules import Curve
 
 B, T = 1e9, 1e12  # tokens
 OLMO2_PAPER, OLMO = "arXiv 2501.00656 Table 3", "allenai/OLMo configs"
-OLMO2_1B_LAST_STEP = 23_852  # of every ingredient
-CORE = "allenai/OLMo-core src/scripts/official/OLMo2/OLMo-2-0325-32B"
+CORE = "allenai/OLMo-core src/scripts/official/OLMo2"
 
 
 def _olmo2(
@@ -18,28 +18,31 @@ def _olmo2(
     peak: float,
     warmup: int,
     horizon: float,
-    stopped: str,
+    stopped: int,
     stop_lr: float,
     anneals: dict[int, float],
+    overrun: int = 10,
     sources: tuple[str, str],
-    soup: str | None = None,
+    soup: tuple[int, ...] = (),
+    soup_source: str = OLMO2_PAPER,
     templates: tuple[str, ...] = ("stage1-step{S}-tokens{T}",),
 ) -> Family:
     """Return an OLMo 2 with both stages.
 
-    Stage 1 is a cosine to 10% at `horizon` tokens. Stage 2 is a linear anneal to 0 per ingredient,
-    counted from 0 again, which starts at the rate that its configuration states: `stop_lr`, stage
-    1's last one, rounded. An anneal of `anneals[ingredient]` tokens has reached 0 at
-    ceil(tokens / batch) and may run ten steps longer. The branch main is the soup of ingredients,
-    else the last of them.
+    Stage 1 is a cosine to 10% at `horizon` tokens, which step `stopped` ends. Stage 2 is a linear
+    anneal to 0 per ingredient, its steps counted from 0 again, which starts there at the rate that
+    its configuration states: `stop_lr`, stage 1's last one, rounded. An anneal of
+    `anneals[ingredient]` tokens has reached 0 at ceil(tokens / batch), and runs `overrun` steps
+    longer. The branch main is the soup of these ingredients, else the last of them.
     """
     batches = ((0, batch),)
+    seen, end = stopped * batch, f", stopped at {stopped * batch / T:.3g}T"
     cosine = Curve(peak=peak, warmup=warmup, decay_until=horizon / batch, shape="cosine", floor=0.1)
     stage1 = [
         Stage(
             name="stage1",
             template=template,
-            schedule=f"cosine to 10% at {horizon / T:.3g}T tokens{stopped}",
+            schedule=f"cosine to 10% at {horizon / T:.3g}T tokens{end if seen < horizon else ''}",
             source=sources[0],
             curve=cosine,
             batches=batches,
@@ -51,14 +54,21 @@ def _olmo2(
             name="stage2",
             template=f"stage2-ingredient{number}-step{{S}}-tokens{{T}}",
             ingredient=number,
+            parent="stage1",
             schedule=f"linear to 0 over {tokens / B:g}B tokens",
             source=sources[1],
             curve=Curve(peak=stop_lr, decay_until=math.ceil(tokens / batch), shape="linear"),
             batches=batches,
+            starts_at=seen,
         )
         for number, tokens in anneals.items()
     ]
-    last = main(soup, OLMO2_PAPER) if soup else stage2[-1].as_main(OLMO2_1B_LAST_STEP)
+    last_step = math.ceil(max(anneals.values()) / batch) + overrun
+    lines = tuple(line_of("stage2", number) for number in soup)
+    if lines:
+        last = averaged("main", lines, soup_source, (stage2[0], last_step))
+    else:
+        last = stage2[-1].as_main(last_step)
     return Family(repo=repo, stages=(*stage1, *stage2, last))
 
 
@@ -73,7 +83,11 @@ def _olmo_1b() -> Family:
         ),
         batches=((0, 2048 * 2048),),
     )
-    return Family(repo="allenai/OLMo-1B", stages=(pretraining, main()))
+    return Family(
+        repo="allenai/OLMo-1B-hf",
+        stages=(pretraining, main()),
+        pattern=r"allenai/OLMo-1B(-hf)?",
+    )
 
 
 def _olmo_7b() -> Family:
@@ -106,7 +120,27 @@ def _olmo_7b() -> Family:
         }
     )
     stages = (pretraining, annealed.as_main(557_000))
-    return Family(repo="allenai/OLMo-7B", stages=stages)
+    return Family(repo="allenai/OLMo-7B-hf", stages=stages, pattern=r"allenai/OLMo-7B(-hf)?")
+
+
+def _olmo_2024(repo: str) -> Family:
+    """Return an OLMo of April or July 2024, of which the names of revisions are known alone.
+
+    Its card names revisions as step1000-tokens4B, its configuration has half of that batch.
+    """
+    pretraining = Stage(
+        name="pretraining",
+        template="step{S}-tokens{T}",
+        source="its model card; tokens by the names, rounded",
+    )
+    pattern = rf"{re.escape(repo.removesuffix('-hf'))}(-hf)?"
+    return Family(repo=repo, stages=(pretraining, main()), pattern=pattern)
+
+
+def _olmo3(repo: str) -> Family:
+    """Return an Olmo 3, of which the names of stage 1 are known alone."""
+    stage1 = Stage(name="stage1", template="stage1-step{S}", starts_at=None)
+    return Family(repo=repo, stages=(stage1, main()))
 
 
 OLMO_FAMILIES = (
@@ -116,7 +150,7 @@ OLMO_FAMILIES = (
         peak=4e-4,
         warmup=4000,
         horizon=5 * T,
-        stopped=", stopped at 4T",
+        stopped=1_907_359,
         stop_lr=7.4487e-5,
         anneals=dict.fromkeys((1, 2, 3), 50 * B),
         sources=(
@@ -130,14 +164,14 @@ OLMO_FAMILIES = (
         peak=3e-4,
         warmup=2000,
         horizon=5 * T,
-        stopped=", stopped at 3.9T",
+        stopped=928_646,
         stop_lr=6.1499e-5,
         anneals=dict.fromkeys((1, 2, 3), 50 * B),
         sources=(
             f"{OLMO}/official-1124/OLMo2-7B-stage1.yaml",
             f"{OLMO}/official-1124/OLMo2-7B-stage2-seed{{42,42069,666}}.yaml",
         ),
-        soup="soup of ingredients 1 to 3",
+        soup=(1, 2, 3),
         # Some early branches have no prefix.
         templates=("stage1-step{S}-tokens{T}", "step{S}-tokens{T}"),
     ),
@@ -147,14 +181,14 @@ OLMO_FAMILIES = (
         peak=9e-4,
         warmup=1000,
         horizon=5 * T,
-        stopped="",
+        stopped=596_057,
         stop_lr=9e-5,
         anneals=dict.fromkeys((1, 2, 3), 100 * B) | {4: 300 * B},
         sources=(  # OLMo2-13B-stage1.yaml says 3e-4, which is not what was run
             f"{OLMO2_PAPER}; allenai/OLMo scripts/beaker/peteish/peteish13-highlr.sh",
             f"{OLMO}/official-1124/OLMo2-13B-stage2-seed{{1110,2662,6209}}-{{100B,300B}}.yaml",
         ),
-        soup="soup of ingredients 1 to 4",
+        soup=(1, 2, 3, 4),
     ),
     _olmo2(
         "allenai/OLMo-2-0325-32B",
@@ -162,15 +196,22 @@ OLMO_FAMILIES = (
         peak=6e-4,
         warmup=2000,
         horizon=6.5 * T,
-        stopped=", stopped at 6.06T",
+        stopped=721_901,
         stop_lr=6.6232e-5,
         anneals=dict.fromkeys((1, 2, 4), 100 * B) | {3: 300 * B},
+        overrun=0,
         sources=(
-            f"{CORE}-train.py",
-            f"{CORE}-anneal.py; lengths by the last revision of each ingredient",
+            f"{CORE}/OLMo-2-0325-32B-train.py",
+            f"{CORE}/OLMo-2-0325-32B-anneal.py; lengths by the last revision of each ingredient",
         ),
-        soup="soup of stage 2",
+        soup=(1, 2, 3),
+        soup_source=f"{CORE}/README.md",
     ),
     _olmo_1b(),
     _olmo_7b(),
+    *(
+        _olmo_2024(f"allenai/OLMo-{name}-hf")
+        for name in ("7B-0424", "1.7-7B", "1B-0724", "7B-0724")
+    ),
+    _olmo3("allenai/Olmo-3-1025-7B"),
 )

@@ -17,7 +17,10 @@ def family_of(repo: str) -> Family:
         if family.has(repo):
             return family
     repos = ", ".join(family.repo for family in FAMILIES)
-    raise UserError(f"{repo} is not a known trajectory; give one of {repos}")
+    raise UserError(
+        f"{repo} is not a known trajectory; give one of {repos}, or how its revisions are named (in"
+        " a study --set pattern=step{S})"
+    )
 
 
 def repo_of_directory(name: str) -> str | None:
@@ -30,8 +33,9 @@ def repo_of_directory(name: str) -> str | None:
 def parse_revision(repo: str, revision: str) -> Revision:
     """Return stage and step from the name of a revision, with its tokens and learning rate.
 
-    >>> parse_revision("allenai/OLMo-2-1124-7B", "stage2-ingredient1-step1000-tokens5B").tokens
-    4194304000
+    The first 3.9T tokens of this one are those of stage 1:
+        >>> parse_revision("allenai/OLMo-2-1124-7B", "stage2-ingredient1-step1000-tokens5B").tokens
+        3899217936384
 
     Raises:
         UserError: the repository is unknown, or the name is not one of its revisions.

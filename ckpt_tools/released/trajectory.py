@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,22 @@ from base.errors import UserError, explain_validation
 from ckpt_tools.hf.directory import LINEAGE_JSON, read_lineage
 from ckpt_tools.released.download_record import read_download
 from ckpt_tools.released.registry import family_of, parse_revision, repo_of_directory
-from ckpt_tools.released.revisions import Revision
+from ckpt_tools.released.revisions import Family, Revision
 
 UNKNOWN = "unknown"
 TRAINING = "training"  # stage of a run's exports that are not averages
 HUB_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # Averages of a run: lawa5x500-step00012000, and once published stage1-step12000-tokens6B-lawa5x500.
 AVERAGE = re.compile(r"(?P<exported>.+)-step\d{8,}|.+-tokens\d+[BMK]-(?P<published>.+)")
+MOST_NAMED = 5  # revisions that are left out for one reason; of more the number is said
 
 
-def revisions_of(place: str, family: str | None = None) -> list[Revision]:
+def revisions_of(
+    place: str, family: str | None = None, naming: Family | None = None
+) -> list[Revision]:
     """Return the revisions of a repository of the hub or of a local directory, in training order.
 
-    A line on stderr names each revision that is left out because its name does not follow the
+    A line on stderr says which revisions are left out because their names do not follow the
     trajectory's naming.
 
     Args:
@@ -34,6 +37,7 @@ def revisions_of(place: str, family: str | None = None) -> list[Revision]:
         family: repository whose naming and schedule the revisions have; None: told by `place`, by
             the files of earlier downloads, or by the directory's name, which is then OWNER--NAME or
             NAME.
+        naming: of revisions that belong to no known trajectory, in place of `family`.
 
     Raises:
         UserError: `place` is neither, its family is not known, or no name follows its naming.
@@ -41,17 +45,16 @@ def revisions_of(place: str, family: str | None = None) -> list[Revision]:
     if is_local(place):
         directory = Path(place)
         names = sorted(path.name for path in directory.glob("[!.]*") if path.is_dir())
-        by_name = repo_of_directory(directory.resolve().name)
         return _in_order(
-            place, names, lambda name: _local_revision(directory / name, family, by_name)
+            place, names, lambda name: _local_revision(directory / name, family, naming)
         )
     repo = family or place
-    family_of(repo)  # before the hub is asked
+    known = naming or family_of(repo)  # before the hub is asked
     from ckpt_tools.released.hub import hub
 
     with hub(place) as api:
         branches = [branch.name for branch in api.list_repo_refs(place).branches]
-    return _in_order(place, branches, lambda name: parse_revision(repo, name))
+    return _in_order(place, branches, lambda name: known.parse(repo, name))
 
 
 def is_local(place: str) -> bool:
@@ -65,20 +68,38 @@ def is_local(place: str) -> bool:
     return False
 
 
-def _in_order(place: str, names: Iterable[str], read: Callable[[str], Revision]) -> list[Revision]:
-    revisions, refused = [], []
+def _in_order(place: str, names: Sequence[str], read: Callable[[str], Revision]) -> list[Revision]:
+    revisions, refused = [], dict[str, UserError]()
     for name in names:
         try:
             revisions.append(read(name))
         except UserError as error:
-            refused.append(error)
+            refused[name] = error
     if not revisions and refused:
-        raise refused[0]
+        raise next(iter(refused.values()))
     if not revisions:
         raise UserError(f"{place} holds no revisions; give a directory of HF directories")
-    for reason in refused:
-        print(f"left out: {reason}", file=sys.stderr)
+
+    # what they are refused for, less the name before it and the advice after it
+    reasons = {
+        name: str(error).partition(name)[2].lstrip(": ").partition(";")[0]
+        for name, error in refused.items()
+    }
+    say_left_out(reasons, len(names))
     return sorted(revisions, key=_order)
+
+
+def say_left_out(reasons: Mapping[str, str], total: int) -> None:
+    """Print a line on stderr about revisions that are left out, by name, of so many."""
+    if not reasons:
+        return
+    parts = []
+    for reason in dict.fromkeys(reasons.values()):
+        names = [name for name, own in reasons.items() if own == reason]
+        more = len(names) - MOST_NAMED
+        listed = ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        parts.append(f"{listed} ({reason})")
+    print(f"left out {len(reasons)} of {total} revisions: {'; '.join(parts)}", file=sys.stderr)
 
 
 def _order(revision: Revision) -> tuple[Any, ...]:
@@ -90,18 +111,34 @@ def _order(revision: Revision) -> tuple[Any, ...]:
         return revision.repo, int(revision.stage != TRAINING), revision.stage, 0, revision.step or 0
 
 
-def _local_revision(path: Path, family: str | None, by_name: str | None) -> Revision:
+def _local_revision(path: Path, family: str | None, naming: Family | None) -> Revision:
+    if naming:
+        return naming.parse(path.resolve().parent.name, path.name)
     lineage = None if family else read_lineage(path)
     if lineage:
         return _exported(path, lineage[0])
-    record = None if family else read_download(path)
-    repo = family or (record.repo if record else by_name)
+    repo = _repo_of(path, family)
     if repo is None:
         raise UserError(
-            f"{path} does not say which trajectory it belongs to; give --family, such as"
-            " allenai/OLMo-2-1124-7B"
+            f"{path} does not say which trajectory it belongs to; name its family, such as"
+            " allenai/OLMo-2-1124-7B (--family, in a study --set family=...), or how such"
+            " directories are named (in a study --set pattern=step{S})"
         )
     return parse_revision(repo, path.name)
+
+
+def _repo_of(path: Path, family: str | None) -> str | None:
+    """Return the repository that a directory of a revision belongs to; None if nothing says so."""
+    record = None if family else read_download(path)
+    by_name = repo_of_directory(path.resolve().parent.name)
+    return family or (record.repo if record else by_name)
+
+
+def origin_of(path: Path, family: str | None = None) -> str:
+    """Return what a directory of a revision belongs to: a run, a repository, or its directory."""
+    lineage = None if family else read_lineage(path)
+    run = lineage[0].get("run") if lineage else _repo_of(path, family)
+    return run or path.resolve().parent.name
 
 
 def _exported(path: Path, lineage: dict[str, Any]) -> Revision:
@@ -114,6 +151,7 @@ def _exported(path: Path, lineage: dict[str, Any]) -> Revision:
             repo=lineage.get("run") or path.resolve().parent.name,
             revision=path.name,
             stage=average[average.lastgroup or 0] if average else TRAINING,
+            average_of=(TRAINING,) if averaged else (),
             step=max(lineage.get("steps") or [], default=None) if step is None else step,
             tokens=lineage.get("tokens"),
             learning_rate=lineage.get("learning_rate"),
@@ -162,7 +200,7 @@ def show(revisions: list[Revision]) -> None:
             UNKNOWN if revision.step is None else f"{revision.step:,}",
             UNKNOWN if revision.tokens is None else f"{revision.tokens:,}",
             UNKNOWN if revision.learning_rate is None else f"{revision.learning_rate:.3e}",
-            revision.schedule or UNKNOWN,
+            revision.course,
         )
         for revision in revisions
     ]
@@ -170,7 +208,15 @@ def show(revisions: list[Revision]) -> None:
     for row in rows:
         cells = zip(row, widths, strict=True)
         print("  ".join(cell.ljust(width) for cell, width in cells).rstrip())
-    for source in dict.fromkeys(
-        f"{revision.schedule}: {revision.source}" for revision in revisions if revision.source
-    ):
+    for source in sources_of(revisions):
         print(source)
+
+
+def sources_of(revisions: Iterable[Revision]) -> list[str]:
+    """Return the sources of what is known of revisions, each once."""
+    sources = (
+        f"{each.course if each.average_of else each.schedule or 'revisions'}: {each.source}"
+        for each in revisions
+        if each.source
+    )
+    return list(dict.fromkeys(sources))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from base.errors import UserError
+from ckpt_tools.hf.measurable import MEASURABLE, attends_in_windows
 
 LAYERS = "layers"  # of the decoder
 # Where the linears of a block read, in the order in which they compute.
@@ -78,11 +79,7 @@ FAMILIES = {
     ),
 }
 
-ARCHITECTURES = (
-    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    *("SmolLM3ForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM"),
-    *("ApertusForCausalLM", "GPTNeoXForCausalLM"),
-)
+ARCHITECTURES = tuple(MEASURABLE.values())
 
 
 def family_of(config: PretrainedConfig) -> Family:
@@ -95,9 +92,7 @@ def family_of(config: PretrainedConfig) -> Family:
         raise UserError(
             f"architecture {config.model_type} is not known; give one of {', '.join(FAMILIES)}"
         )
-    kinds = getattr(config, "layer_types", None)  # without it one window is for all layers
-    windows = set(kinds) != {"full_attention"} if kinds else getattr(config, "sliding_window", None)
-    if windows:
+    if attends_in_windows(config):
         raise UserError(
             f"{config.model_type} with sliding windows is not supported; give a model with full"
             " attention"

@@ -120,19 +120,21 @@ def _stable(of: Measure, end: RunSummary) -> list[Row]:
     study, rows = of.evidence.study, of.evidence.rows
     control = study.control_of(end.run) if isinstance(end.run, RunConfig) else None
     first = needed(f"{end.label} before the decay", end.first)
-    last = end.control["step"] if end.control else first["step"]
-    high = at_high_rate(lineage(study, rows, control or end.run))
-    kept = [row for row in high if row["step"] <= last and row["tokens"]]
+    last = end.control or first
+    # tokens count on from stage to stage, steps may not
+    high = [row for row in at_high_rate(lineage(study, rows, control or end.run)) if row["tokens"]]
+    kept = [row for row in high if row["tokens"] <= (last["tokens"] or 0)]
     if len({row["tokens"] for row in kept}) < 2:
         raise NotTested("no run has two checkpoints at a high learning rate before it decays")
     return [needed(f"{end.label}, step {row['step']}", row, of.column) for row in kept]
 
 
 def _decaying(of: Measure, end: RunSummary) -> list[Row]:
-    """Return the rows of a released run after the last one at the high rate."""
-    first, own = needed(f"{end.label} before the decay", end.first), of.evidence.rows
-    later = [row for row in trained(own) if row["run"] == end.run.name and row["tokens"]]
-    return [row for row in later if row["step"] > first["step"] and row[of.column] is not None]
+    """Return the rows of a released training after the last one at the high rate."""
+    first = needed(f"{end.label} before the decay", end.first)
+    led = trained(lineage(of.evidence.study, of.evidence.rows, end.run))
+    later = [row for row in led if row["tokens"] and row["tokens"] > (first["tokens"] or 0)]
+    return [row for row in later if row[of.column] is not None]
 
 
 def by_group(contrast: Contrast, ends: Sequence[RunSummary]) -> dict[str, Replicates]:

@@ -24,6 +24,8 @@ from study.figures.charts import (
     replicates_of,
 )
 from study.figures.looks import Look, runs_of
+from study.released import stage_before
+from study.results.summary import lineage
 from study.results.table import Row
 from train.run.config import RunConfig
 from train.run.schedules import first_step, learning_rate
@@ -138,11 +140,12 @@ class Canvas:
         """
         weights = [row for row in rows if row["series"] == WEIGHTS]
         looks, ends = self.runs.looks, Rows()
-        for run in self.study.trained:
-            if run.branch_from is None:
+        for run in self.study.runs:
+            before = self._origin(run)
+            if before is None:
                 continue
             label = looks[run.name].label
-            parent = (looks[self.study.parent_of(run).name].label, run.branch_from.step)
+            parent = (looks[before[0].name].label, before[1])
             origin = [row for row in weights if (row["run"], row["step"]) == parent]
             own = [row for row in weights if row["run"] == label]
             for row in (*origin, own[0]) if origin and own else ():
@@ -157,6 +160,13 @@ class Canvas:
         means = means_of(replicates, self.runs, self.tokens, quantity)
         of_band = {"color": self.runs.colour} | band_of(self.tokens, quantity)
         return [data(means, mark=BAND, encoding=of_band), data(means, mark=LINE, encoding=encoding)]
+
+    def _origin(self, run: AnyRun) -> tuple[AnyRun, int | None] | None:
+        """Return the run and step whose weights a branch or a stage starts from."""
+        if isinstance(run, RunConfig):
+            return (self.study.parent_of(run), run.branch_from.step) if run.branch_from else None
+        before = stage_before(self.study.runs, run)
+        return (before, before.total_steps) if before else None
 
     def _shade(self) -> list[Chart]:
         """Return the anneal where all runs share it."""
@@ -200,7 +210,7 @@ class Canvas:
         """Learning rates; schedules that coincide are one curve, which belongs to no run."""
         curves: dict[tuple[Span, ...], list[str]] = {}
         for run in self.study.runs:
-            curve = _schedule(run) if isinstance(run, RunConfig) else self._released(run.name)
+            curve = _schedule(run) if isinstance(run, RunConfig) else self._released(run)
             if curve:
                 curves.setdefault(curve, []).append(run.name)
         rows = []
@@ -214,10 +224,11 @@ class Canvas:
             ]
         return rows
 
-    def _released(self, name: str) -> tuple[Span, ...]:
-        """Return the known learning rates at the checkpoints of a released model."""
-        rows = self.rows_of(name, "learning_rate")
-        peak = max((row["learning_rate"] for row in rows), default=0.0)
+    def _released(self, run: AnyRun) -> tuple[Span, ...]:
+        """Return the known learning rates at the checkpoints of a stage of a released model."""
+        rows = self.rows_of(run.name, "learning_rate")
+        led = lineage(self.study, self.table, run)
+        peak = max((row["learning_rate"] or 0.0 for row in led), default=0.0)
         shares = [(row["tokens"], row["learning_rate"]) for row in rows]
         return tuple((tokens, rate / peak) for tokens, rate in shares) if peak > 0 else ()
 

@@ -16,6 +16,7 @@ from study.forecast.miniature import is_miniature, miniature_of
 from study.forecast.models import Cooldown
 from study.measurements.curvature import TRACE
 from study.paths import MeasuredModel, quantization_result
+from study.released import stage_before
 from study.results.collect import collect_rows
 from study.results.summary import Rows, at_high_rate, lineage, summarize
 from study.results.table import Row, trained
@@ -59,7 +60,7 @@ class Source:
         """
         past = [
             (row["tokens"], error)
-            for row in self.stable(run, start["step"])
+            for row in self.stable(run, start)
             if row["tokens"] and (error := _error(row, spec))
         ]
         if not past or past[-1][0] != start["tokens"]:
@@ -76,9 +77,11 @@ class Source:
             signals=dict(self._signals(run, start, spec)),
         )
 
-    def stable(self, run: AnyRun, step: int) -> list[Row]:
-        """Return the weights of a run's lineage at its high rate, up to a step."""
-        led = [row for row in lineage(self.study, self.rows, run) if row["step"] <= step]
+    def stable(self, run: AnyRun, last: Row | None = None) -> list[Row]:
+        """Return the weights of a run's lineage at its high rate, up to a row of it."""
+        led = list(lineage(self.study, self.rows, run))
+        if last is not None:
+            led = led[: [row is last for row in led].index(True) + 1]
         if isinstance(run, RunConfig):
             return [row for row in trained(led) if row["phase"] == "stable"]
         return list(at_high_rate(led))
@@ -86,7 +89,7 @@ class Source:
     def _signals(self, run: AnyRun, start: Row, spec: str) -> Iterator[tuple[str, float]]:
         if rate := start.get("peak_lr"):
             yield "learning rate", math.log(rate / UNIT_RATE)
-        traces = [row.get(TRACE) for row in self.stable(run, start["step"])]
+        traces = [row.get(TRACE) for row in self.stable(run, start)]
         if traces and traces[0] and traces[-1] and traces[0] > 0 and traces[-1] > 0:
             yield "trace", math.log(traces[-1] / traces[0])
 
@@ -112,9 +115,10 @@ class Source:
 
     def _holder(self, run: AnyRun) -> AnyRun:
         """Return the run that holds the stable phase."""
-        if isinstance(run, RunConfig) and run.branch_from:
-            return self.study.parent_of(run)
-        return run
+        if isinstance(run, RunConfig):
+            return self.study.parent_of(run) if run.branch_from else run
+        before = stage_before(self.study.runs, run)
+        return self._holder(before) if before else run
 
     def _label(self, label: str) -> str:
         return f"{self.study.name}: {label}"

@@ -66,7 +66,13 @@ def _line(spec: str, score: Score) -> list[Cell]:
 
 def forecast_runs(study: Study) -> list[AnyRun]:
     """Return the runs that hold a stable phase of their own."""
-    return [run for run in study.runs if not (isinstance(run, RunConfig) and run.branch_from)]
+    return [run for run in study.runs if _starts_anew(run)]
+
+
+def _starts_anew(run: AnyRun) -> bool:
+    if isinstance(run, RunConfig):
+        return run.branch_from is None
+    return not (run.parent or run.restarts or run.average_of)
 
 
 def forecast_lines(own: Source, others: Sequence[Source], run: AnyRun) -> Iterator[str]:
@@ -74,7 +80,7 @@ def forecast_lines(own: Source, others: Sequence[Source], run: AnyRun) -> Iterat
     yield f"{own.study.label_of(run)} ({run.name})"
     for spec in own.study.quantization.specs:
         column = f"quant/{spec}/{ERROR}"
-        measured = [row for row in own.stable(run, run.total_steps) if row.get(column)]
+        measured = [row for row in own.stable(run) if row.get(column)]
         start = own.at(run, measured[-1], spec) if measured else None
         if start is None:
             yield f"  {spec_title(spec)}: no checkpoint of the stable phase is measured yet"

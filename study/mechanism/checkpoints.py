@@ -33,11 +33,15 @@ class Checkpoint(NamedTuple):
 
 def checkpoints(study: Study, rows: Sequence[Row], *columns: str) -> list[Checkpoint]:
     """Return the weights after the warm-up of which tokens and all these columns are known."""
-    runs = {run.name: run for run in study.runs}
+    runs = {
+        run.name: run for run in study.runs if not (isinstance(run, ReleasedRun) and run.average_of)
+    }
     return [
         Checkpoint(training_of(study, runs[row["run"]]), row)
         for row in trained(rows)
-        if row["phase"] != "warmup" and all(_is_known(row, name) for name in ("tokens", *columns))
+        if row["run"] in runs
+        and row["phase"] != "warmup"
+        and all(_is_known(row, name) for name in ("tokens", *columns))
     ]
 
 

@@ -102,7 +102,4 @@ def _trained(run: RunConfig) -> str:
 
 def _released(run: ReleasedRun) -> str:
     first, last = run.revisions[0].name, run.revisions[-1].name
-    return (
-        f"{len(run.revisions)} revisions of {run.source}, {first} to {last};"
-        f" {run.schedule or 'schedule unknown'}"
-    )
+    return f"{len(run.revisions)} revisions of {run.source}, {first} to {last}; {run.course}"

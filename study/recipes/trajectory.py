@@ -5,7 +5,8 @@ Which revisions there are is listed when the study is made; study.json holds the
 
 import re
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -14,11 +15,20 @@ from pydantic import Field, ValidationError
 from base.errors import UserError, explain_validation
 from base.frozen import Frozen
 from ckpt_tools.hf.model import read_hf_config
-from ckpt_tools.released.revisions import Revision
-from ckpt_tools.released.trajectory import choose, is_local, revisions_of
+from ckpt_tools.released.before import check_ends
+from ckpt_tools.released.revisions import MAIN, Family, Revision
+from ckpt_tools.released.trajectory import (
+    MOST_NAMED,
+    choose,
+    is_local,
+    revisions_of,
+    say_left_out,
+    sources_of,
+)
 from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
 from study.recipes.olmo2 import TRACES
+from study.recipes.own_revisions import own_naming, with_table
 from study.recipes.parts import (
     SMALL_CURVATURE,
     SMALL_QUANTIZATION,
@@ -28,7 +38,6 @@ from study.recipes.parts import (
 from study.released import ReleasedRevision, ReleasedRun
 
 TRAJECTORY = "trajectory"
-MAIN = "main"  # stage of the branch main, which repeats the last revision or is a soup
 # Of a repository without a main.
 TOKENIZERS = {"HuggingFaceTB/SmolLM3-3B-checkpoints": "HuggingFaceTB/SmolLM3-3B"}
 SEQUENCE_LENGTH = 2048  # of curvature, at most: products with longer ones fit no machine
@@ -44,9 +53,20 @@ class Released(Frozen):
         ge=1,
         description="of each stage every N-th revision, and the last; None: all",
     )
-    stage: str | None = Field(default=None, description="only this one; None: all but main")
+    stage: str | None = Field(
+        default=None,
+        description="only this one; None: all, and main where it is no revision of another name",
+    )
     family: str | None = Field(
         default=None, description="repository whose naming and schedule the revisions have"
+    )
+    pattern: str | None = Field(
+        default=None,
+        description="how revisions of no known family are named, such as step{S} or ckpt-{S:08}",
+    )
+    table: Path | None = Field(
+        default=None,
+        description="CSV of such revisions with the columns step, tokens and learning_rate",
     )
 
 
@@ -67,7 +87,8 @@ def released_of(settings: Sequence[str]) -> Released:
 def trajectory(released: Released, profile: str, measured_on: bool = False) -> Study:
     """Return a study with a line per stage of the model, and per run that was averaged into it.
 
-    Averages of a run's exports are lines too. The learning rates are those of the published recipes
+    A stage names the one whose last weights it starts from. Averages are lines of their own, at the
+    tokens of their last ingredient. The learning rates are those of the published recipes
     (ckpt_tools.released). Curvature is traces alone: vectors over billions of parameters fill a
     machine. Measured on are C4 and RefinedWeb, with the model's own tokenizer, unless another text
     takes their place afterwards (`measured_on`), which a local source needs.
@@ -78,9 +99,11 @@ def trajectory(released: Released, profile: str, measured_on: bool = False) -> S
             f"{released.source} is a directory; name with --text what is measured on, such as the"
             " study runs/tiny"
         )
-    revisions = choose(
-        revisions_of(released.source, released.family), every=released.every, stage=released.stage
-    )
+    listed = revisions_of(released.source, released.family, _naming(released))
+    if released.table:
+        listed = with_table(listed, released.table)
+    revisions = _placed(choose(listed, every=released.every, stage=released.stage), released.stage)
+    check_ends(released.source, revisions)
     source = str(Path(released.source).resolve()) if local else released.source
     name = released.source.partition("/")[2]
     if local:  # of exports the name of their run
@@ -88,13 +111,10 @@ def trajectory(released: Released, profile: str, measured_on: bool = False) -> S
         name = Path(source).name
         name = repos.pop() if len(repos) == 1 and name == "hf" else name
         name = re.sub(r"[^A-Za-z0-9._=+-]+", "-", name)
-    schedules = dict.fromkeys(
-        f"{each.schedule}: {each.source}" for each in revisions if each.source
-    )
     return Study(
         name=f"{TRAJECTORY}-{name}{'-smoke' if profile == 'smoke' else ''}",
         description=f"The released trajectory of {released.source}",
-        sources=("arXiv 2510.06213, section 3, appendices A and D", *schedules),
+        sources=("arXiv 2510.06213, section 3, appendices A and D", *sources_of(revisions)),
         ranks=1,
         sized_for="any",
         text=web_text(TOKENIZERS.get(released.source, released.source)),
@@ -116,50 +136,81 @@ def _curvature(
     return settings.model_copy(update={"sequence_length": length, "lambda_max": False})
 
 
-def _runs(source: str, released: Released, revisions: list[Revision]) -> tuple[ReleasedRun, ...]:
-    """Return the chosen revisions by stage and ingredient; print those that have no place."""
-    several = len({each.repo for each in revisions}) > 1
-    runs = []
-    for (repo, stage, ingredient), group in groupby(
-        revisions, key=lambda each: (each.repo, each.stage, each.ingredient)
-    ):
-        # revisions with a place on the axis, in the order of training
-        members: list[ReleasedRevision] = []
-        for each in group:
-            reason = _left_out(each, members, released.stage)
-            if reason:
-                print(f"left out: {each.revision} {reason}", file=sys.stderr)
-                continue
-            revision = {"name": each.revision, "step": each.step, "tokens": each.tokens}
-            members.append(
-                ReleasedRevision.model_validate(revision | {"learning_rate": each.learning_rate})
-            )
-            schedule = each.schedule
+def _naming(released: Released) -> Family | None:
+    """Return how revisions of no known family are named; None where a family says it."""
+    if released.pattern is None:
+        if released.table:
+            raise UserError("--set table=... is of revisions that --set pattern=... names; give it")
+        return None
+    if released.family:
+        raise UserError("--set pattern=... is of no known family; leave family out")
+    return own_naming(released.source, released.pattern)
 
-        # named after stage and ingredient, and after the repository where there are several
-        if members:
-            parts = [repo.replace("/", "--")] * several + [stage]
-            parts += [f"ingredient{ingredient}"] * bool(ingredient)
-            run = ReleasedRun(
-                name="-".join(parts),
-                source=source,
-                family=released.family,
-                schedule=schedule,
-                revisions=tuple(members),
-            )
-            runs.append(run)
-    if not runs:
-        raise UserError(
-            f"{released.source} has no revision that states a step; set another stage or source"
+
+def _placed(revisions: list[Revision], stage: str | None) -> list[Revision]:
+    """Return the revisions without those that repeat others or that no source says anything of.
+
+    A line on stderr says which are left out, and another one which have no place along training.
+    """
+    reasons = dict(_left_out(revisions, stage))
+    say_left_out(reasons, len(revisions))
+    chosen = [each for each in revisions if each.revision not in reasons]
+    if not chosen:
+        raise UserError("no revision is left; set another stage or source")
+    unknown = [each.revision for each in chosen if each.tokens is None]
+    if unknown:
+        listed = ", ".join(unknown[:MOST_NAMED]) + ", ..." * (len(unknown) > MOST_NAMED)
+        print(
+            f"{len(unknown)} of {len(chosen)} revisions are measured without a place in figures"
+            f" along training, as no source states their tokens: {listed}",
+            file=sys.stderr,
         )
-    return tuple(runs)
+    return chosen
 
 
-def _left_out(revision: Revision, members: list[ReleasedRevision], stage: str | None) -> str | None:
-    if revision.step is None:
-        return "states no step"
-    if revision.stage == MAIN and stage != MAIN:
-        return f"repeats a revision or averages several; --stage {MAIN} measures it"
-    if members and members[-1].step == revision.step:
-        return f"is of the same step as {members[-1].name}"
-    return None
+def _left_out(revisions: list[Revision], stage: str | None) -> Iterator[tuple[str, str]]:
+    """Yield the revisions that are left out, and why."""
+    sizes = Counter((each.repo, each.line) for each in revisions)
+    by_step = {(each.repo, each.line, each.step): each.revision for each in reversed(revisions)}
+    for each in revisions:
+        first = by_step[each.repo, each.line, each.step]
+        copied = by_step.get((each.repo, each.copies or "", each.step))
+        if each.step is None and sizes[each.repo, each.line] > 1:
+            yield each.revision, "states no step"
+        elif each.revision != first:
+            yield each.revision, f"is of the same step as {first}"
+        elif each.stage == MAIN and stage is None and copied:
+            yield each.revision, f"repeats {copied}; --set stage={MAIN} measures it"
+        elif each.stage == MAIN and stage is None and each.step is None and not each.average_of:
+            unknown = "no source says which step it is"
+            yield each.revision, f"{unknown}; --set stage={MAIN} measures it"
+
+
+def _runs(source: str, released: Released, revisions: list[Revision]) -> tuple[ReleasedRun, ...]:
+    """Return the chosen revisions by stage and ingredient, each after the stage it starts from."""
+    several = len({each.repo for each in revisions}) > 1
+    runs: dict[str, ReleasedRun] = {}
+    for (repo, line), group in groupby(revisions, key=lambda each: (each.repo, each.line)):
+        members = list(group)
+        # named after the repository, too, where there are several
+        prefix = f"{repo.replace('/', '--')}-" * several
+        parent = f"{prefix}{members[0].parent}"
+        runs[f"{prefix}{line}"] = ReleasedRun(
+            name=f"{prefix}{line}",
+            source=source,
+            family=released.family,
+            schedule=members[-1].schedule,
+            parent=parent if parent in runs else None,
+            restarts=members[0].restarts,
+            average_of=members[0].average_of,
+            revisions=tuple(
+                ReleasedRevision(
+                    name=each.revision,
+                    step=each.step,
+                    tokens=each.tokens,
+                    learning_rate=each.learning_rate,
+                )
+                for each in members
+            ),
+        )
+    return tuple(runs.values())

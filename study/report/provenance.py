@@ -107,7 +107,7 @@ def _measuring_rows(study: Study) -> dict[str, str]:
 def settings_of(directory: Path, study: Study) -> dict[str, str]:
     """Return model, schedule, measurements, software and sources of the study, by name."""
     released = [run for run in study.runs if isinstance(run, ReleasedRun)]
-    rows = {run.name: f"{run.source}, {run.schedule or 'schedule unknown'}" for run in released}
+    rows = {run.name: f"{run.source}, {run.course}" for run in released}
     if study.trained:
         rows |= _training_rows(directory, study)
     rows |= _measuring_rows(study)

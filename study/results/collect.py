@@ -55,7 +55,8 @@ def collect_rows(directory: Path, study: Study) -> Collected:
                     num_found += 1
             num_found += 1
 
-            of_model |= {"study": study.name, "run": run.name, "step": model.step}
+            of_model = {"step": model.step} | of_model
+            of_model |= {"study": study.name, "run": run.name}
             of_model |= {"average": model.average, "phase": phase_of(run, model.step)}
             figures = {column: values[column] for column in empty}
             figures |= {name: of_run[run.name] for name, of_run in factors.items()}
@@ -81,9 +82,9 @@ def _model_values(directory: Path, run: AnyRun, model: MeasuredModel) -> dict[st
     if not (checkpoint / CHECKPOINT_JSON if is_saved else record_path).exists():
         return None
     if isinstance(run, ReleasedRun):
-        revision = run.at(model.step)
-        tokens, rate = revision.tokens, revision.learning_rate
-        return {"tokens": tokens, "learning_rate": rate, "peak_lr": run.peak_lr}
+        known = dict(run.named(model.revision))
+        del known["name"]
+        return known | {"peak_lr": run.peak_lr}
     settings = {
         "peak_lr": run.optimizer.peak_lr,
         "weight_decay": run.optimizer.weight_decay,

@@ -97,7 +97,7 @@ class Paired:
         }
 
     def _model(self, row: Row) -> MeasuredModel:
-        return self._models[row["run"], row["step"], row["average"]]
+        return self._models[row["run"], row["step"] or 0, row["average"]]
 
     def _result(self, row: Row, spec: str, figure: str) -> Result[Quantization]:
         path = self.directory / quantization_result(row["run"], self._model(row), spec)

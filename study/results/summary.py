@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from study.axes import AnyRun
 from study.definition import Study
-from study.released import ReleasedRun
+from study.released import ReleasedRun, stage_before
 from study.results.table import Row, trained
 from train.run.config import RunConfig
 
@@ -51,9 +51,15 @@ def in_order(study: Study) -> list[AnyRun]:
 
 
 def lineage(study: Study, rows: Rows, run: AnyRun) -> Rows:
-    """Return all rows that led to the end of a run: for a branch first those of its parent."""
+    """Return all rows that led to the end of a run, in the order of training.
+
+    They begin with those of the run that a branch leaves, or of the stage before a stage.
+    """
     own = [row for row in rows if row["run"] == run.name]
-    if isinstance(run, ReleasedRun) or run.branch_from is None:
+    if isinstance(run, ReleasedRun):
+        before = stage_before(study.runs, run)
+        return [*(lineage(study, rows, before) if before else ()), *own]
+    if run.branch_from is None:
         return own
     step = run.branch_from.step
     return [row for row in lineage(study, rows, study.parent_of(run)) if row["step"] <= step] + own
@@ -68,9 +74,15 @@ def at_high_rate(rows: Rows) -> Rows:
 
 
 def ends_of_training(study: Study) -> list[AnyRun]:
-    """Return the runs in order, less controls and those that others leave for their anneal."""
+    """Return the runs in order, less controls and those that others leave for their anneal.
+
+    A stage of a released model that the next one continues is left out, too.
+    """
     parents = {study.parent_of(run).name for run in study.trained if run.branch_from}
-    others = parents | study.controls
+    continued = {
+        run.parent for run in study.runs if isinstance(run, ReleasedRun) and not run.restarts
+    }
+    others = parents | continued | study.controls
     return [run for run in in_order(study) if run.name not in others or _anneals(run)]
 
 
@@ -88,7 +100,7 @@ def summarize(study: Study, rows: Rows) -> list[RunSummary]:
 
         # the last checkpoint before the decay
         if isinstance(run, ReleasedRun):
-            first, anneals = _before_decay(led, last)
+            first, anneals = _before_decay(led, last) if pretrains(study, run) else (None, False)
         else:
             stable = [row for row in trained(led) if row["phase"] == "stable"]
             anneals = _anneals(run)
@@ -101,6 +113,12 @@ def summarize(study: Study, rows: Rows) -> list[RunSummary]:
         label, group = study.label_of(run), study.group_of(run).label
         summaries.append(RunSummary(label, run, anneals, first, last, group, untouched))
     return summaries
+
+
+def pretrains(study: Study, run: ReleasedRun) -> bool:
+    """Return whether a stage is of pretraining: no average, and under no schedule of its own."""
+    before = stage_before(study.runs, run)
+    return not run.average_of and not run.restarts and (before is None or pretrains(study, before))
 
 
 def _before_decay(rows: Rows, last: Row | None) -> tuple[Row | None, bool]:

@@ -53,6 +53,7 @@ class Row(Mapping[str, Any]):
     Attributes:
         average: its name; None for the weights as training left them.
         phase: warmup, stable or anneal; of a released model its stage.
+        step: as its stage counts; None where the source of a released model states none.
         figures: the measured columns, None where one is not measured, and further axes.
     """
 
@@ -60,7 +61,7 @@ class Row(Mapping[str, Any]):
     run: str
     average: str | None
     phase: str
-    step: int
+    step: int | None
     peak_lr: float | None = None
     tokens: int | None = None
     learning_rate: float | None = None

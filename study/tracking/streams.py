@@ -88,18 +88,18 @@ def metrics_stream(path: Path) -> Stream:
     return Stream(rows, metrics)
 
 
-def table_stream(rows: Sequence[Row], training: Stream, last_step: int) -> Stream:
+def table_stream(rows: Sequence[Row], training: Stream, last_step: int | None) -> Stream:
     """Return one run's rows of the table, at the times when training reached their tokens.
 
     Measurements keep the names of their columns (`quant/gptq-b3-g128/kl_divergence`, of an average
     `lawa5x500/quant/...`). What was not measured has no metric. Where a row does not know its
-    tokens, steps take their place.
+    tokens, steps take their place, and 0 that of a step which no source states.
     """
     times = {row["tokens"]: _milliseconds(row) for row in training.rows}
     axis = "step" if any(row["tokens"] is None for row in rows) else "tokens"
     metrics = []
     for row in rows:
-        at, own = row[axis], {}
+        at, own = row[axis] or 0, {}
         prefix = f"{row['average']}/" if row["average"] else ""
         is_last = row["step"] == last_step and row["average"] is None
         for column, value in row.items():

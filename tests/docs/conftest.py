@@ -15,7 +15,7 @@ from study.recipes import resolve
 from study.results.collect import collect_rows
 from study.results.table import write_table
 from study.text.kinds import TokenFiles
-from tests.ckpt_tools.released.fake_hub import FakeHub
+from tests.ckpt_tools.released.fake_hub import FakeHub, config_json
 from tests.conftest import make_hf_directory
 from tests.docs.pages import PROJECT
 from tests.interpreter import interpreter
@@ -157,7 +157,9 @@ def _own_recipe(text: TokenFiles) -> str:
 
 
 def _write_text(place: Path) -> None:
-    """Write books.jsonl.zst, 3,000 documents of random words, and OLMo's kind of token files."""
+    """Write books.jsonl.zst, 3,000 documents of random words, OLMo's kind of token files, and a
+    revision of one's own.
+    """
     generator = random.Random(0)
     words = ["".join(generator.choices("abcdefgh", k=generator.randint(2, 9))) for _ in range(900)]
     lines = [
@@ -166,6 +168,10 @@ def _write_text(place: Path) -> None:
     place.mkdir(exist_ok=True)
     compressed = zstandard.compress("".join(lines).encode())
     (place / "books.jsonl.zst").write_bytes(compressed)
+    (place / "checkpoints.csv").write_text("step,tokens,learning_rate\n100,3276800,3e-4\n")
+    (place / "checkpoints/step100").mkdir(parents=True)
+    (place / "checkpoints/step100/config.json").write_bytes(config_json("llama"))
+    (place / "checkpoints/step100/model.safetensors").touch()
     (place / "c4").mkdir()
     for number, part in enumerate((lines[:50], lines[50:100])):
         (place / f"c4/{number}.jsonl").write_text("".join(part))

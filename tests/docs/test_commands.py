@@ -71,6 +71,7 @@ SMALLER = (
         r"study run trajectory",
         f"study run trajectory --profile smoke --text my/books.jsonl.zst --tokenizer {MODEL}",
     ),
+    (r"study show trajectory", "study show trajectory --profile smoke"),
     (r"source=allenai/", "source=models/"),
     (r"allenai/OLMo-2-1124-7B", "allenai/OLMo-2-0425-1B"),
     (r"dataset:allenai/c4:en:train:1-8", "dataset:my/c4::train:1-2"),

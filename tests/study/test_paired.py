@@ -10,7 +10,7 @@ from scipy.stats import ttest_1samp
 from base.errors import UserError
 from base.files import write_json
 from study.definition import save_study
-from study.paths import MeasuredModel, quantization_result
+from study.paths import quantization_result, released_model
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.estimate import Crossed, estimate_of
 from study.results.paired import Paired
@@ -185,7 +185,7 @@ def test_released_checkpoints_lie_under_the_names_of_their_revisions(tmp_path, s
     )
     rows = []
     for revision, error in zip(revisions, (0.02, 0.03), strict=True):
-        model = MeasuredModel(revision.step, revision=revision.name)
+        model = released_model(revision)
         result = result_of(tmp_path, SPEC, per_document(4.0, 4 * error, 4 * error))
         path = tmp_path / quantization_result("stage1", model, SPEC)
         assert f"hf/{revision.name}/quant" in str(path)

@@ -10,9 +10,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
+import pytest
+from huggingface_hub import constants
 from safetensors.numpy import save
 
+from ckpt_tools.hf.measurable import MEASURABLE
+
 REPO = "allenai/OLMo-2-0425-1B"
+
+
+def config_json(model_type: str, **fields: object) -> bytes:
+    """The configuration of a model of default sizes."""
+    classes = [MEASURABLE.get(model_type, "Unknown")]
+    content = {"model_type": model_type, "architectures": classes}
+    return json.dumps(content | fields).encode()
 
 
 def model_files(seed: int) -> dict[str, bytes]:
@@ -33,7 +44,7 @@ def model_files(seed: int) -> dict[str, bytes]:
     return {
         **shards,
         "model.safetensors.index.json": json.dumps(index).encode(),
-        "config.json": json.dumps({"seed": seed}).encode(),
+        "config.json": config_json("llama"),
         "tokenizer.json": b"{}",
         "merges.txt": b"a b",
         "pytorch_model.bin": b"a pickle",
@@ -61,6 +72,16 @@ class FakeHub(ThreadingHTTPServer):
     def endpoint(self) -> str:
         """Value of HF_ENDPOINT."""
         return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Makes huggingface_hub take it for huggingface.co."""
+        monkeypatch.setattr(constants, "ENDPOINT", self.endpoint)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE
+        monkeypatch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            self.endpoint + template[template.index("/{") :],
+        )
 
     def commit(self, revision: str) -> str:
         """The commit that a revision stands for."""

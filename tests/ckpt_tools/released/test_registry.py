@@ -21,12 +21,24 @@ SMOLLM3, APERTUS = "HuggingFaceTB/SmolLM3-3B-checkpoints", "swiss-ai/Apertus-8B-
 OPEN_SCI = "open-sci/open-sci-ref-v0.01-1.7b-nemotron-hq-1T-4096"
 
 
+# Tokens of stage 1 of OLMo 2, by the step in the name of its last revision. The table counts those
+# of stage 2 from 0.
+BEFORE = {
+    OLMO2_1B: 1_907_359 * 2_097_152,
+    OLMO2_7B: 928_646 * 4_194_304,
+    OLMO2_13B: 596_057 * 8_388_608,
+    OLMO2_32B: 721_901 * 8_388_608,
+}
+
+
 def test_every_revision_of_the_table_is_known():
     """Apertus's batch is counted in samples there, which moves its decay by up to 4e-6."""
     assert len(RELEASED) == 138
     for row in RELEASED:
         checkpoint = parse_revision(row["repo"], row["revision"])
-        assert (checkpoint.step, checkpoint.tokens) == (int(row["step"]), int(row["tokens"])), row
+        before = BEFORE.get(row["repo"], 0) if checkpoint.stage == "stage2" else 0
+        step, tokens = int(row["step"]), before + int(row["tokens"])
+        assert (checkpoint.step, checkpoint.tokens) == (step, tokens), row
         expected = float(row["lr"])
         tolerance = 5e-6 if row["repo"] == APERTUS else 1e-6
         assert checkpoint.learning_rate == pytest.approx(expected, rel=tolerance, abs=0), row
@@ -45,7 +57,7 @@ def test_every_revision_of_the_table_is_known():
             "stage2",
             1,
             11_931,
-            11_931 * 8_388_608,
+            (596_057 + 11_931) * 8_388_608,
         ),
         (
             OLMO2_32B,
@@ -53,7 +65,7 @@ def test_every_revision_of_the_table_is_known():
             "stage2",
             4,
             11_921,
-            11_921 * 8_388_608,
+            (721_901 + 11_921) * 8_388_608,
         ),
         (
             "allenai/OLMo-1B",
@@ -73,8 +85,8 @@ def test_every_revision_of_the_table_is_known():
             452_000 * 2160 * 2048,
         ),
         (SMOLLM3, "stage3-step-4720000", "stage3", None, 4_720_000, 4_720_000 * 2_359_296),
-        (SMOLLM3, "lc-4k-to-32k-step-20000", "lc-4k-to-32k", None, 20_000, None),
-        (SMOLLM3, "lc-32k-to-64k-step-16000", "lc-32k-to-64k", None, 16_000, None),
+        (SMOLLM3, "lc-4k-to-32k-step-20000", "lc-4k-to-32k", None, 20_000, 4_740_000 * 2_359_296),
+        (SMOLLM3, "lc-32k-to-64k-step-16000", "lc-32k-to-64k", None, 16_000, 4_756_000 * 2_359_296),
         (SMOLLM3, "it-LC-expert", "it-LC-expert", None, None, None),
         (
             APERTUS,
@@ -112,16 +124,64 @@ def test_names_beyond_the_table(repo, revision, stage, ingredient, step, tokens)
 
 def test_tokens_are_exact_where_the_name_rounds_them():
     checkpoint = parse_revision(OLMO2_7B, "stage2-ingredient1-step11931-tokens50B")
-    assert checkpoint.tokens == 50_042_241_024
+    assert checkpoint.tokens == BEFORE[OLMO2_7B] + 50_042_241_024
+
+
+@pytest.mark.parametrize(
+    ("repo", "trillions"), [(OLMO2_1B, 4), (OLMO2_7B, 3.9), (OLMO2_13B, 5), (OLMO2_32B, 6.06)]
+)
+def test_stage_2_starts_where_stage_1_stopped(repo, trillions):
+    """As arXiv 2501.00656 and the model cards round it."""
+    first = parse_revision(repo, "stage2-ingredient1-step0-tokens0B")
+    assert (first.parent, first.restarts) == ("stage1", False)
+    assert first.tokens == BEFORE[repo]
+    assert first.tokens == pytest.approx(trillions * 1e12, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("repo", "ingredients", "last"),
+    [
+        (OLMO2_7B, 3, "stage2-ingredient3-step11931-tokens50B"),
+        (OLMO2_13B, 4, "stage2-ingredient4-step35773-tokens300B"),
+        (OLMO2_32B, 3, "stage2-ingredient3-step35763-tokens301B"),
+    ],
+)
+def test_a_soup_is_where_its_last_ingredient_ends(repo, ingredients, last):
+    soup, end = parse_revision(repo, "main"), parse_revision(repo, last)
+    assert (soup.step, soup.tokens) == (end.step, end.tokens)
+    assert soup.average_of == tuple(f"stage2-ingredient{n + 1}" for n in range(ingredients))
+    assert soup.parent is None
+
+
+def test_tokens_of_a_name_where_no_source_states_the_batch():
+    checkpoint = parse_revision("allenai/OLMo-7B-0424-hf", "step1000-tokens4B")
+    assert (checkpoint.step, checkpoint.tokens) == (1000, 4 * 10**9)
+    assert checkpoint.learning_rate is None
+
+
+@pytest.mark.parametrize(
+    ("published", "own"),
+    [
+        ("allenai/OLMo-1B-hf", "allenai/OLMo-1B"),
+        ("allenai/OLMo-7B-hf", "allenai/OLMo-7B"),
+        ("allenai/OLMo-7B-0424-hf", "allenai/OLMo-7B-0424"),
+        ("allenai/OLMo-1B-0724-hf", "allenai/OLMo-1B-0724"),
+        ("allenai/OLMo-7B-0724-hf", "allenai/OLMo-7B-0724"),
+    ],
+)
+def test_the_form_of_transformers_is_the_same_trajectory(published, own):
+    name = "step1000-tokens4B"
+    there, here = parse_revision(published, name), parse_revision(own, name)
+    assert there.model_copy(update={"repo": own}) == here
 
 
 @pytest.mark.parametrize(
     ("repo", "step", "learning_rate"),
     [
         (OLMO2_1B, 23_852, 0.0),  # ingredient 3, not averaged
-        (OLMO2_7B, None, None),  # soups
-        (OLMO2_13B, None, None),
-        (OLMO2_32B, None, None),
+        (OLMO2_7B, 11_931, None),  # soups
+        (OLMO2_13B, 35_773, None),
+        (OLMO2_32B, 35_763, None),
         ("HuggingFaceTB/SmolLM3-3B", None, None),
         ("allenai/OLMo-7B", 557_000, 0.0),
         ("allenai/OLMo-1B", None, None),
