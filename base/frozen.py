@@ -35,6 +35,19 @@ class Frozen(BaseModel):
         return copied
 
 
+def field_of(owner: type[BaseModel], name: str) -> Any:
+    """Return the field of another class, to declare the same default, limits and description.
+
+    >>> class Command(Frozen):
+    ...     steps: int = 8
+    >>> class Study(Frozen):
+    ...     steps: int = field_of(Command, "steps")
+    >>> Study().steps
+    8
+    """
+    return owner.model_fields[name]
+
+
 def fingerprint(value: Frozen) -> str:
     """Return 16 hex digits of the SHA-256 of the value's canonical JSON without NOT_IDENTITY."""
     content = value.model_dump(mode="json", exclude=set(value.NOT_IDENTITY))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from base.frozen import Frozen
+from base.frozen import Frozen, field_of
 
 Count = Annotated[int, Field(ge=1)]
 Several = Annotated[int, Field(ge=2)]
@@ -53,7 +53,7 @@ class HutchinsonSettings(ProductSettings):
         default=True, description="the top eigenvalue too, which takes vectors over all weights"
     )
     fixed_sequences: Count = Field(
-        default=8, description="sequences of the fixed batch of the eigenvalue"
+        default=8, description="sequences of the fixed batch that eigenvalues are of"
     )
     # A residual of 1e-2 leaves an error of 1e-4 of the value; trained checkpoints took 4 to 13
     # iterations to reach it.
@@ -67,7 +67,7 @@ class LanczosSettings(ProductSettings):
     """Both ends of the spectrum on the fixed batch, and its density."""
 
     name: Literal["lanczos"] = "lanczos"
-    fixed_sequences: Count = Field(default=8, description="sequences of the fixed batch")
+    fixed_sequences: int = field_of(HutchinsonSettings, "fixed_sequences")
     largest: Count = Field(default=5, description="algebraically largest eigenvalues")
     smallest: int = Field(default=3, ge=0, description="algebraically smallest eigenvalues")
     max_iterations: Several = Field(default=50, description="iterations to the eigenvalues at most")

@@ -43,7 +43,7 @@ def submit(
     tokenizer: TokenizerDirectory = None,
     key: Key = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print every script and ask SLURM nothing")
+        bool, typer.Option("--dry-run", help="print every script; SLURM is not asked to check any")
     ] = False,
 ) -> None:
     """Submit a study, or what is missing of it: first what can start now, the rest once it can.
@@ -61,6 +61,7 @@ def submit(
     if dry_run:
         for script in submission.dry_run(study, cluster):
             typer.echo(script)
+        typer.echo(submission.not_asked(study, cluster), err=True)
         return
     _report(study, Path(cluster.root) / study.name, submission.submit(study, cluster))
 

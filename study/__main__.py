@@ -132,8 +132,7 @@ def run(
     from study.pipeline.runner import Runner, StepError
     from study.pipeline.steps import refresh_command, steps_of
     from study.text.steps import check_held_out, check_text
-    from study.tracking.store import tracking_uri
-    from study.tracking.view import opening
+    from study.tracking.store import opening, tracking_uri
 
     cores = len(os.sched_getaffinity(0))
     hardware = this_machine(device, gpus, cores, sized_for=study.sized_for)
@@ -143,6 +142,7 @@ def run(
     check_text(study, directory)
     check_held_out(study, directory)
     check_room(study, root, at_once=needs.at_once)
+    uri = tracking_uri(root)
 
     typer.echo(f"{study.name} on {hardware}", err=True)
     try:
@@ -159,7 +159,7 @@ def run(
         typer.echo("interrupted; the same command resumes from here", err=True)
         raise typer.Exit(130) from None
     typer.echo(f"report: {(directory / REPORT).absolute()}")
-    typer.echo(f"MLflow: {opening(directory, tracking_uri(root))}")
+    typer.echo(f"MLflow: {opening(directory, uri)}")
 
 
 @app.command()

@@ -56,10 +56,9 @@ NO_ANNEAL = "no anneal"  # of a control, see study.design
 
 def _schedule(run: RunConfig) -> str:
     """Return the kind of schedule, with the length of an anneal that leaves a decaying phase."""
-    phase, anneal = run.schedule.phase.kind, run.schedule.anneal
-    if phase == "constant":
-        return "WSD" if anneal else "constant rate"
-    return f"{amount_name(_anneal_tokens(run)).upper()} anneal" if anneal else phase
+    if run.schedule.anneal and run.schedule.phase.kind != "constant":
+        return f"{amount_name(_anneal_tokens(run)).upper()} anneal"
+    return run.schedule.name
 
 
 def _anneal_tokens(run: RunConfig) -> int:

@@ -251,8 +251,7 @@ class _Training:
             "data_sha256": self.data.sha256,
             "model": self.run.model.model_dump(mode="json"),
             "average_starts": self.averages.starts,
-            "judged_steps": self.judge.judged_steps,
-            "skips_in_a_row": self.judge.skips_in_a_row,
+            **self.judge.saved,
         }
 
     def finish(self) -> None:

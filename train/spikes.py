@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from train.engine import StepResult
 from train.run.config import RunConfig
@@ -31,7 +32,7 @@ class StepJudge:
     Attributes:
         objection: why the last step was rejected; None if it was accepted.
         skips: whether a step with that objection is skipped; otherwise training is to stop.
-        skips_in_a_row: number of the last steps that were skipped, to be saved.
+        skips_in_a_row: number of the last steps that were skipped.
     """
 
     def __init__(self, run: RunConfig, record: CheckpointRecord | None) -> None:
@@ -45,9 +46,9 @@ class StepJudge:
         self.skips = False
 
     @property
-    def judged_steps(self) -> tuple[tuple[float, float], ...]:
-        """Return loss and gradient norm of the last steps, oldest first, to be saved."""
-        return tuple(self._window)
+    def saved(self) -> dict[str, Any]:
+        """Return the fields of a CheckpointRecord by which a resumed run judges as this one."""
+        return {"judged_steps": tuple(self._window), "skips_in_a_row": self.skips_in_a_row}
 
     def accept(self, result: StepResult) -> bool:
         """Return whether the update is to be made: `Engine.train_step` asks."""

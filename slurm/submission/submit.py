@@ -31,7 +31,7 @@ from study.machine.disk import check_room
 from study.machine.needs import no_layout
 from study.machine.run_configurations import write_run_configurations
 from study.text.steps import check_text
-from study.tracking.store import create_store
+from study.tracking.store import check_root, create_store
 from train.planning.plan import fit
 from train.run.config import RunConfig
 
@@ -87,6 +87,8 @@ def submit(study: Study, site: Site, *, again: bool = False) -> dict[str, int]:
             # Before several jobs would create its schema at once; the root's own SQLite is created
             # under a lock.
             create_store(site.mlflow.tracking_uri)
+        else:
+            check_root(Path(site.root))
         write_plan(study_dir, site, arrays, anew=anew)
         if again:
             append(study_dir, "retried")
@@ -131,6 +133,16 @@ def check_scripts(study_dir: Path, arrays: Iterable[JobArray]) -> None:
     by_kind = {array.kind: array for array in arrays}
     for array in by_kind.values():
         cluster.check(script_path(study_dir, array.name))
+
+
+def not_asked(study: Study, site: Site) -> str:
+    """Return what a dry run leaves open, in a line."""
+    size = max(len(array.elements) for array in arrays_of(study, site.limits))
+    limit = "" if site.limits.max_array_size else ", nor its MaxArraySize: submit cuts arrays there"
+    return (
+        f"SLURM was not asked whether it takes these scripts{limit}; the largest array has"
+        f" {size} element{'s' * (size > 1)}"
+    )
 
 
 def dry_run(study: Study, site: Site) -> Iterable[str]:

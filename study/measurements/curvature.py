@@ -5,8 +5,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from base.frozen import Frozen
+from base.frozen import Frozen, field_of
 from ckpt_tools.hf.measured import Curvature
+from curvature.settings import Count, HutchinsonSettings
 from study.measurements.kind import Column, Kind, Result, Subject, estimated
 from study.paths import curvature_result
 from study.pipeline.step import Step
@@ -31,7 +32,7 @@ class CurvatureSettings(Frozen):
     """Hessian of the held-out loss at every checkpoint: traces, and the top eigenvalue by Lanczos.
 
     At the last checkpoint of each run also along the steps of `QuantizationSettings.by_block`, and
-    the loss on a plane.
+    the loss on a plane. Defaults are those of the command.
     """
 
     pairs: int = Field(ge=2, description="(probe, microbatch) pairs of the trace")
@@ -41,31 +42,17 @@ class CurvatureSettings(Frozen):
     )
     microbatch_sequences: int = Field(ge=1)
     averages: bool = Field(default=False, description="of averages of weights too")
-    lambda_max: bool = Field(
-        default=True, description="whether the top eigenvalue is measured; it takes vectors"
-    )
-    fixed_sequences: int = Field(
-        default=16, ge=1, description="sequences of the fixed batch of the eigenvalue"
-    )
-    tolerance: float = Field(
-        default=1e-2, gt=0, description="relative residual that counts as converged"
-    )
-    max_iterations: int = Field(
-        default=16, ge=2, description="iterations to the eigenvalue, of a vector each, at most"
-    )
-    sequence_length: int | None = Field(
-        default=None, ge=1, description="tokens; None: the model's context"
-    )
+    lambda_max: bool = field_of(HutchinsonSettings, "lambda_max")
+    fixed_sequences: int = field_of(HutchinsonSettings, "fixed_sequences")
+    tolerance: float = field_of(HutchinsonSettings, "tolerance")
+    max_iterations: int = field_of(HutchinsonSettings, "max_iterations")
+    sequence_length: Count | None = field_of(HutchinsonSettings, "sequence_length")
     step_microbatches: int = Field(ge=2, description="for every figure of a quantization step")
     slice_grid: int = Field(ge=3, description="points along either axis of a slice")
     slice_sequences: int = Field(ge=2, description="sequences of every loss of a slice")
-    dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="of the products' matrices")
-    vectors: Literal["device", "host"] = Field(
-        default="device", description="where vectors over all weights are kept"
-    )
-    checkpointing: bool = Field(
-        default=False, description="keep only the blocks' inputs: slower, far less memory"
-    )
+    dtype: Literal["fp32", "bf16"] = field_of(HutchinsonSettings, "dtype")
+    vectors: Literal["device", "host"] = field_of(HutchinsonSettings, "vectors")
+    checkpointing: bool = field_of(HutchinsonSettings, "checkpointing")
 
 
 def product_options(settings: CurvatureSettings) -> tuple[str, ...]:

@@ -9,10 +9,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from base.frozen import Frozen
+from base.frozen import Frozen, field_of
 from ckpt_tools.hf.measured import Quantization
 from quant_eval.bos import Bos
 from quant_eval.methods import METHODS
+from quant_eval.settings import RunSettings
 from quant_eval.specs import parse_spec
 from study.measurements.kind import Column, Kind, Result, Subject, bounded
 from study.paths import quantization_result, result
@@ -59,12 +60,8 @@ class QuantizationSettings(Frozen):
     block_tokens: int = Field(
         ge=1, description="the same block by block: with B blocks 2 B + 1 losses are measured"
     )
-    dtype: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="of the full and the quantized model alike"
-    )
-    bos: Bos = Field(
-        default="template", description="token before each text, of losses, calibration and tasks"
-    )
+    dtype: Literal["fp32", "bf16"] = field_of(RunSettings, "dtype")
+    bos: Bos = field_of(RunSettings, "bos")
 
     @property
     def everywhere(self) -> tuple[str, ...]:
@@ -151,7 +148,8 @@ def draw_options(specs: Iterable[str], settings: QuantizationSettings) -> tuple[
 
     Of specs that share a process it holds for those that are calibrated.
     """
-    several = settings.calibration_draws > 1 and is_calibrated(specs)
+    unsaid = RunSettings.model_fields["calibration_seeds"].default
+    several = settings.calibration_draws != unsaid and is_calibrated(specs)
     return ("--calibration-seeds", str(settings.calibration_draws)) if several else ()
 
 

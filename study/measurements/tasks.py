@@ -5,8 +5,9 @@ from typing import NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from base.frozen import Frozen
+from base.frozen import Frozen, field_of
 from ckpt_tools.hf.measured import Tasks
+from quant_eval.settings import TaskSettings
 from quant_eval.tasks.table import PAPER_TASKS
 from study.measurements.kind import Kind, Result, Subject, bounded
 from study.measurements.quantization import (
@@ -30,12 +31,8 @@ class TasksSettings(Frozen):
 
     specs: tuple[str, ...] = Field(min_length=1)
     tasks: tuple[str, ...] = Field(default=tuple(PAPER_TASKS), min_length=1)
-    shots: int = Field(default=5, ge=0, description="examples before each question")
-    documents: int | None = Field(
-        default=None,
-        ge=1,
-        description="first ones of each task, of mmlu of each subject; None: all",
-    )
+    shots: int = field_of(TaskSettings, "shots")
+    documents: int | None = field_of(TaskSettings, "limit")
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

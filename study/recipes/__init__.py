@@ -15,13 +15,15 @@ from study.recipes.olmo2_sizes import olmo2_1b_lr, olmo2_30m_lr, olmo2_190m_lr
 from study.recipes.own import is_own, own_recipe
 from study.recipes.parts import PROFILES, Recipe, learning_rate_name
 from study.recipes.pythia import (
-    pythia_70m_kumar,
-    pythia_160m_budgets,
     pythia_160m_decay,
-    pythia_160m_lawa,
     pythia_160m_lr,
     pythia_160m_schedules,
     pythia_160m_weight_decay,
+)
+from study.recipes.pythia_cooldowns import (
+    pythia_70m_kumar,
+    pythia_160m_budgets,
+    pythia_160m_lawa,
 )
 from study.recipes.trajectory import TRAJECTORY, released_of, trajectory
 from study.text.own import TextOptions

@@ -35,8 +35,8 @@ from train.run.saving import SavingConfig
 SOURCES = (
     "the ablation: arXiv 2501.00656, section 4.1, figure 11, table 8",
     (
-        "its settings: allenai/OLMo at 0959703a, configs/peteish7-google.yaml,"
-        " scripts/augusta/peteish7-*-launch.sh"
+        "its settings: allenai/OLMo at aa3fd74b, configs/peteish7-google.yaml,"
+        " scripts/augusta/peteish7-*-launch.sh; anneals of 50e9 tokens at 96924095"
     ),
     "architecture, optimizer, data: allenai/OLMo, configs/official-1124/OLMo2-7B-stage1.yaml",
     "models of 190M and 30M: allenai/OLMo-core at fa6c5014, src/olmo_core/nn/transformer/config.py",

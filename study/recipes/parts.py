@@ -63,6 +63,7 @@ WEB_CURVATURE = CurvatureSettings(
     norm_pairs=16,
     companion_pairs=32,
     microbatch_sequences=1,
+    fixed_sequences=16,
     step_microbatches=32,
     slice_grid=15,
     slice_sequences=32,

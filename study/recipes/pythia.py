@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
-from study.axes import amount_name
 from study.definition import Study
 from study.design import with_controls
 from study.recipes.parts import (
@@ -14,7 +13,6 @@ from study.recipes.parts import (
     WEB_CURVATURE,
     WEB_QUANTIZATION,
     WEB_SPECS,
-    annealed,
     data_of,
     lean,
     learning_rate_name,
@@ -25,7 +23,7 @@ from study.recipes.parts import (
 )
 from study.text.kinds import TokenFile
 from train.model.config import ModelConfig
-from train.model.presets import PYTHIA_70M, PYTHIA_160M, pythia
+from train.model.presets import PYTHIA_160M, pythia
 from train.run.config import RunConfig
 from train.run.optimization import (
     Anneal,
@@ -42,24 +40,30 @@ SOURCES = (
         "training: arXiv 2510.06213, sections 4 and 5, appendix C; plainLM at a625d7d, with its"
         " defaults"
     ),
-    "budgets: aldakata/TrainingDynamicsQuantizationRobustness at b2f3b49, landscape.py",
+    (
+        "schedules: aldakata/TrainingDynamicsQuantizationRobustness at b2f3b49, landscape.py and"
+        " the README's figures of budgets, learning rates and LAWA"
+    ),
     "quantization and curvature: arXiv 2510.06213, section 6.2, appendices A, D, G",
 )
 PEAK = 3e-3  # where no other is stated
-COOLDOWN = 10  # of a budget, one part is the cooldown
-COSINE_FLOOR = 0.1  # as the released Pythia's; the paper states none
-# 524,288 tokens a step, 99.6e9 tokens in all, warm-up 1%, cooldown 10% (the paper's "1900 steps" is
-# a slip for 19,000). On 8 H100 with 80 GB, 'python -m train plan' has a rank at 40 GB with 160M
-# parameters and at 31 GB with 70M.
+COSINE_FLOOR = 0.1  # this project's choice; the paper states none
+# 524,288 tokens a step, 99.6e9 tokens in all, warm-up 1%. On 8 H100 with 80 GB, 'python -m train
+# plan' has a rank at 40 GB with 160M parameters and at 31 GB with 70M.
 END, SMALL_END = 190_000, 80
-BUDGETS, SMALL_BUDGETS = (20_000, 54_000, 88_000, 122_000, 156_000, END), (40, SMALL_END)
-DOUBLINGS = (23_750, 47_500, 95_000, END)  # of the budget; the paper's are not published
+# Checkpoints of a stable phase and of a cooldown. The paper's are 2,000 steps apart in both: its
+# landscape is spanned by 188,000 and 190,000.
+STABLE_EVERY, COOLDOWN_EVERY, SMALL_EVERY = 10_000, 2_000, 40
+# The rates in the figure of the sweep fall from 80e9 to 100e9 tokens, over one part in five.
+# Appendix C has "1900 steps (10% of total)", which no figure has.
+COOLDOWN_SHARE = 5
 TEXT = web_text(
     "EleutherAI/gpt-neox-20b",
     TokenFile(name="fineweb-edu-100bt", dataset="HuggingFaceFW/fineweb-edu", config="sample-100BT"),
 )
 QUANTIZATION = WEB_QUANTIZATION.model_copy(update={"by_block": WEB_SPECS, "dtype": "fp32"})
-# The paper: 100 sequences of 2,048 tokens, of FineWeb-Edu.
+# The paper has 100 sequences of 2,048 tokens, and a plane of 1,000 points. Its sequences are of
+# FineWeb-Edu; here, as the batch of the eigenvalue, they are of the text that losses are over.
 CURVATURE = WEB_CURVATURE.model_copy(update={"pairs": 100, "fixed_sequences": 32, "slice_grid": 31})
 SMALL_MODEL = pythia(hidden_size=64, layers=2, heads=4).model_copy(
     update={"vocab_size": SMALL_TEXT.vocab_size}
@@ -128,57 +132,39 @@ def tokens_of(steps: int, smoke: bool) -> int:
     return steps * (16 * 128 if smoke else 256 * 2048)
 
 
-def cooldown_saves(end: int, smoke: bool) -> tuple[int, ...]:
-    """Return the checkpoints of a cooldown to `end`, the first half an interval after its start.
-
-    At 190,000 they are 2,000 apart: the paper's landscape is spanned by 188,000 and 190,000
-    (landscape.py).
-    """
-    count = 2 if smoke else 10
-    every = 2 * (end // COOLDOWN) // (2 * count - 1)
-    return tuple(range(end - (count - 1) * every, end + 1, every))
+def cooldown_saves(start: int, end: int, smoke: bool) -> tuple[int, ...]:
+    """Return the checkpoints of a cooldown between these steps, the last at its end."""
+    every = (end - start) // 2 if smoke else COOLDOWN_EVERY
+    return tuple(range(start + every, end + 1, every))
 
 
-def stable_saves(end: int, smoke: bool) -> tuple[int, ...]:
+def stable_saves(end: int, smoke: bool, every: int = STABLE_EVERY) -> tuple[int, ...]:
     """Return the checkpoints of a stable phase, the last at its `end`."""
-    every = 40 if smoke else 10_000
+    every = SMALL_EVERY if smoke else every
     return (*range(every, end, every), end)
 
 
 def whole(
-    name: str, *, smoke: bool, schedule: str = "wsd", end: int | None = None, **settings: Any
+    name: str,
+    *,
+    smoke: bool,
+    schedule: str = "wsd",
+    end: int | None = None,
+    cooldown: int | None = None,
+    **settings: Any,
 ) -> RunConfig:
-    """Return a run that cools down to zero over its last tenth, or a cosine to a tenth of its peak.
+    """Return a run that cools down to zero over its last fifth, or a cosine to a tenth of its peak.
 
-    Both have the checkpoints of a cooldown in that tenth.
+    With `cooldown` it is so many steps. Both have the checkpoints of a cooldown there.
     """
     end = end or (SMALL_END if smoke else END)
-    start = end - end // COOLDOWN
+    start = end - (cooldown or end // COOLDOWN_SHARE)
     if schedule == "wsd":
         settings["anneal"] = Anneal(start_step=start)
     else:
         settings["phase"] = CosinePhase(horizon_tokens=tokens_of(end, smoke), floor=COSINE_FLOOR)
-    saves = (*stable_saves(start, smoke), *cooldown_saves(end, smoke))
+    saves = (*stable_saves(start, smoke), *cooldown_saves(start, end, smoke))
     return run(name, saves=saves, smoke=smoke, **settings)
-
-
-def cooldowns(
-    budgets: tuple[int, ...], *, smoke: bool, averages: tuple[Lawa, ...] = (), **settings: Any
-) -> list[RunConfig]:
-    """Return a run at the peak, and from it a linear cooldown over the last tenth of every budget.
-
-    The run trains on to the last budget and has a checkpoint at every one: the control of the
-    cooldown that ends there, and the place of its averages.
-    """
-    starts = [end - end // COOLDOWN for end in budgets]
-    saves = {*stable_saves(budgets[-1], smoke), *starts, *budgets}
-    stable = run("stable", saves=tuple(sorted(saves)), smoke=smoke, averages=averages, **settings)
-    runs = [stable]
-    for start, end in zip(starts, budgets, strict=True):
-        name = f"wsd-{amount_name(tokens_of(end, smoke))}"
-        cooled = annealed(stable, name, start=start, save_steps=cooldown_saves(end, smoke))
-        runs.append(cooled.model_copy(update={"averages": ()}))
-    return runs
 
 
 def measured(runs: Iterable[RunConfig], smoke: bool, **settings: Any) -> Study:
@@ -199,7 +185,7 @@ def measured(runs: Iterable[RunConfig], smoke: bool, **settings: Any) -> Study:
 def pythia_160m_lr(*, smoke: bool = False) -> Study:
     """Pythia-160M under WSD at four peak learning rates, 100B tokens each.
 
-    arXiv 2510.06213, section 5.1.
+    arXiv 2510.06213, section 5.1. The rates fall over the last fifth, as its figure has them.
     """
     peaks = (3e-3, 1e-2) if smoke else (3e-4, 1e-3, 3e-3, 1e-2)
     return measured(sweep(partial(whole, smoke=smoke), peak_lr=peaks), smoke)
@@ -209,8 +195,8 @@ def pythia_160m_lr(*, smoke: bool = False) -> Study:
 def pythia_160m_schedules(*, smoke: bool = False) -> Study:
     """Pythia-160M under cosine and WSD at the same peak learning rates, 100B tokens each.
 
-    arXiv 2510.06213, section 4.2; the cosine goes to 10%. The peaks and that floor are this
-    project's choice.
+    arXiv 2510.06213, section 4.2; the cosine goes to 10%. The peaks, that floor, and the cooldown
+    over the last fifth, as in the learning-rate sweep, are this project's choice.
     """
     peaks = (3e-3, 1e-2) if smoke else (1e-3, 3e-3)
     return measured(
@@ -230,7 +216,7 @@ def pythia_160m_weight_decay(*, smoke: bool = False) -> Study:
     arXiv 2510.06213, section 5.3, figure 19. Each update shrinks a weight by rate x weight decay.
     The paper sweeps that product, as `decoupled` in Schaipp 2024: at the peak of 3e-3 it goes from
     3e-5 to 3e-3 here, where the default of 0.1 gives 3e-4. The paper's values are not
-    published, these are this project's.
+    published, these are this project's. The cooldown is that of the learning-rate sweep.
     """
     decays = (0.1, 1.0) if smoke else (0.01, 0.03, 0.1, 0.3, 1.0)
     return measured(sweep(partial(whole, smoke=smoke), weight_decay=decays), smoke)
@@ -241,46 +227,7 @@ def pythia_160m_decay(*, smoke: bool = False) -> Study:
     """Pythia-160M under WSD, decayed as in AdamW and as in AdamC, 100B tokens each.
 
     arXiv 2510.06213, figure 20. In the anneal AdamC (arXiv 2506.02285) decays the linear layers by
-    the square of the learning rate. Peak and weight decay are those of the other recipes.
+    the square of the learning rate. Peak, weight decay and cooldown are those of the learning-rate
+    sweep.
     """
     return measured(sweep(partial(whole, smoke=smoke), decay=("adamw", "adamc")), smoke)
-
-
-@recipe
-def pythia_160m_budgets(*, smoke: bool = False) -> Study:
-    """Pythia-160M: one run at a constant rate, cooldowns at six budgets from 10B to 100B tokens.
-
-    arXiv 2510.06213, section 4.1. The ends are the paper's; that every cooldown is the last tenth
-    of its budget follows from the longest one.
-    """
-    return measured(cooldowns(SMALL_BUDGETS if smoke else BUDGETS, smoke=smoke), smoke)
-
-
-@recipe
-def pythia_160m_lawa(*, smoke: bool = False) -> Study:
-    """Pythia-160M: averages of weights along a constant rate, and the cooldowns that end there.
-
-    arXiv 2510.06213, section 5.2, appendix C: LAWA over five weights, 500 steps apart.
-    """
-    budgets = SMALL_BUDGETS if smoke else BUDGETS
-    averages = (Lawa(interval_steps=4 if smoke else 500, window=5),)
-    runs = cooldowns(budgets, smoke=smoke, averages=averages)
-    return measured(runs, smoke, averaged_steps=budgets)
-
-
-@recipe
-def pythia_70m_kumar(*, smoke: bool = False) -> Study:
-    """Pythia-70M at four budgets, each by a cosine of its own and by a cooldown of one run.
-
-    The effect of data volume on quantization (arXiv 2411.04330) under both, as in figure 5 of
-    arXiv 2510.06213. A cosine knows its end and takes a run of its own per budget; WSD takes one
-    run and a cooldown per budget. Budgets that double from 12.5e9 to 99.6e9 tokens and the peak of
-    3e-3 are this project's choice.
-    """
-    budgets = SMALL_BUDGETS if smoke else DOUBLINGS
-    sizes: dict[str, Any] = {"smoke": smoke, "model": PYTHIA_70M}
-    cosines = [
-        whole(f"cosine-{amount_name(tokens_of(end, smoke))}", schedule="cosine", end=end, **sizes)
-        for end in budgets
-    ]
-    return measured([*cosines, *cooldowns(budgets, **sizes)], smoke)

@@ -13,7 +13,7 @@ from study.released import ReleasedRun
 from study.text.kinds import TokenFile
 from train.planning.flops import GPUS, assumed_mfu, flops_per_token
 from train.run.config import RunConfig
-from train.run.schedules import first_step
+from train.run.schedules import describe, first_step
 
 SHORTEST_HOURS = 0.1  # of training; less is trained on a CPU
 
@@ -88,15 +88,12 @@ def _in_words(settings: Frozen) -> str:
 
 
 def _trained(run: RunConfig) -> str:
-    anneal, start = run.schedule.anneal, run.branch_from
-    origin = f" from step {start.step} of {start.run.removeprefix('../')}" if start else ""
-    decay = f", {anneal.shape} anneal from step {anneal.start_step}" if anneal else ""
-    last = run.schedule.warmup_tokens / run.tokens_per_step
-    warm_up = f" after warm-up to step {last:g}" if last and not start else ""
+    branch = run.branch_from
+    origin = f"from step {branch.step} of {branch.run.removeprefix('../')} " if branch else ""
     return (
-        f"peak {run.optimizer.peak_lr:g}{warm_up}, {run.schedule.phase.kind}{origin} to step"
-        f" {run.total_steps} of {run.tokens_per_step} tokens{decay}, {run.engine}, checkpoints"
-        f" at {', '.join(map(str, run.save_steps))}"
+        f"peak {run.optimizer.peak_lr:g}; {describe(run)}; {origin}to step {run.total_steps},"
+        f" {run.tokens_per_step:,} tokens each; {run.engine}; checkpoints at"
+        f" {', '.join(map(str, run.save_steps))}"
     )
 
 

@@ -16,28 +16,23 @@ from study.results.averages import average_title, kept_averages
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 from train.run.environment import attempts
+from train.run.schedules import describe
 
 FAMILIES = {"olmo2": "OLMo2", "llama": "Llama", "gpt_neox": "GPT-NeoX"}
 ENGINE_PACKAGES = {"megatron": "megatron-core", "deepspeed": "deepspeed"}
 
 
-def _schedule(run: RunConfig) -> str:
-    anneal = run.schedule.anneal
-    end = f", {anneal.shape} anneal to zero from step {anneal.start_step}" if anneal else ""
-    return f"warm-up to step {run.warmup_steps}, {run.schedule.phase.kind}{end}"
-
-
 def _of_run(run: RunConfig) -> dict[str, str]:
     """Return the settings of a training in words, by name."""
     model, optimizer = run.model, run.optimizer
-    algorithm = "Muon and AdamW" if optimizer.matrices == "muon" else "AdamW"
+    algorithm = "Muon and AdamW" if optimizer.uses_muon else "AdamW"
     sizes = " to ".join(map(str, run.batch_sizes))
     return {
         "model": f"{FAMILIES[model.family]}, {model.num_hidden_layers} layers, width"
         f" {model.hidden_size}, vocabulary {model.vocab_size}",
         "training": f"{run.total_steps} steps of {sizes} x {run.data.sequence_length}"
         f" tokens, {run.precision}",
-        "schedule": _schedule(run),
+        "schedule": describe(run),
         "optimizer": f"{algorithm}, betas {optimizer.beta1:g} and {optimizer.beta2:g}, weight decay"
         f" {optimizer.weight_decay:g} ({optimizer.decay}), seed {run.seed}",
     }

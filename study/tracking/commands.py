@@ -34,8 +34,7 @@ def mirror(
     --follow 60
     """
     from study.tracking import importer
-    from study.tracking.store import tracking_uri
-    from study.tracking.view import opening
+    from study.tracking.store import opening, tracking_uri
 
     directory, study = existing(name, root)
     uri = tracking_uri(root)
@@ -47,6 +46,8 @@ def mirror(
             f"{summary['metrics']} metrics in {len(summary['runs'])} runs,"
             f" {summary['metrics_added']} of them new"
         )
+        for of_run, lacking in summary["not_finite"].items():
+            typer.echo(f"{of_run}: {lacking}")
     elif follow is not None:
         importer.follow(directory, study, run, uri, follow)
     else:

@@ -30,12 +30,20 @@ from base.files import locked, write_json
 from base.frozen import fingerprint
 from study.axes import AnyRun
 from study.definition import Study
-from study.paths import MIRROR_JSON
+from study.paths import MIRROR_JSON, MLFLOW_STORE
 from study.results.table import Row, read_table
 from study.tracking import described
-from study.tracking.store import HTTP, artifacts_of, masked, open_store, turn
+from study.tracking.store import (
+    HTTP,
+    artifacts_of,
+    bounded,
+    masked,
+    open_store,
+    same_place,
+    store_uri,
+    turn,
+)
 from study.tracking.streams import Stream, metrics_stream, table_stream
-from study.tracking.view import KIND, KIND_TAG, VIEW_TAG, view_of
 from train.run.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -46,7 +54,10 @@ METRICS_PER_BATCH = 1000  # MLflow's limit of one request
 # The subject of a run (study, or study/run) and the exact configuration of it.
 SUBJECT_TAG, UID_TAG = "quantdyn.subject", "quantdyn.uid"
 ROWS_TAG, TABLE_TAG = "quantdyn.rows", "quantdyn.table_rows"  # of the two streams
+NOT_FINITE_TAG = "quantdyn.not_finite"
 NOTE_TAG = "mlflow.note.content"
+# Of an experiment: MLflow would ask which kind it is before it shows anything.
+KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"
 NICENESS = 10  # of an importer beside a training: a core that training wants is training's
 
 
@@ -56,6 +67,7 @@ class Importer:
     def __init__(self, client: "MlflowClient", directory: Path, study: Study) -> None:
         self._client, self._directory, self._study = client, directory, study
         self.added = self.total = 0
+        self.not_finite: dict[str, str] = {}  # by the name of the run, see Stream
         with self._locked("study"):
             self.experiment = self._find_experiment()
             tags = {NOTE_TAG: study.description}
@@ -72,20 +84,20 @@ class Importer:
         artifacts = None if uri.startswith(HTTP) else (artifacts_of(root) / name).as_uri()
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
-            return str(self._client.create_experiment(name, artifacts))
-        if artifacts and experiment.artifact_location != artifacts:
+            tags = {KIND_TAG: KIND}
+            return str(self._client.create_experiment(name, artifacts, tags=tags))
+        if artifacts and not same_place(experiment.artifact_location, artifacts):
+            way = "set another MLFLOW_TRACKING_URI"
+            if uri == store_uri(root):  # the root was moved or copied
+                way = f"rename {root / MLFLOW_STORE}, which has nothing that the studies lack"
             raise UserError(
-                f"{masked(uri)} holds an experiment {name} that was made elsewhere"
-                f" ({experiment.artifact_location}); set another"
-                f" MLFLOW_TRACKING_URI, and run 'python -m study mirror {name} --root {root}'"
+                f"{masked(uri)} holds an experiment {name} that was made elsewhere: its artifacts"
+                f" are in {experiment.artifact_location}, which MLflow cannot change; {way}, and"
+                f" run 'python -m study mirror {name} --root {root}'"
             )
+        if experiment.lifecycle_stage == "deleted":
+            self._client.restore_experiment(experiment.experiment_id)
         return str(experiment.experiment_id)
-
-    def _show_quantization_first(self) -> None:
-        tags = self._client.get_experiment(self.experiment).tags
-        for key, value in {VIEW_TAG: view_of(self._study, self.parent), KIND_TAG: KIND}.items():
-            if tags.get(key) != value:
-                self._client.set_experiment_tag(self.experiment, key, value)
 
     def _find_run(
         self,
@@ -110,8 +122,12 @@ class Importer:
         """Log the tags, and the parameters that the run lacks: MLflow lets none be changed."""
         from mlflow.entities import Param, RunTag
 
-        missing = [Param(key, value) for key, value in params.items() if key not in run.data.params]
-        current = [RunTag(key, value) for key, value in tags.items()]
+        missing = [
+            Param(key, bounded(value))
+            for key, value in params.items()
+            if key not in run.data.params
+        ]
+        current = [RunTag(key, bounded(value)) for key, value in tags.items()]
         self._client.log_batch(run.info.run_id, params=missing, tags=current)
 
     def import_run(self, run: AnyRun, table: Sequence[Row] | None) -> str:
@@ -129,6 +145,8 @@ class Importer:
             times = [int(row["time"] * 1000) for row in training.rows]
             started_at, ended_at = (times[0], times[-1]) if times else (None, None)
             tags = described.run_tags(directory, run, self.parent)
+            if lacking := "; ".join(filter(None, (each.not_finite for each in streams.values()))):
+                tags[NOT_FINITE_TAG] = self.not_finite[run.name] = lacking
 
             # how far the store is; a run with other rows than the files is made anew
             mirrored = self._find_run(subject, run, tags, started_at)
@@ -177,8 +195,7 @@ class Importer:
             self._client.log_artifact(run.info.run_id, str(path), folder)
 
     def finish_study(self) -> None:
-        """Upload the files of the study, which is done if all of its runs are; set its view."""
-        self._show_quantization_first()
+        """Upload the files of the study, which is done if all of its runs are."""
         run = self._client.get_run(self.parent)
         self._upload(run, described.study_files(self._directory))
         is_complete = all(
@@ -210,6 +227,7 @@ def mirror(
         "runs": runs,
         "metrics": importer.total,
         "metrics_added": importer.added,
+        "not_finite": importer.not_finite,
     }
     write_json(directory / MIRROR_JSON, content)
     return content

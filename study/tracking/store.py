@@ -1,5 +1,6 @@
 """The stores of MLflow: SQLite below the root, PostgreSQL, or a server; reached in bounded time."""
 
+import json
 import logging
 import os
 import shlex
@@ -12,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from base.errors import UserError
 from base.files import fsync_path, locked, scratch_directory
-from study.paths import MLFLOW_STORE
+from study.paths import MIRROR_JSON, MLFLOW_STORE
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -35,14 +36,50 @@ QUIET = {
 }
 
 
+# Of a value of a tag or a parameter: the least limit of any version of MLflow, for a parameter.
+MOST_CHARACTERS = 500
+
+
 def store_uri(root: Path) -> str:
     """Return the tracking URI of the SQLite store that all studies of a root share."""
     return f"{SQLITE}{root.absolute() / MLFLOW_STORE}"
 
 
+def check_root(root: Path) -> None:
+    """Raise UserError if the root's own store has a path that is no part of a URI as it is.
+
+    MLflow reads it escaped in one place and as it is in another.
+    """
+    path = root.absolute()
+    for character in "%?":
+        if character in str(path):
+            raise UserError(
+                f"MLflow opens no store below {path}, whose path has '{character}'; take another"
+                f" root, or set MLFLOW_TRACKING_URI, such as {SQLITE}/PATH/{MLFLOW_STORE}"
+            )
+
+
+def _file_of(uri: str) -> Path:
+    """Return the file of a SQLite store."""
+    return Path(uri.removeprefix(SQLITE).partition("?")[0])
+
+
+def bounded(text: str) -> str:
+    """Return a text as short as every version of MLflow takes it.
+
+    >>> bounded("gptq-b3 " * 100)[-30:]
+    'gptq-b3 gptq-b ... (cut short)'
+    """
+    end = " ... (cut short)"
+    return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - len(end)] + end
+
+
 def tracking_uri(root: Path) -> str:
     """Return MLFLOW_TRACKING_URI, else the URI of the root's own store."""
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or store_uri(root)
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        check_root(root)
+        return store_uri(root)
     if not uri.startswith(KINDS):
         raise UserError(
             f"the tracking URI '{masked(uri)}' begins with none of {', '.join(KINDS)}; give one"
@@ -73,6 +110,29 @@ def server_command(root: Path) -> str:
 def artifacts_of(root: Path) -> Path:
     """Return the directory of the artifacts of all studies of a root."""
     return root.absolute() / "mlartifacts"
+
+
+def same_place(one: str, other: str) -> bool:
+    """Return whether two file:// URIs name one directory, perhaps by a symbolic link."""
+    paths = (Path(unquote(urlsplit(uri).path)).resolve() for uri in (one, other))
+    return next(paths) == next(paths)
+
+
+def opening(directory: Path, uri: str) -> str:
+    """Return what a person does to look at a study in a store, in a line or two."""
+    root, mirrored = directory.parent, directory / MIRROR_JSON
+    content = json.loads(mirrored.read_text()) if mirrored.exists() else {}
+    own = uri == store_uri(root)
+    if own and not _file_of(uri).exists():
+        return f"not there yet; make it: python -m study mirror {directory.name} --root {root}"
+
+    lines = [f"open it with: {server_command(root)}" if own else f"it is in {masked(uri)}"]
+    if own:
+        lines.append("every user of that machine can read and change it; SECURITY.md has a login")
+    server = f"http://{HOST}:{PORT}" if own else masked(uri).rstrip("/")
+    if server.startswith(HTTP) and content.get("store") == masked(uri):
+        lines.append(f"then look at: {server}/#/experiments/{content['experiment_id']}/runs")
+    return "\n".join(lines)
 
 
 @contextmanager
@@ -121,7 +181,7 @@ def turn(uri: str) -> Iterator[None]:
     if not uri.startswith(SQLITE):
         yield
         return
-    path = Path(uri.removeprefix(SQLITE)).absolute()
+    path = _file_of(uri).absolute()
     with locked(path.with_name(f".{path.stem}.lock")):
         yield
 
@@ -143,19 +203,20 @@ def open_store(uri: str) -> Iterator["MlflowClient"]:
             sqlalchemy.create_engine(uri, poolclass=sqlalchemy.NullPool).connect().close()
         with turn(uri):  # one importer makes the schema
             if uri.startswith(SQLITE):
-                _make_file(Path(uri.removeprefix(SQLITE)))
+                _make_file(uri)
             client = MlflowClient(tracking_uri=uri)
             client.search_experiments(max_results=1)
         yield client
 
 
-def _make_file(path: Path) -> None:
+def _make_file(uri: str) -> None:
     """Let MLflow make the file of a SQLite store where it is missing; its name comes last.
 
     MLflow makes the schema in some fifty transactions, and refuses one that was left between them.
     """
     from mlflow import MlflowClient
 
+    path = _file_of(uri)
     if path.exists():
         return
     with scratch_directory(path.with_name(f".{path.name}.unfinished")) as directory:

@@ -7,13 +7,12 @@ makes the same metric whenever it is read.
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from base.errors import UserError
 from study.measurements.curvature import TOP, TRACE
 from study.results.table import Row
 from train.run.metrics import HELD_OUT_LOSS, ROW_KEYS, TRAINED, surviving_rows
@@ -29,10 +28,15 @@ SPEC_HEADLINES = ("kl_divergence", "relative_error")
 
 @dataclass(frozen=True)
 class Stream:
-    """Rows that are only added to, unless a resumed run replaced some, and the metrics of each."""
+    """Rows that are only added to, unless a resumed run replaced some, and the metrics of each.
+
+    MLflow keeps NaN and infinity as other numbers. They are no metrics: `not_finite` says how many
+    there are, and where the first is.
+    """
 
     rows: list[dict[str, Any]]
     metrics: list[list["Metric"]]
+    not_finite: str = ""
 
     @cached_property
     def tags(self) -> list[str]:
@@ -78,14 +82,25 @@ def _current(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def metrics_stream(path: Path) -> Stream:
     """Return the training metrics of a run that no later attempt will write again."""
     rows = _current(surviving_rows(path))
-    metrics = [
-        [
-            _metric(metric_name(key), row[key], row["tokens"], _milliseconds(row))
-            for key in sorted(row.keys() - ROW_KEYS)
-        ]
-        for row in rows
+    figures = [
+        {metric_name(key): row[key] for key in sorted(row.keys() - ROW_KEYS)} for row in rows
     ]
-    return Stream(rows, metrics)
+    metrics = [
+        _metrics(own, row["tokens"], _milliseconds(row))
+        for row, own in zip(rows, figures, strict=True)
+    ]
+    lacking = _not_finite(figures, lambda at: f"line {_line_of(path, rows[at])} of {path.name}")
+    return Stream(rows, metrics, lacking)
+
+
+def _line_of(path: Path, row: dict[str, Any]) -> int:
+    """Return the number, from 1, of the line of a file that a row was read from."""
+    keys = ROW_KEYS & row.keys()
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        content = json.loads(line)
+        if all(content.get(key) == row[key] for key in keys):
+            return number
+    raise AssertionError(f"{path} has no row of step {row['step']}")
 
 
 def table_stream(rows: Sequence[Row], training: Stream, last_step: int | None) -> Stream:
@@ -97,7 +112,7 @@ def table_stream(rows: Sequence[Row], training: Stream, last_step: int | None) -
     """
     times = {row["tokens"]: _milliseconds(row) for row in training.rows}
     axis = "step" if any(row["tokens"] is None for row in rows) else "tokens"
-    metrics = []
+    metrics, figures = [], []
     for row in rows:
         at, own = row[axis] or 0, {}
         prefix = f"{row['average']}/" if row["average"] else ""
@@ -111,19 +126,36 @@ def table_stream(rows: Sequence[Row], training: Stream, last_step: int | None) -
             of_spec = kind == "quant" and column.rpartition("/")[2] in SPEC_HEADLINES
             if is_last and (of_spec or column in HEADLINES):
                 own[f"{FINAL}/{short or column}"] = value
-        time = times.get(at, 0)
-        metrics.append([_metric(name, value, at, time) for name, value in own.items()])
-    return Stream(list(map(dict, rows)), metrics)
+        metrics.append(_metrics(own, at, times.get(at, 0)))
+        figures.append(own)
+    lacking = _not_finite(figures, lambda at: f"the table's row of step {rows[at]['step']}")
+    return Stream(list(map(dict, rows)), metrics, lacking)
 
 
 def _milliseconds(row: dict[str, Any]) -> int:
     return int(row["time"] * 1000)
 
 
-def _metric(name: str, value: float, at: int, milliseconds: int) -> "Metric":
-    """Return a metric; UserError for a value that MLflow would keep as another number."""
+def _metrics(figures: dict[str, float], at: int, milliseconds: int) -> list["Metric"]:
+    """Return the figures as metrics, those that MLflow would keep as another number left out."""
     from mlflow.entities import Metric
 
-    if not math.isfinite(value):
-        raise UserError(f"{name} is {value} at {at}; measure it again")
-    return Metric(name, float(value), milliseconds, at)
+    return [
+        Metric(name, float(value), milliseconds, at)
+        for name, value in figures.items()
+        if math.isfinite(value)
+    ]
+
+
+def _not_finite(figures: Sequence[dict[str, float]], place: Callable[[int], str]) -> str:
+    """Return how many figures are not finite, and which is the first, in words."""
+    lacking = [
+        (index, name, value)
+        for index, own in enumerate(figures)
+        for name, value in own.items()
+        if not math.isfinite(value)
+    ]
+    if not lacking:
+        return ""
+    index, name, value = lacking[0]
+    return f"{len(lacking)} not finite, left out; the first: {name} is {value} in {place(index)}"

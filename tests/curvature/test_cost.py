@@ -141,7 +141,11 @@ MASKS = 2 * 192 * 192 * (1 + 4)
 )
 def test_bytes_are_those_that_torch_allocates(dual, dtype, checkpointing, left_out):
     """By torch's count of a pass that is made; 1% is for what kernels take beside their tensors."""
-    shape = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4}
+    shape: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_attention_heads": 4,
+    }
     config = Olmo2Config(
         vocab_size=1024, num_hidden_layers=3, max_position_embeddings=192, eos_token_id=0, **shape
     )

@@ -191,8 +191,8 @@ def test_streaming_takes_less_memory_than_the_gradient():
     21 million parameters in 56 matrices and two tokens: beside the gradients activations are
     nothing.
     """
-    wide = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "std": 0.02}
-    hessian = DualHessian(CurvedModel(tiny_model(torch.float32, **wide), ranks=ALONE))
+    wide: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
+    hessian = DualHessian(CurvedModel(tiny_model(torch.float32, std=0.02, **wide), ranks=ALONE))
     tokens_BS1, probe = random_tokens(1, length=2), Probe(0, 0)
     v_p, model = hessian.parameters.probe(probe), 4 * hessian.parameters.size
     assert most_allocated(lambda: hessian.product(tokens_BS1, v_p)) > model

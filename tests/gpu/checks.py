@@ -24,6 +24,7 @@ def checks(place: Place) -> dict[str, Callable[[Place], list[Figure]]]:
         "nccl": kernels.nccl,
         "rope": kernels.rope,
         "documents": kernels.documents,
+        "sums": kernels.sums,
         "training, CPU and GPU": training.cpu_and_gpu,
         "DeepSpeed": training.deepspeed,
         "GPTQ, CPU and GPU": gptq.cpu_and_gpu,

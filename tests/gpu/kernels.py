@@ -1,4 +1,4 @@
-"""Single kernels in bf16: norm, rotary embedding, attention inside documents; NCCL, one rank."""
+"""Single kernels in bf16: norm, rotary embedding, attention, sums over tokens; NCCL, one rank."""
 
 import os
 import time
@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tests.gpu.figures import Figure
 from tests.gpu.place import Place
+from train.model.accumulation import add_product, embedded
 from train.model.documents import attention_in_documents, document_bounds
 from train.model.elementwise import normed_and_rotated
 
@@ -69,6 +70,39 @@ def documents(place: Place) -> list[Figure]:
         for name, result, exact in zip(
             ("output", "gradient of q", "gradient of k", "gradient of v"), *outcomes, strict=True
         )
+    ]
+
+
+def sums(place: Place) -> list[Figure]:
+    """Sums over 16,384 tokens in bf16, which are kept in fp32, against float64."""
+    device, generator = place.torch_device, torch.Generator().manual_seed(0)
+    ids_N = torch.randint(64, (1 << 14,), generator=generator)
+    left_NA, right_NB = (
+        (torch.randn(1 << 14, 256, generator=generator) + 0.3).bfloat16() for _ in range(2)
+    )
+    table_VB = torch.zeros(64, 256, dtype=torch.bfloat16, device=device, requires_grad=True)
+    embedded(ids_N.to(device), table_VB).backward(right_NB.to(device))
+    assert table_VB.grad is not None
+    total_AB = torch.zeros(256, 256, device=device)
+    for chunk in range(0, 1 << 14, 2048):
+        rows = slice(chunk, chunk + 2048)
+        add_product(total_AB, left_NA[rows].to(device), right_NB[rows].to(device))
+    of_tokens = torch.zeros(64, 256).double().index_add_(0, ids_N, right_NB.double())
+    product = left_NA.double().T @ right_NB.double()
+    return [
+        Figure(
+            "gradient of an embedding in bf16",
+            _relative(table_VB.grad.cpu().double(), of_tokens),
+            "relative error",
+            most=2e-3,
+            note="rounding once leaves 1.7e-3",
+        ),
+        Figure(
+            "products of bf16 chunks, summed in fp32",
+            _relative(total_AB.cpu().double(), product),
+            "relative error",
+            most=1e-5,
+        ),
     ]
 
 

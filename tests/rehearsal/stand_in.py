@@ -38,6 +38,9 @@ PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.matmul, aten.linea
 # What torch has for CUDA only, by what the CPU has instead.
 ON_CUDA_ONLY = {
     aten.mm.dtype: lambda left, right, dtype: left.to(dtype) @ right.to(dtype),
+    aten.addmm.dtype_out: lambda added, left, right, dtype, out: torch.addmm(
+        added, left.to(dtype), right.to(dtype), out=out
+    ),
 }
 COPIES = {aten._to_copy, aten.copy_, aten._foreach_copy_}
 INDEXING = {aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_}

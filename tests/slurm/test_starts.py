@@ -121,7 +121,7 @@ def test_what_cannot_be_asked_is_interrupted(tmp_path):
 
 
 def test_what_hangs_is_ended_and_named(tmp_path, capfd):
-    """What is said of it is ended for, as often as it has to be asked."""
+    """It is asked again and again, and ended for its answer."""
     answers = iter([None, None, "hung: no step"])
     code = "import time; time.sleep(100_000)"
     assert waiting(code, tmp_path, hung=lambda: next(answers)) != 0

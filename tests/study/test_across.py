@@ -2,6 +2,7 @@
 
 import csv
 import math
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -155,7 +156,7 @@ def test_a_factor_of_words_in_one_study_and_numbers_in_another_is_text(tmp_path)
     words = factors.of("words", sweep(factors.with_data, order=["olmo", "sequential"]))
     numbers = factors.of("numbers", sweep(with_order, order=[1, 2]))
     depths = factors.of("depths", sweep(factors.run, layers=[2, 4]))
-    ends = [
+    ends: list[dict[str, Any]] = [
         {"run": "a", "label": "a", "order": "olmo"},
         {"run": "b", "label": "b", "order": 2},
         {"run": "c", "label": "c", "layers": 4},

@@ -165,9 +165,10 @@ def test_a_contrast_needs_one_text(study_dir, study):
     for key, value, words in (
         ("sha256", "1" * 64, "the text"),
         ("sequence_length", 64, "sequence_length"),
+        ("bos_token_ids", [1], "bos_token_ids"),
     ):
         content = json.loads(path.read_text())
-        kept = content["spec"]["evaluation"][key]
+        kept = content["spec"]["evaluation"].get(key)
         content["spec"]["evaluation"][key] = value
         path.write_text(json.dumps(content))
         with pytest.raises(UserError, match=f"differ in {words}"):

@@ -12,6 +12,7 @@ from PIL import Image
 
 from study.figures import drawing
 from study.recipes import resolve
+from study.recipes.shown import summary
 from study.report.provenance import commands, settings_of
 from study.report.report import write_report
 from study.report.tables import heat_tables
@@ -20,6 +21,7 @@ from study.results.summary import summarize
 from study.results.table import Row, schema_of, write_table
 from tests.study.conftest import HOSTILE
 from tests.study.synthetic import write_study
+from train.run.optimization import Anneal
 
 
 class Page(HTMLParser):
@@ -176,6 +178,21 @@ def test_the_engine_and_its_version_are_named(page, tmp_path):
     assert again in "\n".join(
         line for lines in commands(directory, changed).values() for line in lines
     )
+
+
+def test_the_floor_of_an_anneal_is_named_where_it_is_shown(tmp_path):
+    study = resolve("tiny", "full")
+    annealed = study.trained[0]
+    anneal = Anneal(start_step=768, floor=0.5)
+    schedule = annealed.schedule.model_copy(update={"anneal": anneal})
+    changed = study.model_copy(
+        update={"runs": (annealed.model_copy(update={"schedule": schedule}),)}
+    )
+    directory = write_study(tmp_path / changed.name, changed)
+    words = "linear anneal from step 768 to 50% of the rate there"
+    assert words in settings_of(directory, changed)["schedule"]
+    line = next(line for line in summary(changed) if line.startswith(f"  {annealed.name}:"))
+    assert words in line
 
 
 def test_the_commands_behind_the_numbers_are_there(page):

@@ -1,5 +1,6 @@
 """Learning rates against numbers worked by hand and against those Ai2 published."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from train.run.optimization import (
     ScheduleConfig,
     SmallerBatch,
 )
-from train.run.schedules import learning_rate
+from train.run.schedules import describe, learning_rate
 
 STEP = 8 * 32  # tokens of one step
 PATHS: dict[str, Any] = {
@@ -165,19 +166,22 @@ def test_smaller_batches_first_are_counted_in_tokens(run):
 
 
 def test_pythia_cooldown(run):
-    """The paper's WSD: 190,000 steps of 524,288 tokens, 1% warm-up, the last 19,000 to zero."""
+    """The paper's WSD: 190,000 steps of 524,288 tokens, 1% warm-up, the last 38,000 to zero."""
     schedule = ScheduleConfig(
-        warmup_tokens=1900 * 524_288, phase=ConstantPhase(), anneal=Anneal(start_step=171_000)
+        warmup_tokens=1900 * 524_288, phase=ConstantPhase(), anneal=Anneal(start_step=152_000)
     )
     config = run(schedule, 190_000, 3e-3, batch_size=256, data=PYTHIA_DATA)
     values = [
-        learning_rate(config, step) for step in (950, 1900, 171_000, 173_500, 180_500, 190_000)
+        learning_rate(config, step) for step in (950, 1900, 152_000, 157_000, 171_000, 190_000)
     ]
     assert values == pytest.approx([1.5e-3, 3e-3, 3e-3, 2.605263e-3, 1.5e-3, 0], rel=1e-6)
 
 
-def test_pythia_as_released(run):
-    """143,000 steps of 2,097,152 tokens, warm-up of 1,430, cosine to a tenth."""
+def test_cosine_to_a_tenth(run):
+    """Over 143,000 steps of 2,097,152 tokens with a warm-up of 1,430.
+
+    The released Pythias have these lengths, and a cosine to zero that is cut off at a tenth.
+    """
     phase = CosinePhase(horizon_tokens=143_000 * 2_097_152)
     config = run(
         ScheduleConfig(warmup_tokens=1430 * 2_097_152, phase=phase),
@@ -188,3 +192,42 @@ def test_pythia_as_released(run):
     )
     values = [learning_rate(config, step) for step in (1430, 72_215, 143_000)]
     assert values == pytest.approx([6e-4, 3.3e-4, 6e-5])
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("shape", ["linear", "cosine", "sqrt"])
+@pytest.mark.parametrize("phase", [ConstantPhase(), CosinePhase(horizon_tokens=99 * STEP)])
+def test_words_have_the_rates_that_are_trained(run, phase, shape, floor):
+    """Read the last rate, and where it begins to fall to it, off the words."""
+    anneal = Anneal(start_step=20, shape=shape, floor=floor)
+    config = run(ScheduleConfig(warmup_tokens=4 * STEP, phase=phase, anneal=anneal), 40)
+    words = re.search(r"(\w+) anneal from step (\d+) to (\S+)", describe(config))
+    assert words
+    assert words[1] == shape
+    start, last = learning_rate(config, int(words[2])), learning_rate(config, 40)
+    share = 0 if words[3] == "zero" else float(words[3].removesuffix("%")) / 100
+    assert last == pytest.approx(share * start)
+    assert learning_rate(config, int(words[2]) + 1) < start
+    assert describe(config).startswith("warm-up to step 4, ")
+    assert learning_rate(config, 4) == 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "anneal", "name", "words"),
+    [
+        (ConstantPhase(), None, "constant rate", "constant rate"),
+        (ConstantPhase(), Anneal(start_step=8), "WSD", "linear anneal from step 8 to zero"),
+        (
+            CosinePhase(horizon_tokens=10 * STEP),
+            None,
+            "cosine",
+            "cosine to 10% of the peak at 2,560 tokens",
+        ),
+        (CosinePhase(horizon_tokens=10 * STEP, floor=0), None, "cosine", "cosine to zero at 2,560"),
+    ],
+)
+def test_schedules_in_words(run, phase, anneal, name, words):
+    schedule = ScheduleConfig(warmup_tokens=0, phase=phase, anneal=anneal)
+    assert schedule.name == name
+    assert words in describe(run(schedule, 10))
+    assert "warm-up" not in describe(run(schedule, 10, name="other"))

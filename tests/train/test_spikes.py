@@ -20,7 +20,7 @@ WINDOW, SIGMAS, NOISE = 128, 6.0, 0.01
 
 
 def spikes_of(figures_S2: np.ndarray, *, window_steps: int, sigmas: float) -> list[bool]:
-    """Which steps are spikes: by all steps before, at most a window, once there is half of one."""
+    """Spikes by all steps before each, at most a window, once there is half of one."""
     spikes = []
     for step, now_2 in enumerate(figures_S2):
         before_S2 = figures_S2[max(0, step - window_steps) : step]
@@ -127,14 +127,14 @@ def test_what_is_not_finite_stops_and_leaves_no_trace():
         judge.accept(result(loss))
     assert str(judge.objection).startswith("not finite: loss inf")
     assert not judge.skips
-    assert judge.judged_steps == ((1.0, 1.0), (1.1, 1.0))
+    assert judge.saved["judged_steps"] == ((1.0, 1.0), (1.1, 1.0))
 
 
 def resumed_after(judge: StepJudge) -> StepJudge:
-    """What a run has of its judge after checkpoint.json."""
-    saved = json.loads(json.dumps([judge.judged_steps, judge.skips_in_a_row]))
-    steps = tuple((loss, norm) for loss, norm in saved[0])
-    return judge_of(SimpleNamespace(judged_steps=steps, skips_in_a_row=saved[1]), most_skips=4)
+    """A judge made of what checkpoint.json holds of another."""
+    saved = json.loads(json.dumps(judge.saved))
+    saved["judged_steps"] = tuple((loss, norm) for loss, norm in saved["judged_steps"])
+    return judge_of(SimpleNamespace(**saved), most_skips=4)
 
 
 def decisions(judges: Sequence[StepJudge], losses: Iterator[float]) -> Iterator[tuple[Any, ...]]:
@@ -150,7 +150,7 @@ def test_a_resumed_judge_decides_to_the_bit_as_one_that_never_stopped():
         for loss in losses[:stop]:
             whole.accept(result(loss))
         again = resumed_after(whole)
-        for one, other in decisions([whole, again], iter(losses[stop:])):
-            assert one == other
-        assert again.judged_steps == whole.judged_steps
+        for expected, resumed in decisions([whole, again], iter(losses[stop:])):
+            assert resumed == expected
+        assert again.saved == whole.saved
         assert str(whole.objection).startswith("after 4 steps")

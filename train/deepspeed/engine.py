@@ -6,7 +6,7 @@ Shapes: B sequences, S tokens, V vocabulary.
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import deepspeed
 import torch
@@ -63,15 +63,10 @@ class DeepSpeedEngine:
         self._partitions = self._sharding.partitions()
         self._memory = SnapshotMemory(device)
         self._initialize_moments()
-        match run.optimizer.matrices:
-            case "adamw":
-                pass
-            case "muon":
-                dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
-                parts = self._sharding.matrices(hidden_matrices(run.model), dtype)
-                muon.register(self._adamw, parts, None)
-            case _:
-                assert_never(run.optimizer.matrices)
+        if run.optimizer.uses_muon:
+            dtype = torch.float32 if run.precision == "fp32" else torch.bfloat16
+            parts = self._sharding.matrices(hidden_matrices(run.model), dtype)
+            muon.register(self._adamw, parts, None)
         self._slots = {
             name: [torch.zeros_like(weights) for weights in self.weights()]
             for name in slot_names(run)

@@ -6,7 +6,7 @@ Shapes: B sequences, S tokens, V vocabulary.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,13 +56,8 @@ class MegatronEngine:
         self._optimizer = build_optimizer(run, self._pipeline.model)
         self._state = OptimizerState(self._optimizer, slot_names(run))
         self._memory = SnapshotMemory(device)
-        match run.optimizer.matrices:
-            case "adamw":
-                pass
-            case "muon":
-                muon.register(run, self._pipeline.model.module, self._state)
-            case _:
-                assert_never(run.optimizer.matrices)
+        if run.optimizer.uses_muon:
+            muon.register(run, self._pipeline.model.module, self._state)
         config.finalize_model_grads_func = finalize_model_grads
 
     @property

@@ -44,6 +44,17 @@ class OptimizerConfig(Frozen):
         default=1e-5, ge=0, description="times mean(logsumexp(logits)^2), added to the loss"
     )
 
+    @property
+    def uses_muon(self) -> bool:
+        """Return whether Muon updates the hidden matrices, and not AdamW as the rest."""
+        match self.matrices:
+            case "adamw":
+                return False
+            case "muon":
+                return True
+            case _:
+                assert_never(self.matrices)
+
     def decays(self, hf_name: str) -> bool:
         """Return whether weight decay applies to a parameter, by its HF name."""
         return not any(part in hf_name for part in self.undecayed)
@@ -111,6 +122,17 @@ class ScheduleConfig(Frozen):
     warmup_tokens: int = Field(ge=0)
     phase: ConstantPhase | CosinePhase = Field(discriminator="kind")
     anneal: Anneal | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the kind of schedule: WSD, constant rate, cosine or cosine with an anneal."""
+        match self.phase:
+            case ConstantPhase():
+                return "WSD" if self.anneal else "constant rate"
+            case CosinePhase():
+                return "cosine with an anneal" if self.anneal else "cosine"
+            case other:
+                assert_never(other)
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

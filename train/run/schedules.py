@@ -1,6 +1,7 @@
-"""Learning rate as a pure function of the step."""
+"""Learning rate as a pure function of the step, and in words."""
 
 import math
+from collections.abc import Iterator
 from typing import assert_never
 
 from train.run.config import RunConfig
@@ -68,6 +69,42 @@ def learning_rate(config: RunConfig, step: int) -> float:
     start_lr = _before_anneal(config, anneal.start_step)
     progress = (step - anneal.start_step) / (config.total_steps - anneal.start_step)
     return start_lr * (anneal.floor + (1 - anneal.floor) * share_left(anneal.shape, progress))
+
+
+def describe(config: RunConfig) -> str:
+    """Return the schedule in words, from the warm-up to the rate of the last step.
+
+    Example: of the run in the example of `learning_rate`, with an anneal to half the rate.
+        >>> from types import SimpleNamespace as Run
+        >>> from train.run.optimization import ScheduleConfig
+        >>> anneal = Anneal(start_step=80, floor=0.5)
+        >>> schedule = ScheduleConfig(warmup_tokens=10, phase=ConstantPhase(), anneal=anneal)
+        >>> describe(Run(schedule=schedule, warmup_steps=10))
+        'warm-up to step 10, constant rate, linear anneal from step 80 to 50% of the rate there'
+    """
+    return ", ".join(_parts(config))
+
+
+def _parts(config: RunConfig) -> Iterator[str]:
+    schedule = config.schedule
+    if schedule.warmup_tokens:
+        yield f"warm-up to step {config.warmup_steps}"
+
+    match schedule.phase:
+        case ConstantPhase():
+            yield "constant rate"
+        case CosinePhase(floor=floor, horizon_tokens=horizon):
+            yield f"cosine to {_share(floor, 'the peak')} at {horizon:,} tokens"
+        case other:
+            assert_never(other)
+
+    if anneal := schedule.anneal:
+        end = _share(anneal.floor, "the rate there")
+        yield f"{anneal.shape} anneal from step {anneal.start_step} to {end}"
+
+
+def _share(floor: float, whole: str) -> str:
+    return f"{100 * floor:g}% of {whole}" if floor else "zero"
 
 
 def first_step(config: RunConfig) -> int:

@@ -51,7 +51,10 @@ def test_four_parents_seven_anneals_and_four_controls():
     [("lr3e-4", 2.9770e-4), ("lr6e-4", 5.9540e-4), ("lr9e-4", 8.9311e-4), ("lr1.2e-3", 1.19081e-3)],
 )
 def test_rates_where_the_anneals_start(name, rate):
-    """Values that Ai2's scripts read from the parents' logs at step 72,000; five or six digits of it."""
+    """0.99234 of each peak, by OLMo's formula at 301,989,888,000 of 5e12 tokens.
+
+    Ai2's scripts read them from the parents' logs.
+    """
     runs = runs_of("olmo2-7b-lr")
     assert learning_rate(runs[name], 72_000) == pytest.approx(rate, rel=2e-5)
     for run in runs.values():

@@ -176,8 +176,8 @@ def test_a_study_is_told_with_its_sources_and_branches():
     lines = list(summary(resolve("olmo2-7b-lr", "full")))
     anneal = next(line for line in lines if line.startswith("  lr3e-4-anneal50b:"))
     assert (
-        "from step 72000 of lr3e-4 to step 83921 of 4194304 tokens, linear anneal from step 72000"
-        in anneal
+        "cosine to 10% of the peak at 5,000,000,000,000 tokens, linear anneal from step 72000 to zero;"
+        " from step 72000 of lr3e-4 to step 83921, 4,194,304 tokens each" in anneal
     )
     assert any(
         "arXiv 2501.00656, section 4.1" in line for line in lines if line.startswith("  source: ")

@@ -1,6 +1,7 @@
 """A whole study in MLflow, read back through MLflow's own client."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -162,12 +163,10 @@ def test_jobs_are_there(collected_dir, study):
     assert read_store(root)[run.name]["run"].data.tags["quantdyn.slurm_jobs"] == "71_2"
 
 
-def test_a_store_made_elsewhere_is_refused_with_a_way_out(collected_dir, study, tmp_path):
+def test_an_experiment_of_another_root_is_refused_with_a_way_out(collected_dir, study, tmp_path):
     small = study.model_copy(update={"runs": study.runs[:1]})
     mirror(collected_dir, small, store_uri(tmp_path))
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for name in ("mlflow.db", "tiny"):
-        (tmp_path / name).rename(moved / name)
-    with pytest.raises(UserError, match="set another"):
-        mirror(moved / "tiny", small, store_uri(moved))
+    other = tmp_path / "other"
+    shutil.copytree(collected_dir, other / "tiny")
+    with pytest.raises(UserError, match="set another MLFLOW_TRACKING_URI"):
+        mirror(other / "tiny", small, store_uri(tmp_path))
