@@ -1,1 +1,26 @@
 """The ground floor, needed by every folder: errors, files, progress, ranks and statistics."""
+
+import sys
+from types import TracebackType
+
+FOLDERS = ("base", "train", "ckpt_tools", "quant_eval", "curvature", "study", "slurm", "docs")
+
+
+def _end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """End a program whose imports were interrupted, or lack a library, in one line."""
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)  # the interpreter exits as SIGINT would end it
+    elif missing and missing not in FOLDERS:
+        print(
+            f"error: {sys.executable} has no {missing}; make .venv with 'make venv' and start"
+            " .venv/bin/python, or '. .venv/bin/activate' first",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+if sys.argv[0] == "-m":  # `python -m FOLDER`: the folder is imported before its libraries
+    sys.excepthook = _end

@@ -5,6 +5,7 @@ import gc
 import inspect
 import operator
 import os
+import re
 import signal
 import sys
 import time
@@ -19,10 +20,17 @@ from pydantic.fields import FieldInfo
 
 from base import stopping
 from base.environment import is_rank_zero
-from base.errors import UserError, explain_validation, printable
+from base.errors import UserError, explain_validation, one_line
+from base.names import take_one_of
 
 # torchrun ends the other ranks within a second of rank 0, later on a busy machine.
 SILENCE_OF_OTHER_RANKS_SECONDS = 5.0
+
+
+# typer holds its copy of click in a place that it calls private; the classes' own module is public.
+USAGE: Any = sys.modules[typer.BadParameter.__bases__[0].__module__]
+CHOICE = re.compile(r".*?(['\"])(.*)\1 is not one of (.*)", re.DOTALL)
+COMMAND = re.compile(r"No such command (['\"])(.*?)\1")
 
 
 def options_of(settings: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -107,9 +115,14 @@ def quick_imports() -> Iterator[None]:
 
 
 def run_command(app: typer.Typer, name: str) -> None:
-    """Run a command line; a UserError or OSError ends it with one line and exit code 2."""
+    """Run a command line; what it cannot mean, a UserError or OSError ends with one line and 2."""
     try:
-        app(prog_name=f"python -m {name}")
+        sys.exit(app(prog_name=f"python -m {name}", standalone_mode=False) or 0)  # of `typer.Exit`
+    except USAGE.NoArgsIsHelpError as help_page:
+        help_page.show()
+        sys.exit(help_page.exit_code)
+    except USAGE.UsageError as error:
+        _refuse(_usage(error, f"python -m {name}"))
     except UserError as error:
         _refuse(str(error))
     except OSError as error:  # a path of the wrong kind, without permission, or on a full disk
@@ -122,6 +135,26 @@ def run_command(app: typer.Typer, name: str) -> None:
         gc.freeze()  # the interpreter's last collection would take a second where torch is
 
 
+def _usage(error: Any, program: str) -> str:
+    """Return one line about a command line: what is wrong, and the nearest name or the help."""
+    message = error.format_message().rstrip(".").replace("Value error, ", "")
+    context, command = error.ctx, error.ctx.command_path if error.ctx else program
+    if chosen := CHOICE.fullmatch(error.message.rstrip(".")):
+        name, names = chosen[2], [word.strip("' ") for word in chosen[3].split(",")]
+        message = f"{error.param.opts[-1]} cannot be {name!r:.80}"
+    elif context and isinstance(error, USAGE.NoSuchOption):
+        name = error.option_name
+        names = [option for each in context.command.params for option in each.opts]
+        names = [option for option in names if option.startswith("--")]
+        message = f"'{command}' has no option {name:.80}"
+    elif context and (unknown := COMMAND.match(message)):
+        name, names = unknown[2], list(context.command.commands)
+        message = f"'{command}' has no command {name!r:.80}"
+    else:
+        return f"{message}; see '{command} --help'"
+    return f"{message}; {take_one_of(name, names)}"
+
+
 def _refuse(line: str) -> None:
     """End this process with the message; rank 0 prints first, later any rank still alive."""
     if not is_rank_zero():
@@ -130,7 +163,7 @@ def _refuse(line: str) -> None:
             os._exit(2)
         time.sleep(SILENCE_OF_OTHER_RANKS_SECONDS)
         line = f"rank {os.environ['RANK']}: {line}"
-    print(f"error: {printable(' '.join(line.split()))}", file=sys.stderr, flush=True)
+    print(f"error: {one_line(line)}", file=sys.stderr, flush=True)
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_initialized():
         # A gloo thread that frees its tensors while the interpreter goes down aborts the process

@@ -1,6 +1,13 @@
 """Errors of the user: one line that names the next action."""
 
-from pydantic import ValidationError
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from base.names import nearest
+
+MOST_CHARACTERS = 1000  # of a line
 
 
 class UserError(ValueError):
@@ -14,12 +21,28 @@ def printable(text: str) -> str:
     )
 
 
-def explain_validation(source: str, error: ValidationError) -> UserError:
-    """Return the first problem that pydantic found in `source`, as one line with its key."""
+def one_line(text: str) -> str:
+    """Return text as one line for a terminal, and of one over MOST_CHARACTERS both ends.
+
+    It may hold what somebody else wrote.
+    """
+    line = printable(" ".join(text.split()))
+    if len(line) <= MOST_CHARACTERS:
+        return line
+    return f"{line[: MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2 :]}"
+
+
+def explain_validation(source: str, error: ValidationError, kind: Any = None) -> UserError:
+    """Return the first problem that pydantic found in `source`, as one line with its key.
+
+    `kind` is the type that it was to be; its fields are the names that an unknown key may mean.
+    """
     problem = error.errors()[0]
     key = ".".join(str(part) for part in problem["loc"]) or "the whole file"
     if problem["type"] == "extra_forbidden":
-        return UserError(f"{source}: unknown key '{key}'; remove it or correct its spelling")
+        near = nearest(str(problem["loc"][-1]), fields_of(kind)) if problem["loc"] else None
+        hint = f"did you mean {near}?" if near else "remove it or correct its spelling"
+        return UserError(f"{source}: unknown key '{key}'; {hint}")
     if problem["type"] == "missing":
         return UserError(f"{source}: key '{key}' is missing; add it")
     if problem["type"] == "json_invalid":
@@ -30,3 +53,13 @@ def explain_validation(source: str, error: ValidationError) -> UserError:
     return UserError(
         f"{source}: '{key}': {reason} (got {problem['input']!r:.80}); correct the value"
     )
+
+
+def fields_of(kind: Any) -> Iterator[str]:
+    """Yield the names of all fields of a type, and of the types of its fields."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        for name, field in kind.model_fields.items():
+            yield name
+            yield from fields_of(field.annotation)
+    for part in get_args(kind):
+        yield from fields_of(part)

@@ -7,7 +7,6 @@ import math
 import os
 import secrets
 import shutil
-import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -61,35 +60,22 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_regular(path: Path) -> bytes:
-    """Return the bytes of a file of unknown origin; UserError for a pipe or a device.
-
-    Those would block, or never end.
-    """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123  it is open
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise UserError(f"{path} is not a regular file; put the file itself there")
-        return file.read()
-
-
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file of unknown origin.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it is not JSON, not UTF-8, nested too deeply, or not a regular file.
-    """
-    try:
-        return json.loads(read_regular(path).decode("utf-8-sig"))  # with a byte-order mark or not
-    except RecursionError:
-        raise json.JSONDecodeError("nested too deeply", str(path), 0) from None
-
-
 def open_to_readers(path: Path) -> None:
     """Give a file the mode of a new one; safetensors makes them for their owner alone."""
     status = Path("/proc/self/status").read_text()  # os.umask() would change it for a moment
     umask = int(status.partition("\nUmask:")[2].split()[0], 8)
     path.chmod(0o666 & ~umask)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name `path` in an OSError of the block that names no file, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextmanager
@@ -101,8 +87,9 @@ def replaced_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL, mode))
     try:
-        yield unfinished
-        fsync_path(unfinished)
+        with naming(path):
+            yield unfinished
+            fsync_path(unfinished)
         os.replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
@@ -167,7 +154,8 @@ def scratch_directory(unfinished: Path) -> Iterator[Path]:
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            yield unfinished
+            with naming(unfinished.parent):
+                yield unfinished
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
             lock.unlink()

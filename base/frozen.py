@@ -2,10 +2,11 @@
 
 import hashlib
 import json
+import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 # Names of runs and studies: fit for a directory and a shell.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$"
@@ -46,6 +47,33 @@ def field_of(owner: type[BaseModel], name: str) -> Any:
     8
     """
     return owner.model_fields[name]
+
+
+class Shown(Frozen):
+    """A value whose texts figures and tables show: none holds a control character.
+
+    Such a character ends the program that draws.
+    """
+
+    @model_validator(mode="after")
+    def _is_text(self) -> Self:
+        for text in _texts_in(self.model_dump()):
+            if any(unicodedata.category(each)[0] == "C" for each in text if each not in "\n\t"):
+                raise ValueError(f"{text!r:.80} holds a control character; remove it")
+        return self
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield every text in nested values, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, member in value.items():
+            yield from _texts_in(key)
+            yield from _texts_in(member)
+    elif isinstance(value, tuple | list):
+        for member in value:
+            yield from _texts_in(member)
 
 
 def fingerprint(value: Frozen) -> str:

@@ -4,12 +4,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from base.errors import UserError
 from base.files import committed_directory, sha256_of
 from base.progress import Progress
 from ckpt_tools.checkpoint import model_of, open_weights, run_of, verify_recorded
+from ckpt_tools.formats.hf_weights import read_tensors
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.formats.parallel import is_whole
 from ckpt_tools.formats.weights import dtype_of
@@ -133,6 +132,6 @@ def _check(hf_dir: Path, checkpoint: Path, record: CheckpointRecord) -> dict[str
     # The probe of an import is computed in fp32 from the stored weights, whatever their type.
     precision = "fp32" if record.imported is not None else record.dtype
     try:
-        return check_probe(hf_dir, load_file(checkpoint / PROBE), precision)
+        return check_probe(hf_dir, read_tensors(checkpoint / PROBE), precision)
     except UserError as error:
         raise UserError(f"{checkpoint}: {error}; nothing was exported") from None

@@ -1,6 +1,5 @@
 """A run's exports laid out for the hub: a directory per revision, its results, and a model card."""
 
-import json
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ from base.errors import UserError
 from base.files import FileRecord, committed_directory, fsync_path, write_json
 from base.frozen import NAME_PATTERN, fingerprint
 from base.progress import Progress
+from base.reading import read_object
 from ckpt_tools.formats.parallel import hash_in_parallel, verify_in_parallel
 from ckpt_tools.hf.directory import (
     CONFIGURATION_FILES,
@@ -175,7 +175,7 @@ def _lay_out(
     records = hash_in_parallel(aside, sorted(unchanged), {}, "sha256")
 
     for name in REWRITTEN & export.files.keys():
-        content = json.loads((export.directory / name).read_text())
+        content = read_object(export.directory / name)
         places = {key for key in content if key.endswith(PLACE_KEYS) and _is_place(content[key])}
         write_json(aside / name, {key: content[key] for key in content if key not in places})
 
@@ -183,7 +183,7 @@ def _lay_out(
     for result in export.results:
         target = aside / result.path.relative_to(export.directory)
         target.parent.mkdir(parents=True, exist_ok=True)
-        content = _without_places(json.loads(result.path.read_text()), run_dir)
+        content = _without_places(read_object(result.path), run_dir)
         digests = {name: records[name].digest for name in result.model.weights_digests}
         content["model"] |= {"weights_digests": digests}
         write_json(target, content)

@@ -1,21 +1,35 @@
 """Verification of an HF directory: its files, its tensors, and what every module computes."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from safetensors.torch import load_file
+from pydantic import BaseModel
 from transformers import PretrainedConfig
 
 from base.errors import UserError
-from ckpt_tools.formats.hf_weights import HFWeights
+from base.reading import as_model
+from ckpt_tools.formats.hf_weights import HFWeights, read_tensors
 from ckpt_tools.formats.parallel import verify_in_parallel
 from ckpt_tools.formats.weight_files import weight_files
-from ckpt_tools.hf.directory import VERIFICATION_PROBE, read_lineage
+from ckpt_tools.hf.directory import LINEAGE_JSON, VERIFICATION_PROBE, read_lineage
 from ckpt_tools.hf.forward import check_shapes, empty_model, read_config, spread_ids
 from ckpt_tools.probe import check_probe, compute_probe, stage_of
 from train.run.directory import PROBE_OUTPUTS, PROBE_SEQUENCES, PROBE_TOKENS
 
 CHUNK_BYTES = 64 << 20  # of a tensor in memory at once
+
+
+class _Parity(BaseModel):
+    precision: Literal["fp32", "bf16"]
+
+
+class _Export(BaseModel):
+    """The part of an export's lineage that is about its engine."""
+
+    parity: _Parity
+    engine: str
+    imported: dict[str, Any] | None
+    step: int
 
 
 def verify(hf_dir: Path) -> dict[str, Any]:
@@ -43,14 +57,15 @@ def verify(hf_dir: Path) -> dict[str, Any]:
         raise UserError(f"{hf_dir / unknown[0]} is not in lineage.json; {again}")
 
     config = read_config(hf_dir)
-    _check_tensors(hf_dir, config)
+    _check_tensors(hf_dir, config, mixed=not lineage)
     try:
         if exported:
-            probe = load_file(hf_dir / VERIFICATION_PROBE)
-            parity = check_probe(hf_dir, probe, lineage["parity"]["precision"])
-            engine = f"the {lineage['engine']} engine"
-            source = "the model that was imported" if lineage["imported"] else engine
-            verdict = f"computes what {source} did, at step {lineage['step']}"
+            probe = read_tensors(hf_dir / VERIFICATION_PROBE)
+            facts = as_model(_Export, lineage, hf_dir / LINEAGE_JSON)
+            parity = check_probe(hf_dir, probe, facts.parity.precision)
+            engine = f"the {facts.engine} engine"
+            source = "the model that was imported" if facts.imported else engine
+            verdict = f"computes what {source} did, at step {facts.step}"
             return {"verdict": verdict, "parity": parity}
         _check_finite(hf_dir, config.vocab_size)
     except UserError as error:
@@ -58,13 +73,18 @@ def verify(hf_dir: Path) -> dict[str, Any]:
     return {"verdict": "sound and finite; no engine's probe vouches for these weights"}
 
 
-def _check_tensors(hf_dir: Path, config: PretrainedConfig) -> None:
-    """Raise UserError unless all tensors are those of config.json, of its type, and finite."""
+def _check_tensors(hf_dir: Path, config: PretrainedConfig, *, mixed: bool) -> None:
+    """Raise UserError unless all tensors are those of config.json, of its type, and finite.
+
+    With `mixed` some may be of another type: others publish norms in fp32 beside weights in bf16.
+    """
     weights = HFWeights(hf_dir)
-    dtype = config.dtype or next(iter(weights.tensors.values())).dtype
+    dtypes = {tensor.dtype for tensor in weights.tensors.values()}
+    dtype = config.dtype or next(iter(dtypes))
+    mixed = mixed and dtype in dtypes
     check_shapes(empty_model(config), weights, hf_dir)
     for name, tensor in weights.tensors.items():
-        if tensor.dtype != dtype:
+        if tensor.dtype != dtype and not mixed:
             raise UserError(
                 f"{hf_dir}: '{name}' is {tensor.dtype}, config.json says {dtype}; restore both"
             )

@@ -11,7 +11,7 @@ import typer
 
 from base.cli import options_of, quick_imports, run_command
 from base.errors import UserError
-from base.statistics import pairs_of
+from base.statistics import pairs_of, with_error
 from ckpt_tools.hf import comparing
 from ckpt_tools.hf.directory import (
     RESULT_JSON,
@@ -138,7 +138,7 @@ def _check_models(*hf_dirs: Path) -> None:
 
 def _in_words(measured: dict[str, Any]) -> str:
     trace, top = measured["trace"], measured.get("lambda_max")
-    words = f"trace {trace['mean']:.6g} +- {trace['standard_error']:.2g}"
+    words = f"trace {with_error(trace['mean'], trace['standard_error'])}"
     if top:
         words += f"  lambda_max {top['value']:.6g}{'' if top['converged'] else ' (not converged)'}"
     return f"{words}  loss {measured['loss']:.4f} nats/token"
@@ -186,7 +186,7 @@ def step(
             write_result(directory, result)
             figures = result["measured"]["whole"]
             words = [
-                f"{name} {figures[name]['mean']:.5g} +- {figures[name]['standard_error']:.2g}"
+                f"{name} {with_error(figures[name]['mean'], figures[name]['standard_error'])}"
                 for name in ("predicted", "measured")
             ]
             typer.echo(f"{'  '.join(words)} nats/token  -> {directory / RESULT_JSON}")
@@ -224,8 +224,9 @@ def slice_(
         write_result(directory, result)
         for point in result["measured"]["points"][1:]:
             typer.echo(
-                f"{point['name']} at ({point['x']:.4g}, {point['y']:.4g}): {point['increase']:+.4g}"
-                f" +- {point['increase_standard_error']:.2g} nats/token over the base"
+                f"{point['name']} at ({point['x']:.4g}, {point['y']:.4g}):"
+                f" {with_error(point['increase'], point['increase_standard_error'])} nats/token"
+                " over the base"
             )
         typer.echo(f"-> {directory / RESULT_JSON}")
 

@@ -14,6 +14,7 @@ import typer
 from base.cli import options_of, quick_imports, run_command
 from base.environment import is_rank_zero
 from base.errors import UserError
+from base.names import take_one_of
 from base.statistics import pairs_of
 from ckpt_tools.hf.comparing import LEVEL, Out, Pairs, Results, report
 from ckpt_tools.hf.directory import compared_results, result_directories, write_result
@@ -174,7 +175,7 @@ def compare_command(
     Example: python -m quant_eval compare run/hf/step*/quant/gptq-b3-g128 --figure kl_divergence
     """
     if figure not in FIGURES:
-        raise UserError(f"no figure is called '{figure}'; take one of {', '.join(FIGURES)}")
+        raise UserError(f"no figure is called '{figure}'; {take_one_of(figure, FIGURES)}")
     contents = [read_result(path, Quantization) for path in compared_results(results)]
     comparisons = compare(contents, pairs_of(len(contents), pairs), figure, **BOOTSTRAP)
     settings = {"figure": figure, "unit": UNITS[figure], "pairing": pairs, "method": METHOD}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from base.errors import UserError
+from base.names import nearest
 from quant_eval.casts.formats import FORMATS
 from quant_eval.methods import METHODS
 from quant_eval.transforms.rotations import LEARNING_STEPS, ROTATIONS
@@ -290,5 +291,7 @@ def _problem(text: str, rest: str) -> str:
                 return f"spec {text!r}: {before[1]} and {match[1]} do not compose; give one"
             return f"spec {text!r}: {match[1]} comes too late; keep the order of the parts"
     if rest == f"-{text}":
-        return f"unknown spec {text!r}"
+        method, hyphen, parts = text.partition("-")
+        near = nearest(method, (*METHODS, *FORMATS))
+        return f"unknown spec {text!r}" + (f"; did you mean {near}{hyphen}{parts}?" if near else "")
     return f"spec {text!r}: {rest[1:]!r} is not understood"

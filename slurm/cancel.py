@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from base.errors import UserError
+from base.names import take_one_of
 from slurm import cluster
 from slurm.submission.advance import adopt
 from slurm.submission.record import Element, append, existing_submission, submitting
@@ -31,9 +32,7 @@ def cancel(
     submission, study = existing_submission(study_dir), load_study(study_dir)
     names = [*(run.name for run in study.runs), *submission.job_arrays]
     if which is not None and which not in names:
-        raise UserError(
-            f"the study has no run or array {which!r:.80}; such as: {', '.join(names[:8])}"
-        )
+        raise UserError(f"the study has no run or array {which!r:.80}; {take_one_of(which, names)}")
     with submitting(study_dir):
         adopt(study_dir)
         now = survey(study_dir, existing_submission(study_dir), study)
@@ -50,14 +49,14 @@ def cancel(
 
 
 def _belongs(now: Survey, element: Element, which: str | None) -> bool:
-    runs = {now.ledger.steps[name].run for name in now.open[element]}
+    runs = {step.run for step in now.steps(now.open[element])}
     return which in (None, element[0]) or runs == {which}
 
 
 def _trains(now: Survey, element: Element) -> bool:
     state = now.states.get(element)
-    train = now.ledger.steps[now.open[element][0]].kind == "train"
-    return train and state is not None and not state.has_ended and not state.waits
+    trains = any(step.kind == "train" for step in now.steps(now.open[element][:1]))
+    return trains and state is not None and not state.has_ended and not state.waits
 
 
 def _run_of(now: Survey, element: Element) -> str:

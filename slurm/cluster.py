@@ -8,13 +8,25 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from base.errors import UserError
-from slurm.states import SACCT, SQUEUE, JobState, parse_sacct, parse_squeue
+from slurm.states import (
+    SACCT,
+    SQUEUE,
+    JobState,
+    TornError,
+    parse_sacct,
+    parse_squeue,
+    whole_lines,
+)
 
 TIMEOUT_SECONDS = 60
+TRIES, TRY_SECONDS = 3, 1.0  # where an answer is torn, as by a busy wrapper of a site
 WORDS_PER_CALL = 500  # far below what a command line may hold
 # Inside a job SLURM_* describe that job; sbatch and, in the new job, srun take them as requests
 # (SLURM_TRES_PER_TASK, SLURM_MEM_PER_CPU). The others are options, SBATCH_PARTITION, or change what
@@ -34,6 +46,11 @@ NEXT_ACTIONS = (  # pattern of SLURM's message, in lower case -> what to do next
 )
 
 
+COMMENT_LINE = re.compile(r"(\d{1,10})\|([^|]*)\|.*", re.ASCII)
+
+Answer = TypeVar("Answer")
+
+
 def sbatch_words(array: str, token: str) -> list[str]:
     """Return sbatch and its options, of which `token` tells this very call from all others."""
     return ["sbatch", "--parsable", f"--array={array}", f"--comment={token}"]
@@ -48,7 +65,7 @@ def submit(script: Path, array: str, token: str) -> int:
     """
     answer = _answer(*sbatch_words(array, token), str(script.resolve())).strip()
     job, _, _ = answer.partition(";")  # the cluster's name follows where there are several
-    if not job.isdecimal():
+    if not re.fullmatch(r"\d{1,10}", job, re.ASCII):
         raise UserError(
             f"sbatch answered {answer!r:.80} and no job id; look at `squeue --me` before trying"
             " again"
@@ -59,11 +76,11 @@ def submit(script: Path, array: str, token: str) -> int:
 def job_of(token: str) -> int | None:
     """Return the job that the sbatch call of this token made; None without one that SLURM knows."""
     fields = "ArrayJobID:|,Comment:|"
-    output = _answer("squeue", "--me", "--noheader", "--states=all", "-O", fields)
-    for line in output.splitlines():
-        job, comment = line.split("|")[:2]
-        if comment.strip() == token:
-            return int(job)
+    command = ("squeue", "--me", "--noheader", "--states=all", "-O", fields)
+    lines = _whole(lambda: list(whole_lines(_answer(*command), COMMENT_LINE, "squeue")))
+    for line in lines:
+        if line[2].strip() == token:
+            return int(line[1])
     return None
 
 
@@ -80,22 +97,50 @@ def states(elements: Collection[str]) -> dict[str, JobState]:
     """
     by_element: dict[str, JobState] = {}
     for batch in _batches(_jobs(elements)):
-        queue = _run(*SQUEUE, f"--jobs={','.join(batch)}")
-        if queue.returncode == 0:
-            by_element |= parse_squeue(queue.stdout)
-        elif "Invalid job id" not in queue.stderr:  # its message on one id that it lacks
-            raise _refusal("squeue", queue.stderr)
+        by_element |= _whole(partial(_queued, batch))
     for batch in _batches(_jobs(set(elements) - by_element.keys())):
-        # Times in seconds; no range of indices cut off.
-        jobs = f"--jobs={','.join(batch)}"
-        accounts = _run(*SACCT, jobs, SLURM_TIME_FORMAT="%s", SLURM_BITSTR_LEN="0")
-        if accounts.returncode == 0:
-            by_element = parse_sacct(accounts.stdout) | by_element
-        elif "storage is disabled" not in accounts.stderr:
-            refusal = _refusal("sacct", accounts.stderr)
-            print(f"note: {refusal}; without it only squeue is asked", file=sys.stderr)
+        accounts = _whole(partial(_accounted, batch))
+        if accounts is None:
             break
+        by_element = accounts | by_element
     return {name: by_element[name] for name in elements if name in by_element}
+
+
+def _queued(jobs: Sequence[str]) -> dict[str, JobState]:
+    """Return the elements of jobs that squeue knows."""
+    queue = _run(*SQUEUE, f"--jobs={','.join(jobs)}")
+    if queue.returncode == 0:
+        return parse_squeue(queue.stdout)
+    if "Invalid job id" in queue.stderr:  # its message on one id that it lacks
+        return {}
+    raise _refusal("squeue", queue.stderr)
+
+
+def _accounted(jobs: Sequence[str]) -> dict[str, JobState] | None:
+    """Return the elements of jobs that sacct knows; None, and say why, if it does not answer.
+
+    It knows none where the site keeps no accounts.
+    """
+    # Times in seconds; no range of indices cut off.
+    option = f"--jobs={','.join(jobs)}"
+    accounts = _run(*SACCT, option, SLURM_TIME_FORMAT="%s", SLURM_BITSTR_LEN="0")
+    if accounts.returncode == 0:
+        return parse_sacct(accounts.stdout)
+    if "storage is disabled" in accounts.stderr:
+        return {}
+    refusal = _refusal("sacct", accounts.stderr)
+    print(f"note: {refusal}; without it only squeue is asked", file=sys.stderr)
+    return None
+
+
+def _whole(ask: Callable[[], Answer]) -> Answer:
+    """Return an answer that is whole: a torn one is asked again, TRIES times in all."""
+    for _ in range(TRIES - 1):
+        try:
+            return ask()
+        except TornError:
+            time.sleep(TRY_SECONDS)
+    return ask()
 
 
 def _jobs(elements: Collection[str]) -> list[str]:
@@ -116,8 +161,9 @@ def cancel(elements: Sequence[str]) -> None:
 def max_array_size() -> int:
     """Return one more than the largest index of an array."""
     settings = _answer("scontrol", "show", "config")
-    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", settings, re.MULTILINE)
-    assert match, settings
+    match = re.search(r"^MaxArraySize\s*=\s*(\d{1,9})$", settings, re.MULTILINE | re.ASCII)
+    if match is None:
+        raise UserError("`scontrol show config` states no MaxArraySize; run again, or look at it")
     return int(match[1])
 
 
@@ -155,6 +201,7 @@ def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=TIMEOUT_SECONDS,
         )
     except FileNotFoundError:

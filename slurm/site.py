@@ -247,7 +247,7 @@ def load_site(path: Path) -> Site:
     except ValidationError as error:
         problem = error.errors()[0]
         if problem["type"] != "value_error":
-            raise explain_validation(str(path), error) from None
+            raise explain_validation(str(path), error, Site) from None
         # Ours name what is wrong, and never show what may be secret.
         key = ".".join(str(part) for part in problem["loc"]) or "the whole file"
         reason = problem["msg"].removeprefix("Value error, ")

@@ -9,6 +9,7 @@ from typer.core import TyperCommand
 
 from base.errors import UserError
 from base.frozen import NAME_PATTERN
+from base.names import nearest
 from study.definition import Study, load_study
 from study.recipes import is_own, own_recipe, recipe_names, resolve
 from study.text.own import TextOptions
@@ -119,4 +120,11 @@ def study_of(
 def existing(name: str, root: Path) -> tuple[Path, Study]:
     """Return directory and study of a name below the root; of a file, that of its recipe."""
     directory = directory_of(own_recipe(Path(name)).name if is_own(name) else name, root)
+    if not (directory / "study.json").exists():
+        near = nearest(name, [path.parent.name for path in root.glob("*/study.json")])
+        if near:
+            raise UserError(
+                f"{directory / 'study.json'} does not exist; did you mean {near}? Else start the"
+                " study with 'python -m study run NAME --root ROOT'"
+            )
     return directory, load_study(directory)

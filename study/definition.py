@@ -5,11 +5,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from base.errors import UserError, explain_validation
+from base.errors import UserError
 from base.files import write_json
-from base.frozen import NAME_PATTERN, Frozen, fingerprint
+from base.frozen import NAME_PATTERN, Shown, fingerprint
+from base.reading import read_model
 from study.axes import AnyRun, Axis, Varied, axes_of, text_of, varied_of
 from study.design import Group, control_among, equal_runs, replicates_of
 from study.measurements.curvature import CURVATURE, CurvatureSettings
@@ -30,8 +31,9 @@ from train.run.config import RunConfig
 
 
 def _whose(run: Any) -> str:
-    fields = run if isinstance(run, dict) else dict(run)
-    return "released" if "revisions" in fields else "trained"
+    if isinstance(run, ReleasedRun) or (isinstance(run, dict) and "revisions" in run):
+        return "released"
+    return "trained"
 
 
 Run = Annotated[
@@ -40,7 +42,7 @@ Run = Annotated[
 ]  # so that what is wrong with a run is said of that kind of run alone
 
 
-class Study(Frozen):
+class Study(Shown):
     """One study, resolved: what is trained and measured; the content of study.json.
 
     A run is trained here, from scratch or from a checkpoint of another run of the study
@@ -288,11 +290,11 @@ def load_study(directory: Path) -> Study:
     """Return the study of a directory; UserError without one, or for one of another version."""
     path = directory / "study.json"
     try:
-        return Study.model_validate_json(path.read_bytes())
+        return read_model(Study, path)
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist; start the study with 'python -m study run NAME --root ROOT'"
         ) from None
-    except ValidationError as error:
-        problem = str(explain_validation(str(path), error)).partition(";")[0]
+    except UserError as error:
+        problem = str(error).partition(";")[0]
         raise UserError(f"{problem}; run the recipe again, which writes it anew") from None

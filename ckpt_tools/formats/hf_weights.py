@@ -1,15 +1,16 @@
 """The weights of an HF directory: its safetensors files, opened by header alone."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from base.errors import UserError
+from base.reading import parse_json
 from ckpt_tools.formats.weight_files import weight_files
 from ckpt_tools.formats.weights import FileTensor
 
@@ -39,8 +40,8 @@ def read_header(path: Path) -> dict[str, FileTensor]:
             pass  # the header is sound and covers the file exactly
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(length))
-    except (SafetensorError, json.JSONDecodeError, RecursionError) as error:
+            header: dict[str, Any] = parse_json(file.read(length), f"the header of {path}")
+    except SafetensorError as error:
         raise UserError(f"{path} is damaged ({error}); restore it and run again") from None
     header.pop("__metadata__", None)
     tensors = {}
@@ -51,6 +52,14 @@ def read_header(path: Path) -> dict[str, FileTensor]:
         shape = tuple(entry["shape"]) or (1,)  # a scalar is one row
         tensors[name] = FileTensor(shape, TORCH_DTYPES[entry["dtype"]], path, 8 + length + begin)
     return tensors
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a small safetensors file; UserError if it is damaged."""
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({error}); restore it and run again") from None
 
 
 class HFWeights:

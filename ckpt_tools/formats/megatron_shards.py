@@ -26,7 +26,6 @@ Here every layer has tensors of its own, by the global names of `train.model.meg
 box above becomes `Box`es of layers 0 and 1 with corner (6, 0) and shape (6, 8).
 """
 
-import pickle
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -39,13 +38,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from base.errors import UserError
-from ckpt_tools.formats.dcp_metadata import read_metadata
 from ckpt_tools.formats.weights import Described, FileTensor, check_tensors
 from train.model import megatron_names
-from train.model.config import ModelConfig
+from train.model.config import MOST_LAYERS, ModelConfig
 from train.model.families import parameter_shapes
+from train.run.dcp_metadata import read_metadata
 
 OPTIMIZER = "optimizer.state."
+ZIP = b"PK\x03\x04"  # begins every file of torch.save; other files torch.load tries as pickles
 FP8_SCALES = "._extra_state"  # within the keys of Transformer Engine's objects, never opened here
 
 
@@ -84,6 +84,8 @@ class ShardedTensors:
                 continue
             if not isinstance(value, TensorStorageMetadata):
                 raise _damaged(checkpoint, f"'{key}' is not a tensor")
+            if megatron_names.LAYERS in key and not 0 < next(iter(value.size), 0) <= MOST_LAYERS:
+                raise _damaged(checkpoint, f"'{key}' stacks no layers of a model")
             self._add_tensors(key, Described(tuple(value.size), value.properties.dtype))
             sizes |= {(key, chunk.offsets): chunk.sizes for chunk in value.chunks}
 
@@ -91,8 +93,6 @@ class ShardedTensors:
         for index, storage in (metadata.storage_data or {}).items():
             if (index.fqn, index.offset) not in sizes:
                 continue
-            if Path(storage.relative_path).name != storage.relative_path:
-                raise _damaged(checkpoint, f"'{storage.relative_path}' is not a file of it")
             place = checkpoint / storage.relative_path, storage.offset, storage.length
             corner = tuple(index.offset or ())
             self._add_boxes(index.fqn, corner, tuple(sizes[index.fqn, index.offset]), place)
@@ -132,9 +132,17 @@ class ShardedTensors:
             # Reads the description alone, in one thread at a time.
             with self._lock, box.path.open("rb") as file, FakeTensorMode():
                 view: Any = _create_file_view(file, box.offset, box.length)
+                if view.read(len(ZIP)) != ZIP:
+                    raise _damaged(box.path, f"no tensor begins at byte {box.offset}")
+                view.seek(0)
                 tensor = torch.load(view, weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise _damaged(box.path, str(error)) from None
+        except (UserError, OSError):
+            raise
+        except Exception as error:  # noqa: BLE001  a damaged zip file raises nearly anything
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+            raise _damaged(box.path, reason) from None
+        if not isinstance(tensor, Tensor):
+            raise _damaged(box.path, f"'{name}' is not a tensor")
 
         is_contiguous = tensor.is_contiguous() and tensor.storage_offset() == 0
         described = Described(tuple(tensor.shape)[-len(box.shape) :], tensor.dtype)
@@ -142,7 +150,8 @@ class ShardedTensors:
             raise _damaged(box.path, f"'{name}' is not there as `.metadata` says")
 
         # The picture at the top of this file shows the three parts of this sum.
-        in_zip: int = tensor.untyped_storage()._checkpoint_offset
+        storage: Any = tensor.untyped_storage()
+        in_zip: int = storage._checkpoint_offset
         first_byte = box.offset + in_zip + box.layer * described.nbytes
         self._files[box] = FileTensor(described.shape, described.dtype, box.path, first_byte)
         return self._files[box]

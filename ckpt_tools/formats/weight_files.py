@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
-from base.errors import UserError, explain_validation
-from base.files import read_regular
+from base.errors import UserError
+from base.reading import read_model
 from train.run.directory import MODEL_WEIGHTS
 
 INDEX_JSON = "model.safetensors.index.json"
@@ -31,10 +31,7 @@ def weight_files(directory: Path) -> list[Path]:
     """
     index, names = directory / INDEX_JSON, {MODEL_WEIGHTS}
     if index.exists():
-        try:
-            names = set(_Index.model_validate_json(read_regular(index)).weight_map.values())
-        except ValidationError as error:
-            raise explain_validation(str(index), error) from None
+        names = set(read_model(_Index, index).weight_map.values())
         if names != {MODEL_WEIGHTS} and (directory / MODEL_WEIGHTS).is_file():
             raise UserError(
                 f"{directory} holds {MODEL_WEIGHTS} and {INDEX_JSON}, which names other files:"

@@ -5,7 +5,8 @@ from typing import Any
 
 from transformers import AutoConfig, GenerationConfig
 
-from base.files import read_json, write_json
+from base.files import write_json
+from base.reading import read_object
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.forward import empty_model, read_config
 from ckpt_tools.hf.renamed import older_form
@@ -35,6 +36,6 @@ def complete_configuration(directory: Path, dtype: str, **more: Any) -> None:
     """
     rope = getattr(read_config(directory), "rope_parameters", None)
     path = directory / "config.json"
-    config = read_json(path) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
+    config = read_object(path) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
     config |= {"rope_parameters": rope} if rope else {}
     write_json(path, config | older_form(config) | more)

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from base.digests import Algorithm
 from base.environment import environment
 from base.errors import UserError
-from base.files import FileRecord, check_inside, read_json, record_file, write_json
+from base.files import FileRecord, check_inside, record_file, write_json
+from base.reading import read_json
 
 LINEAGE_JSON = "lineage.json"
 RESULT_JSON = "result.json"

@@ -15,11 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.activations import XIELUActivation
 
 from base.errors import UserError
-from base.files import read_json
+from base.reading import read_object
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import Weights, check_tensors, read_whole, same_bytes
 from ckpt_tools.hf.quiet import quiet_transformers
 from ckpt_tools.hf.renamed import check_forms
+from train.model.config import MOST_LAYERS
 
 CHUNK_BYTES = 1 << 20  # of fp32 weights in memory; larger ones leave holes between outputs
 # Names of a module in transformers' memory, and in its files, where they stay as released.
@@ -39,22 +40,30 @@ def read_config(hf_dir: Path) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             hf_dir, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # noqa: BLE001  its checks of other values raise nearly anything
         raise UserError(
             f"{hf_dir}/config.json: {' '.join(str(error).split())[:200]}; give an HF directory"
         ) from None
     path = hf_dir / "config.json"
-    check_forms(str(path), read_json(path))
+    if not 0 < getattr(config, "num_hidden_layers", 1) <= MOST_LAYERS:
+        raise UserError(f"{path}: no model has {config.num_hidden_layers:,} layers; restore it")
+    check_forms(str(path), read_object(path))
     return config
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the causal language model in eval mode, without memory for its parameters."""
     quiet_transformers()
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
-        )
+    model: PreTrainedModel
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+            )
+    except Exception as error:  # of values that do not go together: nearly anything
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        source = f"{config.name_or_path}/config.json: " if config.name_or_path else ""
+        raise UserError(f"{source}no model can be made of it ({reason}); restore it") from error
     for parent in list(model.modules()):
         for name, module in parent.named_children():
             if any(buffer.is_meta for buffer in module.buffers(recurse=False)):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from base.errors import UserError
+from base.reading import parse_json
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PretrainedConfig
@@ -28,10 +28,7 @@ def check_measurable(content: bytes, place: str) -> None:
 
     Code beside a model is never run: a model type that transformers does not have is refused.
     """
-    try:
-        fields = json.loads(content)
-    except ValueError:
-        fields = None
+    fields = parse_json(content, f"config.json of {place}", "give another model")
     if not isinstance(fields, dict):
         raise UserError(f"config.json of {place} is not a JSON object; give another model")
     kind, classes = fields.get("model_type"), fields.get("architectures") or ["none"]

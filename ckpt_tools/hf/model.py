@@ -5,12 +5,11 @@ torch and transformers take seconds to import, so only what loads a model import
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from base.errors import UserError
-from base.files import read_json
+from base.reading import read_object
 from ckpt_tools.formats.parallel import hash_in_parallel, verify_in_parallel
 from ckpt_tools.formats.weight_files import weight_files
 from ckpt_tools.hf.directory import read_lineage
@@ -26,19 +25,18 @@ def read_hf_config(hf_dir: Path, architectures: tuple[str, ...] | None = None) -
     """Return config.json of an HF directory; UserError if it is unusable or of other models."""
     path = hf_dir / "config.json"
     try:
-        config = read_json(path)
+        config = read_object(path, "export the checkpoint again")
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist; give an HF directory made by 'python -m ckpt_tools export'"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        config = None
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is not valid JSON; export the checkpoint again")
-    architecture = (config.get("architectures") or ["none"])[0]
+    names = config.get("architectures") or ["none"]
+    if not (isinstance(names, list) and isinstance(names[0], str)):
+        raise UserError(f"{path}: 'architectures' is no list of names; correct the value")
+    architecture = names[0]
     if architectures is not None and architecture not in architectures:
         raise UserError(f"{hf_dir} holds a {architecture}; give one of {', '.join(architectures)}")
-    return dict(config)
+    return config
 
 
 def identify(hf_dir: Path, architectures: tuple[str, ...] | None = None) -> dict[str, Any]:

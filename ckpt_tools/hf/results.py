@@ -1,6 +1,5 @@
 """The one reader of result.json, whichever measurement wrote it."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
@@ -8,7 +7,7 @@ from typing import Any, Generic, TypeVar, overload
 from pydantic import Field, ValidationError
 
 from base.errors import UserError
-from base.files import read_json
+from base.reading import read_object
 from ckpt_tools.hf.directory import RESULT_JSON
 from ckpt_tools.hf.measured import Curvature, Quantization, Read, Slice, Step, Tasks
 
@@ -126,14 +125,12 @@ def read_result(path: Path, kind: type[Any] | None = None) -> Result[Any]:
 def _read_content(path: Path) -> dict[str, Any]:
     """Return the content of a result.json, with its spec, if empty, and `measured`."""
     try:
-        content = read_json(path)
+        content = read_object(path, "measure again")
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist; measure it, or run the study again, which does"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise UserError(f"{path} is not valid JSON; measure again") from None
-    settings = content.get("spec", {}) if isinstance(content, dict) else None
+    settings = content.get("spec", {})
     if not isinstance(settings, dict) or "measured" not in content:
         raise UserError(f"{path} is not a result of a measurement; give one, or measure again")
     return {**content, "spec": settings}

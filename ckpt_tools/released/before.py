@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from base.errors import UserError
-from base.files import read_regular
+from base.reading import read_regular
 from ckpt_tools.hf.measurable import check_measurable
 from ckpt_tools.released.revisions import Revision
 from ckpt_tools.released.trajectory import is_local

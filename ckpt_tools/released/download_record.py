@@ -5,8 +5,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from base.errors import explain_validation
-from base.files import FileRecord, check_inside, read_regular
+from base.files import FileRecord, check_inside
 from base.frozen import Frozen
+from base.reading import read_regular
 
 DOWNLOAD_JSON = "download.json"
 HUB_STATE = ".cache"  # directory of huggingface_hub's notes, beside the files that it fetched

@@ -4,6 +4,7 @@ Every figure comes from the source named beside it; a figure without a source is
 """
 
 from base.errors import UserError
+from base.names import take_one_of
 from ckpt_tools.released.olmo import OLMO_FAMILIES
 from ckpt_tools.released.others import OTHER_FAMILIES
 from ckpt_tools.released.revisions import Family, Revision
@@ -16,10 +17,10 @@ def family_of(repo: str) -> Family:
     for family in FAMILIES:
         if family.has(repo):
             return family
-    repos = ", ".join(family.repo for family in FAMILIES)
+    repos = [family.repo for family in FAMILIES]
     raise UserError(
-        f"{repo} is not a known trajectory; give one of {repos}, or how its revisions are named (in"
-        " a study --set pattern=step{S})"
+        f"{repo} is not a known trajectory; {take_one_of(repo, repos)}, or say how its revisions"
+        " are named (in a study --set pattern=step{S})"
     )
 
 

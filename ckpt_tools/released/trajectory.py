@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from base.errors import UserError, explain_validation
+from base.names import take_one_of
 from ckpt_tools.hf.directory import LINEAGE_JSON, read_lineage
 from ckpt_tools.released.download_record import read_download
 from ckpt_tools.released.registry import family_of, parse_revision, repo_of_directory
@@ -173,7 +174,7 @@ def choose(
     """
     stages = list(dict.fromkeys(revision.stage for revision in revisions))
     if stage is not None and stage not in stages:
-        raise UserError(f"there is no stage '{stage}'; give one of {', '.join(stages)}")
+        raise UserError(f"there is no stage '{stage}'; {take_one_of(stage, stages)}")
     selection: list[Revision] = []
     for (_, name, _), group in groupby(
         revisions, key=lambda revision: (revision.repo, revision.stage, revision.ingredient)

@@ -8,6 +8,7 @@ from torch import Tensor, promote_types
 from base.errors import UserError
 from base.files import FileRecord, check_inside, sha256_of, verify_files
 from base.frozen import Frozen
+from base.reading import read_model
 from ckpt_tools.formats.hf_weights import HFWeights, read_header
 from ckpt_tools.formats.weights import FileTensor
 from ckpt_tools.hf.directory import DENSE_JSON, RESULT_JSON
@@ -72,7 +73,7 @@ def read_step(hf_dir: Path, result_dir: Path) -> Step:
         raise UserError(f"{result_dir} holds no dequantized weights; {again}")
     if sha256_of(path) != measured.dense:
         raise UserError(f"{path} is not the one that {RESULT_JSON} was written with; {again}")
-    dense = _Dense.model_validate_json(path.read_text())
+    dense = read_model(_Dense, path)
     check_inside(path, dense.files)
     verify_files(path.parent, dense.files, again)
     if identify(hf_dir)["weights_digests"] != dense.base.weights_digests:

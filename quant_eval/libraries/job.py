@@ -30,6 +30,7 @@ from base.errors import UserError
 from base.files import write_json
 from base.frozen import Frozen
 from base.ranks import Ranks
+from base.reading import read_model
 from ckpt_tools.formats.hf_weights import HFWeights, read_header
 from ckpt_tools.formats.weights import DTYPES
 from quant_eval.model.streamed import StreamedModel
@@ -114,7 +115,7 @@ def _quantized_model(
             save_file({"input_ids": draw_NL}, job.calibration)
             run_job(job)
         ranks.wait()
-        report = Report.model_validate_json((job.out / REPORT).read_text())
+        report = read_model(Report, job.out / REPORT)
         weights = HFWeights(job.hf_dir)
         weights.tensors |= read_header(job.out / WEIGHTS)
         yield StreamedModel(job.hf_dir, weights, DTYPES[job.dtype], ranks.device), report
@@ -171,7 +172,7 @@ def run_job(job: Job) -> Report:
             )
     if process.returncode:
         raise UserError(f"spec {job.spec.name}: {_reason(module, process)}")
-    return Report.model_validate_json((job.out / REPORT).read_bytes())
+    return read_model(Report, job.out / REPORT)
 
 
 def _may_fork(job: Job) -> bool:
@@ -230,7 +231,7 @@ def write_report(
 def run_process(quantize: Callable[[Job], None]) -> None:
     """Run a library on the job in the file that the command line names."""
     try:
-        quantize(Job.model_validate_json(Path(sys.argv[1]).read_text()))
+        quantize(read_model(Job, Path(sys.argv[1])))
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from base.files import read_json
+from base.reading import read_object
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import Described, read_whole
 from quant_eval.model.streamed import Block
@@ -23,7 +23,7 @@ class SavedWeights:
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        config = read_json(directory / "config.json")
+        config = read_object(directory / "config.json")
         self._format = read_format(config[SETTINGS])
         self._dtype, self._files = dtype, HFWeights(directory)
         stored = self._files.tensors

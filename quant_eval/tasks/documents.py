@@ -5,18 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pyarrow
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 from huggingface_hub import HfApi, constants
 
 from base.errors import UserError
 from base.files import sha256_of
+from base.reading import nested_deeper
 from quant_eval.tasks.table import PaperTask
 from train.data.reading import json_lines
 
 TIMEOUT_SECONDS = 30.0
 FEWSHOT_SUFFIX = ".fewshot.jsonl"
 OWN_EXAMPLES = "the evaluated items, without the asked one"
+
+
+MOST_DEPTH = 8  # of a document; the time of making a dataset doubles with each
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,8 @@ def _read(path: Path) -> Dataset:
     for place, document in json_lines(path):
         documents.append(document)
         # a Dataset would fill what is missing in a line with nulls, and lm-eval score those
+        if nested_deeper(document, MOST_DEPTH):
+            raise UserError(f"{place} is nested more than {MOST_DEPTH} deep; correct it")
         if not isinstance(document, dict) or _fields(document) != _fields(documents[0]):
             raise UserError(
                 f"{place} is not an object with the fields of the first line and their types,"
@@ -150,7 +157,11 @@ def _read(path: Path) -> Dataset:
             )
     if not documents:
         raise UserError(f"{path} holds no document; write one a line, or leave the task out")
-    return Dataset.from_list(documents)
+    try:
+        return Dataset.from_list(documents)
+    except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{path} does not make a dataset ({reason}); correct it") from None
 
 
 def _fields(value: Any, name: str = "") -> list[str]:

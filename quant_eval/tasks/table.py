@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from base.errors import UserError
+from base.names import take_one_of
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,6 @@ def choose_tasks(text: str) -> tuple[str, ...]:
     unknown = [name for name in names if name not in PAPER_TASKS]
     if unknown:
         raise UserError(
-            f"unknown task {unknown[0]!r}; give paper for all, or some of {','.join(PAPER_TASKS)}"
+            f"unknown task {unknown[0]!r:.80}; {take_one_of(unknown[0], ('paper', *PAPER_TASKS))}"
         )
     return tuple(name for name in PAPER_TASKS if name in names)

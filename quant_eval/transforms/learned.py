@@ -163,8 +163,11 @@ class Trial:
         """Return the squared error over the squared output, and add its gradient."""
         for group in self._groups:
             group.begin()
-        parts = zip(self._batches, self._contexts, self._targets, strict=True)
-        error = sum(self._error(*part) for part in parts)
+        error = 0.0
+        for part in zip(self._batches, self._contexts, self._targets, strict=True):
+            error += self._error(*part)
+            for group in self._groups:
+                group.add_gradients()
         for group in self._groups:
             group.end()
         return error
@@ -203,15 +206,21 @@ class _Group:
         transform = self._learnable.transform()
         self._linears[0].inputs.transform = transform  # of all linears
         self._rounded_OI = rounded_weight(transform.weight(self._weight_OI), self._spec)
+        self._gradient_OI = torch.zeros_like(self._rounded_OI)
         parts = self._rounded_OI.detach().to(self._dtype).split(self._sizes)
         for linear, part_OI in zip(self._linears, parts, strict=True):
             linear.weight = nn.Parameter(part_OI)
 
+    def add_gradients(self) -> None:
+        """Add a batch's gradients of the rounded weights, in fp32 whatever their precision."""
+        self._gradient_OI += torch.cat([_gradient(linear.weight) for linear in self._linears])
+        for linear in self._linears:
+            linear.weight.grad = None
+
     def end(self) -> None:
         """Propagate the gradients of the rounded weights to the values."""
-        gradient_OI = torch.cat([_gradient(linear.weight) for linear in self._linears])
-        self._rounded_OI.backward(gradient_OI.to(self._rounded_OI.dtype))
-        del self._rounded_OI
+        self._rounded_OI.backward(self._gradient_OI)
+        del self._rounded_OI, self._gradient_OI
 
 
 def _gradient(weight_OI: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ srun: `node` on every node, `traffic` on every rank. NCCL's bandwidth: not run o
 """
 
 import importlib
-import json
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from base.errors import UserError
 from base.files import take_lock, write_json
+from base.reading import read_json, read_model
 from slurm import cluster
 from slurm.doctor.visit import Check
 from slurm.job import health
@@ -30,7 +30,7 @@ TRAFFIC_BYTES, REPEATS = 64 << 20, 5
 
 def first(place: Path) -> Iterator[Check]:
     """Yield what is checked once; start what is checked on every node."""
-    site = Site.model_validate_json((place / "site.json").read_text())
+    site = read_model(Site, place / "site.json")
     nodes = cluster.hostnames(os.environ["SLURM_JOB_NODELIST"])
     yield _slurm_from_here(place)
     everywhere = on_every_node(len(nodes))
@@ -53,7 +53,7 @@ def first(place: Path) -> Iterator[Check]:
     launch = (python, *launch[1:], "-m", "slurm.doctor.job", str(place), "traffic")
     seconds, failure = _run([*prefix, *launch])
     figure = place / "traffic.json"
-    detail = json.loads(figure.read_text()) if figure.exists() else "no figure"
+    detail = read_json(figure) if figure.exists() else "no figure"
     yield Check("all-reduce between all ranks", failure, f"{detail}, start {seconds:.0f} s")
 
 

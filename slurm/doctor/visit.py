@@ -1,6 +1,5 @@
 """The doctor: checks on the submitting machine, then a small job that checks the nodes."""
 
-import json
 import shlex
 import shutil
 import tempfile
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 from base.errors import UserError
 from base.files import take_lock, write_json
+from base.reading import read_json
 from slurm import cluster
 from slurm.site import Site
 from slurm.submission.script import allocation_options, preamble
@@ -101,7 +101,7 @@ def _job(site: Site, place: Path, wait_seconds: int) -> Iterator[Check]:
         yield Check("a job on nodes", state)
         return
     for path in sorted(place.glob("checks-*.json")):
-        for values in json.loads(path.read_text()):
+        for values in read_json(path):
             yield Check(*values)
     if not (place / "checks-first.json").exists():
         tail = log.read_text(errors="replace").splitlines()[-3:] if log.exists() else ["no log"]

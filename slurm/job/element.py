@@ -64,7 +64,10 @@ class Element:
         self.ledger = Ledger(study_dir, steps_of(self.study))
         self.needs = Needs(self.study, self.resources.hardware, study_dir)
         self.start = f"{job}.{restarts()}"
-        self.steps = [self.ledger.steps[name] for name in self.array.elements[index]]
+        names = self.array.elements[index]
+        if unknown := [name for name in names if name not in self.ledger.steps]:
+            raise UserError(f"{study_dir} has no step {unknown[0]!r:.80}; submit it again")
+        self.steps = [self.ledger.steps[name] for name in names]
         self.nodes = cluster.hostnames(os.environ["SLURM_JOB_NODELIST"])
         self.everywhere = on_every_node(len(self.nodes))
 

@@ -4,7 +4,6 @@ What is wrong goes to OUT_DIR/NODE.json. The exit code says nothing of the node'
 must not end the check of the others.
 """
 
-import json
 import os
 import shutil
 import socket
@@ -19,6 +18,8 @@ import typer
 
 from base.cli import run_command
 from base.files import fsync_path, write_json
+from base.frozen import Frozen
+from base.reading import read_model
 
 CLOCK_JSON = ".clock.json"  # no node is called so
 CLOCK_SECONDS = 5.0
@@ -29,6 +30,15 @@ MATRIX = 2048  # rows of the product that each GPU computes
 FREE_SHARE = 0.9  # of a GPU's memory: what an orphan of another job holds is missing
 
 
+class _Report(Frozen):
+    """The health of a node, by the check on it."""
+
+    node: str
+    reasons: tuple[str, ...]
+    time: float
+    started: float | None  # the clock of the batch host as the node read it
+
+
 def write_clock(out_dir: Path) -> None:
     """Write the time that no node's clock may be before; on the batch host, just before srun."""
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -37,7 +47,7 @@ def write_clock(out_dir: Path) -> None:
 
 def _clock_of(out_dir: Path) -> float | None:
     try:
-        return float(json.loads((out_dir / CLOCK_JSON).read_text())["time"])
+        return read_model(dict[str, float], out_dir / CLOCK_JSON)["time"]
     except FileNotFoundError:
         return None
 
@@ -128,17 +138,17 @@ def read_reports(out_dir: Path, nodes: list[str]) -> dict[str, str]:
     bad, now, clock = {}, time.time(), _clock_of(out_dir)
     for node in nodes:
         try:
-            report = json.loads((out_dir / f"{node}.json").read_text())
+            report = read_model(_Report, out_dir / f"{node}.json")
         except FileNotFoundError:
             bad[node] = (
                 f"no report in {out_dir}: the check did not start there, hangs, or does not see"
                 " that directory"
             )
             continue
-        reasons, ahead = list(report["reasons"]), report["time"] - now
+        reasons, ahead = list(report.reasons), report.time - now
         if ahead > CLOCK_SECONDS:
             reasons.append(f"clock ahead of the batch host's by more than {ahead:.0f} s")
-        if clock is not None and report["started"] != clock:
+        if clock is not None and report.started != clock:
             reasons.append("the report is of an earlier check")
         if reasons:
             bad[node] = "; ".join(reasons)

@@ -3,10 +3,11 @@
 The user writes them, and so does an element whose job has to end. Only the user's stop is final.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from base.reading import read_object
 from base.stopping import OTHER_RANK, SIGNALS
 from slurm.job.supervision import say
 from study.pipeline.step import Step
@@ -37,15 +38,16 @@ def stopped_by(study_dir: Path, step: Step) -> str | None:
     if step.kind != "train":
         return None
     directory = RunDirectory(study_dir / step.run)
+    asked_by: Any
     try:
         asked_by = directory.stop_file.read_text().strip() or "user"
     except FileNotFoundError:
         try:
-            status = json.loads(directory.status_json.read_text())
+            status = read_object(directory.status_json)
         except FileNotFoundError:
             return None
         asked_by = status.get("asked_by")
-    if asked_by is None:
+    if not isinstance(asked_by, str):
         return None
     return "job" if asked_by.startswith(OURS) or asked_by in SIGNALLED else "user"
 

@@ -1,10 +1,10 @@
 """Logs of a submitted study, by names of its submission: no typed text enters a path."""
 
-import difflib
 from collections import deque
 from pathlib import Path
 
 from base.errors import UserError, printable
+from base.names import nearest
 from slurm.status.overview import look
 from slurm.submission.record import Submission, existing_submission, log_of
 
@@ -51,8 +51,8 @@ def _elements(submission: Submission, which: str) -> list[str]:
             by_name |= {name: [element] for name in (element, *steps)}
     if which in by_name:
         return by_name[which]
-    near = difflib.get_close_matches(which, by_name, n=1)
-    hint = f"did you mean {near[0]}?" if near else "see status"
+    near = nearest(which, by_name)
+    hint = f"did you mean {near}?" if near else "see status"
     raise UserError(
         f"{which!r:.120} is not a step, array or ARRAY/INDEX of what was submitted; {hint}"
     )

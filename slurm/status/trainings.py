@@ -4,7 +4,6 @@ Speed is what the training measured with a clock that cannot jump, and what is l
 tokens per second.
 """
 
-import json
 import os
 import time
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from base.errors import UserError
+from base.reading import parse_json, read_object
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 from train.run.environment import attempts
@@ -21,6 +22,10 @@ METRICS_TAIL_BYTES = 2**16  # some hundred rows
 RANKS_TAIL_BYTES = 2**20  # a report of 4,000 ranks
 # Of the speed: their median does not move with one step that waited for the disk.
 SPEED_ROWS = 20
+FIGURES = (
+    *("tokens", "attempt", "loss", "tokens_per_second", "rank"),
+    *("product_seconds", "busy_seconds_p50"),
+)
 STRAGGLER = 1.3  # times the median of the ranks
 
 
@@ -44,7 +49,7 @@ def training_of(study_dir: Path, run: RunConfig) -> Training:
     """Read the progress of a run from its files."""
     directory = RunDirectory(study_dir / run.name)
     try:
-        ending = str(json.loads(directory.status_json.read_text())["status"])
+        ending = str(read_object(directory.status_json).get("status"))
     except FileNotFoundError:
         ending = None
     environment = directory.environment_json
@@ -90,7 +95,9 @@ def straggler_of(ranks_jsonl: Path) -> str | None:
     All ranks wait for the slowest, so only what each does alone distinguishes them: the time of a
     fixed product on its GPU, or the time that its process is busy on a CPU.
     """
-    rows = _newest_attempt(tail_rows(ranks_jsonl, RANKS_TAIL_BYTES))
+    rows = _newest_attempt(
+        [row for row in tail_rows(ranks_jsonl, RANKS_TAIL_BYTES) if {"rank", "host"} <= row.keys()]
+    )
     last = [row for row in rows if row["step"] == rows[-1]["step"] and _alone_seconds(row) > 0]
     if len(last) < 2:
         return None
@@ -124,12 +131,19 @@ def tail_rows(path: Path, size: int) -> list[dict[str, Any]]:
     rows = []
     for line in lines[1 if start else 0 : -1]:
         try:
-            row = json.loads(line)
-        except ValueError:
+            row = parse_json(line, path)
+        except UserError:
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        if _is_row(row):
             rows.append(row)
     return rows
+
+
+def _is_row(row: Any) -> bool:
+    """Return whether a line holds a step, and numbers where it holds figures that are read."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return False
+    return all(type(row[key]) in (int, float) for key in FIGURES if key in row)
 
 
 def _newest_attempt(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -59,6 +59,7 @@ def submit_ready(
     adopt(study_dir)
     submission = existing_submission(study_dir)
     now = survey(study_dir, submission, load_study(study_dir), verify=verify)
+    now.check()
     remember_complete(study_dir, now.complete)
     return _Submitter(now, ending).run(replace=verify)
 
@@ -88,7 +89,7 @@ def why_not(now: Survey, element: Element) -> str | None:
     if was_stopped(starts, jobs):
         return "stopped"
     steps = now.submission.job_arrays[element[0]].elements[element[1]]
-    position = position_of(now.study_dir, (now.ledger.steps[name] for name in steps))
+    position = position_of(now.study_dir, now.steps(steps))
     failed = failures(starts, jobs, state, position)
     return "given up" if failed >= now.submission.site.limits.starts_without_progress else None
 

@@ -1,11 +1,12 @@
 """The nodes that no training of a study goes to: those that a health check found unfit."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from base.errors import UserError
 from base.files import write_json
+from base.names import take_one_of
+from base.reading import read_model
 from slurm.submission.record import SLURM
 
 EXCLUDED_JSON = "excluded.json"  # node -> reason
@@ -14,7 +15,7 @@ EXCLUDED_JSON = "excluded.json"  # node -> reason
 def excluded_nodes(study_dir: Path) -> dict[str, str]:
     """Return the reason by node."""
     try:
-        return dict(json.loads((study_dir / SLURM / EXCLUDED_JSON).read_text()))
+        return read_model(dict[str, str], study_dir / SLURM / EXCLUDED_JSON)
     except FileNotFoundError:
         return {}
 
@@ -29,7 +30,6 @@ def unexclude(study_dir: Path, nodes: Iterable[str]) -> None:
     excluded = excluded_nodes(study_dir)
     for node in nodes:
         if node not in excluded:
-            names = ", ".join(excluded) or "none"
-            raise UserError(f"node {node!r:.80} is not excluded; those that are: {names}")
+            raise UserError(f"node {node!r:.80} is not excluded; {take_one_of(node, excluded)}")
         del excluded[node]
     write_json(study_dir / SLURM / EXCLUDED_JSON, excluded)

@@ -10,22 +10,22 @@ STUDY/slurm/starts/ARRAY-INDEX.jsonl     two lines per start: how far the work h
                                          start ended
 """
 
-import json
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, TypeAdapter
 
-from base.errors import UserError, explain_validation
+from base.errors import UserError
 from base.files import take_lock, write_json
 from base.frozen import Frozen
+from base.reading import read_model
 from slurm.site import Site
 from slurm.submission.arrays import JobArray
+from slurm.submission.lines import append_line, damaged, read_lines
 
 SLURM = "slurm"  # the directory below a study
 SUBMISSION_JSON = "submission.json"
@@ -34,6 +34,56 @@ PATIENCE_SECONDS = 60.0  # for another command, or a job that submits what comes
 PRIVATE = 0o600  # of files with lines of the site, which may be private
 
 Element = tuple[str, int]  # name of the array, index
+
+
+class Calling(Frozen):
+    """A call of sbatch, noted before it is made."""
+
+    event: Literal["calling"]
+    token: str
+    array: str
+    indices: tuple[int, ...]
+    script: str
+    time: float
+
+
+class Submitted(Frozen):
+    """The answer to the call noted before: its job."""
+
+    event: Literal["submitted"]
+    job: int
+
+
+class Refused(Frozen):
+    """The answer to the call noted before: no job came of it."""
+
+    event: Literal["refused"]
+
+
+class Cancelled(Frozen):
+    """Elements that the user cancelled."""
+
+    event: Literal["cancelled"]
+    elements: tuple[Element, ...]
+
+
+class Replaced(Frozen):
+    """Elements, as JOB_INDEX, that waited with an old script."""
+
+    event: Literal["replaced"]
+    elements: tuple[str, ...]
+
+
+class Retried(Frozen):
+    """A retry, from which on cancelled elements are submitted again."""
+
+    event: Literal["retried"]
+
+
+Event = Annotated[
+    Calling | Submitted | Refused | Cancelled | Replaced | Retried, Field(discriminator="event")
+]
+_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
 
 class Plan(Frozen):
@@ -104,39 +154,46 @@ def log_of(study_dir: Path, array: str, element: str) -> Path:
 
 def read_submission(study_dir: Path) -> Submission | None:
     """Read the record of a study; None if nothing was submitted, UserError if damaged."""
-    path = study_dir / SLURM / SUBMISSION_JSON
     try:
-        plan = Plan.model_validate_json(path.read_bytes())
+        plan = read_model(Plan, study_dir / SLURM / SUBMISSION_JSON)
     except FileNotFoundError:
         return None
-    except ValidationError as error:
-        raise explain_validation(str(path), error) from None
-    return _with_jobs(plan, read_lines(study_dir / SLURM / JOBS_JSONL))
+    path = study_dir / SLURM / JOBS_JSONL
+    submission = _with_jobs(plan, read_lines(_EVENT, path), path)
+    for (array, index), element in submission.element_ids.items():
+        arrays = submission.job_arrays
+        if array not in arrays or not 0 <= index < len(arrays[array].elements):
+            raise damaged(path, f"job {element} is of {array}/{index}, which the study has not")
+    return submission
 
 
-def _with_jobs(plan: Plan, lines: list[dict[str, Any]]) -> Submission:
+def _with_jobs(plan: Plan, events: list[Event], path: Path) -> Submission:
     """Return the submission with the jobs that the lines of jobs.jsonl record."""
-    # a call to sbatch is noted before it is made, and answered by one of two lines
     jobs: list[Job] = []
     cancelled: set[Element] = set()
     replaced: set[str] = set()
     unanswered, retries = None, 0
-    for line in lines:
-        event = line.pop("event")
-        if event == "calling":
-            unanswered = Job(**line | {"indices": tuple(line["indices"])}, retries=retries)
-        elif event == "submitted":
-            assert unanswered
-            jobs.append(replace(unanswered, id=line["job"]))
-            unanswered = None
-        elif event == "refused":
-            unanswered = None
-        elif event == "cancelled":
-            cancelled |= {(array, index) for array, index in line["elements"]}
-        elif event == "replaced":
-            replaced |= set(line["elements"])
-        elif event == "retried":
-            cancelled, retries = set(), retries + 1
+    for event in events:
+        if isinstance(event, Calling | Submitted | Refused) and (
+            isinstance(event, Calling) is not (unanswered is None)
+        ):
+            raise damaged(path, "not every call of sbatch has one answer")
+        match event:
+            case Calling():
+                call = event.model_dump(exclude={"event"})
+                unanswered = Job(**call, retries=retries)
+            case Submitted():
+                assert unanswered
+                jobs.append(replace(unanswered, id=event.job))
+                unanswered = None
+            case Refused():
+                unanswered = None
+            case Cancelled():
+                cancelled |= set(event.elements)
+            case Replaced():
+                replaced |= set(event.elements)
+            case Retried():
+                cancelled, retries = set(), retries + 1
     return Submission(
         plan.site,
         plan.arrays,
@@ -171,35 +228,6 @@ def write_plan(study_dir: Path, site: Site, arrays: Iterable[JobArray], *, anew:
 def append(study_dir: Path, event: str, **content: Any) -> None:
     """Add a line to jobs.jsonl."""
     append_line(study_dir / SLURM / JOBS_JSONL, {"event": event, **content})
-
-
-def append_line(path: Path, content: dict[str, Any]) -> None:
-    """Add a line to a JSONL file, synced, after one that was cut off if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        whole = file.tell() == 0
-        if not whole:
-            file.seek(-1, os.SEEK_END)
-            whole = file.read() == b"\n"
-        file.write(b"" if whole else b"\n")
-        file.write(json.dumps(content).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a JSONL file, but for those that were cut off; empty without a file."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    rows = []
-    for line in lines:
-        try:
-            rows.append(dict(json.loads(line)))
-        except ValueError:
-            continue
-    return rows
 
 
 @contextmanager

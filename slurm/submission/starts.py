@@ -11,14 +11,29 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from base.frozen import Frozen
 from slurm.states import JobState
-from slurm.submission.record import SLURM, Element, Submission, append_line, read_lines
+from slurm.submission.lines import append_line, damaged, read_lines
+from slurm.submission.record import SLURM, Element, Submission
 from study.pipeline.step import Step
 from train.run.directory import RunDirectory
 
 Ending = Literal["complete", "partial", "failed", "asked", "stopped", "unfit"]
 # States of an element that did not end by its own fault.
 NO_FAULT = ("PREEMPTED", "NODE_FAIL", "CANCELLED", "BOOT_FAIL", "REVOKED")
+
+
+class _Start(Frozen):
+    """A line on a start: how it began, how it ended, or both."""
+
+    job: str
+    restart: int
+    host: str = ""
+    nodes: int | None = None
+    time: float | None = None
+    position: int | None = None
+    ended: Ending | None = None
+    until: float | None = None
 
 
 def restarts() -> int:
@@ -37,8 +52,13 @@ def starts_of(study_dir: Path, element: Element) -> list[dict[str, Any]]:
     One that could say how it ended has also `ended`, of `Ending`, and `until`, a time.
     """
     starts: dict[tuple[str, int], dict[str, Any]] = {}
-    for line in read_lines(_path(study_dir, element)):
-        starts.setdefault((line["job"], line["restart"]), {}).update(line)
+    path = _path(study_dir, element)
+    for line in read_lines(_Start, path):
+        values = line.model_dump(exclude_none=True)
+        starts.setdefault((line.job, line.restart), {}).update(values)
+    for (job, restart), start in starts.items():
+        if not {"nodes", "time", "position"} <= start.keys():
+            raise damaged(path, f"no line says how start {restart} of {job} began")
     return list(starts.values())
 
 

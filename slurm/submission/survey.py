@@ -1,15 +1,17 @@
 """A study at one moment: what is complete, what is open, and what SLURM has of it."""
 
-import json
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from base.errors import UserError
 from base.files import write_json
+from base.reading import read_model
 from slurm import cluster
 from slurm.states import JobState
-from slurm.submission.record import SLURM, Element, Submission
+from slurm.submission.record import SLURM, SUBMISSION_JSON, Element, Submission
 from study.definition import Study
 from study.pipeline.ledger import Ledger
 from study.pipeline.step import Step
@@ -61,10 +63,7 @@ def complete_steps(study_dir: Path, ledger: Ledger, *, verify: bool = False) -> 
     The files of thousands of steps are not read at every look: a step that was found complete
     counts until its record is removed or a step before it is made again. `verify` reads all files.
     """
-    path = study_dir / SLURM / COMPLETE_JSON
-    before: set[str] = set()
-    if not verify and path.exists():
-        before = set(json.loads(path.read_text()))
+    before = set() if verify else remembered(study_dir)
     recorded = set()
     if ledger.records.exists():
         recorded = {path.stem for path in ledger.records.iterdir()}
@@ -79,8 +78,19 @@ def complete_steps(study_dir: Path, ledger: Ledger, *, verify: bool = False) -> 
 def remember_complete(study_dir: Path, complete: set[str]) -> None:
     """Write down the complete steps for the next look; the caller holds the study's submission."""
     path = study_dir / SLURM / COMPLETE_JSON
-    if not path.exists() or set(json.loads(path.read_text())) != complete:
+    if not path.exists() or remembered(study_dir) != complete:
         write_json(path, sorted(complete))
+
+
+def remembered(study_dir: Path) -> set[str]:
+    """Return the steps of complete.json: none without it, or where it is damaged.
+
+    It only spares reading: the records of the steps say the same.
+    """
+    try:
+        return set(read_model(list[str], study_dir / SLURM / COMPLETE_JSON))
+    except (FileNotFoundError, UserError):
+        return set()
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,19 @@ class Survey:
     open: dict[Element, tuple[str, ...]]  # elements that are not complete, with their open steps
     states: dict[Element, JobState]  # what SLURM knows of the newest jobs of open elements
 
+    def steps(self, names: Iterable[str]) -> list[Step]:
+        """Return the steps of these names, but for those that the study has no more."""
+        return [self.ledger.steps[name] for name in names if name in self.ledger.steps]
+
+    def check(self) -> None:
+        """Raise UserError if an open element has a step that the study, by now, has not."""
+        for name in itertools.chain(*self.open.values()):
+            if name not in self.ledger.steps:
+                raise UserError(
+                    f"{self.study_dir / SLURM / SUBMISSION_JSON} names the step {name!r:.80}, which"
+                    " the study has not; submit the study again, or restore the file"
+                )
+
     @property
     def active(self) -> set[Element]:
         """The elements that SLURM has: they wait or run."""
@@ -105,7 +128,7 @@ class Survey:
 
     def missing(self, element: Element) -> list[str]:
         """Return what an element needs and is not there yet."""
-        return self._inputs.missing(self.ledger.steps[name] for name in self.open[element])
+        return self._inputs.missing(self.steps(self.open[element]))
 
 
 def survey(

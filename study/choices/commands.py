@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from base.errors import UserError
+from base.names import take_one_of
 from study.choosing import Root, StudyName, existing
 
 
@@ -94,8 +95,8 @@ def choose_average(
     directory, study = existing(name, root)
     trained_run = next((each for each in study.trained if each.name == run), None)
     if trained_run is None:
-        names = ", ".join(each.name for each in study.trained)
-        raise UserError(f"{name} trains no run {run}; give one of {names}")
+        names = [each.name for each in study.trained]
+        raise UserError(f"{name} trains no run {run}; {take_one_of(run, names)}")
     bench = Bench(directory, study, trained_run, spec or lowest_spec(study), last)
     typer.echo(bench.cost())
     if measure:

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from base.errors import UserError, explain_validation
 from base.files import replaced_file
+from base.names import take_one_of
 from study.axes import amount_name
 from study.definition import Study
 from study.machine.disk import GB, needed_bytes
@@ -75,8 +76,8 @@ def with_cooldowns(
 def _parent(study: Study, name: str) -> RunConfig:
     run = next((run for run in study.trained if run.name == name), None)
     if run is None:
-        names = ", ".join(run.name for run in study.trained)
-        raise UserError(f"{study.name} trains no run {name}; give one of {names}")
+        names = [run.name for run in study.trained]
+        raise UserError(f"{study.name} trains no run {name}; {take_one_of(name, names)}")
     if run.branch_from:
         parent = study.parent_of(run).name
         raise UserError(f"{name} is a branch itself; give its parent, {parent}")

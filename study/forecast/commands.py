@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from base.errors import UserError
+from base.names import take_one_of
 from study.choosing import Root, StudyName, existing
 
 
@@ -36,7 +37,7 @@ def forecast(
     if run is not None:
         names = [each.name for each in own.study.runs]
         if run not in names:
-            raise UserError(f"{name} has no run {run}; give one of {', '.join(names)}")
+            raise UserError(f"{name} has no run {run}; {take_one_of(run, names)}")
         runs = [each for each in own.study.runs if each.name == run]
     for each in runs:
         typer.echo("\n".join(forecast_lines(own, learned, each)))

@@ -58,6 +58,15 @@ def _size_of(directory: Path) -> int:
     return size
 
 
+def gigabytes(size: float) -> str:
+    """Return bytes in GB, with two digits at least, so that little is not nothing.
+
+    >>> gigabytes(46e6), gigabytes(12.34e9), gigabytes(0)
+    ('0.046', '12.3', '0')
+    """
+    return f"{size / GB:,.1f}" if size >= GB else f"{size / GB:.2g}"
+
+
 def check_room(
     study: Study, root: Path, reserve_gb: float = 0.0, *, at_once: int | None = None
 ) -> None:
@@ -81,10 +90,10 @@ def check_room(
     free = shutil.disk_usage(there).free  # quotas of Lustre and the like do not show in it
     if sum(missing.values()) + reserve_gb * GB <= free:
         return
-    parts = ", ".join(f"{kind} {size / GB:,.1f}" for kind, size in missing.items() if size)
-    reserved = f", of which {reserve_gb:,.1f} GB are reserved" if reserve_gb else ""
+    parts = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in missing.items() if size)
+    reserved = f", of which {gigabytes(reserve_gb * GB)} GB are reserved" if reserve_gb else ""
     raise UserError(
-        f"{study.name} will write {sum(missing.values()) / GB:,.1f} GB more ({parts}), but"
-        f" {root} has {free / GB:,.1f} GB free{reserved}; free space, take a root on another"
+        f"{study.name} will write {gigabytes(sum(missing.values()))} GB more ({parts}), but"
+        f" {root} has {gigabytes(free)} GB free{reserved}; free space, take a root on another"
         " filesystem, or save fewer checkpoints"
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from study.machine.disk import GB, needed_bytes, restart_bytes
+from study.machine.disk import GB, gigabytes, needed_bytes, restart_bytes
 from study.machine.needs import HESSIAN, Needs, TrainingLayout
 from study.pipeline.steps import steps_of
 from study.recipes.shown import gpu_hours
@@ -45,11 +45,11 @@ def estimate_lines(needs: Needs) -> Iterator[str]:
 def disk_line(needs: Needs) -> str:
     """Return the bytes that the study leaves on disk, and what more it takes while runs train."""
     needed, at_once = needed_bytes(needs.study), needs.at_once
-    disk = ", ".join(f"{kind} {size / GB:,.1f}" for kind, size in needed.items() if size)
+    disk = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in needed.items() if size)
     restarts = restart_bytes(needs.study, at_once)
-    more = f", and {restarts / GB:,.1f} GB of restart checkpoints with {at_once} in training"
+    more = f", and {gigabytes(restarts)} GB of restart checkpoints with {at_once} in training"
     return (
-        f"  disk: {sum(needed.values()) / GB:,.1f} GB ({disk or 'nothing'}) at the end"
+        f"  disk: {gigabytes(sum(needed.values()))} GB ({disk or 'nothing'}) at the end"
         f"{more if restarts else ''}; text is not counted"
     )
 

@@ -3,7 +3,6 @@
 `study.machine.needs` says what each step takes of them, `study.pipeline.runner` hands them out.
 """
 
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +10,8 @@ from pathlib import Path
 from base.errors import UserError
 from base.files import write_json
 from base.gpus import check_torch, gpus_here
+from base.names import take_one_of
+from base.reading import read_model
 from train.planning.flops import GPUS, Gpu, kind_of
 
 UNKNOWN_BYTES = sys.maxsize  # memory of GPUs that a site file does not state
@@ -43,9 +44,8 @@ class Hardware:
     def recorded(cls, directory: Path) -> "Hardware":
         """Return what a study last ran on by `study run`; a core where nothing says so."""
         try:
-            content = json.loads((directory / HARDWARE_JSON).read_text())
-            return cls(**content | {"gpus": tuple(content["gpus"])})
-        except (OSError, ValueError, KeyError, TypeError):  # never there for jobs of a cluster
+            return read_model(cls, directory / HARDWARE_JSON)
+        except (OSError, UserError):  # never there for jobs of a cluster
             return cls(1)
 
     def record(self, directory: Path) -> None:
@@ -62,7 +62,7 @@ class Hardware:
 def planned(gpus: int, kind: str, cores: int) -> Hardware:
     """Return GPUs of a kind that need not be here; UserError for an unknown kind."""
     if kind not in GPUS:
-        raise UserError(f"--gpu {kind} is unknown; give one of {', '.join(GPUS)}")
+        raise UserError(f"--gpu {kind} is unknown; {take_one_of(kind, GPUS)}")
     return Hardware(cores, tuple(map(str, range(gpus))), kind, GPUS[kind].memory_bytes)
 
 
@@ -74,7 +74,9 @@ def this_machine(device: str, gpus: int | None, cores: int, *, sized_for: str) -
     or no match for this torch.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--device {device} is unknown; give auto, cpu or cuda")
+        raise UserError(
+            f"--device {device} is unknown; {take_one_of(device, ('auto', 'cpu', 'cuda'))}"
+        )
     if device == "cpu" or (device == "auto" and sized_for == "cpu"):
         if gpus is not None:
             raise UserError(

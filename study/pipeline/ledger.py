@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from base.errors import UserError
 from base.files import sha256_of, write_json
+from base.reading import read_object
 from study.pipeline.step import Step
 
 
@@ -54,8 +56,8 @@ class Ledger:
         """Return what was recorded when the step last finished; None without a readable record."""
         path = self.records / f"{step.name}.json"
         try:
-            return dict(json.loads(path.read_text()))
-        except (FileNotFoundError, ValueError, TypeError):
+            return read_object(path)
+        except (FileNotFoundError, UserError):
             return None
 
     def is_complete(self, step: Step) -> bool:

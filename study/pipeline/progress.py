@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
@@ -19,6 +20,11 @@ def _clock(seconds: float) -> str:
     """'2:05' for 125 seconds."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
+
+
+def _named(first: str, count: int) -> str:
+    """Name the steps of one process, whose log has the name of the first."""
+    return f"{first} and {count - 1} more" if count > 1 else first
 
 
 def _last_line(log: Path) -> str:
@@ -44,8 +50,9 @@ class StudyProgress:
         self.took: dict[str, list[float]] = {}
         for step in steps:
             record = ledger.record(step)
-            if record is not None:
-                self._learn(step, record["seconds"])
+            seconds = record.get("seconds") if record else None
+            if isinstance(seconds, int | float):
+                self._learn(step, seconds)
         self.on_terminal = sys.stderr.isatty()
         self.interval_seconds = 0.5 if self.on_terminal else PLAIN_LINE_EVERY_SECONDS
         self.bar = RichProgress(
@@ -98,9 +105,9 @@ class StudyProgress:
             self._learn(step, seconds * step.expected_seconds / guessed)
         self.closed(steps)
         if not self.on_terminal:
-            more = f" and {len(steps) - 1} more" if len(steps) > 1 else ""
             eta = _clock(self.eta_seconds())
-            self.say(f"{self._count()} {steps[0].name}{more}  {seconds:.1f} s  ETA {eta}")
+            named = _named(steps[0].name, len(steps))
+            self.say(f"{self._count()} {named}  {seconds:.1f} s  ETA {eta}")
 
     def closed(self, steps: list[Step], line: str = "") -> None:
         """Count steps that were complete already, or that failed; then print why."""
@@ -120,10 +127,11 @@ class StudyProgress:
     def refresh(self) -> None:
         """Update the bar; without a terminal print the last line of each step now and then."""
         eta = _clock(self.eta_seconds())
-        logs = dict.fromkeys(log for _, log in self.running.values())
-        note = f"ETA {eta}  {', '.join(log.stem for log in logs)}"
+        logs = Counter(log for _, log in self.running.values())
+        note = f"ETA {eta}  {', '.join(_named(log.stem, count) for log, count in logs.items())}"
         self.bar.update(self._task, completed=self.total - len(self.open), note=note)
         if self.on_terminal or time.monotonic() - self._printed_at < PLAIN_LINE_EVERY_SECONDS:
             return
-        for log in logs:
-            self.say(f"{self._count()} {log.stem}: {_last_line(log)}  (study ETA {eta})")
+        for log, count in logs.items():
+            named = _named(log.stem, count)
+            self.say(f"{self._count()} {named}: {_last_line(log)}  (study ETA {eta})")

@@ -7,6 +7,7 @@ is read; `study.recipes.parts` has what they share.
 from pathlib import Path
 
 from base.errors import UserError
+from base.names import take_one_of
 from study.definition import Study
 from study.recipes.changed import on_text, with_study_settings
 from study.recipes.demo import tiny
@@ -73,7 +74,7 @@ def resolve(
     """
     if profile not in PROFILES:
         raise UserError(
-            f"recipe {name} has no profile '{profile}'; take one of: {', '.join(PROFILES)}"
+            f"recipe {name} has no profile '{profile}'; {take_one_of(profile, PROFILES)}"
         )
     if name == TRAJECTORY:
         study = trajectory(released_of(settings), profile, text is not None)
@@ -81,8 +82,8 @@ def resolve(
         recipe = own_recipe(Path(name)) if is_own(name) else RECIPES.get(name)
         if recipe is None:
             raise UserError(
-                f"no recipe '{name}'; take one of: {', '.join(recipe_names())}, or give a file"
-                " FILE.py with one of yours"
+                f"no recipe '{name}'; {take_one_of(name, recipe_names())}, or give a file FILE.py"
+                " with one of yours"
             )
         study = recipe(smoke=profile == "smoke")
         study = with_study_settings(study, settings) if settings else study

@@ -81,7 +81,7 @@ def released_of(settings: Sequence[str]) -> Released:
     try:
         return Released.model_validate(values)
     except ValidationError as error:
-        raise explain_validation("--set", error) from None
+        raise explain_validation("--set", error, Released) from None
 
 
 def trajectory(released: Released, profile: str, measured_on: bool = False) -> Study:

@@ -184,7 +184,7 @@ def read_table(directory: Path, study: Study) -> list[Row]:
         )
     try:
         rows = pq.read_table(path).to_pylist()
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise UserError(
             f"{path} is damaged ({error}); make it again with 'python -m study collect'"
         ) from None

@@ -1,12 +1,12 @@
 """Parameters, tags, data sets and files of a run in MLflow, beside its metrics."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from base.files import sha256_of
 from base.frozen import fingerprint
+from base.reading import read_object
 from study.axes import QUANTITIES, AnyRun
 from study.definition import Study
 from study.paths import REPORT
@@ -51,7 +51,7 @@ def is_final(directory: RunDirectory, run: AnyRun) -> bool:
 def read_status(directory: RunDirectory) -> dict[str, Any]:
     """Return the content of status.json; nothing without one."""
     try:
-        return dict(json.loads(directory.status_json.read_text()))
+        return read_object(directory.status_json)
     except FileNotFoundError:
         return {}
 

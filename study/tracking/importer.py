@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from base.errors import UserError
 from base.files import locked, write_json
 from base.frozen import fingerprint
+from base.names import take_one_of
 from study.axes import AnyRun
 from study.definition import Study
 from study.paths import MIRROR_JSON, MLFLOW_STORE
@@ -89,7 +90,7 @@ class Importer:
         if artifacts and not same_place(experiment.artifact_location, artifacts):
             way = "set another MLFLOW_TRACKING_URI"
             if uri == store_uri(root):  # the root was moved or copied
-                way = f"rename {root / MLFLOW_STORE}, which has nothing that the studies lack"
+                way = f"rename {root / MLFLOW_STORE}, a new one is made of the studies' files"
             raise UserError(
                 f"{masked(uri)} holds an experiment {name} that was made elsewhere: its artifacts"
                 f" are in {experiment.artifact_location}, which MLflow cannot change; {way}, and"
@@ -237,7 +238,7 @@ def mirror_run(directory: Path, study: Study, name: str, uri: str) -> int:
     """Bring one run's metrics up to its files; return how many were added."""
     runs = {run.name: run for run in study.runs}
     if name not in runs:
-        raise UserError(f"{study.name} has no run {name}; give one of {', '.join(runs)}")
+        raise UserError(f"{study.name} has no run {name}; {take_one_of(name, runs)}")
     with open_store(uri) as client:
         importer = Importer(client, directory, study)
         importer.import_run(runs[name], None)

@@ -1,6 +1,5 @@
 """The stores of MLflow: SQLite below the root, PostgreSQL, or a server; reached in bounded time."""
 
-import json
 import logging
 import os
 import shlex
@@ -13,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from base.errors import UserError
 from base.files import fsync_path, locked, scratch_directory
+from base.reading import read_object
 from study.paths import MIRROR_JSON, MLFLOW_STORE
 
 if TYPE_CHECKING:
@@ -112,16 +112,16 @@ def artifacts_of(root: Path) -> Path:
     return root.absolute() / "mlartifacts"
 
 
-def same_place(one: str, other: str) -> bool:
-    """Return whether two file:// URIs name one directory, perhaps by a symbolic link."""
-    paths = (Path(unquote(urlsplit(uri).path)).resolve() for uri in (one, other))
-    return next(paths) == next(paths)
+def same_place(left: str, right: str) -> bool:
+    """Return whether two file:// URIs name the same directory, perhaps by a symbolic link."""
+    paths = {Path(unquote(urlsplit(uri).path)).resolve() for uri in (left, right)}
+    return len(paths) == 1
 
 
 def opening(directory: Path, uri: str) -> str:
     """Return what a person does to look at a study in a store, in a line or two."""
     root, mirrored = directory.parent, directory / MIRROR_JSON
-    content = json.loads(mirrored.read_text()) if mirrored.exists() else {}
+    content = read_object(mirrored) if mirrored.exists() else {}
     own = uri == store_uri(root)
     if own and not _file_of(uri).exists():
         return f"not there yet; make it: python -m study mirror {directory.name} --root {root}"
@@ -131,7 +131,7 @@ def opening(directory: Path, uri: str) -> str:
         lines.append("every user of that machine can read and change it; SECURITY.md has a login")
     server = f"http://{HOST}:{PORT}" if own else masked(uri).rstrip("/")
     if server.startswith(HTTP) and content.get("store") == masked(uri):
-        lines.append(f"then look at: {server}/#/experiments/{content['experiment_id']}/runs")
+        lines.append(f"then look at: {server}/#/experiments/{content.get('experiment_id')}/runs")
     return "\n".join(lines)
 
 

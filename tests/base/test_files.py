@@ -13,13 +13,12 @@ import pytest
 from base.errors import UserError, printable
 from base.files import (
     open_to_readers,
-    read_json,
-    read_regular,
     replaced_file,
     scratch_directory,
     take_lock,
     write_json,
 )
+from base.reading import read_json, read_regular
 from tests.waiting import wait_until
 
 

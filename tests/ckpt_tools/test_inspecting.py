@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from base.files import record_file
 from ckpt_tools.averaging.average import average_models
 from ckpt_tools.export import export
 from ckpt_tools.inspecting import describe, inspect
+from tests.ckpt_tools.checkpoints import seal
 from tests.runs import error_line, python
 from train.run.directory import read_checkpoint_record
 
@@ -140,3 +142,17 @@ def test_what_is_nothing_of_that_kind_is_refused(run, tmp_path):
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(UserError, match="is not a checkpoint, HF directory or run"):
             describe(path)
+
+
+def test_a_record_of_a_hundred_million_layers_takes_no_memory(run):
+    checkpoint = run / "checkpoints/step00000020"
+    record = json.loads((checkpoint / "checkpoint.json").read_text())
+    record["model"]["num_hidden_layers"] = 100_000_000
+    seal(checkpoint, model=record["model"])
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match="'num_hidden_layers': Input should be less than"):
+            describe(checkpoint)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()

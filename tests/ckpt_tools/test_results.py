@@ -62,9 +62,9 @@ def test_a_result_without_settings_is_of_the_kind_that_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not valid JSON; measure again"),
+        ("{", r"is not valid JSON \(.*\); measure again"),
         ("\N{SNOWMAN}\udcff", "is not valid JSON"),
-        ("[1]", "is not a result of a measurement; give one"),
+        ("[1]", "holds no JSON object; measure again"),
         ('{"spec": {}}', "is not a result of a measurement"),
         ('{"measured": []}', r"is damaged \('measured': Input should be"),
         ('{"measured": {}, "spec": null}', "is not a result of a measurement"),

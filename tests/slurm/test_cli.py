@@ -184,7 +184,7 @@ def test_logs(watched, command):
     assert out.splitlines() == [*(f"line {number}" for number in range(101, 300)), "error: no"]
     by_step = command("logs", "small", "train-lr3e-3", *root)[1]
     assert by_step == out
-    code, out, err = command("logs", "small", "train-lr3e-4", *root)
+    code, out, err = command("logs", "small", "train-lr3e3", *root)
     assert (code, out) == (2, "")
     assert "did you mean train-lr3e-3?" in err
     assert "has no log, nothing of it has started" in command("logs", "small", "final", *root)[2]

@@ -13,7 +13,7 @@ import pytest
 
 from base.errors import UserError
 from slurm import cluster
-from slurm.states import JobState, parse_sacct
+from slurm.states import JobState, TornError, parse_sacct, parse_squeue
 from tests.waiting import wait_until
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -286,3 +286,47 @@ def test_lost_nodes_are_replaced_and_their_orphans_go_on(submit, lab, tmp_path):
     )
     lab.start_node(1)
     assert lab.inside(1, "hostname") == "node1\n"
+
+
+SQUEUE = (
+    "7_0|RUNNING|None|node1|0|0|2031-01-01T08:00:00|\n7_1|FAILED|NonZeroExitCode|n2|1|256|N/A|\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "parse"), [(SQUEUE, parse_squeue), (RECORDED, parse_sacct)], ids=["squeue", "sacct"]
+)
+def test_an_answer_that_is_cut_anywhere_but_after_a_line_is_torn(text, parse):
+    whole = [0, *(index + 1 for index, character in enumerate(text) if character == "\n")]
+    for stop in range(len(text)):
+        if stop in whole:
+            parse(text[:stop])
+            continue
+        with pytest.raises(TornError, match="is not one of its lines; look at what"):
+            parse(text[:stop])
+
+
+@pytest.mark.parametrize("line", ["Welcome!\n", "7_[0-99999999]|PENDING|None||0|0|N/A|\n", "\n"])
+def test_a_line_of_another_kind_is_torn(line):
+    with pytest.raises(TornError):
+        parse_squeue(SQUEUE + line)
+
+
+def test_a_torn_answer_is_asked_again_then_said(monkeypatch):
+    answers = [SQUEUE[:-5], SQUEUE]
+    asked = []
+
+    def run(*words, **_):
+        asked.append(words[0])
+        return subprocess.CompletedProcess(
+            words, 0, answers[0] if len(asked) == 1 else answers[1], ""
+        )
+
+    monkeypatch.setattr(cluster, "_run", run)
+    monkeypatch.setattr(cluster, "TRY_SECONDS", 0.0)
+    assert cluster.states(["7_0", "7_1"])["7_1"].exit_code == "1:0"
+    assert asked == ["squeue", "squeue"]
+    answers[1] = answers[0]
+    with pytest.raises(UserError, match="squeue answered '7_1"):
+        cluster.states(["7_0", "7_1"])
+    assert len(asked) == 2 + cluster.TRIES

@@ -207,7 +207,7 @@ def test_excluded_nodes_are_those_of_the_site_and_of_the_study(full, root, study
     submit(study, site.model_copy(update={"slurm": options}))
     job = existing_submission(directory).element_ids["train", 0]
     assert "ExcNodeList=node4\n" in full.command("scontrol", "show", "job", job)
-    with pytest.raises(UserError, match="node 'node2' is not excluded; those that are: none"):
+    with pytest.raises(UserError, match="node 'node2' is not excluded; take one of none"):
         unexclude(directory, ["node2"])
 
 

@@ -15,7 +15,7 @@ from base.errors import UserError
 from base.files import record_file
 from tests.interpreter import interpreter
 from tests.runs import environment, error_line, python
-from train.data.corpus import NpyCorpus, check_vocabulary, open_corpus, open_source
+from train.data.corpus import NpyCorpus, _map_bin, check_vocabulary, open_corpus, open_source
 from train.data.indexing import index
 from train.data.manifest import verify
 
@@ -338,3 +338,15 @@ def test_a_hostile_index_is_refused_in_one_line(copied, change):
     with pytest.raises(UserError, match=r"\.idx .*make it again with") as refused:
         _ = open_corpus(prefix, verify_hashes=True).bounds_D
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_a_token_file_without_whole_tokens_is_refused(tmp_path, train_prefix, size):
+    """As of a corpus that is too large to be hashed at every start."""
+    prefix = tmp_path / "a"
+    shutil.copy(f"{train_prefix}.idx", f"{prefix}.idx")
+    Path(f"{prefix}.bin").write_bytes(bytes(size))
+    manifest = open_corpus(train_prefix).manifest
+    records = {name: record_file(Path(f"{prefix}.{name}"), "sha256") for name in ("bin", "idx")}
+    with pytest.raises(UserError, match=rf"a\.bin has {size} bytes, no uint16 tokens; restore it"):
+        _map_bin(prefix, manifest.model_copy(update=records))

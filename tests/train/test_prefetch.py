@@ -81,7 +81,7 @@ def test_every_rank_ends_when_one_cannot_read_its_rows(tmp_path, inputs, tokeniz
         [tmp_path / "text.npy"],
         tmp_path / "text",
         dtype="uint16",
-        vocab_size=320,
+        vocab_size=321,  # of the index: the model has 320
         eos_token_id=0,
         tokenizer_sha256=sha256_of(Path(tokenizer_dir) / "tokenizer.json"),
     )

@@ -1,10 +1,16 @@
 """Stopping, being killed and resuming: nothing changes and nothing complete is lost."""
 
+import os
+import pickle
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
+from tests.ckpt_tools.checkpoints import seal
 from tests.runs import error_line, make_run, python, ranks, start_ranks
 from tests.train.stalled import stalling
 from tests.train.trajectories import numbers, shard_hashes
@@ -98,3 +104,29 @@ def test_two_attempts_cannot_train_one_run(tmp_path, inputs):
             python("train", "run", str(directory.path))
         )
     assert not directory.checkpoints.exists()
+
+
+class Call:
+    """Pickled, it makes a directory when it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_no_pickle_of_a_checkpoint_runs_code_though_its_hash_is_right(trained, tmp_path, name):
+    run = RunDirectory(shutil.copytree(trained("dp1"), tmp_path / "run"))
+    shutil.rmtree(run.checkpoint(20))
+    sprung, hostile = tmp_path / "sprung", run.checkpoint(10) / name
+    if name == ".metadata":
+        hostile.write_bytes(pickle.dumps(Metadata({"a": Call(sprung)})))  # type: ignore[dict-item]
+    else:
+        torch.save({"steps": Call(sprung)}, hostile)
+    seal(run.checkpoint(10))
+    refused = python("train", "run", str(run.path))
+    assert refused.returncode == 2, refused.stderr[-3000:]
+    assert "do not open it with other programs" in refused.stderr.splitlines()[-1]
+    assert not sprung.exists()

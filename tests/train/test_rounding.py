@@ -26,10 +26,12 @@ from tests.runs import make_run, python, ranks
 from tests.train.trajectories import numbers, shard_hashes
 from train.data.corpus import open_corpus
 from train.data.corpus_writer import commit_corpus, join_pieces
+from train.forward_record import LinearRecord
 from train.model.config import ModelConfig
 from train.model.families import hf_settings, residual_linears
 from train.model.presets import PYTHIA_160M
 from train.planning.report import print_plans
+from train.rounding import output_errors
 from train.run.config import RunConfig, load_run
 from train.run.directory import RunDirectory
 from train.run.metrics import read_metrics
@@ -107,6 +109,15 @@ def test_losses_are_those_that_quant_eval_measures_of_the_export(probed, tmp_pat
         losses = {name: figures[name] for name in expected}
         assert losses == pytest.approx(expected, abs=1e-6), spec
         assert abs(figures[f"{spec}/absolute_error"]) > 1e-4
+
+
+def test_a_dead_linear_has_no_output_error_and_stops_nothing():
+    """Inputs that are all zero: its outputs are 0 whatever its weights become."""
+    record = LinearRecord.of(torch.randn(8, 32, generator=torch.Generator().manual_seed(0)))
+    record.inputs.add(torch.zeros(5, 32))
+    errors = output_errors(record, "a linear", ProbeConfig(every_steps=1, group_size=16))
+    assert set(errors.values()) == {0.0}
+    assert len(errors) == 4
 
 
 def test_output_errors_are_those_of_the_exported_model(probed, tmp_path):

@@ -41,6 +41,11 @@ class TokenMap:
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        size = path.stat().st_size
+        if not size or size % dtype.itemsize:
+            raise UserError(
+                f"{path} has {size} bytes, no {dtype.name} tokens; restore it, or make it again"
+            )
         with path.open("rb") as file:
             self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._pages.madvise(mmap.MADV_RANDOM)

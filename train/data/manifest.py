@@ -9,8 +9,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from base.digests import digest_of
 from base.errors import UserError, explain_validation
-from base.files import FileRecord, read_regular
+from base.files import FileRecord
 from base.frozen import Frozen
+from base.reading import read_regular
 from train.data.share import Share
 
 # Hashing runs at some 500 MB/s on one core: a corpus up to this size is hashed at every start, a

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from base.errors import UserError
@@ -25,6 +24,7 @@ from base.files import (
     write_json,
 )
 from base.frozen import Frozen
+from base.reading import read_model
 from train.data.corpus import open_corpus
 from train.data.documents import Source, TextFile, TokenDocuments
 from train.data.manifest import SpecialTokens
@@ -124,9 +124,9 @@ def make_part(source: Source, tokenizer_dir: Path, directory: Path, selection: S
         chosen=selection,
     )
     try:
-        if Part.model_validate_json((directory / PART_JSON).read_bytes()).origin == origin:
+        if read_model(Part, directory / PART_JSON).origin == origin:
             return
-    except (FileNotFoundError, ValidationError):
+    except (FileNotFoundError, UserError):
         pass
 
     with committed_directory(directory) as unfinished:

@@ -19,6 +19,7 @@ import numpy as np
 from base.errors import UserError
 from base.files import FileRecord, scratch_directory
 from base.progress import Progress
+from base.reading import read_model
 from train.data.corpus import open_corpus
 from train.data.corpus_writer import commit_corpus, join_pieces
 from train.data.documents import Source, TokenDocuments, check_given_once, parse_source
@@ -65,10 +66,7 @@ def prepare(
         directories = [parts_dir / f"{index:06d}" for index in range(len(all_sources))]
         try:
             _make_parts(all_sources, tokenizer_dir, directories, workers, selection)
-            parts = [
-                Part.model_validate_json((directory / PART_JSON).read_text())
-                for directory in directories
-            ]
+            parts = [read_model(Part, directory / PART_JSON) for directory in directories]
             if not any(part.documents for part in parts):
                 shutil.rmtree(parts_dir)
                 raise UserError(

@@ -6,7 +6,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer
 
 from base.errors import UserError
-from base.files import check_fetched, read_json
+from base.files import check_fetched
+from base.reading import read_json
 
 TOKENIZER_JSON = "tokenizer.json"
 
@@ -29,7 +30,9 @@ def load_tokenizer(directory: Path) -> tuple[Tokenizer, int]:
     check_fetched(path)
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001  tokenizers raises nothing narrower
+    except BaseException as error:  # nothing narrower, and a panic of its Rust is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise UserError(f"{path} is damaged ({error}); copy the tokenizer again") from None
     eos_token = _eos_token(config_path)
     eos_token_id = tokenizer.token_to_id(eos_token) if eos_token else None

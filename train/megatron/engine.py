@@ -6,6 +6,7 @@ Shapes: B sequences, S tokens, V vocabulary.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from train.megatron.shards import ShardedSnapshot
 from train.model import megatron_names
 from train.model.families import hidden_matrices
 from train.run.config import RunConfig
+from train.run.dcp_metadata import read_metadata
 from train.snapshot_memory import SnapshotMemory
 
 
@@ -178,13 +180,17 @@ class MegatronEngine:
         return ShardedSnapshot(state, directory, self._memory)
 
     def load(self, directory: Path) -> None:
-        """Load what a snapshot wrote at any layout. Hash-check it first: it holds pickles.
+        """Load what a snapshot wrote at any layout, once its hashes were checked.
+
+        megatron-core opens three kinds of pickles: `.metadata`, which is checked here before, and
+        common.pt and the boxes of numbers by torch's own list (`weights_only`).
 
         The model's weights are the main weights, rounded: they are not read, but published.
 
         Raises:
             UserError: the shards lack a key of this model or hold one more.
         """
+        read_metadata(directory)
         try:
             saved = dist_checkpointing.load_tensors_metadata(str(directory))
             state = {"optimizer": self._state.to_load(self._model_state(), slots_in(saved))}
@@ -199,6 +205,12 @@ class MegatronEngine:
                 f"{directory} does not fit the model of run.json"
                 f" ({str(error).splitlines()[0][:300]}); restore the run.json it was saved with"
             ) from error
+        except UnpicklingError as error:
+            raise UserError(
+                f"{directory} holds a pickle of more than numbers"
+                f" ({str(error).splitlines()[0][:300]}); do not open it with other programs, and"
+                " ask where it comes from"
+            ) from None
         self._state.load(loaded["optimizer"])
         self._state.steps = loaded["steps"]
         self.publish_weights()

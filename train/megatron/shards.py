@@ -24,9 +24,9 @@ from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from train.run.dcp_metadata import METADATA
 from train.snapshot_memory import SnapshotMemory
 
-METADATA = ".metadata"
 # Begins the names of the files of optimizer state and, in the state dict, its keys: files of their
 # own, so that an export hashes and reads those of the weights only.
 OPTIMIZER = "optimizer"

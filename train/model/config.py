@@ -6,6 +6,9 @@ from pydantic import Field, model_validator
 
 from base.frozen import Frozen
 
+# Twenty times the deepest model's: what is laid out by layer takes time and memory in proportion.
+MOST_LAYERS = 4096
+
 
 class ModelConfig(Frozen):
     """A causal language model in transformers' terms; `family` is its `model_type`."""
@@ -16,7 +19,7 @@ class ModelConfig(Frozen):
     intermediate_size: int = Field(
         gt=0, description="width of the MLP; of gate and of up, each, where it is gated"
     )
-    num_hidden_layers: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0, le=MOST_LAYERS)
     num_attention_heads: int = Field(gt=0)
     num_key_value_heads: int = Field(gt=0)
     rope_theta: float = Field(default=500_000.0, gt=0)

@@ -6,16 +6,16 @@ step in `train.run.schedules`.
 """
 
 import bisect
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from base.errors import UserError, explain_validation
-from base.files import read_json
+from base.errors import UserError
 from base.frozen import NAME_PATTERN, Frozen, fingerprint
+from base.names import dotted_keys, nearest
+from base.reading import NotJsonError, as_model, parse_json, read_object
 from train.data.config import DataConfig
 from train.model.config import ModelConfig
 from train.run.optimization import (
@@ -255,15 +255,11 @@ def dump_run(config: RunConfig) -> dict[str, Any]:
 def load_run(path: Path) -> RunConfig:
     """Read run.json; UserError for what is unknown, mistyped or does not fit its fingerprint."""
     try:
-        content = read_json(path)
-        stated = content.pop("fingerprint", None)
-        config = RunConfig.model_validate_json(json.dumps(content), strict=True)
+        content = read_object(path, "correct it")
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; give a run directory with a run.json") from None
-    except ValidationError as error:
-        raise explain_validation(str(path), error) from None
-    except (ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} holds no JSON object ({error}); correct it") from None
+    stated = content.pop("fingerprint", None)
+    config = as_model(RunConfig, content, path)
     if stated is not None and stated != fingerprint(config):
         raise UserError(
             f"{path} was edited: it states fingerprint {stated}, not {fingerprint(config)}; use"
@@ -285,15 +281,12 @@ def with_settings(config: RunConfig, settings: list[str]) -> RunConfig:
         for parent in parents:
             owner = owner.get(parent) if isinstance(owner, dict) else None
         if not separator or not isinstance(owner, dict) or key not in owner:
-            raise UserError(
-                f"--set {setting}: no such key; write key.path=value with a key of run.json"
-            )
+            near = nearest(path, dotted_keys(config.model_dump(exclude={"name", "factors"})))
+            hint = f"did you mean {near}?" if near and near != path else "write key.path=value"
+            raise UserError(f"--set {setting}: no such key of run.json; {hint}")
         try:
-            owner[key] = json.loads(text)
-        except json.JSONDecodeError:
+            owner[key] = parse_json(text, f"--set {setting:.40}", "give another value")
+        except NotJsonError:
             owner[key] = text
         content["name"] += re.sub(r"[^A-Za-z0-9._=+-]+", "_", f"-{key}={text}")
-    try:
-        return RunConfig.model_validate_json(json.dumps(content), strict=True)
-    except ValidationError as error:
-        raise explain_validation("--set", error) from None
+    return as_model(RunConfig, content, "--set")

@@ -8,8 +8,9 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from base.errors import UserError, explain_validation
-from base.files import FileRecord, check_inside, read_regular
+from base.files import FileRecord, check_inside
 from base.frozen import Frozen
+from base.reading import read_regular
 
 CHECKPOINT_JSON = "checkpoint.json"
 PROBE = "probe.safetensors"

@@ -1,12 +1,12 @@
 """environment.json: an entry for every attempt of a run."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from base.environment import environment
 from base.errors import UserError
 from base.files import write_json
+from base.reading import read_object
 
 # Variable: whose jobs train a run, of which only the newest may. Set by who makes sure of that.
 OWNER = "QUANTDYN_OWNER"
@@ -14,12 +14,12 @@ OWNER = "QUANTDYN_OWNER"
 
 def attempts(environment_json: Path) -> list[dict[str, Any]]:
     """Return the entries of environment.json, one per attempt; FileNotFoundError for none."""
-    try:
-        recorded: list[dict[str, Any]] = json.loads(environment_json.read_text())["attempts"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise UserError(
-            f"{environment_json} is damaged; move it away, it only records earlier attempts"
-        ) from None
+    again = "restore it, or move it away: it only records earlier attempts"
+    recorded = read_object(environment_json, again).get("attempts")
+    if not recorded or not isinstance(recorded, list):
+        raise UserError(f"{environment_json} lists no attempts; {again}")
+    if not all(isinstance(attempt, dict) for attempt in recorded):
+        raise UserError(f"{environment_json} lists what is no attempt; {again}")
     return recorded
 
 

@@ -56,9 +56,11 @@ def surviving_rows(path: Path) -> list[dict[str, Any]]:
         if line.endswith("\n"):
             try:
                 row = json.loads(line)
+                if not type(row["step"]) is type(row.get("attempt", 0)) is int:
+                    raise TypeError
                 places.setdefault(row["step"], []).append((row.get("attempt", 0), len(rows)))
                 rows.append(row)
-            except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+            except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
                 raise UserError(
                     f"{path}: '{line[:60].strip()}' is not a row of metrics; correct that line"
                 ) from None

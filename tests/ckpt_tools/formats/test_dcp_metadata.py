@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from base.errors import UserError
 from ckpt_tools.checkpoint import open_weights
-from ckpt_tools.formats.dcp_metadata import read_metadata
+from ckpt_tools.formats.megatron_shards import ShardedTensors
 from ckpt_tools.inspecting import inspect
 from tests.ckpt_tools.checkpoints import seal
+from train.run.dcp_metadata import read_metadata
 from train.run.directory import read_checkpoint_record
 
 
@@ -86,3 +88,72 @@ def test_enumerations_of_early_python_3_11_are_read(checkpoint):
 def test_it_reads_what_torch_reads(checkpoint):
     with (checkpoint / ".metadata").open("rb") as file:
         assert read_metadata(checkpoint) == pickle.load(file)  # saved by this test's fixture
+
+
+def without(record, field):
+    del record.__dict__[field]
+
+
+def first(mapping):
+    return next(iter(mapping.values()))
+
+
+RECORD_DAMAGES = {
+    "relative_path": lambda metadata: without(first(metadata.storage_data), "relative_path"),
+    "offset": lambda metadata: without(first(metadata.storage_data), "offset"),
+    "sizes": lambda metadata: without(first(metadata.state_dict_metadata).chunks[0], "sizes"),
+    "properties": lambda metadata: without(first(metadata.state_dict_metadata), "properties"),
+    "is not a file of it": lambda metadata: vars(first(metadata.storage_data)).update(
+        relative_path="../../a"
+    ),
+    "are no place in": lambda metadata: vars(first(metadata.storage_data)).update(offset=-1),
+    "is outside of it": lambda metadata: vars(first(metadata.state_dict_metadata)).update(
+        size=torch.Size([1])
+    ),
+    "is no shape": lambda metadata: vars(first(metadata.state_dict_metadata)).update(size=[8]),
+}
+
+
+@pytest.mark.parametrize("problem", RECORD_DAMAGES)
+def test_a_record_without_a_field_or_with_anothers_is_damaged(checkpoint, problem):
+    metadata = read_metadata(checkpoint)
+    RECORD_DAMAGES[problem](metadata)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=rf"\.metadata is damaged \(.*{problem}"):
+        read_metadata(checkpoint)
+
+
+def test_a_stack_of_a_hundred_million_layers_is_no_model(checkpoint):
+    metadata = read_metadata(checkpoint)
+    key = next(key for key in metadata.state_dict_metadata if key.startswith("decoder.layers."))
+    stacked: Any = metadata.state_dict_metadata[key]
+    stacked.size, stacked.chunks = torch.Size([100_000_000, 0]), []
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match="stacks no layers of a model"):
+        ShardedTensors(checkpoint)
+
+
+TORN = {
+    "nothing": lambda content: b"",
+    "zeros": lambda content: bytes(len(content)),
+    "half": lambda content: content[: len(content) // 2],
+    "no end": lambda content: content[:-100],
+    "no zip directory": lambda content: content[:-400] + b"\xff" * 400,
+    "not ours": lambda content: b"GIF89a" + content[6:],
+}
+
+
+@pytest.mark.parametrize("tear", TORN)
+def test_a_torn_file_of_numbers_is_named(checkpoint, tear):
+    path = checkpoint / "__0_0.distcp"
+    path.write_bytes(TORN[tear](path.read_bytes()))
+    stored = ShardedTensors(checkpoint)
+    names = [name for name, boxes in stored.boxes.items() if boxes[0].path == path]
+
+    def read_all() -> None:
+        for name in names:
+            stored.read(name, 0, stored.tensors[name].shape[0])
+
+    with pytest.raises(UserError, match=rf"^{path} is damaged \(") as refused:
+        read_all()
+    assert "\n" not in str(refused.value)

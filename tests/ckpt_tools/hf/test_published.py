@@ -83,6 +83,22 @@ def test_an_average_takes_models_with_and_without_what_is_skipped(tmp_path, kind
         assert all(torch.equal(mean[key], weights[key]) for key in own)
 
 
+def test_weights_of_two_dtypes_are_sound_if_one_is_that_of_the_configuration(tmp_path):
+    """Norms in fp32 beside bf16, as some publish; a configuration of neither is another model's."""
+    directory = make_model(tmp_path / "model", "olmo2")
+    weights = load_file(directory / WEIGHTS)
+    narrow = {name: each if "norm" in name else each.bfloat16() for name, each in weights.items()}
+    save_file(narrow, directory / WEIGHTS, {"format": "pt"})
+    for dtype in ("bfloat16", "float32"):
+        change_config(directory, dtype=dtype)
+        assert "sound and finite" in verify(directory)["verdict"]
+    expected = logits_by_transformers(directory, TOKENS)
+    torch.testing.assert_close(stream_logits(directory, TOKENS), expected, rtol=1e-5, atol=1e-5)
+    change_config(directory, dtype="float16")
+    with pytest.raises(UserError, match=r"config\.json says torch\.float16"):
+        verify(directory)
+
+
 def stale_beside_index(directory: Path) -> None:
     whole = load_file(directory / WEIGHTS)
     shard(directory)

@@ -163,7 +163,7 @@ def test_what_was_downloaded_can_be_downloaded_from(hub, tmp_path):
         ({"revisions": ["../outside"]}, "cannot name a directory"),
         ({"revisions": ["refs/pr/1"]}, "cannot name a directory"),
         ({"revisions": [FIRST], "every": 2}, "one or the other"),
-        ({"stage": "stage3"}, "no stage 'stage3'; give one of stage1"),
+        ({"stage": "stage3"}, "no stage 'stage3'; did you mean stage1?"),
         ({"place": "allenai/OLMo-2-1124-7B"}, "not on the hub"),
         ({"place": "nobody/nothing"}, "not a known trajectory"),
         ({"place": "no such place"}, "not a directory"),

@@ -282,7 +282,7 @@ def test_pythia_as_gpt_neox_computed_it_then(step):
         (
             "allenai/OLMo-2-1124-8B",
             "main",
-            "not a known trajectory; give one of allenai/OLMo-2-0425-1B, ",
+            "did you mean allenai/OLMo-2-1124-7B? Else take one of allenai/OLMo-2-0425-1B, ",
         ),
         ("open-sci/open-sci-ref-v0.02-1.7b-c4", "main", "not a known trajectory"),
         (OLMO2_7B, "stage1-step55000-tokens231", "such as stage1-step{S}-tokens{T}, "),

@@ -197,5 +197,5 @@ def test_places_that_are_none_are_refused(monkeypatch, place, family, reason):
 
 
 def test_a_stage_that_is_not_there_is_refused():
-    with pytest.raises(UserError, match="no stage 'stage3'; give one of stage1, stage2, main"):
+    with pytest.raises(UserError, match="no stage 'stage3'; take one of stage1, stage2, main"):
         choose([parse_revision(REPO, name) for name in IN_ORDER], stage="stage3")

@@ -189,7 +189,7 @@ def test_a_model_that_overflows_is_refused(tmp_path, pair, settings_of, measure_
     [
         (
             {"tasks": "piqa,boolq"},
-            "unknown task 'boolq'; give paper for all, or some of arc_challenge",
+            "unknown task 'boolq'; take one of paper, arc_challenge",
         ),
         ({"spec": "gptq"}, "needs its bits"),
         ({"shots": -1}, "shots"),

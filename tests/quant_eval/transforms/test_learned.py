@@ -8,8 +8,10 @@ from torch import nn
 
 from base.errors import UserError
 from base.ranks import ALONE, Ranks
+from ckpt_tools.formats.hf_weights import HFWeights
 from quant_eval.model.activations import Activations
 from quant_eval.model.families import SITES
+from quant_eval.model.streamed import StreamedModel
 from quant_eval.specs import parse_spec
 from quant_eval.transforms import straight_through
 from quant_eval.transforms.learnable import Learnable, Rotations, Scales
@@ -225,3 +227,26 @@ def test_bad_input(given, tmp_path):
     model, _ = make_block(tmp_path, intermediate_size=70)
     with pytest.raises(UserError, match="no Hadamard matrix of size 70 is known"):
         places_of(spec, model.family, model.config)
+
+
+def test_many_batches_in_bf16_add_up(tmp_path):
+    """So many of one batch have its error and its gradient, to the rounding of sums in fp32."""
+    make_block(tmp_path)
+    model = StreamedModel(tmp_path, HFWeights(tmp_path), torch.bfloat16, torch.device("cpu"))
+    block, batch = model.block(0), inputs_with_outliers(2, WIDTH).bfloat16()
+    spec = parse_spec("w4a4-g16-spinquant-blockwise")
+    widths = [next(iter(linears.values())).in_features for linears in block.linears()]
+    gradients = []
+    for copies in (1, 64):
+        learnables = {
+            site: Learnable("spinquant-blockwise", width, (0, SITES.index(site)))
+            for site, width in zip(SITES, widths, strict=True)
+        }
+        contexts = [model.context(LENGTH)] * copies
+        Trial(block, learnables, spec, [batch] * copies, contexts).error()
+        values = [value for each in learnables.values() for value in each.parameters()]
+        gradients.append(
+            torch.cat([value.grad.flatten() for value in values if value.grad is not None])
+        )
+    expected, added = gradients
+    assert (added - expected).norm() < 1e-5 * expected.norm()

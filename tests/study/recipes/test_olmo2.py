@@ -142,11 +142,11 @@ def test_smaller_sizes_go_through_the_same_schedule(recipe, step_tokens, warmup,
 @pytest.mark.parametrize(
     ("recipe", "nodes", "gpu", "gigabytes"),
     [
-        ("olmo2-7b-lr", 8, "h100", 72.5),
-        ("olmo2-7b-lr", 8, "h200", 72.5),
-        ("olmo2-7b-lr", 1, "h200", 98.1),
-        ("olmo2-1b-lr", 1, "h100", 43.8),
-        ("olmo2-190m-lr", 1, "h100", 34.3),
+        ("olmo2-7b-lr", 8, "h100", 73.3),
+        ("olmo2-7b-lr", 8, "h200", 73.3),
+        ("olmo2-7b-lr", 1, "h200", 98.9),
+        ("olmo2-1b-lr", 1, "h100", 44.2),
+        ("olmo2-190m-lr", 1, "h100", 34.5),
         ("olmo2-30m-lr", 1, "h100", 6.1),
     ],
 )

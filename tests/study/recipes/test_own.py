@@ -57,3 +57,20 @@ def test_a_file_without_one_recipe_is_refused_in_a_line(tmp_path, content, words
     assert "\n" not in str(refused.value)
     with pytest.raises(UserError, match=r"does not exist; give a \.py file with a recipe"):
         resolve(str(tmp_path / "other.py"))
+
+
+@pytest.mark.parametrize("character", ["\x00", "\x07", "\x1b", "\ufffe", "\u202e"])
+def test_a_label_with_a_control_character_is_refused_where_a_recipe_is_read(tmp_path, character):
+    """The program that draws would abort at it."""
+    path = tmp_path / "mine.py"
+    labelled = f"labels={{'lr3e-3-wd0': 'low{character.encode('unicode_escape').decode()}'}},"
+    source = MINE.read_text().replace("        text=TEXT,\n", f"        {labelled} text=TEXT,\n")
+    path.write_text(source)
+    with pytest.raises(UserError, match=r"mine\.py: 'low.*' holds a control character; remove it"):
+        resolve(str(path), "smoke")
+    path.write_text(
+        source.replace(
+            labelled, "labels={'lr3e-3-wd0': 'low \N{GREEK SMALL LETTER ETA}\xa0=\u20091'},"
+        )
+    )
+    assert "\xa0" in resolve(str(path), "smoke").labels["lr3e-3-wd0"]

@@ -149,8 +149,8 @@ def test_layout_alone_leaves_the_parents_what_they_are():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("none", "full"), "no recipe 'none'; take one of: tiny, olmo2-7b-lr"),
-        (("tiny", "large"), "recipe tiny has no profile 'large'; take one of: full, smoke"),
+        (("none", "full"), "no recipe 'none'; take one of tiny, olmo2-7b-lr"),
+        (("tiny", "large"), "recipe tiny has no profile 'large'; take one of full, smoke"),
         (("pythia-70m-kumar", "full", ("engine=megatron",)), "the megatron engine trains olmo2"),
         (("olmo2-7b-lr", "full", ("total_steps=10",)), "save_steps must be in 0..10"),
         (("trajectory", "full"), "trajectory needs a released model; give --set source="),

@@ -207,7 +207,7 @@ def test_the_web_is_tokenized_as_the_model_reads_it():
 def test_a_stage_and_every_so_manieth():
     study = trajectory("full", source=REPO, every=10, stage="stage1")
     assert names(study) == {"stage1": ["stage1-step1000-tokens5B", "stage1-step928646-tokens3896B"]}
-    with pytest.raises(UserError, match="no stage 'stage9'; give one of stage1"):
+    with pytest.raises(UserError, match="no stage 'stage9'; take one of stage1"):
         trajectory("full", source=REPO, stage="stage9")
 
 

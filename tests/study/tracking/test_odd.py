@@ -30,7 +30,7 @@ def tabled(root: Path, name: str = "s", runs: int = 1) -> tuple[Path, Study]:
 def counts(root: Path, study: Study) -> dict[str, int]:
     """Points of each run of a study, as SQL has them."""
     points = Database("", store_uri(root)).points(study.name)
-    return {run: sum(map(len, held.values())) for run, held in points.items()}
+    return {run: sum(map(len, logged.values())) for run, logged in points.items()}
 
 
 @pytest.mark.parametrize("name", ["with space", "hash#1", "umlaut-ü", "a&b=c;d"])
@@ -118,20 +118,20 @@ def test_what_was_deleted_in_mlflow_comes_back(tmp_path, store):
 
     directory, study = tabled(tmp_path)
     mirror(directory, study, store)
-    held = counts(tmp_path, study)
+    before = counts(tmp_path, study)
     client = MlflowClient(tracking_uri=store)
     experiment = client.get_experiment_by_name(study.name)
     assert experiment is not None
     client.delete_experiment(experiment.experiment_id)
     assert not Database("", store).runs(study.name)
     mirror(directory, study, store)
-    assert counts(tmp_path, study) == held
+    assert counts(tmp_path, study) == before
 
     for run in client.search_runs([experiment.experiment_id]):
         client.delete_run(run.info.run_id)
     assert not Database("", store).runs(study.name)
     mirror(directory, study, store)
-    assert counts(tmp_path, study) == held
+    assert counts(tmp_path, study) == before
     assert {len(ids) for ids in Database("", store).runs(study.name).values()} == {1}
 
 

@@ -7,13 +7,14 @@ shows that it is the file that was written; it says nothing about who wrote both
 import io
 import pickle
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from base.errors import UserError
-from base.files import read_regular
+from base.reading import read_regular
 
 METADATA = ".metadata"  # the place of each part
 RECORDS = {
@@ -63,7 +64,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
-    """Return the metadata of a checkpoint directory; UserError if it is damaged or hostile."""
+    """Return the metadata of a checkpoint directory; UserError if it is damaged or hostile.
+
+    Every record has all of its fields, and each box lies within its tensor and in a file of the
+    directory.
+    """
     path = checkpoint / METADATA
     try:
         metadata = _Unpickler(path).load()
@@ -73,4 +78,44 @@ def read_metadata(checkpoint: Path) -> Metadata:
         raise UserError(f"{path} is damaged ({error}); give another checkpoint") from None
     if not isinstance(metadata, Metadata):
         raise UserError(f"{path} holds no metadata of a checkpoint; give another checkpoint")
+    try:
+        for key, record in metadata.state_dict_metadata.items():
+            _check_tensor(key, record)
+        for index, place in (metadata.storage_data or {}).items():
+            _check_place(index, place)
+    except (AttributeError, TypeError, ValueError) as error:  # a field is missing or another's
+        raise UserError(f"{path} is damaged ({error}); give another checkpoint") from None
     return metadata
+
+
+def _check_tensor(key: Any, record: Any) -> None:
+    """Raise ValueError, TypeError or AttributeError for what is no record of a tensor or object."""
+    if isinstance(record, BytesStorageMetadata) and isinstance(key, str):
+        return
+    size = _size(record.size)
+    boxes = [(_size(chunk.offsets), _size(chunk.sizes)) for chunk in record.chunks]
+    if not (isinstance(key, str) and isinstance(record.properties.dtype, torch.dtype)):
+        raise ValueError(f"{key!r:.80} is not a tensor")
+    for offsets, sizes in boxes:
+        if not len(offsets) == len(sizes) == len(size) or any(
+            first + count > whole for first, count, whole in zip(offsets, sizes, size, strict=True)
+        ):
+            raise ValueError(f"a part of {key!r:.80} is outside of it")
+
+
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, torch.Size) or min(value, default=0) < 0:
+        raise ValueError(f"{value!r:.80} is no shape")
+    return value
+
+
+def _check_place(index: Any, place: Any) -> None:
+    """Raise ValueError, TypeError or AttributeError for what is no place in a file beside it."""
+    name, begin, length = place.relative_path, place.offset, place.length
+    if not isinstance(name, str) or PurePath(name).name != name or "\0" in name:
+        raise ValueError(f"{name!r:.80} is not a file of it")
+    if not (type(begin) is type(length) is int and begin >= 0 and length >= 0):
+        raise ValueError(f"{begin!r:.20} and {length!r:.20} are no place in {name!r:.80}")
+    if not (isinstance(index, MetadataIndex) and isinstance(index.fqn, str)):
+        raise ValueError(f"{index!r:.80} names no tensor")
+    hash(index)

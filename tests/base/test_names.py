@@ -1,0 +1,122 @@
+"""Names that users guess, command lines that cannot be meant, and programs without libraries."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from base.errors import one_line
+from base.names import MOST_LISTED, SYNONYMS, dotted_keys, nearest, take_one_of
+from docs.commands import entries
+from study.recipes import recipe_names, resolve
+from tests.runs import PROJECT, python
+
+KEYS = list(
+    dotted_keys(resolve("tiny", "smoke").trained[0].model_dump(exclude={"name", "factors"}))
+)
+
+
+@pytest.mark.parametrize(
+    ("word", "names", "meant"),
+    [
+        ("tinny", recipe_names(), "tiny"),
+        ("olmo2_7b_lr", recipe_names(), "olmo2-7b-lr"),
+        ("TINY", recipe_names(), "tiny"),
+        ("steps", KEYS, "total_steps"),
+        ("peak_lr", KEYS, "optimizer.peak_lr"),
+        ("lr", KEYS, "optimizer.peak_lr"),
+        ("optimiser.peak_lr", KEYS, "optimizer.peak_lr"),
+        ("model.layers", KEYS, "model.num_hidden_layers"),
+        ("layers", KEYS, "model.num_hidden_layers"),
+        ("sed", KEYS, "seed"),
+        ("kl", ["cross_entropy", "kl_divergence"], "kl_divergence"),
+        ("gpu", ["cpu", "cuda"], "cuda"),
+        ("bfloat16", ["fp32", "bf16"], "bf16"),
+        ("zzz", recipe_names(), None),
+        ("stage3", ["stage1", "stage2"], None),
+        ("", recipe_names(), None),
+        ("a" * 100_000, KEYS, None),
+    ],
+)
+def test_the_nearest_name(word, names, meant):
+    assert nearest(word, names) == meant
+
+
+def test_every_synonym_leads_to_a_command_a_setting_or_a_value():
+    last = {words.split()[1] for words in (entry.words for entry in entries())}
+    settings = {key.rpartition(".")[2] for key in KEYS}
+    names = last | settings | {"cuda", "bf16", "fp32", "fp16"}
+    assert {name for meant in SYNONYMS.values() for name in meant} <= names
+
+
+def test_long_lists_are_cut():
+    names = [f"name{number}" for number in range(MOST_LISTED + 5)]
+    assert take_one_of("x", names).endswith(f"name{MOST_LISTED - 1} and 5 more")
+    assert take_one_of("x", []) == "take one of none, there are none"
+
+
+LINES = (
+    ("study shwo tiny", "'python -m study' has no command 'shwo'; did you mean show?"),
+    ("curvature trace a", "did you mean hutchinson? Else take one of hutchinson, lanczos, step"),
+    ("train prepare-data", "has no command 'prepare-data'; did you mean prepare?"),
+    ("quant_eval quantize", "has no command 'quantize'; did you mean run?"),
+    ("quant_eval run a --device gpu", "--device cannot be 'gpu'; did you mean cuda?"),
+    ("quant_eval run a --dtype bfloat16", "--dtype cannot be 'bfloat16'; did you mean bf16?"),
+    ("study run tiny --profil smoke", "has no option --profil; did you mean --profile?"),
+    ("study run", "Missing argument 'name'; see 'python -m study run --help'"),
+    ("train prepare a --out", "Option '--out' requires an argument; see 'python -m train"),
+    ("study run tiny b c", "unexpected extra argument(s) (b c); see 'python -m study run --help'"),
+    ("curvature hutchinson a --pairs b", "Input should be a valid integer"),
+    (
+        "study show tinny",
+        "no recipe 'tinny'; did you mean tiny? Else take one of tiny, olmo2-7b-lr",
+    ),
+    ("study show tiny --set steps=10", "no such key of run.json; did you mean total_steps?"),
+    ("study show tiny --set peak_lr=1", "did you mean optimizer.peak_lr?"),
+    ("study show tiny --profile smok", "no profile 'smok'; did you mean smoke?"),
+    (f"study show tiny --set seed={'9' * 5000}", "a number of 5,000 digits; give another value"),
+    (f"study show tiny --set zero={'[' * 5000}", "nested more than 64 deep; give another value"),
+    ("study show tiny --set model.hidden_size=1e200", "'model.hidden_size': Input should be a"),
+    ("study show tiny --set model.num_hidden_layers=100000000", "less than or equal to 4096"),
+)
+
+
+@pytest.mark.parametrize(("words", "reason"), LINES, ids=[words[:40] for words, _ in LINES])
+def test_what_a_command_line_cannot_mean_is_one_line(words, reason):
+    done = python(*words.split(" "))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert reason in line
+    assert len(line) < 1100
+
+
+def test_no_words_are_answered_with_the_help():
+    done = python("study")
+    assert (done.returncode, done.stderr.splitlines()[0][:6]) == (2, "Usage:")
+
+
+def test_of_a_line_that_is_too_long_both_ends_are_shown():
+    line = one_line("begin\x1b[31m " + "a" * 100_000 + "\n; end")
+    assert len(line) < 1100
+    assert (line[:11], line[-6:]) == ("begin?[31m ", " ; end"[-6:])
+
+
+def test_a_python_without_the_libraries_says_where_they_are():
+    command = [sys.executable, "-S", "-m", "study", "list"]  # without site-packages
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "has no typer; make .venv with 'make venv' and start .venv/bin/python" in line
+
+
+def test_an_interrupt_of_slow_imports_is_one_word(tmp_path):
+    """The library that the program imports first sends the signal itself."""
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    path = os.pathsep.join([str(tmp_path), str(PROJECT)])
+    command = [sys.executable, "-m", "study", "list"]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (-2, "interrupted\n")

@@ -1,0 +1,461 @@
+"""Every reader of a file or text of unknown origin: a valid input, and how it is read."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from base.files import write_json
+from ckpt_tools.checkpoint import open_weights
+from ckpt_tools.formats.hf_weights import HFWeights
+from ckpt_tools.formats.hf_writer import write_weights
+from ckpt_tools.formats.megatron_shards import ShardedTensors
+from ckpt_tools.formats.weight_files import INDEX_JSON
+from ckpt_tools.formats.weights import read_whole
+from ckpt_tools.hf.directory import read_lineage, write_lineage
+from ckpt_tools.hf.forward import empty_model, read_config
+from ckpt_tools.hf.model import identify, read_hf_config
+from ckpt_tools.hf.results import labels, read_result
+from ckpt_tools.hf.source import read_model
+from ckpt_tools.inspecting import describe
+from ckpt_tools.released.download_record import read_download
+from quant_eval.specs import parse_spec
+from quant_eval.tasks import documents
+from slurm import cluster
+from slurm.site import load_site
+from slurm.states import parse_sacct, parse_squeue
+from slurm.status.overview import look
+from slurm.status.table import lines_of
+from slurm.status.trainings import straggler_of, training_of
+from slurm.submission.excluded import exclude, excluded_nodes
+from slurm.submission.record import existing_submission
+from slurm.submission.starts import record_end, record_start
+from slurm.submission.survey import complete_steps, remember_complete
+from study.definition import load_study
+from study.machine.hardware import Hardware
+from study.pipeline.ledger import Ledger
+from study.pipeline.steps import steps_of
+from study.recipes import resolve
+from study.results.table import Row, read_table, write_table
+from tests.ckpt_tools.checkpoints import seal
+from tests.fuzz.mutators import (
+    mutated_bytes,
+    mutated_header,
+    mutated_json,
+    mutated_json_lines,
+    mutated_lines,
+)
+from tests.slurm import watched
+from train.data.corpus import open_corpus
+from train.data.manifest import read_manifest
+from train.data.reading import read_documents
+from train.data.tokenizer import load_tokenizer
+from train.model.families import parameter_shapes
+from train.run.config import dump_run, load_run, with_settings
+from train.run.dcp_metadata import read_metadata
+from train.run.directory import RunDirectory, read_checkpoint_record
+from train.run.environment import attempts
+from train.run.metrics import read_metrics
+
+Mutate = Callable[[Random, bytes], bytes]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Directories that other tests use: none of them is written to."""
+
+    hf_dir: Path
+    tokenizer_dir: Path
+    prefix: Path
+    run_dir: Path  # trained on one rank
+
+
+class Reader(NamedTuple):
+    """One reader.
+
+    Attributes:
+        make: writes a valid input into an empty directory; returns the files to damage.
+        read: reads the directory, and uses what it was given as its callers do.
+        mutate: damages one of the files.
+    """
+
+    make: Callable[[Path, Sources], list[Path]]
+    read: Callable[[Path], object]
+    mutate: Mutate = mutated_json
+
+
+READERS: dict[str, Reader] = {}
+
+
+def _text(name: str, text: str, read: Callable[[str], object]) -> None:
+    """Add a reader of text: of an option, or of what a program answered."""
+
+    def make(directory: Path, _sources: Sources) -> list[Path]:
+        (directory / "text").write_text(text)
+        return [directory / "text"]
+
+    READERS[name] = Reader(
+        make,
+        lambda directory: read((directory / "text").read_text(errors="surrogateescape")),
+        mutated_lines,
+    )
+
+
+def _file(
+    name: str,
+    content: str,
+    read: Callable[[Path], object],
+    mutate: Mutate = mutated_json,
+    file: str | None = None,
+) -> None:
+    """Add a reader of one file, by its path."""
+    file = file or name
+
+    def make(directory: Path, _sources: Sources) -> list[Path]:
+        (directory / file).write_text(content)
+        return [directory / file]
+
+    READERS[name] = Reader(make, lambda directory: read(directory / file), mutate)
+
+
+# --- options ---
+
+SPEC = "gptq-b3-g128"
+for spec in (SPEC, "rtn-b4-g32-a8", "atom-b4-g128-a4", "nf4-g64", "int8"):
+    _text(f"spec {spec}", spec, lambda text: parse_spec(text).name)
+
+
+def _set(text: str) -> object:
+    run = with_settings(resolve("tiny", "smoke").trained[0], text.split("\n"))
+    return dump_run(run), run.tokens_at(run.total_steps), parameter_shapes(run.model)
+
+
+for setting in (
+    *("seed=7", "model.hidden_size=64", "optimizer.peak_lr=1e-3", "save_steps=[0,4,8]"),
+    *("schedule.anneal=null", "zero=null", "precision=bf16", "model.num_hidden_layers=2"),
+):
+    _text(f"--set {setting}", setting, _set)
+
+# --- runs and studies ---
+
+
+def _run_json(path: Path) -> object:
+    run = load_run(path)
+    return dump_run(run), run.tokens_at(run.total_steps), parameter_shapes(run.model)
+
+
+_file(
+    "run.json",
+    json.dumps(resolve("tiny", "smoke").trained[0].model_dump(mode="json")),
+    _run_json,
+)
+_file(
+    "study.json",
+    json.dumps(watched.small_study().model_dump(mode="json")),
+    lambda path: [step.command for step in steps_of(load_study(path.parent))],
+)
+ROWS = [
+    {"step": step, "tokens": 100 * step, "attempt": 1, "time": 1.0, "loss": 5.0, "learning_rate": 1}
+    for step in range(1, 5)
+]
+_file(
+    "metrics.jsonl",
+    "".join(json.dumps(row) + "\n" for row in ROWS),
+    read_metrics,
+    mutated_json_lines,
+)
+_file("environment.json", '{"attempts": [{"host": "a", "slurm_job": "1_0"}]}', attempts)
+_file(
+    "hardware.json",
+    json.dumps({"cores": 2, "gpus": ["0"], "kind": "h100", "gpu_bytes": 1}),
+    lambda path: str(Hardware.recorded(path.parent)),
+)
+
+
+def _training(directory: Path, _sources: Sources) -> list[Path]:
+    run = directory / "lr3e-3"
+    watched.write_metrics(directory, "lr3e-3", range(1, 6), 1)
+    watched.write_ranks(directory, "lr3e-3", 3, 1, [1.0, 1.1, 2.0])
+    return [run / "metrics.jsonl", run / "ranks.jsonl"]
+
+
+def _read_training(directory: Path) -> object:
+    run = resolve("tiny", "smoke").trained[0].model_copy(update={"name": "lr3e-3"})
+    return training_of(directory, run), straggler_of(RunDirectory(directory / "lr3e-3").ranks)
+
+
+READERS["tails of metrics"] = Reader(_training, _read_training, mutated_json_lines)
+
+# --- results ---
+
+MEASURED = {
+    "cross_entropy": 2.5,
+    "kl_divergence": 0.1,
+    "intervals": {"kl_divergence": [0.05, 0.15]},
+    "per_document": {"document": [0, 1], "tokens": [5, 6], "nll": [1.5, 2.5]},
+    "blocks": [{"block": 0, "alone": {"absolute_error": 0.1}}],
+    "layers": [{"name": "a", "relative_output_error": 0.1}],
+}
+RESULT = {
+    "model": {"path": "m/hf/step00000004", "weights_digests": {"model.safetensors": "sha256:0"}},
+    "spec": {"name": SPEC, "method": "gptq", "evaluation": {"sha256": "ab"}},
+    "measured": MEASURED,
+    "environment": {"commit": "a"},
+}
+
+
+def _result(path: Path) -> object:
+    result = read_result(path)
+    return labels([result, result]), result.measured
+
+
+_file("result.json", json.dumps(RESULT), _result)
+
+
+def _table(directory: Path, _sources: Sources) -> list[Path]:
+    columns = {"average": None, "phase": "stable", "peak_lr": 1e-3, "study": "small", "run": "a"}
+    rows = [Row.of(columns | {"step": step, "tokens": 100 * step}) for step in range(4)]
+    return [write_table(directory, watched.small_study(), rows)]
+
+
+READERS["table.parquet"] = Reader(
+    _table, lambda path: read_table(path, watched.small_study()), mutated_bytes
+)
+
+# --- HF directories ---
+
+
+def _model(directory: Path, sources: Sources) -> list[Path]:
+    shutil.copytree(sources.hf_dir, directory, dirs_exist_ok=True)
+    return [directory / "config.json"]
+
+
+def _configured(directory: Path) -> object:
+    read_hf_config(directory)
+    read_model(directory)
+    return empty_model(read_config(directory))
+
+
+READERS["config.json"] = Reader(_model, _configured)
+
+
+def _weights(directory: Path, sources: Sources) -> list[Path]:
+    source = HFWeights(sources.hf_dir)
+    write_weights(directory, source, shard_bytes=20_000)
+    return [directory / INDEX_JSON]
+
+
+def _all_weights(directory: Path) -> object:
+    weights = HFWeights(directory)
+    return [read_whole(weights, name) for name in weights.tensors]
+
+
+def _safetensors(directory: Path, sources: Sources) -> list[Path]:
+    shutil.copytree(sources.hf_dir, directory, dirs_exist_ok=True)
+    return [directory / "model.safetensors"]
+
+
+READERS["index of weights"] = Reader(_weights, _all_weights)
+READERS["safetensors"] = Reader(_safetensors, _all_weights, mutated_header)
+
+
+def _exported(directory: Path, sources: Sources) -> list[Path]:
+    shutil.copytree(sources.hf_dir, directory, dirs_exist_ok=True)
+    write_lineage(directory, {"kind": "export", "parity": {"logits": 1e-6}, "run": "a"}, {})
+    return [directory / "lineage.json"]
+
+
+READERS["lineage.json"] = Reader(
+    _exported, lambda path: (read_lineage(path), identify(path), describe(path))
+)
+
+
+def _tokenizer(directory: Path, sources: Sources) -> list[Path]:
+    shutil.copytree(sources.tokenizer_dir, directory, dirs_exist_ok=True)
+    return [directory / "tokenizer_config.json", directory / "tokenizer.json"]
+
+
+def _tokenized(directory: Path) -> object:
+    tokenizer, eos = load_tokenizer(directory)
+    return tokenizer.encode("a text of words").ids, eos
+
+
+READERS["tokenizer"] = Reader(_tokenizer, _tokenized)
+RECORD = {"bytes": 1, "digest": "sha256:" + "0" * 64}
+_file(
+    "download.json",
+    json.dumps({"repo": "a/b", "revision": "c", "commit": None, "files": {"a": RECORD}}),
+    lambda path: read_download(path.parent),
+)
+# --- checkpoints ---
+
+
+def _checkpoint(directory: Path, sources: Sources, *names: str) -> list[Path]:
+    place = directory / "checkpoints/step00000020"
+    shutil.copytree(sources.run_dir / "checkpoints/step00000020", place)
+    shutil.copy(sources.run_dir / "run.json", directory)
+    return [path for name in names for path in sorted(place.glob(name))]
+
+
+def _described(directory: Path) -> object:
+    place = directory / "checkpoints/step00000020"
+    describe(place)
+    return open_weights(place, read_checkpoint_record(place))
+
+
+def _tensors(directory: Path) -> object:
+    place = directory / "checkpoints/step00000020"
+    read_metadata(place)
+    stored = ShardedTensors(place)
+    names = [name for name in stored.tensors if not name.startswith("optimizer")]
+    return [stored.read(name, 0, stored.tensors[name].shape[0]) for name in names]
+
+
+READERS["checkpoint.json"] = Reader(
+    lambda directory, sources: _checkpoint(directory, sources, "checkpoint.json"), _described
+)
+READERS[".metadata"] = Reader(
+    lambda directory, sources: _checkpoint(directory, sources, ".metadata"),
+    _tensors,
+    mutated_bytes,
+)
+READERS[".distcp"] = Reader(
+    lambda directory, sources: _checkpoint(directory, sources, "__*.distcp"),
+    _tensors,
+    mutated_bytes,
+)
+
+# --- text ---
+
+
+def _corpus(directory: Path, sources: Sources, *suffixes: str) -> list[Path]:
+    for suffix in ("json", "bin", "idx"):
+        shutil.copy(f"{sources.prefix}.{suffix}", directory / f"text.{suffix}")
+    return [directory / f"text.{suffix}" for suffix in suffixes]
+
+
+def _sequences(directory: Path) -> object:
+    """Read without hashes, as of a corpus that is too large to be hashed at every start."""
+    corpus = open_corpus(directory / "text")
+    read_manifest(directory / "text")
+    return corpus.document(0), corpus.num_sequences(32), corpus.bounds_D[-1]
+
+
+def _resized(directory: Path) -> object:
+    """Read with a manifest that states the sizes that the files have now."""
+    path = directory / "text.json"
+    content = json.loads(path.read_text())
+    content.pop("sha256", None)
+    for suffix in ("bin", "idx"):
+        content[suffix]["bytes"] = (directory / f"text.{suffix}").stat().st_size
+    path.write_text(json.dumps(content))
+    return _sequences(directory)
+
+
+READERS["manifest"] = Reader(
+    lambda directory, sources: _corpus(directory, sources, "json"), _sequences
+)
+READERS["token files"] = Reader(
+    lambda directory, sources: _corpus(directory, sources, "bin", "idx"), _resized, mutated_bytes
+)
+_file(
+    "jsonl",
+    "".join(json.dumps({"text": f"document {number}", "n": number}) + "\n" for number in range(5)),
+    lambda path: list(read_documents(path)),
+    mutated_json_lines,
+    "text.jsonl",
+)
+_file("txt", "a text\nof lines\n", lambda path: list(read_documents(path)), mutated_bytes, "a.txt")
+ITEM = {"query": "a", "choices": ["b", "c"], "gold": 1}
+_file(
+    "task documents",
+    "".join(json.dumps(ITEM | {"query": str(number)}) + "\n" for number in range(4)),
+    lambda path: documents._read(path),
+    mutated_json_lines,
+    "task.jsonl",
+)
+
+# --- SLURM ---
+
+SQUEUE = (
+    "7_0|RUNNING|None|node1|0|0|2031-01-01T08:00:00|\n7_1|FAILED|NonZeroExitCode|node2|1|256|N/A|\n"
+)
+SQUEUE += "7_[2,4-6%2]|PENDING|Resources||0|0|N/A|\n8|COMPLETED|None|node1|0|0|N/A|\n"
+SACCT = "7_0|RUNNING|None|node1|1700000000|0:0\n7_1|CANCELLED by 0|None|node1|1700000001|0:15\n"
+SACCT += "7_1|FAILED|NonZeroExitCode|None assigned|1700000002|1:0\n7_[2-4]|PENDING|Priority|None assigned|1700000003|0:0\n"
+_text("squeue", SQUEUE, parse_squeue)
+_text("sacct", SACCT, parse_sacct)
+
+
+def _answering(read: Callable[[], object]) -> Callable[[str], object]:
+    """Read what SLURM's commands print if they all print this text."""
+
+    def answer(text: str) -> object:
+        before, seconds = cluster._run, cluster.TRY_SECONDS
+        cluster.TRY_SECONDS = 0.0
+        cluster._run = lambda *_, **__: SimpleNamespace(returncode=0, stdout=text, stderr="")  # type: ignore[assignment]
+        try:
+            return read()
+        finally:
+            cluster._run, cluster.TRY_SECONDS = before, seconds
+
+    return answer
+
+
+_text("sbatch", "123;cluster\n", _answering(lambda: cluster.submit(Path("a"), "0", "t")))
+_text("squeue comments", "12|a:b|\n13|t|\n", _answering(lambda: cluster.job_of("t")))
+_text(
+    "scontrol config",
+    "MailProg = /bin/mail\nMaxArraySize            = 1001\nMaxJobCount = 10000\n",
+    _answering(cluster.max_array_size),
+)
+_text("scontrol hostnames", "node1\nnode2\n", _answering(lambda: cluster.hostnames("node[1-2]")))
+EXAMPLE = Path(__file__).resolve().parents[2] / "slurm/sites/example.toml"
+_file("site file", EXAMPLE.read_text(), load_site, mutated_lines, "site.toml")
+
+
+def _submission(directory: Path, _sources: Sources) -> list[Path]:
+    study, place = watched.small_study(), directory / "small"
+    submission = watched.submitted(place, study)
+    names = [step.name for step in steps_of(study)][:4]
+    watched.make(place, study, names)
+    remember_complete(place, set(names))
+    record_start(place, ("train", 0), submission.element_ids["train", 0], 1, 5)
+    record_end(place, ("train", 0), submission.element_ids["train", 0], "asked")
+    watched.write_metrics(place, study.runs[0].name, range(1, 4), 1)
+    watched.write_attempts(place, study.runs[0].name, 1)
+    exclude(place, {"node7": "broken"})
+    write_json(RunDirectory(place / study.runs[0].name).status_json, STATUS)
+    slurm = place / "slurm"
+    return [
+        *(slurm / "submission.json", slurm / "jobs.jsonl", slurm / "complete.json"),
+        *(slurm / "excluded.json", *slurm.glob("starts/*.jsonl"), *place.glob("steps/*.json")),
+        RunDirectory(place / study.runs[0].name).status_json,
+    ]
+
+
+STATUS = {"status": "preempted", "step": 3, "attempt": 1, "reason": "", "asked_by": "user"}
+
+
+def _watched(directory: Path) -> object:
+    place = directory / "small"
+    before = cluster.states
+    cluster.states = lambda ids: {}  # type: ignore[assignment]
+    try:
+        complete_steps(place, Ledger(place, steps_of(load_study(place))))
+        return existing_submission(place), excluded_nodes(place), lines_of(look(place))
+    finally:
+        cluster.states = before
+
+
+def _mutated_record(random: Random, content: bytes) -> bytes:
+    lines = content.strip().count(b"\n{") > 0 or content.startswith(b'{"event')
+    return (mutated_json_lines if lines else mutated_json)(random, content)
+
+
+READERS["submission"] = Reader(_submission, _watched, _mutated_record)
+__all__ = ["READERS", "Reader", "Sources", "seal"]
