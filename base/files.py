@@ -8,14 +8,14 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from pydantic import Field
 
-from base.digests import PATTERN, Algorithm, digest_of
+from base.digests import PATTERN, Algorithm, digest_of, sealed
 from base.errors import UserError
 from base.frozen import Frozen
 
@@ -109,6 +109,11 @@ def write_json(path: Path, content: Any, mode: int = 0o666) -> None:
         unfinished.write_text(text)
 
 
+def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a record: JSON that seals itself, whole or not at all."""
+    write_json(path, sealed(content))
+
+
 def take_lock(file: IO[Any], patience_seconds: float = 0.0) -> bool:
     """Return whether this process now holds the lock of an open file, until it is closed.
 
@@ -184,17 +189,27 @@ def committed_directory(path: Path) -> Iterator[Path]:
     Callers look first whether `path` holds its JSON, that is, is already complete.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with scratch_directory(path.parent / f".{path.name}.partial") as unfinished:
+    with scratch_directory(unfinished_of(path)) as unfinished:
         yield unfinished
-        fsync_path(unfinished)
-        # Moved away first: a kill during removal must not leave half of it at its place.
-        replaced = unfinished.with_suffix(".replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        if path.exists():
-            os.rename(path, replaced)
-        os.rename(unfinished, path)
-        shutil.rmtree(replaced, ignore_errors=True)
-        fsync_path(path.parent)
+        replace_directory(path, unfinished)
+
+
+def unfinished_of(path: Path) -> Path:
+    """Return the place of a directory until it is complete."""
+    return path.parent / f".{path.name}.partial"
+
+
+def replace_directory(path: Path, unfinished: Path) -> None:
+    """Rename a directory to its place, from which what was there is removed."""
+    fsync_path(unfinished)
+    # Moved away first: a kill during removal must not leave half of it at its place.
+    replaced = unfinished.with_suffix(".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if path.exists():
+        os.rename(path, replaced)
+    os.rename(unfinished, path)
+    shutil.rmtree(replaced, ignore_errors=True)
+    fsync_path(path.parent)
 
 
 class FileRecord(Frozen):

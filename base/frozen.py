@@ -1,12 +1,12 @@
 """Immutable values that reject unknown keys and have a fingerprint."""
 
-import hashlib
-import json
 import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
+
+from base.digests import digest_of_json
 
 # Names of runs and studies: fit for a directory and a shell.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._=+-]*$"
@@ -78,6 +78,4 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 def fingerprint(value: Frozen) -> str:
     """Return 16 hex digits of the SHA-256 of the value's canonical JSON without NOT_IDENTITY."""
-    content = value.model_dump(mode="json", exclude=set(value.NOT_IDENTITY))
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+    return digest_of_json(value.model_dump(mode="json", exclude=set(value.NOT_IDENTITY)))[:16]

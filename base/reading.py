@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from base.digests import unsealed
 from base.errors import UserError, explain_validation
 
 MOST_BYTES = 1 << 30  # of a file that is read whole: records, not weights or tokens
@@ -99,6 +100,20 @@ def read_object(path: Path, next_action: str = RESTORE) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object; {next_action}")
     return value
+
+
+def read_sealed(path: Path, next_action: str) -> dict[str, Any]:
+    """Return the content of a record that `files.write_sealed` wrote.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        UserError: it is no such record, or was changed after it was written.
+    """
+    content = read_object(path, next_action)
+    try:
+        return unsealed(content)
+    except ValueError as error:
+        raise UserError(f"{path} {error}; {next_action}") from None
 
 
 def read_model(kind: type[Kind] | TypeAdapter[Kind], path: Path) -> Kind:

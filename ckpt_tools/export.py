@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
-from base.files import committed_directory, sha256_of
+from base.files import committed_directory, scratch_directory, sha256_of, unfinished_of
 from base.progress import Progress
 from ckpt_tools.checkpoint import model_of, open_weights, run_of, verify_recorded
 from ckpt_tools.formats.hf_weights import read_tensors
@@ -17,7 +17,9 @@ from ckpt_tools.hf.directory import (
     TOKENIZER_FILES,
     VERIFICATION_PROBE,
     copy_files,
+    may_be_restored,
     read_lineage,
+    restore,
     write_lineage,
 )
 from ckpt_tools.probe import check_probe
@@ -58,7 +60,7 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
     Args:
         checkpoint: of either engine.
         out: the directory to write, whole or not at all; an export of another checkpoint there is
-            replaced.
+            replaced, of a damaged export of this one the damaged files.
 
     Returns:
         The figures of `check_probe`.
@@ -76,35 +78,51 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
         "dtype": record.dtype,
         **record.model_dump(mode="json", include=FACTS),
     }
-    current = _current_parity(out, lineage)
-    if current:
-        return current
-
-    with committed_directory(out) as aside:
-        copied = [name for name in record.files if name.startswith(f"{IMPORTED_FROM}/")]
-        verify_recorded(checkpoint, record, [PROBE, *copied])
-        weights = open_weights(checkpoint, record)
-        dtype_of(weights, (record.dtype,), checkpoint)
-        files = write_weights(aside, weights)
-        _copy_configuration(aside, checkpoint, record)
-        (aside / VERIFICATION_PROBE).parent.mkdir()
-        shutil.copyfile(checkpoint / PROBE, aside / VERIFICATION_PROBE)
-        parity = _check(aside, checkpoint, record)
-        write_lineage(aside, {**lineage, "parity": parity}, files)
+    present, damaged = _present(out, lineage)
+    if present:
+        return present
+    if damaged:
+        with scratch_directory(unfinished_of(out)) as aside:
+            parity = _write(aside, checkpoint, record, lineage)
+            restore(out, aside)
+    else:
+        with committed_directory(out) as aside:
+            parity = _write(aside, checkpoint, record, lineage)
     return parity
 
 
-def _current_parity(out: Path, lineage: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the parity figures of `out` if it is this export; UserError if it is not an export."""
+def _write(
+    aside: Path, checkpoint: Path, record: CheckpointRecord, lineage: dict[str, Any]
+) -> dict[str, Any]:
+    """Write the whole export into an empty directory; return the figures of `check_probe`."""
+    copied = [name for name in record.files if name.startswith(f"{IMPORTED_FROM}/")]
+    verify_recorded(checkpoint, record, [PROBE, *copied])
+    weights = open_weights(checkpoint, record)
+    dtype_of(weights, (record.dtype,), checkpoint)
+    files = write_weights(aside, weights)
+    _copy_configuration(aside, checkpoint, record)
+    (aside / VERIFICATION_PROBE).parent.mkdir()
+    shutil.copyfile(checkpoint / PROBE, aside / VERIFICATION_PROBE)
+    parity = _check(aside, checkpoint, record)
+    write_lineage(aside, {**lineage, "parity": parity}, files)
+    return parity
+
+
+def _present(out: Path, lineage: dict[str, Any]) -> tuple[dict[str, Any] | None, bool]:
+    """Return the parity figures of `out` if it is this export, whole; and whether it is damaged.
+
+    UserError if it is not an export.
+    """
     if not out.exists():
-        return None
+        return None, False
+    if may_be_restored(out):
+        return None, True
     present, files = read_lineage(out) or ({}, {})
     if present.get("kind") != "export":
         raise UserError(f"{out} exists and is not an export; give a new directory")
-    same = all(
-        present.get(key) == lineage[key] for key in ("checkpoint_sha256", "weights", "dtype")
-    )
-    return dict(present["parity"]) if same and is_whole(out, files) else None
+    if any(present.get(key) != lineage[key] for key in ("checkpoint_sha256", "weights", "dtype")):
+        return None, False
+    return (dict(present["parity"]), False) if is_whole(out, files) else (None, True)
 
 
 def _copy_configuration(out: Path, checkpoint: Path, record: CheckpointRecord) -> None:

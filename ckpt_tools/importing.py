@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from base.errors import UserError
-from base.files import committed_directory, fsync_path, record_file, sha256_of, write_json
+from base.files import committed_directory, fsync_path, record_file, sha256_of, write_sealed
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
 from ckpt_tools.formats.parallel import hash_in_parallel, is_whole, verify_in_parallel
@@ -119,7 +119,7 @@ def _write(
         for name in (PROBE, *(f"{IMPORTED_FROM}/{name}" for name in copied)):
             files[name] = record_file(aside / name)
         complete = record.model_copy(update={"files": dict(sorted(files.items()))})
-        write_json(aside / CHECKPOINT_JSON, complete.model_dump(mode="json"))
+        write_sealed(aside / CHECKPOINT_JSON, complete.model_dump(mode="json"))
 
 
 def _is_there(out: Path, record: CheckpointRecord) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
-from base.files import FileRecord, committed_directory, fsync_path, write_json
+from base.files import FileRecord, committed_directory, fsync_path, write_json, write_sealed
 from base.frozen import NAME_PATTERN, fingerprint
 from base.progress import Progress
 from base.reading import read_object
@@ -19,7 +19,7 @@ from ckpt_tools.hf.directory import (
     read_lineage,
     write_lineage,
 )
-from ckpt_tools.hf.results import Result, read_result
+from ckpt_tools.hf.results import Result, read_content, read_result
 from ckpt_tools.model_card import README, model_card
 from train.run.config import RunConfig, load_run
 from train.run.directory import RunDirectory
@@ -183,10 +183,10 @@ def _lay_out(
     for result in export.results:
         target = aside / result.path.relative_to(export.directory)
         target.parent.mkdir(parents=True, exist_ok=True)
-        content = _without_places(read_object(result.path), run_dir)
+        content = _without_places(read_content(result.path), run_dir)
         digests = {name: records[name].digest for name in result.model.weights_digests}
         content["model"] |= {"weights_digests": digests}
-        write_json(target, content)
+        write_sealed(target, content)
 
     # Ingredients of an average are named by their published revisions.
     lineage = {"environment": {}} | export.lineage

@@ -67,6 +67,7 @@ RESULT_KEYS = (
     ("`spec`", "the settings that made the figures, every default filled in"),
     ("`measured`", "the figures, their intervals, and `units`"),
     ("`environment`", "commit, command line, versions, machine, seconds"),
+    ("`sha256`", "[seal](../concepts.md#measuring): hash of all values above"),
 )
 
 

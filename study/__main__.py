@@ -130,6 +130,7 @@ def run(
     from study.machine.needs import Needs
     from study.pipeline.locks import locked
     from study.pipeline.runner import Runner, StepError
+    from study.pipeline.status import left_out_words
     from study.pipeline.steps import refresh_command, steps_of
     from study.text.steps import check_held_out, check_text
     from study.tracking.store import opening, tracking_uri
@@ -151,15 +152,19 @@ def run(
             save_study(directory, study)
             hardware.record(directory)
             steps, live = steps_of(study), refresh_command(study)
-            Runner(directory, steps, hardware, lock_fd, needs.machine, live).run()
+            runner = Runner(directory, steps, hardware, lock_fd, needs.machine, live)
+            runner.run()
     except StepError as failure:
         typer.echo(f"error: {failure}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command resumes from here", err=True)
         raise typer.Exit(130) from None
-    typer.echo(f"report: {(directory / REPORT).absolute()}")
+    reasons = list(runner.left_out.values())
+    beside = f", {left_out_words(reasons)}" if reasons else ""
+    typer.echo(f"{len(runner.complete)}/{len(steps)} steps complete{beside}")
     typer.echo(f"MLflow: {opening(directory, uri)}")
+    typer.echo(f"report: {(directory / REPORT).absolute()}")
 
 
 @app.command()
@@ -172,21 +177,11 @@ def status(
     Example: python -m study status tiny --root runs
     """
     from study.pipeline.ledger import Ledger
+    from study.pipeline.status import status_lines
     from study.pipeline.steps import steps_of
 
     directory, study = existing(name, root)
-    steps = steps_of(study)
-    ledger = Ledger(directory, steps)
-    complete = ledger.complete_steps()
-    for kind in dict.fromkeys(step.kind for step in steps):
-        own = [step for step in steps if step.kind == kind]
-        left = [step for step in own if step.name not in complete]
-        line = f"{kind:10} {len(own) - len(left)}/{len(own)}"
-        if left:
-            awaited = [f"waits for {name}" for name in left[0].after if name not in complete]
-            line += f"  next: {left[0].name}: {awaited[0] if awaited else ledger.reason(left[0])}"
-        typer.echo(line)
-    typer.echo(f"{len(complete)}/{len(steps)} steps complete in {directory}")
+    typer.echo("\n".join(status_lines(Ledger(directory, steps_of(study)))))
 
 
 @app.command(hidden=True)
@@ -199,6 +194,7 @@ def collect(
     Example: python -m study collect tiny --root runs
     """
     from study.results.collect import collect_rows
+    from study.results.diverged import left_out_lines
     from study.results.table import write_table
 
     directory, study = existing(name, root)
@@ -209,6 +205,8 @@ def collect(
     typer.echo(
         f"{path}: {len(collected.rows)} rows, {collected.num_found} of {collected.expected} results"
     )
+    for line in left_out_lines(directory, study):
+        typer.echo(line)
 
 
 @app.command()
@@ -230,6 +228,7 @@ def report(
     if claims:
         from study.claims.page import claims_text, judge_all
         from study.report.effects import effect_tables, effects_text
+        from study.results.diverged import left_out_lines
         from study.results.effects import effects_of
         from study.results.paired import Paired
         from study.results.table import read_table
@@ -237,6 +236,8 @@ def report(
         rows, paired = read_table(directory, study), Paired(directory)
         typer.echo("\n".join(effects_text(effect_tables(study, effects_of(study, rows, paired)))))
         typer.echo(claims_text(study, judge_all(study, rows, paired)))
+        for line in left_out_lines(directory, study):
+            typer.echo(line)
         return
 
     from study.report.report import write_report

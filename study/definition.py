@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from base.errors import UserError
-from base.files import write_json
+from base.files import write_sealed
 from base.frozen import NAME_PATTERN, Shown, fingerprint
-from base.reading import read_model
+from base.reading import as_model, read_sealed
 from study.axes import AnyRun, Axis, Varied, axes_of, text_of, varied_of
 from study.design import Group, control_among, equal_runs, replicates_of
 from study.measurements.curvature import CURVATURE, CurvatureSettings
@@ -21,6 +21,7 @@ from study.measurements.quantization import (
     QUANTIZE,
     QuantizationSettings,
 )
+from study.measurements.sizes import misfits
 from study.measurements.step import SLICE, STEP, Along
 from study.measurements.tasks import TASKS, Accuracies, TasksSettings
 from study.paths import MeasuredModel, last_model, released_model
@@ -137,6 +138,7 @@ class Study(Shown):
                     " to saving.average_steps"
                 )
         saves_one = len(run.save_steps) < 2 and name not in self.controls
+        yield from misfits(run, self.quantization, self.curvature)
         if self.quantization.by_block and saves_one:
             yield f"run {name} saves one checkpoint, a slice goes through the last two; save more"
         if run.branch_from:
@@ -156,12 +158,11 @@ class Study(Shown):
     def parent_of(self, run: RunConfig) -> RunConfig:
         """Return the run of this study that `run` branches from; ValueError without one."""
         assert run.branch_from
+        place = run.branch_from.run
         for parent in self.trained:
-            if run.branch_from.run == f"../{parent.name}":
+            if place == f"../{parent.name}":
                 return parent
-        raise ValueError(
-            f"{run.name} branches from {run.branch_from.run}, which is not a run of the study"
-        )
+        raise ValueError(f"{run.name} branches from {place}, which is not a run of the study")
 
     def models_of(self, run: AnyRun) -> list[MeasuredModel]:
         """Return the measured models of the run by rising step, averages after weights."""
@@ -283,18 +284,17 @@ KINDS: tuple[tuple[Kind[Any], Callable[[Study], Any]], ...] = (
 def save_study(directory: Path, study: Study) -> None:
     """Write study.json."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / "study.json", study.model_dump(mode="json"))
+    write_sealed(directory / "study.json", study.model_dump(mode="json"))
 
 
 def load_study(directory: Path) -> Study:
-    """Return the study of a directory; UserError without one, or for one of another version."""
-    path = directory / "study.json"
+    """Return the study of a directory; UserError without one, or for a changed or older one."""
+    path, again = directory / "study.json", "run the recipe again, which writes it anew"
     try:
-        return read_model(Study, path)
+        return as_model(Study, read_sealed(path, again), path)
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist; start the study with 'python -m study run NAME --root ROOT'"
         ) from None
     except UserError as error:
-        problem = str(error).partition(";")[0]
-        raise UserError(f"{problem}; run the recipe again, which writes it anew") from None
+        raise UserError(f"{str(error).partition(';')[0]}; {again}") from None

@@ -36,10 +36,11 @@ from train.run.directory import PROBE_SEQUENCES, PROBE_TOKENS, RunDirectory
 from train.run.launch import Launch
 from train.run.metrics import HELD_OUT_LOSS, MetricsWriter
 from train.run.schedules import learning_rate
+from train.run.status import Ending
 from train.running.agreement import Agreement
 from train.running.profiling import Profile
 from train.running.watchdog import Phase, Watchdog
-from train.spikes import StepJudge
+from train.spikes import DivergedError, StepJudge
 
 
 class _Training:
@@ -61,7 +62,7 @@ class _Training:
             return batch.pinned() if device.type == "cuda" else batch
 
         self.batches = Prefetch(read, run.total_steps)
-        self.attempt = Attempt(directory, self.engine.layout)
+        self.attempt = Attempt(directory, fingerprint(run), self.engine.layout)
         self.metrics: MetricsWriter | None = None
         self.step = 0
 
@@ -110,6 +111,8 @@ class _Training:
         state = self.begin(launch)
         if state.record is None:
             self.evaluate_and_save(None)
+        if self.step == total and is_rank_zero():
+            print(f"{self.run.name} is complete: it ended at step {total}, nothing is trained")
         self.agreement.raise_failures(self.step, self.batches.failure(self.step + 1))
         with Progress(self.run.name, total, done=self.step) as progress:
             while self.step < total and not self.agreement.stopping:
@@ -154,7 +157,7 @@ class _Training:
             del row["counted_fraction"]
         if self.judge.objection:
             if not self.judge.skips:
-                raise self.not_learning(self.judge.objection)
+                raise self.diverged(self.judge.objection, result.loss)
             row["skipped"] = 1
 
         # Further forward passes, with the weights after the update.
@@ -162,20 +165,16 @@ class _Training:
             figures |= forward_figures(self.engine, self.observed)
         figures |= self.quantization.figures(step)
         if not all(map(math.isfinite, figures.values())):
-            raise self.not_learning("not finite: weights, activations, logits or rounded losses")
+            raise self.diverged("not finite: weights, activations, logits or rounded losses")
         self.averages.update(step)
         self.log(step, **row, **figures)
         self.saver.advance(writing=writing)
         return result, speed["tokens_per_second"]
 
-    def not_learning(self, figures: str) -> UserError:
-        """Return the error of a run that must not continue."""
+    def diverged(self, figures: str, loss: float | None = None) -> DivergedError:
+        """Return the error that ends a run, once its last good checkpoint is saved."""
         self.saver.flush()
-        steps = sorted(self.directory.complete_steps() + self.directory.complete_restarts())
-        return UserError(
-            f"at step {self.step} of {self.run.name}: {figures}; the last good checkpoint is "
-            f"{f'step {steps[-1]}' if steps else 'none'}, lower the peak learning rate"
-        )
+        return DivergedError(self.directory, self.run.name, self.step, figures, loss)
 
     def evaluate(self, average: str | None = None) -> dict[str, float]:
         """Return the held-out losses of the model as it is, logged.
@@ -189,7 +188,7 @@ class _Training:
         suffix = f"/{average}" if average else ""
         for name, loss in losses.items():
             if not math.isfinite(loss):
-                raise self.not_learning(f"not finite: held-out loss {loss} ({name}{suffix})")
+                raise self.diverged(f"not finite: held-out loss {loss} ({name}{suffix})")
         self.log(self.step, **{name + suffix: loss for name, loss in losses.items()})
         return losses
 
@@ -270,12 +269,13 @@ class _Training:
         self.watchdog.close()
         self.engine.close()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, error: BaseException, reason: str) -> None:
         """Write status.json of an attempt that an error ends."""
         with contextlib.suppress(OSError):  # the error that ends training may be the disk's
             if dist.get_rank() == 0:
                 remove_unfinished(self.directory)
-            self.attempt.end("failed", self.step, reason)
+            ending: Ending = "diverged" if isinstance(error, DivergedError) else "failed"
+            self.attempt.end(ending, self.step, reason, loss=getattr(error, "loss", None))
 
 
 def train(run_path: Path, run: RunConfig, launch: Launch) -> None:
@@ -294,7 +294,7 @@ def train(run_path: Path, run: RunConfig, launch: Launch) -> None:
         raise
     except BaseException as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        training.fail(reason)
+        training.fail(error, reason)
         if launch.deterministic and "deterministic implementation" in reason:  # torch's words
             raise UserError(f"--deterministic: {reason}; train without it") from error
         raise

@@ -1,13 +1,35 @@
-"""The rejection of updates whose losses or gradients overflowed, or are far above those before."""
+"""The rejection of updates whose losses or gradients overflowed, or are far above those before.
+
+A run that cannot continue for that has diverged. That is a result of training, not a failure of it.
+"""
 
 import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from base.errors import UserError
 from train.engine import StepResult
 from train.run.config import RunConfig
-from train.run.directory import CheckpointRecord
+from train.run.directory import CheckpointRecord, RunDirectory
+
+
+class DivergedError(UserError):
+    """The end of a run that diverged at `step`.
+
+    Attributes:
+        loss: of training at that step, nats per token; None where it is not finite.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, run: str, step: int, figures: str, loss: float | None
+    ) -> None:
+        self.loss = loss if loss is not None and math.isfinite(loss) else None
+        steps = sorted(directory.complete_steps() + directory.complete_restarts())
+        super().__init__(
+            f"{run} diverged at step {step}: {figures}; the last good checkpoint is"
+            f" {f'step {steps[-1]}' if steps else 'none'}, lower the peak learning rate"
+        )
 
 
 def _limit(values: Sequence[float], sigmas: float) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
-from base.files import committed_directory
+from base.files import committed_directory, scratch_directory, unfinished_of
 from base.progress import Progress
 from ckpt_tools.averaging.inputs import Input, open_inputs
 from ckpt_tools.averaging.sums import AveragedWeights
@@ -18,7 +18,9 @@ from ckpt_tools.hf.directory import (
     CONFIGURATION_FILES,
     TOKENIZER_FILES,
     copy_files,
+    may_be_restored,
     read_lineage,
+    restore,
     write_lineage,
 )
 from ckpt_tools.hf.forward import read_config, spread_ids, stream_logits
@@ -116,27 +118,43 @@ def _parse_weights(weights: str, count: int) -> tuple[float, ...]:
 def _make(out: Path, method: str, factors: tuple[float, ...], inputs: list[Input]) -> None:
     """Write an average unless it is there already."""
     lineage = _lineage(out, method, factors, inputs)
-    if out.exists():
-        present, files = read_lineage(out) or ({}, {})
-        if any(present.get(key) != value for key, value in lineage.items()):
-            raise UserError(f"{out} exists and is not this average; give a new directory")
-        if is_whole(out, files):
-            return
+    if not out.exists():
+        with committed_directory(out) as aside:
+            _write(aside, factors, inputs, lineage)
+    elif not _is_there(out, lineage):
+        with scratch_directory(unfinished_of(out)) as aside:
+            _write(aside, factors, inputs, lineage)
+            restore(out, aside)
+
+
+def _is_there(out: Path, lineage: dict[str, Any]) -> bool:
+    """Return whether `out` is this average, undamaged; UserError if it is something else."""
+    if may_be_restored(out):
+        return False
+    present, files = read_lineage(out) or ({}, {})
+    if any(present.get(key) != value for key, value in lineage.items()):
+        raise UserError(f"{out} exists and is not this average; give a new directory")
+    return is_whole(out, files)
+
+
+def _write(
+    aside: Path, factors: tuple[float, ...], inputs: list[Input], lineage: dict[str, Any]
+) -> None:
+    """Write the average into an empty directory; its lineage.json comes last."""
     newest = inputs[-1]
     models = {model.path: model.weights for model in inputs}
     mean = AveragedWeights(models, factors, DTYPES[newest.dtype])
-    with committed_directory(out) as aside:
-        files = write_weights(aside, mean)
-        copy_files(newest.path, aside, (*CONFIGURATION_FILES, *TOKENIZER_FILES))
-        complete_configuration(aside, newest.dtype)
-        # No engine computed with these weights: the logits can only be checked to be finite.
-        input_ids_BS = spread_ids(read_config(aside).vocab_size, 1, SANITY_TOKENS)
-        if not stream_logits(aside, input_ids_BS).isfinite().all():
-            raise UserError(
-                "the average computes logits that are not finite, so it was not written; leave"
-                " models out"
-            )
-        write_lineage(aside, lineage, files)
+    files = write_weights(aside, mean)
+    copy_files(newest.path, aside, (*CONFIGURATION_FILES, *TOKENIZER_FILES))
+    complete_configuration(aside, newest.dtype)
+    # No engine computed with these weights: the logits can only be checked to be finite.
+    input_ids_BS = spread_ids(read_config(aside).vocab_size, 1, SANITY_TOKENS)
+    if not stream_logits(aside, input_ids_BS).isfinite().all():
+        raise UserError(
+            "the average computes logits that are not finite, so it was not written; leave"
+            " models out"
+        )
+    write_lineage(aside, lineage, files)
 
 
 def _lineage(

@@ -12,13 +12,25 @@ from typing import Any, Literal
 from base.digests import Algorithm
 from base.environment import environment
 from base.errors import UserError
-from base.files import FileRecord, check_inside, record_file, write_json
-from base.reading import read_json
+from base.files import (
+    FileRecord,
+    check_inside,
+    first_damage,
+    fsync_path,
+    record_file,
+    replace_directory,
+    write_sealed,
+)
+from base.reading import read_sealed
 
 LINEAGE_JSON = "lineage.json"
 RESULT_JSON = "result.json"
 DENSE_JSON = "dense/dense.json"  # below a result's directory, beside the dequantized weights
 VERIFICATION_PROBE = "verification/probe.safetensors"  # computed by the training engine
+REMAKE = (  # after a damage of lineage.json
+    "restore it, run the study again, or make the directory again with 'python -m ckpt_tools"
+    " export' or 'average'"
+)
 CONFIGURATION_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (  # of a tokenizer alone, or of a whole HF model
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -76,9 +88,9 @@ def compared_results(results: list[Path]) -> list[Path]:
 
 
 def write_result(directory: Path, result: dict[str, Any]) -> None:
-    """Write result.json, whole or not at all."""
+    """Write result.json, sealed, whole or not at all."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / RESULT_JSON, result)
+    write_sealed(directory / RESULT_JSON, result)
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> list[str]:
@@ -95,7 +107,7 @@ def write_lineage(
     known_records: dict[str, FileRecord],
     algorithm: Algorithm = "blake3",
 ) -> None:
-    """Write lineage.json, the last file of a directory, with size and hash of all others.
+    """Write lineage.json, sealed, the last file of a directory, with size and hash of all others.
 
     The environment is this process's, unless `lineage` has one.
 
@@ -112,22 +124,70 @@ def write_lineage(
     }
     recorded = {name: record.model_dump() for name, record in files.items()}
     content = {**lineage, "files": recorded}
-    write_json(directory / LINEAGE_JSON, {"environment": environment(), **content})
+    write_sealed(directory / LINEAGE_JSON, {"environment": environment(), **content})
+
+
+def restore(hf_dir: Path, again: Path) -> None:
+    """Put right a damaged HF directory by the same one, made again beside it.
+
+    Where the files are those that lineage.json records, only damaged ones are replaced: what was
+    measured of the model stays, and stays valid. Where lineage.json itself is missing or damaged,
+    it is replaced if all other files are as they were made again.
+
+    Raises:
+        UserError: lineage.json is damaged, and so is another file, or it is of another model.
+    """
+    records, recorded = vouched_files(again), vouched_files(hf_dir)
+    if recorded is None:
+        damage = first_damage(hf_dir, records or {})
+        if damage:
+            raise UserError(
+                f"{hf_dir / LINEAGE_JSON} is missing or was changed, and {damage}; move the"
+                " directory away and run again"
+            )
+        damaged = [LINEAGE_JSON]
+    elif recorded != records:
+        replace_directory(hf_dir, again)
+        return
+    else:
+        damaged = [name for name in recorded if first_damage(hf_dir, {name: recorded[name]})]
+    for name in damaged:
+        (hf_dir / name).parent.mkdir(exist_ok=True)
+        os.replace(again / name, hf_dir / name)
+        fsync_path((hf_dir / name).parent)
+
+
+def vouched_files(hf_dir: Path) -> dict[str, FileRecord] | None:
+    """Return the files that lineage.json vouches for; None where it is missing or damaged."""
+    try:
+        lineage = read_lineage(hf_dir)
+    except UserError:
+        return None
+    return lineage[1] if lineage else None
+
+
+def may_be_restored(hf_dir: Path) -> bool:
+    """Return whether a directory holds weights without a lineage.json that can be read.
+
+    Which model it is shows when that is made again: see `restore`.
+    """
+    return vouched_files(hf_dir) is None and any(hf_dir.glob("*.safetensors"))
 
 
 def read_lineage(hf_dir: Path) -> tuple[dict[str, Any], dict[str, FileRecord]] | None:
-    """Return the lineage of a directory and the files it vouches for; None without lineage.json."""
+    """Return the lineage of a directory and the files it vouches for; None without lineage.json.
+
+    UserError if lineage.json was changed after it was written.
+    """
     path = hf_dir / LINEAGE_JSON
     if not path.exists():
         return None
+    lineage = read_sealed(path, REMAKE)
     try:
-        lineage = read_json(path)
         files = {
             name: FileRecord.model_validate(record) for name, record in lineage.pop("files").items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError):  # also of JSON and of a record
-        raise UserError(
-            f"{path} is damaged; restore it, or export the checkpoint to another directory"
-        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path} lists no files; {REMAKE}") from None
     check_inside(path, files)
     return lineage, files

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, overload
 from pydantic import Field, ValidationError
 
 from base.errors import UserError
-from base.reading import read_object
+from base.reading import read_sealed
 from ckpt_tools.hf.directory import RESULT_JSON
 from ckpt_tools.hf.measured import Curvature, Quantization, Read, Slice, Step, Tasks
 
@@ -71,6 +71,9 @@ NAMES: dict[type[Read], str] = {
     Step: "a quantization step ('python -m curvature step')",
     Slice: "a slice ('python -m curvature slice')",
 }
+REMEASURE = (
+    "run the study again, or measure again with 'python -m quant_eval' or 'python -m curvature'"
+)
 # A setting that only specs of this kind have; the first that a spec has decides.
 KIND_OF_SETTING: dict[str, type[Read]] = {
     "tasks": Tasks,
@@ -97,17 +100,17 @@ def read_result(path: Path, kind: type[Any] | None = None) -> Result[Any]:
         kind: the expected class of `measured`; None: whichever the file holds.
 
     Raises:
-        UserError: the file does not exist, is damaged, or of another kind.
+        UserError: the file does not exist, was changed after it was written, or is of another kind.
     """
     path = path / RESULT_JSON if path.is_dir() else path
-    content = _read_content(path)
+    content = read_content(path)
 
     # Its kind follows from its settings; a spec without any of them may be of any kind.
     settings = content["spec"]
     kinds = [of_setting for key, of_setting in KIND_OF_SETTING.items() if key in settings]
     file_kind = kinds[0] if kinds else kind
     if file_kind is None:
-        raise UserError(f"{path} is of no known kind of measurement; measure again")
+        raise UserError(f"{path} is of no known kind of measurement; {REMEASURE}")
     if kind not in (None, file_kind):
         raise UserError(f"{path} is a result of {NAMES[file_kind]}; give one of {NAMES[kind]}")
 
@@ -118,21 +121,21 @@ def read_result(path: Path, kind: type[Any] | None = None) -> Result[Any]:
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(str(part) for part in problem["loc"])
-        raise UserError(f"{path} is damaged ('{key}': {problem['msg']}); measure again") from None
+        raise UserError(f"{path} is damaged ('{key}': {problem['msg']}); {REMEASURE}") from None
     return result
 
 
-def _read_content(path: Path) -> dict[str, Any]:
-    """Return the content of a result.json, with its spec, if empty, and `measured`."""
+def read_content(path: Path) -> dict[str, Any]:
+    """Return the whole content of a result.json, with its spec, if empty, and `measured`."""
     try:
-        content = read_object(path, "measure again")
+        content = read_sealed(path, REMEASURE)
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist; measure it, or run the study again, which does"
         ) from None
     settings = content.get("spec", {})
     if not isinstance(settings, dict) or "measured" not in content:
-        raise UserError(f"{path} is not a result of a measurement; give one, or measure again")
+        raise UserError(f"{path} is not a result of a measurement; give one, or {REMEASURE}")
     return {**content, "spec": settings}
 
 

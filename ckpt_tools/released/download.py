@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from base.errors import UserError
-from base.files import FileRecord, committed_directory, record_file, write_json
+from base.files import FileRecord, committed_directory, record_file, write_sealed
 from base.frozen import NAME_PATTERN
 from base.progress import Progress
 from ckpt_tools.hf.directory import VERIFICATION_PROBE, read_lineage
@@ -143,7 +143,7 @@ def _seal(directory: Path, record: DownloadRecord) -> None:
     from ckpt_tools.formats.weight_files import weight_files
 
     weight_files(directory)
-    write_json(directory / DOWNLOAD_JSON, record.model_dump(mode="json"))
+    write_sealed(directory / DOWNLOAD_JSON, record.model_dump(mode="json"))
 
 
 def _fetch_all(repo: str, revisions: list[str], into: Path) -> None:

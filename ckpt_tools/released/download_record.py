@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from base.errors import explain_validation
 from base.files import FileRecord, check_inside
 from base.frozen import Frozen
-from base.reading import read_regular
+from base.reading import as_model, read_sealed
 
 DOWNLOAD_JSON = "download.json"
 HUB_STATE = ".cache"  # directory of huggingface_hub's notes, beside the files that it fetched
@@ -30,13 +27,10 @@ class DownloadRecord(Frozen):
 
 
 def read_download(directory: Path) -> DownloadRecord | None:
-    """Return download.json of a directory, None if it has none."""
+    """Return download.json of a directory, None if it has none; UserError if it was changed."""
     path = directory / DOWNLOAD_JSON
     if not path.is_file():
         return None
-    try:
-        record = DownloadRecord.model_validate_json(read_regular(path))
-    except ValidationError as error:
-        raise explain_validation(str(path), error) from None
+    record = as_model(DownloadRecord, read_sealed(path, "download it again"), path)
     check_inside(path, record.files)
     return record

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from base.errors import UserError
 from base.rounding.levels import E2M1, E5M2
+from quant_eval.sizes import check_cast
 from quant_eval.specs import QuantSpec
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -59,12 +60,7 @@ class ActivationCast(nn.Module):
         assert not is_static or format.startswith(("int", "fp8"))
         self.width, self.is_static = width, is_static
         self.args = None if format == "fp8e5m2" else cast_args(format, is_static)
-        size = self.args.group_size if self.args else None
-        if size and width % size:
-            raise UserError(
-                f"{format} casts groups of {size} features, which do not divide the {width} inputs"
-                " of a linear; choose a format without groups, such as fp8"
-            )
+        check_cast(format, width)
         self.needs_range = is_static or format == "nvfp4"
         self._is_fixed = not self.needs_range
         self.register_buffer("largest", torch.zeros(1))

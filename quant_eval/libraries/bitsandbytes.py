@@ -14,9 +14,8 @@ from bitsandbytes.nn.modules import Int8Params, Linear8bitLt
 from torch import Tensor, nn
 
 from base.errors import UserError
+from quant_eval.sizes import NF4_GROUP_SIZES
 from quant_eval.specs import QuantSpec
-
-NF4_GROUP_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def replace_linears(block: nn.Module, names: Sequence[str], spec: QuantSpec) -> None:

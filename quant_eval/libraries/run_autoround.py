@@ -34,11 +34,11 @@ from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.model import load_hf_model
 from quant_eval.libraries.job import Job, run_process, write_report
 from quant_eval.model.families import ARCHITECTURES
+from quant_eval.sizes import AUTOROUND_MULTIPLE
 from quant_eval.specs import QuantSpec
 
 SEED = 0
 BATCH = 8  # sequences of an iteration, as in the paper
-MULTIPLE = 32  # auto-round leaves out linears of other sizes
 REACH = 2  # steps a weight may move: half by rounding, up to one by what is learned
 BLOCK_DONE = re.compile(r"quantized (\d+)/(\d+) layers in the block, loss .*: (\S+)")
 # Starts of warnings that change nothing: transformers', on a loss that is not computed here.
@@ -145,10 +145,10 @@ def check_sizes(linears: dict[str, nn.Linear], ids_NL: Tensor) -> None:
             " more --calibration-sequences"
         )
     for name, linear in linears.items():
-        if linear.out_features % MULTIPLE or linear.in_features % MULTIPLE:
+        if linear.out_features % AUTOROUND_MULTIPLE or linear.in_features % AUTOROUND_MULTIPLE:
             raise UserError(
                 f"auto-round leaves out {name}, {linear.out_features} x {linear.in_features}: it"
-                f" takes multiples of {MULTIPLE}; use our own gptq"
+                f" takes multiples of {AUTOROUND_MULTIPLE}; use our own gptq"
             )
 
 

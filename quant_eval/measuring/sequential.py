@@ -13,13 +13,12 @@ from torch import Tensor
 from base.errors import UserError
 from base.ranks import Ranks
 from ckpt_tools.hf.measured import Linear
-from quant_eval.casts.activations import activation_cast
 from quant_eval.measuring.groups import GroupQuantizer, Keep, Linears
 from quant_eval.model.activations import Activations
 from quant_eval.model.families import SITES
 from quant_eval.model.streamed import Block, StreamedModel
 from quant_eval.rounding.inputs import InputStatistics
-from quant_eval.rounding.trellis import check_width
+from quant_eval.sizes import check_linears
 from quant_eval.specs import QuantSpec
 from quant_eval.transforms.learned import learn_transforms, sample
 from quant_eval.transforms.placement import Places, places_of
@@ -34,17 +33,9 @@ FOLDING = ("awq",)
 def check_spec(model: StreamedModel, spec: QuantSpec) -> None:
     """Refuse a spec that a linear's sizes do not fit, or whose transforms have no place."""
     try:
-        for name, linear in model.empty_linears().items():
-            width = linear.in_features
-            if spec.group_size is not None and width % spec.group_size:
-                raise UserError(
-                    f"group size {spec.group_size} does not divide the {width} input features of"
-                    f" {name}; choose a divisor, or perchannel"
-                )
-            activation_cast(spec, width)
-            if spec.method == "qtip":
-                check_width(width, f"inputs of {name}", spec.bits)
-                check_width(linear.out_features, f"outputs of {name}", spec.bits)
+        linears = model.empty_linears().items()
+        shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears}
+        check_linears(spec, shapes)
         places_of(spec, model.family, model.config)
     except UserError as error:
         raise UserError(f"spec {spec.name}: {error}") from None

@@ -1,7 +1,7 @@
 """QTIP (Tseng et al. 2024, arXiv:2406.11235): trellis codes of tiles of a weight, in GPTQ's order.
 
-`measuring.groups` calls `qtip`, and `check_width` before a model is read. The code of a tile is in
-`trellis_code`.
+`measuring.groups` calls `qtip`, and `sizes.check_tiles` before a model is read. The code of a tile
+is in `trellis_code`.
 
 Shapes: O output features (rows), I input features, B columns of a block, R tiles of 16 rows, T
     weights of a tile, C bytes of a tile.
@@ -16,23 +16,14 @@ from base.errors import UserError
 from base.ranks import ALONE, Ranks
 from base.rounding.gptq import ROW_MULTIPLE, prepare
 from quant_eval.rounding.trellis_code import Trellis
+from quant_eval.sizes import TILE, check_tiles
 from quant_eval.specs import QuantSpec
-from quant_eval.transforms.hadamard import hadamard_steps, has_hadamard
+from quant_eval.transforms.hadamard import hadamard_steps
 from quant_eval.transforms.steps import Transform, compose
 
-TILE = 16  # rows and columns, so that one sequence is 256 weights
 # Weights have 0.9 of the deviation of the code's values, as in the authors' script: large ones are
 # in reach. Of normal ones, the error is 10% less than with 1 at 4 bits, 1% more at 2.
 DEVIATION = 0.9
-
-
-def check_width(width: int, name: str, bits: int) -> None:
-    """Refuse inputs or outputs, called `name`, that have no tiles or no known Hadamard matrix."""
-    advice = f"give another method, such as gptq-b{bits}-perchannel"
-    if width % TILE:
-        raise UserError(f"the {width} {name} are not a multiple of {TILE}; {advice}")
-    if not has_hadamard(width):
-        raise UserError(f"no Hadamard matrix of size {width} is known, for the {name}; {advice}")
 
 
 @torch.no_grad()
@@ -76,7 +67,7 @@ def qtip(
     assert spec.states is not None
     sizes = sizes or [len(weight_OI)]
     for width, side in ((weight_OI.shape[1], "inputs"), *((size, "outputs") for size in sizes)):
-        check_width(width, f"{side} of {name}", spec.bits)
+        check_tiles(width, f"{side} of {name}", spec.bits)
 
     # incoherent inputs and outputs
     device = weight_OI.device

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from base.environment import environment
 from base.errors import UserError
-from base.files import committed_directory, record_file, scratch_directory, write_json
+from base.files import (
+    committed_directory,
+    record_file,
+    scratch_directory,
+    write_sealed,
+)
 from base.rounding.grid import Rounded
 from ckpt_tools.formats.hf_weights import HFWeights, read_header
 from ckpt_tools.formats.hf_writer import SHARD_BYTES, write_weights
@@ -167,4 +172,4 @@ class CheckpointWriter:
                 "files": {name: record.model_dump() for name, record in sorted(files.items())},
                 "environment": environment(),
             }
-            write_json(aside / LINEAGE_JSON, content)
+            write_sealed(aside / LINEAGE_JSON, content)

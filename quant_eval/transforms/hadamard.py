@@ -7,44 +7,14 @@ arXiv:2402.04396; QuaRot, arXiv:2404.00456). The Kronecker product of two is one
 multiples of 4 up to 256 (N. J. A. Sloane's library).
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from base.errors import UserError
+from quant_eval.sizes import hadamard_factors
 from quant_eval.transforms.steps import Diagonal, Kronecker, Step
-
-LARGEST = 256  # of the known matrices
-
-
-def check_hadamard(widths: Mapping[str, int], block: int | None) -> None:
-    """Refuse widths, of inputs by name, or blocks of them that have no known Hadamard matrix."""
-    for name, width in widths.items():
-        if width % (block or width):
-            problem = f"blocks of {block} do not divide the {width} {name}"
-        elif not _factors(block or width):
-            problem = (
-                f"no Hadamard matrix of size {block or width} is known, for the {width} {name}"
-            )
-        else:
-            continue
-        common = math.gcd(*widths.values())
-        sizes = [size for size in range(2, common + 1) if common % size == 0 and _factors(size)]
-        advice = f"give blocks, such as -had{sizes[-1]}" if sizes else "leave the rotation out"
-        raise UserError(f"{problem}; {advice}")
-
-
-def has_hadamard(width: int) -> bool:
-    """Return whether `hadamard_steps` has a transform of all features together.
-
-    Example: 11,008 is 172 x 64.
-        >>> has_hadamard(11008), has_hadamard(6)
-        (True, False)
-    """
-    return _factors(width) is not None
 
 
 def hadamard_steps(
@@ -59,7 +29,7 @@ def hadamard_steps(
         kept: the first features of every block, which are not transformed.
     """
     size = block or width
-    factors = _factors(size - kept)
+    factors = hadamard_factors(size - kept)
     assert factors is not None, "check_hadamard refuses it"
     left_AA, right_BB = (hadamard_matrix(factor) for factor in factors)
     if kept:
@@ -107,17 +77,3 @@ def hadamard_matrix(size: int) -> Tensor:
             signs = file.get_tensor(str(size)).double()
     matrix: Tensor = signs / size**0.5
     return matrix
-
-
-def _factors(size: int) -> tuple[int, int] | None:
-    """Return A >= B with A B = size of which there are known matrices, as equal as possible."""
-    products = [
-        (size // right, right)
-        for right in range(1, LARGEST + 1)
-        if size % right == 0 and _is_known(right) and _is_known(size // right)
-    ]
-    return min((max(pair), min(pair)) for pair in products) if products else None
-
-
-def _is_known(size: int) -> bool:
-    return size in (1, 2) or (size % 4 == 0 and size <= LARGEST)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from base.errors import UserError
 from quant_eval.model.families import Family
-from quant_eval.transforms.hadamard import check_hadamard, hadamard_matrix, hadamard_steps
-from quant_eval.transforms.rotations import ROTATIONS
+from quant_eval.sizes import check_fused, check_rotation, duquant_block
+from quant_eval.transforms.hadamard import hadamard_matrix, hadamard_steps
 from quant_eval.transforms.steps import Transform, compose
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from quant_eval.specs import QuantSpec
 
 
-DUQUANT_BLOCK = 128  # as in arXiv:2406.01721
 RESIDUAL_SIGNS = 0  # of QuaRot's R1, one for all blocks
 
 Kind = Literal["none", "hadamard", "duquant"]
@@ -87,11 +86,9 @@ def places_of(spec: "QuantSpec", family: Family, config: "PretrainedConfig") -> 
     widths = site_widths(config)
     sites = {site: Place(width) for site, width in widths.items()}
     rotation, block = spec.rotation, spec.rotation_block
+    check_rotation(spec, widths, head_features(config))
     if rotation in ("quarot", "quarot-fused"):
         return _quarot(spec, sites, family, config)
-    is_learned = rotation is not None and ROTATIONS[rotation].is_learned
-    if rotation in ("had", "rhad") or is_learned:  # what is learned starts as rhad
-        check_hadamard({f"inputs of {site}": width for site, width in widths.items()}, block)
     if rotation in ("had", "rhad"):
         signs: Signs = "own" if rotation == "rhad" else "none"
         sites = {
@@ -125,17 +122,7 @@ def _duquant(place: Place, site: str, block: int | None) -> Place:
 
     Inputs narrower than its block are one block.
     """
-    size = block or min(DUQUANT_BLOCK, place.width)
-    if place.width % size:
-        raise UserError(
-            f"blocks of {size} do not divide the {place.width} inputs of {site}; give a divisor,"
-            f" such as -duquant{_largest_divisor(place.width, size)}"
-        )
-    return replace(place, kind="duquant", block=size)
-
-
-def _largest_divisor(width: int, most: int) -> int:
-    return max(size for size in range(1, most + 1) if width % size == 0)
+    return replace(place, kind="duquant", block=duquant_block(place.width, site, block))
 
 
 def _quarot(
@@ -152,14 +139,6 @@ def _quarot(
     """
     head = head_features(config)
     residual = replace(sites["attention_in"], kind="hadamard", signs="residual")
-    check_hadamard(
-        {
-            "hidden features": residual.width,
-            "features of a head": head,
-            "inputs of mlp_out": sites["mlp_out"].width,
-        },
-        None,
-    )
 
     # if nothing but the cache is rounded, nothing but R3 and R2 on cached keys and values is needed
     cached = hadamard_matrix(head) if spec.kv else None
@@ -235,10 +214,7 @@ def _check_residual(
     place: Place, places: Places, family: Family, config: "PretrainedConfig"
 ) -> None:
     """Refuse a rotated residual stream that the norms of the architecture do not pass."""
-    if family.norms == "after":
-        _refuse(f"R1 cannot be fused on {config.model_type}: its norms follow the linears")
-    if family.centers:
-        _refuse(f"R1 cannot be fused on {config.model_type}: LayerNorm subtracts the mean")
+    check_fused(family, config.model_type)
     rotated = {name: places.outputs.get(name) for name in (family.writing, family.mlp_writing)}
     if any(other != place for other in rotated.values()):
         _refuse("R1 has to rotate all that is written to the residual stream alike")

@@ -84,7 +84,7 @@ class Element:
 
     def run(self) -> Ending:
         """Run what is not complete; return how that ended."""
-        open_steps = [step for step in self.steps if not self.ledger.is_complete(step)]
+        open_steps = self.open_steps()
         if not open_steps:
             say("complete already")
             return "complete"
@@ -102,6 +102,14 @@ class Element:
             record_end(self.study_dir, self.key, self.job, ending)
         return ending
 
+    def open_steps(self) -> list[Step]:
+        """Return the steps that are not complete, less those that are left out for good."""
+        return [
+            step
+            for step in self.steps
+            if not self.ledger.left_out(step) and not self.ledger.is_complete(step)
+        ]
+
     def run_all(self, open_steps: list[Step]) -> Ending:
         """Run steps in batches, those that need a failed one left out."""
         limits = self.site.limits
@@ -113,7 +121,7 @@ class Element:
                 self.run_batch(batch)
             if self.stop_file.exists():
                 break
-        if all(self.ledger.is_complete(step) for step in open_steps):
+        if not self.open_steps():
             return "complete"
         asked_by = [stopped_by(self.study_dir, step) for step in open_steps]
         if "user" in asked_by:
@@ -145,14 +153,16 @@ class Element:
         complete = [
             step
             for step in batch
-            if not self.ledger.missing_outputs(step) and (status == 0 or not step.resumes)
+            if status == 0 or self.ledger.divergence(step) or not step.resumes
         ]
+        complete = [step for step in complete if not self.ledger.fault(step)]
         for step in complete:
             self.ledger.finish(step, fingerprints[step.name], seconds)
         if len(complete) == len(batch):
             return 0
         left = next(step for step in batch if step not in complete)
-        say(f"{left.name} is not complete, its command ended with status {status}")
+        fault = self.ledger.fault(left)
+        say(f"{left.name} is not complete, its command ended with status {status}: {fault}")
         return status or 1
 
     def train(self, batch: list[Step]) -> int:
@@ -162,6 +172,11 @@ class Element:
             # What an earlier attempt ended with says nothing of this one.
             RunDirectory(self.study_dir / batch[0].run).status_json.unlink(missing_ok=True)
             status = self.execute(batch)
+            self.ledger.look_again()
+            diverged = self.ledger.divergence(batch[0])
+            if diverged:
+                say(diverged.words)
+                return status
             if status == 0 or self.stop_file.exists() or stopped_by(self.study_dir, batch[0]):
                 return status
             before, position = position, self.position()

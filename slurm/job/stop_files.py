@@ -5,13 +5,12 @@ The user writes them, and so does an element whose job has to end. Only the user
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from base.reading import read_object
 from base.stopping import OTHER_RANK, SIGNALS
 from slurm.job.supervision import say
 from study.pipeline.step import Step
 from train.run.directory import RunDirectory
+from train.run.status import read_status
 
 OURS = "slurm "  # begins what an element writes into a STOP file; any other is the user's
 SIGNALLED = (*(signal.name for signal in SIGNALS), OTHER_RANK)
@@ -38,16 +37,13 @@ def stopped_by(study_dir: Path, step: Step) -> str | None:
     if step.kind != "train":
         return None
     directory = RunDirectory(study_dir / step.run)
-    asked_by: Any
+    asked_by: str | None
     try:
         asked_by = directory.stop_file.read_text().strip() or "user"
     except FileNotFoundError:
-        try:
-            status = read_object(directory.status_json)
-        except FileNotFoundError:
-            return None
-        asked_by = status.get("asked_by")
-    if not isinstance(asked_by, str):
+        status = read_status(directory)
+        asked_by = status.asked_by if status else None
+    if asked_by is None:
         return None
     return "job" if asked_by.startswith(OURS) or asked_by in SIGNALLED else "user"
 

@@ -26,6 +26,7 @@ MARKS = {
     "held": "h",
     "queued": "q",
     "waiting": ".",  # for its inputs, or for room in the queue
+    "left out": "-",  # for good: it needs checkpoints of a run that diverged before
     "made": "#",
 }
 ERROR = re.compile(r"(\d+: )?error: ")
@@ -72,6 +73,7 @@ def look(study_dir: Path) -> Overview:
         now = survey(study_dir, submission, study, ask=False)
     elements = [element_status(now, element, reason) for element in now.open]
     situations = dict.fromkeys(now.ledger.steps, "made")
+    situations |= dict.fromkeys(now.ledger.steps_left_out(), "left out")
     for element in elements:
         situations |= dict.fromkeys(element.steps, element.situation)
     trainings = {run.name: training_of(study_dir, run) for run in study.trained}

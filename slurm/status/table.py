@@ -69,7 +69,7 @@ def training_rows(overview: Overview) -> list[Row]:
     steps = {step.run: step for step in overview.steps if step.kind == "train"}
     for run in overview.study.trained:
         training, step = overview.trainings[run.name], steps[run.name]
-        over = overview.situations[step.name] == "made"
+        over = overview.situations[step.name] in ("made", "left out")
         runs = overview.situations[step.name] in ("running", "started")
         logged = training.silent_seconds if runs else None
         left = None if over or training.left_seconds is None else round(training.left_seconds)
@@ -91,6 +91,8 @@ def training_rows(overview: Overview) -> list[Row]:
 
 def _training_state(overview: Overview, step: Step) -> str:
     word, training = overview.situations[step.name], overview.trainings[step.run]
+    if training.ending == "diverged" and word == "made":
+        word = "diverged"
     if word in ("held", "queued", "waiting") and training.ending:
         word = f"{training.ending}, {word}"
     return f"{word}, attempt {training.attempt}" if training.attempt > 1 else word

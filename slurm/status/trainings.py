@@ -12,11 +12,12 @@ from statistics import median
 from typing import Any
 
 from base.errors import UserError
-from base.reading import parse_json, read_object
+from base.reading import parse_json
 from train.run.config import RunConfig
 from train.run.directory import RunDirectory
 from train.run.environment import attempts
 from train.run.metrics import TRAINED
+from train.run.status import Ending, read_status
 
 METRICS_TAIL_BYTES = 2**16  # some hundred rows
 RANKS_TAIL_BYTES = 2**20  # a report of 4,000 ranks
@@ -33,7 +34,7 @@ STRAGGLER = 1.3  # times the median of the ranks
 class Training:
     """One run."""
 
-    ending: str | None  # "done", "preempted" or "failed"; None: it trains, or it was killed
+    ending: Ending | None  # None: it trains, or it was killed
     attempt: int  # of its newest start, from 1; 0 before the first
     step: int | None  # the newest update; None before the first
     tokens: int  # seen at that step
@@ -48,10 +49,7 @@ class Training:
 def training_of(study_dir: Path, run: RunConfig) -> Training:
     """Read the progress of a run from its files."""
     directory = RunDirectory(study_dir / run.name)
-    try:
-        ending = str(read_object(directory.status_json).get("status"))
-    except FileNotFoundError:
-        ending = None
+    status = read_status(directory)
     environment = directory.environment_json
 
     # the newest attempt, by the end of its metrics
@@ -69,7 +67,7 @@ def training_of(study_dir: Path, run: RunConfig) -> Training:
     left = max(0, run.total_tokens - tokens)
     checkpoints = [*directory.complete_steps(), *directory.complete_restarts()]
     return Training(
-        ending=ending,
+        ending=status.status if status else None,
         attempt=len(attempts(environment)) if environment.exists() else 0,
         step=newest.get("step"),
         tokens=tokens,

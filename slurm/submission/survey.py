@@ -101,7 +101,7 @@ class Survey:
     submission: Submission
     ledger: Ledger
     complete: set[str]  # names of steps
-    open: dict[Element, tuple[str, ...]]  # elements that are not complete, with their open steps
+    open: dict[Element, tuple[str, ...]]  # elements with their steps that are to be made still
     states: dict[Element, JobState]  # what SLURM knows of the newest jobs of open elements
 
     def steps(self, names: Iterable[str]) -> list[Step]:
@@ -153,19 +153,19 @@ def survey(
     """
     ledger = Ledger(study_dir, steps_of(study))
     complete = complete_steps(study_dir, ledger, verify=verify)
-    elements = open_elements(submission, complete)
+    elements = open_elements(submission, complete | ledger.steps_left_out().keys())
     ids = {key: submission.element_ids[key] for key in elements if key in submission.element_ids}
     by_id = cluster.states(ids.values()) if ask else {}
     states = {key: by_id[id_] for key, id_ in ids.items() if id_ in by_id}
     return Survey(study_dir, submission, ledger, complete, elements, states)
 
 
-def open_elements(submission: Submission, complete: set[str]) -> dict[Element, tuple[str, ...]]:
-    """Return the elements with steps that are not complete, in the order of their arrays."""
+def open_elements(submission: Submission, ended: set[str]) -> dict[Element, tuple[str, ...]]:
+    """Return the elements with steps that have not ended, in the order of their arrays."""
     elements = {}
     for array in submission.arrays:
         for index, names in enumerate(array.elements):
-            steps = tuple(name for name in names if name not in complete)
+            steps = tuple(name for name in names if name not in ended)
             if steps:
                 elements[array.name, index] = steps
     return elements

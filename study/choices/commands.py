@@ -28,12 +28,14 @@ def choose(
     from study.choices.learning_rate import answers
     from study.choices.text import answers_text
     from study.claims.verdict import Evidence
+    from study.results.diverged import left_out_lines
     from study.results.paired import Paired
     from study.results.table import read_table
 
     directory, study = existing(name, root)
     evidence = Evidence(study, read_table(directory, study), Paired(directory))
-    typer.echo(answers_text(answers(evidence, loss)))
+    lines = [answers_text(answers(evidence, loss)), *left_out_lines(directory, study)]
+    typer.echo("\n".join(lines))
 
 
 def cooldowns(

@@ -9,6 +9,7 @@ from quant_eval.specs import parse_spec
 from study.definition import Study
 from study.measurements.kind import INTERVAL_LEVEL
 from study.measurements.titles import spec_title
+from study.results.diverged import diverged_runs
 from study.results.estimate import Estimate
 from study.results.paired import Paired, Weighted
 from study.results.summary import DECAYED, Rows, RunSummary, summarize
@@ -78,13 +79,27 @@ class Evidence:
     """A study with its table and its comparisons."""
 
     study: Study
-    rows: Rows
+    table: Rows
     paired: Paired
 
     @cached_property
+    def rows(self) -> Rows:
+        """The rows of the table, less those that lead to no end since their run diverged."""
+        branches = [run for run in self.study.trained if run.branch_from]
+        led = {self.study.parent_of(run).name for run in branches if run.name not in self.diverged}
+        left_out = self.diverged.keys() - led
+        return [row for row in self.table if row["run"] not in left_out]
+
+    @cached_property
+    def diverged(self) -> dict[str, str]:
+        """The runs that no claim and no choice is about, by name, and how they diverged."""
+        return diverged_runs(self.paired.directory, self.study)
+
+    @cached_property
     def ends(self) -> list[RunSummary]:
-        """The runs that are ends of training, in order."""
-        return summarize(self.study, self.rows)
+        """The runs that are ends of training, in order, less those that diverged."""
+        ends = summarize(self.study, self.rows)
+        return [end for end in ends if end.run.name not in self.diverged]
 
     @property
     def annealed(self) -> list[RunSummary]:

@@ -30,10 +30,12 @@ def forecast(
     """
     from study.forecast.cooldowns import Source
     from study.forecast.page import NO_FORECAST, forecast_lines, forecast_runs
+    from study.results.diverged import diverged_runs, left_out_lines
 
     own = Source.read(*existing(name, root))
     learned = [Source.read(*existing(other, root)) for other in others or ()]
-    runs = forecast_runs(own.study)
+    diverged = diverged_runs(own.directory, own.study)
+    runs = [each for each in forecast_runs(own.study) if each.name not in diverged]
     if run is not None:
         names = [each.name for each in own.study.runs]
         if run not in names:
@@ -41,4 +43,4 @@ def forecast(
         runs = [each for each in own.study.runs if each.name == run]
     for each in runs:
         typer.echo("\n".join(forecast_lines(own, learned, each)))
-    typer.echo(NO_FORECAST)
+    typer.echo("\n".join([NO_FORECAST, *left_out_lines(own.directory, own.study)]))

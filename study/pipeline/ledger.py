@@ -1,4 +1,9 @@
-"""The steps of a study that are complete, by what they were made from: content, never time."""
+"""The steps of a study that are complete, by what they were made from: content, never time.
+
+A run that diverged is complete with the checkpoints before: training it again does the same. What
+later ones were for is left out, and table, report and MLflow are made of the rest. Local runner,
+SLURM and status all ask here.
+"""
 
 import hashlib
 import json
@@ -8,7 +13,10 @@ from typing import Any
 from base.errors import UserError
 from base.files import sha256_of, write_json
 from base.reading import read_object
+from study.pipeline.damage import changed_record, gone, remedy
 from study.pipeline.step import Step
+from train.run.directory import RunDirectory, step_of
+from train.run.status import Status, divergence
 
 
 class Ledger:
@@ -20,12 +28,51 @@ class Ledger:
         self.records = directory / "steps"
         self._hashed: dict[Path, tuple[tuple[int, int], str]] = {}
         self._places: dict[str, Path] = {}  # thousands of steps read the same text
+        self._lost: dict[str, str] | None = None
 
-    def reads(self, step: Step) -> list[str]:
-        """Return the files that a step reads of what others made, relative to the study."""
+    def divergence(self, step: Step) -> Status | None:
+        """Return how the training of a step diverged; None for any other step."""
+        if step.kind != "train":
+            return None
+        return divergence(RunDirectory(self.directory / step.run), step.settings)
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """The outputs that never come, relative to the study, and why: 'lr1 diverged at step 2'."""
+        if self._lost is None:
+            self._lost = lost = {}
+            for step in self.steps.values():
+                status, reason = self.divergence(step), self.left_out(step)
+                if status:
+                    reason = f"{step.run} diverged at step {status.step}"
+                for output in step.outputs if reason else ():
+                    if not status or step_of(Path(output).parent.name) >= status.step:
+                        lost[output] = str(reason)
+        return self._lost
+
+    def look_again(self) -> None:
+        """Forget which outputs never come, after a training has ended."""
+        self._lost = None
+
+    def left_out(self, step: Step) -> str | None:
+        """Return why a step is left out for good; None for one that is to be made, or was."""
+        if step.tolerant:
+            return None
+        return next((self.lost[name] for name in self._inputs(step) if name in self.lost), None)
+
+    def outputs(self, step: Step) -> list[str]:
+        """Return the outputs of a step but those that never come."""
+        return [name for name in step.outputs if name not in self.lost]
+
+    def _inputs(self, step: Step) -> list[str]:
         return list(step.reads) or [
             output for name in step.after for output in self.steps[name].outputs
         ]
+
+    def reads(self, step: Step) -> list[str]:
+        """Return the files that a step reads of what others made, relative to the study."""
+        names = self._inputs(step)
+        return [name for name in names if name not in self.lost] if step.tolerant else names
 
     def _place(self, name: str) -> Path:
         if name not in self._places:
@@ -46,11 +93,23 @@ class Ledger:
 
     def _fingerprint(self, step: Step, reads: dict[str, str]) -> str:
         content = {"command": step.command, "settings": step.settings, "reads": reads}
+        if step.tolerant and self.lost:
+            content["lost"] = sorted(set(self.lost.values()))
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def missing_outputs(self, step: Step) -> list[str]:
         """Return its outputs that are not there."""
-        return [name for name in step.outputs if not (self.directory / name).is_file()]
+        return [name for name in self.outputs(step) if not (self.directory / name).is_file()]
+
+    def fault(self, step: Step) -> str | None:
+        """Return in words why a step whose command ended is not complete; None where it is."""
+        missing = self.missing_outputs(step)
+        if missing:
+            beyond = f": {remedy(step.kind)}" if step.kind == "train" else ""
+            return f"it ended without {missing[0]}{beyond}"
+        places = (self.directory / name for name in self.outputs(step))
+        faults = (changed_record(path, step.kind) for path in places)
+        return next((words for words in faults if words), None)
 
     def record(self, step: Step) -> dict[str, Any] | None:
         """Return what was recorded when the step last finished; None without a readable record."""
@@ -69,16 +128,13 @@ class Ledger:
         record = self.record(step)
         if record is None:
             return "not run yet"
+        damage = self.damage(step)
+        if damage:
+            return damage
         try:
-            outputs = self._hashes([*step.outputs])
             hashes = self._hashes(self.reads(step))
         except FileNotFoundError as error:
-            place = Path(error.filename).resolve()
-            return f"{place} is missing; copy it from where the study was made, or run"
-        recorded = record.get("outputs")
-        for name in self._own(step):
-            if not isinstance(recorded, dict) or recorded.get(name) != outputs[name]:
-                return f"{name} is not what the step left; run makes it again"
+            return _missing(error)
         if record.get("fingerprint") == self._fingerprint(step, hashes):
             return None
         if record.get("command") != list(step.command):
@@ -87,9 +143,28 @@ class Ledger:
         changed = [name for name, sha256 in hashes.items() if inputs.get(name) != sha256]
         return f"{changed[0]}, which it reads, has changed" if changed else "its settings changed"
 
+    def damage(self, step: Step) -> str | None:
+        """Return what is wrong with the files that a complete step left, and what to do."""
+        record = self.record(step)
+        if record is None:
+            return None
+        try:
+            outputs = self._hashes(self.outputs(step))
+        except FileNotFoundError as error:
+            return _missing(error)
+        recorded = record.get("outputs")
+        for name in self._own(step):
+            if not isinstance(recorded, dict) or recorded.get(name) != outputs[name]:
+                return f"{self.directory / name} is not what the step left; {remedy(step.kind)}"
+        for name in outputs:
+            file = gone(self._place(name), step.kind)
+            if file:
+                return f"{file.resolve()} is missing or cut off; {remedy(step.kind)}"
+        return None
+
     def _own(self, step: Step) -> list[str]:
         """Return the step's own outputs; what belongs to all studies may change under each."""
-        return [output for output in step.outputs if not output.startswith("../")]
+        return [output for output in self.outputs(step) if not output.startswith("../")]
 
     def _hashes(self, names: list[str]) -> dict[str, str]:
         return {name: self._sha256(self._place(name)) for name in names}
@@ -124,8 +199,19 @@ class Ledger:
 
     def complete_steps(self) -> set[str]:
         """Return the names of the complete steps; a step counts only if all before it do."""
-        complete: set[str] = set()
+        complete, left_out = set[str](), self.steps_left_out().keys()
         for step in self.steps.values():
-            if complete.issuperset(step.after) and self.is_complete(step):
+            before = set(step.after) - left_out
+            if step.name not in left_out and before <= complete and self.is_complete(step):
                 complete.add(step.name)
         return complete
+
+    def steps_left_out(self) -> dict[str, str]:
+        """Return the steps that are left out for good, by name, and why."""
+        reasons = {step.name: self.left_out(step) for step in self.steps.values()}
+        return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _missing(error: FileNotFoundError) -> str:
+    place = Path(error.filename).resolve()
+    return f"{place} is missing; copy it from where the study was made, or run"

@@ -108,6 +108,7 @@ class Runner:
         self.pending = {step.name: step for step in steps}
         self.running: list[_Running] = []
         self.complete: set[str] = set()
+        self.left_out: dict[str, str] = {}  # step -> why it is never made
         self.failures: list[UserError | StepError] = []  # one per step
         self.hangs = Counter[str]()  # by step
         self.progress = StudyProgress(directory.name, steps, self._share, self.ledger)
@@ -144,10 +145,16 @@ class Runner:
         return max(self._slots(step) / self.hardware.cores, of_gpus)
 
     def _ready(self) -> list[Step]:
-        """Return the steps that may start now; count those that are complete already."""
+        """Return the steps that may start now; count those that are complete or left out."""
         ready = []
         for step in list(self.pending.values()):
-            if not self.complete.issuperset(step.after):
+            if not self.complete.issuperset(set(step.after) - self.left_out.keys()):
+                continue
+            reason = self.ledger.left_out(step)
+            if reason:
+                del self.pending[step.name]
+                self.left_out[step.name] = reason
+                self.progress.closed([step])
                 continue
             if step.kind in FINAL:
                 self.live.end()  # what it writes is theirs from now on
@@ -220,16 +227,27 @@ class Runner:
         self.running.remove(running)
         seconds = time.monotonic() - running.started_at
         status = running.process.wait()
+        first = running.steps[0]
+        diverged = None
+        if first.kind == "train":
+            self.ledger.look_again()
+            diverged = self.ledger.divergence(first)
         # Outputs are written whole and were removed before: one that is there is the process's own,
         # however it ended.
         several = len(running.steps) > 1
-        complete = [step for step in running.steps if status == 0 or (several and not step.resumes)]
-        complete = [step for step in complete if not self.ledger.missing_outputs(step)]
+        complete = [
+            step
+            for step in running.steps
+            if status == 0 or diverged or (several and not step.resumes)
+        ]
+        complete = [step for step in complete if not self.ledger.fault(step)]
         for step in complete:
             self.ledger.finish(step, running.fingerprints[step.name], seconds / len(running.steps))
             self.complete.add(step.name)
         if complete:
             self.progress.finished(complete, seconds)
+            if diverged:
+                self.progress.say(diverged.words)
         failed = [step for step in running.steps if step not in complete]
         if not failed:
             return
@@ -241,8 +259,9 @@ class Runner:
             self.progress.again(failed, f"step {first.name} is resumed, {reason}")
             return
         if status == 0:
-            missing = self.ledger.missing_outputs(first)[0]
-            why = f"it ended without {missing}; run again, and if nobody stopped it read the log"
+            why = str(self.ledger.fault(first))
+            if ";" not in why:
+                why += "; run again, and if nobody stopped it read the log"
         else:
             why = reason or f"it ended with status {status}; read the log"
         line = f"step {first.name} failed, log {running.log}: {why}"

@@ -157,7 +157,10 @@ def refresh_command(study: Study) -> tuple[str, ...]:
 
 
 def _last_steps(study: Study, steps: list[Step]) -> list[Step]:
-    """Return table, report and MLflow, which any change of the study makes anew."""
+    """Return table, report and MLflow, which any change of the study makes anew.
+
+    They are made of what there is: of a run that diverged some checkpoints never come.
+    """
     tabled = {kind.name for kind, settings in study.measurements if kind.columns(settings)}
 
     def of_kinds(*kinds: str) -> tuple[str, ...]:
@@ -167,7 +170,14 @@ def _last_steps(study: Study, steps: list[Step]) -> list[Step]:
         command = python("study", kind, study.name, "--root", "{root}")
         settings = fingerprint(study)
         return Step(
-            kind, kind, command, (output,), after, settings=settings, expected_seconds=seconds
+            kind,
+            kind,
+            command,
+            (output,),
+            after,
+            settings=settings,
+            tolerant=True,
+            expected_seconds=seconds,
         )
 
     return [

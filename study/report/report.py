@@ -26,6 +26,7 @@ from study.report.tables import (
     method_table,
     step_table,
 )
+from study.results.diverged import diverged_runs
 from study.results.effects import effects_of
 from study.results.paired import Paired
 from study.results.summary import enumeration, summarize
@@ -47,7 +48,7 @@ def write_report(directory: Path, study: Study) -> Path:
         canvas.runs,
         study=study,
         newest=_newest(directory),
-        facts=_facts(study, rows),
+        facts=" ".join([_facts(study, rows), *_diverged(directory, study)]),
         choice=learning_rate_line(Evidence(study, rows, paired)),
         effects=effects,
         claims_head=HEAD,
@@ -95,6 +96,11 @@ def _facts(study: Study, rows: Sequence[Row]) -> str:
             " the differences between trainings."
         )
     return facts
+
+
+def _diverged(directory: Path, study: Study) -> list[str]:
+    """Return a sentence for every run that diverged."""
+    return [f"{words}." for words in diverged_runs(directory, study).values()]
 
 
 def _intervals(study: Study, rows: Sequence[Row]) -> str:

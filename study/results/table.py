@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from base.digests import SEAL, digest_of_json
 from base.errors import UserError
 from base.files import replaced_file
 from study.axes import NO_ANNEAL, Axis
@@ -164,10 +165,12 @@ def trained(rows: Sequence[Row]) -> list[Row]:
 
 
 def write_table(directory: Path, study: Study, rows: Sequence[Row]) -> Path:
-    """Write table.parquet aside and rename it."""
+    """Write table.parquet, with the hash of its values in its metadata, aside and rename it."""
     path = directory / TABLE
+    table = pa.Table.from_pylist(list(map(dict, rows)), schema=schema_of(study))
+    table = table.replace_schema_metadata({SEAL: digest_of_json(table.to_pylist())})
     with replaced_file(path) as aside:
-        pq.write_table(pa.Table.from_pylist(list(map(dict, rows)), schema=schema_of(study)), aside)
+        pq.write_table(table, aside)
     return path
 
 
@@ -175,18 +178,18 @@ def read_table(directory: Path, study: Study) -> list[Row]:
     """Return the rows of table.parquet; columns that an older version did not have are empty.
 
     Raises:
-        UserError: it was not collected yet, or is damaged.
+        UserError: it was not collected yet, is damaged, or was changed after it was written.
     """
+    again = f"make it again with 'python -m study collect {directory.name}'"
     path = directory / TABLE
     if not path.exists():
-        raise UserError(
-            f"{path} does not exist; make it with 'python -m study collect {directory.name}'"
-        )
+        raise UserError(f"{path} does not exist; {again.replace(' again', '')}")
     try:
-        rows = pq.read_table(path).to_pylist()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise UserError(
-            f"{path} is damaged ({error}); make it again with 'python -m study collect'"
-        ) from None
+        table = pq.read_table(path)
+        rows = table.to_pylist()
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise UserError(f"{path} is damaged ({error}); {again}") from None
+    if (table.schema.metadata or {}).get(SEAL.encode()) != digest_of_json(rows).encode():
+        raise UserError(f"{path} was changed after it was written (its {SEAL} differs); {again}")
     columns = schema_of(study).names
     return [Row.of({name: row.get(name) for name in columns}) for row in rows]

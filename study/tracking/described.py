@@ -6,7 +6,6 @@ from typing import Any
 
 from base.files import sha256_of
 from base.frozen import fingerprint
-from base.reading import read_object
 from study.axes import QUANTITIES, AnyRun
 from study.definition import Study
 from study.paths import REPORT
@@ -15,9 +14,10 @@ from study.results.table import TABLE
 from train.model.families import parameter_shapes
 from train.run.directory import CHECKPOINT_JSON, RunDirectory
 from train.run.environment import attempts
+from train.run.status import divergence, read_status
 
 PARENT_TAG = "mlflow.parentRunId"
-STATUSES = {"done": "FINISHED", "failed": "FAILED"}  # of status.json; a preempted run is resumed
+STATUSES = {"done": "FINISHED", "diverged": "FAILED", "failed": "FAILED"}  # of status.json
 
 
 def run_params(study: Study, run: AnyRun) -> dict[str, str]:
@@ -48,24 +48,25 @@ def is_final(directory: RunDirectory, run: AnyRun) -> bool:
     return isinstance(run, ReleasedRun) or run.total_steps in directory.complete_steps()
 
 
-def read_status(directory: RunDirectory) -> dict[str, Any]:
-    """Return the content of status.json; nothing without one."""
-    try:
-        return read_object(directory.status_json)
-    except FileNotFoundError:
-        return {}
+def has_ended(directory: RunDirectory, run: AnyRun) -> bool:
+    """Return whether the run has its last checkpoint, or diverged."""
+    return is_final(directory, run) or divergence(directory, fingerprint(run)) is not None
 
 
 def status_of(directory: RunDirectory, run: AnyRun) -> str:
     """Return MLflow's word for the state of the run: FINISHED, FAILED or RUNNING."""
     if is_final(directory, run):
         return "FINISHED"
-    return STATUSES.get(read_status(directory).get("status", ""), "RUNNING")
+    status = read_status(directory)
+    return STATUSES.get(status.status, "RUNNING") if status else "RUNNING"
 
 
 def run_tags(directory: RunDirectory, run: AnyRun, parent: str) -> dict[str, str]:
     """Return the lineage: commit, jobs, and path and hash of the newest checkpoint."""
     tags = {PARENT_TAG: parent, "quantdyn.fingerprint": fingerprint(run)}
+    diverged = divergence(directory, fingerprint(run))
+    if diverged:
+        tags["quantdyn.diverged"] = diverged.words
     steps = directory.complete_steps()
     if steps:
         checkpoint = directory.checkpoint(steps[-1]) / CHECKPOINT_JSON

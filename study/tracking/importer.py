@@ -46,6 +46,7 @@ from study.tracking.store import (
 )
 from study.tracking.streams import Stream, metrics_stream, table_stream
 from train.run.directory import RunDirectory
+from train.run.status import read_status
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -200,7 +201,7 @@ class Importer:
         run = self._client.get_run(self.parent)
         self._upload(run, described.study_files(self._directory))
         is_complete = all(
-            described.is_final(RunDirectory(self._directory / run.name), run)
+            described.has_ended(RunDirectory(self._directory / run.name), run)
             for run in self._study.runs
         )
         if is_complete and run.info.status != "FINISHED":
@@ -259,11 +260,11 @@ def follow(directory: Path, study: Study, name: str, uri: str, seconds: float) -
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     os.nice(NICENESS)
     run = RunDirectory(directory / name)
-    earlier = described.read_status(run)
+    earlier = read_status(run)
     while True:
-        status = described.read_status(run)
-        has_ended = status.get("status") == "done" or (status and status != earlier)
-        is_last = stop.is_set() or bool(has_ended)
+        status = read_status(run)
+        has_ended = status is not None and (status.status == "done" or status != earlier)
+        is_last = stop.is_set() or has_ended
         try:
             added = mirror_run(directory, study, name, uri)
             print(f"{time.strftime('%H:%M:%S')} {name}: {added} metrics added", flush=True)

@@ -67,8 +67,8 @@ def _file_of(uri: str) -> Path:
 def bounded(text: str) -> str:
     """Return a text as short as every version of MLflow takes it.
 
-    >>> bounded("gptq-b3 " * 100)[-30:]
-    'gptq-b3 gptq-b ... (cut short)'
+    >>> len(bounded("gptq-b3 " * 100)) == MOST_CHARACTERS, bounded("gptq-b3")
+    (True, 'gptq-b3')
     """
     end = " ... (cut short)"
     return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - len(end)] + end

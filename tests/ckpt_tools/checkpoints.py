@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from base.files import record_files, write_json
+from base.files import record_files
 from base.frozen import fingerprint
 from ckpt_tools.checkpoint import open_weights
 from ckpt_tools.formats.megatron_shards import MegatronWeights
 from ckpt_tools.formats.weights import Weights, read_whole
+from tests.sealing import reseal
 from train.model.config import ModelConfig
 from train.run.config import RunConfig
 from train.run.directory import CHECKPOINT_JSON, CheckpointRecord, read_checkpoint_record
@@ -38,7 +39,7 @@ def seal(checkpoint: Path, **changes: Any) -> None:
     record = json.loads((checkpoint / CHECKPOINT_JSON).read_text())
     (checkpoint / CHECKPOINT_JSON).unlink()
     record["files"] = {name: file.model_dump() for name, file in record_files(checkpoint).items()}
-    write_json(checkpoint / CHECKPOINT_JSON, record | changes)
+    reseal(checkpoint / CHECKPOINT_JSON, record | changes)
 
 
 def write_record(checkpoint: Path, run: RunConfig, step: int, **fields: Any) -> None:
@@ -60,4 +61,4 @@ def write_record(checkpoint: Path, run: RunConfig, step: int, **fields: Any) -> 
         "model": run.model.model_dump(mode="json"),
     }
     record = CheckpointRecord(**(values | fields), files=record_files(checkpoint))
-    write_json(checkpoint / CHECKPOINT_JSON, record.model_dump(mode="json"))
+    reseal(checkpoint / CHECKPOINT_JSON, record.model_dump(mode="json"))

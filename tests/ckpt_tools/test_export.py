@@ -11,14 +11,17 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from base.digests import digest_of
 from base.errors import UserError
-from base.files import write_json
+from base.files import record_files, write_json
 from base.frozen import fingerprint
 from ckpt_tools.export import export
 from ckpt_tools.hf.model import EXPORTED_ARCHITECTURES, identify, load_hf_model
+from ckpt_tools.verify import verify
 from tests.ckpt_tools.checkpoints import seal
 from tests.conftest import LAYOUTS, layouts
 from tests.runs import error_line, python
+from tests.sealing import flip_digit, reseal
 from train.run.config import dump_run, load_run
 from train.run.directory import CHECKPOINT_JSON
 
@@ -84,7 +87,7 @@ def test_a_run_in_fp8_is_exported_as_the_bf16_weights_that_it_keeps(trained, exp
     checkpoint = run / "checkpoints/step00000020"
     record = json.loads((checkpoint / CHECKPOINT_JSON).read_text())
     record |= {"precision": "fp8", "fingerprint": fingerprint(config)}
-    write_json(checkpoint / CHECKPOINT_JSON, record)
+    reseal(checkpoint / CHECKPOINT_JSON, record)
 
     parity = export(checkpoint, tmp_path / "hf")
     assert parity["precision"] == "bf16"
@@ -127,6 +130,44 @@ def test_a_second_export_changes_nothing_and_another_checkpoint_replaces_it(trai
     export(checkpoints / "step00000020", out)
     assert json.loads((out / "lineage.json").read_text())["step"] == 20
     assert not (out / "quant").exists(), "measurements of another checkpoint must not stay"
+
+
+def test_a_damaged_export_is_put_right_and_what_was_measured_stays(exported, trained, tmp_path):
+    """Only what is damaged is replaced: steps that read lineage.json find it as it was."""
+    checkpoint = trained("dp1") / "checkpoints" / "step00000020"
+    out = shutil.copytree(exported("dp1", 20), tmp_path / "hf")
+    (out / "quant").mkdir()
+    before = {name: record.digest for name, record in record_files(out).items()}
+
+    def is_as_before() -> bool:
+        present = {name: record.digest for name, record in record_files(out).items()}
+        return present == before and (out / "quant").is_dir()
+
+    (out / "model.safetensors").unlink()
+    shutil.rmtree(out / "verification")
+    (out / "config.json").write_text("{}")
+    export(checkpoint, out)
+    assert is_as_before()
+
+    # a changed or missing lineage.json: written anew, over the same files
+    flip_digit(out / "lineage.json", "learning_rate")
+    with pytest.raises(
+        UserError, match=r"lineage\.json was changed .* 'python -m ckpt_tools export'"
+    ):
+        identify(out)
+    for damage in (lambda: None, (out / "lineage.json").unlink):
+        damage()
+        export(checkpoint, out)
+        del before["lineage.json"]
+        assert verify(out)["parity"]
+        before["lineage.json"] = digest_of(out / "lineage.json")
+        assert is_as_before()
+
+    # what is another model's, or damaged twice, is not replaced
+    flip_digit(out / "lineage.json", "step")
+    with pytest.raises(UserError, match=r"lineage\.json is missing or was changed, and .*move"):
+        export(checkpoint.with_name("step00000010"), out)
+    assert (out / "quant").is_dir()
 
 
 def test_several_checkpoints_go_under_their_own_names(trained, exported, tmp_path):
@@ -287,7 +328,7 @@ def test_changed_or_foreign_hf_directories_are_refused(exported, tmp_path):
 def test_an_export_without_parity_is_refused(exported, tmp_path):
     shutil.copytree(exported("dp1", 20), tmp_path / "hf")
     lineage = json.loads((tmp_path / "hf" / "lineage.json").read_text())
-    (tmp_path / "hf" / "lineage.json").write_text(json.dumps(lineage | {"parity": None}))
+    reseal(tmp_path / "hf" / "lineage.json", lineage | {"parity": None})
     with pytest.raises(UserError, match="was not proven to compute"):
         identify(tmp_path / "hf")
 

@@ -24,6 +24,7 @@ from ckpt_tools.released.download_record import DOWNLOAD_JSON, DownloadRecord
 from tests.conftest import VOCAB_SIZE, make_hf_directory
 from tests.digests import blake3_of
 from tests.runs import make_run, ranks
+from tests.sealing import reseal
 from train.model.config import ModelConfig
 from train.run.config import StartFrom, load_run
 
@@ -289,7 +290,7 @@ def test_lineage_is_believed_and_checked(tmp_path):
         "tokens": 13,
         "files": {name: f.model_dump() for name, f in record_files(source).items()},
     }
-    write_json(source / "lineage.json", lineage)
+    reseal(source / "lineage.json", lineage)
     import_checkpoint(str(source), tmp_path / "out")
     record = verified_record(tmp_path / "out")
     assert (record.step, record.tokens) == (11, 13)
@@ -342,7 +343,7 @@ def test_a_local_revision_is_known_by_its_download(tmp_path):
     download = DownloadRecord(
         repo=repository, revision=revision, commit=None, files=record_files(elsewhere)
     )
-    write_json(elsewhere / DOWNLOAD_JSON, download.model_dump())
+    reseal(elsewhere / DOWNLOAD_JSON, download.model_dump())
     import_checkpoint(str(elsewhere), tmp_path / "out")
     record = verified_record(tmp_path / "out")
     assert record.imported is not None

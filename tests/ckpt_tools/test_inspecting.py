@@ -19,6 +19,7 @@ from ckpt_tools.export import export
 from ckpt_tools.inspecting import describe, inspect
 from tests.ckpt_tools.checkpoints import seal
 from tests.runs import error_line, python
+from tests.sealing import reseal
 from train.run.directory import read_checkpoint_record
 
 
@@ -75,7 +76,7 @@ def test_averages_downloads_and_others_say_so(run, hf_dir):
     (exported / "lineage.json").unlink()
     record = {"repo": "owner/name", "revision": "stage1-step20-tokens1B", "commit": "c" * 40}
     files = {"model.safetensors": record_file(exported / "model.safetensors").model_dump()}
-    (exported / "download.json").write_text(json.dumps(record | {"files": files}))
+    reseal(exported / "download.json", record | {"files": files})
     description = describe(exported)
     assert (description["kind"], {key: description[key] for key in record}) == (
         "HF directory, download",

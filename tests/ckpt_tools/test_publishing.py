@@ -26,6 +26,7 @@ from ckpt_tools.publishing import publish, published_name, tokens_unit
 from ckpt_tools.verify import verify
 from tests.ckpt_tools.checkpoints import seal
 from tests.runs import PROJECT
+from tests.sealing import reseal
 from train.run.config import load_run
 
 LAST = "stage1-step20-tokens6K"  # 5,120 tokens
@@ -134,7 +135,7 @@ def weights_of(hf_dir: Path) -> Path:
 
 def change_lineage(hf_dir: Path, **changes: Any) -> None:
     lineage = json.loads((hf_dir / "lineage.json").read_text()) | changes
-    write_json(
+    reseal(
         hf_dir / "lineage.json", {key: value for key, value in lineage.items() if value is not ...}
     )
 

@@ -1,10 +1,9 @@
-import json
-
 import pytest
 
 from base.errors import UserError
 from ckpt_tools.hf.measured import Curvature, Quantization, Slice, Step, Tasks
 from ckpt_tools.hf.results import read_result
+from tests.sealing import reseal
 
 SPECS = {
     Quantization: {"name": "gptq-b3-g128", "method": "gptq", "evaluation": {"sha256": "ab"}},
@@ -16,7 +15,7 @@ SPECS = {
 
 
 def written(path, spec, measured):
-    path.write_text(json.dumps({"model": {"path": "m"}, "spec": spec, "measured": measured}))
+    reseal(path, {"model": {"path": "m"}, "spec": spec, "measured": measured})
     return path
 
 
@@ -53,7 +52,7 @@ def test_numbers_are_read_bit_for_bit(tmp_path):
 
 def test_a_result_without_settings_is_of_the_kind_that_is_asked_for(tmp_path):
     path = tmp_path / "result.json"
-    path.write_text('{"measured": {"loss": 2.0}}')
+    reseal(path, {"measured": {"loss": 2.0}})
     assert read_result(path, Curvature).measured.loss == 2.0
     with pytest.raises(UserError, match="of no known kind"):
         read_result(path)
@@ -62,18 +61,21 @@ def test_a_result_without_settings_is_of_the_kind_that_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", r"is not valid JSON \(.*\); measure again"),
+        ("{", r"is not valid JSON \(.*\); run the study again, or measure again with"),
         ("\N{SNOWMAN}\udcff", "is not valid JSON"),
-        ("[1]", "holds no JSON object; measure again"),
-        ('{"spec": {}}', "is not a result of a measurement"),
-        ('{"measured": []}', r"is damaged \('measured': Input should be"),
-        ('{"measured": {}, "spec": null}', "is not a result of a measurement"),
-        ('{"measured": {"loss": "x"}}', r"is damaged \('measured.loss': .*; measure again"),
+        ("[1]", "holds no JSON object; run the study again"),
+        ({"spec": {}}, "is not a result of a measurement; give one"),
+        ({"measured": []}, r"is damaged \('measured': Input should be"),
+        ({"measured": {}, "spec": None}, "is not a result of a measurement"),
+        ({"measured": {"loss": "x"}}, r"is damaged \('measured.loss': .*; run the study again"),
     ],
 )
 def test_what_is_no_result_is_refused(tmp_path, content, message):
     path = tmp_path / "result.json"
-    path.write_bytes(content.encode(errors="surrogateescape"))
+    if isinstance(content, dict):
+        reseal(path, content)
+    else:
+        path.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(UserError, match=message):
         read_result(path, Curvature)
 

@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from base.errors import UserError
-from base.files import record_files, write_json
+from base.files import record_files
 from ckpt_tools.export import export
 from ckpt_tools.probe import check_probe
 from ckpt_tools.verify import verify
 from tests.conftest import make_hf_directory
 from tests.probes import accused, name_of
+from tests.sealing import reseal
 
 Weights = dict[str, Tensor]
 EMBEDDING = "model.embed_tokens.weight"
@@ -46,7 +47,7 @@ def seal(hf_dir: Path, **changes: Any) -> None:
     lineage = json.loads(path.read_text()) if path.exists() else {}
     path.unlink(missing_ok=True)
     files = {name: record.model_dump() for name, record in record_files(hf_dir).items()}
-    write_json(path, lineage | changes | {"files": files})
+    reseal(path, lineage | changes | {"files": files})
 
 
 def planted(source: Path, out: Path, change: Callable[[Weights], object]) -> Path:
@@ -286,7 +287,7 @@ def test_weights_that_lineage_does_not_know_are_refused(exported, tmp_path):
     shutil.copytree(exported("dp1"), tmp_path / "hf")
     lineage = json.loads((tmp_path / "hf" / "lineage.json").read_text())
     del lineage["files"]["model.safetensors"]
-    (tmp_path / "hf" / "lineage.json").write_text(json.dumps(lineage))
+    reseal(tmp_path / "hf" / "lineage.json", lineage)
     assert "model.safetensors is not in lineage.json" in refusal(tmp_path / "hf")
 
 

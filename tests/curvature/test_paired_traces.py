@@ -10,12 +10,14 @@ import pytest
 from scipy.stats import binom, t, ttest_1samp, ttest_rel
 
 from base.cli import run_command
+from base.digests import sealed
 from base.errors import UserError
 from base.statistics import holm
 from ckpt_tools.hf.measured import Curvature
 from ckpt_tools.hf.results import read_result
 from curvature.__main__ import app
 from curvature.paired_traces import compare, paired_difference
+from tests.sealing import reseal
 
 
 def content(trace, *, model="runs/lr3e-3/hf/step00000640", name="hutchinson", **settings):
@@ -112,7 +114,7 @@ def check(tmp_path):
         results = []
         for name, result in (("first", first), ("second", second)):
             path = tmp_path / f"{name}.json"
-            path.write_text(json.dumps(result))
+            reseal(path, result)
             results.append(read_result(path, Curvature))
         return compare(results, [(0, 1)], level=0.95)
 
@@ -145,8 +147,8 @@ def test_other_numbers_and_other_results_are_not_comparable(check):
     del lanczos["measured"]["trace"]["per_microbatch"]
     with pytest.raises(UserError, match=r"no finite trace .* by 'python -m curvature hutchinson'"):
         check(given, lanczos)
-    for damaged in ([1.0, math.nan, 4.0], [1.0]):
-        with pytest.raises(UserError, match="no finite trace of two microbatches or more; measure"):
+    for damaged, words in (([1.0, math.nan, 4.0], "NaN is no"), ([1.0], "no finite trace of two")):
+        with pytest.raises(UserError, match=words):
             check(given, content(damaged))
 
 
@@ -159,7 +161,7 @@ def written(tmp_path):
         for directory, result in zip(directories, contents, strict=True):
             directory.mkdir(exist_ok=True)
             (directory / "result.json").write_text(
-                result if isinstance(result, str) else json.dumps(result)
+                result if isinstance(result, str) else json.dumps(sealed(result))
             )
         return directories
 
@@ -239,9 +241,11 @@ def test_a_missing_result_ends_with_one_line_and_nothing_written(run, three, tmp
 
 
 def test_bad_results_are_refused(run, written):
-    good, text, empty, other = written(content([1.0, 2.0]), "no json", "", json.dumps({"a": 3}))
+    good, text, empty, other = written(content([1.0, 2.0]), "no json", "", {"a": 3})
     for bad in (text, empty):
-        assert "is not valid JSON; measure again" in run(good, bad)[2][-1]
+        line = run(good, bad)[2][-1]
+        assert "is not valid JSON (" in line
+        assert "; run the study again, or measure again" in line
     assert "is not a result of a measurement" in run(good, other)[2][-1]
     assert "there is nothing to compare with; give two results or more" in run(good)[2][-1]
     assert "is given twice" in run(good, good / "result.json")[2][-1]

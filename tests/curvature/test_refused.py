@@ -16,6 +16,7 @@ from curvature.architectures import parts
 from curvature.fused.elementwise import rms_norm
 from tests.conftest import make_hf_directory
 from tests.curvature.test_command import command, quantized_model
+from tests.sealing import reseal
 
 SMALL = ["--sequence-length", "16", "--fixed-sequences", "2", "--max-iterations", "3"]
 PAIRS = ["--pairs", "2", "--norm-pairs", "2", "--companion-pairs", "2"]
@@ -114,16 +115,16 @@ def test_bad_models(refusal, tmp_path):
     assert "model.safetensors is damaged" in refusal(model)
     (model / "model.safetensors").write_bytes(weights)
     lineage: dict[str, Any] = {"kind": "export", "files": {}, "parity": None}
-    (model / "lineage.json").write_text(json.dumps(lineage))
+    reseal(model / "lineage.json", lineage)
     assert "was not proven to compute what its training engine did" in refusal(model)
     lineage |= {
         "parity": {"largest_difference": 1e-6},
         "files": {"model.safetensors": {"bytes": 1, "digest": "blake3:" + "ab" * 32}},
     }
-    (model / "lineage.json").write_text(json.dumps(lineage))
+    reseal(model / "lineage.json", lineage)
     assert "; export the checkpoint again" in refusal(model)
     (model / "lineage.json").write_text('{"kind": "exp')
-    assert "lineage.json is damaged" in refusal(model)
+    assert "lineage.json is not valid JSON (" in refusal(model)
     other = make_hf_directory(tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(

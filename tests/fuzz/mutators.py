@@ -5,6 +5,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from base.digests import SEAL, sealed
+
 DEEP = 100_000
 # Text in the place of a JSON value, not all of it JSON.
 HOSTILE = (
@@ -105,7 +107,18 @@ def mutated_json(random: Random, content: bytes) -> bytes:
     if random.random() < 0.05:
         key = json.dumps(random.choice([*value])) if isinstance(value, dict) and value else '"a"'
         text = text.replace("{", "{" + key + ": 1, ", 1)
-    return text.encode()
+    return (_resealed(text) if random.random() < 0.8 else text).encode()
+
+
+def _resealed(text: str) -> str:
+    """A record with the seal of its values, if it had one: else no check after it would be met."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(value, dict) or SEAL not in value:
+        return text
+    return json.dumps(sealed({key: member for key, member in value.items() if key != SEAL}))
 
 
 def _changed(random: Random, value: Any) -> Any:

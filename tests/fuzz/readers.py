@@ -9,7 +9,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from base.files import write_json
+from base.digests import sealed
 from ckpt_tools.checkpoint import open_weights
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.hf_writer import write_weights
@@ -49,6 +49,7 @@ from tests.fuzz.mutators import (
     mutated_json_lines,
     mutated_lines,
 )
+from tests.sealing import reseal, write_ending
 from tests.slurm import watched
 from train.data.corpus import open_corpus
 from train.data.manifest import read_manifest
@@ -155,7 +156,7 @@ _file(
 )
 _file(
     "study.json",
-    json.dumps(watched.small_study().model_dump(mode="json")),
+    json.dumps(sealed(watched.small_study().model_dump(mode="json"))),
     lambda path: [step.command for step in steps_of(load_study(path.parent))],
 )
 ROWS = [
@@ -213,7 +214,7 @@ def _result(path: Path) -> object:
     return labels([result, result]), result.measured
 
 
-_file("result.json", json.dumps(RESULT), _result)
+_file("result.json", json.dumps(sealed(RESULT)), _result)
 
 
 def _table(directory: Path, _sources: Sources) -> list[Path]:
@@ -288,7 +289,7 @@ READERS["tokenizer"] = Reader(_tokenizer, _tokenized)
 RECORD = {"bytes": 1, "digest": "sha256:" + "0" * 64}
 _file(
     "download.json",
-    json.dumps({"repo": "a/b", "revision": "c", "commit": None, "files": {"a": RECORD}}),
+    json.dumps(sealed({"repo": "a/b", "revision": "c", "commit": None, "files": {"a": RECORD}})),
     lambda path: read_download(path.parent),
 )
 # --- checkpoints ---
@@ -349,10 +350,9 @@ def _resized(directory: Path) -> object:
     """Read with a manifest that states the sizes that the files have now."""
     path = directory / "text.json"
     content = json.loads(path.read_text())
-    content.pop("sha256", None)
     for suffix in ("bin", "idx"):
         content[suffix]["bytes"] = (directory / f"text.{suffix}").stat().st_size
-    path.write_text(json.dumps(content))
+    reseal(path, content)
     return _sequences(directory)
 
 
@@ -429,16 +429,13 @@ def _submission(directory: Path, _sources: Sources) -> list[Path]:
     watched.write_metrics(place, study.runs[0].name, range(1, 4), 1)
     watched.write_attempts(place, study.runs[0].name, 1)
     exclude(place, {"node7": "broken"})
-    write_json(RunDirectory(place / study.runs[0].name).status_json, STATUS)
+    write_ending(RunDirectory(place / study.runs[0].name), "preempted", 3, asked_by="user")
     slurm = place / "slurm"
     return [
         *(slurm / "submission.json", slurm / "jobs.jsonl", slurm / "complete.json"),
         *(slurm / "excluded.json", *slurm.glob("starts/*.jsonl"), *place.glob("steps/*.json")),
         RunDirectory(place / study.runs[0].name).status_json,
     ]
-
-
-STATUS = {"status": "preempted", "step": 3, "attempt": 1, "reason": "", "asked_by": "user"}
 
 
 def _watched(directory: Path) -> object:

@@ -89,7 +89,7 @@ def results(tmp_path_factory, hf_dir, train_prefix, held_out_prefix):
 
 def test_a_result_is_complete(results, hf_dir, held_out_prefix):
     gptq, rtn = read(results[0]), read(results[1])
-    assert gptq.keys() == {"model", "spec", "measured", "environment"}
+    assert gptq.keys() == {"model", "spec", "measured", "environment", "sha256"}
     assert gptq["model"]["weights_digests"] == {
         "model.safetensors": blake3_of(hf_dir / "model.safetensors")
     }

@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from base.cli import run_command
+from base.digests import sealed
 from base.errors import UserError
 from base.statistics import holm, pairs_of
 from ckpt_tools.hf.measured import Quantization
@@ -54,7 +55,7 @@ def written(tmp_path):
             directory = tmp_path / str(number)
             directory.mkdir(exist_ok=True)
             (directory / "result.json").write_text(
-                text if isinstance(text, str) else json.dumps(text)
+                text if isinstance(text, str) else json.dumps(sealed(text))
             )
             directories.append(directory)
         return directories
@@ -201,7 +202,7 @@ FEW = {name: values[:19] for name, values in SUMS.items()}
         (
             [content(SUMS), content(changed(SUMS, nll=[math.nan] * 60))],
             [],
-            "'nll' is not finite, or missing, of a document",
+            "NaN is no number of JSON; run the study again, or measure again",
         ),
         (
             [content(SUMS), content(changed(SUMS, kl=SUMS["kl"][:5]))],
@@ -220,8 +221,9 @@ FEW = {name: values[:19] for name, values in SUMS.items()}
             [],
             "has no relative_error for every calibration draw",
         ),
-        ([content(SUMS), "{"], [], "is not valid JSON; measure again"),
-        ([content(SUMS), "{}"], [], "is not a result of a measurement"),
+        ([content(SUMS), "{"], [], "is not valid JSON ("),
+        ([content(SUMS), {}], [], "is not a result of a measurement"),
+        ([content(SUMS), "{}"], [], "has no sha256 of its values"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(written, run, contents, options, reason):

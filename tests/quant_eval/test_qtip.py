@@ -5,8 +5,9 @@ import torch
 
 from base.errors import UserError
 from base.rounding.gptq import gptq, prepare, row_output_errors
-from quant_eval.rounding.trellis import TILE, check_width, dense_tiles, qtip, round_tiles
+from quant_eval.rounding.trellis import dense_tiles, qtip, round_tiles
 from quant_eval.rounding.trellis_code import Trellis
+from quant_eval.sizes import TILE, check_tiles
 from quant_eval.specs import parse_spec
 from quant_eval.transforms.hadamard import hadamard_steps
 from quant_eval.transforms.steps import compose
@@ -140,8 +141,8 @@ def test_a_power_of_two_scales_the_result_and_zeros_stay_zeros():
 )
 def test_widths_without_tiles_or_hadamard_matrix_are_refused(width, message):
     with pytest.raises(UserError, match=message):
-        check_width(width, "inputs of w", SPEC.bits)
-    check_width(11008, "inputs of w", SPEC.bits)
+        check_tiles(width, "inputs of w", SPEC.bits)
+    check_tiles(11008, "inputs of w", SPEC.bits)
 
 
 def test_weights_that_are_not_finite_are_refused():

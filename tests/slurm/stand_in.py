@@ -1,16 +1,19 @@
 """A stand-in for the interpreter that measures: `python -m tests.slurm.stand_in PYTHON ARGUMENTS`.
 
-It does what the step of this command would leave behind, or fails as TO_FAIL says.
+It does what the step of this command would leave behind, or fails as TO_FAIL says; a training in
+TO_DIVERGE diverges at its first update.
 """
 
 import os
 import sys
 from pathlib import Path
 
-from base.files import write_json
+from base.files import write_sealed
 from study.definition import load_study
 from study.pipeline.step import Machine, batches, resolve, shared
 from study.pipeline.steps import steps_of
+from tests.sealing import write_ending
+from train.run.directory import RunDirectory
 
 
 def main(command: list[str]) -> None:
@@ -26,10 +29,16 @@ def main(command: list[str]) -> None:
             if names[0] in os.environ.get("TO_FAIL", "").split():
                 print("error: this measurement is refused; choose another", file=sys.stderr)
                 sys.exit(2)
+            if names[0] in os.environ.get("TO_DIVERGE", "").split():
+                run = RunDirectory(study_dir / batch[0].run)
+                run.path.mkdir(exist_ok=True)
+                reason = f"{run.path.name} diverged at step 1: not finite: loss nan"
+                write_ending(run, "diverged", 1, fingerprint=batch[0].settings, reason=reason)
+                sys.exit(2)
             for step in batch:
                 for output in step.outputs:
                     (study_dir / output).parent.mkdir(parents=True, exist_ok=True)
-                    write_json(study_dir / output, {"of": step.name})
+                    write_sealed(study_dir / output, {"of": step.name})
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
 """A job and its steps, with stand-ins for srun, scontrol and the interpreter that measures."""
 
+import re
 from pathlib import Path
 
 import pytest
 import typer
 
+from base.errors import UserError
 from base.files import write_json
 from slurm.job import advancing, element, stop_files
 from slurm.job import run as run_module
 from slurm.job.run import run_element
 from slurm.site import Limits
+from slurm.status.overview import look
+from slurm.status.table import lines_of
 from slurm.submission.arrays import FINAL, arrays_of
 from slurm.submission.record import existing_submission, write_plan
 from slurm.submission.starts import starts_of
@@ -19,6 +23,7 @@ from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
 from study.recipes import resolve
 from tests.interpreter import interpreter
+from tests.sealing import write_ending
 from tests.slurm.small_study import site_of
 from tests.slurm.watched import submit
 from train.run.directory import RunDirectory
@@ -222,16 +227,37 @@ def test_a_training_is_resumed_in_place_and_then_submitted_again(training):
     assert again(training, "train") == 2, "three starts without progress"
 
 
+def test_a_training_that_diverged_has_ended_and_nothing_waits_for_it(training, monkeypatch):
+    """The same definition as the local runner's: it is not resumed, nor submitted again."""
+    monkeypatch.delenv("TO_FAIL")
+    monkeypatch.setenv("TO_DIVERGE", TRAIN)
+    run(training, "train", 1)
+    assert ran(training) == [TRAIN]
+    assert starts_of(training, ("train", 1))[-1]["ended"] == "complete"
+    assert again(training, "train") == 0
+    run(training, "train", 1)
+    assert ran(training) == [TRAIN], "not retried"
+
+    # what its checkpoints were for is left out: no element of its end is open
+    overview = look(training)
+    assert overview.trainings["lr3e-2"].ending == "diverged"
+    assert overview.situations[TRAIN] == "made"
+    ends = [step for step in overview.steps if step.run == "lr3e-2" and step.kind == "methods"]
+    assert {overview.situations[step.name] for step in ends} == {"left out"}
+    assert "ends/1" not in {element.name for element in overview.elements}
+    lines = "\n".join(lines_of(overview))
+    assert re.search(r"^lr3e-2 +diverged ", lines, re.MULTILINE)
+    assert "left out" in lines
+
+
 def test_who_stopped_an_earlier_attempt_says_nothing_of_this_one(training):
     """As after a time limit: the job asked, the run was saved; the next start fails at once."""
     directory = RunDirectory(training / "lr3e-2")
-    write_json(
-        directory.status_json, {"status": "preempted", "step": 5, "asked_by": "slurm 70_1.0"}
-    )
+    write_ending(directory, "preempted", asked_by="slurm 70_1.0")
     with pytest.raises(typer.Exit):
         run(training, "train", 1)
     assert starts_of(training, ("train", 1))[-1]["ended"] == "failed"
-    write_json(directory.status_json, {"status": "preempted", "step": 5, "asked_by": "user"})
+    write_ending(directory, "preempted", asked_by="user")
     with pytest.raises(typer.Exit):
         run(training, "train", 1)
     assert starts_of(training, ("train", 1))[-1]["ended"] == "failed"
@@ -260,7 +286,7 @@ def test_a_stop_of_the_user_ends_a_training_until_a_retry(training, capsys):
 def test_who_stopped_a_training(training, asked_by, who):
     step = next(step for step in steps_of(resolve("tiny", "smoke")) if step.name == TRAIN)
     directory = RunDirectory(training / "lr3e-2")
-    write_json(directory.status_json, {"status": "preempted", "asked_by": asked_by})
+    write_ending(directory, "preempted", asked_by=asked_by)
     assert stop_files.stopped_by(training, step) == who
 
 
@@ -287,6 +313,8 @@ def test_the_table_is_made_of_what_there_is_and_is_not_complete_then(cluster):
 
 def test_an_unknown_element_is_refused(cluster, capsys):
     for array, index in (("nothing", 0), ("ends", 7)):
-        with pytest.raises(typer.Exit):
-            run(cluster, array, index)
-        assert "has no element" in capsys.readouterr().out
+        with pytest.raises(UserError, match="has no element"):
+            element.Element(cluster, array, index, cluster / "stop", f"70_{index}")
+    with pytest.raises(typer.Exit):
+        run(cluster, "nothing", 0)  # recorded as submitted
+    assert "is of nothing/0, which the study has not" in capsys.readouterr().out

@@ -54,7 +54,7 @@ def slurm(monkeypatch) -> dict[str, JobState]:
 def large_study(runs: int, checkpoints: int) -> Study:
     """Runs with many checkpoints, 16 specs in 4 groups and curvature: six elements a checkpoint."""
     study = small_study()
-    specs = tuple(f"gptq-b{bits}-g{size}" for bits in (2, 3, 4, 8) for size in (32, 64, 128, 256))
+    specs = tuple(f"gptq-b{bits}-g{size}" for bits in (2, 3, 4, 8) for size in (8, 16, 32, 64))
     steps = tuple(range(4, 4 * checkpoints + 1, 4))
     several = tuple(
         study.runs[0].model_copy(

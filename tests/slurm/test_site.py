@@ -171,7 +171,7 @@ def test_what_is_no_time_limit_is_refused(tmp_path, text):
 WRONG = [
     (
         {"slurm.partitoin": "gpu"},
-        "unknown key 'slurm.partitoin'; remove it or correct its spelling",
+        "unknown key 'slurm.partitoin'; did you mean partition",
     ),
     ({"resources.trian": {}}, "unknown key 'resources.trian'"),
     ({"resources.train.gpus_pernode": 8}, "'resources.train.gpus_pernode'"),

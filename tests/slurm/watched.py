@@ -5,7 +5,6 @@ written by hand.
 import json
 from pathlib import Path
 
-from base.files import write_json
 from slurm.site import Limits, Site
 from slurm.states import JobState
 from slurm.submission.arrays import arrays_of
@@ -20,6 +19,7 @@ from study.definition import Study, save_study
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
 from study.recipes import resolve
+from tests.sealing import json_lines
 from train.run.directory import RunDirectory
 
 
@@ -96,10 +96,9 @@ def write_metrics(study_dir: Path, run: str, steps: range, attempt: int, **chang
                 "loss": 5 - step / 100,
             }
             file.write(
-                json.dumps(row | {"learning_rate": 1e-3, "tokens_per_second": 1000.0} | changes)
-                + "\n"
+                json_lines([row | {"learning_rate": 1e-3, "tokens_per_second": 1000.0} | changes])
             )
-            file.write(json.dumps(row | {"held_out_loss": 9.0}) + "\n")
+            file.write(json_lines([row | {"held_out_loss": 9.0}]))
 
 
 def write_ranks(
@@ -123,7 +122,7 @@ def write_attempts(study_dir: Path, run: str, count: int) -> None:
     """So many starts of a training."""
     path = RunDirectory(study_dir / run).environment_json
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"attempts": [{"host": "node1"}] * count})
+    path.write_text(json.dumps({"attempts": [{"host": "node1"}] * count}))
 
 
 def write_log(study_dir: Path, submission: Submission, array: str, index: int, *lines: str) -> Path:

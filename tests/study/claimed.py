@@ -2,7 +2,6 @@
 and step.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from study.paths import MeasuredModel, curvature_result, hf_directory, quantizat
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.collect import phase_of
 from study.results.paired import Paired
+from tests.sealing import reseal
 from tests.study.ablation import tiny
 from tests.study.curved import curvature_content
 from tests.study.synthetic import TOKENS, per_document, result_of, specs_of
@@ -168,7 +168,7 @@ def rows_of(
 
 def _write(path: Path, content: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content))
+    reseal(path, content)
 
 
 def table(directory: Path, study: Study, rows: list[Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import json
 import math
 from pathlib import Path
 
-from base.files import write_json
 from base.frozen import fingerprint
 from ckpt_tools.hf.directory import LINEAGE_JSON
 from study.definition import Study, save_study
@@ -24,6 +23,7 @@ from study.paths import (
 )
 from study.results.collect import collect_rows
 from study.results.table import Row, read_table, write_table
+from tests.sealing import json_lines, reseal
 from tests.study.curved import curvature_content, slice_content, step_content
 from train.run.config import RunConfig
 from train.run.directory import CHECKPOINT_JSON, CheckpointRecord, RunDirectory
@@ -152,7 +152,7 @@ def change_losses(
     """Gives a result other sums of documents, and the figures that follow from them."""
     path = directory / run / "hf" / model / "quant" / spec / "result.json"
     result = json.loads(path.read_text())
-    write_json(path, result_of(path, spec, result["measured"]["per_document"] | columns))
+    reseal(path, result_of(path, spec, result["measured"]["per_document"] | columns))
 
 
 def table_of(directory: Path, study: Study) -> list[Row]:
@@ -163,7 +163,7 @@ def table_of(directory: Path, study: Study) -> list[Row]:
 
 def _write(path: Path, content: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, content)
+    reseal(path, content)
 
 
 def specs_of(study: Study, run: RunConfig, model: MeasuredModel) -> tuple[str, ...]:
@@ -228,7 +228,7 @@ def _write_metrics(directory: RunDirectory, run: RunConfig) -> None:
                 for average in run.averages
             }
             rows.append(row | {"held_out_loss": held_out_loss(run, step)} | averaged)
-    directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    directory.metrics.write_text(json_lines(rows))
 
 
 def _told(run: RunConfig, model: MeasuredModel) -> dict | None:
@@ -279,5 +279,5 @@ def write_study(directory: Path, study: Study) -> Path:
         _write_metrics(run_directory, run)
         packages = {"torch": "2.13.0", "megatron-core": "0.16.1", "deepspeed": "0.19.8"}
         attempts = [{"commit": "c0ffee" * 6 + "c0ff", "python": "3.11.9", "packages": packages}]
-        write_json(run_directory.environment_json, {"attempts": attempts})
+        run_directory.environment_json.write_text(json.dumps({"attempts": attempts}))
     return directory

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from base.errors import UserError
-from base.files import write_json
 from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import read_result
 from study.figures.canvas import Canvas
@@ -20,6 +19,7 @@ from study.figures.drawn.blocks import (
 )
 from study.figures.looks import Runs, looks_for
 from tests.quant_eval.models import run_settings
+from tests.sealing import reseal
 from tests.study.synthetic import write_blocks
 
 RESULT = "hf/step00000640/blocks/gptq-b3-g32/result.json"
@@ -118,7 +118,7 @@ def test_a_result_without_a_clear_increase_has_no_shares(study_dir, study):
         path = study_dir / run.name / RESULT
         content = json.loads(path.read_text())
         content["measured"]["intervals"]["absolute_error"][0] = -0.001
-        path.write_text(json.dumps(content))
+        reseal(path, content)
     drawing = blocks.draw(Canvas(study, [], study_dir))
     assert drawing is not None
     assert isinstance(drawing.chart, dict)
@@ -135,7 +135,7 @@ def test_what_has_no_blocks_is_left_out_and_what_is_broken_is_refused(study_dir,
     path = study_dir / study.runs[0].name / RESULT
     content = json.loads(path.read_text())
     content["measured"]["blocks"] = []
-    path.write_text(json.dumps(content))
+    reseal(path, content)
     assert blocks.draw(Canvas(study, [], study_dir)) is None
     path.write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
@@ -162,7 +162,7 @@ def test_a_real_result_is_drawn_and_equals_the_one_without_blocks(
         )
         for per_block in (False, True)
     )
-    write_json(tmp_path / "result.json", by_block)
+    reseal(tmp_path / "result.json", by_block)
     measured = json.loads((tmp_path / "result.json").read_text())["measured"]
     for result in (measured, plain["measured"]):
         result.pop("blocks", None), result.pop("units")

@@ -1,6 +1,5 @@
 """The choice of an average: what is tried, what the search reads, and what the pick is worth."""
 
-import json
 import subprocess
 from itertools import combinations
 from pathlib import Path
@@ -14,6 +13,7 @@ from study.choices.search import most_tried, search
 from study.definition import save_study
 from study.paths import hf_directory
 from study.text.kinds import TokenFiles
+from tests.sealing import reseal
 from tests.study.claimed import SPEC, run_of, study_of
 from tests.study.synthetic import per_document, result_of
 from train.data.corpus import open_corpus
@@ -72,7 +72,7 @@ class Commands:
             out = Path(words[words.index("--out") + 1])
             out.mkdir(parents=True)
             content = result_of(Path(words[2]), SPEC, per_document(3, self.loss(words) - 3, 0.01))
-            (out / "result.json").write_text(json.dumps(content))
+            reseal(out / "result.json", content)
         return subprocess.CompletedProcess(command, 0)
 
     def loss(self, words: list[str]) -> float:

@@ -15,6 +15,7 @@ from study.paths import MeasuredModel, curvature_result, quantization_result, st
 from study.results.collect import collect_rows, phase_of
 from study.results.paired import Paired
 from study.results.table import read_table, write_table
+from tests.sealing import reseal
 from tests.study.ablation import tiny
 from tests.study.synthetic import table_of
 from train.run.directory import RunDirectory
@@ -133,7 +134,7 @@ def test_steps_are_measured_of_the_last_checkpoints_and_a_ratio_to_nothing_is_nu
     content = json.loads(path.read_text())
     whole = content["measured"]["whole"]
     whole["relative_difference"] = None
-    path.write_text(json.dumps(content))
+    reseal(path, content)
     rows = table_of(study_dir, study)
     for spec in study.quantization.by_block:
         column = f"curvature/step-{spec}/predicted"
@@ -207,7 +208,7 @@ def test_an_eigenvalue_that_is_not_measured_is_null(study_dir, study):
     for path in study_dir.glob("*/hf/*/curvature/hutchinson/result.json"):
         content = json.loads(path.read_text())
         del content["measured"]["lambda_max"]
-        path.write_text(json.dumps(content))
+        reseal(path, content)
     rows = table_of(study_dir, alone)
     measured = [row for row in rows if row["curvature/trace"] is not None]
     assert len(measured) == len([row for row in rows if row["average"] is None])

@@ -32,6 +32,7 @@ from study.measurements.titles import spec_title
 from study.paths import slice_result
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.table import Row
+from tests.sealing import reseal
 from tests.study.synthetic import table_of
 from tests.study.varied import budgets, weight_decay, write_varied
 
@@ -350,7 +351,7 @@ def change(path, factor: float) -> None:
     base = content["measured"]["points"][0]["loss"]
     grid = content["measured"]["grid"]
     grid["loss"] = [[base + factor * (loss - base) for loss in row] for row in grid["loss"]]
-    path.write_text(json.dumps(content))
+    reseal(path, content)
 
 
 def test_slices_share_one_scale_of_colours_and_have_their_points(study_dir, study):

@@ -114,7 +114,7 @@ def test_what_a_study_is_sized_for_decides_where_it_runs_unless_it_is_told(machi
             r"driver 580.65.06 runs CUDA up to 12.4 and torch 2.13.0 needs 13.0; update the driver",
         ),
         ({"used": (0, 0), "models": (H100, "NVIDIA A100")}, {}, "GPUs differ .* choose equal ones"),
-        ({"used": (0,)}, {"device": "gpu"}, "--device gpu is unknown; give auto, cpu or cuda"),
+        ({"used": (0,)}, {"device": "gpu"}, "--device gpu is unknown; did you mean cuda"),
         ({"used": (0,)}, {"device": "cpu", "count": 1}, "add --device cuda"),
     ],
 )
@@ -143,7 +143,7 @@ def test_what_a_study_ran_on_is_read_back(tmp_path):
     assert Hardware.recorded(tmp_path) == two
     assert str(two) == "2 x h200 of 141 GB"
     assert Hardware.recorded(tmp_path / "absent") == Hardware(1)
-    with pytest.raises(UserError, match="--gpu b300 is unknown; give one of h100"):
+    with pytest.raises(UserError, match="--gpu b300 is unknown; take one of h100"):
         planned(2, "b300", 5)
 
 

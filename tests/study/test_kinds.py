@@ -12,6 +12,7 @@ from study.pipeline.steps import steps_of
 from study.recipes import resolve
 from study.results.collect import collect_rows
 from study.results.table import read_table, schema_of, write_table
+from tests.sealing import reseal
 
 
 @pytest.mark.parametrize("recipe", ["tiny", "olmo2-7b-lr"])
@@ -48,7 +49,7 @@ def test_tasks_are_measured_at_the_end_and_read_into_the_table(study_dir, study)
     figures = {"accuracy": 0.5, "accuracy_quantized": 0.4, "degradation": 0.2}
     intervals = {"degradation": [0.1, 0.3], "accuracy": None}
     measured = {"tasks": {"piqa": figures}, "mean": figures | {"intervals": intervals}}
-    path.write_text(json.dumps({"spec": {"tasks": ["piqa"]}, "measured": measured}))
+    reseal(path, {"spec": {"tasks": ["piqa"]}, "measured": measured})
     rows = collect_rows(study_dir, changed).rows
     row = next(row for row in rows if (row.run, row.step, row.average) == ("lr1e-3", 640, None))
     column = "tasks/gptq-b3-g32"
@@ -81,7 +82,7 @@ def test_a_result_of_an_older_version_has_its_new_columns_empty(study_dir, study
     path = study_dir / "lr1e-3/hf/step00000064/quant/gptq-b3-g32/result.json"
     content = json.loads(path.read_text())
     del content["measured"]["top1_agreement"], content["measured"]["intervals"]["kl_divergence"]
-    path.write_text(json.dumps(content))
+    reseal(path, content)
     row = collect_rows(study_dir, study).rows[0]
     assert row["quant/gptq-b3-g32/top1_agreement"] is None
     assert row["quant/gptq-b3-g32/kl_divergence_low"] is None
@@ -90,7 +91,7 @@ def test_a_result_of_an_older_version_has_its_new_columns_empty(study_dir, study
 
 def test_a_study_of_another_version_is_refused_with_what_writes_it_anew(study_dir):
     path = study_dir / "study.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"heading": "peak"}))
+    reseal(path, json.loads(path.read_text()) | {"heading": "peak"})
     with pytest.raises(UserError, match="unknown key 'heading'; run the recipe again"):
         load_study(study_dir)
 

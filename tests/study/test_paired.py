@@ -8,13 +8,13 @@ import pytest
 from scipy.stats import ttest_1samp
 
 from base.errors import UserError
-from base.files import write_json
 from study.definition import save_study
 from study.paths import quantization_result, released_model
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.estimate import Crossed, estimate_of
 from study.results.paired import Paired
 from study.results.table import Row, trained
+from tests.sealing import reseal
 from tests.study.synthetic import change_losses, per_document, result_of, table_of
 
 SPEC, LAST = "gptq-b3-g32", 640
@@ -37,7 +37,7 @@ def test_results_of_other_documents_or_another_time_are_refused(study_dir, study
     whole = path.read_text()
     content = json.loads(whole)
     content["measured"]["per_document"]["document"][0] = 99
-    path.write_text(json.dumps(content))
+    reseal(path, content)
     with pytest.raises(UserError, match="differ in the documents"):
         Paired(study_dir).estimate(pair, SPEC, "kl_divergence")
     path.write_text(whole)
@@ -115,7 +115,7 @@ def write_draws(directory, run: str, values_DK, tokens) -> None:
     }
     drawn = {"kl": (values_DK.T * tokens).tolist()} | others
     measured["calibration"] = {"seeds": values_DK.shape[1], "per_document": drawn}
-    write_json(path, content)
+    reseal(path, content)
 
 
 def test_an_estimate_is_over_the_runs_with_documents_and_draws(study_dir, study):
@@ -152,7 +152,7 @@ def test_an_estimate_over_few_documents_is_refused(study_dir, study):
         content = json.loads(path.read_text())
         sums = content["measured"]["per_document"]
         few = {name: values[:19] for name, values in sums.items()}
-        write_json(path, result_of(path, SPEC, few))
+        reseal(path, result_of(path, SPEC, few))
     rows = last_rows(study_dir, study)
     pair = [[(rows[study.runs[0].name], 1.0), (rows[study.runs[1].name], -1.0)]]
     with pytest.raises(UserError, match="19 documents, which decide nothing; raise eval_tokens"):
@@ -170,11 +170,11 @@ def test_a_contrast_needs_one_text(study_dir, study):
         content = json.loads(path.read_text())
         kept = content["spec"]["evaluation"].get(key)
         content["spec"]["evaluation"][key] = value
-        path.write_text(json.dumps(content))
+        reseal(path, content)
         with pytest.raises(UserError, match=f"differ in {words}"):
             Paired(study_dir).estimate([rows], SPEC, "kl_divergence")
         content["spec"]["evaluation"][key] = kept
-        path.write_text(json.dumps(content))
+        reseal(path, content)
 
 
 def test_released_checkpoints_lie_under_the_names_of_their_revisions(tmp_path, study):
@@ -191,7 +191,7 @@ def test_released_checkpoints_lie_under_the_names_of_their_revisions(tmp_path, s
         path = tmp_path / quantization_result("stage1", model, SPEC)
         assert f"hf/{revision.name}/quant" in str(path)
         path.parent.mkdir(parents=True)
-        write_json(path, result)
+        reseal(path, result)
         rows.append(
             Row.of(
                 {

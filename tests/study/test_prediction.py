@@ -5,7 +5,6 @@ import json
 import pytest
 
 from base.errors import UserError
-from base.files import write_json
 from ckpt_tools.hf.measured import Step
 from study.figures.canvas import Canvas
 from study.figures.drawn.prediction import (
@@ -17,6 +16,7 @@ from study.figures.drawn.prediction import (
     relative_text,
 )
 from study.paths import step_result
+from tests.sealing import reseal
 from tests.study.curved import BLOCKS, step_content
 
 SPEC = "gptq-b3-g32"
@@ -28,7 +28,7 @@ def test_the_figure_holds_every_part_of_every_step(study_dir, study, sign):
     """If an increase is negative, or an interval reaches 0, the axes are not logarithmic."""
     for run in study.runs:
         for spec in study.quantization.by_block:
-            write_json(
+            reseal(
                 study_dir / step_result(run, spec),
                 step_content(sign * 1e-3 * run.optimizer.peak_lr),
             )

@@ -1,7 +1,5 @@
 """The probe's rows of metrics.jsonl in the figure and in MLflow."""
 
-import json
-
 import pytest
 
 from study.figures.canvas import Canvas
@@ -9,6 +7,7 @@ from study.figures.drawing import pictures_of
 from study.figures.drawn.probe import INCREASE, OUTPUT, probe
 from study.results.table import Row
 from study.tracking.streams import metrics_stream
+from tests.sealing import json_lines
 from tests.study.synthetic import table_of
 from tests.study.varied import weight_decay, write_varied
 from train.run.config import RunConfig
@@ -36,7 +35,7 @@ def probed(tmp_path_factory, study):
         with RunDirectory(directory / name).metrics.open("a") as file:
             for step in STEPS:
                 row = {"step": step, "tokens": step * 2048, "attempt": 1, "time": 1.7e9 + step}
-                file.write(json.dumps(row | figures(bits, step)) + "\n")
+                file.write(json_lines([row | figures(bits, step)]))
     rows = [
         Row.of({**row, "quant/rtn-b3-g32/absolute_error": 0.01 * row["step"]})
         for row in table_of(directory, changed)

@@ -343,7 +343,7 @@ def test_a_step_that_is_not_complete_says_why(tmp_path):
     assert reasons(study, second="other") == {"second": "its settings changed"}
     (study / "first.json").write_text("torn")
     assert reasons(study) == {
-        "first": "first.json is not what the step left; run makes it again",
+        "first": f"{study}/first.json is not what the step left; 'python -m study run' makes it again",
         "second": "first.json, which it reads, has changed",
     }
     (study / "first.json").write_text("{}")

@@ -15,6 +15,7 @@ from base.errors import UserError
 from base.files import record_file
 from tests.interpreter import interpreter
 from tests.runs import environment, error_line, python
+from tests.sealing import reseal
 from train.data.corpus import NpyCorpus, _map_bin, check_vocabulary, open_corpus, open_source
 from train.data.indexing import index
 from train.data.manifest import verify
@@ -84,10 +85,13 @@ def test_bad_token_files_are_refused(tmp_path, train_prefix):
         open_corpus(tmp_path / "copy")
     for content, complaint in (
         ("{", "is not valid JSON"),
-        ("[]", "the whole file"),
-        ('{"kind": "npy"}', "is missing"),
+        ("[]", "holds no JSON object"),
+        ({"kind": "npy"}, "is missing"),
     ):
-        (tmp_path / "copy.json").write_text(content)
+        if isinstance(content, dict):
+            reseal(tmp_path / "copy.json", content)
+        else:
+            (tmp_path / "copy.json").write_text(content)
         with pytest.raises(UserError, match=complaint):
             open_source(tmp_path / "copy")
 
@@ -301,7 +305,7 @@ def copied(train_prefix, tmp_path):
         index.write_bytes(change(bytearray(index.read_bytes())))
         manifest = json.loads(Path(f"{prefix}.json").read_text())
         manifest["idx"] = record_file(index, "sha256").model_dump()
-        Path(f"{prefix}.json").write_text(json.dumps(manifest))
+        reseal(Path(f"{prefix}.json"), manifest)
         return prefix
 
     return write

@@ -12,6 +12,7 @@ import torch
 from base.errors import UserError
 from base.files import sha256_of
 from tests.runs import make_run
+from tests.sealing import reseal
 from train.data.batches import Replica, RunData, batch, open_data
 from train.data.config import DataConfig, RepetitionFilter
 from train.data.corpus import open_corpus
@@ -216,7 +217,7 @@ def test_settings_that_do_not_fit_the_files_are_refused(data_of, tmp_path, mix, 
     content["files"] = [
         file | {"path": str(mix.parent / file["path"])} for file in content["files"]
     ]
-    other.write_text(json.dumps(content | {"tokenizer_sha256": "0"}))
+    reseal(other, content | {"tokenizer_sha256": "0"})
     few = tmp_path / "few"
     np.ones(7 * LENGTH, "<u2").tofile(f"{few}.npy")
     _index([few.with_suffix(".npy")], few, tokenizer_dir)

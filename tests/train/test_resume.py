@@ -10,13 +10,16 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from base.frozen import fingerprint
 from tests.ckpt_tools.checkpoints import seal
 from tests.runs import error_line, make_run, python, ranks, start_ranks
 from tests.train.stalled import stalling
 from tests.train.trajectories import numbers, shard_hashes
 from tests.waiting import wait_until
+from train.run.config import load_run
 from train.run.directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record
 from train.run.metrics import read_metrics
+from train.run.status import divergence
 
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
@@ -77,8 +80,8 @@ def test_a_run_goes_on_from_its_first_checkpoint(trained, tmp_path, incomplete):
 @pytest.mark.parametrize(
     ("save_steps", "expected", "kept"),
     [
-        ((0, 20), "at step 2 of hot: not finite: loss nan", [0]),
-        ((0, 1, 20), "at step 1 of hot: not finite: held-out loss nan", [0]),
+        ((0, 20), "hot diverged at step 2: not finite: loss nan", [0]),
+        ((0, 1, 20), "hot diverged at step 1: not finite: held-out loss nan", [0]),
     ],
     ids=["training", "held-out"],
 )
@@ -90,6 +93,11 @@ def test_a_loss_that_is_not_finite_stops_at_its_step(tmp_path, inputs, save_step
     assert expected in line
     assert "last good checkpoint is step 0" in line
     assert directory.complete_steps() == kept
+    status = divergence(directory, fingerprint(load_run(directory.run_json)))
+    assert status is not None, "a result of this configuration"
+    assert (f"at step {status.step}: " in expected, status.loss) == (True, None)
+    assert status.words in line
+    assert divergence(directory, "of another") is None
     assert all(np.isfinite(list(row.values())).all() for row in read_metrics(directory.metrics))
 
 

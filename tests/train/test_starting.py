@@ -16,6 +16,7 @@ from ckpt_tools.importing import import_checkpoint
 from tests.ckpt_tools.checkpoints import read_weights, seal
 from tests.conftest import make_hf_directory
 from tests.runs import error_line, make_run, python, ranks
+from tests.sealing import reseal
 from tests.train.test_reference import differentiate
 from train.data.batches import batch
 from train.data.corpus import open_corpus
@@ -138,7 +139,7 @@ def test_main_weights_keep_fp32_where_the_model_computes_in_bf16(tmp_path, sourc
 
 def edit_record(checkpoint: Path, **changes: Any) -> None:
     record = json.loads((checkpoint / CHECKPOINT_JSON).read_text())
-    (checkpoint / CHECKPOINT_JSON).write_text(json.dumps(record | changes))
+    reseal(checkpoint / CHECKPOINT_JSON, record | changes)
 
 
 def test_what_does_not_fit_is_refused(tmp_path, source, inputs):

@@ -3,18 +3,19 @@
 import os
 import socket
 import time
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 
 from base import stopping
 from base.errors import UserError
-from base.files import take_lock, write_json
+from base.files import take_lock
 from train.distributed import from_rank_zero, gathered
 from train.run.directory import RunDirectory
 from train.run.environment import OWNER, amend_attempt, attempts, record_attempt
 from train.run.launch import recorded_variables
+from train.run.status import Ending, Status, write_status
 
 
 class SupersededError(UserError):
@@ -33,8 +34,8 @@ class Attempt:
         number: counted from 1.
     """
 
-    def __init__(self, directory: RunDirectory, layout: dict[str, int]) -> None:
-        self._directory = directory
+    def __init__(self, directory: RunDirectory, fingerprint: str, layout: dict[str, int]) -> None:
+        self._directory, self._fingerprint = directory, fingerprint
         self._seen: tuple[int, int] | None = None
         hosts = sorted(set(gathered(socket.gethostname())))
         self._rank_zero = dist.get_rank() == 0
@@ -90,22 +91,23 @@ class Attempt:
         self._seen = (status.st_ino, status.st_mtime_ns)
         return None
 
-    def end(
-        self,
-        status: Literal["done", "preempted", "failed"],
-        step: int,
-        reason: str,
-        asked_by: str | None = None,
-    ) -> None:
+    def end(self, ending: Ending, step: int, reason: str, **details: Any) -> None:
         """Write status.json, remove a used STOP file, and ignore signals from now on."""
         if self._rank_zero:
-            if status != "failed":
+            if ending != "failed":
                 self._directory.stop_file.unlink(missing_ok=True)
-            self.record_end(status, step, reason, asked_by)
+            self.record_end(ending, step, reason, **details)
         stopping.ignore()
 
-    def record_end(self, status: str, step: int, reason: str, asked_by: str | None = None) -> None:
-        """Write status.json; `asked_by` says who asked a preempted run to stop."""
-        marker = {"status": status, "step": step, "attempt": self.number, "reason": reason}
-        marker["asked_by"] = asked_by
-        write_json(self._directory.status_json, marker | {"time": time.time()})
+    def record_end(self, ending: Ending, step: int, reason: str, **details: Any) -> None:
+        """Write status.json; `details` are further fields of `Status`."""
+        status = Status(
+            status=ending,
+            step=step,
+            attempt=self.number,
+            fingerprint=self._fingerprint,
+            reason=reason,
+            time=time.time(),
+            **details,
+        )
+        write_status(self._directory, status)

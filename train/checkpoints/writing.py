@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from base.errors import UserError
-from base.files import FileRecord, fsync_path, open_to_readers, record_file, write_json
+from base.files import FileRecord, fsync_path, open_to_readers, record_file, write_sealed
 from train.distributed import gathered
 from train.engine import Engine
 from train.run.directory import CHECKPOINT_JSON, PROBE, CheckpointRecord, RunDirectory
@@ -109,7 +109,7 @@ class Checkpoint:
         }
         assert present <= files.keys(), f"{sorted(present - files.keys())} would be in no record"
         record = CheckpointRecord(**self._fields, files=dict(sorted(files.items())))
-        write_json(self._directory / CHECKPOINT_JSON, record.model_dump(mode="json"))
+        write_sealed(self._directory / CHECKPOINT_JSON, record.model_dump(mode="json"))
         fsync_path(self._directory)
 
     def publish(self) -> None:

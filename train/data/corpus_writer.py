@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from base.files import FileRecord, fsync_path, record_files, write_json
+from base.files import FileRecord, fsync_path, record_files, write_sealed
 from train.data.corpus import DTYPE_CODES, INDEX_HEADER, INDEX_MAGIC
 from train.data.manifest import Manifest
 
@@ -58,4 +58,4 @@ def commit_corpus(prefix: Path, directory: Path, manifest: Manifest) -> None:
     for suffix in ("bin", "idx"):
         os.replace(directory / suffix, f"{prefix}.{suffix}")
     fsync_path(prefix.parent)
-    write_json(Path(f"{prefix}.json"), manifest.model_dump(mode="json"))
+    write_sealed(Path(f"{prefix}.json"), manifest.model_dump(mode="json"))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from base.errors import UserError
-from base.files import check_fetched, write_json
+from base.files import check_fetched, write_sealed
 from train.data.documents import TextFile, check_given_once
 from train.data.manifest import NpyManifest, TokenFile
 
@@ -62,7 +62,7 @@ def index(
         files=tuple(records),
     )
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    write_json(Path(f"{prefix}.json"), manifest.model_dump(mode="json"))
+    write_sealed(Path(f"{prefix}.json"), manifest.model_dump(mode="json"))
     return manifest
 
 

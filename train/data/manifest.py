@@ -5,13 +5,13 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from base.digests import digest_of
-from base.errors import UserError, explain_validation
+from base.errors import UserError
 from base.files import FileRecord
 from base.frozen import Frozen
-from base.reading import read_regular
+from base.reading import as_model, read_sealed
 from train.data.share import Share
 
 # Hashing runs at some 500 MB/s on one core: a corpus up to this size is hashed at every start, a
@@ -87,16 +87,14 @@ _ANY_MANIFEST: TypeAdapter[Manifest | NpyManifest] = TypeAdapter(
 
 
 def read_manifest(prefix: Path) -> Manifest | NpyManifest:
-    """Read PREFIX.json; UserError if it is missing, damaged or no manifest."""
+    """Read PREFIX.json; UserError if it is missing, no manifest, or was changed."""
     path = Path(f"{prefix}.json")
     try:
-        return _ANY_MANIFEST.validate_json(read_regular(path))
+        return as_model(_ANY_MANIFEST, read_sealed(path, f"{REMAKE} or 'index'"), path)
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist; make it with 'python -m train prepare' or 'index'"
         ) from None
-    except ValidationError as error:
-        raise explain_validation(str(path), error) from None
 
 
 def token_files(

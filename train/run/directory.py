@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from base.errors import UserError, explain_validation
+from base.errors import UserError
 from base.files import FileRecord, check_inside
 from base.frozen import Frozen
-from base.reading import read_regular
+from base.reading import as_model, read_sealed
 
 CHECKPOINT_JSON = "checkpoint.json"
 PROBE = "probe.safetensors"
@@ -20,6 +20,9 @@ PROBE_OUTPUTS = "outputs/"  # begins a key of the probe, before the HF name of a
 MODEL_WEIGHTS = "model.safetensors"
 # Directory of an imported checkpoint with configuration and tokenizer of its source.
 IMPORTED_FROM = "hf"
+RESTORE = (
+    "restore it, or give another checkpoint: 'python -m train run' makes the newest of a run again"
+)
 
 
 class CheckpointRecord(Frozen):
@@ -68,6 +71,15 @@ class CheckpointRecord(Frozen):
 def step_name(step: int) -> str:
     """Return the directory name of a step: step00012000."""
     return f"step{step:08d}"
+
+
+def step_of(name: str) -> int:
+    """Return the step of a checkpoint, or of an average, by its directory's name.
+
+    >>> step_of("step00012000"), step_of("lawa5x500-step00000100")
+    (12000, 100)
+    """
+    return int(name.rpartition("step")[2])
 
 
 def _complete_steps(parent: Path) -> list[int]:
@@ -133,16 +145,14 @@ class RunDirectory:
 
 
 def read_checkpoint_record(checkpoint: Path) -> CheckpointRecord:
-    """Read checkpoint.json without touching the shards."""
+    """Read checkpoint.json without touching the shards; UserError if it was changed."""
     path = checkpoint / CHECKPOINT_JSON
     try:
-        record = CheckpointRecord.model_validate_json(read_regular(path))
+        record = as_model(CheckpointRecord, read_sealed(path, RESTORE), path)
     except FileNotFoundError:
         raise UserError(
             f"{checkpoint} holds no {CHECKPOINT_JSON}: it is not a complete checkpoint;"
             " give another"
         ) from None
-    except ValidationError as error:
-        raise explain_validation(str(path), error) from None
     check_inside(path, record.files)
     return record

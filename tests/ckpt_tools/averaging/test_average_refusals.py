@@ -16,6 +16,7 @@ from base.files import record_files, write_json
 from ckpt_tools.averaging.average import average_models
 from tests.conftest import make_hf_directory
 from tests.runs import error_line, python
+from tests.sealing import reseal
 
 Q_NORM = "model.layers.1.self_attn.q_norm.weight"
 Change = Callable[[Path], object]
@@ -37,7 +38,7 @@ def seal_lineage(hf_dir: Path) -> None:
     """A lineage that vouches for the files as they are now."""
     (hf_dir / "lineage.json").unlink(missing_ok=True)
     files = {name: record.model_dump() for name, record in record_files(hf_dir).items()}
-    write_json(hf_dir / "lineage.json", {"kind": "export", "step": 7, "files": files})
+    reseal(hf_dir / "lineage.json", {"kind": "export", "step": 7, "files": files})
 
 
 @pytest.fixture
@@ -66,6 +67,12 @@ def edit(path: str, key: str, value: Any) -> Change:
     )
 
 
+def told(step: Any) -> Change:
+    """A lineage of b, sealed, with this step."""
+    path = "b/lineage.json"
+    return lambda root: reseal(root / path, json.loads((root / path).read_text()) | {"step": step})
+
+
 def pickles_only(root: Path) -> None:
     torch.save(load_file(root / "a" / "model.safetensors"), root / "a" / "pytorch_model.bin")
     (root / "a" / "model.safetensors").unlink()
@@ -89,7 +96,7 @@ def all_to(dtype: torch.dtype) -> Change:
 def climb(root: Path) -> None:
     lineage = json.loads((root / "b" / "lineage.json").read_text())
     lineage["files"]["../a/config.json"] = lineage["files"]["config.json"]
-    write_json(root / "b" / "lineage.json", lineage)
+    reseal(root / "b" / "lineage.json", lineage)
 
 
 def nothing(_: Path) -> None:
@@ -118,7 +125,7 @@ REFUSALS: dict[str, tuple[Change, dict[str, Any], str]] = {
     "damaged": (flip("b/model.safetensors"), {}, "root/b/model.safetensors was changed"),
     "configuration": (flip("b/tokenizer.json"), {}, "root/b/tokenizer.json was changed"),
     "cut": (lambda root: (root / "b" / "model.safetensors").write_bytes(b"1234"), {}, "has 4 bytes instead of"),
-    "told": (edit("b/lineage.json", "step", "last"), {}, "root/b/lineage.json: 'step': Input should be a"),
+    "told": (told("last"), {}, "root/b/lineage.json: 'step': Input should be a"),
     "climbs": (climb, {}, "names '../a/config.json', which is outside its directory"),
     "inside": (nothing, {"out": "b/out"}, "is in the input"),
     "itself": (nothing, {"out": "b"}, "is in the input"),

@@ -23,7 +23,7 @@ REFUSED = [
     ({"config.json": config_json("llama", architectures=["Head"])}, "it is a Head"),
     ({"config.json": config_json("olmo2", rope_scaling=3)}, "config.json of"),
     ({"config.json": b"[1]"}, "not a JSON object"),
-    ({"config.json": b"{" * 9}, "not a JSON object"),
+    ({"config.json": b"{" * 9}, "not valid JSON"),
     ({"config.json": None}, "has no config.json"),
     ({"model-00001-of-00002.safetensors": None, "model-00002-of-00002.safetensors": None},
      "no safetensors"),

@@ -15,9 +15,11 @@ import pytest
 from huggingface_hub import constants
 
 from base.errors import UserError
+from base.reading import read_sealed
 from ckpt_tools.released.download import download
 from tests.ckpt_tools.released.fake_hub import REPO, FakeHub, model_files
 from tests.runs import environment
+from tests.sealing import reseal
 from tests.waiting import HANG_SECONDS, wait_until
 
 FIRST, SECOND, LAST = (
@@ -58,7 +60,7 @@ def check(directory: Path, hub: FakeHub, commit: str | None) -> None:
         name: {"bytes": len(content), "digest": f"sha256:{hashlib.sha256(content).hexdigest()}"}
         for name, content in contents.items()
     }
-    record = json.loads((directory / "download.json").read_text())
+    record = read_sealed(directory / "download.json", "")
     assert record == {"repo": REPO, "revision": revision, "commit": commit, "files": hashes}
 
 
@@ -203,14 +205,14 @@ def a_file_of_somebody(hub: FakeHub, into: Path) -> None:
 def another_repository(hub: FakeHub, into: Path) -> None:
     download(REPO, into, revisions=[LAST])
     record = json.loads((into / LAST / "download.json").read_text())
-    (into / LAST / "download.json").write_text(json.dumps(record | {"repo": "somebody/else"}))
+    reseal(into / LAST / "download.json", record | {"repo": "somebody/else"})
 
 
 def a_record_that_climbs_out(hub: FakeHub, into: Path) -> None:
     another_repository(hub, into)
     record = json.loads((into / LAST / "download.json").read_text())
     record["files"]["../../secret"] = record["files"]["config.json"]
-    (into / LAST / "download.json").write_text(json.dumps(record))
+    reseal(into / LAST / "download.json", record)
 
 
 @pytest.mark.parametrize(

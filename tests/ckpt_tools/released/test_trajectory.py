@@ -16,6 +16,7 @@ from ckpt_tools.released.download import download
 from ckpt_tools.released.registry import parse_revision
 from ckpt_tools.released.trajectory import choose, revisions_of, show
 from tests.ckpt_tools.released.fake_hub import REPO, FakeHub
+from tests.sealing import reseal
 
 SMOLLM3 = "HuggingFaceTB/SmolLM3-3B-checkpoints"
 IN_ORDER = [
@@ -116,7 +117,7 @@ def test_of_a_directory(tmp_path, told_by, capsys):
     if told_by == "download":
         for path in root.glob("ckpt_*"):
             record = {"repo": "LLM360/Amber", "revision": path.name, "commit": None, "files": {}}
-            (path / "download.json").write_text(json.dumps(record))
+            reseal(path / "download.json", record)
     checkpoints = revisions_of(str(root), family="LLM360/Amber" if told_by == "option" else None)
     assert [checkpoint.step for checkpoint in checkpoints] == [21 * 762, 101 * 762]
     assert checkpoints[0].learning_rate == pytest.approx(2.982426e-4, rel=1e-6)
@@ -140,7 +141,7 @@ def test_of_a_run(trained, tmp_path, capsys):
         "tokens": None,
         "files": {},
     }
-    (average / "lineage.json").write_text(json.dumps(lineage))
+    reseal(average / "lineage.json", lineage)
     checkpoints = revisions_of(str(tmp_path / "hf"))
     logged = [
         json.loads(line) for line in (trained("dp1") / "metrics.jsonl").read_text().splitlines()

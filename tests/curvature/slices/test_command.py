@@ -150,7 +150,7 @@ def test_the_origin_is_the_base_to_the_bit(result):
 
 
 def test_result_holds_numbers_with_their_conditions(result, alone, held_out_prefix):
-    assert list(result) == ["model", "spec", "measured", "environment"]
+    assert list(result) == ["model", "spec", "measured", "environment", "sha256"]
     assert sorted(path.name for path in alone.iterdir()) == ["result.json"]
     spec = result["spec"]
     assert (spec["name"], spec["plane"], spec["quantized"]["spec"]) == (
@@ -203,7 +203,7 @@ def test_every_architecture_has_a_plane_through_checkpoints(
         (["--sequences", "1"], "'sequences'"),
         (["--sequences", "100000"], "100000 are needed; give more text"),
         (["--data", "nowhere/at-all"], "does not exist; make it with"),
-        (["--device", "tpu"], "'tpu' is not one of 'cpu', 'cuda'"),
+        (["--device", "tpu"], "--device cannot be 'tpu'; did you mean cpu?"),
     ],
 )
 def test_bad_options_end_with_nothing_written(slice_of, capsys, tmp_path, family, options, message):

@@ -18,6 +18,7 @@ from quant_eval.specs import parse_spec
 from tests.conftest import make_hf_directory
 from tests.digests import blake3_of
 from tests.quant_eval.models import run_settings
+from tests.sealing import reseal
 
 SPEC = parse_spec("rtn-b3-g32")
 
@@ -44,7 +45,7 @@ def measured(tmp_path_factory, train_prefix, held_out_prefix):
                 dense=True,
             )
             (result,) = measure(base, (SPEC,), (out,), settings, ALONE)
-            (out / "result.json").write_text(json.dumps(result))
+            reseal(out / "result.json", result)
     return root
 
 
@@ -161,9 +162,7 @@ def test_a_result_without_dense_weights_names_the_command(place):
     path = place / "result" / "result.json"
     result = json.loads(path.read_text())
     del result["measured"]["dense"]
-    path.write_text(
-        json.dumps(result)
-    )  # such as of a later run without --dense, which leaves the old ones
+    reseal(path, result)  # such as of a later run without --dense, which leaves the old ones
     with pytest.raises(UserError, match=r"python -m quant_eval run .*base --dense"):
         read_step(place / "base", place / "result")
 
@@ -176,7 +175,7 @@ def rewrite(place, change):
     path.write_text(json.dumps(content))
     result = json.loads((place / "result" / "result.json").read_text())
     result["measured"]["dense"] = sha256_of(path)
-    (place / "result" / "result.json").write_text(json.dumps(result))
+    reseal(place / "result" / "result.json", result)
 
 
 def test_files_elsewhere_are_refused(place):

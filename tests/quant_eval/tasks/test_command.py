@@ -86,7 +86,7 @@ def test_results_of_two_specs(
     )
     assert first["measured"] == expected | {"dead_linears": ["model.layers.0.mlp.down_proj"]}
     assert any(line.endswith("rounded: model.layers.0.mlp.down_proj") for line in printed)
-    assert first.keys() == {"model", "spec", "measured", "environment"}
+    assert first.keys() == {"model", "spec", "measured", "environment", "sha256"}
     assert first["model"]["weights_digests"] == {
         "model.safetensors": blake3_of(copied_model / "model.safetensors")
     }

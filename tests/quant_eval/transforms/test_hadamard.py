@@ -6,7 +6,8 @@ from compressed_tensors.transform.utils import hadamard as library
 from scipy.linalg import hadamard as sylvester
 
 from base.errors import UserError
-from quant_eval.transforms.hadamard import check_hadamard, hadamard_steps, random_signs
+from quant_eval.sizes import check_hadamard
+from quant_eval.transforms.hadamard import hadamard_steps, random_signs
 from quant_eval.transforms.steps import Kronecker, compose
 
 # hidden and FFN widths of released and of tiny models

@@ -12,6 +12,7 @@ from study.forecast.miniature import is_miniature, miniature, miniature_of
 from study.paths import MeasuredModel, quantization_result
 from study.recipes.parts import annealed
 from tests.present import present
+from tests.sealing import reseal
 from tests.study.ablation import tiny
 from tests.study.claimed import SPEC, branched, rows_of, run_of, study_of
 from tests.study.synthetic import change_losses, write_study
@@ -77,7 +78,7 @@ def test_the_layer_output_error_is_that_of_the_miniature_over_the_start(source):
             {"name": f"linear{place}", "relative_output_error": value}
             for place, value in enumerate(errors)
         ]
-        path.write_text(json.dumps(content))
+        reseal(path, content)
     (first, _) = source.cooldowns(SPEC)
     assert first.signals["layer output error"] == pytest.approx(math.log(0.5 / 0.2))
 
@@ -141,4 +142,4 @@ def test_the_end_of_the_forecast_run_changes_nothing(root):
 
 def test_a_run_that_is_not_there_is_refused(root):
     result = command(root, "both", "--run", "lr9")
-    assert str(result.exception) == "both has no run lr9; give one of lr1e-3, lr3e-3"
+    assert str(result.exception) == "both has no run lr9; take one of lr1e-3, lr3e-3"

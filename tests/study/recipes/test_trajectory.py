@@ -21,6 +21,7 @@ from study.released import ReleasedRun
 from study.text.kinds import PreparedText, TokenFiles
 from study.text.own import TextOptions, source_of
 from tests.ckpt_tools.released.fake_hub import FakeHub, config_json
+from tests.sealing import reseal
 from train.data.prepare import prepare
 
 REPO = "allenai/OLMo-2-1124-7B"
@@ -249,7 +250,7 @@ def test_of_a_directory_of_revisions(tmp_path, text_dir):
 
 def export(path: Path, **lineage) -> None:
     lay_out(path.parent, path.name)
-    (path / "lineage.json").write_text(json.dumps({"run": "lr3e-3", "files": {}, **lineage}))
+    reseal(path / "lineage.json", {"run": "lr3e-3", "files": {}, **lineage})
 
 
 def test_of_exports_with_their_averages_as_lines_of_their_own(tmp_path, text_dir):

@@ -2,7 +2,6 @@
 imported.
 """
 
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import sqlalchemy
 
 from study.definition import Study, save_study
 from study.machine.run_configurations import write_run_configurations
+from tests.sealing import json_lines
 from tests.study.ablation import tiny
 from train.run.directory import RunDirectory
 
@@ -91,9 +91,7 @@ def append_steps(directory: Path, steps: range, attempt: int) -> None:
             "attempt": attempt,
             "time": 1.7e9 + attempt + step / 7,
         }
-        lines.append(
-            json.dumps(row | {name: value_of(name, step, attempt) for name in FIGURES}) + "\n"
-        )
+        lines.append(json_lines([row | {name: value_of(name, step, attempt) for name in FIGURES}]))
     with RunDirectory(directory).metrics.open("a") as file:
         file.writelines(lines)
 

@@ -9,11 +9,11 @@ import subprocess
 
 import pytest
 
-from base.files import write_json
 from study.definition import save_study
 from study.tracking.importer import follow
 from tests.interpreter import interpreter
 from tests.runs import environment, make_run, ranks
+from tests.sealing import write_ending
 from tests.study.tracking.stores import append_steps, expected, write_small_study
 from tests.waiting import HANG_SECONDS, wait_until
 from train.run.directory import RunDirectory
@@ -40,9 +40,7 @@ def followed(database, forked, tmp_path):
     directory, study = write_small_study(tmp_path, "live", 1)
     run = RunDirectory(directory / study.runs[0].name)
     append_steps(run.path, range(1, 51), 1)
-    write_json(
-        run.status_json, {"status": "failed", "step": 50, "attempt": 1, "reason": "", "time": 0.0}
-    )
+    write_ending(run, "failed", 50)
     child = forked(follow, directory, study, study.runs[0].name, there.uri, 1.0)
     wait_until(
         lambda: there.points("live")[run.path.name] == expected(50, {1: 1}),
@@ -62,9 +60,7 @@ def test_it_follows_until_the_run_is_done(followed):
         "100 steps in the store",
     )
     append_steps(run.path, range(101, 111), 2)
-    write_json(
-        run.status_json, {"status": "done", "step": 110, "attempt": 2, "reason": "", "time": 1.0}
-    )
+    write_ending(run, "done", 110, attempt=2)
     child.join(HANG_SECONDS)
     assert child.exitcode == 0
     points = there.points("live")[run.path.name]

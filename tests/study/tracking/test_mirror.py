@@ -11,6 +11,7 @@ from study.results.collect import collect_rows
 from study.results.table import write_table
 from study.tracking.importer import mirror
 from study.tracking.store import store_uri
+from tests.sealing import reseal
 from train.run.directory import RunDirectory
 
 HELD_OUT = "held_out_loss"
@@ -50,7 +51,7 @@ def change_result(directory: Path, study, run: str, **figures: float) -> None:
     result = directory / run / "hf/step00000448/quant/gptq-b3-g32/result.json"
     content = json.loads(result.read_text())
     content["measured"] |= figures
-    result.write_text(json.dumps(content))
+    reseal(result, content)
     write_table(directory, study, collect_rows(directory, study).rows)
 
 

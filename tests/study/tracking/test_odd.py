@@ -12,6 +12,7 @@ from study.results.collect import collect_rows
 from study.results.table import Row, write_table
 from study.tracking.importer import mirror
 from study.tracking.store import opening, store_uri, tracking_uri
+from tests.sealing import json_lines, reseal
 from tests.study.tracking.stores import FIGURES, Database, append_steps, write_small_study
 from train.run.directory import RunDirectory
 
@@ -70,7 +71,7 @@ def test_no_value_grows_with_the_study(tmp_path, store):
     append_steps(directory / study.runs[0].name, range(1, 3), 1)
     attempts = [{"slurm_job": f"{10**8 + job}_{job}"} for job in range(60)]
     environment = RunDirectory(directory / study.runs[0].name).environment_json
-    environment.write_text(json.dumps({"attempts": attempts}))
+    reseal(environment, {"attempts": attempts})
     mirror(directory, study, store, rows=collect_rows(directory, study).rows)
     there = Database("", store)
     for table in ("tags", "experiment_tags", "params"):
@@ -86,7 +87,7 @@ def test_figures_that_are_not_finite_are_left_out_and_said(tmp_path, store):
     later = row | {"step": 5, "tokens": 5 * 2048, "loss": float("nan"), "z_loss": float("inf")}
     last = later | {"step": 6, "tokens": 6 * 2048, "loss": 1.5, "z_loss": -float("inf")}
     with metrics.open("a") as file:
-        file.writelines(json.dumps(each) + "\n" for each in (later, last))
+        file.write(json_lines([later, last]))
 
     content = mirror(directory, study, store)
     words = "3 not finite, left out; the first: train/loss is nan in line 5 of metrics.jsonl"

@@ -1,0 +1,151 @@
+"""The sizes of a model that a spec needs, without torch: studies ask before anything is trained.
+
+A measurement asks the same of the model at hand, before it begins (`measuring.sequential`).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from base.errors import UserError
+from quant_eval.casts.formats import FORMATS
+from quant_eval.model.families import Family
+from quant_eval.transforms.rotations import ROTATIONS
+
+if TYPE_CHECKING:
+    from quant_eval.specs import QuantSpec
+
+DUQUANT_BLOCK = 128  # as in arXiv:2406.01721
+LARGEST = 256  # of the known Hadamard matrices
+TILE = 16  # rows and columns of QTIP, so that one sequence is 256 weights
+AUTOROUND_MULTIPLE = 32  # auto-round leaves out linears of other sizes
+NF4_GROUP_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # of bitsandbytes
+Linears = Mapping[str, tuple[int, int]]  # outputs and inputs, by name
+
+
+def check_linears(spec: "QuantSpec", linears: Linears) -> None:
+    """Raise UserError for the first linear whose sizes a spec's rounding and casts do not fit."""
+    if spec.method == "nf4" and spec.group_size not in NF4_GROUP_SIZES:
+        sizes = ", ".join(map(str, NF4_GROUP_SIZES))
+        raise UserError(f"nf4 does not take groups of {spec.group_size}; choose one of {sizes}")
+    for name, (outputs, inputs) in linears.items():
+        if spec.group_size is not None and inputs % spec.group_size:
+            raise UserError(
+                f"group size {spec.group_size} does not divide the {inputs} input features of"
+                f" {name}; choose a divisor, or perchannel"
+            )
+        if spec.activations:
+            check_cast(spec.activations, inputs)
+        if spec.method == "qtip":
+            check_tiles(inputs, f"inputs of {name}", spec.bits)
+            check_tiles(outputs, f"outputs of {name}", spec.bits)
+        multiple = AUTOROUND_MULTIPLE
+        if spec.method == "autoround" and (outputs % multiple or inputs % multiple):
+            raise UserError(
+                f"auto-round leaves out {name}, {outputs} x {inputs}: it takes multiples of"
+                f" {AUTOROUND_MULTIPLE}; use our own gptq"
+            )
+
+
+def check_cast(format: str, width: int) -> None:
+    """Raise UserError where the groups of a format of activations do not divide their width."""
+    row = FORMATS.get(format)  # type: ignore[call-overload]
+    size = row.grouping if row else None
+    if size and width % size:
+        raise UserError(
+            f"{format} casts groups of {size} features, which do not divide the {width} inputs of a"
+            " linear; choose a format without groups, such as fp8"
+        )
+
+
+def check_tiles(width: int, name: str, bits: int) -> None:
+    """Raise UserError for inputs or outputs, called `name`, without QTIP's tiles or a matrix."""
+    advice = f"give another method, such as gptq-b{bits}-perchannel"
+    if width % TILE:
+        raise UserError(f"the {width} {name} are not a multiple of {TILE}; {advice}")
+    if not hadamard_factors(width):
+        raise UserError(f"no Hadamard matrix of size {width} is known, for the {name}; {advice}")
+
+
+def check_rotation(spec: "QuantSpec", sites: Mapping[str, int], head: int) -> None:
+    """Raise UserError where the sizes of a model do not fit the rotation of a spec.
+
+    Args:
+        spec: with or without one.
+        sites: input features of the linears of each site.
+        head: features of an attention head.
+    """
+    rotation, block = spec.rotation, spec.rotation_block
+    if rotation is None:
+        return
+    if rotation in ("quarot", "quarot-fused"):
+        widths = {
+            "hidden features": sites["attention_in"],
+            "features of a head": head,
+            "inputs of mlp_out": sites["mlp_out"],
+        }
+        check_hadamard(widths, None)
+    elif rotation == "duquant":
+        for site, width in sites.items():
+            duquant_block(width, site, block)
+    elif rotation in ("had", "rhad") or ROTATIONS[rotation].is_learned:  # learned from rhad on
+        check_hadamard({f"inputs of {site}": width for site, width in sites.items()}, block)
+
+
+def check_fused(family: Family, model_type: str) -> None:
+    """Raise UserError where the norms of an architecture do not pass a rotated residual stream."""
+    reason = "LayerNorm subtracts the mean" if family.centers else ""
+    reason = "its norms follow the linears" if family.norms == "after" else reason
+    if reason:
+        raise UserError(f"R1 cannot be fused on {model_type}: {reason}; give quarot")
+
+
+def duquant_block(width: int, site: str, block: int | None) -> int:
+    """Return the features that DuQuant rotates together; UserError unless they divide the inputs.
+
+    Inputs narrower than its block are one block.
+    """
+    size = block or min(DUQUANT_BLOCK, width)
+    if width % size:
+        largest = max(divisor for divisor in range(1, size + 1) if width % divisor == 0)
+        raise UserError(
+            f"blocks of {size} do not divide the {width} inputs of {site}; give a divisor, such as"
+            f" -duquant{largest}"
+        )
+    return size
+
+
+def check_hadamard(widths: Mapping[str, int], block: int | None) -> None:
+    """Raise UserError for widths, of inputs by name, or blocks of them without a known matrix."""
+    for name, width in widths.items():
+        if width % (block or width):
+            problem = f"blocks of {block} do not divide the {width} {name}"
+        elif not hadamard_factors(block or width):
+            problem = (
+                f"no Hadamard matrix of size {block or width} is known, for the {width} {name}"
+            )
+        else:
+            continue
+        common = math.gcd(*widths.values())
+        sizes = [size for size in range(2, common + 1) if common % size == 0]
+        known = [size for size in sizes if hadamard_factors(size)]
+        advice = f"give blocks, such as -had{known[-1]}" if known else "leave the rotation out"
+        raise UserError(f"{problem}; {advice}")
+
+
+def hadamard_factors(size: int) -> tuple[int, int] | None:
+    """Return A >= B with A B = size of which there are known matrices, as equal as possible.
+
+    >>> hadamard_factors(11008), hadamard_factors(6)
+    ((172, 64), None)
+    """
+    products = [
+        (size // right, right)
+        for right in range(1, LARGEST + 1)
+        if size % right == 0 and _is_known(right) and _is_known(size // right)
+    ]
+    return min((max(pair), min(pair)) for pair in products) if products else None
+
+
+def _is_known(size: int) -> bool:
+    return size in (1, 2) or (size % 4 == 0 and size <= LARGEST)
