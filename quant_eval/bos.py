@@ -29,7 +29,8 @@ def bos_of(hf_dir: Path, rule: Bos) -> tuple[int, ...]:
     """Return the ids before a text: one, or none.
 
     Raises:
-        UserError: the tokenizer cannot be loaded, or puts several tokens there.
+        UserError: the tokenizer cannot be loaded, does not show how a text begins, or puts several
+            tokens there.
     """
     if rule == "none" or not any((hf_dir / name).exists() for name in TOKENIZER_FILES):
         return ()
@@ -47,9 +48,13 @@ def bos_of(hf_dir: Path, rule: Bos) -> tuple[int, ...]:
             f"{hf_dir}: its tokenizer, which says how texts begin, cannot be loaded"
             f" ({reason:.200}); copy the model's own there, or give --bos none"
         ) from None
-    before = next(
-        whole[:start] for start in range(len(whole) + 1) if whole[start : start + len(own)] == own
-    )
+    starts = [start for start in range(len(whole)) if whole[start : start + len(own)] == own]
+    if not own or not starts:
+        raise UserError(
+            f"{hf_dir}: its tokenizer makes {own} of the text {ANY_TEXT!r} and {whole} with what it"
+            " puts before, so how texts begin is not known; give --bos none"
+        )
+    before = whole[: starts[0]]
     if len(before) > 1:
         raise UserError(
             f"{hf_dir}: its tokenizer begins a text with {len(before)} tokens, of which it is not"

@@ -43,8 +43,8 @@ class CalibrationSettings(ComputeSettings):
     bos: Bos = Field(
         default="template",
         description=(
-            "token before each text: template: as the model's tokenizer begins texts, for many"
-            " models without one; none"
+            "token before each text: template: the one that the model's tokenizer puts there, if"
+            " any; none"
         ),
     )
     # Tokens the model sees at once; None: BLOCK_TOKENS, or its context if less.

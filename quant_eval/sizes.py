@@ -5,7 +5,7 @@ A measurement asks the same of the model at hand, before it begins (`measuring.s
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from base.errors import UserError
 from quant_eval.casts.formats import FORMATS
@@ -67,21 +67,34 @@ def check_tiles(width: int, name: str, bits: int) -> None:
         raise UserError(f"no Hadamard matrix of size {width} is known, for the {name}; {advice}")
 
 
-def check_rotation(spec: "QuantSpec", sites: Mapping[str, int], head: int) -> None:
-    """Raise UserError where the sizes of a model do not fit the rotation of a spec.
+def site_widths(model: Any) -> dict[str, int]:
+    """Return the input features of the linears of each site."""
+    return {
+        "attention_in": model.hidden_size,
+        "attention_out": model.num_attention_heads * head_features(model),
+        "mlp_in": model.hidden_size,
+        "mlp_out": model.intermediate_size,
+    }
 
-    Args:
-        spec: with or without one.
-        sites: input features of the linears of each site.
-        head: features of an attention head.
+
+def head_features(model: Any) -> int:
+    """Return F, the features of an attention head."""
+    head_dim = getattr(model, "head_dim", None)
+    return int(head_dim or model.hidden_size // model.num_attention_heads)
+
+
+def check_rotation(spec: "QuantSpec", model: Any) -> None:
+    """Raise UserError where the sizes of a model do not fit the rotation of a spec, if it has one.
+
+    `model` is its configuration, of transformers or of a run, which name the sizes alike.
     """
-    rotation, block = spec.rotation, spec.rotation_block
+    rotation, block, sites = spec.rotation, spec.rotation_block, site_widths(model)
     if rotation is None:
         return
     if rotation in ("quarot", "quarot-fused"):
         widths = {
             "hidden features": sites["attention_in"],
-            "features of a head": head,
+            "features of a head": head_features(model),
             "inputs of mlp_out": sites["mlp_out"],
         }
         check_hadamard(widths, None)

@@ -230,9 +230,12 @@ def load_site(path: Path) -> Site:
         content = tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; copy {EXAMPLE} and fill in your cluster") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise UserError(f"{path} is not TOML: it is nested too deeply; correct it") from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number of too many digits
+        reason = str(error).partition(";")[0]
         raise UserError(
-            f"{path} is not TOML: {error}; correct it (text and times need quotes)"
+            f"{path} is not TOML: {reason}; correct it (text and times need quotes)"
         ) from None
     for key, value in _texts(content):
         secret = secret_in(key.rpartition(".")[2], value)

@@ -138,7 +138,7 @@ class Study(Shown):
                     " to saving.average_steps"
                 )
         saves_one = len(run.save_steps) < 2 and name not in self.controls
-        yield from misfits(run, self.quantization, self.curvature)
+        yield from misfits(run, self.quantization, self.tasks, self.curvature)
         if self.quantization.by_block and saves_one:
             yield f"run {name} saves one checkpoint, a slice goes through the last two; save more"
         if run.branch_from:

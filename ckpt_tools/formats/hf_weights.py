@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from base.errors import UserError
+from base.files import check_fetched
 from base.reading import parse_json
 from ckpt_tools.formats.weight_files import weight_files
 from ckpt_tools.formats.weights import FileTensor
@@ -33,8 +34,10 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     """Return every tensor of a safetensors file by name.
 
     Raises:
-        UserError: the file is not safetensors, is truncated, or uses a dtype torch does not have.
+        UserError: the file is not safetensors, was not fetched, is truncated, or uses a dtype torch
+            does not have.
     """
+    check_fetched(path)
     try:
         with safe_open(path, framework="pt"):
             pass  # the header is sound and covers the file exactly

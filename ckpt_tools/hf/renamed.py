@@ -3,7 +3,7 @@
 transformers 5 reads both forms. Older versions, and servers and converters that follow them, read
 the older one alone and take a default where it is missing: a base of 10,000 for the rotary
 embedding, whatever the model was trained with. So every config.json that is written here has both
-(`configuration.write_both_forms`), and one whose forms differ is refused.
+(`configuration.complete_configuration`), and one whose forms differ is refused.
 """
 
 from typing import Any

@@ -14,7 +14,6 @@ from bitsandbytes.nn.modules import Int8Params, Linear8bitLt
 from torch import Tensor, nn
 
 from base.errors import UserError
-from quant_eval.sizes import NF4_GROUP_SIZES
 from quant_eval.specs import QuantSpec
 
 
@@ -72,7 +71,7 @@ def dense_weight(linear: nn.Module) -> Tensor:
 def nf4_dense(weight_OI: Tensor, group_size: int) -> Tensor:
     """Return what the NF4 codes of a weight decode to, fp32 [O, I].
 
-    UserError if bitsandbytes does not take the group size, which has to divide a row.
+    `quant_eval.sizes` refuses the groups that bitsandbytes does not take.
 
     Example: -1, 0 and 1 times the largest weight of a group are among the 16 points.
         >>> weight_OI = torch.zeros(1, 64)
@@ -80,9 +79,6 @@ def nf4_dense(weight_OI: Tensor, group_size: int) -> Tensor:
         >>> torch.equal(nf4_dense(weight_OI, 64), weight_OI)
         True
     """
-    if group_size not in NF4_GROUP_SIZES:
-        sizes = ", ".join(map(str, NF4_GROUP_SIZES))
-        raise UserError(f"nf4 does not take groups of {group_size}; choose one of {sizes}")
     codes, state = quantize_4bit(
         weight_OI.detach().float().contiguous(),
         blocksize=group_size,

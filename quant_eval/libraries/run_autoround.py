@@ -34,7 +34,6 @@ from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.model import load_hf_model
 from quant_eval.libraries.job import Job, run_process, write_report
 from quant_eval.model.families import ARCHITECTURES
-from quant_eval.sizes import AUTOROUND_MULTIPLE
 from quant_eval.specs import QuantSpec
 
 SEED = 0
@@ -137,19 +136,13 @@ def pipeline(job: Job, batch_size: int) -> dict[str, Any]:
     }
 
 
-def check_sizes(linears: dict[str, nn.Linear], ids_NL: Tensor) -> None:
-    """Refuse what auto-round would leave out or shorten."""
+def check_batch(ids_NL: Tensor) -> None:
+    """Refuse sequences that auto-round would leave out."""
     if len(ids_NL) < BATCH:
         raise UserError(
             f"auto-round takes batches of {BATCH} sequences, and there are {len(ids_NL)}; give"
             " more --calibration-sequences"
         )
-    for name, linear in linears.items():
-        if linear.out_features % AUTOROUND_MULTIPLE or linear.in_features % AUTOROUND_MULTIPLE:
-            raise UserError(
-                f"auto-round leaves out {name}, {linear.out_features} x {linear.in_features}: it"
-                f" takes multiples of {AUTOROUND_MULTIPLE}; use our own gptq"
-            )
 
 
 def check_rounded(name: str, linear: nn.Module, original_OI: Tensor, spec: QuantSpec) -> None:
@@ -228,7 +221,7 @@ def quantize(job: Job) -> None:
 
     model = load()
     linears = linears_of(model)
-    check_sizes(linears, ids_NL)
+    check_batch(ids_NL)
 
     # before the import, which reads them
     for variable in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]:

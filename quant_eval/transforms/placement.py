@@ -15,7 +15,13 @@ from torch import Tensor
 
 from base.errors import UserError
 from quant_eval.model.families import Family
-from quant_eval.sizes import check_fused, check_rotation, duquant_block
+from quant_eval.sizes import (
+    check_fused,
+    check_rotation,
+    duquant_block,
+    head_features,
+    site_widths,
+)
 from quant_eval.transforms.hadamard import hadamard_matrix, hadamard_steps
 from quant_eval.transforms.steps import Transform, compose
 
@@ -86,7 +92,7 @@ def places_of(spec: "QuantSpec", family: Family, config: "PretrainedConfig") -> 
     widths = site_widths(config)
     sites = {site: Place(width) for site, width in widths.items()}
     rotation, block = spec.rotation, spec.rotation_block
-    check_rotation(spec, widths, head_features(config))
+    check_rotation(spec, config)
     if rotation in ("quarot", "quarot-fused"):
         return _quarot(spec, sites, family, config)
     if rotation in ("had", "rhad"):
@@ -98,23 +104,6 @@ def places_of(spec: "QuantSpec", family: Family, config: "PretrainedConfig") -> 
     if rotation == "duquant":
         sites = {site: _duquant(place, site, block) for site, place in sites.items()}
     return Places(sites)
-
-
-def site_widths(config: "PretrainedConfig") -> dict[str, int]:
-    """Return the input features of the linears of each site."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    return {
-        "attention_in": hidden,
-        "attention_out": heads * head_features(config),
-        "mlp_in": hidden,
-        "mlp_out": config.intermediate_size,
-    }
-
-
-def head_features(config: "PretrainedConfig") -> int:
-    """Return F, the features of an attention head."""
-    head_dim = getattr(config, "head_dim", None)
-    return int(head_dim or config.hidden_size // config.num_attention_heads)
 
 
 def _duquant(place: Place, site: str, block: int | None) -> Place:

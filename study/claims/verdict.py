@@ -23,7 +23,6 @@ FIGURES = {"kl_divergence": "KL divergence", "relative_error": "relative error"}
 NAMES = FIGURES | {"cross_entropy_quantized": "quantized loss"}
 # What a verdict says where its test holds for these trainings alone.
 OF_THESE_RUNS = {"supported": "holds in these runs", "contradicted": "fails in these runs"}
-SIGNIFICANT = ("higher", "lower")  # verdicts; any other is not a significant difference
 ALPHA = 1 - INTERVAL_LEVEL
 
 

@@ -47,11 +47,6 @@ class Runs:
             groups.setdefault(look.group, []).append(look)
         return groups
 
-    @property
-    def has_replicates(self) -> bool:
-        """The presence of runs that differ in their seed alone."""
-        return len(self.groups) < len(self.looks)
-
     def _encoding(self, values: list[Any]) -> dict[str, Any]:
         scale = {"domain": [look.label for look in self.looks.values()], "range": values}
         # the legend has an entry for each group, under the label of its first run

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+from base.errors import UserError
 from ckpt_tools.hf.measured import Read
-from ckpt_tools.hf.results import read_result
+from ckpt_tools.hf.results import REMEASURE, read_result
 from study.paths import MeasuredModel, hf_directory, result
 from study.pipeline.step import Step
 
@@ -115,9 +116,19 @@ class Result(NamedTuple):
     columns: list[Column]
 
     def read(self, path: Path) -> dict[str, Any]:
-        """Return the values of the columns from a result.json."""
-        measured = read_result(path, self.measured).measured
-        return {column.name: column.value(measured) for column in self.columns}
+        """Return the values of the columns from a result.json.
+
+        UserError if it is of another spec or another model than its place says: a copy.
+        """
+        result = read_result(path, self.measured)
+        # .../RUN/hf/MODEL/FOLDER/SPEC/result.json, wherever the study is and was measured from
+        model = Path(result.model.path).parts[-3:]
+        if (model, result.spec.name) != (path.parts[-3 - len(model) : -3], self.spec):
+            raise UserError(
+                f"{path} is a result of {result.spec.name} of {result.model.path}, and was copied"
+                f" there; {REMEASURE}"
+            )
+        return {column.name: column.value(result.measured) for column in self.columns}
 
 
 @dataclass(frozen=True)

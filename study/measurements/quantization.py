@@ -139,7 +139,8 @@ def _options(
 
 def computing_options(settings: QuantizationSettings) -> tuple[str, ...]:
     """Return the options that losses and tasks share."""
-    bos = ("--bos", settings.bos) if settings.bos != "template" else ()
+    is_said = settings.bos != RunSettings.model_fields["bos"].default
+    bos = ("--bos", settings.bos) if is_said else ()
     return ("--dtype", settings.dtype, *bos, "--device", "{device}")
 
 

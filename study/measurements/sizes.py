@@ -8,6 +8,7 @@ from quant_eval.sizes import check_fused, check_linears, check_rotation
 from quant_eval.specs import parse_spec
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
+from study.measurements.tasks import TasksSettings
 from train.model.config import ModelConfig
 from train.model.families import parameter_shapes
 from train.run.config import RunConfig
@@ -16,10 +17,14 @@ FIRST_LAYER = ".layers.0."  # all have the same linears
 
 
 def misfits(
-    run: RunConfig, quantization: QuantizationSettings, curvature: CurvatureSettings | None
+    run: RunConfig,
+    quantization: QuantizationSettings,
+    tasks: TasksSettings | None,
+    curvature: CurvatureSettings | None,
 ) -> Iterator[str]:
     """Yield what does not fit the model of a run: a spec its sizes, a length its context."""
-    for spec in dict.fromkeys((*quantization.at_the_end, *quantization.by_block)):
+    of_tasks = tasks.specs if tasks else ()
+    for spec in dict.fromkeys((*quantization.at_the_end, *quantization.by_block, *of_tasks)):
         try:
             _check(spec, run.model)
         except UserError as error:
@@ -38,15 +43,9 @@ def _check(spec: str, model: ModelConfig) -> None:
         for name, shape in parameter_shapes(model).items()
         if FIRST_LAYER in name and len(shape) == 2
     }
-    sites = {
-        "attention_in": model.hidden_size,
-        "attention_out": model.num_attention_heads * model.head_dim,
-        "mlp_in": model.hidden_size,
-        "mlp_out": model.intermediate_size,
-    }
     parsed, family = parse_spec(spec), FAMILIES[model.family]
     check_linears(parsed, linears)
-    check_rotation(parsed, sites, model.head_dim)
+    check_rotation(parsed, model)
     rounds = parsed.method != "none" or parsed.activations  # else the cache alone is rotated
     if parsed.rotation == "quarot-fused" and rounds:
         check_fused(family, model.family)

@@ -22,7 +22,7 @@ def diverged_runs(directory: Path, study: Study) -> dict[str, str]:
             parent = study.parent_of(run)
             status = divergence(RunDirectory(directory / parent.name), fingerprint(parent))
             if status and status.step <= run.branch_from.step:
-                words[run.name] = f"{run.name} has no start, {status.words}"
+                words[run.name] = f"{run.name} cannot start, since {status.words}"
     return {run.name: words[run.name] for run in study.trained if run.name in words}
 
 

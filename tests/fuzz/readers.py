@@ -126,7 +126,7 @@ def _file(
 # --- options ---
 
 SPEC = "gptq-b3-g128"
-for spec in (SPEC, "rtn-b4-g32-a8", "atom-b4-g128-a4", "nf4-g64", "int8"):
+for spec in (SPEC, "rtn-b4-g32-a8", "atom-b4-g128-keep0.03-a4", "nf4-g64", "int8-t6"):
     _text(f"spec {spec}", spec, lambda text: parse_spec(text).name)
 
 
@@ -136,8 +136,8 @@ def _set(text: str) -> object:
 
 
 for setting in (
-    *("seed=7", "model.hidden_size=64", "optimizer.peak_lr=1e-3", "save_steps=[0,4,8]"),
-    *("schedule.anneal=null", "zero=null", "precision=bf16", "model.num_hidden_layers=2"),
+    *("seed=7", "model.hidden_size=64", "optimizer.peak_lr=1e-3", "save_steps=[0,36,72]"),
+    *("schedule.anneal=null", "zero.stage=1", "precision=bf16", "model.num_hidden_layers=2"),
 ):
     _text(f"--set {setting}", setting, _set)
 

@@ -72,7 +72,7 @@ def _findings(name: str, directory: Path, sources: Sources, cases: int) -> list[
     reader = READERS[name]
     files = reader.make(directory, sources)
     valid = {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
-    assert _finding(reader, directory) is None, "the valid input"
+    reader.read(directory)  # the valid input
     findings: dict[str, str] = {}
     with _bounded():
         for number in range(cases):

@@ -59,6 +59,14 @@ def template(*parts: str) -> Change:
     return change
 
 
+def without_a(tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
+    """A tokenizer with a template that has no token for an a."""
+    template("<s>", "A")(tokenizer, config)
+    model = tokenizer["model"]
+    kept = {token: index for token, index in model["vocab"].items() if "a" not in token}
+    model |= {"vocab": kept, "merges": []}
+
+
 def write_tokenizer(directory: Path, source: Path, change: Change) -> Path:
     directory.mkdir(exist_ok=True)
     parts = [
@@ -178,6 +186,7 @@ def test_the_template_is_that_of_the_tokenizer(tmp_path, tokenizer_dir, change, 
     ("change", "reason"),
     [
         (template("<s>", "<t>", "A"), "begins a text with 2 tokens"),
+        (without_a, r"makes \[\] of the text 'a' and \[320\] with"),
         (lambda tokenizer, _: tokenizer.clear(), "cannot be loaded"),
     ],
 )

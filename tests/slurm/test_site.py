@@ -267,6 +267,8 @@ def test_names_that_only_look_like_secrets_are_taken(tmp_path):
         ("time = 24:00:00", "need quotes"),
         (MINIMAL.replace('"24:00:00"', "12:00:00"), 'put it in quotes: "12:00:00"'),
         ("\xff", "not TOML"),
+        ("number = " + "9" * 5000, "not TOML: Exceeds the limit (4300 digits)"),
+        ("deep = " + "[" * 100_000, "not TOML: it is nested too deeply"),
     ],
 )
 def test_what_is_no_toml(tmp_path, content, message):

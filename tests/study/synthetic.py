@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from base.frozen import fingerprint
-from ckpt_tools.hf.directory import LINEAGE_JSON
+from ckpt_tools.hf.directory import LINEAGE_JSON, RESULT_JSON
 from study.definition import Study, save_study
 from study.machine.run_configurations import write_run_configurations
 from study.paths import (
@@ -152,7 +152,8 @@ def change_losses(
     """Gives a result other sums of documents, and the figures that follow from them."""
     path = directory / run / "hf" / model / "quant" / spec / "result.json"
     result = json.loads(path.read_text())
-    reseal(path, result_of(path, spec, result["measured"]["per_document"] | columns))
+    losses = result["measured"]["per_document"] | columns
+    reseal(path, result_of(path.parents[2], spec, losses))
 
 
 def table_of(directory: Path, study: Study) -> list[Row]:
@@ -163,6 +164,9 @@ def table_of(directory: Path, study: Study) -> list[Row]:
 
 def _write(path: Path, content: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.name == RESULT_JSON:
+        place = {"model": {"path": str(path.parents[2])}, "spec": {"name": path.parent.name}}
+        content = place | content
     reseal(path, content)
 
 

@@ -54,6 +54,24 @@ def test_every_checkpoint_is_one_row_with_its_own_numbers(study_dir, study):
     assert row["curvature/lambda_max_converged"] is True
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("lr3e-3/hf/step00000512/quant/gptq-b3-g32", "gptq-b3-g32 of .*lr3e-3/hf/step00000512"),
+        ("lr1e-2/hf/step00000320/quant/gptq-b3-g32", "gptq-b3-g32 of .*lr1e-2/hf/step00000320"),
+        ("lr1e-2/hf/step00000512/quant/gptq-b4-g32", "gptq-b4-g32 of .*lr1e-2/hf/step00000512"),
+    ],
+)
+def test_a_result_that_was_copied_to_another_place_is_refused(study_dir, study, source, words):
+    """The result of another run, checkpoint or spec: whole, and yet not what it seems."""
+    place = study_dir / "lr1e-2/hf/step00000512/quant/gptq-b3-g32/result.json"
+    place.write_bytes((study_dir / source / "result.json").read_bytes())
+    with pytest.raises(
+        UserError, match=rf"{place} is a result of {words}, and was copied there; run the"
+    ):
+        collect_rows(study_dir, study)
+
+
 def test_an_average_is_a_row_of_its_own_beside_the_weights_of_its_step(study_dir, study):
     rows = collect_rows(study_dir, study).rows
     averages = [row for row in rows if row["average"] == "lawa5x16"]

@@ -218,7 +218,7 @@ def test_a_branch_of_a_checkpoint_that_never_came_is_left_out_too(tmp_path):
         words = diverged_runs(tmp_path, study)
         assert [*words] == [run.name for run in study.trained if run.name in (parent.name, *others)]
         for name in others:
-            assert words[name] == f"{name} has no start, {reason.removesuffix('; lower it')}"
+            assert words[name] == f"{name} cannot start, since {reason.removesuffix('; lower it')}"
 
 
 def test_the_steps_of_a_study_that_diverged_are_those_of_the_ledger(diverged, study):

@@ -49,7 +49,8 @@ def test_tasks_are_measured_at_the_end_and_read_into_the_table(study_dir, study)
     figures = {"accuracy": 0.5, "accuracy_quantized": 0.4, "degradation": 0.2}
     intervals = {"degradation": [0.1, 0.3], "accuracy": None}
     measured = {"tasks": {"piqa": figures}, "mean": figures | {"intervals": intervals}}
-    reseal(path, {"spec": {"tasks": ["piqa"]}, "measured": measured})
+    model, spec = {"path": str(path.parents[2])}, {"name": "gptq-b3-g32", "tasks": ["piqa"]}
+    reseal(path, {"model": model, "spec": spec, "measured": measured})
     rows = collect_rows(study_dir, changed).rows
     row = next(row for row in rows if (row.run, row.step, row.average) == ("lr1e-3", 640, None))
     column = "tasks/gptq-b3-g32"

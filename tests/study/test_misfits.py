@@ -56,7 +56,7 @@ def refused_of_study(run: RunConfig, spec: str) -> str:
     quantization = tiny().quantization.model_copy(
         update={"specs": (spec,), "methods": (), "by_block": ()}
     )
-    return next(misfits(run, quantization, None), "").partition(f"spec {spec}: ")[2]
+    return next(misfits(run, quantization, None, None), "").partition(f"spec {spec}: ")[2]
 
 
 def refused_of_model(run: RunConfig, spec: str) -> str:
@@ -95,16 +95,17 @@ def test_a_study_refuses_what_the_measurement_would(name):
             " 96 input features of model.layers.0.self_attn.q_proj; choose a divisor",
         ),
         ({"quantization": {"by_block": ["rtn-b3-g36"]}}, "cannot be measured with spec rtn-b3-g36"),
+        ({"tasks": {"specs": ["rtn-b3-g36"]}}, "cannot be measured with spec rtn-b3-g36"),
         (
             {"curvature": {"sequence_length": 129}},
             r"curvature.sequence_length 129 is beyond the context of 128 tokens of run lr1e-3",
         ),
     ],
-    ids=["method", "by block", "context"],
+    ids=["method", "by block", "tasks", "context"],
 )
 def test_a_study_is_refused_before_anything_is_trained(change, reason):
     content = tiny().model_dump(mode="json")
     for key, values in change.items():
-        content[key] |= values
+        content[key] = (content[key] or {}) | values
     with pytest.raises(ValidationError, match=reason):
         Study.model_validate(content)

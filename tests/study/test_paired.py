@@ -152,7 +152,7 @@ def test_an_estimate_over_few_documents_is_refused(study_dir, study):
         content = json.loads(path.read_text())
         sums = content["measured"]["per_document"]
         few = {name: values[:19] for name, values in sums.items()}
-        reseal(path, result_of(path, SPEC, few))
+        reseal(path, result_of(path.parents[2], SPEC, few))
     rows = last_rows(study_dir, study)
     pair = [[(rows[study.runs[0].name], 1.0), (rows[study.runs[1].name], -1.0)]]
     with pytest.raises(UserError, match="19 documents, which decide nothing; raise eval_tokens"):

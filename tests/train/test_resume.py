@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from base.frozen import fingerprint
 from tests.ckpt_tools.checkpoints import seal
@@ -17,6 +17,7 @@ from tests.train.stalled import stalling
 from tests.train.trajectories import numbers, shard_hashes
 from tests.waiting import wait_until
 from train.run.config import load_run
+from train.run.dcp_metadata import METADATA, read_metadata
 from train.run.directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_record
 from train.run.metrics import read_metrics
 from train.run.status import divergence
@@ -124,15 +125,19 @@ class Call:
         return os.mkdir, (self.path,)
 
 
-@pytest.mark.parametrize("name", [".metadata", "common.pt"])
-def test_no_pickle_of_a_checkpoint_runs_code_though_its_hash_is_right(trained, tmp_path, name):
+@pytest.mark.parametrize("kind", [".metadata", "common.pt", "an object"])
+def test_no_pickle_of_a_checkpoint_runs_code_though_its_hash_is_right(trained, tmp_path, kind):
     run = RunDirectory(shutil.copytree(trained("dp1"), tmp_path / "run"))
     shutil.rmtree(run.checkpoint(20))
-    sprung, hostile = tmp_path / "sprung", run.checkpoint(10) / name
-    if name == ".metadata":
-        hostile.write_bytes(pickle.dumps(Metadata({"a": Call(sprung)})))  # type: ignore[dict-item]
+    sprung, place = tmp_path / "sprung", run.checkpoint(10)
+    if kind == "common.pt":
+        torch.save({"steps": Call(sprung)}, place / kind)
     else:
-        torch.save({"steps": Call(sprung)}, hostile)
+        metadata = Metadata({"a": Call(sprung)})  # type: ignore[dict-item]
+        if kind == "an object":  # of which torch would open the pickle, wherever it is
+            metadata = read_metadata(place)
+            metadata.state_dict_metadata["a/shard_0_1"] = BytesStorageMetadata()
+        (place / METADATA).write_bytes(pickle.dumps(metadata))
     seal(run.checkpoint(10))
     refused = python("train", "run", str(run.path))
     assert refused.returncode == 2, refused.stderr[-3000:]

@@ -126,6 +126,38 @@ def test_metrics_survive_a_torn_line_and_overlapping_attempts(tmp_path):
         MetricsWriter(path, attempt=3).append(3, 30, loss=float("nan"))
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"loss": "NaN"},
+        {"loss": None},
+        {"loss": True},
+        {"loss": 10**400},
+        {"tokens": float("nan")},
+        {"tokens": 10**19},
+        {"step": 1.5},
+        {"attempt": "1"},
+        {"time": float("inf")},
+        {"time": None},
+        "tokens",
+        "time",
+    ],
+    ids=str,
+)
+def test_a_row_that_no_command_writes_is_named(tmp_path, changed):
+    path = tmp_path / "metrics.jsonl"
+    row = {"step": 1, "tokens": 10, "attempt": 1, "time": 1.5, "loss": float("nan")}
+    path.write_text(json.dumps(row) + "\n")
+    assert [each["step"] for each in read_metrics(path)] == [1]
+    if isinstance(changed, str):
+        other = {key: value for key, value in row.items() if key != changed}
+    else:
+        other = row | changed
+    path.write_text(json.dumps(row) + "\n" + json.dumps(other) + "\n")
+    with pytest.raises(UserError, match=rf"line 2 of {path} is not a row of metrics"):
+        read_metrics(path)
+
+
 def test_a_machine_without_git_records_no_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     record = environment()

@@ -18,6 +18,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from base.errors import UserError
 from train.averages import slot_names
@@ -183,14 +184,17 @@ class MegatronEngine:
         """Load what a snapshot wrote at any layout, once its hashes were checked.
 
         megatron-core opens three kinds of pickles: `.metadata`, which is checked here before, and
-        common.pt and the boxes of numbers by torch's own list (`weights_only`).
+        common.pt and the boxes of numbers by torch's own list (`weights_only`). Objects it would
+        open by no list; no snapshot of ours has one.
 
         The model's weights are the main weights, rounded: they are not read, but published.
 
         Raises:
-            UserError: the shards lack a key of this model or hold one more.
+            UserError: the shards lack a key of this model or hold one more, or an object.
         """
-        read_metadata(directory)
+        for key, record in read_metadata(directory).state_dict_metadata.items():
+            if not isinstance(record, TensorStorageMetadata):
+                raise _suspicious(directory, f"the object {key!r:.80}")
         try:
             saved = dist_checkpointing.load_tensors_metadata(str(directory))
             state = {"optimizer": self._state.to_load(self._model_state(), slots_in(saved))}
@@ -206,11 +210,8 @@ class MegatronEngine:
                 f" ({str(error).splitlines()[0][:300]}); restore the run.json it was saved with"
             ) from error
         except UnpicklingError as error:
-            raise UserError(
-                f"{directory} holds a pickle of more than numbers"
-                f" ({str(error).splitlines()[0][:300]}); do not open it with other programs, and"
-                " ask where it comes from"
-            ) from None
+            reason = str(error).splitlines()[0][:300]
+            raise _suspicious(directory, f"a pickle of more than numbers ({reason})") from None
         self._state.load(loaded["optimizer"])
         self._state.steps = loaded["steps"]
         self.publish_weights()
@@ -228,6 +229,13 @@ class MegatronEngine:
         dist.barrier()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _suspicious(directory: Path, content: str) -> UserError:
+    return UserError(
+        f"{directory} holds {content}; do not open it with other programs, and ask where it comes"
+        " from"
+    )
 
 
 def _over_all_ranks(parts: Tensor) -> list[float]:

@@ -1,6 +1,7 @@
 """metrics.jsonl, the truth about a run. MLflow is a mirror of it."""
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ TRAINED = "learning_rate"  # every row of an update has it, of a skipped one as 
 HELD_OUT_LOSS = "held_out_loss"  # then .NAME of a further file, and /AVERAGE
 QUANTIZATION = "quantization"  # begins the figures of a probe: /SPEC/..., see `train.rounding`
 ROW_KEYS = {"step", "tokens", "attempt", "time"}  # of every row; all other keys are figures
+LARGEST_COUNT = (1 << 63) - 1  # that MLflow's store holds
 
 
 class MetricsWriter:
@@ -52,22 +54,37 @@ def surviving_rows(path: Path) -> list[dict[str, Any]]:
         text = path.read_text() if path.exists() else ""
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text; restore it or train the run again") from None
-    for line in text.splitlines(keepends=True):
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
         if line.endswith("\n"):
             try:
-                row = json.loads(line)
-                if not type(row["step"]) is type(row.get("attempt", 0)) is int:
-                    raise TypeError
-                places.setdefault(row["step"], []).append((row.get("attempt", 0), len(rows)))
+                row = _checked(json.loads(line))
+                places.setdefault(row["step"], []).append((row["attempt"], len(rows)))
                 rows.append(row)
             except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
                 raise UserError(
-                    f"{path}: '{line[:60].strip()}' is not a row of metrics; correct that line"
+                    f"line {number} of {path} is not a row of metrics ('{line[:60].strip()}');"
+                    " correct that line"
                 ) from None
     for of_step in places.values():
         if len(of_step) > 1:
             _strip(rows, of_step)
     return [row for row in rows if row.keys() - ROW_KEYS]
+
+
+def _checked(row: Any) -> dict[str, Any]:
+    """Return a row; KeyError, TypeError or AttributeError for what none of ours can hold.
+
+    Figures may be NaN or infinite: who edits a file by hand may say so.
+    """
+    is_row = (
+        all(type(row[key]) is int for key in ("step", "tokens", "attempt"))
+        and all(type(value) in (int, float) for value in row.values())
+        and all(abs(value) <= LARGEST_COUNT for value in row.values() if type(value) is int)
+        and math.isfinite(row["time"])
+    )
+    if not is_row:
+        raise TypeError
+    return dict(row)
 
 
 def _strip(rows: list[dict[str, Any]], of_step: list[tuple[int, int]]) -> None:
@@ -85,6 +102,6 @@ def _strip(rows: list[dict[str, Any]], of_step: list[tuple[int, int]]) -> None:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return one row per step, rising, made of its `surviving_rows`."""
     merged: dict[int, dict[str, Any]] = {}
-    for row in sorted(surviving_rows(path), key=lambda row: (row["step"], row.get("attempt", 0))):
+    for row in sorted(surviving_rows(path), key=lambda row: (row["step"], row["attempt"])):
         merged.setdefault(row["step"], {}).update(row)
     return list(merged.values())

@@ -124,6 +124,11 @@ def narrower_head(directory: Path) -> None:
     change_weights(directory, **{"lm_head.weight": head})
 
 
+def pointer_of_lfs(directory: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 999\n"
+    (directory / WEIGHTS).write_text(pointer)
+
+
 def adds(name: str) -> Callable[[Path], None]:
     def change(directory: Path) -> None:
         change_weights(directory, **{name: torch.ones(8)})
@@ -138,13 +143,14 @@ def adds(name: str) -> Callable[[Path], None]:
         ("llama", index_of_both, "find out which is the model, and move the other"),
         ("llama-tied", other_head, "'lm_head.weight' differs from 'model.embed_tokens.weight'"),
         ("llama-tied", narrower_head, "'lm_head.weight' differs from 'model.embed_tokens.weight'"),
+        ("llama", pointer_of_lfs, "is a Git LFS pointer, the file itself was not fetched"),
         ("llama", adds("model.layers.0.self_attn.rotary_emb.cos"), "unknown"),
         ("llama", adds("model.layers.0.attention.bias"), "unknown"),
         ("gpt_neox", adds("gpt_neox.layers.0.attention.scale"), "unknown"),
         ("gpt_neox", adds("gpt_neox.layers.0.attention.bias.more"), "unknown"),
     ],
 )
-def test_what_two_programs_would_read_as_two_models_is_refused(tmp_path, name, change, expected):
+def test_what_is_no_model_or_two_models_is_refused(tmp_path, name, change, expected):
     """By whatever opens a model, and the files stay."""
     directory = make_model(tmp_path / "model", name)
     change(directory)

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from base.errors import UserError
 from quant_eval.libraries.job import WEIGHTS, Job, run_job
-from quant_eval.libraries.run_autoround import Watch, check_rounded, check_sizes, linears_of
+from quant_eval.libraries.run_autoround import Watch, check_rounded, linears_of
+from quant_eval.sizes import check_linears
 from quant_eval.specs import parse_spec
 from tests.quant_eval.models import ARCHITECTURES, make_model
 
@@ -229,9 +230,9 @@ def test_every_architecture_has_all_linears_on_their_grids_and_nothing_else(tmp_
 
 
 def test_what_auto_round_would_leave_out_is_refused(place):
-    linears = {"a.q": nn.Linear(64, 32), "a.k": nn.Linear(64, 48)}
+    sizes = {"a.q": (32, 64), "a.k": (48, 64)}
     with pytest.raises(UserError, match=r"leaves out a\.k, 48 x 64: it takes multiples of 32"):
-        check_sizes(linears, torch.zeros(8, 4))
+        check_linears(parse_spec("autoround-b3-g16"), sizes)
     with pytest.raises(UserError, match="batches of 8 sequences, and there are 7"):
         run_job(make_job(place, "autoround-b3-g16", sequences=7))
 

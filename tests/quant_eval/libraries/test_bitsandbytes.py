@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from base.errors import UserError
 from quant_eval.libraries.bitsandbytes import dense_weight, nf4_dense, replace_linears
+from quant_eval.sizes import check_linears
 from quant_eval.specs import parse_spec
 
 
@@ -165,12 +166,6 @@ def test_nf4_is_the_nearest_published_value(group_size, dtype):
     assert not dense_OI[2, :group_size].any()
 
 
-@pytest.mark.parametrize(
-    ("group_size", "reason"),
-    [
-        (48, "nf4 does not take groups of 48; choose one of 32, 64"),
-    ],
-)
-def test_nf4_sizes_are_refused(group_size, reason):
-    with pytest.raises(UserError, match=reason):
-        nf4_dense(torch.ones(2, 96), group_size)
+def test_nf4_sizes_are_refused():
+    with pytest.raises(UserError, match="nf4 does not take groups of 48; choose one of 32, 64"):
+        check_linears(parse_spec("nf4-g48"), {"a": (2, 96)})

@@ -11,10 +11,11 @@ from transformers import AutoConfig
 
 from base.errors import UserError
 from quant_eval.model.families import FAMILIES, family_of
+from quant_eval.sizes import site_widths
 from quant_eval.specs import parse_spec
 from quant_eval.transforms.fitting import GroupStatistics, fit_transform
 from quant_eval.transforms.hadamard import hadamard_steps
-from quant_eval.transforms.placement import Place, check_places, places_of, site_widths
+from quant_eval.transforms.placement import Place, check_places, places_of
 from quant_eval.transforms.steps import compose
 from tests.quant_eval.models import ARCHITECTURES, make_model
 from tests.quant_eval.transforms.linears import (
