@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
-from base.files import committed_directory, scratch_directory, sha256_of, unfinished_of
+from base.files import sha256_of
 from base.progress import Progress
 from ckpt_tools.checkpoint import model_of, open_weights, run_of, verify_recorded
 from ckpt_tools.formats.hf_weights import read_tensors
@@ -19,7 +19,7 @@ from ckpt_tools.hf.directory import (
     copy_files,
     may_be_restored,
     read_lineage,
-    restore,
+    remade,
     write_lineage,
 )
 from ckpt_tools.probe import check_probe
@@ -81,30 +81,17 @@ def export(checkpoint: Path, out: Path) -> dict[str, Any]:
     present, damaged = _present(out, lineage)
     if present:
         return present
-    if damaged:
-        with scratch_directory(unfinished_of(out)) as aside:
-            parity = _write(aside, checkpoint, record, lineage)
-            restore(out, aside)
-    else:
-        with committed_directory(out) as aside:
-            parity = _write(aside, checkpoint, record, lineage)
-    return parity
-
-
-def _write(
-    aside: Path, checkpoint: Path, record: CheckpointRecord, lineage: dict[str, Any]
-) -> dict[str, Any]:
-    """Write the whole export into an empty directory; return the figures of `check_probe`."""
-    copied = [name for name in record.files if name.startswith(f"{IMPORTED_FROM}/")]
-    verify_recorded(checkpoint, record, [PROBE, *copied])
-    weights = open_weights(checkpoint, record)
-    dtype_of(weights, (record.dtype,), checkpoint)
-    files = write_weights(aside, weights)
-    _copy_configuration(aside, checkpoint, record)
-    (aside / VERIFICATION_PROBE).parent.mkdir()
-    shutil.copyfile(checkpoint / PROBE, aside / VERIFICATION_PROBE)
-    parity = _check(aside, checkpoint, record)
-    write_lineage(aside, {**lineage, "parity": parity}, files)
+    with remade(out, damaged=damaged) as aside:
+        copied = [name for name in record.files if name.startswith(f"{IMPORTED_FROM}/")]
+        verify_recorded(checkpoint, record, [PROBE, *copied])
+        weights = open_weights(checkpoint, record)
+        dtype_of(weights, (record.dtype,), checkpoint)
+        files = write_weights(aside, weights)
+        _copy_configuration(aside, checkpoint, record)
+        (aside / VERIFICATION_PROBE).parent.mkdir()
+        shutil.copyfile(checkpoint / PROBE, aside / VERIFICATION_PROBE)
+        parity = _check(aside, checkpoint, record)
+        write_lineage(aside, {**lineage, "parity": parity}, files)
     return parity
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import UserError
-from base.files import committed_directory, scratch_directory, unfinished_of
 from base.progress import Progress
 from ckpt_tools.averaging.inputs import Input, open_inputs
 from ckpt_tools.averaging.sums import AveragedWeights
@@ -20,7 +19,7 @@ from ckpt_tools.hf.directory import (
     copy_files,
     may_be_restored,
     read_lineage,
-    restore,
+    remade,
     write_lineage,
 )
 from ckpt_tools.hf.forward import read_config, spread_ids, stream_logits
@@ -118,13 +117,24 @@ def _parse_weights(weights: str, count: int) -> tuple[float, ...]:
 def _make(out: Path, method: str, factors: tuple[float, ...], inputs: list[Input]) -> None:
     """Write an average unless it is there already."""
     lineage = _lineage(out, method, factors, inputs)
-    if not out.exists():
-        with committed_directory(out) as aside:
-            _write(aside, factors, inputs, lineage)
-    elif not _is_there(out, lineage):
-        with scratch_directory(unfinished_of(out)) as aside:
-            _write(aside, factors, inputs, lineage)
-            restore(out, aside)
+    is_something = out.exists()
+    if is_something and _is_there(out, lineage):
+        return
+    newest = inputs[-1]
+    models = {model.path: model.weights for model in inputs}
+    mean = AveragedWeights(models, factors, DTYPES[newest.dtype])
+    with remade(out, damaged=is_something) as aside:
+        files = write_weights(aside, mean)
+        copy_files(newest.path, aside, (*CONFIGURATION_FILES, *TOKENIZER_FILES))
+        complete_configuration(aside, newest.dtype)
+        # No engine computed with these weights: the logits can only be checked to be finite.
+        input_ids_BS = spread_ids(read_config(aside).vocab_size, 1, SANITY_TOKENS)
+        if not stream_logits(aside, input_ids_BS).isfinite().all():
+            raise UserError(
+                "the average computes logits that are not finite, so it was not written; leave"
+                " models out"
+            )
+        write_lineage(aside, lineage, files)
 
 
 def _is_there(out: Path, lineage: dict[str, Any]) -> bool:
@@ -135,26 +145,6 @@ def _is_there(out: Path, lineage: dict[str, Any]) -> bool:
     if any(present.get(key) != value for key, value in lineage.items()):
         raise UserError(f"{out} exists and is not this average; give a new directory")
     return is_whole(out, files)
-
-
-def _write(
-    aside: Path, factors: tuple[float, ...], inputs: list[Input], lineage: dict[str, Any]
-) -> None:
-    """Write the average into an empty directory; its lineage.json comes last."""
-    newest = inputs[-1]
-    models = {model.path: model.weights for model in inputs}
-    mean = AveragedWeights(models, factors, DTYPES[newest.dtype])
-    files = write_weights(aside, mean)
-    copy_files(newest.path, aside, (*CONFIGURATION_FILES, *TOKENIZER_FILES))
-    complete_configuration(aside, newest.dtype)
-    # No engine computed with these weights: the logits can only be checked to be finite.
-    input_ids_BS = spread_ids(read_config(aside).vocab_size, 1, SANITY_TOKENS)
-    if not stream_logits(aside, input_ids_BS).isfinite().all():
-        raise UserError(
-            "the average computes logits that are not finite, so it was not written; leave"
-            " models out"
-        )
-    write_lineage(aside, lineage, files)
 
 
 def _lineage(

@@ -5,7 +5,8 @@ Names are made here and nowhere else. Needs neither torch nor transformers.
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +16,13 @@ from base.errors import UserError
 from base.files import (
     FileRecord,
     check_inside,
+    committed_directory,
     first_damage,
     fsync_path,
     record_file,
     replace_directory,
+    scratch_directory,
+    unfinished_of,
     write_sealed,
 )
 from base.reading import read_sealed
@@ -155,6 +159,21 @@ def restore(hf_dir: Path, again: Path) -> None:
         (hf_dir / name).parent.mkdir(exist_ok=True)
         os.replace(again / name, hf_dir / name)
         fsync_path((hf_dir / name).parent)
+
+
+@contextmanager
+def remade(hf_dir: Path, *, damaged: bool) -> Iterator[Path]:
+    """Yield an empty directory for a whole HF directory, which takes the place of what is there.
+
+    If that is `damaged`, only what has to be is replaced, see `restore`.
+    """
+    if not damaged:
+        with committed_directory(hf_dir) as aside:
+            yield aside
+        return
+    with scratch_directory(unfinished_of(hf_dir)) as aside:
+        yield aside
+        restore(hf_dir, aside)
 
 
 def vouched_files(hf_dir: Path) -> dict[str, FileRecord] | None:
