@@ -13,15 +13,14 @@ Shapes: T tokens of a text.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from base.errors import UserError
 from ckpt_tools.hf.directory import TOKENIZER_FILES
+from quant_eval.settings import Bos
 
-Bos = Literal["template", "none"]
 ANY_TEXT = "a"
 
 

@@ -8,12 +8,12 @@ from pydantic import Field
 
 from base.errors import UserError
 from base.frozen import Frozen
-from quant_eval.bos import Bos
 from quant_eval.specs import QuantSpec
 from quant_eval.tasks.table import choose_tasks
 
 CHECKPOINT = "checkpoint"  # saved in GPTQ's format below a result's directory
 BLOCK_TOKENS = 2048  # of arXiv:2510.06213 (appendix A)
+Bos = Literal["template", "none"]  # see `quant_eval.bos`
 
 
 class ComputeSettings(Frozen):

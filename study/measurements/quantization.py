@@ -11,9 +11,8 @@ from pydantic import Field, model_validator
 
 from base.frozen import Frozen, field_of
 from ckpt_tools.hf.measured import Quantization
-from quant_eval.bos import Bos
 from quant_eval.methods import METHODS
-from quant_eval.settings import RunSettings
+from quant_eval.settings import Bos, RunSettings
 from quant_eval.specs import parse_spec
 from study.measurements.kind import Column, Kind, Result, Subject, bounded
 from study.paths import quantization_result, result

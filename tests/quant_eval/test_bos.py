@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from base.errors import UserError
 from base.ranks import ALONE
-from quant_eval.bos import Bos, begun, bos_of
+from quant_eval.bos import begun, bos_of
 from quant_eval.measuring.losses import evaluation_set
 from quant_eval.measuring.measurement import measure
+from quant_eval.settings import Bos
 from quant_eval.specs import parse_spec
 from tests.quant_eval.models import make_model, run_settings
 from tests.quant_eval.test_losses import corpus_of
