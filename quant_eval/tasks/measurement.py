@@ -70,7 +70,7 @@ def measure(
     del full
 
     for spec in specs:
-        quantized, dead = quantized_model(hf_dir, spec, settings)
+        quantized, dead = quantized_model(hf_dir, spec, settings, bos)
         label = f"tasks, {spec.name}"
 
         # LLM.int8() mixes the sequences of a batch, and their padding.
@@ -115,11 +115,12 @@ def _tokenizer(hf_dir: Path, vocab_size: int) -> PreTrainedTokenizerBase:
 
 
 def quantized_model(
-    hf_dir: Path, spec: QuantSpec, settings: CalibrationSettings
+    hf_dir: Path, spec: QuantSpec, settings: CalibrationSettings, bos: tuple[int, ...]
 ) -> tuple[PreTrainedModel, list[str]]:
     """Return the model with its decoder blocks quantized on the first calibration draw.
 
-    With it the names of the linears that read zeros alone on that text.
+    With it the names of the linears that read zeros alone on that text. `bos` begins each
+    calibration sequence.
 
     Weights are dense, dequantized ones in the given dtype; for LLM.int8() the linears are
     bitsandbytes' own modules.
@@ -131,7 +132,7 @@ def quantized_model(
     draw_NL, calibration = None, settings.of_specs([spec]).calibration
     if calibration:
         corpus = open_text(calibration, hf_dir, model.config.vocab_size)
-        draw_NL = calibration_draw(corpus, settings, model, 0, bos_of(hf_dir, settings.bos))
+        draw_NL = calibration_draw(corpus, settings, model, 0, bos)
     layers = getattr(getattr(full, model.family.decoder), LAYERS)
 
     def keep(index: int, block: Block) -> None:

@@ -52,7 +52,7 @@ def test_blocks_alone_and_all_but_one_are_what_putting_them_in_gives(
 ):
     """Here by exchanging layers between two whole models of transformers."""
     (measured,) = measured_of(hf_dir, tmp_path, settings, per_block=True)
-    quantized = quantized_model(hf_dir, SPEC, settings())[0]
+    quantized = quantized_model(hf_dir, SPEC, settings(), ())[0]
     full_loss = loss_of(load_hf_model(hf_dir, torch.float32), held_out_prefix)
     assert measured["cross_entropy"] == pytest.approx(full_loss, rel=1e-6)
     assert [block["block"] for block in measured["blocks"]] == [0, 1]
@@ -109,7 +109,7 @@ def test_bitsandbytes_is_measured_in_the_same_walk(hf_dir, tmp_path, settings, h
     model = StreamedModel(hf_dir, HFWeights(hf_dir), torch.float32, torch.device("cpu"))
     assert len(model.empty_linears()) == 14
     (int8,) = measured_of(hf_dir, tmp_path, settings, specs[:1])
-    whole = quantized_model(hf_dir, specs[0], settings())[0]
+    whole = quantized_model(hf_dir, specs[0], settings(), ())[0]
     assert int8["cross_entropy_quantized"] == pytest.approx(
         loss_of(whole, held_out_prefix), rel=1e-5
     )

@@ -413,7 +413,7 @@ def test_losses_are_those_of_the_quantized_model_saved_and_reloaded(
 
     settings = CalibrationSettings(calibration=train_prefix, calibration_sequences=24)
     saved = results[0].parent / "saved"
-    quantized_model(hf_dir, parse_spec("gptq-b3-g16"), settings)[0].save_pretrained(saved)
+    quantized_model(hf_dir, parse_spec("gptq-b3-g16"), settings, ())[0].save_pretrained(saved)
     reloaded = AutoModelForCausalLM.from_pretrained(
         saved, dtype=torch.float32, attn_implementation="eager"
     )

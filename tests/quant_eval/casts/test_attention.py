@@ -334,7 +334,7 @@ def test_scales_are_those_of_the_quantized_models_own_keys_on_the_calibration_te
 
 def test_tasks_are_asked_of_a_model_that_reads_its_cache_cast(llama):
     spec, nowhere = parse_spec("kv3"), Path("not read")
-    asked = quantized_model(llama, spec, run_settings(nowhere, nowhere))[0]
+    asked = quantized_model(llama, spec, run_settings(nowhere, nowhere), ())[0]
     options = {"attention_mask": PADDED, "use_cache": True}
     cache = CastCache(lambda x: cast_in_loops(x, 3))
     expected = logits_of(load(llama), past_key_values=cache, **options)

@@ -60,7 +60,7 @@ def test_results_of_two_specs(
     """
     asked = []
 
-    def quantizer(hf_dir, spec, settings):
+    def quantizer(hf_dir, spec, settings, _bos):
         asked.append((hf_dir, spec.name, settings.calibration, settings.calibration_sequences))
         dead = ["model.layers.0.mlp.down_proj"]
         return (pair.quantized, dead) if spec.bits == 3 else (pair.full, [])
