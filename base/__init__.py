@@ -1,9 +1,10 @@
 """The ground floor, needed by every folder: errors, files, progress, ranks and statistics."""
 
 import sys
+from pathlib import Path
 from types import TracebackType
 
-FOLDERS = ("base", "train", "ckpt_tools", "quant_eval", "curvature", "study", "slurm", "docs")
+CHECKOUT = Path(__file__).parents[1]
 
 
 def _end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -11,7 +12,7 @@ def _end(kind: type[BaseException], error: BaseException, traceback: TracebackTy
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)  # the interpreter exits as SIGINT would end it
-    elif missing and missing not in FOLDERS:
+    elif missing and not (CHECKOUT / missing).is_dir():
         print(
             f"error: {sys.executable} has no {missing}; make .venv with 'make venv' and start"
             " .venv/bin/python, or '. .venv/bin/activate' first",

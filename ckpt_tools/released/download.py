@@ -10,6 +10,7 @@ from base.errors import UserError
 from base.files import FileRecord, committed_directory, record_file, write_sealed
 from base.frozen import NAME_PATTERN
 from base.progress import Progress
+from ckpt_tools.formats.weight_files import weight_files
 from ckpt_tools.hf.directory import VERIFICATION_PROBE, read_lineage
 from ckpt_tools.released.before import check_plans, check_revisions
 from ckpt_tools.released.download_record import (
@@ -140,8 +141,6 @@ def _check_room(sizes: dict[str, dict[str, int]], into: Path) -> None:
 
 def _seal(directory: Path, record: DownloadRecord) -> None:
     """Write download.json, after a check that the index names no file that is missing."""
-    from ckpt_tools.formats.weight_files import weight_files
-
     weight_files(directory)
     write_sealed(directory / DOWNLOAD_JSON, record.model_dump(mode="json"))
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from base.errors import UserError
 from quant_eval.model.families import FAMILIES
-from quant_eval.sizes import check_fused, check_linears, check_rotation
+from quant_eval.sizes import Linears, check_fused, check_linears, check_rotation
 from quant_eval.specs import parse_spec
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
@@ -23,10 +23,10 @@ def misfits(
     curvature: CurvatureSettings | None,
 ) -> Iterator[str]:
     """Yield what does not fit the model of a run: a spec its sizes, a length its context."""
-    of_tasks = tasks.specs if tasks else ()
+    linears, of_tasks = _linears(run.model), tasks.specs if tasks else ()
     for spec in dict.fromkeys((*quantization.at_the_end, *quantization.by_block, *of_tasks)):
         try:
-            _check(spec, run.model)
+            _check(spec, run.model, linears)
         except UserError as error:
             yield f"run {run.name} cannot be measured with spec {spec}: {error}"
     length, context = curvature and curvature.sequence_length, run.data.sequence_length
@@ -37,12 +37,15 @@ def misfits(
         )
 
 
-def _check(spec: str, model: ModelConfig) -> None:
-    linears = {
+def _linears(model: ModelConfig) -> Linears:
+    return {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in parameter_shapes(model).items()
         if FIRST_LAYER in name and len(shape) == 2
     }
+
+
+def _check(spec: str, model: ModelConfig, linears: Linears) -> None:
     parsed, family = parse_spec(spec), FAMILIES[model.family]
     check_linears(parsed, linears)
     check_rotation(parsed, model)

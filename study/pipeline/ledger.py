@@ -128,7 +128,7 @@ class Ledger:
         record = self.record(step)
         if record is None:
             return "not run yet"
-        damage = self.damage(step)
+        damage = self._damage(step, record)
         if damage:
             return damage
         try:
@@ -146,8 +146,9 @@ class Ledger:
     def damage(self, step: Step) -> str | None:
         """Return what is wrong with the files that a complete step left, and what to do."""
         record = self.record(step)
-        if record is None:
-            return None
+        return self._damage(step, record) if record else None
+
+    def _damage(self, step: Step, record: dict[str, Any]) -> str | None:
         try:
             outputs = self._hashes(self.outputs(step))
         except FileNotFoundError as error:
