@@ -12,7 +12,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-OLDEST, NEWEST = (3, 11), (3, 13)  # numpy 2.2.6 and megatron-core 0.16.1 have no wheels for others
+OLDEST, NEWEST = (
+    (3, 12),
+    (3, 13),
+)  # megatron-core 0.19.2 has no wheels for older ones, numpy 2.2.6 none for newer
 GB = 10**9
 # .venv when it is complete, what pip unpacks beside it, and its cache.
 CUDA_BYTES, CPU_BYTES = 10 * GB, 4 * GB
@@ -23,7 +26,7 @@ def python_problem(version: tuple[int, int]) -> str | None:
     if OLDEST <= version <= NEWEST:
         return None
     return (
-        f"Python {version[0]}.{version[1]} cannot run this, 3.11 to 3.13 can: install one "
+        f"Python {version[0]}.{version[1]} cannot run this, 3.12 and 3.13 can: install one "
         "(apt-get install python3.13-venv), then run make with PYTHON3=python3.13"
     )
 

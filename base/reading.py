@@ -116,7 +116,7 @@ def read_sealed(path: Path, next_action: str) -> dict[str, Any]:
         raise UserError(f"{path} {error}; {next_action}") from None
 
 
-def read_model(kind: type[Kind] | TypeAdapter[Kind], path: Path) -> Kind:
+def read_model[Kind](kind: type[Kind] | TypeAdapter[Kind], path: Path) -> Kind:
     """Return the pydantic model that a JSON file holds; UserError names the first wrong key.
 
     FileNotFoundError passes, as callers know what makes the file.
@@ -124,7 +124,7 @@ def read_model(kind: type[Kind] | TypeAdapter[Kind], path: Path) -> Kind:
     return as_model(kind, read_json(path), path)
 
 
-def as_model(kind: type[Kind] | TypeAdapter[Kind], value: Any, source: object) -> Kind:
+def as_model[Kind](kind: type[Kind] | TypeAdapter[Kind], value: Any, source: object) -> Kind:
     """Return the pydantic model of a JSON value; UserError names the first wrong key.
 
     The types are JSON's: a list makes a tuple, but text makes no number.

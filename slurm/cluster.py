@@ -133,7 +133,7 @@ def _accounted(jobs: Sequence[str]) -> dict[str, JobState] | None:
     return None
 
 
-def _whole(ask: Callable[[], Answer]) -> Answer:
+def _whole[Answer](ask: Callable[[], Answer]) -> Answer:
     """Return an answer that is whole: a torn one is asked again, TRIES times in all."""
     for _ in range(TRIES - 1):
         try:

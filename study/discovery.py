@@ -9,7 +9,7 @@ from typing import TypeVar
 Kind = TypeVar("Kind")
 
 
-def discovered(folder: ModuleType, kind: type[Kind]) -> list[Kind]:
+def discovered[Kind](folder: ModuleType, kind: type[Kind]) -> list[Kind]:
     """Return every instance of `kind` that a module of the folder defines, by its place."""
     names = [module.name for module in pkgutil.iter_modules(folder.__path__)]
     modules = [importlib.import_module(f"{folder.__name__}.{name}") for name in names]

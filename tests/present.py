@@ -5,7 +5,7 @@ from typing import TypeVar
 Value = TypeVar("Value")
 
 
-def present(value: Value | None) -> Value:
+def present[Value](value: Value | None) -> Value:
     """Return the value; AssertionError without one."""
     assert value is not None
     return value

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from base.gpus import near_cpus
@@ -37,7 +36,9 @@ def start() -> torch.device:
             dist.init_process_group("nccl", timeout=PATIENT, device_id=device)
         else:
             dist.init_process_group("gloo", timeout=PATIENT)
-    _control[:] = [dist.new_group(backend="gloo", timeout=PATIENT)]
+    control = dist.new_group(backend="gloo", timeout=PATIENT)
+    assert isinstance(control, dist.ProcessGroup)  # of all ranks, so that this one is a member
+    _control[:] = [control]
     return device
 
 
@@ -57,7 +58,7 @@ def limit_collectives(seconds: float) -> None:
     """Set the timeout of every group that this rank is in, except that of flags and objects."""
     for group in list(distributed_c10d._world.pg_map):
         if group is not _control[0]:
-            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            dist.set_timeout(timedelta(seconds=seconds), group)
 
 
 def from_rank_zero(value: Any) -> Any:
@@ -74,12 +75,12 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def sent_to_rank_zero(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return every rank's tensors, which are on the CPU, by rank, on rank 0; nothing elsewhere."""
+def sent_to_rank_zero[T](value: T) -> list[T]:
+    """Return every rank's value, of tensors on the CPU, by rank, on rank 0; nothing elsewhere."""
     if dist.get_rank() != 0:
-        dist.send_object_list([tensors], dst=0, group=_control[0])
+        dist.send_object_list([value], dst=0, group=_control[0])
         return []
-    parts = [tensors]
+    parts = [value]
     for rank in range(1, dist.get_world_size()):
         received: list[Any] = [None]
         dist.recv_object_list(received, src=rank, group=_control[0])

@@ -55,7 +55,7 @@ def observed_step(
     return result, {key: math.sqrt(total) for key, total in totals.items()}
 
 
-def _summed(dictionaries: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
+def _summed[Key: (str, int)](dictionaries: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
     totals: dict[Key, float] = defaultdict(float)
     for dictionary in dictionaries:
         for key, value in dictionary.items():

@@ -22,13 +22,15 @@ def default_threads() -> int:
     return min(len(os.sched_getaffinity(0)), MOST_THREADS)
 
 
-def each(work: Callable[[Item], Result], items: Sequence[Item]) -> dict[Item, Result]:
+def each[Item, Result](work: Callable[[Item], Result], items: Sequence[Item]) -> dict[Item, Result]:
     """Return the result for every item; they begin in that order, the first error is raised."""
     with ThreadPoolExecutor(default_threads()) as pool:
         return dict(zip(items, pool.map(work, items), strict=True))
 
 
-def ahead(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+def ahead[Item, Result](
+    work: Callable[[Item], Result], items: Iterable[Item], threads: int
+) -> Iterator[Result]:
     """Yield the result for every item in order, while threads work on the next, two each."""
     with ThreadPoolExecutor(threads) as pool:
         futures: deque[Future[Result]] = deque()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from pydantic import Field, ValidationError
 
@@ -48,7 +48,7 @@ class Spec(Read):
 Kind = TypeVar("Kind", bound=Read)
 
 
-class Result(Read, Generic[Kind]):
+class Result[Kind: Read](Read):
     """A result.json; `measured` is of the class of its kind.
 
     Attributes:
@@ -89,7 +89,7 @@ def read_result(path: Path) -> Result[Any]: ...
 
 
 @overload
-def read_result(path: Path, kind: type[Kind]) -> Result[Kind]: ...
+def read_result[Kind: Read](path: Path, kind: type[Kind]) -> Result[Kind]: ...
 
 
 def read_result(path: Path, kind: type[Any] | None = None) -> Result[Any]:

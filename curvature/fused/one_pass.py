@@ -20,7 +20,7 @@ Observer = Callable[[Callable[..., Any], tuple[Any, ...]], Any]
 _observers: list[Observer] = []
 
 
-def one_pass(function: Function) -> Function:
+def one_pass[Function: Callable[..., Any]](function: Function) -> Function:
     """Return the function, compiled by torch where there are a GPU and a C compiler."""
     compiled = compiled_on_gpu(function)
 

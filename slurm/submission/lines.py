@@ -27,7 +27,7 @@ def append_line(path: Path, content: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_lines(kind: type[Line] | TypeAdapter[Line], path: Path) -> list[Line]:
+def read_lines[Line](kind: type[Line] | TypeAdapter[Line], path: Path) -> list[Line]:
     """Return the lines of a JSONL file, but for those that were cut off; empty without a file.
 
     A line that was cut off has a beginning and lacks its end. UserError names any other that is
@@ -50,7 +50,7 @@ def _is_cut_off(line: bytes) -> bool:
     return is_ours and line.startswith(b"{") and not line.endswith(b"}")
 
 
-def _line(kind: type[Line] | TypeAdapter[Line], line: bytes, path: Path, number: int) -> Line:
+def _line[Line](kind: type[Line] | TypeAdapter[Line], line: bytes, path: Path, number: int) -> Line:
     place = f"{path}, line {number}"
     return as_model(kind, parse_json(line, place, "correct that line"), place)
 

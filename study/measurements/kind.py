@@ -7,7 +7,7 @@ and SLURM jobs follow from there.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from base.errors import UserError
 from ckpt_tools.hf.measured import Read
@@ -132,7 +132,7 @@ class Result(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind(Generic[Settings]):
+class Kind[Settings]:
     """A kind of measurement.
 
     A step that needs another kind's finds it among those made for the model before, by kind.

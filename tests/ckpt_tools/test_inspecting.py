@@ -97,7 +97,7 @@ def test_a_run_stands_for_its_checkpoints_and_exports(run, capsys):
     "name",
     [
         "checkpoints/step00000020/__0_0.distcp",
-        "checkpoints/step00000020/optimizer__0_1.distcp",
+        "checkpoints/step00000020/optimizer__0_0.distcp",
         "checkpoints/step00000020/.metadata",
         "hf/step00000020/tokenizer.json",
     ],

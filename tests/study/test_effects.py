@@ -143,7 +143,7 @@ def test_files_of_tables_hold_numbers_with_their_units_in_the_head(tmp_path):
         (line,) = csv.DictReader(file)
     share = of(effects["weight_decay"], SHARE).estimate
     name = "GPTQ, 3 bits, groups of 32: relative error, %"
-    values = [float(line[name + end]) for end in ("", ", low", ", high", ", p")]
+    values = [float(line[name + ending]) for ending in ("", ", low", ", high", ", p")]
     assert values == [*(100 * value for value in (share.value, *share.interval())), share.p_value()]
 
     with (tmp_path / "tables/end_of_training.csv").open() as file:

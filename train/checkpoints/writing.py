@@ -39,7 +39,7 @@ def failure_of(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def agreed(write: Callable[[], T], final: Path) -> list[T]:
+def agreed[T](write: Callable[[], T], final: Path) -> list[T]:
     """Write on every rank; return all results. UserError on every rank if one could not."""
     result, failure = None, None
     try:

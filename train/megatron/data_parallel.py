@@ -113,7 +113,7 @@ def _use_gloo_in_place() -> None:
 def _all_gather(buffer: Tensor, _own: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> None:
     """Fill `buffer` with the shards of all ranks; it holds this rank's already."""
     assert not async_op
-    works = [
+    works: list[Any] = [
         dist.broadcast(shard, group=group, group_src=rank, async_op=True)
         for rank, shard in enumerate(buffer.chunk(group.size()))
     ]

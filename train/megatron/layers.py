@@ -89,17 +89,13 @@ def post_normed(linear: Any) -> Any:
 class FullWidthNorm(nn.Module):
     """The weights of an RMSNorm over all heads of all tensor-parallel ranks, for this rank's heads.
 
-    The layer applies it with the rotary embedding. mcore builds this as `q_layernorm` and
-    `k_layernorm` with `qk_layernorm=False`; with True, it would sum the gradients of these weights
-    over ranks as if all held the same ones.
+    The layer builds it and applies it with the rotary embedding. mcore builds norms of queries and
+    keys for `qk_layernorm` alone, and then sums the gradients of their weights over ranks as if all
+    held the same ones.
     """
 
-    def __init__(
-        self, *, hidden_size: int, config: TransformerConfig, eps: float, num_heads: int
-    ) -> None:
+    def __init__(self, config: TransformerConfig, width: int) -> None:
         super().__init__()
-        assert eps == config.layernorm_epsilon  # which the layer reads
-        width = num_heads * hidden_size  # which mcore calls the size of a head
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         self.weight = nn.Parameter(torch.ones(width // ranks, dtype=config.params_dtype))
 
@@ -173,6 +169,9 @@ class Olmo2Layer(TransformerLayer):
     def __init__(self, *args: Any, rotary_base: float, recompute: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rotary_base, self.recompute = rotary_base, recompute
+        attention, size = self.self_attention, self.config.kv_channels
+        attention.q_layernorm = FullWidthNorm(self.config, self.config.num_attention_heads * size)
+        attention.k_layernorm = FullWidthNorm(self.config, self.config.num_query_groups * size)
 
     def forward(
         self,

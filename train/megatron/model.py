@@ -30,7 +30,6 @@ from train.megatron import transformer_engine
 from train.megatron.layers import (
     CausalAttention,
     Embedding,
-    FullWidthNorm,
     Olmo2Layer,
     RMSNorm,
     post_normed,
@@ -62,7 +61,6 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        qk_layernorm=False,
         use_cpu_initialization=True,
         perform_initialization=False,
         tensor_model_parallel_size=parallel.tensor,
@@ -91,10 +89,6 @@ def initialize_groups(run: RunConfig) -> None:
     )
 
 
-def _full_width(num_heads: int) -> ModuleSpec:
-    return ModuleSpec(FullWidthNorm, params={"num_heads": num_heads})
-
-
 def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
     """Return the modules of one pipeline stage of `num_layers` layers."""
     kernels: dict[str, Any] = {
@@ -111,8 +105,6 @@ def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
         linear_qkv=kernels["column"],
         core_attention=kernels["attention"],
         linear_proj=kernels["row"],
-        q_layernorm=_full_width(run.model.num_attention_heads),
-        k_layernorm=_full_width(run.model.num_key_value_heads),
     )
     mlp = MLPSubmodules(linear_fc1=kernels["column"], linear_fc2=kernels["row"])
     layer = ModuleSpec(

@@ -158,7 +158,7 @@ def squared_gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
     overflowed = optimizer.prepare_grads()
     assert not overflowed  # only a loss scaler looks for it, and there is none
     (part,) = optimizer.chained_optimizers
-    gradients = part.get_main_grads_for_grad_norm()
+    gradients = part.get_grads_for_grad_norm()
     if not gradients:
         return torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
     norms = torch.stack(torch._foreach_norm(gradients))

@@ -1,11 +1,12 @@
 """Sharded checkpoints in three parts: plan and copy (collective), write (alone), seal (collective).
 
-megatron-core 0.16 writes every save through forked processes and a manager process, and waits
-forever when one of them is killed. Here the rank writes its own files, in the thread that calls it.
-This file uses private members of megatron-core: look here first when its version changes.
+The files are those of megatron-core's torch_dist format, which `dist_checkpointing.load` reads.
+megatron-core's own `save` starts a process for the results and hides what went wrong with a file.
+Here torch's planner and writer do it, in the thread that calls.
 """
 
-import queue
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,13 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingCon
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
-    save_state_dict_async_finalize,
-)
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import mcore_to_pyt_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.storage import WriteResult
 
+from train.distributed import sent_to_rank_zero
 from train.run.dcp_metadata import METADATA
 from train.snapshot_memory import SnapshotMemory
 
@@ -32,64 +31,56 @@ from train.snapshot_memory import SnapshotMemory
 OPTIMIZER = "optimizer"
 
 
-class _Plan(TorchDistSaveShardedStrategy):
-    """mcore's torch_dist format, a file of weights and one of state per rank, not yet written."""
-
-    def __init__(self, state: dict[str, Any], directory: Path) -> None:
-        super().__init__("torch_dist", 1, thread_count=2, separation_hint=OPTIMIZER)
-        filesystem_async._results_queue = queue.Queue()  # or mcore starts a manager process for it
-        self.async_save(state, directory)
-
-    def _get_save_and_finalize_callbacks(
-        self, writer: FileSystemWriterAsync, planned: Any
-    ) -> AsyncRequest:
-        self.writer, self.planned = writer, planned
-        return AsyncRequest(None, (), [])
-
-
 class ShardedSnapshot:
     """A sharded state dict as it is now: `train.engine.Snapshot`."""
 
     def __init__(self, state: dict[str, Any], directory: Path, memory: SnapshotMemory) -> None:
         sharded, self._common = save_preprocess(state)
-        entries = [
-            entry
-            for entry in nested_values(sharded)
-            if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id)
+        entries: list[ShardedTensor] = [
+            entry for entry in nested_values(sharded) if is_main_replica(entry.replica_id)
         ]
         self._copies = memory.copied([entry.data for entry in entries])
+        parts = defaultdict(list)
         for entry, copy in zip(entries, self._copies.tensors, strict=True):
             entry.data = copy
-        plan = _Plan(sharded, directory)
-        self._directory, self._planned, self._writer = directory, plan.planned, plan.writer
-        self._writer.results_queue = queue.Queue()
-        self._config = CheckpointingConfig(plan.backend, plan.version)
+            parts[entry.key].append(entry)
+
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner.set_up_planner(mcore_to_pyt_state_dict(parts))
+        self._plan = self._planner.create_local_plan()
+        # The tensors are on the CPU: there is nothing to copy ahead.
+        self._writer = FileSystemWriter(directory, per_thread_copy_ahead=0)
+        self._directory = directory
+        self._results: list[WriteResult] = []
 
     def write(self) -> list[str]:
         """Write and sync this rank's files."""
         self._copies.wait()
-        results: dict[int, Any] = {}
-        for index, bucket in enumerate(self._writer.write_buckets):
-            outcomes: queue.Queue = queue.Queue()
-            pending: queue.Queue = queue.Queue()
-            pending.put(index)
-            transforms = [self._writer.transforms]
-            FileSystemWriterAsync.write_preloaded_data(
-                transforms, index, bucket, outcomes, pending, use_fsync=True
-            )
-            _, outcome = outcomes.get()
-            if isinstance(outcome, Exception):
-                raise outcome
-            results[index] = outcome
-        self._writer.results_queue.put(results)
+        self._write_items("")
+        self._write_items(OPTIMIZER)
         self._copies.release()
-        return [name for _, name, _ in self._writer.write_buckets]
+        return sorted({result.storage_data.relative_path for result in self._results})
+
+    def _write_items(self, kind: str) -> None:
+        """Write a file of this rank's optimizer state, or of its weights."""
+        items = [
+            item
+            for item in self._plan.items
+            if item.index.fqn.startswith(OPTIMIZER) == (kind == OPTIMIZER)
+        ]
+        if items:
+            (plan,) = self._writer.prepare_global_plan([replace(self._plan, items=items)])
+            name = replace(plan.storage_data, prefix=f"{kind}__{dist.get_rank()}_")
+            written = self._writer.write_data(replace(plan, storage_data=name), self._planner)
+            self._results += written.value()
 
     def seal(self) -> list[str]:
         """Write the shared files, once all have written; rank 0 raises if it cannot."""
-        save_state_dict_async_finalize(*self._planned)
+        parts = sent_to_rank_zero((self._plan, self._results))
         if dist.get_rank() != 0:
             return []
+        _, metadata = self._planner.create_global_plan([plan for plan, _ in parts])
+        self._writer.finish(metadata, [results for _, results in parts])
         torch.save(self._common, self._directory / COMMON_STATE_FNAME)
-        save_config(self._config, str(self._directory))
+        save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
         return [METADATA, COMMON_STATE_FNAME, CONFIG_FNAME]

@@ -25,7 +25,7 @@ Group = dist.ProcessGroup | None  # ranks that have other heads of the same toke
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def compiled_on_gpu(function: Function) -> Function:
+def compiled_on_gpu[Function: Callable[..., Any]](function: Function) -> Function:
     """Return the function compiled by torch where there are a GPU and a C compiler.
 
     Elsewhere it runs line by line, in more passes; `train.run.launch` says so of a GPU.
