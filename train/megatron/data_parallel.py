@@ -20,11 +20,12 @@ from megatron.core.distributed import (
     param_and_grad_buffer,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.param_layout import FullParamLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-BUCKET_ELEMENTS: int | None = None  # megatron-core's: 40 million, more on more than 40 ranks
+BUCKET_ELEMENTS: int | None = None  # as megatron-core: 40 million, more on more than 40 ranks
 PIECE_ELEMENTS = 1 << 20  # sent at once: few enough to be added while they are in the cache
 
 
@@ -43,9 +44,8 @@ class DataParallel(DistributedDataParallel):
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=self.overlaps,
             overlap_param_gather=self.overlaps,
-            bucket_size=BUCKET_ELEMENTS,
         )
-        super().__init__(config, settings, model, pg_collection=_groups())
+        super().__init__(config, settings, model, full_param_layout=_layout(model, settings))
         if self.overlaps:
             config.no_sync_func = self.no_sync
             self._gather_before_layers(model)
@@ -87,17 +87,19 @@ class DataParallel(DistributedDataParallel):
                     bucket.start_param_sync(force_sync=True)
 
 
-def _groups() -> ProcessGroupCollection:
-    """Return the process groups of this rank as mcore's DDP takes them."""
-    groups = ProcessGroupCollection()
-    groups.dp = groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    groups.expt_dp = parallel_state.get_expert_data_parallel_group()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.ep = parallel_state.get_expert_model_parallel_group()
-    # mcore's DDP looks here for the stage, and puts a later one into a single bucket. A group of
-    # this rank alone says it is the first.
-    groups.pp = parallel_state.get_context_parallel_group()
-    return groups
+def _layout(model: GPTModel, settings: DistributedDataParallelConfig) -> FullParamLayout:
+    """Return the places of parameters in the buffers: in buckets on every stage, if they overlap.
+
+    mcore itself puts all of a later stage into one bucket.
+    """
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    elements = BUCKET_ELEMENTS or max(40_000_000, 1_000_000 * ranks)
+    return DistributedOptimizer.compute_full_param_layout(
+        list(model.parameters()),
+        elements if settings.overlap_grad_reduce else None,
+        ranks,
+        settings,
+    )
 
 
 def _use_gloo_in_place() -> None:

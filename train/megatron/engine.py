@@ -157,8 +157,7 @@ class MegatronEngine:
     def publish_weights(self) -> None:
         """Make the model compute with the current `weights()`, on all data-parallel ranks."""
         self._pipeline.model.finish_gather()
-        for part in self._optimizer.chained_optimizers:
-            part._copy_main_params_to_model_params()
+        self._optimizer._copy_main_params_to_model_params()
         self._pipeline.model.start_param_sync(force_sync=True)
 
     def _model_state(self) -> dict[str, Any]:

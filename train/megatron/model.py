@@ -4,6 +4,7 @@ h = x + norm_attn(attention(x));   out = h + norm_mlp(mlp(h));   final norm, the
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,30 +113,15 @@ def _block_spec(run: RunConfig, num_layers: int) -> TransformerBlockSubmodules:
         params={"rotary_base": run.model.rope_theta, "recompute": recompute},
         submodules=TransformerLayerSubmodules(
             self_attention=ModuleSpec(SelfAttention, submodules=attention),
-            mlp=ModuleSpec(MLP, submodules=mlp),
+            mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
         ),
     )
     return TransformerBlockSubmodules([layer] * num_layers, RMSNorm)
 
 
-class HeadlessGPT(GPTModel):
-    """A GPT whose last stage returns hidden states, for the loss to call its `Head` with labels."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # mcore takes no other classes for them
-        if self.pre_process:
-            self.embedding.word_embeddings.__class__ = Embedding
-        if self.post_process:
-            self.output_layer.__class__ = Head
-
-    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
-        return hidden_states
-
-
 def build_model(run: RunConfig, config: TransformerConfig, device: torch.device) -> GPTModel:
     """Return the layers of this rank's pipeline stage; `Engine.start_from` sets their weights."""
-    model = HeadlessGPT(
+    model = GPTModel(
         config,
         _block_spec(run, config.num_layers // run.parallel.pipeline),
         vocab_size=run.model.vocab_size,
@@ -146,6 +132,12 @@ def build_model(run: RunConfig, config: TransformerConfig, device: torch.device)
         position_embedding_type="none",  # the layer has it
         parallel_output=True,
     )
+    # mcore takes no other classes for them.
+    if model.pre_process:
+        model.embedding.word_embeddings.__class__ = Embedding
+    if model.post_process:
+        model.output_layer.__class__ = Head
+
     for name, parameter in global_parameters(model).items():
         axis = megatron_names.shard_axis(name)
         # By this the gradient norm counts every weight once; Transformer Engine sets it itself.

@@ -1,15 +1,14 @@
 """AdamW under megatron-core's distributed optimizer, with the run's weight-decay groups."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable
 from typing import Any
 
-import megatron.core.optimizer as mcore_optimizer
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from base.errors import UserError
@@ -32,6 +31,15 @@ class GroupStepAdamW(torch.optim.AdamW):
         self._step = torch.zeros((), device=torch.cuda.current_device())
         for group in self.param_groups:
             group["step"] = 0
+
+    def start_moments(self) -> None:
+        """Set all moments to zero, so that a checkpoint can hold them before the first step."""
+        for group in self.param_groups:
+            for weights in group["params"]:
+                self.state[weights] = {
+                    "exp_avg": torch.zeros_like(weights),
+                    "exp_avg_sq": torch.zeros_like(weights),
+                }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -61,11 +69,8 @@ class GroupStepAdamW(torch.optim.AdamW):
             )
 
 
-def _undecayed(run: RunConfig, model: DistributedDataParallel) -> set[torch.nn.Parameter]:
-    """Return the parameters that weight decay spares; UserError for a part of a fused matrix.
-
-    All ranks decide on all names, so that they refuse together.
-    """
+def _undecayed(run: RunConfig) -> set[str]:
+    """Return the names of parameters that weight decay spares; UserError for a part of a matrix."""
     spared = set()
     for name in megatron_names.megatron_names(run.model.num_hidden_layers):
         hf_names = megatron_names.hf_names(name)
@@ -77,88 +82,70 @@ def _undecayed(run: RunConfig, model: DistributedDataParallel) -> set[torch.nn.P
             )
         if decayed == {False}:
             spared.add(name)
-    named = global_parameters(model.module)
-    return {named[name] for name in spared & named.keys()}
+    return spared
 
 
-def _hidden(run: RunConfig, model: DistributedDataParallel) -> set[torch.nn.Parameter]:
-    """Return the hidden matrices of this stage."""
-    hidden = hidden_matrices(run.model)
-    return {
-        parameter
-        for name, parameter in global_parameters(model.module).items()
-        if hidden.issuperset(megatron_names.hf_names(name))
-    }
+def _groups(run: RunConfig, model: DistributedDataParallel) -> list[dict[str, Any]]:
+    """Return this stage's parameters by what decays them.
 
-
-@contextmanager
-def _adamw_for_mcore() -> Iterator[None]:
-    """Have mcore build GroupStepAdamW within the block.
-
-    Where Transformer Engine or Apex is installed it would take theirs, whatever the run's kernels:
-    the same run would be another on another machine.
+    Which are decayed is the run's to say (`optimizer.undecayed`); megatron-core would spare norms.
     """
-    module: Any = mcore_optimizer
-    before = module.USING_PYTORCH_OPTIMIZER, torch.optim.AdamW
-    module.USING_PYTORCH_OPTIMIZER = True
-    torch.optim.AdamW = GroupStepAdamW  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        module.USING_PYTORCH_OPTIMIZER, torch.optim.AdamW = before  # type: ignore[misc]
+    undecayed, hidden = _undecayed(run), hidden_matrices(run.model)
+    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {
+        kind: [] for kind in itertools.product((False, True), (True, False))
+    }
+    for name, parameter in global_parameters(model.module).items():
+        of_hidden = hidden.issuperset(megatron_names.hf_names(name))
+        groups[of_hidden, name not in undecayed].append(parameter)
+    return [
+        {"params": parameters, "hidden": of_hidden, "decayed": decayed}
+        for (of_hidden, decayed), parameters in groups.items()
+        if parameters
+    ]
 
 
-def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> MegatronOptimizer:
+def build_optimizer(run: RunConfig, model: DistributedDataParallel) -> DistributedOptimizer:
     """Return the distributed optimizer: fp32 weights and moments, sharded over data ranks.
 
-    Which parameters are decayed is the run's to say (`optimizer.undecayed`); megatron-core would
-    spare norms.
+    Its parts are put together here: where Transformer Engine or Apex is installed, mcore's own
+    function would take their AdamW, whatever the run's kernels, and the same run would be another
+    on another machine.
     """
-    settings = run.optimizer
     config = OptimizerConfig(
-        optimizer="adam",
-        lr=settings.peak_lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.beta1,
-        adam_beta2=settings.beta2,
-        adam_eps=settings.eps,
-        clip_grad=settings.clip_grad_norm,
         bf16=run.precision != "fp32",
         params_dtype=PARAMETER_DTYPE[run.precision],
         use_distributed_optimizer=True,
         overlap_param_gather=model.ddp_config.overlap_param_gather,
     )
-    groups = {
-        _any_of("undecayed", _undecayed(run, model)): {"wd_mult": 0.0},
-        _any_of("hidden", _hidden(run, model)): {"hidden": True},
-    }
-    with _adamw_for_mcore():
-        optimizer = get_megatron_optimizer(config, [model], config_overrides=groups)
-    for part in optimizer.chained_optimizers:
-        # Zero moments, so that a checkpoint can hold them before the first step.
-        part.init_state_fn(part.optimizer, part.config)
+    betas = run.optimizer.beta1, run.optimizer.beta2
+    adamw = GroupStepAdamW(_groups(run, model), betas=betas, eps=run.optimizer.eps)
+    optimizer = DistributedOptimizer(
+        adamw,
+        config,
+        grad_scaler=None,
+        init_state_fn=None,
+        model_chunks=[model],
+        per_model_buffers={0: model.buffers},
+        data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        data_parallel_group_gloo=parallel_state.get_data_parallel_group_gloo(
+            with_context_parallel=True
+        ),
+        data_parallel_group_idx=0,  # names parts of mcore's own checkpoints
+        distributed_optimizer_instance_id=0,
+    )
+    adamw.start_moments()
     return optimizer
 
 
-def _any_of(name: str, parameters: set[torch.nn.Parameter]) -> ParamKey:
-    """Return mcore's key of a set of parameters."""
-    return ParamKey(
-        with_name_predicate=ParamWithNamePredicate(
-            name, lambda parameter, _: parameter in parameters
-        )
-    )
-
-
 @torch.no_grad()
-def squared_gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
+def squared_gradient_norm(optimizer: DistributedOptimizer) -> Tensor:
     """Return this rank's part of the squared L2 norm of the whole gradient: [1] fp64.
 
     The sum over all ranks counts every weight once. Hands the reduced gradients to the optimizer.
     """
     overflowed = optimizer.prepare_grads()
     assert not overflowed  # only a loss scaler looks for it, and there is none
-    (part,) = optimizer.chained_optimizers
-    gradients = part.get_grads_for_grad_norm()
+    gradients = optimizer.get_grads_for_grad_norm()
     if not gradients:
         return torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
     norms = torch.stack(torch._foreach_norm(gradients))
@@ -166,16 +153,16 @@ def squared_gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
 
 
 def clip_and_update(
-    optimizer: MegatronOptimizer, grad_norm: float, rate: float, settings: Settings
+    optimizer: DistributedOptimizer, grad_norm: float, rate: float, settings: Settings
 ) -> None:
     """Clip by the norm of the whole gradient, and update weights and moments.
 
-    megatron-core leaves the rate, and the multiplier of the decay, to a scheduler.
+    megatron-core leaves the rate and the decay to a scheduler.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate
-        decay = settings.decay_at(rate, hidden=group.get("hidden", False))
-        group["weight_decay"] = decay * group["wd_mult"]
+        decay = settings.decay_at(rate, hidden=group["hidden"])
+        group["weight_decay"] = decay if group["decayed"] else 0.0
     factor = settings.clip_grad_norm / (grad_norm + 1e-6)
     if factor < 1:
         parameters = [weight for group in optimizer.param_groups for weight in group["params"]]

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -50,10 +49,8 @@ class OptimizerState:
         pieces: this rank's parts of parameters, in the order of `weights`.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, slot_names: list[str]) -> None:
-        (part,) = optimizer.chained_optimizers
-        assert isinstance(part, DistributedOptimizer)
-        self._part: Any = part
+    def __init__(self, optimizer: DistributedOptimizer, slot_names: list[str]) -> None:
+        self._part: Any = optimizer
         self._group = self._part.data_parallel_group_gloo  # pieces travel between CPUs
         self._rank = dist.get_rank(self._group)
         self.pieces = [

@@ -97,7 +97,13 @@ class Pipeline:
         documents = None
         if batch.starts_BS is not None:
             documents = self._packed(batch.starts_BS)
-        output = model(inputs_BS, positions_BS, None, packed_seq_params=documents)
+        output = model(
+            inputs_BS,
+            positions_BS,
+            None,
+            packed_seq_params=documents,
+            output_processor=lambda *, hidden_states, **_: hidden_states,  # the loss calls the head
+        )
         return output, partial(loss, batch)
 
     def _packed(self, starts_BS: Tensor) -> PackedSeqParams:

@@ -22,7 +22,7 @@ RECORDS = {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
         *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     ),
-    "torch.distributed.checkpoint.planner": (
+    "torch.distributed.checkpoint.planner": (  # of plans, which megatron-core 0.16 wrote there too
         *("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
@@ -34,7 +34,7 @@ RECORDS = {
     "collections": ("OrderedDict",),
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),  # of Python 3.13
-}  # all names that torch 2.13 writes there, by module: its own records, and the types of tensors
+}  # all names that torch writes there, by module: its own records, and the types of tensors
 
 
 class _Unpickler(pickle.Unpickler):
@@ -51,7 +51,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
     def _member(self, enumeration: Any, name: Any) -> Enum:
-        """Return a member of an enumeration, which Python 3.11.2 writes as getattr(CLASS, NAME)."""
+        """Return a member of an enumeration, which Python 3.11.2 wrote as getattr(CLASS, NAME)."""
         if not (isinstance(enumeration, type) and issubclass(enumeration, Enum)):
             raise self._refusal("builtins", "getattr")
         return enumeration[name]
