@@ -9,8 +9,6 @@ PYTHON := .venv/bin/python
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --use-pep517
 IMPORTS := import torch, megatron.core, deepspeed; \
     from quant_eval.libraries import pcre; pcre.stand_in(); import gptqmodel
-GPU_EXTRA := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-    print(*project["optional-dependencies"]["gpu"])
 FOLDERS := base train ckpt_tools quant_eval curvature study slurm docs tests check_machine.py
 export OMP_NUM_THREADS ?= 1
 
@@ -66,13 +64,5 @@ stress: venv
 	$(PYTHON) -m pytest -q -m stress -o faulthandler_timeout=14400
 	tests/other_cpus.sh runs/other_cpus
 
-# The extra `gpu`, compiled against the torch of .venv, not a binary from elsewhere. Not run on a GPU yet.
-transformer-engine: export NVTE_PYTORCH_FORCE_BUILD = TRUE
-transformer-engine: venv
-	@$(PYTHON) -c 'import torch; raise SystemExit(torch.version.cuda is None)' || \
-	    { echo "error: .venv has a torch without CUDA; run make -B venv, then this again" >&2; exit 2; }
-	@for tool in nvcc c++; do command -v $$tool > /dev/null || \
-	    { echo "error: no $$tool on PATH; install CUDA's toolkit 13.0, g++ and python3-dev" >&2; exit 2; }; done
-	$(PIP) wheel==0.45.1
-	$(PIP) --no-build-isolation --constraint requirements.lock --constraint requirements-cuda.lock \
-	    "$$($(PYTHON) -c '$(GPU_EXTRA)')"
+transformer-engine: venv  # says the minutes it takes, and what is missing, before it begins
+	@$(PYTHON) -m install.transformer_engine

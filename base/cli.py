@@ -1,4 +1,4 @@
-"""The end of a refused command: one line on stderr and exit code 2."""
+"""The command line of a folder: its group, its options, and the end of a refused command."""
 
 import functools
 import gc
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from base import stopping
-from base.environment import is_rank_zero
+from base.environment import is_rank_zero, version_line
 from base.errors import UserError, explain_validation, one_line
 from base.names import take_one_of
 
@@ -31,6 +31,42 @@ SILENCE_OF_OTHER_RANKS_SECONDS = 5.0
 USAGE: Any = sys.modules[typer.BadParameter.__bases__[0].__module__]
 CHOICE = re.compile(r".*?(['\"])(.*)\1 is not one of (.*)", re.DOTALL)
 COMMAND = re.compile(r"No such command (['\"])(.*?)\1")
+
+
+def command_group(description: str) -> typer.Typer:
+    """Return the group that takes a folder's commands; it answers --help and --version.
+
+    Args:
+        description: docstring of the folder's `__main__`, whose first paragraph is the help.
+    """
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # a rich table cuts option names at 80 columns
+        help=description.partition("\n\n")[0],
+    )
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            typer.echo(version_line())
+            raise typer.Exit
+
+    @app.callback()
+    def group(
+        version: Annotated[
+            bool,
+            typer.Option(
+                "--version",
+                callback=show_version,
+                is_eager=True,
+                help="Show versions and exit.",
+            ),
+        ] = False,
+    ) -> None:
+        """Take what comes before a command's name."""
+
+    return app
 
 
 def options_of(settings: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:

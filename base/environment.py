@@ -1,4 +1,4 @@
-"""The environment of a process: commit, versions, host, rank."""
+"""The environment of a process: version, commit, packages, host, rank."""
 
 import os
 import platform
@@ -7,9 +7,17 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
+from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from base import CHECKOUT
+from base.errors import UserError
+
+PROJECT = "quantdyn"
 
 
 def is_rank_zero() -> bool:
@@ -21,14 +29,51 @@ TRACKED_PACKAGES = (
     *("torch", "megatron-core", "deepspeed", "transformer-engine", "transformers", "tokenizers"),
     *("safetensors", "numpy", "mlflow", "gptqmodel", "llmcompressor", "bitsandbytes", "lm-eval"),
 )
+MAIN_PACKAGES = ("torch", "megatron-core")  # of a line
+
+
+@cache
+def version() -> str:
+    """Return the version of this project, which pyproject.toml of the checkout has.
+
+    An installed copy has no pyproject.toml beside it, or another project's. Its version is what
+    the installer recorded.
+    """
+    pyproject = CHECKOUT / "pyproject.toml"
+    content = tomllib.loads(pyproject.read_text()) if pyproject.is_file() else {}
+    project = content.get("project", {})
+    if project.get("name") == PROJECT:
+        return str(project["version"])
+    try:
+        return metadata.version(PROJECT)
+    except metadata.PackageNotFoundError:
+        raise UserError(
+            f"{pyproject}, which holds the version, is missing; copy it from the same checkout"
+        ) from None
+
+
+def version_line() -> str:
+    """Return version, commit and main packages in a line, without importing any of them.
+
+    quantdyn 0.2.0 (commit 1234567, Python 3.12.1, torch 2.14.0, megatron-core 0.19.2)
+    """
+    code, parts = _code(), []
+    if code["commit"]:
+        changed = " with uncommitted changes" if code["uncommitted_changes"] else ""
+        parts.append(f"commit {code['commit'][:7]}{changed}")
+
+    parts.append(f"Python {platform.python_version()}")
+    for package in MAIN_PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            parts.append(f"{package} {metadata.version(package)}")
+    return f"{PROJECT} {version()} ({', '.join(parts)})"
 
 
 def environment() -> dict[str, Any]:
-    """Return commit, versions, command line and host, needed to reproduce a number."""
-    status = _git("status", "--porcelain", "--untracked-files=no")
+    """Return version, commit, command line and host, needed to reproduce a number."""
     return {
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": None if status is None else bool(status),
+        PROJECT: version(),
+        **_code(),
         "argv": sys.argv,
         "python": platform.python_version(),
         "packages": _package_versions(),
@@ -43,15 +88,26 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _git(*arguments: str) -> str | None:
-    """Return the output of a git command in this project; None if git or the repository is absent.
+def _code() -> dict[str, Any]:
+    """Return the commit of this code and whether tracked files were changed; None where unknown.
 
-    A machine may have got the files as an archive.
+    The files may come from an archive, or from an installer. Then a repository around them, such
+    as the one that a virtual environment is in, is another project's and does not track them.
     """
+    here = str(Path(__file__).relative_to(CHECKOUT))
+    tracked = _git("ls-files", "--error-unmatch", here)
+    status = _git("status", "--porcelain", "--untracked-files=no") if tracked else None
+    return {
+        "commit": _git("rev-parse", "HEAD") if tracked else None,
+        "uncommitted_changes": None if status is None else bool(status),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """Return the output of a git command in this project; None if it fails or there is no git."""
     if shutil.which("git") is None:
         return None
-    project = Path(__file__).resolve().parent.parent
-    command = ["git", "-C", str(project), *arguments]
+    command = ["git", "-C", str(CHECKOUT), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return result.stdout.strip() if result.returncode == 0 else None
 

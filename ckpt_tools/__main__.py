@@ -5,22 +5,11 @@ from typing import Annotated
 
 import typer
 
-from base.cli import quick_imports, run_command
+from base.cli import command_group, quick_imports, run_command
 from base.errors import UserError
 
 # Heavy libraries are imported within the commands, after what can be refused without them.
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # a rich table cuts option names at 80 columns
-    help=__doc__,
-)
-
-
-@app.callback()
-def _commands() -> None:
-    """Checkpoints to HF directories and back, averages, and released models."""
+app = command_group(__doc__)
 
 
 @app.command()

@@ -17,7 +17,7 @@ from train.run.directory import CHECKPOINT_JSON, RunDirectory, read_checkpoint_r
 FACTS = (  # of a checkpoint's record, a lineage or a download
     *("run", "step", "tokens", "learning_rate", "train_loss", "held_out_loss"),
     *("engine", "precision", "layout", "dtype", "average", "weights_only", "imported"),
-    *("repo", "revision", "commit"),
+    *("repo", "revision", "commit", "quantdyn"),
 )
 
 

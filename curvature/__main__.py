@@ -1,4 +1,4 @@
-"""`python -m curvature`: the sharpness of the loss of HF language models, with its errors.
+"""python -m curvature: the sharpness of the loss of HF language models, with its errors.
 
 Everything that imports torch or transformers is imported where it is needed: --help and bad input
 should not wait for that.
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from base.cli import options_of, quick_imports, run_command
+from base.cli import command_group, options_of, quick_imports, run_command
 from base.errors import UserError
 from base.statistics import pairs_of, with_error
 from ckpt_tools.hf import comparing
@@ -46,17 +46,7 @@ DryRun = Annotated[
     ),
 ]
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help never cuts an option's name
-)
-
-
-@app.callback()
-def main() -> None:
-    """Measure the curvature of the loss of HF language models, with its errors."""
+app = command_group(__doc__)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """Write the reference pages: python -m docs.generate.
 
-They are read off the code: commands from typer, files from pydantic. tests/docs fails when one is
-stale.
+They are read off the code: commands from typer, files from pydantic, versions from the locks.
+tests/docs fails when one is stale.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from curvature.slices.measurement import UNITS as SLICE_UNITS
 from curvature.step.prediction import UNITS as STEP_UNITS
 from docs.commands import FOLDERS, Entry, entries
 from docs.models import fields, sections, table
+from docs.tested import tested
 from quant_eval.measuring.statistics import UNITS as QUANTIZATION_UNITS
 from quant_eval.settings import RunSettings, TaskSettings
 from quant_eval.specs import QuantSpec
@@ -34,7 +35,8 @@ CLI = f"""# Commands
 {NOTE}
 
 Each runs as `python -m FOLDER COMMAND`, and has `--help`. Exit code 2 means that the input was
-refused: one line says what is wrong and what to do next.
+refused: one line says what is wrong and what to do next. `python -m FOLDER --version` shows the
+version and commit of quantdyn, and the versions of Python, torch and megatron-core.
 """
 RECIPE_LIST = f"""# Recipes
 
@@ -66,7 +68,7 @@ RESULT_KEYS = (
     ("`model`", "the HF directory: path, digests of its weights, lineage back to the checkpoint"),
     ("`spec`", "the settings that made the figures, every default filled in"),
     ("`measured`", "the figures, their intervals, and `units`"),
-    ("`environment`", "commit, command line, versions, machine, seconds"),
+    ("`environment`", "version, commit, command line, packages, machine, seconds"),
     ("`sha256`", "[seal](../concepts.md#measuring): hash of all values above"),
 )
 
@@ -198,6 +200,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "run-json.md": run_json,
     "site-toml.md": site_toml,
     "result-json.md": result_json,
+    "tested.md": lambda: tested(NOTE),
 }
 
 

@@ -1,4 +1,4 @@
-"""`python -m quant_eval`: the cost of quantizing an HF checkpoint.
+"""python -m quant_eval: the cost of quantizing an HF checkpoint.
 
 What brings torch is imported where it is needed: that takes seconds, too long for --help, bad
 input, or a result that is there already.
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from base.cli import options_of, quick_imports, run_command
+from base.cli import command_group, options_of, quick_imports, run_command
 from base.environment import is_rank_zero
 from base.errors import UserError
 from base.names import take_one_of
@@ -33,23 +33,13 @@ from quant_eval.specs import QuantSpec, parse_spec
 from quant_eval.transforms.rotations import ROTATIONS, SHIFT_SOURCE, SMOOTH_SOURCE
 from train.data.corpus import open_corpus
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = command_group(__doc__)
 
 BOOTSTRAP: Any = {"samples": 10_000, "level": LEVEL, "seed": 0}  # over documents
 Models = Annotated[list[Path], typer.Argument(help="HF directories, measured one after the other.")]
 Specs = Annotated[
     list[str], typer.Option(help="What to quantize with, such as gptq-b3-g128. Repeatable.")
 ]
-
-
-@app.callback()
-def quant_eval() -> None:
-    """Quantize HF checkpoints and measure what that costs."""
 
 
 @app.command()

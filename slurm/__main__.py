@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from base.cli import run_command
+from base.cli import command_group, run_command
 from base.errors import UserError
 from slurm.states import elements_text
 from study.choosing import (
@@ -23,9 +23,7 @@ from study.choosing import (
 )
 from study.definition import Study, load_study
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
-)
+app = command_group(__doc__)
 
 LINES = 200  # printed of the end of a log
 

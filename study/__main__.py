@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from base.cli import run_command
+from base.cli import command_group, run_command
 from base.errors import UserError
 from study.across.commands import compare
 from study.choices.commands import choose, choose_average, cooldowns
@@ -33,13 +33,7 @@ from study.tracking.commands import mirror
 from train.planning.flops import GPUS
 
 DEFAULT_GPU = "h100"
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help=__doc__,
-)
+app = command_group(__doc__)
 
 
 @app.command("list")

@@ -5,16 +5,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from base.cli import options_of, run_command
+from base.cli import command_group, options_of, run_command
 from base.environment import is_rank_zero
 from base.errors import UserError
 from train.run.config import RunConfig, load_run, with_settings
 from train.run.directory import RunDirectory
 from train.run.launch import Launch, set_variables
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
-)
+app = command_group(__doc__)
 
 Tokenizer = Annotated[
     Path, typer.Option(help="directory with tokenizer.json and tokenizer_config.json")

@@ -4,6 +4,7 @@ import shlex
 from itertools import product
 from pathlib import Path
 
+from base.environment import PROJECT, version_line
 from study.definition import Study
 from study.machine.hardware import Hardware
 from study.machine.needs import Needs
@@ -61,7 +62,8 @@ def _training_rows(directory: Path, study: Study) -> dict[str, str]:
         changed = " with uncommitted changes" if last.get("uncommitted_changes") else ""
         rows["commit"] = (last.get("commit") or "not recorded") + changed
         others = set(ENGINE_PACKAGES.values()) - {ENGINE_PACKAGES[run.engine]}
-        versions = {"python": last.get("python", "unknown")} | last.get("packages", {})
+        versions = {name: last[name] for name in (PROJECT, "python") if name in last}
+        versions |= last.get("packages", {})
         used = [f"{name} {version}" for name, version in versions.items() if name not in others]
         rows["software"] = ", ".join(used)
     return rows
@@ -100,13 +102,18 @@ def _measuring_rows(study: Study) -> dict[str, str]:
 
 
 def settings_of(directory: Path, study: Study) -> dict[str, str]:
-    """Return model, schedule, measurements, software and sources of the study, by name."""
+    """Return model, schedule, measurements, software and sources of the study, by name.
+
+    The software of the training is that of its last attempt. What draws the report may be newer.
+    """
     released = [run for run in study.runs if isinstance(run, ReleasedRun)]
     rows = {run.name: f"{run.source}, {run.course}" for run in released}
     if study.trained:
         rows |= _training_rows(directory, study)
     rows |= _measuring_rows(study)
-    return rows | ({"sources": "; ".join(study.sources)} if study.sources else {})
+    if study.sources:
+        rows["sources"] = "; ".join(study.sources)
+    return rows | {"this report": version_line()}
 
 
 def _run_again(study: Study) -> str:

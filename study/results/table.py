@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from base.digests import SEAL, digest_of_json
+from base.environment import PROJECT, version
 from base.errors import UserError
 from base.files import replaced_file
 from study.axes import NO_ANNEAL, Axis
@@ -165,10 +166,11 @@ def trained(rows: Sequence[Row]) -> list[Row]:
 
 
 def write_table(directory: Path, study: Study, rows: Sequence[Row]) -> Path:
-    """Write table.parquet, with the hash of its values in its metadata, aside and rename it."""
+    """Write table.parquet aside and rename it; its metadata has our version and a hash of it."""
     path = directory / TABLE
     table = pa.Table.from_pylist(list(map(dict, rows)), schema=schema_of(study))
-    table = table.replace_schema_metadata({SEAL: digest_of_json(table.to_pylist())})
+    metadata = {PROJECT: version(), SEAL: digest_of_json(table.to_pylist())}
+    table = table.replace_schema_metadata(metadata)
     with replaced_file(path) as aside:
         pq.write_table(table, aside)
     return path

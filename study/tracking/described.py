@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from base.environment import PROJECT
 from base.files import sha256_of
 from base.frozen import fingerprint
 from study.axes import QUANTITIES, AnyRun
@@ -17,6 +18,7 @@ from train.run.environment import attempts
 from train.run.status import divergence, read_status
 
 PARENT_TAG = "mlflow.parentRunId"
+PROVENANCE_TAGS = {"quantdyn.version": PROJECT, "mlflow.source.git.commit": "commit"}  # of attempts
 STATUSES = {"done": "FINISHED", "diverged": "FAILED", "failed": "FAILED"}  # of status.json
 
 
@@ -62,7 +64,7 @@ def status_of(directory: RunDirectory, run: AnyRun) -> str:
 
 
 def run_tags(directory: RunDirectory, run: AnyRun, parent: str) -> dict[str, str]:
-    """Return the lineage: commit, jobs, and path and hash of the newest checkpoint."""
+    """Return the lineage: version, commit, jobs, and path and hash of the newest checkpoint."""
     tags = {PARENT_TAG: parent, "quantdyn.fingerprint": fingerprint(run)}
     diverged = divergence(directory, fingerprint(run))
     if diverged:
@@ -80,8 +82,8 @@ def run_tags(directory: RunDirectory, run: AnyRun, parent: str) -> dict[str, str
         tags["quantdyn.attempts"] = str(len(recorded))
         if jobs:
             tags["quantdyn.slurm_jobs"] = " ".join(jobs)
-        if recorded[-1].get("commit"):
-            tags["mlflow.source.git.commit"] = recorded[-1]["commit"]
+        last = recorded[-1]
+        tags |= {tag: str(last[key]) for tag, key in PROVENANCE_TAGS.items() if last.get(key)}
     return tags
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from base.environment import version
 from base.errors import UserError
 from base.files import record_file
 from ckpt_tools.averaging.average import average_models
@@ -20,7 +21,7 @@ from ckpt_tools.inspecting import describe, inspect
 from tests.ckpt_tools.checkpoints import seal
 from tests.runs import error_line, python
 from tests.sealing import reseal
-from train.run.directory import read_checkpoint_record
+from train.run.directory import CHECKPOINT_JSON, read_checkpoint_record
 
 
 class Trap:
@@ -61,6 +62,18 @@ def test_a_checkpoint_and_its_export_tell_the_same(run, capsys):
         printed = capsys.readouterr().out
         assert all(name in printed for name in description["files"])
         assert f"{record.tokens:,}" in printed
+    assert describe(checkpoint)["quantdyn"] == record.quantdyn == version()
+
+
+def test_a_checkpoint_of_a_version_that_recorded_none_is_read(trained, tmp_path):
+    directory = shutil.copytree(trained("dp1"), tmp_path / "dp1")
+    checkpoint = directory / "checkpoints/step00000020"
+    path, record = checkpoint / CHECKPOINT_JSON, read_checkpoint_record(checkpoint)
+    content = json.loads(path.read_text())
+    del content["quantdyn"]
+    reseal(path, content)
+    assert read_checkpoint_record(checkpoint) == record.model_copy(update={"quantdyn": None})
+    assert "quantdyn" not in describe(checkpoint)
 
 
 def test_averages_downloads_and_others_say_so(run, hf_dir):

@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from base.environment import version
 from base.errors import UserError
 from base.files import record_file, write_json
 from ckpt_tools.averaging.average import average_models
@@ -118,7 +119,12 @@ def curve_by_hand(hf_dir: Path) -> None:
     top = {"value": 5.25, "residual": 1e-4, "converged": False, "iterations": 50}
     trace = {"mean": 123.5, "standard_error": 4.5, "probes": 32}
     point = {"name": "base", "x": 0.0, "y": 0.0, "loss": 3.4}
-    environment = {"commit": "c0ffee", "host": socket.gethostname(), "argv": [str(hf_dir)]}
+    environment = {
+        "quantdyn": "7.8.9",
+        "commit": "c0ffee",
+        "host": socket.gethostname(),
+        "argv": [str(hf_dir)],
+    }
     data = {"prefix": str(hf_dir), "bin_sha256": "d" * 64}
     for name, spec, measured in (
         ("hutchinson", {}, {"loss": 3.4, "trace": trace, "lambda_max": top}),
@@ -234,6 +240,7 @@ def test_nothing_of_this_machine_is_published(exported_run, published, tmp_path_
     lineage = json.loads((published / LAST / "lineage.json").read_text())
     assert lineage["checkpoint"] == "checkpoints/step00000020"
     assert lineage["environment"].keys().isdisjoint({"host", "hosts", "argv"})
+    assert lineage["environment"]["quantdyn"] == version()
 
 
 def card(directory: Path) -> tuple[dict[str, Any], str]:

@@ -19,7 +19,7 @@ def anchors(page: Path) -> set[str]:
     return {word.replace(" ", "-") for word in words}
 
 
-@pytest.mark.parametrize("name", [*NAMES, "CONTRIBUTING.md", "SECURITY.md"])
+@pytest.mark.parametrize("name", [*NAMES, "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_links_lead_somewhere(name):
     page = PROJECT / name
     for link in LINK.findall(FENCE.sub("", page.read_text())):

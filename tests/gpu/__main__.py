@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from base.environment import PROJECT, version, version_line
 from tests.gpu.checks import checks, run
 from tests.gpu.figures import table
 from tests.gpu.place import FORKS, FULL, IN_SMALL, Place
@@ -37,6 +38,7 @@ def machine(gpu: str) -> dict[str, Any]:
             continue
     return {
         "gpu": gpu,
+        PROJECT: version(),
         "python": platform.python_version(),
         "packages": versions,
         "cpus": os.cpu_count(),
@@ -66,7 +68,11 @@ def main() -> int:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal in small"
     )
+    parser.add_argument("--version", action="store_true", help="show versions and exit")
     arguments = parser.parse_args()
+    if arguments.version:
+        print(version_line())
+        return 0
     gpu = device_name(arguments.device)
     if not gpu:
         print("skipped as a whole: torch sees no GPU here, so nothing of tests/gpu was run")
@@ -88,8 +94,13 @@ def main() -> int:
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print(table(figures))
-    failed = sum(figure.verdict == "FAILED" for figure in figures)
-    print(f"{len(figures)} figures on {gpu} in {seconds:.0f} s, {failed} failed -> {arguments.out}")
+    failed, skipped = (
+        sum(figure.verdict == verdict for figure in figures) for verdict in ("FAILED", "skipped")
+    )
+    print(
+        f"{len(figures) - skipped} figures on {gpu} in {seconds:.0f} s, {failed} failed;"
+        f" {skipped} checks not run, for the reasons above -> {arguments.out}"
+    )
     return 1 if failed else 0
 
 

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu import casts, gptq, hessian, kernels, libraries, saved, training
+from tests.gpu import (
+    casts,
+    gptq,
+    hessian,
+    kernels,
+    libraries,
+    saved,
+    training,
+    transformer_engine,
+)
 from tests.gpu.figures import Figure, SkippedError, table
 from tests.gpu.place import FORKS, Place
 
@@ -42,8 +51,18 @@ def checks(place: Place) -> dict[str, Callable[[Place], list[Figure]]]:
         "Hessian, seconds": hessian.seconds,
         "saves": training.saves,
         "snapshots": training.snapshots,
-        "Transformer Engine": training.other_kernels,
-        "fp8": training.fp8,
+        **{
+            f"Transformer Engine, {precision}": partial(
+                transformer_engine.training, precision=precision
+            )
+            for precision in transformer_engine.APART
+        },
+        **{
+            f"Transformer Engine, a linear in {precision}": partial(
+                transformer_engine.linear, precision=precision
+            )
+            for precision in transformer_engine.BLOCKS
+        },
         "libraries": libraries.cpu_and_gpu,
         "saved checkpoints in vLLM": saved.in_vllm,
     }

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from base.errors import UserError
 from ckpt_tools.formats.megatron_shards import MegatronWeights
 from ckpt_tools.formats.weights import read_whole
 from tests.gpu.figures import Figure, SkippedError
@@ -99,28 +98,12 @@ def _weights(run: Path, step: int, model: ModelConfig) -> dict[str, Tensor]:
     return {name: read_whole(weights, name) for name in weights.tensors}
 
 
-def other_kernels(
-    place: Place, precision: str = "bf16", kernels: str = "transformer_engine"
-) -> list[Figure]:
-    """The same run with torch's kernels in bf16 and with Transformer Engine's, in bf16 or fp8."""
-    _need(kernels)
-    return [
-        _compared(
-            place,
-            f"torch in bf16 against {kernels} in {precision}",
-            {"precision": "bf16", "kernels": "torch"},
-            {"precision": precision, "kernels": kernels},
-            most=2e-2 if precision == "bf16" else 1e-1,
-        )
-    ]
-
-
 def deepspeed(place: Place) -> list[Figure]:
     """The same run in bf16 by megatron-core and by DeepSpeed."""
     if not find_spec("deepspeed"):
         raise SkippedError("deepspeed is not installed")
     return [
-        _compared(
+        compared(
             place,
             "megatron-core against DeepSpeed in bf16",
             {"precision": "bf16", "engine": "megatron"},
@@ -130,7 +113,7 @@ def deepspeed(place: Place) -> list[Figure]:
     ]
 
 
-def _compared(place: Place, what: str, *each: dict[str, Any], most: float) -> Figure:
+def compared(place: Place, what: str, *each: dict[str, Any], most: float) -> Figure:
     """The losses of two runs that differ in these settings."""
     sizes = place.sizes
     runs = [place.work / str(number) for number in range(len(each))]
@@ -145,22 +128,6 @@ def _compared(place: Place, what: str, *each: dict[str, Any], most: float) -> Fi
         "nats/token, largest difference",
         most=most,
     )
-
-
-def fp8(place: Place) -> list[Figure]:
-    """The same in fp8."""
-    return other_kernels(place, precision="fp8")
-
-
-def _need(kernels: str) -> None:
-    if kernels != "transformer_engine":
-        return
-    from train.megatron.transformer_engine import check_installed
-
-    try:
-        check_installed()
-    except UserError as error:
-        raise SkippedError(str(error)) from None
 
 
 def saves(place: Place) -> list[Figure]:

@@ -21,11 +21,14 @@ multiprocessing.set_executable(interpreter())
 FORKS.set_forkserver_preload(["tests.preloaded"])
 
 SECONDS = 600.0  # nothing is timed here: a bound on a check that hangs
-NEEDS_GPU = {"Transformer Engine", "fp8", "libraries", "saved checkpoints in vLLM"}
 TRAINING = "training, CPU and GPU"  # starts new interpreters
 # As a command: tests/rehearsal/test_training.py has that on the stand-in.
 STARTS_TRAINING = {TRAINING, "DeepSpeed", "saves"}
 NAMES = list(checks(Place("cpu", IN_SMALL, Path())))
+NEEDS_GPU = {
+    *(name for name in NAMES if name.startswith("Transformer Engine")),
+    *("libraries", "saved checkpoints in vLLM"),
+}
 QUICK = [name for name in NAMES if name not in {*NEEDS_GPU, TRAINING}]
 
 
@@ -60,14 +63,6 @@ def test_a_check_that_needs_a_gpu_says_why_it_is_skipped(tmp_path, name):
     (figure,) = run(Place("cpu", IN_SMALL, tmp_path), [name], SECONDS)
     assert figure.verdict == "skipped"
     assert "need a GPU" in figure.note
-
-
-def test_two_runs_with_other_settings_are_compared(tmp_path):
-    """The body of the checks of Transformer Engine and fp8, between torch's own kernels."""
-    from tests.gpu.training import other_kernels
-
-    (figure,) = other_kernels(Place("cpu", IN_SMALL, tmp_path), kernels="torch")
-    assert figure.value == 0.0
 
 
 def test_a_check_that_fails_or_hangs_is_a_failed_figure(tmp_path):

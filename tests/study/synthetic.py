@@ -29,6 +29,13 @@ from train.run.config import RunConfig
 from train.run.directory import CHECKPOINT_JSON, CheckpointRecord, RunDirectory
 from train.run.schedules import learning_rate
 
+ATTEMPT = {  # an entry of environment.json; versions that no release has
+    "quantdyn": "7.8.9",
+    "commit": "c0ffee" * 6 + "c0ff",
+    "python": "3.99.1",
+    "packages": {"torch": "2.99.2", "megatron-core": "0.99.3", "deepspeed": "0.99.4"},
+}
+
 
 def held_out_loss(run: RunConfig, step: int) -> float:
     """Falls from ln(vocabulary), slower at extreme peaks, and again in the anneal."""
@@ -281,7 +288,5 @@ def write_study(directory: Path, study: Study) -> Path:
                 _write(checkpoint / CHECKPOINT_JSON, record.model_dump(mode="json"))
             _write_results(directory, study, run, model, loss)
         _write_metrics(run_directory, run)
-        packages = {"torch": "2.13.0", "megatron-core": "0.16.1", "deepspeed": "0.19.8"}
-        attempts = [{"commit": "c0ffee" * 6 + "c0ff", "python": "3.11.9", "packages": packages}]
-        run_directory.environment_json.write_text(json.dumps({"attempts": attempts}))
+        run_directory.environment_json.write_text(json.dumps({"attempts": [ATTEMPT]}))
     return directory

@@ -5,6 +5,7 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
+from base.environment import version
 from base.errors import UserError
 from base.files import sha256_of
 from study.claims.flatness import over_checkpoints
@@ -197,6 +198,7 @@ def test_what_is_not_measured_is_null_and_counted(study_dir, study):
     assert collected.expected - collected.num_found == 1 + 1 + (4 + 8 + 3) + 3
     path = write_table(study_dir, study, collected.rows)
     table = pq.read_table(path)
+    assert table.schema.metadata[b"quantdyn"] == version().encode()
     assert table.num_rows == 27 + 4 * 3 + 7
     assert table["quant/gptq-b3-g32/relative_error"].null_count == 1
     assert table["quant/gptq-b4-g32/relative_error"].null_count == 0

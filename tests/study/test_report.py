@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from base.environment import version_line
 from study.figures import drawing
 from study.recipes import resolve
 from study.recipes.shown import summary
@@ -166,13 +167,14 @@ def facts(page: Page) -> dict[str, str]:
 
 def test_the_engine_and_its_version_are_named(page, tmp_path):
     assert facts(page)["engine"] == "megatron-core, 1 rank"
-    assert "megatron-core 0.16.1" in facts(page)["software"]
-    assert "deepspeed" not in facts(page)["software"]
+    software = "quantdyn 7.8.9, python 3.99.1, torch 2.99.2, megatron-core 0.99.3"
+    assert facts(page)["software"] == software
+    assert facts(page)["this report"] == version_line()
     changed = resolve("tiny", "full", ("engine=deepspeed",))
     directory = write_study(tmp_path / "other" / changed.name, changed)
     settings = settings_of(directory, changed)
     assert settings["engine"] == "deepspeed, ZeRO stage 1, 1 rank"
-    assert "deepspeed 0.19.8" in settings["software"]
+    assert "deepspeed 0.99.4" in settings["software"]
     assert "megatron" not in settings["software"]
     again = 'study run tiny --profile full --set engine=deepspeed --root "$STUDY/.."'
     assert again in "\n".join(

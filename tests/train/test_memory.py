@@ -309,6 +309,18 @@ def test_fused_kernels_keep_about_what_the_paper_counts(tmp_path):
     assert whole + split == pytest.approx(34 * 4096, rel=0.2)
 
 
+def test_8_bit_products_keep_two_bytes_of_each_weight_in_layers(tmp_path):
+    settings: dict[str, Any] = {"model": OLMO2_7B, "kernels": "transformer_engine"}
+    eight, sixteen = (
+        rank_memory(make_run(tmp_path / each, **PATHS, **settings, precision=each), 1).components
+        for each in ("mxfp8", "bf16")
+    )
+    in_layers = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    copies = eight.pop("8-bit copies of weights")
+    assert copies == pytest.approx(2 * in_layers, rel=1e-3)  # norms are counted, too
+    assert eight == sixteen
+
+
 @pytest.mark.parametrize("layout", ["dp1", "dp2", "bf16-dp2"])
 def test_checkpoints_of_real_runs(trained, layout):
     """The files around the tensors are a quarter here, and counted: 47 parameters of 4 kinds."""

@@ -1,78 +1,208 @@
-"""The extra `gpu`: its releases have what megatron-core takes from them."""
+"""Transformer Engine: what is pinned has what megatron-core takes; precisions are obeyed or refused."""
 
 import importlib.metadata
+import importlib.util
 import json
+import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
+from base.errors import UserError
+from tests.runs import make_run, python
 from tests.train.transformer_engine_names import RECORD, VERSIONS, derive, taken_names
+from train.megatron.transformer_engine import CHANGE_RECIPES, check_can_run, config_fields
+from train.model.precision import FP8_RECIPES, dtype_of
 
-PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
-TABLE = json.loads(RECORD.read_text())
+PROJECT = Path(__file__).resolve().parents[2]
+LACKING = json.loads(RECORD.read_text())
+PINNED = VERSIONS[-1]
 
-# Not in the Python sources of any or some release, and why that stops nothing of ours.
-# megatron-core catches the ImportError of each, or asks for the version first.
-MISSING = {
-    "transformer_engine.pytorch.attention._SplitAlongDim": (
-        "a fused split of q, k and v; torch's is used instead"
-    ),
-    "transformer_engine.pytorch.attention.apply_rotary_pos_emb": (
-        "imported from attention.rope since 2.3"
-    ),
-    "transformer_engine.pytorch.cpp_extensions.cast_to_fp8": "of releases before 2.0",
-    "transformer_engine.pytorch.cpp_extensions.rmsnorm_fwd": (
-        "compiled: of transformer_engine_torch; for inference"
-    ),
-    "transformer_engine.pytorch.cpu_offload_v1": (
-        "offloading of activations; before 2.10 it is cpu_offload"
-    ),
-    "transformer_engine.pytorch.module.base.get_workspace": (
-        "routers of mixtures of experts; not since 2.10"
-    ),
-    "transformer_engine.pytorch.tensor.utils.post_all_gather_processing": (
-        "gathered fp8 parameters; since 2.10"
-    ),
+# Not in the Python sources of a release, and why that stops nothing of ours. megatron-core catches
+# the ImportError of each, or asks for the version first.
+OF_THE_PINNED = {
+    "attention._SplitAlongDim": "a fused split of q, k and v; torch's is used instead",
+    "attention.apply_rotary_pos_emb": "imported from attention.rope since 2.3",
+    "cpp_extensions.cast_to_fp8": "of releases before 2.0",
+    "cpp_extensions.rmsnorm_fwd": "compiled: of transformer_engine_torch; for inference",
+    "module.base.get_workspace": "routers of mixtures of experts; not since 2.10",
+}
+OF_OLDER_ONES = {
+    "cpu_offload_v1": "offloading of activations; before 2.10 it is cpu_offload",
+    "ep": "mixtures of experts",
+    "ep.is_symm_backed": "mixtures of experts",
+    "ops.GroupedLinear": "mixtures of experts",
+    "ops.ScaledClampedQGeGLU": "mixtures of experts",
+    "ops.ScaledSReLU": "mixtures of experts",
+    "ops.ScaledSwiGLU": "mixtures of experts",
+    "ops.basic.grouped_linear.GRAD_INPUT_BUFFER_KEY": "mixtures of experts",
+    "ops.basic.grouped_linear.OUTPUT_BUFFER_KEY": "mixtures of experts",
+    "optimizers.multi_tensor_scale_tensor": "clipping of gradients, which is ours",
+    "permutation.moe_permute_and_pad_with_probs": "mixtures of experts",
+    "quantized_tensor.QuantizedTensor": "weights gathered layer by layer (GTP)",
+    "tensor.grouped_tensor.GroupedTensor": "mixtures of experts",
+    "tensor.utils.post_all_gather_processing": "gathered fp8 parameters; ours are bf16",
+    "tensor.utils.quantize_master_weights": "gathered fp4 parameters",
 }
 
 
-def test_the_extra_states_the_range_of_megatron_core():
-    extra = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]["gpu"]
-    (ours,) = [Requirement(line) for line in extra]
+def test_the_lock_and_the_extra_pin_the_newest_release_that_was_read():
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    (extra,) = [Requirement(line) for line in project["optional-dependencies"]["gpu"]]
+    assert extra.extras == {"core-cu13", "pytorch"}
+    assert str(extra.specifier) == f"=={PINNED}"
+    lines = (PROJECT / "transformer-engine.lock").read_text().splitlines()
+    assert {line for line in lines if line.startswith("transformer-engine")} == {
+        f"transformer-engine{part}=={PINNED}" for part in ("", "-cu13", "-torch")
+    }
+
+
+def test_megatron_core_states_no_range():
     stated = [Requirement(line) for line in importlib.metadata.requires("megatron-core") or ()]
-    (theirs,) = {str(need): need for need in stated if need.name == "transformer-engine"}.values()
-    # Its metadata says core-cu13; pips up to 23.2 do not take core_cu13 for it, and leave the extra
-    # out.
-    assert (
-        ours.extras
-        == {canonicalize_name(extra) for extra in theirs.extras}
-        == {"core-cu13", "pytorch"}
-    )
-    for version in (*VERSIONS, "2.8.0", "2.12.0", "2.20.2"):
-        assert (
-            ours.specifier.contains(version)
-            == theirs.specifier.contains(version)
-            == (version in VERSIONS)
-        )
+    assert {str(need.specifier) for need in stated if need.name == "transformer-engine"} == {""}
 
 
 def test_the_record_is_of_the_installed_megatron_core():
-    assert TABLE.keys() == taken_names(), "run python -m tests.train.transformer_engine_names"
+    assert LACKING.keys() == taken_names(), "run python -m tests.train.transformer_engine_names"
+    assert len(LACKING) > 120
 
 
-def test_releases_in_the_range_have_what_megatron_core_takes():
-    missing = {
-        name
-        for name, by_version in TABLE.items()
-        if not all(by_version[version] for version in VERSIONS)
-    }
-    assert missing == MISSING.keys()
-    assert len(TABLE) > 80
+@pytest.mark.parametrize(
+    ("versions", "reasons"),
+    [((PINNED,), OF_THE_PINNED), (VERSIONS, OF_THE_PINNED | OF_OLDER_ONES)],
+    ids=["the pinned release", "those that containers may bring"],
+)
+def test_releases_have_what_megatron_core_takes(versions, reasons):
+    missing = {name for name, lacking in LACKING.items() if set(lacking) & set(versions)}
+    assert missing == {f"transformer_engine.pytorch.{name}" for name in reasons}
 
 
 @pytest.mark.stress
 def test_the_record_is_what_the_sources_say():
-    assert derive() == TABLE
+    assert derive() == LACKING
+
+
+class Engine(ModuleType):
+    """A stand-in for transformer_engine.pytorch on a GPU of one kind."""
+
+    def __init__(self, can: dict[str, bool]) -> None:
+        super().__init__("transformer_engine.pytorch")
+        for name, answer in can.items():
+            setattr(self, f"is_{name}_available", self._answer(answer))
+
+    @staticmethod
+    def _answer(can: bool) -> Any:
+        def available(return_reason: bool = False) -> tuple[bool, str]:
+            assert return_reason
+            return can, "" if can else "Device compute capability 10.0 or higher required."
+
+        return available
+
+
+def install_stand_in(monkeypatch: pytest.MonkeyPatch, engine: Engine | None) -> None:
+    """Have a GPU, and imports of Transformer Engine give the stand-in; None fails the import."""
+    package: Any = ModuleType("transformer_engine")
+    package.__spec__ = importlib.util.spec_from_loader("transformer_engine", None)
+    package.pytorch = engine
+    monkeypatch.setitem(sys.modules, "transformer_engine", package)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100")
+
+
+HOPPER = {"fp8": True, "fp8_block_scaling": True, "mxfp8": False}
+BLACKWELL = {"fp8": True, "fp8_block_scaling": True, "mxfp8": True}
+AMPERE = dict.fromkeys(HOPPER, False)
+
+
+@pytest.mark.parametrize(
+    ("can", "runs"),
+    [
+        (AMPERE, {"bf16", "fp32"}),
+        (HOPPER, {"bf16", "fp32", "fp8", "fp8_blockwise"}),
+        (BLACKWELL, {"bf16", "fp32", *FP8_RECIPES}),
+    ],
+    ids=["Ampere", "Hopper", "Blackwell"],
+)
+def test_a_gpu_that_cannot_compute_in_a_precision_is_told_in_one_line(monkeypatch, can, runs):
+    install_stand_in(monkeypatch, Engine(can))
+    for precision in ("fp32", "bf16", *FP8_RECIPES):
+        if precision in runs:
+            check_can_run(precision)
+            continue
+        with pytest.raises(UserError) as refused:
+            check_can_run(precision)
+        line = str(refused.value)
+        assert f"precision '{precision}' does not run on this NVIDIA H100: Device" in line
+        assert "10.0 or higher required; set precision to" in line
+
+
+def test_a_package_that_cannot_be_imported_is_told_in_one_line(monkeypatch):
+    """As where its binding is for another torch, or was never compiled."""
+    install_stand_in(monkeypatch, None)
+    with pytest.raises(
+        UserError, match=r"cannot be imported .*; run make transformer-engine again"
+    ):
+        check_can_run("bf16")
+
+
+@pytest.mark.parametrize("name", CHANGE_RECIPES)
+def test_a_variable_that_changes_a_recipe_is_refused(monkeypatch, name):
+    install_stand_in(monkeypatch, Engine(BLACKWELL))
+    monkeypatch.setenv(name, "1")
+    check_can_run("bf16")
+    with pytest.raises(UserError, match=f"{name} would change what precision 'mxfp8' means; unset"):
+        check_can_run("mxfp8")
+
+
+@pytest.mark.parametrize("precision", FP8_RECIPES)
+def test_megatron_core_is_given_the_recipe_of_the_precision(tmp_path, inputs, precision):
+    from train.megatron.model import PARAMETER_DTYPE, transformer_config
+
+    run = make_run(tmp_path, **inputs, precision=precision, kernels="transformer_engine")
+    config = transformer_config(run)
+    assert (config.fp8, config.fp8_recipe) == FP8_RECIPES[precision]
+    assert not config.fp8_param
+    assert config.bf16
+    assert str(PARAMETER_DTYPE[precision]) == "torch.bfloat16"
+    assert dtype_of(precision) == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("precision", "width", "words"),
+    [
+        ("fp8", 40, "fp8 needs matrices in multiples of 16, intermediate_size .* is 40"),
+        ("fp8_blockwise", 40, "fp8_blockwise needs matrices in multiples of 16"),
+        ("mxfp8", 48, "mxfp8 needs matrices in multiples of 32, intermediate_size .* is 48"),
+    ],
+)
+def test_matrices_that_8_bit_kernels_do_not_take_are_refused(
+    tmp_path, inputs, precision, width, words
+):
+    run = make_run(tmp_path, **inputs, precision=precision, kernels="transformer_engine")
+    model = run.model.model_copy(update={"intermediate_size": width})
+    with pytest.raises(UserError, match=words):
+        config_fields(run.model_copy(update={"model": model}))
+
+
+@pytest.mark.parametrize("precision", FP8_RECIPES)
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "needs kernels 'transformer_engine'"),
+        ({"engine": "deepspeed"}, "belongs to the megatron engine; set engine to megatron"),
+    ],
+    ids=["torch's kernels", "DeepSpeed"],
+)
+def test_8_bit_products_need_transformer_engine(tmp_path, inputs, precision, settings, words):
+    make_run(tmp_path, **inputs)
+    path = tmp_path / "run.json"
+    content = json.loads(path.read_text()) | {"precision": precision} | settings
+    path.write_text(json.dumps({name: content[name] for name in content if name != "fingerprint"}))
+    done = python("train", "run", str(tmp_path))
+    assert done.returncode == 2
+    assert words in done.stderr

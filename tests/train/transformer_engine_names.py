@@ -1,9 +1,9 @@
 """The names that megatron-core takes from transformer_engine, and those its releases define.
 
-Both are read, neither is imported: transformer-engine is of use with a GPU alone, and takes CUDA's
-toolkit to build. `python -m tests.train.transformer_engine_names` downloads its wheels (0.7 MB
-each, Python alone) and writes the record beside this file. A name is dotted, from the package to a
-module, a class or a function.
+Both are read, neither is imported: transformer-engine is of use with a GPU alone, and takes a
+compiler to install. `python -m tests.train.transformer_engine_names` downloads its wheels (1 MB
+each, Python alone) and writes the record beside this file: of every name the releases without it. A
+name is dotted, from the package to a module, a class or a function.
 """
 
 import ast
@@ -16,10 +16,21 @@ import zipfile
 from pathlib import Path
 
 PACKAGE = "transformer_engine"
-VERSIONS = ("2.9.0", "2.10.0", "2.11.0")  # PyPI's in the range that megatron-core 0.16.1 states
+# PyPI's newest of every minor release, from the one that the oldest container we know of brings to
+# the one that is pinned.
+VERSIONS = (
+    *("2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.1"),
+    *("2.15.0", "2.16.1", "2.17.1", "2.18.0", "2.19.0", "2.20.2"),
+)
 RECORD = Path(__file__).with_suffix(".json")
-# What `train.megatron.transformer_engine` has megatron-core ask of a class.
-OWN = {"transformer_engine.pytorch.module.linear.Linear(fuse_wgrad_accumulation)"}
+# What `train.megatron.transformer_engine` asks, or has megatron-core ask of a class.
+OWN = {
+    "transformer_engine.pytorch.module.linear.Linear(fuse_wgrad_accumulation)",
+    *(
+        f"transformer_engine.pytorch.is_{numbers}_available"
+        for numbers in ("fp8", "fp8_block_scaling", "mxfp8")
+    ),
+}
 
 
 def taken_names() -> set[str]:
@@ -136,14 +147,13 @@ class Release:
         return names
 
 
-def derive() -> dict[str, dict[str, bool]]:
-    """Return for every name that is taken whether a release has it; needs PyPI.
+def derive() -> dict[str, list[str]]:
+    """Return for every name that is taken the releases without it; needs PyPI.
 
     Raises:
         RuntimeError: pip cannot download a release.
     """
-    names = sorted(taken_names())
-    table: dict[str, dict[str, bool]] = {name: {} for name in names}
+    lacking: dict[str, list[str]] = {name: [] for name in sorted(taken_names())}
     for version in VERSIONS:
         with tempfile.TemporaryDirectory() as place:
             command = [
@@ -163,10 +173,12 @@ def derive() -> dict[str, dict[str, bool]]:
             if done.returncode:
                 raise RuntimeError(f"this needs PyPI: {done.stderr.strip().splitlines()[-1]}")
             release = Release(next(Path(place).glob("*.whl")))
-        for name in names:
-            table[name][version] = release.has(name)
-    return table
+        for name, versions in lacking.items():
+            if not release.has(name):
+                versions.append(version)
+    return lacking
 
 
 if __name__ == "__main__":
-    RECORD.write_text(json.dumps(derive(), indent=1) + "\n")
+    lines = [f"{json.dumps(name)}: {json.dumps(versions)}" for name, versions in derive().items()]
+    RECORD.write_text("{\n " + ",\n ".join(lines) + "\n}\n")

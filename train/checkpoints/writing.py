@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from base.environment import version
 from base.errors import UserError
 from base.files import FileRecord, fsync_path, open_to_readers, record_file, write_sealed
 from train.distributed import gathered
@@ -108,7 +109,8 @@ class Checkpoint:
             if path.is_file()
         }
         assert present <= files.keys(), f"{sorted(present - files.keys())} would be in no record"
-        record = CheckpointRecord(**self._fields, files=dict(sorted(files.items())))
+        files = dict(sorted(files.items()))
+        record = CheckpointRecord(**self._fields, quantdyn=version(), files=files)
         write_sealed(self._directory / CHECKPOINT_JSON, record.model_dump(mode="json"))
         fsync_path(self._directory)
 

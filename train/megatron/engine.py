@@ -49,7 +49,7 @@ class MegatronEngine:
 
     def __init__(self, run: RunConfig, device: torch.device) -> None:
         if run.kernels == "transformer_engine":
-            transformer_engine.check_installed()
+            transformer_engine.check_can_run(run.precision)
         self.run = run
         self.data_parallel = run.data_parallel_size(dist.get_world_size())
         initialize_groups(run)

@@ -38,9 +38,10 @@ from train.megatron.layers import (
 from train.megatron.loss import Head
 from train.model import megatron_names
 from train.model.config import ModelConfig
+from train.model.precision import FP8_RECIPES
 from train.run.config import RunConfig
 
-PARAMETER_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+PARAMETER_DTYPE = {"fp32": torch.float32} | dict.fromkeys(("bf16", *FP8_RECIPES), torch.bfloat16)
 
 
 def transformer_config(run: RunConfig) -> TransformerConfig:

@@ -1,4 +1,4 @@
-"""Transformer Engine's kernels for the same OLMo2, and fp8. Not run on a GPU yet.
+"""Transformer Engine's kernels for the same OLMo2, and 8-bit products. Not run on a GPU yet.
 
 The parameters have the names and shapes of `train.megatron.layers`, so checkpoints fit either kind
 of kernels.
@@ -6,10 +6,13 @@ of kernels.
 
 import copy
 import importlib.util
+import os
 from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.enums import Fp8Recipe
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -17,30 +20,62 @@ from torch import Tensor
 from base.errors import UserError
 from train.megatron.layers import post_normed
 from train.model.documents import packed, unpacked
+from train.model.precision import FP8_RECIPES
 from train.run.config import RunConfig
 
+# Variables by which Transformer Engine 2.20 computes recipes in another way than it documents.
+CHANGE_RECIPES = (
+    "NVTE_BACKWARD_OVERRIDE",
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
+)
 
-def check_installed() -> None:
-    """Raise UserError where Transformer Engine cannot run."""
+
+def check_can_run(precision: str) -> None:
+    """Raise UserError where Transformer Engine, or this precision of its products, cannot run."""
     if not torch.cuda.is_available():
         raise UserError(
             "kernels 'transformer_engine' need a GPU, there is none here; set kernels to 'torch'"
         )
     if importlib.util.find_spec("transformer_engine") is None:
         raise UserError(
-            "transformer-engine is not installed; run make transformer-engine (it compiles, with"
-            " CUDA's toolkit) or set kernels to 'torch'"
+            "transformer-engine is not installed; run make transformer-engine or set kernels to"
+            " 'torch'"
+        )
+    try:
+        import transformer_engine.pytorch as te
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"transformer-engine cannot be imported ({reason:.200}); run make transformer-engine"
+            " again or set kernels to 'torch'"
+        ) from error
+
+    can_run = {
+        "fp8": te.is_fp8_available,
+        "fp8_blockwise": te.is_fp8_block_scaling_available,
+        "mxfp8": te.is_mxfp8_available,
+    }
+    if precision not in can_run:
+        return
+    changed = [name for name in CHANGE_RECIPES if os.environ.get(name, "0") != "0"]
+    if changed:
+        raise UserError(
+            f"{changed[0]} would change what precision '{precision}' means; unset this variable"
+        )
+    available, reason = can_run[precision](return_reason=True)
+    if not available:
+        raise UserError(
+            f"precision '{precision}' does not run on this {torch.cuda.get_device_name()}:"
+            f" {reason.rstrip('.')}; set precision to 'bf16', or to another of its products"
         )
 
 
 def config_fields(run: RunConfig) -> dict[str, Any]:
     """Return the fields of mcore's TransformerConfig that only these kernels obey.
 
-    fp8 is hybrid (e4m3 forward, e5m2 backward) and scales each tensor by its current maximum, so
-    that no scaling history has to be saved, and a rejected step leaves no trace in it.
-
     Raises:
-        UserError: fp8 with matrices that its kernels do not take.
+        UserError: 8-bit products of matrices that their kernels do not take.
     """
     fields: dict[str, Any] = {}
     if run.recompute == "layers":
@@ -49,8 +84,11 @@ def config_fields(run: RunConfig) -> dict[str, Any]:
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    if run.precision != "fp8":
+    if run.precision not in FP8_RECIPES:
         return fields
+
+    number_format, recipe = FP8_RECIPES[run.precision]
+    multiple = get_fp8_align_size(Fp8Recipe(recipe))
     tensor, model = run.parallel.tensor, run.model
     key_value_rows = (model.hidden_size + 2 * model.num_key_value_heads * model.head_dim) // tensor
     for name, size in {
@@ -59,11 +97,12 @@ def config_fields(run: RunConfig) -> dict[str, Any]:
         "rows of q, k and v / parallel.tensor": key_value_rows,
         "micro_batch_size x sequence_length": run.micro_batch_size * run.data.sequence_length,
     }.items():
-        if size % 16:
+        if size % multiple:
             raise UserError(
-                f"fp8 needs matrices in multiples of 16, {name} is {size}; set precision to 'bf16'"
+                f"{run.precision} needs matrices in multiples of {multiple}, {name} is {size};"
+                " set precision to 'bf16'"
             )
-    return fields | {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    return fields | {"fp8": number_format, "fp8_recipe": recipe}
 
 
 def kernels() -> dict[str, Any]:

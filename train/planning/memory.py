@@ -14,6 +14,7 @@ from typing import NamedTuple
 from train.model import megatron_names
 from train.model.config import ModelConfig
 from train.model.families import parameter_shapes
+from train.model.precision import FP8_RECIPES, dtype_of
 from train.run.config import RunConfig
 from train.run.parallel import LOSS_CHUNK_TOKENS
 from train.run.schedules import first_step
@@ -64,8 +65,8 @@ def parameter_count(config: RunConfig) -> int:
 
 
 def bytes_of_weight(config: RunConfig) -> int:
-    """Return the bytes of a weight or activation in the forward pass; fp8 keeps bf16 weights."""
-    return FP32 if config.precision == "fp32" else 2
+    """Return the bytes of a weight or activation in the forward pass."""
+    return FP32 if dtype_of(config.precision) == "fp32" else 2
 
 
 def num_slots(config: RunConfig) -> int:
@@ -181,6 +182,12 @@ def _state(config: RunConfig, stage: int, replicas: int) -> dict[str, int]:
         "Adam's moments, fp32": share * MOMENTS,
         "averages, fp32": share * FP32 * num_slots(config),
     }
+    if config.precision in FP8_RECIPES:
+        # Transformer Engine keeps them from the first microbatch to the last, for the products
+        # along their rows and those along their columns.
+        _, layer, _ = _split_parameters(config.model, config.parallel.tensor)
+        layers = config.model.num_hidden_layers // config.parallel.pipeline
+        state["8-bit copies of weights"] = 2 * layers * layer
     if config.engine == "megatron":
         if d == FP32:  # the weights are their own main weights
             state["main weights, fp32"] = 0

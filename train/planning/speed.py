@@ -108,7 +108,7 @@ FUSED = Kernels(
 class Roofline:
     """A run in its layout on `gpus` GPUs; UserError where batch and layout do not divide.
 
-    An engine in fp8 is taken to be as fast as in bf16, and DeepSpeed as megatron.
+    8-bit products are taken to be as fast as those in bf16, and DeepSpeed as megatron.
     """
 
     run: RunConfig

@@ -18,6 +18,7 @@ from base.names import dotted_keys, nearest
 from base.reading import NotJsonError, as_model, parse_json, read_object
 from train.data.config import DataConfig
 from train.model.config import ModelConfig
+from train.model.precision import FP8_RECIPES, Precision
 from train.run.optimization import (
     Ema,
     Lawa,
@@ -69,8 +70,9 @@ class RunConfig(Frozen):
     factors: dict[str, int | float | str] = Field(default={}, description="what a sweep varied")
     seed: int = Field(ge=0, lt=2**63)
     engine: Literal["megatron", "deepspeed"] = "megatron"
-    precision: Literal["fp32", "bf16", "fp8"] = Field(
-        description="fp8: bf16 with matrix products in fp8"
+    precision: Precision = Field(
+        description="the last three: bf16 with matrix products of 8-bit numbers, megatron only;"
+        " fp8 has one scale for a tensor, fp8_blockwise for 128 numbers, mxfp8 for 32"
     )
     model: ModelConfig
     data: DataConfig
@@ -168,13 +170,19 @@ class RunConfig(Frozen):
                 )
             if self.zero != ZeroConfig():
                 raise ValueError("zero belongs to the deepspeed engine; set engine to deepspeed")
-            if self.precision == "fp8" and self.kernels != "transformer_engine":
-                raise ValueError("fp8 needs kernels 'transformer_engine'")
+            if self.precision in FP8_RECIPES and self.kernels != "transformer_engine":
+                raise ValueError(f"{self.precision} needs kernels 'transformer_engine'")
             return
         if self.recompute == "selective":
             raise ValueError("recompute 'selective' belongs to the megatron engine; set 'layers'")
-        if self.parallel != ParallelConfig() or self.kernels != "torch" or self.precision == "fp8":
-            raise ValueError("parallel, kernels and fp8 belong to the megatron engine")
+        of_megatron = {
+            "parallel": self.parallel != ParallelConfig(),
+            "kernels": self.kernels != "torch",
+            f"precision '{self.precision}'": self.precision in FP8_RECIPES,
+        }
+        for name, is_set in of_megatron.items():
+            if is_set:
+                raise ValueError(f"{name} belongs to the megatron engine; set engine to megatron")
 
     def _check_layout(self) -> None:
         model, parallel = self.model, self.parallel

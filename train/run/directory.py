@@ -11,6 +11,7 @@ from base.errors import UserError
 from base.files import FileRecord, check_inside
 from base.frozen import Frozen
 from base.reading import as_model, read_sealed
+from train.model.precision import dtype_of
 
 CHECKPOINT_JSON = "checkpoint.json"
 PROBE = "probe.safetensors"
@@ -42,6 +43,9 @@ class CheckpointRecord(Frozen):
     world_size: int
     layout: dict[str, int]  # tensor, pipeline, data
     attempt: int
+    # Version of this project that wrote it. None: before 0.2.0, or an import, whose record is of
+    # its source alone.
+    quantdyn: str | None = None
     data_sha256: dict[str, str]  # of the tokens: train, held_out, held_out.NAME
     model: dict[str, Any]
     # Kind, interval_steps, window or decay, and steps; None: the weights are not averaged.
@@ -65,7 +69,7 @@ class CheckpointRecord(Frozen):
     @property
     def dtype(self) -> str:
         """The type of the weights, and of the products that the probe was computed with."""
-        return "bf16" if self.precision == "fp8" else self.precision
+        return dtype_of(self.precision)
 
 
 def step_name(step: int) -> str:

@@ -60,7 +60,7 @@ class Launch(Frozen):
 def set_variables(run: RunConfig, directory: RunDirectory, launch: Launch) -> None:
     """Set the environment variables of training that the user has not; print those for GPUs.
 
-    The names are those of torch 2.13, megatron-core 0.16 and Transformer Engine.
+    The names are those of torch 2.14, megatron-core 0.19 and Transformer Engine 2.20.
     """
     variables = {
         # The newest collectives of each rank; written where one times out, or by the watchdog.

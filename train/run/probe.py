@@ -10,6 +10,7 @@ from base.rounding.spec import IntegerSpec
 from train.data.config import DataConfig
 from train.model.config import ModelConfig
 from train.model.families import hidden_matrices, parameter_shapes, residual_linears
+from train.model.precision import FP8_RECIPES
 from train.run.parallel import ParallelConfig
 
 
@@ -73,10 +74,10 @@ class ProbeConfig(Frozen):
     ) -> None:
         """Raise ValueError where the settings do not fit those of a run."""
         # The settings by themselves, and within the run's.
-        if precision == "fp8":
+        if precision in FP8_RECIPES:
             raise ValueError(
-                "probe rounds weights that fp8 would round again; set precision to 'bf16' or remove"
-                " probe"
+                f"probe rounds weights that {precision} would round again; set precision to 'bf16'"
+                " or remove probe"
             )
         if len(set(self.bits)) != len(self.bits):
             raise ValueError(f"probe.bits {list(self.bits)} has a width twice; remove one")

@@ -113,6 +113,7 @@ def test_mirrored_twice_it_holds_everything_once(collected_dir, study):
         run = store[name]["run"]
         assert run.data.tags["mlflow.parentRunId"] == store["tiny"]["id"]
         assert run.data.tags["mlflow.source.git.commit"].startswith("c0ffee")
+        assert run.data.tags["quantdyn.version"] == "7.8.9"
         assert (
             run.data.tags["quantdyn.checkpoint"]
             == f"{name}/checkpoints/step00000640/checkpoint.json"

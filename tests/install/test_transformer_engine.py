@@ -1,0 +1,112 @@
+"""What `make transformer-engine` needs, says and runs, without compiling anything."""
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from install import transformer_engine
+from install.transformer_engine import (
+    COMPILER_BYTES,
+    DISK_BYTES,
+    Machine,
+    RefusedError,
+    build_environment,
+    check,
+    locked,
+    summary,
+)
+
+PROJECT = Path(__file__).resolve().parents[2]
+FIT = Machine(
+    cuda="13.0",
+    compiler="/usr/bin/c++",
+    python_header=True,
+    cuda_headers=True,
+    cores=8,
+    free_memory=64 * 10**9,
+    free_disk=10**12,
+)
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ({"cuda": None}, "is for CPUs; run make -B venv"),
+        ({"cuda": "12.6"}, "for CUDA 12.6, whose cuDNN is older than the 9.12"),
+        ({"cuda_headers": False}, "brings no headers of CUDA, it is a container's"),
+        ({"compiler": None}, "no C[+][+] compiler .*; run apt-get install g[+][+]"),
+        ({"python_header": False}, "Python.h is missing; run apt-get install python3-dev"),
+        ({"free_disk": DISK_BYTES - 1}, "1.0 GB of disk and 1.0 GB are free here"),
+    ],
+    ids=["no CUDA", "CUDA 12", "a container", "no compiler", "no headers", "full disk"],
+)
+def test_what_is_missing_is_told_in_one_line(missing, words):
+    check(FIT)
+    with pytest.raises(RefusedError, match=words) as refused:
+        check(replace(FIT, **missing))
+    assert "\n" not in str(refused.value)
+
+
+def test_as_many_compilers_as_there_is_memory_for():
+    assert FIT.jobs == 8
+    assert replace(FIT, free_memory=3 * COMPILER_BYTES).jobs == 3
+    assert replace(FIT, free_memory=1).jobs == 1
+    one, eight = (summary(replace(FIT, cores=cores)) for cores in (1, 8))
+    minutes = [int(re.search(r"about (\d+) minutes", line)[1]) for line in (one, eight)]  # type: ignore[index]
+    assert minutes[0] == pytest.approx(8 * minutes[1], abs=8)
+    assert "with 1 compiler of" in one
+    assert "with 8 compilers of" in eight
+
+
+def test_headers_are_those_of_the_wheels_and_of_no_toolkit():
+    before = {"CUDA_HOME": "/usr/local/cuda-12", "CPATH": "/else", "HOME": "/me", "PATH": "/bin"}
+    after = build_environment(before, 4, Path("/there"))
+    assert not {"CUDA_HOME", "CPATH"} & after.keys()
+    assert after["HOME"] == "/me"
+    assert after["PATH"].split(":") == [str(Path(sys.executable).parent), "/bin"]
+    assert (after["MAX_JOBS"], after["TMPDIR"]) == ("4", "/there")
+
+
+def test_the_lock_replaces_nothing_of_the_others(monkeypatch):
+    monkeypatch.chdir(PROJECT)
+    wheels, binding = locked()
+    assert binding == "transformer-engine-torch==2.20.2"
+    ours = dict(line.split("==") for line in (*wheels, binding))
+    for path in PROJECT.glob("requirements*.lock"):
+        others = re.findall(r"^([\w.-]+)==", path.read_text(), re.MULTILINE)
+        assert not ours.keys() & {name.lower().replace("_", "-") for name in others}
+    assert any(re.match(r"nvidia-cuda-crt==13\.0\.", line) for line in wheels)
+
+
+def test_a_torch_without_cuda_ends_it_with_exit_code_2(monkeypatch, capsys):
+    machine = replace(FIT, cuda=None)
+    monkeypatch.setattr(transformer_engine, "this_machine", lambda: machine)
+    with pytest.raises(SystemExit) as ended:
+        transformer_engine.main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the torch of .venv is for CPUs")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("failing", ["downloading", "compiling"])
+def test_a_step_that_fails_is_named_and_leaves_no_files(monkeypatch, tmp_path, failing):
+    (tmp_path / ".venv").mkdir()
+    lock = (PROJECT / "transformer-engine.lock").read_text()
+    (tmp_path / "transformer-engine.lock").write_text(lock)
+    monkeypatch.chdir(tmp_path)
+    commands = []
+
+    def run(command, env, check):
+        commands.append(command)
+        step = "compiling" if "--no-build-isolation" in command else "downloading"
+        return type("Done", (), {"returncode": int(step == failing)})
+
+    monkeypatch.setattr(transformer_engine.subprocess, "run", run)
+    with pytest.raises(RefusedError, match=f"{failing} failed"):
+        transformer_engine.install(FIT)
+    assert len(commands) == {"downloading": 1, "compiling": 2}[failing]
+    assert not list((tmp_path / ".venv").iterdir())
