@@ -1,44 +1,38 @@
 # make demo: the tiny ablation, end to end.  make test: the test-suite.  Both build .venv first.
-# Settings of .venv, for example make demo PYTHON3=python3.13:
-#   PYTHON3      the Python it is made with
-#   TORCH_INDEX  where torch comes from, if not from PyPI, whose torch is for CUDA;
-#                https://download.pytorch.org/whl/cpu has one without, 4 GB smaller
-PYTHON3 ?= python3
-TORCH_INDEX ?=
+# Settings of .venv, for example make demo PYTHON3=python3.12:
+#   PYTHON3       the Python it is made with; otherwise the newest supported one that is found
+#   TORCH_INDEX   where torch comes from, if not from PyPI, whose torch is for CUDA 13: https://download.pytorch.org/whl/cu126
+#                 has one for CUDA 12, and .../whl/cpu one without CUDA, 4 GB smaller
+#   SYSTEM_TORCH  1: take the torch that PYTHON3 has, that of a container say, and install everything else beside it
+#   INSTALLER     uv or pip; otherwise uv where it is installed, unless only pip is configured
 PYTHON := .venv/bin/python
-PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --use-pep517
-IMPORTS := import torch, megatron.core, deepspeed; \
-    from quant_eval.libraries import pcre; pcre.stand_in(); import gptqmodel
-FOLDERS := base train ckpt_tools quant_eval curvature study slurm docs tests check_machine.py
+FOLDERS := base train ckpt_tools quant_eval curvature study slurm install docs tests
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: venv demo test test-gpu gpu-bundle lint bench stress transformer-engine
 
 venv: .venv/complete
 
-# The stamp holds the TORCH_INDEX that .venv was built with: one built with another than is asked for is built anew.
-ifneq ($(TORCH_INDEX),$(if $(TORCH_INDEX),$(shell cat .venv/complete 2>/dev/null)))
+# The stamp holds the settings that .venv was built with. Where others are given it is built anew; where none are, as it was.
+BUILT := $(shell cat .venv/complete 2> /dev/null)
+ifeq ($(origin TORCH_INDEX)$(origin SYSTEM_TORCH),undefinedundefined)
+SETTINGS := $(filter TORCH_INDEX=% SYSTEM_TORCH=%,$(BUILT))
+else
+SETTINGS := TORCH_INDEX=$(TORCH_INDEX) SYSTEM_TORCH=$(SYSTEM_TORCH)
+endif
+ifneq ($(origin PYTHON3),undefined)
+SETTINGS += PYTHON=$(shell "$(PYTHON3)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null)
+endif
+ifneq ($(filter-out $(BUILT),$(SETTINGS)),)
 .PHONY: .venv/complete
 endif
+# The torch of a container is that of its python3.
+PYTHON3 ?= $(if $(findstring SYSTEM_TORCH=1,$(SETTINGS)),python3,$(shell install/find_python.sh))
 
-# pip unpacks below .venv: /tmp may be too small for the 3 GB of CUDA.
-.venv/complete: export TMPDIR = $(CURDIR)/.venv/tmp
-.venv/complete: requirements.lock requirements-cuda.lock
+.venv/complete: $(wildcard requirements*.lock)
 	@command -v "$(PYTHON3)" > /dev/null || \
 	    { echo "error: no $(PYTHON3) on PATH; run apt-get install python3-venv" >&2; exit 2; }
-	@"$(PYTHON3)" check_machine.py $(TORCH_INDEX)
-	@echo "installing into .venv, with CUDA 3 GB to download: minutes"
-	rm -f $@
-	"$(PYTHON3)" -m venv --clear .venv
-	mkdir .venv/tmp
-	$(PIP) --constraint requirements.lock torch \
-	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),--constraint requirements-cuda.lock)
-	$(PIP) --no-deps -r requirements.lock
-	@echo "importing what was installed"
-	@$(PYTHON) -c '$(IMPORTS)' > .venv/import.log 2>&1 || \
-	    { echo "error: $$(tail -n 1 .venv/import.log) (.venv/import.log); run make again" >&2; exit 2; }
-	rm -r .venv/tmp
-	echo $(TORCH_INDEX) > $@
+	@"$(PYTHON3)" -m install.make_venv $(SETTINGS) INSTALLER=$(INSTALLER)
 
 demo: venv
 	$(PYTHON) -m study run tiny

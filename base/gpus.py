@@ -135,8 +135,8 @@ def check_torch() -> None:
     torch = _torch_version()
     if torch.cuda is None:
         raise UserError(
-            f"torch {torch.__version__} is a build without CUDA; build .venv anew with CUDA's "
-            "('make -B venv'), or give --device cpu"
+            f"torch {torch.__version__} is a build without CUDA; build .venv with CUDA's "
+            "('make venv TORCH_INDEX='), or give --device cpu"
         )
     pynvml.nvmlInit()
     try:
@@ -148,7 +148,8 @@ def check_torch() -> None:
     if newest // 1000 < int(torch.cuda.partition(".")[0]):
         raise UserError(
             f"driver {driver} runs CUDA up to {newest // 1000}.{newest % 1000 // 10} and torch"
-            f" {torch.__version__} needs {torch.cuda}; update the driver, or give --device cpu"
+            f" {torch.__version__} needs {torch.cuda}; update the driver, build .venv with torch"
+            " for an older CUDA (docs/guides/one-gpu.md), or give --device cpu"
         )
 
 

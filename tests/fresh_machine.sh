@@ -2,18 +2,19 @@
 # Runs README's commands on a machine that has nothing: a minimal Debian of its own, an empty environment, no pip
 # configuration, no compiler, no git, no GPU. Needs root, debootstrap, the network and 12 GB; takes an hour and more.
 #
-#   tests/fresh_machine.sh bookworm                     make demo and make test; bookworm has Python 3.11, trixie 3.13
+#   tests/fresh_machine.sh trixie                       make demo and make test, with the Python 3.13 that trixie has
 #   tests/fresh_machine.sh trixie --smoke               make venv, and the smoke study in place of both
 #   tests/fresh_machine.sh trixie --smoke --as-root     as root in /root; otherwise as a user in a path with a space,
 #                                                       with umask 077
-#   tests/fresh_machine.sh bookworm -- COMMAND...       any other commands, each one argument
+#   tests/fresh_machine.sh bookworm -- COMMAND...       any other commands, each one argument; bookworm has Python 3.11, which
+#                                                       make refuses
 #
 # /tmp has 8 GB, of which make test takes 5; with --smoke 1 GB.
 #
 # It makes the Debian below FRESH_MACHINES (default /var/tmp) and removes it at the end, unless given --keep.
 set -euo pipefail
 
-suite=${1:?give bookworm or trixie}
+suite=${1:?give trixie or bookworm}
 shift
 commands=("make demo" "make test") keep=
 user=user directory="/home/user/a checkout" umask=077 tmp_size=8g

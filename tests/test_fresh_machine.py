@@ -11,9 +11,7 @@ SCRIPT = Path(__file__).with_name("fresh_machine.sh")
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize(
-    "arguments", [("bookworm",), ("trixie",), ("trixie", "--as-root")], ids=" ".join
-)
+@pytest.mark.parametrize("arguments", [("trixie",), ("trixie", "--as-root")], ids=" ".join)
 def test_the_smoke_study_runs_on_a_fresh_machine(arguments):
     done = subprocess.run(
         [SCRIPT, *arguments, "--smoke"], capture_output=True, text=True, check=False

@@ -111,7 +111,7 @@ def test_what_a_study_is_sized_for_decides_where_it_runs_unless_it_is_told(machi
         (
             {"used": (0,), "cuda": 12040},
             {},
-            r"driver 580.65.06 runs CUDA up to 12.4 and torch 2.13.0 needs 13.0; update the driver",
+            r"driver 580.65.06 runs CUDA up to 12.4 and torch 2.13.0 needs 13.0; update the driver, b",
         ),
         ({"used": (0, 0), "models": (H100, "NVIDIA A100")}, {}, "GPUs differ .* choose equal ones"),
         ({"used": (0,)}, {"device": "gpu"}, "--device gpu is unknown; did you mean cuda"),

@@ -1,0 +1,160 @@
+"""`make venv`: checks of this machine, then .venv, each part with its seconds.
+
+`python3 -m install.make_venv [NAME=VALUE ...]` runs under the Python that .venv is made with.
+"""
+
+from __future__ import annotations  # older Pythons, which are refused, read this file too
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from install import driver, machine, packages, system_torch
+from install.settings import CUDA_OF, RefusedError, Settings, locked, read, requirements
+
+VENV = Path(".venv")
+STAMP, TEMPORARY = VENV / "complete", VENV / "tmp"
+QUIET_SECONDS = 10  # then the newest line of what runs is shown
+
+
+class Clock:
+    """The parts of an installation, printed as they begin."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, float]] = []
+        self.printed = time.monotonic()
+
+    def begin(self, part: str) -> None:
+        """Print that a part begins."""
+        self.begun.append((part, time.monotonic()))
+        self.show(part)
+
+    def show(self, text: str) -> None:
+        """Print a line with the seconds since the first part."""
+        self.printed = time.monotonic()
+        print(f"{self.printed - self.begun[0][1]:5.0f} s  {text}", flush=True)
+
+    def summary(self) -> str:
+        """Return the seconds of all parts together and of each."""
+        ends = [start for _, start in self.begun[1:]] + [time.monotonic()]
+        parts = [
+            f"{part.partition(':')[0]} {end - start:.0f}"
+            for (part, start), end in zip(self.begun, ends, strict=True)
+        ]
+        return f"installing took {ends[-1] - self.begun[0][1]:.0f} s: {', '.join(parts)}"
+
+
+def main(words: list[str]) -> None:
+    """Build .venv, or end with one line and exit code 2."""
+    try:
+        settings = read(words)
+        check(settings)
+        build(settings)
+    except RefusedError as refused:
+        print(f"error: {refused}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("error: stopped; run make again", file=sys.stderr)
+        sys.exit(130)
+
+
+def check(settings: Settings) -> None:
+    """Raise RefusedError where .venv could not be built, or torch would not start."""
+    here = None if settings.build not in CUDA_OF else driver.installed()
+    problem = (
+        machine.problem(settings, VENV)
+        or driver.problem(here, settings)
+        or system_torch.problem(settings)
+    )
+    if problem:
+        raise RefusedError(problem)
+    if note := driver.note(here, settings):
+        print(note, flush=True)
+
+
+def build(settings: Settings) -> None:
+    """Make .venv, install and import what it holds, and write the stamp of a complete one."""
+    clock = Clock()
+    clock.begin(f"environment: Python {sys.version.split()[0]} ({sys.executable})")
+    STAMP.unlink(missing_ok=True)
+    python = make_environment(settings)
+    pins = TEMPORARY / "requirements.txt"
+    pins.write_text("\n".join(requirements(settings)) + "\n", encoding="utf-8")
+
+    install(settings, python, pins, clock)
+
+    clock.begin("import: torch, megatron-core, deepspeed, gptqmodel")
+    log = VENV / "import.log"
+    command = [python, "-m", "install.verify", str(pins), "1" if settings.system_torch else ""]
+    if run(command, log, packages.environment(settings, TEMPORARY), clock) != 0:
+        raise RefusedError(f"{last_line(log)} ({log}); run make again")
+
+    shutil.rmtree(TEMPORARY)
+    print(clock.summary(), flush=True)
+    python_version = f"PYTHON={sys.version_info[0]}.{sys.version_info[1]}"
+    STAMP.write_text(f"{settings.stamp} {python_version}\n", encoding="utf-8")
+
+
+def make_environment(settings: Settings) -> str:
+    """Make an empty .venv and return its Python."""
+    shared = ["--system-site-packages"] if settings.system_torch else []
+    subprocess.run([sys.executable, "-m", "venv", "--clear", *shared, str(VENV)], check=True)
+    TEMPORARY.mkdir()
+    python = str(VENV / "bin" / "python")
+    if settings.system_torch:
+        system_torch.share(python)
+    return python
+
+
+def install(settings: Settings, python: str, pins: Path, clock: Clock) -> None:
+    """Download and unpack the pins."""
+    tool, why = packages.installer(settings, python)
+    count = len(pins.read_text(encoding="utf-8").split())
+    clock.begin(f"download: {count} packages by {tool} ({why}), {contents(settings)}")
+
+    log = VENV / "install.log"
+    command = packages.command(tool, settings, python, pins)
+    if run(command, log, packages.environment(settings, TEMPORARY), clock) != 0:
+        sys.stderr.write("".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-12:]))
+        raise RefusedError(f"{tool} did not install everything ({log}); run make again")
+
+
+def contents(settings: Settings) -> str:
+    """Return which torch .venv gets, and how much is downloaded."""
+    if settings.system_torch:
+        return f"0.8 GB, beside {system_torch.description()}"
+    if settings.build in CUDA_OF:
+        return f"3 GB, with torch {locked('torch')} for CUDA {CUDA_OF[settings.build][0]}"
+    return f"0.9 GB, with torch {locked('torch')} without CUDA"
+
+
+def run(command: list[str], log: Path, environment: dict[str, str], clock: Clock) -> int:
+    """Run a command with its output in a log and return its exit code. What it prints of a new
+    part is shown, and its newest line where nothing was for a while.
+    """
+    with log.open("w", encoding="utf-8") as output, log.open(encoding="utf-8") as lines:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
+        newest = ""
+        while process.poll() is None:
+            time.sleep(0.2)
+            for line in lines:
+                newest = line.strip() or newest
+                for words, part in packages.LAST_PHASES.items():
+                    if line.startswith(words):
+                        clock.begin(part)
+            if time.monotonic() - clock.printed > QUIET_SECONDS:
+                clock.show(f"  {newest[:90]}")
+    return process.returncode
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log."""
+    return (log.read_text(encoding="utf-8").splitlines() or ["nothing was printed"])[-1]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,102 @@
+"""Pins installed into .venv by uv or pip, one command that resolves nothing."""
+
+from __future__ import annotations  # older Pythons, which are refused, read this file too
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from install.settings import RefusedError, Settings
+
+# What tells pip where packages come from, and how they are reached; uv reads none of it.
+PIP_SOURCES = {
+    *("index-url", "extra-index-url", "find-links", "no-index"),
+    *("proxy", "cert", "client-cert", "trusted-host"),
+}
+UV_SOURCES = {
+    *("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS"),
+    *("UV_NO_INDEX", "UV_CONFIG_FILE"),
+}
+UV_FILES = ("~/.config/uv/uv.toml", "/etc/uv/uv.toml")
+# What pip and uv print when they have downloaded everything.
+LAST_PHASES = {
+    "Building wheels for collected packages": "build: what has no wheel",
+    "Installing collected packages": "unpack",
+    "Prepared ": "unpack",
+}
+
+
+def installer(settings: Settings, python: str) -> tuple[str, str]:
+    """Return pip or uv, and why: uv where it is installed, unless pip alone is configured."""
+    if settings.installer == "pip":
+        return "pip", "INSTALLER=pip"
+    if not uv():
+        if settings.installer:
+            raise RefusedError(
+                "no uv runs here; install it (pip install uv), or leave INSTALLER out"
+            )
+        return "pip", "uv, which is faster, is not installed"
+    configured = pip_sources(python)
+    if configured and not uv_is_configured() and not settings.installer:
+        return "pip", f"its {', '.join(configured)} are configured, and uv reads none of them"
+    return "uv", "faster than pip"
+
+
+def uv() -> list[str]:
+    """Return how uv is started, as a program or as a module of this Python; empty where it is not
+    installed.
+    """
+    for words in (["uv"], [sys.executable, "-m", "uv"]):
+        try:
+            done = subprocess.run([*words, "--version"], capture_output=True, check=False)
+        except OSError:
+            continue
+        if done.returncode == 0:
+            return words
+    return []
+
+
+def pip_sources(python: str) -> list[str]:
+    """Return the settings in pip's files and variables that say where packages come from."""
+    command = [python, "-m", "pip", "config", "list"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    names = {line.partition("=")[0].rpartition(".")[2] for line in done.stdout.splitlines()}
+    return sorted(names & PIP_SOURCES)
+
+
+def uv_is_configured() -> bool:
+    """Return whether a variable or a file tells uv where packages come from."""
+    return bool(UV_SOURCES & os.environ.keys()) or any(
+        Path(path).expanduser().exists() for path in UV_FILES
+    )
+
+
+def command(tool: str, settings: Settings, python: str, pins: Path) -> list[str]:
+    """Return the command that installs the pins. They are complete: nothing is resolved.
+
+    Bytecode is compiled when a module is first imported. Where Python is told to write none then,
+    as in many images, every process would compile: there it is compiled here.
+    """
+    compiled = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    if tool == "uv":
+        words = [*uv(), "pip", "install", "--python", python]
+        words += ["--compile-bytecode"] if compiled else []
+        if settings.torch_index:  # the version decides, as with pip, and not the first index
+            words += ["--index", settings.torch_index, "--index-strategy", "unsafe-best-match"]
+    else:
+        words = [python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar"]
+        words += ["off", "--use-pep517", "--ignore-installed"]
+        words += [] if compiled else ["--no-compile"]
+        if settings.torch_index:
+            words += ["--extra-index-url", settings.torch_index]
+    return [*words, "--no-deps", "-r", str(pins)]
+
+
+def environment(settings: Settings, temporary: Path) -> dict[str, str]:
+    """Return the variables of that command. It unpacks below .venv: /tmp may be too small."""
+    variables = {**os.environ, "TMPDIR": str(temporary.resolve())}
+    if settings.system_torch:
+        # Images pin the packages of their own Python with it, and .venv has others.
+        variables["PIP_CONSTRAINT"] = os.devnull
+    return variables

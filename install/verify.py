@@ -1,0 +1,50 @@
+"""The check that .venv has what was installed and starts it, run by the Python of .venv."""
+
+import importlib.metadata
+import sys
+from importlib import import_module
+from pathlib import Path
+
+
+def different(pins: list[str]) -> list[str]:
+    """Return the pins that Python finds in another version, or not at all.
+
+    PYTHONPATH, which modules of clusters set, comes before the packages of .venv.
+    """
+    wrong = []
+    for pin in pins:
+        name, _, version = pin.partition("==")
+        try:
+            seen = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            seen = "missing"
+        if seen != version and seen.partition("+")[0] != version:
+            wrong.append(f"{pin} is {seen}")
+    return wrong
+
+
+def start(system_torch: bool) -> None:
+    """Import what is slow to import or hard to install, and fails where a library is missing."""
+    torch = import_module("torch")
+    if system_torch:
+        torch.ones(1).numpy()  # fails where that torch was built for another numpy than ours
+    import_module("megatron.core")
+    import_module("deepspeed")
+
+    from quant_eval.libraries import pcre
+
+    pcre.stand_in()
+    import_module("gptqmodel")
+
+
+def main(pins: str, system_torch: str = "") -> None:
+    """End with one line where .venv is not what was asked for."""
+    wrong = different(Path(pins).read_text(encoding="utf-8").split())
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        sys.exit(f"{wrong[0]}{more}; unset PYTHONPATH if it is set")
+    start(bool(system_torch))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
