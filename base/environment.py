@@ -1,8 +1,11 @@
 """The environment of a process: version, commit, packages, host, rank."""
 
+import ctypes
 import os
 import platform
+import re
 import shutil
+import site
 import socket
 import subprocess
 import sys
@@ -26,9 +29,18 @@ def is_rank_zero() -> bool:
 
 
 TRACKED_PACKAGES = (
-    *("torch", "megatron-core", "deepspeed", "transformer-engine", "transformers", "tokenizers"),
-    *("safetensors", "numpy", "mlflow", "gptqmodel", "llmcompressor", "bitsandbytes", "lm-eval"),
+    *("torch", "triton", "megatron-core", "deepspeed", "transformer-engine", "transformers"),
+    *("tokenizers", "safetensors", "numpy", "mlflow", "gptqmodel", "llmcompressor"),
+    *("bitsandbytes", "lm-eval"),
 )
+PYPI_BUILD = "cu130"  # CUDA of PyPI's torch, the lock of which is compared where no other fits
+# A library of torch's: its file, the package of the lock, and the parts of its version.
+LIBRARIES = {
+    "cuda": ("libcudart", "cuda-toolkit", 2),
+    "cudnn": ("libcudnn", "nvidia-cudnn-cu", 3),
+    "nccl": ("libnccl", "nvidia-nccl-cu", 3),
+}
+DRIVER = re.compile(r"\d+(\.\d+)+")  # the first version in /proc/driver/nvidia/version
 MAIN_PACKAGES = ("torch", "megatron-core")  # of a line
 
 
@@ -76,11 +88,10 @@ def environment() -> dict[str, Any]:
         **_code(),
         "argv": sys.argv,
         "python": platform.python_version(),
-        "packages": _package_versions(),
+        **software(),
         "host": socket.gethostname(),
         "slurm_job": _slurm_job(),
         "partition": os.environ.get("SLURM_JOB_PARTITION"),
-        "image": os.environ.get("QUANTDYN_IMAGE"),
         **_gpus(),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "threads": os.environ.get("OMP_NUM_THREADS"),
@@ -112,33 +123,148 @@ def _git(*arguments: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def _package_versions() -> dict[str, str]:
-    """Return the version of each tracked package that is installed."""
-    versions = {}
-    for package in TRACKED_PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+def software() -> dict[str, Any]:
+    """Return versions of packages and of torch's libraries, and where they come from.
+
+    Returns:
+        `packages` and `cuda`, `cudnn`, `nccl`: versions, of the libraries where torch is imported.
+        `origins`: those that are not this virtual environment's own, as `_origin` names places.
+        `differs_from_tested`: version tested and version here of whatever is installed in another
+        than the lock's; None without a lock, as in a copy that pip installed.
+        `container`: that of this process, as `_container` describes it.
+    """
+    path = tuple(sys.path)
+    torch, _ = _installed(("torch",), path).get("torch", ("", None))
+    tested, libraries = _tested_versions(torch.partition("+")[2]), _library_versions()
+    installed = _installed((*TRACKED_PACKAGES, *tested), path)
+    versions = {name: version for name, (version, _) in installed.items()}
+    tracked = {name: versions[name] for name in TRACKED_PACKAGES if name in versions}
+
+    places = {name: installed[name][1] for name in tracked} | _library_files()
+    origins = {name: _origin(place) for name, place in places.items()}
+    differs = {
+        name: {"tested": tested[name], "here": here}
+        for name, here in (versions | libraries).items()
+        # a local version, such as +cpu, names a build of the same release
+        if name in tested and here.partition("+")[0] != tested[name]
+    }
+    return {
+        "packages": tracked,
+        **libraries,
+        "origins": {name: origin for name, origin in origins.items() if origin},
+        "differs_from_tested": differs if tested else None,
+        "container": _container(),
+    }
+
+
+@cache
+def _tested_versions(build: str) -> dict[str, str]:
+    """Return the lock's version of every package and library, of this build of torch if it has one.
+
+    Empty where there is no lock, as in a copy that pip installed.
+    """
+    locks = [CHECKOUT / f"requirements-{name}.lock" for name in (build, PYPI_BUILD)]
+    locks = [CHECKOUT / "requirements.lock", *[lock for lock in locks if lock.is_file()][:1]]
+    text = "".join(lock.read_text() for lock in locks if lock.is_file())
+    tested = dict(re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE))
+    for library, (_, prefix, parts) in LIBRARIES.items():
+        for package in [name for name in tested if name.startswith(prefix)]:
+            tested[library] = ".".join(tested[package].split(".")[:parts])
+    return tested
+
+
+@cache
+def _installed(names: tuple[str, ...], path: tuple[str, ...]) -> dict[str, tuple[str, Path]]:
+    """Return version and directory of the packages that an import on this path would take."""
+    installed = {}
+    for name in names:
+        package = next(iter(metadata.distributions(name=name, path=list(path))), None)
+        if package is not None and package.version:
+            installed[name] = package.version, Path(str(package.locate_file("")))
+    return installed
+
+
+def _origin(place: Path) -> str | None:
+    """Return where a package or library comes from; None: this virtual environment itself.
+
+    "system" is what the Python below the environment came with, or /usr; "user" the home's
+    packages; all other places, such as those of PYTHONPATH, are "elsewhere".
+    """
+
+    def is_below(root: str) -> bool:
+        return place.resolve().is_relative_to(Path(root).resolve())
+
+    if sys.prefix != sys.base_prefix and is_below(sys.prefix):
+        return None
+    if is_below(site.getusersitepackages()):
+        return "user"
+    return "system" if is_below(sys.base_prefix) or is_below("/usr") else "elsewhere"
+
+
+def _library_files() -> dict[str, Path]:
+    """Return the files of torch's libraries that this process has loaded."""
+    fields = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    loaded = {Path(field[5]) for field in fields if len(field) == 6}
+    return {
+        library: path
+        for library, (stem, _, _) in LIBRARIES.items()
+        for path in sorted(loaded)
+        if path.name.startswith(f"{stem}.so")
+    }
+
+
+def _library_versions() -> dict[str, str]:
+    """Return the versions of torch's libraries; empty where torch is not imported.
+
+    To import it takes seconds. cuDNN is asked itself: torch raises for one that is older than the
+    one it was built with, which a record should show.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or torch.version.cuda is None:
+        return {}
+    versions, cudnn = {"cuda": torch.version.cuda}, _library_files().get("cudnn")
+    if cudnn:
+        number = ctypes.CDLL(str(cudnn)).cudnnGetVersion()
+        versions["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return versions
 
 
-def _gpus() -> dict[str, Any]:
-    """Return names of the GPUs, and versions of driver, CUDA and NCCL; empty where torch sees none.
+def _container() -> dict[str, str]:
+    """Return the container of this process: kind, image, NVIDIA's release; empty outside of one.
 
-    torch is asked only where it is imported already: to import it takes seconds. Not run on a GPU
-    yet.
+    The image is the site file's, or the name of apptainer's file without its place.
     """
-    torch = sys.modules.get("torch")
+    variables = os.environ
+    kinds = {
+        "apptainer": "APPTAINER_CONTAINER" in variables,
+        "singularity": "SINGULARITY_CONTAINER" in variables,
+        "docker": Path("/.dockerenv").exists(),
+        "podman": Path("/run/.containerenv").exists(),
+    }
+    file = variables.get("APPTAINER_CONTAINER") or variables.get("SINGULARITY_CONTAINER") or ""
+    known = {
+        "kind": next((kind for kind, is_it in kinds.items() if is_it), None),
+        "image": variables.get("QUANTDYN_IMAGE") or Path(file).name,
+        "nvidia_pytorch": variables.get("NVIDIA_PYTORCH_VERSION"),
+        "nvidia_build": variables.get("NVIDIA_BUILD_ID"),
+    }
+    return {name: value for name, value in known.items() if value}
+
+
+def _gpus() -> dict[str, Any]:
+    """Return names of the GPUs and the driver's version; empty where torch sees none.
+
+    torch is asked only where it is imported already. Not run on a GPU yet.
+    """
+    torch, driver = sys.modules.get("torch"), Path("/proc/driver/nvidia/version")
     if torch is None or not torch.cuda.is_available():
         return {}
-    driver = Path("/proc/driver/nvidia/version")
-    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    version = DRIVER.search(driver.read_text()) if driver.exists() else None
     return {
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        "driver": version and version[0],
     }
 
 

@@ -172,6 +172,20 @@ def choose(device: str) -> None:
             refuse_cuda()
 
 
+def check_fp32() -> None:
+    """Raise UserError where torch would round the factors of fp32 products to TF32.
+
+    NVIDIA's containers ask for that by a variable, and no setting of ours does.
+    """
+    import torch
+
+    if torch.get_float32_matmul_precision() != "highest":
+        raise UserError(
+            "torch would multiply fp32 matrices in TF32 here, as NVIDIA's containers ask for; set"
+            " TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0"
+        )
+
+
 def refuse_cuda() -> NoReturn:
     """Raise the UserError that says why torch sees no GPU."""
     gpus = gpus_here()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from base.errors import UserError
-from base.gpus import refuse_cuda
+from base.gpus import check_fp32, refuse_cuda
 
 WAIT = timedelta(hours=12)  # for rank 0, while it runs another project's library
 T = TypeVar("T")
@@ -76,7 +76,8 @@ ALONE = Ranks(0, 1, torch.device("cpu"))  # a process by itself
 
 
 def own_gpu() -> torch.device:
-    """Return the GPU of this rank, made current; UserError if there is none for it."""
+    """Return the GPU of this rank, made current; UserError if there is none, or no fp32 on it."""
+    check_fp32()
     index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if count == 0:
         refuse_cuda()

@@ -31,7 +31,8 @@ REWRITTEN = {  # configurations in which transformers notes places
     *(*CONFIGURATION_FILES, "tokenizer_config.json", "special_tokens_map.json"),
 }
 PUBLISHED_OF_ENVIRONMENT = {
-    *("quantdyn", "commit", "uncommitted_changes", "python", "packages"),
+    *("quantdyn", "commit", "uncommitted_changes", "python", "packages", "origins"),
+    "differs_from_tested",
     *("world_size", "threads", "started_at"),
 }
 PLACE_KEYS = ("_file", "_path")  # end keys under which transformers notes a place

@@ -68,7 +68,10 @@ RESULT_KEYS = (
     ("`model`", "the HF directory: path, digests of its weights, lineage back to the checkpoint"),
     ("`spec`", "the settings that made the figures, every default filled in"),
     ("`measured`", "the figures, their intervals, and `units`"),
-    ("`environment`", "version, commit, command line, packages, machine, seconds"),
+    (
+        "`environment`",
+        "version, commit, command, packages and [whose](../guides/cluster.md#an-image), machine",
+    ),
     ("`sha256`", "[seal](../concepts.md#measuring): hash of all values above"),
 )
 

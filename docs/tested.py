@@ -4,6 +4,7 @@ import hashlib
 import tomllib
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -92,9 +93,9 @@ def digest_of(lock: str) -> str:
     return hashlib.sha256(pins.encode()).hexdigest()[:12]
 
 
-def _users(project: dict[str, list[str]]) -> dict[str, str]:
+def _users(project: dict[str, Any]) -> dict[str, str]:
     """Return the folders that need a package by its name, for all that pyproject.toml names."""
-    needs = {ALL: project["dependencies"], **project["optional-dependencies"]}
+    needs: dict[str, list[str]] = {ALL: project["dependencies"], **project["optional-dependencies"]}
     users: dict[str, list[str]] = {}
     for folder, requirements in needs.items():
         for requirement in requirements if folder not in APART else ():

@@ -18,6 +18,7 @@ from pathlib import Path
 
 LOCK = Path("transformer-engine.lock")
 BINDING = "transformer-engine-torch"  # of all packages the one without a wheel
+COMPILED_WITH = ("nvidia-cuda-cccl==", "nvidia-cuda-crt==", "wheel==")
 CUDA = 13  # the major version that the lock is for
 # Measured on 2 cores of a Xeon with g++ 12.2: one core's time, memory of one compiler; downloads
 # and disk of .venv with what is compiled beside it.
@@ -31,7 +32,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Machine:
-    """What compiling depends on.
+    """Properties of this machine that compiling depends on.
 
     Attributes:
         cuda: version that the torch of .venv was built for, None for a torch without CUDA.
@@ -114,11 +115,9 @@ def summary(machine: Machine) -> str:
     )
 
 
-def locked() -> tuple[list[str], str]:
-    """Return the requirements that have wheels, and that of the binding."""
-    lines = [line for line in LOCK.read_text().splitlines() if line and line[0] != "#"]
-    (binding,) = (line for line in lines if line.startswith(f"{BINDING}=="))
-    return [line for line in lines if line != binding], binding
+def locked() -> list[str]:
+    """Return the requirements of the lock."""
+    return [line for line in LOCK.read_text().splitlines() if line and line[0] != "#"]
 
 
 def build_environment(environment: Mapping[str, str], jobs: int, temporary: Path) -> dict[str, str]:
@@ -140,23 +139,40 @@ def build_environment(environment: Mapping[str, str], jobs: int, temporary: Path
     return {name: environment[name] for name in environment if name not in searched} | settings
 
 
+def steps(wheels: Path) -> dict[str, list[str]]:
+    """Return pip's commands by name, in their order; `wheels` is where files are kept meanwhile.
+
+    The package is installed last and at once: without its binding, megatron-core cannot be
+    imported, whatever the kernels.
+    """
+    lines = locked()
+    (binding,) = (line for line in lines if line.startswith(f"{BINDING}=="))
+    others = [line for line in lines if line != binding]
+    to_compile = [line for line in others if line.startswith(COMPILED_WITH)]
+
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    place = ["--no-deps", "--only-binary", ":all:"]
+    kept = ["--no-deps", "--no-index", "--find-links", str(wheels)]
+    compiled = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), binding]
+    return {
+        "downloading": [*pip, "download", *place, "--dest", str(wheels), *others],
+        "headers": [*pip, "install", *kept, *to_compile],
+        "compiling": [*pip, "wheel", *compiled],
+        "installing": [*pip, "install", *kept, *lines],
+    }
+
+
 def install(machine: Machine) -> None:
-    """Install the wheels, then compile the binding.
+    """Download the wheels, compile the binding, then install all.
 
     Raises:
-        RefusedError: pip or the compiler failed.
+        RefusedError: pip or the compiler failed; what .venv had is as it was.
     """
-    wheels, binding = locked()
     temporary = Path(".venv/tmp").resolve()
     temporary.mkdir(exist_ok=True)
     variables = build_environment(os.environ, machine.jobs, temporary)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    steps = {
-        "downloading": [*pip, "--no-deps", "--only-binary", ":all:", *wheels],
-        "compiling": [*pip, "--no-deps", "--no-build-isolation", "--no-cache-dir", binding],
-    }
     try:
-        for step, command in steps.items():
+        for step, command in steps(temporary / "wheels").items():
             began_at = time.monotonic()
             if subprocess.run(command, env=variables, check=False).returncode:
                 raise RefusedError(f"{step} failed, see above; run make transformer-engine again")

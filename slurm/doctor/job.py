@@ -13,10 +13,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from base.environment import environment
 from base.errors import UserError
 from base.files import take_lock, write_json
+from base.gpus import check_fp32
 from base.reading import read_json, read_model
 from slurm import cluster
+from slurm.doctor.software import differences_in_words, in_words
 from slurm.doctor.visit import Check
 from slurm.job import health
 from slurm.job.rendezvous import torchrun_of_nodes
@@ -91,12 +94,26 @@ def node(place: Path) -> Iterator[Check]:
     except ImportError as error:
         problem = f"{error}; install the project there, or correct python or the image"
     yield Check(f"imports on {name}", problem, f"{time.monotonic() - began_at:.0f} s")
+    if not problem:
+        yield from _software(name)
     yield _lock(place, name)
     gpus = int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
     unfit = "; ".join(health.check_node(place, name, gpus))
     yield Check(f"clock, disk, memory and GPUs of {name}", unfit or None, f"{gpus} GPUs")
     free_gb = shutil.disk_usage(place).free / 1e9
     yield Check(f"disk from {name}", None, f"{free_gb:,.0f} GB free below root")
+
+
+def _software(name: str) -> Iterator[Check]:
+    """Yield which software this node has, a fact, and whether fp32 is fp32, a check."""
+    here = environment()
+    yield Check(f"software on {name}", None, in_words(here))
+    yield Check(f"versions on {name}", None, differences_in_words(here))
+    try:
+        check_fp32()
+        yield Check(f"fp32 on {name}", None)
+    except UserError as error:
+        yield Check(f"fp32 on {name}", str(error))
 
 
 def _lock(place: Path, name: str) -> Check:

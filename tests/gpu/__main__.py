@@ -14,33 +14,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from base.environment import PROJECT, version, version_line
+from base.environment import PROJECT, software, version, version_line
 from tests.gpu.checks import checks, run
 from tests.gpu.figures import table
 from tests.gpu.place import FORKS, FULL, IN_SMALL, Place
 
 TOTAL_SECONDS = 900
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers", "triton", "numpy")
 PROBE = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
 
 def machine(gpu: str) -> dict[str, Any]:
     """Return the machine that the figures were measured on."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "gpu": gpu,
         PROJECT: version(),
         "python": platform.python_version(),
-        "packages": versions,
+        **software(),
         "cpus": os.cpu_count(),
     }
 

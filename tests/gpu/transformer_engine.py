@@ -36,8 +36,10 @@ TOKENS, INPUTS, OUTPUTS = 192, 256, 160
 MOST = 2.0**-8
 
 
-# Losses of 12 steps from those in bf16, nats per token, at most: TODO
-APART = {"bf16": 2e-2, "fp8": 1e-1, "fp8_blockwise": 1e-1, "mxfp8": 1e-1}
+# Losses of 12 steps from those in bf16 with torch's kernels, nats per token, at most. With products
+# written out, on a CPU and with three seeds, they were within 4.1e-3
+# (`tests/rehearsal/test_eight_bits.py`), and 5e-4 between two engines in bf16 on an H200.
+APART = dict.fromkeys(("bf16", *FP8_RECIPES), 2e-2)
 
 
 def rounded(factor_RK: Tensor, role: str, precision: str) -> Tensor:

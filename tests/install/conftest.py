@@ -78,7 +78,7 @@ def make(root: Path, *settings: str, **environment: str) -> subprocess.Completed
     plain = {
         key: value
         for key, value in os.environ.items()
-        if not key.startswith(("PIP_", "UV_", "TMPDIR", "PYTHONPATH", *of_make))
+        if not key.startswith(("PIP_", "UV_", "TMPDIR", "PYTHONPATH", "PYTHONDONT", *of_make))
     }
     return subprocess.run(
         ["make", "venv", *settings],

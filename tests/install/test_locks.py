@@ -107,13 +107,15 @@ def test_what_is_installed(words, torch, others):
     }
 
 
-@pytest.mark.parametrize(("told", "compiled"), [("1", True), ("", False)])
-def test_bytecode_is_compiled_at_once_where_python_writes_none_later(monkeypatch, told, compiled):
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", told)
-    by_pip, by_uv = (
+@pytest.mark.parametrize(("variable", "at_once"), [("1", True), ("", False)])
+def test_bytecode_is_compiled_at_once_where_python_writes_none_later(
+    monkeypatch, variable, at_once
+):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", variable)
+    commands = [
         packages.command(tool, settings.read([]), "python", Path("pins")) for tool in ("pip", "uv")
-    )
-    assert ("--no-compile" not in by_pip) == ("--compile-bytecode" in by_uv) == compiled
+    ]
+    assert ("--no-compile" not in commands[0]) == ("--compile-bytecode" in commands[1]) == at_once
 
 
 @pytest.mark.parametrize("torch", ["2.14.0", "2.14.0a0+1234abc.nv26.8", "2.15.0a0+5678def.nv26.10"])

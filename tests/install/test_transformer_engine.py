@@ -1,9 +1,11 @@
-"""What `make transformer-engine` needs, says and runs, without compiling anything."""
+"""Needs, words and commands of `make transformer-engine`, without compiling anything."""
 
 import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from install.transformer_engine import (
     build_environment,
     check,
     locked,
+    steps,
     summary,
 )
 
@@ -54,11 +57,11 @@ def test_as_many_compilers_as_there_is_memory_for():
     assert FIT.jobs == 8
     assert replace(FIT, free_memory=3 * COMPILER_BYTES).jobs == 3
     assert replace(FIT, free_memory=1).jobs == 1
-    one, eight = (summary(replace(FIT, cores=cores)) for cores in (1, 8))
-    minutes = [int(re.search(r"about (\d+) minutes", line)[1]) for line in (one, eight)]  # type: ignore[index]
+    lines = [summary(replace(FIT, cores=cores)) for cores in (1, 8)]
+    minutes = [int(re.search(r"about (\d+) minutes", line)[1]) for line in lines]  # type: ignore[index]
     assert minutes[0] == pytest.approx(8 * minutes[1], abs=8)
-    assert "with 1 compiler of" in one
-    assert "with 8 compilers of" in eight
+    assert "with 1 compiler of" in lines[0]
+    assert "with 8 compilers of" in lines[1]
 
 
 def test_headers_are_those_of_the_wheels_and_of_no_toolkit():
@@ -72,13 +75,27 @@ def test_headers_are_those_of_the_wheels_and_of_no_toolkit():
 
 def test_the_lock_replaces_nothing_of_the_others(monkeypatch):
     monkeypatch.chdir(PROJECT)
-    wheels, binding = locked()
-    assert binding == "transformer-engine-torch==2.20.2"
-    ours = dict(line.split("==") for line in (*wheels, binding))
+    ours = dict(line.split("==") for line in locked())
     for path in PROJECT.glob("requirements*.lock"):
         others = re.findall(r"^([\w.-]+)==", path.read_text(), re.MULTILINE)
         assert not ours.keys() & {name.lower().replace("_", "-") for name in others}
-    assert any(re.match(r"nvidia-cuda-crt==13\.0\.", line) for line in wheels)
+    assert all(ours[f"nvidia-cuda-{part}"].startswith("13.0.") for part in ("crt", "cccl"))
+
+
+def test_nothing_is_installed_but_headers_before_the_binding_is_compiled(monkeypatch):
+    """megatron-core cannot be imported beside a package without its binding."""
+    monkeypatch.chdir(PROJECT)
+    named = steps(Path("/wheels"))
+    assert list(named) == ["downloading", "headers", "compiling", "installing"]
+    engine = [
+        step for step, line in named.items() if any(w.startswith("transformer-") for w in line)
+    ]
+    assert engine == ["downloading", "compiling", "installing"]
+    assert [step for step, line in named.items() if "install" in line] == ["headers", "installing"]
+    assert all("--no-deps" in line for line in named.values())
+    assert "transformer-engine-torch==2.20.2" not in named["downloading"]
+    assert "transformer-engine-torch==2.20.2" in named["installing"]
+    assert "--no-index" in named["installing"]
 
 
 def test_a_torch_without_cuda_ends_it_with_exit_code_2(monkeypatch, capsys):
@@ -92,21 +109,21 @@ def test_a_torch_without_cuda_ends_it_with_exit_code_2(monkeypatch, capsys):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("failing", ["downloading", "compiling"])
+@pytest.mark.parametrize("failing", ["downloading", "headers", "compiling", "installing"])
 def test_a_step_that_fails_is_named_and_leaves_no_files(monkeypatch, tmp_path, failing):
     (tmp_path / ".venv").mkdir()
     lock = (PROJECT / "transformer-engine.lock").read_text()
     (tmp_path / "transformer-engine.lock").write_text(lock)
     monkeypatch.chdir(tmp_path)
-    commands = []
+    run = []
 
-    def run(command, env, check):
-        commands.append(command)
-        step = "compiling" if "--no-build-isolation" in command else "downloading"
-        return type("Done", (), {"returncode": int(step == failing)})
+    def fail(command: list[str], env: dict[str, str], check: bool) -> Any:
+        run.append(command)
+        names = list(steps(Path()))
+        return SimpleNamespace(returncode=int(names[len(run) - 1] == failing))
 
-    monkeypatch.setattr(transformer_engine.subprocess, "run", run)
+    monkeypatch.setattr("subprocess.run", fail)
     with pytest.raises(RefusedError, match=f"{failing} failed"):
         transformer_engine.install(FIT)
-    assert len(commands) == {"downloading": 1, "compiling": 2}[failing]
+    assert len(run) == list(steps(Path())).index(failing) + 1
     assert not list((tmp_path / ".venv").iterdir())

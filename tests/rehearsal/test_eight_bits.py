@@ -12,7 +12,7 @@ from torch import Tensor
 
 from base.rounding.levels import E4M3, E5M2
 from tests.gpu import training, transformer_engine
-from tests.gpu.place import IN_SMALL, Place
+from tests.gpu.place import FULL, IN_SMALL, Place
 from tests.gpu.transformer_engine import (
     ACTIVATION,
     BLOCKS,
@@ -103,9 +103,9 @@ def test_every_number_is_the_nearest_of_its_block(precision, role):
             assert torch.all((block - numbers).abs() <= nearest + block.abs() * 2e-7)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
-def test_a_training_is_compared(tmp_path, monkeypatch, precision):
-    """The body of the checks, with products written out in place of Transformer Engine's."""
+@pytest.fixture
+def written_out_training(monkeypatch) -> None:
+    """Training with products written out in place of Transformer Engine's."""
 
     def train(directory: Path, device: str) -> None:
         assert device == "cpu"
@@ -114,6 +114,21 @@ def test_a_training_is_compared(tmp_path, monkeypatch, precision):
 
     monkeypatch.setattr(training, "train", train)
     monkeypatch.setattr(transformer_engine, "check_can_run", lambda _: None)
+
+
+@pytest.mark.usefixtures("written_out_training")
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_a_training_is_compared(tmp_path, precision):
     (figure,) = transformer_engine.training(Place("cpu", IN_SMALL, tmp_path), precision)
     assert figure.verdict == "ok"
     assert (figure.value == 0) == (precision == "bf16")
+
+
+@pytest.mark.stress
+@pytest.mark.usefixtures("written_out_training")
+@pytest.mark.parametrize("precision", BLOCKS)
+def test_trainings_of_full_size_are_far_within_the_limit(tmp_path, precision):
+    """A minute each. The limit leaves room for other seeds, and for the sums of another device."""
+    (figure,) = transformer_engine.training(Place("cpu", FULL, tmp_path), precision)
+    assert figure.most is not None
+    assert 0 < float(figure.value or 0) < figure.most / 4

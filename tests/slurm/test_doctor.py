@@ -2,9 +2,12 @@
 
 import json
 import os
+from importlib import metadata
 
 import pytest
+import torch
 
+from base import environment
 from base.errors import UserError
 from slurm import cluster
 from slurm.doctor import job as doctor_job
@@ -28,7 +31,13 @@ def test_a_cluster_that_is_fit(lab, root):
     by_name = {check.name: check.detail for check in checks}
     assert by_name["root on every node"] == "node1, node2"
     assert "GB/s a rank over 2 ranks by gloo" in by_name["all-reduce between all ranks"]
-    assert {"locks on node1", "locks on node2", "imports on node2"} <= by_name.keys()
+    assert {
+        "locks on node1",
+        "locks on node2",
+        "imports on node2",
+        "fp32 on node2",
+    } <= by_name.keys()
+    assert by_name["software on node2"].startswith("torch ")
     assert list(root.iterdir()) == [], "nothing is left"
 
 
@@ -69,6 +78,30 @@ def test_a_lock_of_another_node_that_is_not_seen(tmp_path, monkeypatch):
     (tmp_path / ".clock.json").write_text(json.dumps({"time": 0.0}))
     problems = {check.name: check.problem for check in doctor_job.node(tmp_path)}
     assert "mount root with flock for all nodes" in (problems["locks on node7"] or "")
+
+
+def test_the_software_of_a_node_and_what_is_not_as_tested(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    monkeypatch.setenv("APPTAINER_CONTAINER", "/shared/quantdyn.sif")
+    monkeypatch.delenv("QUANTDYN_IMAGE", raising=False)
+    (tmp_path / ".clock.json").write_text(json.dumps({"time": 0.0}))
+    versions, installed = environment._tested_versions, metadata.version
+    older = {"torch": "2.13.0"}
+    monkeypatch.setattr(environment, "_tested_versions", lambda build: versions(build) | older)
+    torch.set_float32_matmul_precision("high")
+    try:
+        checks = {check.name: check for check in doctor_job.node(tmp_path)}
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+    words = checks["software on node7"].detail
+    assert words.startswith(
+        f"torch {installed('torch')}, megatron-core {installed('megatron-core')}"
+    )
+    assert words.endswith("in apptainer quantdyn.sif")
+    differs = checks["versions on node7"].detail
+    assert f"torch {installed('torch')} here, 2.13.0 tested" in differs
+    assert "set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0" in checks["fp32 on node7"].problem
 
 
 def test_a_node_that_may_not_submit(tmp_path, monkeypatch):

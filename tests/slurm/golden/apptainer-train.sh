@@ -41,12 +41,12 @@ cd /project/p123/src || exit 1
 exec 9<> <(:)
 {
     trap : USR1 TERM
-    /usr/bin/python3.11 -m slurm job /project/p123/quantdyn/olmo2-7b-lr train "$SLURM_ARRAY_TASK_ID" "$stop" 9>&-
+    /usr/bin/python3.12 -m slurm job /project/p123/quantdyn/olmo2-7b-lr train "$SLURM_ARRAY_TASK_ID" "$stop" 9>&-
     echo "$?" >&9
 } &
 child=$!
 while kill -0 "$child" 2>/dev/null; do wait "$child"; done
 read -r -t 1 rc <&9 || rc=137  # nothing there: it was killed
 # It ended without a word to others, which may start now, or to have itself submitted again.
-[ "$rc" -lt 128 ] || /usr/bin/python3.11 -m slurm advance /project/p123/quantdyn/olmo2-7b-lr --ending "$self"
+[ "$rc" -lt 128 ] || /usr/bin/python3.12 -m slurm advance /project/p123/quantdyn/olmo2-7b-lr --ending "$self"
 exit "$rc"
