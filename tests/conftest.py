@@ -258,5 +258,6 @@ def trained(tmp_path_factory, inputs):
         make_run(directory, **inputs, **settings)
         finished = ranks(processes, "train", "run", str(directory))
         assert finished.returncode == 0, finished.stderr[-3000:]
+        assert "Warning" not in finished.stderr, finished.stderr[-3000:]
 
     return lambda layout: made_once(tmp_path_factory, layout, train)

@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -351,4 +352,6 @@ if __name__ == "__main__":
 
     import tests.preloaded  # noqa: F401
 
+    # The other thread is that of pyarrow's allocator, which is ready for forks.
+    warnings.filterwarnings("ignore", message=r"This process .* is multi-threaded")
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -27,7 +27,7 @@ class Copies:
         tensors: list[Tensor],
         block: mmap.mmap,
         free: list[mmap.mmap],
-        stream: "torch.cuda.Stream | None",  # no class where mcore has no CUDA
+        stream: torch.cuda.Stream | None,
     ) -> None:
         self.tensors, self._block, self._free = tensors, block, free
         self._made = stream.record_event() if stream else None

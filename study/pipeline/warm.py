@@ -41,14 +41,22 @@ READY = b"ready"
 REQUEST_BYTES = 100_000
 
 
-def main() -> None:
-    """Import, then fork for each request until the runner is gone."""
+def import_all() -> None:
+    """Import what commands need; no thread is left but that of pyarrow's allocator.
+
+    That one is ready for forks; a lock that another thread held would stay locked in them.
+    """
     with quick_imports():
         with suppress(ImportError):  # the command shows what is wrong where it is looked for
             import_mlflow()
         for name in IMPORTED:
             with suppress(ImportError):
                 importlib.import_module(name)
+
+
+def main() -> None:
+    """Import, then fork for each request until the runner is gone."""
+    import_all()
     gc.freeze()  # a collection in a fork would copy every page of what is imported
     server = socket.socket(fileno=os.dup(0))
     server.send(READY)

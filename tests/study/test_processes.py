@@ -1,5 +1,6 @@
 """Commands in forks of the process that has the imports: the same as in new interpreters."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from study.pipeline import warm
 from study.pipeline.processes import Processes
 from study.pipeline.runner import child_environment
-from tests.interpreter import interpreter
+from tests.interpreter import interpreter, real_interpreter
 from tests.waiting import wait_until
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -72,3 +73,21 @@ def test_a_fork_leaves_nothing_when_its_runner_ends_it_or_is_gone(processes, tmp
     else:
         process.leash.close()  # as the end of the runner's process does
     wait_until(lambda: not sleeping(), "the end of all that the fork started")
+
+
+@pytest.mark.stress
+def test_the_process_that_forks_has_no_thread_but_an_allocators():
+    program = (
+        "import pathlib; from study.pipeline import warm; warm.import_all();"
+        "tasks = pathlib.Path('/proc/self/task').iterdir();"
+        "print(*((task / 'comm').read_text().strip() for task in list(tasks)))"
+    )
+    done = subprocess.run(
+        [real_interpreter(), "-c", program],
+        env=environment(),
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert sorted(done.stdout.split()) == ["jemalloc_bg_thd", "python"]

@@ -1,7 +1,7 @@
-"""Stand-ins for CUDA, for megatron-core 0.16 in a process without it.
+"""Stand-ins for CUDA, for megatron-core 0.19 in a process without it.
 
-megatron-core runs on CPU but for some dozen places that name the current CUDA device, its streams
-or CUDA type strings. All stand-ins are here, and are set once, before the first import of megatron.
+megatron-core runs on CPU but for some dozen places that name the current CUDA device, its stream or
+CUDA type strings. All stand-ins are here, and are set once, before the first import of megatron.
 """
 
 import functools
@@ -12,19 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
-
-class _NullStream:
-    """A CUDA stream with nothing to order, and the context manager that enters it."""
-
-    def __enter__(self) -> "_NullStream":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def wait_stream(self, stream: object) -> None:
-        """Wait for nothing: nothing runs asynchronously."""
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,13 +38,10 @@ def _with_cuda_type_names(original: Callable[..., Any]) -> Callable[..., Any]:
 def _stand_in_for_cuda() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
-    cuda.synchronize = lambda *_args, **_kwargs: None
-    for name in ("Stream", "stream", "current_stream", "default_stream"):
-        setattr(cuda, name, lambda *_args, **_kwargs: _NullStream())
+    cuda.synchronize = cuda.current_stream = lambda *_args, **_kwargs: None
     tensor: Any = torch.Tensor
-    tensor.cuda = lambda self, *_args, **_kwargs: self
     tensor.type = _with_cuda_type_names(tensor.type)
-    for name in ("zeros", "ones", "tensor", "empty", "full", "arange"):
+    for name in ("zeros", "tensor"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
 
@@ -93,9 +77,9 @@ def _silence_megatron() -> None:
     With GPUs they stay: they also name the environment variables that cost speed.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
-    warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
-    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated")
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    # It finds a compiler without a GPU, on a login node.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 if not torch.cuda.is_available():
