@@ -28,6 +28,7 @@ def start(system_torch: bool) -> None:
     torch = import_module("torch")
     if system_torch:
         torch.ones(1).numpy()  # fails where that torch was built for another numpy than ours
+        assert hasattr(torch.distributed, "set_timeout"), f"torch {torch.__version__} is too old"
     import_module("megatron.core")
     import_module("deepspeed")
 

@@ -5,7 +5,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
-FOLDERS = ("base", "train", "ckpt_tools", "quant_eval", "curvature", "study", "slurm", "install", "docs")
+FOLDERS = (
+    "base",
+    "train",
+    "ckpt_tools",
+    "quant_eval",
+    "curvature",
+    "study",
+    "slurm",
+    "install",
+    "docs",
+)
 ALL = (*FOLDERS, "tests")
 # A docstring says what its function does, or names what its class is.
 VAGUE = {"What", "Whether", "Of", "Where", "Which", "How", "From", "For"}

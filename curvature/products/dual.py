@@ -169,10 +169,10 @@ def xielu(x: Dual, alpha_p: Dual, alpha_n: Dual, beta: Tensor, epsilon: Tensor) 
 def clipped(x: Dual, limit: float) -> Dual:
     """Return x with its entries clipped to +- limit.
 
-    The slope's jump at the limit is not part of the Hessian.
+    The slope's jump at the limit is not part of the Hessian. On the limit it is 0, as torch has it.
 
     Example:
         >>> clipped(Dual(torch.tensor([3.0, 5.0]), torch.tensor([1.0, 1.0])), limit=4.0)
         Dual(value=tensor([3., 4.]), tangent=tensor([1., 0.]))
     """
-    return Dual(x.value.clamp(-limit, limit), x.tangent * (x.value.abs() <= limit))
+    return Dual(x.value.clamp(-limit, limit), x.tangent * (x.value.abs() < limit))

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from base.errors import UserError
+from base.libraries.private_names import replace
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.model import load_hf_model
 from quant_eval.libraries import pcre
@@ -240,7 +241,7 @@ def quantize(job: Job) -> None:
     # the watch sees every inverted Hessian and every rounded group
     process = "gptaq" if spec.method == "gptaq" else "gptq"
     model.subset_callback = watch = Watch(model, process, spec.damping)
-    GPTQ.hessian_inverse = watch.over(GPTQ.hessian_inverse)
+    replace(GPTQ, "hessian_inverse", watch.over(GPTQ.hessian_inverse))
 
     # the sequences as they are, neither sorted nor joined
     arguments = {

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from base.errors import UserError
+from base.libraries.private_names import replace
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.model import load_hf_model
 from quant_eval.libraries.awq_mappings import (
@@ -128,7 +129,7 @@ def calibrate(
 
     # Pins host memory for copies to an accelerator; fails without one, and nothing is offloaded
     # here.
-    IntermediatesCache.pin_memory = lambda *_: None  # type: ignore[method-assign]
+    replace(IntermediatesCache, "pin_memory", lambda *_: None)
 
     # one mapping per fold and block, by full names
     blocks: Any = model.get_submodule(mappings.blocks)

@@ -165,4 +165,6 @@ def test_the_drivers_version_is_read_off_both_kinds_of_its_file():
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build"
     )
     for text in (proprietary, open_source):
-        assert environment.DRIVER.search(text)[0] == "580.95.05"
+        version = environment.DRIVER.search(text)
+        assert version
+        assert version[0] == "580.95.05"

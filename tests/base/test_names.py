@@ -76,7 +76,7 @@ LINES = (
     ("study show tiny --set peak_lr=1", "did you mean optimizer.peak_lr?"),
     ("study show tiny --profile smok", "no profile 'smok'; did you mean smoke?"),
     (f"study show tiny --set seed={'9' * 5000}", "a number of 5,000 digits; give another value"),
-    (f"study show tiny --set zero={'[' * 5000}", "nested more than 64 deep; give another value"),
+    (f"study show tiny --set zero={'[' * 5000}{']' * 5000}", "nested more than 64 deep; give"),
     ("study show tiny --set model.hidden_size=1e200", "'model.hidden_size': Input should be a"),
     ("study show tiny --set model.num_hidden_layers=100000000", "less than or equal to 4096"),
 )

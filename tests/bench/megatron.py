@@ -8,6 +8,7 @@ torchrun --nproc-per-node 2 -m tests.bench.megatron formats   # bytes that each 
 import resource
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,11 @@ def loss(kind: str) -> None:
     for part in torch.arange(TOKENS).split(512):
         logits = exact[0][part, 0] @ exact[1].t()
         (F.cross_entropy(logits, labels[part], reduction="sum") / TOKENS).backward()
-    errors = [
-        float((x.grad.double() - y.grad).norm() / y.grad.norm())
-        for x, y in zip((hidden, weight), exact, strict=True)
-    ]
+    errors = []
+    for x, y in zip((hidden, weight), exact, strict=True):
+        assert x.grad is not None
+        assert y.grad is not None
+        errors.append(float((x.grad.double() - y.grad).norm() / y.grad.norm()))
     print(f"{kind}: {peak / 1024:.0f} MiB, errors of both gradients {errors}")
 
 
@@ -120,4 +122,9 @@ def formats() -> None:
 
 
 if __name__ == "__main__":
-    {"padding": padding, "loss": loss, "formats": formats}[sys.argv[1]](*sys.argv[2:])
+    chosen: dict[str, Callable[..., None]] = {
+        "padding": padding,
+        "loss": loss,
+        "formats": formats,
+    }
+    chosen[sys.argv[1]](*sys.argv[2:])

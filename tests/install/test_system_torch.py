@@ -14,6 +14,8 @@ from tests.install.wheels import wheel
 
 TORCH = "2.15.0a0+1234abcd.nv26.10"
 FAKE_TORCH = """
+class distributed:
+    set_timeout = None
 class ones:
     def __init__(self, count):
         pass
@@ -101,7 +103,7 @@ def test_the_torch_of_the_interpreter_itself(checkout, tmp_path):
             "has no torch: give the Python that has, PYTHON3=/path/to/python3, or leave SYSTEM_",
         ),
         (
-            "2.2.0a0+nv",
+            "2.13.0+nv",
             "is older than {oldest}, which this needs: take a newer image, or leave SYS",
         ),
     ],

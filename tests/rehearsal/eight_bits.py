@@ -43,7 +43,10 @@ def train(path: Path) -> None:
     run = load_run(RunDirectory(path).run_json)
     from train.loop import train as loop
 
-    replaced = {"check_can_run": lambda _: None, "kernels": lambda: kernels(run.precision)}
+    replaced: dict[str, Any] = {
+        "check_can_run": lambda _: None,
+        "kernels": lambda: kernels(run.precision),
+    }
     with mock.patch.multiple("train.megatron.transformer_engine", **replaced):
         loop(path, run, Launch())
 

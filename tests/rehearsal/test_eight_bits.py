@@ -4,7 +4,6 @@ and what they have to find is found.
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from tests.gpu.transformer_engine import (
     GRADIENT,
     MOST,
     WEIGHT,
+    Linear,
     Results,
     compared,
     rounded,
@@ -27,9 +27,9 @@ from tests.gpu.transformer_engine import (
 from tests.runs import python
 
 
-def values(precision: str, *tensors: Any) -> list[float]:
+def values(precision: str, linear: Linear) -> list[float]:
     place = Place("cpu", IN_SMALL, Path())
-    return [float(figure.value or 0) for figure in compared(place, precision, *tensors)]
+    return [float(figure.value or 0) for figure in compared(place, precision, linear)]
 
 
 def in_bf16(x_TI: Tensor, weight_OI: Tensor, gradient_TO: Tensor, _: str) -> Results:
@@ -39,7 +39,10 @@ def in_bf16(x_TI: Tensor, weight_OI: Tensor, gradient_TO: Tensor, _: str) -> Res
 @pytest.mark.parametrize("precision", BLOCKS)
 @pytest.mark.parametrize("other", [*BLOCKS, "bf16"])
 def test_another_recipe_is_found(precision, other):
-    linear = in_bf16 if other == "bf16" else lambda *three: written_out(*three[:3], other)
+    def linear(x: Tensor, weight: Tensor, gradient: Tensor, _: str) -> Results:
+        three = x, weight, gradient
+        return in_bf16(*three, "") if other == "bf16" else written_out(*three, other)
+
     errors = values(precision, linear)
     assert (max(errors) == 0) if precision == other else (min(errors) > 8 * MOST)
 
@@ -131,4 +134,4 @@ def test_trainings_of_full_size_are_far_within_the_limit(tmp_path, precision):
     """A minute each. The limit leaves room for other seeds, and for the sums of another device."""
     (figure,) = transformer_engine.training(Place("cpu", FULL, tmp_path), precision)
     assert figure.most is not None
-    assert 0 < float(figure.value or 0) < figure.most / 4
+    assert 0 < float(figure.value or 0) < figure.most / 3

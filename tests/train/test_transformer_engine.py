@@ -5,7 +5,9 @@ import importlib.util
 import json
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -13,9 +15,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from base.errors import UserError
+from base.libraries.private_names import USES
 from tests.runs import make_run, python
 from tests.train.transformer_engine_names import RECORD, VERSIONS, derive, taken_names
-from train.megatron.transformer_engine import CHANGE_RECIPES, check_can_run, config_fields
 from train.model.precision import FP8_RECIPES, dtype_of
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -86,6 +88,26 @@ def test_the_record_is_what_the_sources_say():
     assert derive() == LACKING
 
 
+@pytest.fixture(scope="module")
+def te() -> Iterator[ModuleType]:
+    """Our use of Transformer Engine. It comes with stand-ins for CUDA, which are taken out again:
+    other tests of this process have torch's own.
+    """
+    replaced = {
+        (use.owner, name)
+        for use in USES
+        if use.user == "train/megatron/cpu.py" and use.owner.startswith("torch")
+        for name in use.names
+    }
+    owners: dict[str, Any] = {owner: resolve_name(owner) for owner, _ in replaced}
+    before = {(owner, name): getattr(owners[owner], name) for owner, name in replaced}
+    from train.megatron import transformer_engine
+
+    yield transformer_engine
+    for (owner, name), value in before.items():
+        setattr(owners[owner], name, value)
+
+
 class Engine(ModuleType):
     """A stand-in for transformer_engine.pytorch on a GPU of one kind."""
 
@@ -128,39 +150,41 @@ AMPERE = dict.fromkeys(HOPPER, False)
     ],
     ids=["Ampere", "Hopper", "Blackwell"],
 )
-def test_a_gpu_that_cannot_compute_in_a_precision_is_told_in_one_line(monkeypatch, can, runs):
+def test_a_gpu_that_cannot_compute_in_a_precision_is_told_in_one_line(monkeypatch, te, can, runs):
     install_stand_in(monkeypatch, Engine(can))
     for precision in ("fp32", "bf16", *FP8_RECIPES):
         if precision in runs:
-            check_can_run(precision)
+            te.check_can_run(precision)
             continue
         with pytest.raises(UserError) as refused:
-            check_can_run(precision)
+            te.check_can_run(precision)
         line = str(refused.value)
         assert f"precision '{precision}' does not run on this NVIDIA H100: Device" in line
         assert "10.0 or higher required; set precision to" in line
 
 
-def test_a_package_that_cannot_be_imported_is_told_in_one_line(monkeypatch):
+def test_a_package_that_cannot_be_imported_is_told_in_one_line(monkeypatch, te):
     """As where its binding is for another torch, or was never compiled."""
     install_stand_in(monkeypatch, None)
     with pytest.raises(
         UserError, match=r"cannot be imported .*; run make transformer-engine again"
     ):
-        check_can_run("bf16")
+        te.check_can_run("bf16")
 
 
-@pytest.mark.parametrize("name", CHANGE_RECIPES)
-def test_a_variable_that_changes_a_recipe_is_refused(monkeypatch, name):
+def test_a_variable_that_changes_a_recipe_is_refused(monkeypatch, te):
     install_stand_in(monkeypatch, Engine(BLACKWELL))
-    monkeypatch.setenv(name, "1")
-    check_can_run("bf16")
-    with pytest.raises(UserError, match=f"{name} would change what precision 'mxfp8' means; unset"):
-        check_can_run("mxfp8")
+    assert te.CHANGE_RECIPES
+    for name in te.CHANGE_RECIPES:
+        monkeypatch.setenv(name, "1")
+        te.check_can_run("bf16")
+        with pytest.raises(UserError, match=f"{name} would change what precision 'mxfp8' means"):
+            te.check_can_run("mxfp8")
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize("precision", FP8_RECIPES)
-def test_megatron_core_is_given_the_recipe_of_the_precision(tmp_path, inputs, precision):
+def test_megatron_core_is_given_the_recipe_of_the_precision(tmp_path, inputs, te, precision):
     from train.megatron.model import PARAMETER_DTYPE, transformer_config
 
     run = make_run(tmp_path, **inputs, precision=precision, kernels="transformer_engine")
@@ -181,12 +205,12 @@ def test_megatron_core_is_given_the_recipe_of_the_precision(tmp_path, inputs, pr
     ],
 )
 def test_matrices_that_8_bit_kernels_do_not_take_are_refused(
-    tmp_path, inputs, precision, width, words
+    tmp_path, inputs, te, precision, width, words
 ):
     run = make_run(tmp_path, **inputs, precision=precision, kernels="transformer_engine")
     model = run.model.model_copy(update={"intermediate_size": width})
     with pytest.raises(UserError, match=words):
-        config_fields(run.model_copy(update={"model": model}))
+        te.config_fields(run.model_copy(update={"model": model}))
 
 
 @pytest.mark.parametrize("precision", FP8_RECIPES)

@@ -14,6 +14,7 @@ from typing import Any
 from base.errors import UserError
 from base.files import file_identity
 from base.frozen import Frozen
+from base.libraries.private_names import replace
 from train.data.reading import read_documents, text_of
 
 DATASET = "dataset:"  # begins the name of a source that is not a file
@@ -149,11 +150,11 @@ def _without_torch() -> Iterator[None]:
     """
     from datasets import config
 
-    available, config.TORCH_AVAILABLE = config.TORCH_AVAILABLE, False
+    available = replace(config, "TORCH_AVAILABLE", False)
     try:
         yield
     finally:
-        config.TORCH_AVAILABLE = available
+        replace(config, "TORCH_AVAILABLE", available)
 
 
 def _dataset_parts(text: str, key: str) -> Iterator[DatasetPart]:

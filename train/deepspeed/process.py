@@ -6,6 +6,8 @@ import warnings
 
 import torch
 
+from base.libraries.private_names import replace
+
 # Read by DeepSpeed at its import, which announces the accelerator it finds by itself.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -26,5 +28,5 @@ def join(device: torch.device) -> None:
         os.environ["LOCAL_RANK"] = str(device.index or 0)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling takes minutes
     # It prints, whatever the level of the log.
-    bf16_optimizer.see_memory_usage = lambda *_arguments, **_settings: None
+    replace(bf16_optimizer, "see_memory_usage", lambda *_arguments, **_settings: None)
     deepspeed.init_distributed(dist_init_required=False)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from base.libraries.private_names import replace
+
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
@@ -36,13 +38,14 @@ def _with_cuda_type_names(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stand_in_for_cuda() -> None:
-    cuda: Any = torch.cuda
-    cuda.current_device = lambda: torch.device("cpu")
-    cuda.synchronize = cuda.current_stream = lambda *_args, **_kwargs: None
-    tensor: Any = torch.Tensor
-    tensor.type = _with_cuda_type_names(tensor.type)
-    for name in ("zeros", "tensor"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    replace(torch.cuda, "current_stream", lambda *_args, **_kwargs: None)
+    replace(torch.cuda, "synchronize", lambda *_args, **_kwargs: None)
+    replace(torch.Tensor, "type", _with_cuda_type_names(torch.Tensor.type))
+    with torch.device("cpu"):  # torch lists its factories at the first of these, for all later ones
+        torch.zeros(())
+    replace(torch, "zeros", _on_cpu(torch.zeros))
+    replace(torch, "tensor", _on_cpu(torch.tensor))
 
 
 def _accumulate(inputs: torch.Tensor, of_outputs: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -54,21 +57,24 @@ def _accumulate(inputs: torch.Tensor, of_outputs: torch.Tensor, gradient: torch.
 
 
 def _stand_in_for_apex() -> None:
-    """Give mcore's linears what they call of Apex under `gradient_accumulation_fusion`."""
+    """Give mcore's linears what they call of Apex under `gradient_accumulation_fusion`.
+
+    Transformer Engine, which a container has, would keep their dummy gradients on a GPU.
+    """
     from megatron.core.tensor_parallel import layers
 
+    replace(layers, "_grad_accum_fusion_available", True)
+    replace(layers, "HAVE_TE", False)
     linears: Any = layers
     linears.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate)
-    linears._grad_accum_fusion_available = True
 
 
 def _import_without_compiler() -> None:
     """Import megatron-core without torch.compile: 1.5 s, for functions that no CPU calls."""
-    module: Any = torch
-    module.compile, compiler = lambda function: function, module.compile
+    compiler = replace(torch, "compile", lambda function: function)
     import megatron.core  # noqa: F401
 
-    module.compile = compiler
+    replace(torch, "compile", compiler)
 
 
 def _silence_megatron() -> None:

@@ -25,6 +25,8 @@ from megatron.core.optimizer.param_layout import FullParamLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from base.libraries.private_names import replace
+
 BUCKET_ELEMENTS: int | None = None  # as megatron-core: 40 million, more on more than 40 ranks
 PIECE_ELEMENTS = 1 << 20  # sent at once: few enough to be added while they are in the cache
 
@@ -108,8 +110,8 @@ def _use_gloo_in_place() -> None:
     torch's all-gather over gloo copies all it gathers, and its reduce-scatter is an all-reduce that
     copies all it reduces: together a twentieth of a step on CPUs.
     """
-    module: Any = param_and_grad_buffer
-    module.dist_all_gather_func, module.dist_reduce_scatter_func = _all_gather, _reduce_scatter
+    replace(param_and_grad_buffer, "dist_all_gather_func", _all_gather)
+    replace(param_and_grad_buffer, "dist_reduce_scatter_func", _reduce_scatter)
 
 
 def _all_gather(buffer: Tensor, _own: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> None:

@@ -8,7 +8,8 @@ A data-parallel rank holds one stretch of all parameters laid end to end:
 A checkpoint holds every parameter's state in the parameter's own shape. The rank where a parameter
 begins, its owner, receives the rest of it from the ranks after it, and writes it: here rank 0
 writes A and B, of which rank 1 sends the end. So every rank writes about as much as it holds, and
-nothing is gathered. This file reads private members of megatron-core 0.16's optimizer.
+nothing is gathered. What this file reads of megatron-core's optimizer is listed in
+`base.libraries.private_names`.
 """
 
 import itertools

@@ -81,6 +81,8 @@ class ShardedSnapshot:
             return []
         _, metadata = self._planner.create_global_plan([plan for plan, _ in parts])
         self._writer.finish(metadata, [results for _, results in parts])
+        # A file of its own, which torch opens with `weights_only`. megatron-core 0.19 puts it among
+        # the shards, where torch opens any pickle.
         torch.save(self._common, self._directory / COMMON_STATE_FNAME)
         save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
         return [METADATA, COMMON_STATE_FNAME, CONFIG_FNAME]

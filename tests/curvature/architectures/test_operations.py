@@ -98,7 +98,7 @@ def test_xielu_with_its_learned_scalars():
     check(ours, of_transformers, X_N, alpha_p, alpha_n)
 
 
-def test_clipped_entries_have_no_derivative_and_those_on_the_limit_have():
+def test_clipped_entries_and_those_on_the_limit_have_no_derivative():
     check(
         lambda x: clipped(x * x, 4.0),
         lambda x: (x * x).clamp(-4, 4),

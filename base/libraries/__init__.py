@@ -1,0 +1,1 @@
+"""Names of libraries that they do not promise, and how one of them is replaced."""
