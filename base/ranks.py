@@ -2,7 +2,7 @@
 
 import os
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from base.errors import UserError
 from base.gpus import check_fp32, refuse_cuda
 
 WAIT = timedelta(hours=12)  # for rank 0, while it runs another project's library
-T = TypeVar("T")
 ENTRIES_PER_SUM = 1 << 26  # a tensor on the host takes at most 256 MB of the GPU
 
 
@@ -59,7 +58,7 @@ class Ranks(NamedTuple):
         parts = zip(everyone.split(max(sizes)), sizes, strict=True)
         return torch.cat([part[:size] for part, size in parts])
 
-    def gather_values(self, value: T) -> list[T]:
+    def gather_values[T](self, value: T) -> list[T]:
         """Return the value of every rank, in their order; every rank has to call it."""
         values = [value] * self.size
         if self.size > 1:

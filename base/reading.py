@@ -13,7 +13,7 @@ import stat
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -24,8 +24,6 @@ MOST_BYTES = 1 << 30  # of a file that is read whole: records, not weights or to
 MOST_DEPTH = 64  # of lists and objects in each other: Python's own limit depends on its caller
 MOST_DIGITS = 400  # no float has as many before its point
 RESTORE = "restore it"
-
-Kind = TypeVar("Kind")
 
 
 class NotJsonError(UserError):

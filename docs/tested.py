@@ -13,6 +13,7 @@ from base import CHECKOUT
 from base.environment import version
 from base.frozen import Frozen
 from docs.models import table
+from install import settings
 
 RUNS = Path(__file__).parent / "tested.toml"
 LOCK, CUDA_LOCKS = "requirements.lock", "requirements-cu*.lock"
@@ -82,9 +83,8 @@ def _cuda() -> str:
 
 def pins_of(lock: str) -> dict[str, str]:
     """Return the version of each package of a lock."""
-    lines = (CHECKOUT / lock).read_text().splitlines()
-    pins = [line.split(";")[0].split("==") for line in lines if line and not line.startswith("#")]
-    return {canonicalize_name(name.strip()): pin.strip() for name, pin in pins}
+    pins = [pin.split("==") for pin in settings.pins_of(CHECKOUT / lock)]
+    return {canonicalize_name(name): pinned for name, pinned in pins}
 
 
 def digest_of(lock: str) -> str:

@@ -10,10 +10,8 @@ from pathlib import Path
 
 from install.settings import CUDA_OF, PYTORCH, Settings
 
-OLDEST, NEWEST = (
-    (3, 12),
-    (3, 13),
-)  # megatron-core 0.19.2 needs 3.12, numpy 2.2.6 has no wheels for 3.14
+OLDEST = (3, 12)  # megatron-core 0.19.2 has no wheels for older ones
+NEWEST = (3, 13)  # numpy 2.2.6 has none for newer ones
 GB = 10**9
 # .venv when it is complete, what is unpacked beside it, and the installer's cache.
 CUDA_BYTES, CPU_BYTES = 10 * GB, 4 * GB

@@ -67,13 +67,15 @@ def read(words: list[str]) -> Settings:
     return Settings(torch_index, bool(system_torch), installer)
 
 
+def pins_of(lock: Path) -> list[str]:
+    """Return the pins of a lock, NAME==VERSION, in its order."""
+    lines = lock.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def locked(name: str) -> str:
     """Return the version that requirements.lock pins."""
-    return next(
-        line.partition("==")[2]
-        for line in LOCK.read_text(encoding="utf-8").splitlines()
-        if line.startswith(f"{name}==")
-    )
+    return next(pin.partition("==")[2] for pin in pins_of(LOCK) if pin.startswith(f"{name}=="))
 
 
 def requirements(settings: Settings) -> list[str]:
@@ -83,8 +85,7 @@ def requirements(settings: Settings) -> list[str]:
     names = [LOCK]
     if settings.build in CUDA_OF:
         names.append(Path(f"requirements-{settings.build}.lock"))
-    lines = [line for name in names for line in name.read_text(encoding="utf-8").splitlines()]
-    pins = [line for line in lines if line and not line.startswith("#")]
+    pins = [pin for name in names for pin in pins_of(name)]
 
     torch = f"torch=={locked('torch')}"
     rest = [pin for pin in pins if pin != torch]

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from install.settings import RefusedError, pins_of
+
 LOCK = Path("transformer-engine.lock")
 BINDING = "transformer-engine-torch"  # of all packages the one without a wheel
 COMPILED_WITH = ("nvidia-cuda-cccl==", "nvidia-cuda-crt==", "wheel==")
@@ -25,10 +27,6 @@ CUDA = 13  # the major version that the lock is for
 COMPILER_SECONDS, COMPILER_BYTES = 850, 3_500_000_000
 # Wheels; these unpacked, with the binding and what is kept while it is compiled.
 DOWNLOAD_BYTES, DISK_BYTES = 303_000_000, 1_000_000_000
-
-
-class RefusedError(Exception):
-    """One line: what is missing; what to do next."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +114,6 @@ def summary(machine: Machine) -> str:
     )
 
 
-def locked() -> list[str]:
-    """Return the requirements of the lock."""
-    return [line for line in LOCK.read_text().splitlines() if line and line[0] != "#"]
-
-
 def build_environment(environment: Mapping[str, str], jobs: int, temporary: Path) -> dict[str, str]:
     """Return the variables that the binding is compiled with.
 
@@ -146,7 +139,7 @@ def steps(wheels: Path) -> dict[str, list[str]]:
     The package is installed last and at once: without its binding, megatron-core cannot be
     imported, whatever the kernels.
     """
-    lines = locked()
+    lines = pins_of(LOCK)
     (binding,) = (line for line in lines if line.startswith(f"{BINDING}=="))
     others = [line for line in lines if line != binding]
     to_compile = [line for line in others if line.startswith(COMPILED_WITH)]

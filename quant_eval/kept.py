@@ -9,9 +9,9 @@ from typing import Any
 from base.errors import UserError
 from base.files import sha256_of
 from ckpt_tools.hf.directory import DENSE_JSON, LINEAGE_JSON
-from ckpt_tools.hf.measured import Quantization, Tasks
+from ckpt_tools.hf.measured import Quantization, Read, Tasks
 from ckpt_tools.hf.model import identify, read_hf_config
-from ckpt_tools.hf.results import Kind, Result, read_result
+from ckpt_tools.hf.results import Result, read_result
 from quant_eval.settings import CHECKPOINT, RunSettings, TaskSettings
 from quant_eval.specs import QuantSpec
 
@@ -71,7 +71,7 @@ def kept_tasks(
     return result if files and same else None
 
 
-def _same(
+def _same[Kind: Read](
     directory: Path, hf_dir: Path, spec: QuantSpec, request: dict[str, Any], kind: type[Kind]
 ) -> Result[Kind] | None:
     """Return the result of a directory if it is of that model and has those settings."""

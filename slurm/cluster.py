@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from base.errors import UserError
 from slurm.states import (
@@ -47,8 +46,6 @@ NEXT_ACTIONS = (  # pattern of SLURM's message, in lower case -> what to do next
 
 
 COMMENT_LINE = re.compile(r"(\d{1,10})\|([^|]*)\|.*", re.ASCII)
-
-Answer = TypeVar("Answer")
 
 
 def sbatch_words(array: str, token: str) -> list[str]:

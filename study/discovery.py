@@ -4,9 +4,6 @@ import importlib
 import pkgutil
 from operator import attrgetter
 from types import ModuleType
-from typing import TypeVar
-
-Kind = TypeVar("Kind")
 
 
 def discovered[Kind](folder: ModuleType, kind: type[Kind]) -> list[Kind]:

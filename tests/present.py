@@ -1,9 +1,5 @@
 """A value that a test knows to be there."""
 
-from typing import TypeVar
-
-Value = TypeVar("Value")
-
 
 def present[Value](value: Value | None) -> Value:
     """Return the value; AssertionError without one."""

@@ -68,7 +68,6 @@ def uses(path: Path) -> Iterator[Found]:
     tree, file = ast.parse(path.read_text()), str(path.relative_to(PROJECT))
     libraries = names_of_libraries(tree)
     for name in libraries.values():
-        yield from ((file, part) for part in name.split(".")[-1:] if is_private(part))
         if any(map(is_private, name.split("."))):
             yield file, name.rpartition(".")[2]
 

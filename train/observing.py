@@ -7,7 +7,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from train.distributed import gathered
 from train.engine import Engine, StepResult
 
 Accept = Callable[[StepResult], bool]
-Key = TypeVar("Key", str, int)
 
 
 def observed_step(

@@ -5,16 +5,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 from base.digests import Algorithm
 from base.errors import UserError
 from base.files import FileRecord, hash_file, verify_files
 
 MOST_THREADS = 8  # more wait for the disk
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 def default_threads() -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 from pydantic import Field, ValidationError
 
@@ -43,9 +43,6 @@ class Spec(Read):
     dtype: str | None = None
     evaluation: Evaluation | None = None
     data: Sequences | None = None
-
-
-Kind = TypeVar("Kind", bound=Read)
 
 
 class Result[Kind: Read](Read):

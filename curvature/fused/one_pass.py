@@ -8,14 +8,13 @@ writes its results.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from train.model.elementwise import compiled_on_gpu
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 Observer = Callable[[Callable[..., Any], tuple[Any, ...]], Any]
 _observers: list[Observer] = []
 

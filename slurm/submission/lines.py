@@ -3,14 +3,12 @@
 import json
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from base.errors import UserError
 from base.reading import as_model, parse_json, read_regular
-
-Line = TypeVar("Line")
 
 
 def append_line(path: Path, content: dict[str, Any]) -> None:

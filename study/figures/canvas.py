@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.hf.results import Kind, read_result
+from ckpt_tools.hf.measured import Read
+from ckpt_tools.hf.results import read_result
 from study.axes import AnyRun
 from study.definition import Study
 from study.figures.charts import (
@@ -87,7 +88,9 @@ class Canvas:
             run: own[run] for run in self.runs.looks if run in own and own[run][column] is not None
         }
 
-    def results(self, path_of: Callable[[AnyRun], str], kind: type[Kind]) -> dict[str, Kind]:
+    def results[Kind: Read](
+        self, path_of: Callable[[AnyRun], str], kind: type[Kind]
+    ) -> dict[str, Kind]:
         """Return what is measured, by the label of its run, in the order of the runs."""
         runs = {run.name: run for run in self.study.runs}
         by_label = {}

@@ -7,7 +7,7 @@ and SLURM jobs follow from there.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from base.errors import UserError
 from ckpt_tools.hf.measured import Read
@@ -16,7 +16,6 @@ from study.paths import MeasuredModel, hf_directory, result
 from study.pipeline.step import Step
 
 INTERVAL_LEVEL = 0.95  # coverage of all intervals
-Settings = TypeVar("Settings")
 Type = Literal["number", "count", "flag"]
 
 

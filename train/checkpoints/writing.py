@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from train.run.directory import CHECKPOINT_JSON, PROBE, CheckpointRecord, RunDir
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError, CheckpointException)
 TORCH_WRITER = "PytorchStreamWriter"  # of torch's errors
-T = TypeVar("T")
 UNFINISHED = ".unfinished."  # begins the name of a directory that is not complete yet
 
 

@@ -10,7 +10,7 @@ in the output of a linear, which are short and apart: norms take [S, B, W].
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from base.gpus import has_compiler
 from train.model.rotary import rotated, rotations
 
 Group = dist.ProcessGroup | None  # ranks that have other heads of the same tokens
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled_on_gpu[Function: Callable[..., Any]](function: Function) -> Function:
