@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "curvature": {"base", "train", "ckpt_tools"},
     "study": {"base", "train", "ckpt_tools", "quant_eval", "curvature"},
     "slurm": {"base", "train", "ckpt_tools", "quant_eval", "curvature", "study"},
-    "docs": {"base", "train", "ckpt_tools", "quant_eval", "curvature", "study", "slurm"},
+    "docs": {"base", "train", "ckpt_tools", "quant_eval", "curvature", "study", "slurm", "install"},
 }
 OPEN_TO_ALL = {"run", "data", "model", "planning"}  # folders of train/ that need no engine
 ENGINES = {"megatron", "deepspeed"}
