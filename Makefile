@@ -4,7 +4,7 @@
 #   TORCH_INDEX   where torch comes from, if not from PyPI, whose torch is for CUDA 13: https://download.pytorch.org/whl/cu126
 #                 has one for CUDA 12, and .../whl/cpu one without CUDA, 4 GB smaller
 #   SYSTEM_TORCH  1: take the torch that PYTHON3 has, that of a container say, and install everything else beside it
-#   INSTALLER     uv or pip; otherwise uv where it is installed, unless only pip is configured
+#   INSTALLER     uv or pip; otherwise uv, unless only pip is told where packages come from
 PYTHON := .venv/bin/python
 FOLDERS := base train ckpt_tools quant_eval curvature study slurm install docs tests
 export OMP_NUM_THREADS ?= 1

@@ -110,12 +110,13 @@ def make_environment(settings: Settings) -> str:
 
 def install(settings: Settings, python: str, pins: Path, clock: Clock) -> None:
     """Download and unpack the pins."""
-    tool, why = packages.installer(settings, python)
+    uv, why = packages.installer(settings, python, TEMPORARY)
+    tool = "uv" if uv else "pip"
     count = len(pins.read_text(encoding="utf-8").split())
     clock.begin(f"download: {count} packages by {tool} ({why}), {contents(settings)}")
 
     log = VENV / "install.log"
-    command = packages.command(tool, settings, python, pins)
+    command = packages.command(uv, settings, python, pins)
     if run(command, log, packages.environment(settings, TEMPORARY), clock) != 0:
         sys.stderr.write("".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-12:]))
         raise RefusedError(f"{tool} did not install everything ({log}); run make again")
@@ -133,6 +134,8 @@ def contents(settings: Settings) -> str:
 def run(command: list[str], log: Path, environment: dict[str, str], clock: Clock) -> int:
     """Run a command with its output in a log and return its exit code. What it prints of a new
     part is shown, and its newest line where nothing was for a while.
+
+    Warnings are left out: pip warns of every package that one of several indexes lacks.
     """
     with log.open("w", encoding="utf-8") as output, log.open(encoding="utf-8") as lines:
         process = subprocess.Popen(
@@ -142,12 +145,14 @@ def run(command: list[str], log: Path, environment: dict[str, str], clock: Clock
         while process.poll() is None:
             time.sleep(0.2)
             for line in lines:
-                newest = line.strip() or newest
+                if not line.startswith(("WARNING", " + ")):
+                    newest = line.strip() or newest
                 for words, part in packages.LAST_PHASES.items():
                     if line.startswith(words):
                         clock.begin(part)
             if time.monotonic() - clock.printed > QUIET_SECONDS:
-                clock.show(f"  {newest[:90]}")
+                clock.show(f"  {newest[:90] or '...'}")
+                newest = ""
     return process.returncode
 
 

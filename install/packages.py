@@ -18,6 +18,7 @@ UV_SOURCES = {
     *("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS"),
     *("UV_NO_INDEX", "UV_CONFIG_FILE"),
 }
+UV = "uv==0.13.9"  # taken where none is installed; 25 MB
 UV_FILES = ("~/.config/uv/uv.toml", "/etc/uv/uv.toml")
 # What pip and uv print when they have downloaded everything.
 LAST_PHASES = {
@@ -27,26 +28,23 @@ LAST_PHASES = {
 }
 
 
-def installer(settings: Settings, python: str) -> tuple[str, str]:
-    """Return pip or uv, and why: uv where it is installed, unless pip alone is configured."""
-    if settings.installer == "pip":
-        return "pip", "INSTALLER=pip"
-    if not uv():
-        if settings.installer:
-            raise RefusedError(
-                "no uv runs here; install it (pip install uv), or leave INSTALLER out"
-            )
-        return "pip", "uv, which is faster, is not installed"
-    configured = pip_sources(python)
-    if configured and not uv_is_configured() and not settings.installer:
-        return "pip", f"its {', '.join(configured)} are configured, and uv reads none of them"
-    return "uv", "faster than pip"
-
-
-def uv() -> list[str]:
-    """Return how uv is started, as a program or as a module of this Python; empty where it is not
-    installed.
+def installer(settings: Settings, python: str, temporary: Path) -> tuple[list[str], str]:
+    """Return how uv is started, or nothing where pip installs, and why: pip where it alone is told
+    where packages come from.
     """
+    if settings.installer == "pip":
+        return [], "INSTALLER=pip"
+    configured = [] if settings.installer or uv_is_configured() else pip_sources(python)
+    if configured:
+        return [], f"its {', '.join(configured)} are configured, and uv reads none of them"
+    uv = installed_uv() or fetched_uv(python, temporary)
+    if not uv and settings.installer:
+        raise RefusedError("pip finds no uv here; install it, or leave INSTALLER out")
+    return uv, "faster than pip" if uv else f"it finds no {UV}"
+
+
+def installed_uv() -> list[str]:
+    """Return how an installed uv is started, as a program or as a module; empty without one."""
     for words in (["uv"], [sys.executable, "-m", "uv"]):
         try:
             done = subprocess.run([*words, "--version"], capture_output=True, check=False)
@@ -55,6 +53,17 @@ def uv() -> list[str]:
         if done.returncode == 0:
             return words
     return []
+
+
+def fetched_uv(python: str, temporary: Path) -> list[str]:
+    """Return how the uv is started that pip downloads for this once; empty if it cannot.
+
+    Nothing of it stays, nor the cache that uv keeps in the home of a user who has it.
+    """
+    words = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    words += ["--only-binary", ":all:", "--target", str(temporary / "uv"), UV]
+    done = subprocess.run(words, capture_output=True, check=False)
+    return [str(temporary / "uv" / "bin" / "uv"), "--no-cache"] if done.returncode == 0 else []
 
 
 def pip_sources(python: str) -> list[str]:
@@ -72,15 +81,15 @@ def uv_is_configured() -> bool:
     )
 
 
-def command(tool: str, settings: Settings, python: str, pins: Path) -> list[str]:
+def command(uv: list[str], settings: Settings, python: str, pins: Path) -> list[str]:
     """Return the command that installs the pins. They are complete: nothing is resolved.
 
     Bytecode is compiled when a module is first imported. Where Python is told to write none then,
     as in many images, every process would compile: there it is compiled here.
     """
     compiled = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
-    if tool == "uv":
-        words = [*uv(), "pip", "install", "--python", python]
+    if uv:
+        words = [*uv, "pip", "install", "--python", python]
         words += ["--compile-bytecode"] if compiled else []
         if settings.torch_index:  # the version decides, as with pip, and not the first index
             words += ["--index", settings.torch_index, "--index-strategy", "unsafe-best-match"]

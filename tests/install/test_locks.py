@@ -113,7 +113,7 @@ def test_bytecode_is_compiled_at_once_where_python_writes_none_later(
 ):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", variable)
     commands = [
-        packages.command(tool, settings.read([]), "python", Path("pins")) for tool in ("pip", "uv")
+        packages.command(uv, settings.read([]), "python", Path("pins")) for uv in ([], ["uv"])
     ]
     assert ("--no-compile" not in commands[0]) == ("--compile-bytecode" in commands[1]) == at_once
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from install.packages import UV
 from tests.install.conftest import errors, installed, make
-from tests.install.wheels import wheel
+from tests.install.wheels import index, wheel
 
 MISSING = "libnccl.so.2: cannot open shared object file"
 needs_uv = pytest.mark.skipif(not shutil.which("uv"), reason="no uv on PATH")
@@ -55,6 +56,34 @@ def test_it_says_what_it_does_and_what_that_takes(checkout):
         "import",
     ]
     assert not list(checkout.glob(".venv/lib/*/site-packages/numpy/__pycache__"))  # not imported
+
+
+STAND_IN_FOR_UV = """#!/bin/sh
+# uv --no-cache pip install --python PYTHON --index URL ... -r PINS
+for pins; do :; done
+[ "$1" = --no-cache ] || exit 1
+echo "Prepared packages"
+exec "$5" -m pip install --quiet --no-deps --extra-index-url "$7" -r "$pins"
+"""
+
+
+@pytest.mark.stress
+def test_uv_is_fetched_where_none_is_installed_and_no_mirror_is_configured(checkout, tmp_path):
+    """The variable that tells uv the index is set, as where neither is configured."""
+    name, _, version = UV.partition("==")
+    wheel(tmp_path / "pypi", name, version, program=STAND_IN_FOR_UV)
+    index(tmp_path / "pypi")
+    shims = tmp_path / "shims"
+    shims.mkdir()
+    (shims / "uv").write_text("#!/bin/sh\nexit 127\n")
+    (shims / "uv").chmod(0o755)
+
+    path = f"{shims}:{os.environ['PATH']}"
+    done = make(checkout, index_of(checkout, "cpu"), INSTALLER="", PATH=path)
+    assert "download: 5 packages by uv (faster than pip)" in done.stdout
+    assert done.returncode == 0, done.stderr
+    assert installed(checkout)["torch"] == "2.14.0+cpu"
+    assert "uv" not in installed(checkout)
 
 
 @pytest.fixture

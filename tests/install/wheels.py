@@ -7,9 +7,14 @@ from packaging.utils import canonicalize_name
 
 
 def wheel(
-    folder: Path, name: str, version: str, needs: tuple[str, ...] = (), source: str = ""
+    folder: Path,
+    name: str,
+    version: str,
+    needs: tuple[str, ...] = (),
+    source: str = "",
+    program: str = "",
 ) -> Path:
-    """A wheel of one package with one file."""
+    """A wheel of one package with one file, and a program of its name if one is given."""
     module, info = name.replace("-", "_"), f"{name.replace('-', '_')}-{version}.dist-info"
     package = {"megatron_core": "megatron/core"}.get(module, module)
     metadata = "".join(
@@ -25,12 +30,16 @@ def wheel(
             "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         ),
     }
+    if program:
+        files[f"{module}-{version}.data/scripts/{name}"] = program
     files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{module}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(file, "w") as archive:
         for path, text in files.items():
-            archive.writestr(path, text)
+            entry = zipfile.ZipInfo(path)
+            entry.external_attr = (0o100755 if "scripts" in path else 0o100644) << 16
+            archive.writestr(entry, text)
     return file
 
 
