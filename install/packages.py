@@ -36,7 +36,7 @@ def installer(settings: Settings, python: str, temporary: Path) -> tuple[list[st
         return [], "INSTALLER=pip"
     configured = [] if settings.installer or uv_is_configured() else pip_sources(python)
     if configured:
-        return [], f"its {', '.join(configured)} are configured, and uv reads none of them"
+        return [], f"it is told {', '.join(configured)}, which uv does not read"
     uv = installed_uv() or fetched_uv(python, temporary)
     if not uv and settings.installer:
         raise RefusedError("pip finds no uv here; install it, or leave INSTALLER out")
