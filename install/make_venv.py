@@ -119,7 +119,8 @@ def install(settings: Settings, python: str, pins: Path, clock: Clock) -> None:
     command = packages.command(uv, settings, python, pins)
     if run(command, log, packages.environment(settings, TEMPORARY), clock) != 0:
         sys.stderr.write("".join(log.read_text(encoding="utf-8").splitlines(keepends=True)[-12:]))
-        raise RefusedError(f"{tool} did not install everything ({log}); run make again")
+        other = " (with pip: make INSTALLER=pip)" if uv else ""
+        raise RefusedError(f"{tool} did not install everything ({log}); run make again{other}")
 
 
 def contents(settings: Settings) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations  # older Pythons, which are refused, read this file too
 
 import os
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -63,7 +64,18 @@ def fetched_uv(python: str, temporary: Path) -> list[str]:
     words = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     words += ["--only-binary", ":all:", "--target", str(temporary / "uv"), UV]
     done = subprocess.run(words, capture_output=True, check=False)
-    return [str(temporary / "uv" / "bin" / "uv"), "--no-cache"] if done.returncode == 0 else []
+    if done.returncode != 0:
+        return []
+    return [str(temporary / "uv" / "bin" / "uv"), "--no-cache", *certificates()]
+
+
+def certificates() -> list[str]:
+    """Return the option by which uv trusts whom this system trusts, as pip does: a firm's proxy,
+    say. Empty where the system has no certificates; uv and pip bring some.
+    """
+    paths = ssl.get_default_verify_paths()
+    some = paths.cafile or (paths.capath and any(Path(paths.capath).iterdir()))
+    return ["--system-certs"] if some else []
 
 
 def pip_sources(python: str) -> list[str]:

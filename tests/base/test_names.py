@@ -11,6 +11,7 @@ from base.names import MOST_LISTED, SYNONYMS, dotted_keys, nearest, take_one_of
 from docs.commands import entries
 from study.recipes import recipe_names, resolve
 from tests.runs import PROJECT, python
+from tests.waiting import interruptible
 
 KEYS = list(
     dotted_keys(resolve("tiny", "smoke").trained[0].model_dump(exclude={"name", "factors"}))
@@ -118,5 +119,7 @@ def test_an_interrupt_of_slow_imports_is_one_word(tmp_path):
     path = os.pathsep.join([str(tmp_path), str(PROJECT)])
     command = [sys.executable, "-m", "study", "list"]
     environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=environment, preexec_fn=interruptible
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (-2, "interrupted\n")

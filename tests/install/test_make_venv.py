@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from install.packages import UV
+from install.packages import UV, certificates
 from tests.install.conftest import errors, installed, make
 from tests.install.wheels import index, wheel
 
@@ -59,11 +59,12 @@ def test_it_says_what_it_does_and_what_that_takes(checkout):
 
 
 STAND_IN_FOR_UV = """#!/bin/sh
-# uv --no-cache pip install --python PYTHON --index URL ... -r PINS
+# uv --no-cache [--system-certs] pip install --python PYTHON --index URL ... -r PINS
 for pins; do :; done
 [ "$1" = --no-cache ] || exit 1
+until [ "$1" = --python ]; do shift; done
 echo "Prepared packages"
-exec "$5" -m pip install --quiet --no-deps --extra-index-url "$7" -r "$pins"
+exec "$2" -m pip install --quiet --no-deps --extra-index-url "$4" -r "$pins"
 """
 
 
@@ -84,6 +85,15 @@ def test_uv_is_fetched_where_none_is_installed_and_no_mirror_is_configured(check
     assert done.returncode == 0, done.stderr
     assert installed(checkout)["torch"] == "2.14.0+cpu"
     assert "uv" not in installed(checkout)
+
+
+def test_a_fetched_uv_trusts_whom_the_system_trusts(tmp_path, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
+    assert certificates() == []  # a bare image: uv brings certificates of its own
+
+    (tmp_path / "0a1b2c3d.0").touch()
+    assert certificates() == ["--system-certs"]
 
 
 @pytest.fixture
