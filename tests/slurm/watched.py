@@ -41,7 +41,7 @@ def small_study() -> Study:
     return tiny.model_copy(update=changed)
 
 
-def site_of(root: Path) -> Site:
+def site_of(root: Path, **fields: str) -> Site:
     """A cluster of one process on a node."""
     kind = {"ranks_per_node": 1, "time": "10"}
     return Site.model_validate(
@@ -49,6 +49,7 @@ def site_of(root: Path) -> Site:
             "root": str(root),
             "resources": dict.fromkeys(("train", "export", "quantize", "curvature", "light"), kind),
             "limits": {"stop_seconds_before_limit": 60, "starts_without_progress": 1},
+            **fields,
         }
     )
 
@@ -58,7 +59,9 @@ def submitted(study_dir: Path, study: Study, first_job: int = 11) -> Submission:
     save_study(study_dir, study)
     arrays = arrays_of(study, Limits())
     (study_dir / "slurm/logs").mkdir(parents=True, exist_ok=True)
-    write_plan(study_dir, site_of(study_dir.parent), arrays, anew=True)
+    # nothing of it is started, and a checkout whose path has a space is none for SLURM
+    site = site_of(study_dir.parent, python="/opt/python", project="/opt/quantdyn")
+    write_plan(study_dir, site, arrays, anew=True)
     for number, array in enumerate(arrays, start=first_job):
         submit(study_dir, array.name, number, list(range(len(array.elements))))
     return existing_submission(study_dir)
