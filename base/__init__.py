@@ -1,5 +1,7 @@
 """The ground floor, needed by every folder: errors, files, progress, ranks and statistics."""
 
+from __future__ import annotations  # Pythons that `make venv` refuses read this file too
+
 import sys
 from pathlib import Path
 from types import TracebackType

@@ -19,6 +19,7 @@ from typing import Any
 
 from base import CHECKOUT
 from base.errors import UserError
+from base.libraries.locks import LOCK, PYPI_BUILD, lock_of, pins_of
 
 PROJECT = "quantdyn"
 
@@ -33,7 +34,6 @@ TRACKED_PACKAGES = (
     *("tokenizers", "safetensors", "numpy", "mlflow", "gptqmodel", "llmcompressor"),
     *("bitsandbytes", "lm-eval"),
 )
-PYPI_BUILD = "cu130"  # CUDA of PyPI's torch, the lock of which is compared where no other fits
 # A library of torch's: its file, the package of the lock, and the parts of its version.
 LIBRARIES = {
     "cuda": ("libcudart", "cuda-toolkit", 2),
@@ -135,12 +135,13 @@ def software() -> dict[str, Any]:
     """
     path = tuple(sys.path)
     torch, _ = _installed(("torch",), path).get("torch", ("", None))
-    tested, libraries = _tested_versions(torch.partition("+")[2]), _library_versions()
+    files = _library_files()
+    tested, libraries = _tested_versions(torch.partition("+")[2]), _library_versions(files)
     installed = _installed((*TRACKED_PACKAGES, *tested), path)
     versions = {name: version for name, (version, _) in installed.items()}
     tracked = {name: versions[name] for name in TRACKED_PACKAGES if name in versions}
 
-    places = {name: installed[name][1] for name in tracked} | _library_files()
+    places = {name: installed[name][1] for name in tracked} | files
     origins = {name: _origin(place) for name, place in places.items()}
     differs = {
         name: {"tested": tested[name], "here": here}
@@ -159,14 +160,16 @@ def software() -> dict[str, Any]:
 
 @cache
 def _tested_versions(build: str) -> dict[str, str]:
-    """Return the lock's version of every package and library, of this build of torch if it has one.
+    """Return the locked version of every package and library, those of CUDA for a build of torch.
 
-    Empty where there is no lock, as in a copy that pip installed.
+    A build that has no lock is compared with that of PyPI. Empty where there is no lock, as in a
+    copy that pip installed.
     """
-    locks = [CHECKOUT / f"requirements-{name}.lock" for name in (build, PYPI_BUILD)]
-    locks = [CHECKOUT / "requirements.lock", *[lock for lock in locks if lock.is_file()][:1]]
-    text = "".join(lock.read_text() for lock in locks if lock.is_file())
-    tested = dict(re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE))
+    of_cuda = [CHECKOUT / lock_of(name) for name in (build, PYPI_BUILD)]
+    locks = [CHECKOUT / LOCK, *[lock for lock in of_cuda if lock.is_file()][:1]]
+    tested: dict[str, str] = {}
+    for lock in locks:
+        tested |= pins_of(lock) if lock.is_file() else {}
     for library, (_, prefix, parts) in LIBRARIES.items():
         for package in [name for name in tested if name.startswith(prefix)]:
             tested[library] = ".".join(tested[package].split(".")[:parts])
@@ -213,7 +216,7 @@ def _library_files() -> dict[str, Path]:
     }
 
 
-def _library_versions() -> dict[str, str]:
+def _library_versions(files: dict[str, Path]) -> dict[str, str]:
     """Return the versions of torch's libraries; empty where torch is not imported.
 
     To import it takes seconds. cuDNN is asked itself: torch raises for one that is older than the
@@ -222,9 +225,9 @@ def _library_versions() -> dict[str, str]:
     torch = sys.modules.get("torch")
     if torch is None or torch.version.cuda is None:
         return {}
-    versions, cudnn = {"cuda": torch.version.cuda}, _library_files().get("cudnn")
-    if cudnn:
-        number = ctypes.CDLL(str(cudnn)).cudnnGetVersion()
+    versions = {"cuda": torch.version.cuda}
+    if "cudnn" in files:
+        number = ctypes.CDLL(str(files["cudnn"])).cudnnGetVersion()
         versions["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

@@ -12,11 +12,11 @@ from packaging.utils import canonicalize_name
 from base import CHECKOUT
 from base.environment import version
 from base.frozen import Frozen
+from base.libraries.locks import LOCK, pins_of
 from docs.models import table
-from install import settings
 
 RUNS = Path(__file__).parent / "tested.toml"
-LOCK, CUDA_LOCKS = "requirements.lock", "requirements-cu*.lock"
+CUDA_LOCKS = "requirements-cu*.lock"
 APART = ("dev", "gpu")  # extras: of those who change this project, and compiled on the machine
 ALL = "all"
 RUN_HEADS = ("date", "Python", "machine", "commands")
@@ -40,7 +40,8 @@ def tested(note: str) -> str:
     """
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    pins, digest = pins_of(LOCK), digest_of(LOCK)
+    pins = pins_of(CHECKOUT / LOCK)
+    digest = digest_of(pins)
     rows = [(name, pins[name], users) for name, users in _users(project).items()]
     return f"""# Versions tested together
 
@@ -76,21 +77,17 @@ def _runs(digest: str) -> str:
 
 def _cuda() -> str:
     """Return a section for each lock of the libraries that a torch for CUDA brings."""
-    locks = sorted(path.name for path in CHECKOUT.glob(CUDA_LOCKS))
-    tables = {lock: table(["package", "version"], pins_of(lock).items()) for lock in locks}
-    return "\n".join(f"## CUDA, {lock}\n\n{rows}" for lock, rows in tables.items())
+    tables = {
+        lock.name: table(["package", "version"], pins_of(lock).items())
+        for lock in sorted(CHECKOUT.glob(CUDA_LOCKS))
+    }
+    return "\n".join(f"## CUDA, {name}\n\n{rows}" for name, rows in tables.items())
 
 
-def pins_of(lock: str) -> dict[str, str]:
-    """Return the version of each package of a lock."""
-    pins = [pin.split("==") for pin in settings.pins_of(CHECKOUT / lock)]
-    return {canonicalize_name(name): pinned for name, pinned in pins}
-
-
-def digest_of(lock: str) -> str:
-    """Return 12 hex digits of a hash of the lock's pins; comments do not change it."""
-    pins = "".join(f"{name}=={pin}\n" for name, pin in sorted(pins_of(lock).items()))
-    return hashlib.sha256(pins.encode()).hexdigest()[:12]
+def digest_of(pins: dict[str, str]) -> str:
+    """Return 12 hex digits of a hash of a lock's pins; comments do not change it."""
+    lines = "".join(f"{name}=={pinned}\n" for name, pinned in sorted(pins.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:12]
 
 
 def _users(project: dict[str, Any]) -> dict[str, str]:

@@ -6,7 +6,8 @@ import re
 import subprocess
 from dataclasses import dataclass
 
-from install.settings import CUDA_OF, PYPI_BUILD, PYTORCH, Settings, locked
+from base.libraries.locks import PYPI_BUILD
+from install.settings import CUDA_OF, PYTORCH, Settings, locked
 
 
 @dataclass(frozen=True)

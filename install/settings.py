@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from base.libraries.locks import LOCK, PYPI_BUILD, lock_of, pins_of
+
 PYTORCH = "https://download.pytorch.org/whl"
-PYPI_BUILD = "cu130"  # what torch of PyPI is built for
 # CUDA of a build, and the oldest driver that runs it, by NVIDIA's table of minor versions.
 CUDA_OF = {"cu126": ("12.6", 525), "cu130": ("13.0", 580)}
 BUILDS = ("cpu", *CUDA_OF)
-LOCK = Path("requirements.lock")
 
 
 class RefusedError(Exception):
@@ -67,28 +67,21 @@ def read(words: list[str]) -> Settings:
     return Settings(torch_index, bool(system_torch), installer)
 
 
-def pins_of(lock: Path) -> list[str]:
-    """Return the pins of a lock, NAME==VERSION, in its order."""
-    lines = lock.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
-
-
 def locked(name: str) -> str:
     """Return the version that requirements.lock pins."""
-    return next(pin.partition("==")[2] for pin in pins_of(LOCK) if pin.startswith(f"{name}=="))
+    return pins_of(Path(LOCK))[name]
 
 
 def requirements(settings: Settings) -> list[str]:
     """Return what is installed, as pins. An index's own build of torch is named: pip and uv would
     take that of PyPI where the index has none.
     """
-    names = [LOCK]
+    pins = pins_of(Path(LOCK))
     if settings.build in CUDA_OF:
-        names.append(Path(f"requirements-{settings.build}.lock"))
-    pins = [pin for name in names for pin in pins_of(name)]
+        pins |= pins_of(Path(lock_of(settings.build)))
 
-    torch = f"torch=={locked('torch')}"
-    rest = [pin for pin in pins if pin != torch]
+    torch = f"torch=={pins.pop('torch')}"
+    rest = [f"{name}=={version}" for name, version in pins.items()]
     if settings.system_torch:
         return rest
     return [f"{torch}+{settings.build}" if settings.torch_index else torch, *rest]

@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from install.settings import RefusedError, pins_of
+from base.libraries.locks import pins_of
+from install.settings import RefusedError
 
 LOCK = Path("transformer-engine.lock")
 BINDING = "transformer-engine-torch"  # of all packages the one without a wheel
-COMPILED_WITH = ("nvidia-cuda-cccl==", "nvidia-cuda-crt==", "wheel==")
+COMPILED_WITH = ("nvidia-cuda-cccl", "nvidia-cuda-crt", "wheel")
 CUDA = 13  # the major version that the lock is for
 # Measured with g++ 12.2 on a Xeon, where two compilers took 423 s: time of one core, and memory
 # that the largest of 33 files takes.
@@ -139,20 +140,19 @@ def steps(wheels: Path) -> dict[str, list[str]]:
     The package is installed last and at once: without its binding, megatron-core cannot be
     imported, whatever the kernels.
     """
-    lines = pins_of(LOCK)
-    (binding,) = (line for line in lines if line.startswith(f"{BINDING}=="))
-    others = [line for line in lines if line != binding]
-    to_compile = [line for line in others if line.startswith(COMPILED_WITH)]
+    pins = {name: f"{name}=={version}" for name, version in pins_of(LOCK).items()}
+    others = [pin for name, pin in pins.items() if name != BINDING]
+    to_compile = [pins[name] for name in COMPILED_WITH]
 
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     place = ["--no-deps", "--only-binary", ":all:"]
     kept = ["--no-deps", "--no-index", "--find-links", str(wheels)]
-    compiled = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), binding]
+    compiled = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), pins[BINDING]]
     return {
         "downloading": [*pip, "download", *place, "--dest", str(wheels), *others],
         "headers": [*pip, "install", *kept, *to_compile],
         "compiling": [*pip, "wheel", *compiled],
-        "installing": [*pip, "install", *kept, *lines],
+        "installing": [*pip, "install", *kept, *pins.values()],
     }
 
 

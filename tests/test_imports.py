@@ -10,7 +10,7 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
-    "install": {"quant_eval"},  # by the check of a .venv that is complete
+    "install": {"base", "quant_eval"},  # the latter by the check of a .venv that is complete
     "base": set(),
     "train": {"base"},
     "ckpt_tools": {"base", "train"},
@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "curvature": {"base", "train", "ckpt_tools"},
     "study": {"base", "train", "ckpt_tools", "quant_eval", "curvature"},
     "slurm": {"base", "train", "ckpt_tools", "quant_eval", "curvature", "study"},
-    "docs": {"base", "train", "ckpt_tools", "quant_eval", "curvature", "study", "slurm", "install"},
+    "docs": {"base", "train", "ckpt_tools", "quant_eval", "curvature", "study", "slurm"},
 }
 OPEN_TO_ALL = {"run", "data", "model", "planning"}  # folders of train/ that need no engine
 ENGINES = {"megatron", "deepspeed"}

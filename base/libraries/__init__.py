@@ -1,1 +1,1 @@
-"""Names of libraries that they do not promise, and how one of them is replaced."""
+"""Libraries: versions that were tested together, and names that they do not promise."""

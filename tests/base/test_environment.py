@@ -92,7 +92,7 @@ def test_a_build_for_another_cuda_is_compared_with_its_own_lock(container, monke
     nccl = locked("nvidia-nccl-cu12", "requirements-cu126.lock")
     place(own / "more", torch=f"{locked('torch')}+cu126", nvidia_nccl_cu12=nccl)
     monkeypatch.setattr(sys, "path", [str(own / "more")])
-    monkeypatch.setattr(environment, "_library_versions", lambda: {"nccl": nccl, "cuda": "12.8"})
+    monkeypatch.setattr(environment, "_library_versions", lambda _: {"nccl": nccl, "cuda": "12.8"})
     assert software()["differs_from_tested"] == {"cuda": {"tested": "12.6", "here": "12.8"}}
 
 

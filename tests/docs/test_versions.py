@@ -6,6 +6,7 @@ import tomllib
 import pytest
 import yaml
 
+from base.libraries import locks
 from docs import tested
 from docs.generate import REFERENCE
 from tests.docs.pages import PROJECT
@@ -48,7 +49,7 @@ def page_of(monkeypatch, tmp_path):
     monkeypatch.setattr(tested, "RUNS", tmp_path / "runs.toml")
 
     def page(lock: str, runs: str) -> str:
-        (tmp_path / tested.LOCK).write_text(lock)
+        (tmp_path / locks.LOCK).write_text(lock)
         (tmp_path / "runs.toml").write_text(runs)
         return tested.tested("note")
 

@@ -16,7 +16,7 @@ PROJECT = Path(__file__).resolve().parent.parent.parent
 COPIED = (
     "Makefile",
     "pyproject.toml",
-    "base/__init__.py",
+    *(f"base/{name}.py" for name in ("__init__", "libraries/__init__", "libraries/locks")),
     *(f"quant_eval/{name}.py" for name in ("__init__", "libraries/__init__", "libraries/pcre")),
     *(str(path.relative_to(PROJECT)) for path in (PROJECT / "install").glob("*.[ps][yh]")),
 )

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from base.libraries.locks import pins_of
 from install import transformer_engine
-from install.settings import RefusedError, pins_of
+from install.settings import RefusedError
 from install.transformer_engine import (
     COMPILER_BYTES,
     DISK_BYTES,
@@ -75,7 +76,7 @@ def test_headers_are_those_of_the_wheels_and_of_no_toolkit():
 
 def test_the_lock_replaces_nothing_of_the_others(monkeypatch):
     monkeypatch.chdir(PROJECT)
-    ours = dict(line.split("==") for line in pins_of(LOCK))
+    ours = pins_of(LOCK)
     for path in PROJECT.glob("requirements*.lock"):
         others = re.findall(r"^([\w.-]+)==", path.read_text(), re.MULTILINE)
         assert not ours.keys() & {name.lower().replace("_", "-") for name in others}
