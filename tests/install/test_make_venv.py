@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from install.packages import UV, certificates
+from install.packages import UV, certificates, fetched_uv
 from tests.install.conftest import errors, installed, make
 from tests.install.wheels import index, wheel
 
 MISSING = "libnccl.so.2: cannot open shared object file"
-needs_uv = pytest.mark.skipif(not shutil.which("uv"), reason="no uv on PATH")
 
 
 def index_of(root: Path, build: str) -> str:
@@ -22,17 +21,26 @@ def index_of(root: Path, build: str) -> str:
     return f"TORCH_INDEX={(root.parent / build / 'simple').as_uri()}"
 
 
+def installing_with(tool: str, folder: Path) -> dict[str, str]:
+    """Variables by which make takes pip or a real uv, this machine's or the one it would fetch."""
+    if tool == "pip" or shutil.which("uv"):
+        return {"INSTALLER": tool}
+    program, *_ = fetched_uv(sys.executable, folder) or pytest.skip(f"pip finds no {UV}")
+    return {"INSTALLER": tool, "PATH": f"{Path(program).parent}:{os.environ['PATH']}"}
+
+
 @pytest.mark.stress
-@pytest.mark.parametrize("tool", ["pip", pytest.param("uv", marks=needs_uv)])
-def test_torch_comes_with_cuda_and_an_index_changes_it(checkout, tool):
-    done = make(checkout, INSTALLER=tool)
+@pytest.mark.parametrize("tool", ["pip", "uv"])
+def test_torch_comes_with_cuda_and_an_index_changes_it(checkout, tmp_path, tool):
+    variables = installing_with(tool, tmp_path)
+    done = make(checkout, **variables)
     assert done.returncode == 0, done.stderr
     assert installed(checkout).items() >= {"torch": "2.14.0", "nvidia-nccl": "2.0"}.items()
     assert not (checkout / ".venv" / "tmp").exists()
     assert "Nothing to be done" in make(checkout).stdout
 
     for build, library in (("cpu", None), ("cu126", "nvidia-nccl-cu12")):
-        done = make(checkout, index_of(checkout, build), INSTALLER=tool)
+        done = make(checkout, index_of(checkout, build), **variables)
         assert done.returncode == 0, done.stderr
         assert installed(checkout)["torch"] == f"2.14.0+{build}"
         nccl = {name for name in installed(checkout) if "nccl" in name}
