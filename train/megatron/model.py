@@ -5,7 +5,7 @@ h = x + norm_attn(attention(x));   out = h + norm_mlp(mlp(h));   final norm, the
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -38,10 +38,11 @@ from train.megatron.layers import (
 from train.megatron.loss import Head
 from train.model import megatron_names
 from train.model.config import ModelConfig
-from train.model.precision import FP8_RECIPES
+from train.model.precision import Precision, dtype_of
 from train.run.config import RunConfig
 
-PARAMETER_DTYPE = {"fp32": torch.float32} | dict.fromkeys(("bf16", *FP8_RECIPES), torch.bfloat16)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PARAMETER_DTYPE = {precision: DTYPES[dtype_of(precision)] for precision in get_args(Precision)}
 
 
 def transformer_config(run: RunConfig) -> TransformerConfig:

@@ -51,13 +51,13 @@ def check_can_run(precision: str) -> None:
             " again or set kernels to 'torch'"
         ) from error
 
+    if precision not in FP8_RECIPES:
+        return
     can_run = {
         "fp8": te.is_fp8_available,
         "fp8_blockwise": te.is_fp8_block_scaling_available,
         "mxfp8": te.is_mxfp8_available,
     }
-    if precision not in can_run:
-        return
     changed = [name for name in CHANGE_RECIPES if os.environ.get(name, "0") != "0"]
     if changed:
         raise UserError(
