@@ -6,7 +6,7 @@
 #   SYSTEM_TORCH  1: take the torch that PYTHON3 has, that of a container say, and install everything else beside it
 #   INSTALLER     uv or pip; otherwise uv, unless only pip is told where packages come from
 PYTHON := .venv/bin/python
-FOLDERS := base train ckpt_tools quant_eval curvature study slurm install docs tests
+FOLDERS := base train ckpt_tools quant_eval curvature study dynamics slurm install docs tests
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: venv demo test test-gpu gpu-bundle lint bench stress transformer-engine

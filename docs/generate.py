@@ -19,13 +19,13 @@ from curvature.step.prediction import UNITS as STEP_UNITS
 from docs.commands import FOLDERS, Entry, entries
 from docs.models import fields, sections, table
 from docs.tested import tested
+from dynamics.recipes import RECIPES
+from dynamics.recipes.shown import recipe_lines
 from quant_eval.measuring.statistics import UNITS as QUANTIZATION_UNITS
 from quant_eval.settings import RunSettings, TaskSettings
 from quant_eval.specs import QuantSpec
 from quant_eval.tasks.paired import UNITS as TASK_UNITS
 from slurm.site import EXAMPLE, Site
-from study.recipes import RECIPES
-from study.recipes.shown import recipe_lines
 from train.run.config import RunConfig
 
 REFERENCE = Path(__file__).parent / "reference"

@@ -8,8 +8,9 @@ import typer
 
 from base.cli import command_group, run_command
 from base.errors import UserError
-from study.across.commands import compare
-from study.choices.commands import choose, choose_average, cooldowns
+from dynamics.across.commands import compare
+from dynamics.choices.commands import choose, choose_average, cooldowns
+from dynamics.forecast.commands import forecast
 from study.choosing import (
     Key,
     Name,
@@ -24,7 +25,6 @@ from study.choosing import (
     study_of,
 )
 from study.definition import save_study
-from study.forecast.commands import forecast
 from study.live import refresh
 from study.machine.run_configurations import write_run_configurations
 from study.paths import REPORT
@@ -42,7 +42,7 @@ def list_() -> None:
 
     Example: python -m study list
     """
-    from study.recipes.shown import recipe_lines
+    from dynamics.recipes.shown import recipe_lines
 
     typer.echo("\n".join(recipe_lines()))
 
@@ -72,12 +72,12 @@ def show(
         raise UserError(f"--gpu {gpu} says which GPUs; say with --gpus how many")
     study = study_of(name, root, profile, settings, text, tokenizer, key)
 
+    from dynamics.recipes.shown import summary
     from study.machine.estimate import disk_line, estimate_lines
     from study.machine.hardware import Hardware, planned
     from study.machine.needs import Needs
     from study.pipeline.step import shown
     from study.pipeline.steps import steps_of
-    from study.recipes.shown import summary
 
     hardware = Hardware(1) if gpus is None else planned(gpus, gpu or DEFAULT_GPU, gpus)
     needs = Needs(study, hardware, root / study.name)
@@ -220,7 +220,7 @@ def report(
     """
     directory, study = existing(name, root)
     if claims:
-        from study.claims.page import claims_text, judge_all
+        from dynamics.claims.page import claims_text, judge_all
         from study.report.effects import effect_tables, effects_text
         from study.results.diverged import left_out_lines
         from study.results.effects import effects_of

@@ -1,8 +1,8 @@
 """The axes of a study: the quantities in which its runs differ.
 
-First those that `study.recipes.parts.sweep` varied, under the names that they have there. Then what
-else differs, read off the configurations: the quantities listed here, and any other setting of
-run.json. Labels, headings and the order of runs in figures and tables follow from them.
+First those that `dynamics.recipes.parts.sweep` varied, under the names that they have there. Then
+what else differs, read off the configurations: the quantities listed here, and any other setting
+of run.json. Labels, headings and the order of runs in figures and tables follow from them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set

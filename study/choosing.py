@@ -10,8 +10,8 @@ from typer.core import TyperCommand
 from base.errors import UserError
 from base.frozen import NAME_PATTERN
 from base.names import nearest
+from dynamics.recipes import is_own, own_recipe, recipe_names, resolve
 from study.definition import Study, load_study
-from study.recipes import is_own, own_recipe, recipe_names, resolve
 from study.text.own import TextOptions
 
 Name = Annotated[

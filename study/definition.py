@@ -1,4 +1,4 @@
-"""The definition of a study: its text, its runs and its measurements; see `study.recipes`."""
+"""The definition of a study: its text, its runs and its measurements; see `dynamics.recipes`."""
 
 from collections.abc import Callable, Iterator
 from functools import cached_property

@@ -1,6 +1,6 @@
 """The settings of run.json in which runs differ, and values in words.
 
-`study.axes` makes axes of them, `study.recipes.parts.sweep` names runs after them.
+`study.axes` makes axes of them, `dynamics.recipes.parts.sweep` names runs after them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

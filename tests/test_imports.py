@@ -13,9 +13,19 @@ MAY_IMPORT = {
     "ckpt_tools": {"base", "train"},
     "quant_eval": {"base", "train", "ckpt_tools"},
     "curvature": {"base", "train", "ckpt_tools"},
-    "study": {"base", "train", "ckpt_tools", "quant_eval", "curvature"},
+    "study": {"base", "train", "ckpt_tools", "quant_eval", "curvature", "dynamics"},
+    "dynamics": {"base", "train", "ckpt_tools", "quant_eval", "curvature", "study"},
     "slurm": {"base", "train", "ckpt_tools", "quant_eval", "curvature", "study"},
-    "docs": {"base", "train", "ckpt_tools", "quant_eval", "curvature", "study", "slurm"},
+    "docs": {
+        "base",
+        "train",
+        "ckpt_tools",
+        "quant_eval",
+        "curvature",
+        "study",
+        "dynamics",
+        "slurm",
+    },
 }
 OPEN_TO_ALL = {"run", "data", "model", "planning"}  # folders of train/ that need no engine
 ENGINES = {"megatron", "deepspeed"}

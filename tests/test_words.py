@@ -12,6 +12,7 @@ FOLDERS = (
     "quant_eval",
     "curvature",
     "study",
+    "dynamics",
     "slurm",
     "install",
     "docs",

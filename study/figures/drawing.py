@@ -13,9 +13,9 @@ from matplotlib.figure import Figure as Picture
 from PIL import Image
 
 from base.files import replaced_file
+from dynamics import figures
 from study.definition import Study
 from study.discovery import discovered
-from study.figures import drawn
 from study.figures.canvas import Canvas
 from study.figures.charts import ENDS, Chart, Rows
 from study.figures.figure import Figure
@@ -42,7 +42,7 @@ class Shown(NamedTuple):
 
 def figures_of(study: Study) -> list[Figure]:
     """Return the figures that the study can have, in the order of the report."""
-    return [figure for figure in discovered(drawn, Figure) if figure.applies(study)]
+    return [figure for figure in discovered(figures, Figure) if figure.applies(study)]
 
 
 def draw_all(canvas: Canvas) -> tuple[list[Shown], list[str]]:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+from dynamics.recipes.shown import gpu_hours
 from study.machine.disk import GB, gigabytes, needed_bytes, restart_bytes
 from study.machine.needs import HESSIAN, Needs, TrainingLayout
 from study.pipeline.steps import steps_of
-from study.recipes.shown import gpu_hours
 from train.planning.memory import rank_memory
 
 GPUS_OF_A_NODE = 8

@@ -3,8 +3,8 @@
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
+from dynamics.claims.verdict import FIGURES, signed
 from study.axes import Axis
-from study.claims.verdict import FIGURES, signed
 from study.definition import Study
 from study.measurements.kind import INTERVAL_LEVEL
 from study.measurements.titles import spec_title

@@ -5,13 +5,13 @@ from itertools import product
 from pathlib import Path
 
 from base.environment import PROJECT, version_line
+from dynamics.recipes import PROFILES, RECIPES, resolve
 from study.definition import Study
 from study.machine.hardware import Hardware
 from study.machine.needs import Needs
 from study.pipeline.runner import MODELS_PER_PROCESS
 from study.pipeline.step import Step, batches, shared, shown
 from study.pipeline.steps import steps_of
-from study.recipes import PROFILES, RECIPES, resolve
 from study.released import ReleasedRun
 from study.results.averages import average_title, kept_averages
 from train.run.config import RunConfig

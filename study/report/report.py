@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from dynamics.choices.text import learning_rate_line
+from dynamics.claims.page import HEAD, NOTE, claims_table, judge_all
+from dynamics.claims.verdict import Evidence
+from dynamics.forecast.page import back_test_tables
 from quant_eval.measuring.statistics import METHOD
-from study.choices.text import learning_rate_line
-from study.claims.page import HEAD, NOTE, claims_table, judge_all
-from study.claims.verdict import Evidence
 from study.definition import Study
 from study.figures.canvas import Canvas
 from study.figures.drawing import draw_all
-from study.forecast.page import back_test_tables
 from study.measurements.kind import INTERVAL_LEVEL
 from study.paths import REPORT
 from study.report.cells import Table

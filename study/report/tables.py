@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
+from dynamics.figures.methods import shown_methods
 from study.axes import text_of
 from study.definition import Study
-from study.figures.drawn.methods import shown_methods
 from study.measurements.titles import spec_title
 from study.report.cells import (
     Bounded,

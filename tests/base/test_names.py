@@ -9,7 +9,7 @@ import pytest
 from base.errors import one_line
 from base.names import MOST_LISTED, SYNONYMS, dotted_keys, nearest, take_one_of
 from docs.commands import entries
-from study.recipes import recipe_names, resolve
+from dynamics.recipes import recipe_names, resolve
 from tests.runs import PROJECT, python
 from tests.waiting import interruptible
 

@@ -8,7 +8,7 @@ of commit ebb3161, which had no fused kernel and no overlap.
 import re
 from inspect import getdoc
 
-from study.recipes import resolve
+from dynamics.recipes import resolve
 from train.planning.flops import GPUS
 from train.planning.plan import fit
 from train.planning.speed import EXPECTED, PESSIMISTIC, Kernels, Passes, Rates, Roofline

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from study.recipes import resolve
+from dynamics.recipes import resolve
 from study.results.collect import collect_rows
 from study.results.table import write_table
 from study.text.kinds import TokenFiles
@@ -36,7 +36,7 @@ QUANTIZATION = {
 RECIPE = '''"""In place of a large recipe: one run at a constant rate."""
 
 from study.measurements.quantization import QuantizationSettings
-from study.recipes import parts
+from dynamics.recipes import parts
 from study.text.kinds import TokenFiles
 from train.model.presets import olmo2
 from train.run.optimization import ConstantPhase, ScheduleConfig

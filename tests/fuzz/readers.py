@@ -23,6 +23,7 @@ from ckpt_tools.hf.results import labels, read_result
 from ckpt_tools.hf.source import read_model
 from ckpt_tools.inspecting import describe
 from ckpt_tools.released.download_record import read_download
+from dynamics.recipes import resolve
 from quant_eval.specs import parse_spec
 from quant_eval.tasks import documents
 from slurm import cluster
@@ -39,7 +40,6 @@ from study.definition import load_study
 from study.machine.hardware import Hardware
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
-from study.recipes import resolve
 from study.results.table import Row, read_table, write_table
 from tests.ckpt_tools.checkpoints import seal
 from tests.fuzz.mutators import (

@@ -7,7 +7,7 @@ import zipfile
 
 from tests.install.conftest import PROJECT
 
-FOLDERS = ("base", "ckpt_tools", "curvature", "quant_eval", "slurm", "study", "train")
+FOLDERS = ("base", "ckpt_tools", "curvature", "dynamics", "quant_eval", "slurm", "study", "train")
 DATA = ("slurm/sites/*.toml", "study/report/templates/*.html")
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from dynamics.recipes import resolve
+from dynamics.recipes.parts import places_of_runs
 from slurm.site import Site
 from study.definition import Study, save_study
 from study.machine.hardware import Hardware
@@ -18,8 +20,6 @@ from study.pipeline.locks import locked
 from study.pipeline.runner import Runner
 from study.pipeline.step import Machine, Step
 from study.pipeline.steps import steps_of
-from study.recipes import resolve
-from study.recipes.parts import places_of_runs
 from study.results.table import TABLE
 from study.text.kinds import TokenFiles
 from tests.interpreter import interpreter

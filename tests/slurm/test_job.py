@@ -8,6 +8,7 @@ import typer
 
 from base.errors import UserError
 from base.files import write_json
+from dynamics.recipes import resolve
 from slurm.job import advancing, element, stop_files
 from slurm.job import run as run_module
 from slurm.job.run import run_element
@@ -21,7 +22,6 @@ from slurm.submission.submit import write_scripts
 from study.definition import save_study
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
-from study.recipes import resolve
 from tests.interpreter import interpreter
 from tests.sealing import write_ending
 from tests.slurm.small_study import site_of

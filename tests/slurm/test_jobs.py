@@ -6,12 +6,12 @@ import random
 import pytest
 from typer.testing import CliRunner
 
+from dynamics.recipes import RECIPES, resolve
 from slurm.__main__ import app
 from slurm.site import EXAMPLE, Limits, load_site
 from slurm.submission.arrays import arrays_of
 from slurm.submission.submit import dry_run
 from study.pipeline.steps import steps_of
-from study.recipes import RECIPES, resolve
 from study.text.own import TextOptions
 from tests.study.ablation import tiny
 

@@ -7,6 +7,7 @@ import pytest
 
 from base.errors import UserError
 from base.files import write_json
+from dynamics.recipes import resolve
 from slurm import cluster
 from slurm.cancel import cancel
 from slurm.site import Site
@@ -30,7 +31,6 @@ from slurm.submission.survey import survey
 from study.definition import Study, save_study
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
-from study.recipes import resolve
 from tests.interpreter import interpreter
 from tests.slurm.lab import Lab, running
 from tests.slurm.small_study import PROJECT, site_of, small_study

@@ -5,6 +5,7 @@ written by hand.
 import json
 from pathlib import Path
 
+from dynamics.recipes import resolve
 from slurm.site import Limits, Site
 from slurm.states import JobState
 from slurm.submission.arrays import arrays_of
@@ -18,7 +19,6 @@ from slurm.submission.record import (
 from study.definition import Study, save_study
 from study.pipeline.ledger import Ledger
 from study.pipeline.steps import steps_of
-from study.recipes import resolve
 from tests.sealing import json_lines
 from train.run.directory import RunDirectory
 

@@ -1,9 +1,9 @@
 """The study of all tests that read results: four peaks, one training of each, and no controls."""
 
+from dynamics.recipes.parts import data_of, sweep
 from study.definition import Study
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
-from study.recipes.parts import data_of, sweep
 from study.soups import SoupSettings
 from study.text.kinds import PackageSources
 from train.model.presets import olmo2

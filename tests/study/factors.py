@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from dynamics.recipes import parts
 from study.definition import Study
-from study.recipes import parts
 from train.model.presets import olmo2
 from train.run.config import RunConfig
 from train.run.optimization import Anneal, ConstantPhase, OptimizerConfig, ScheduleConfig

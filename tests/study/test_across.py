@@ -10,10 +10,10 @@ import pytest
 from scipy.stats import linregress
 
 from base.errors import UserError
-from study.across.comparison import write_comparison
-from study.across.ends import parameters_of, write_ends
-from study.across.fit import PARAMETERS, PER_PARAMETER, SCATTER, Point, fit
-from study.recipes.parts import sweep
+from dynamics.across.comparison import write_comparison
+from dynamics.across.ends import parameters_of, write_ends
+from dynamics.across.fit import PARAMETERS, PER_PARAMETER, SCATTER, Point, fit
+from dynamics.recipes.parts import sweep
 from study.results.table import Row, write_table
 from tests.study import factors
 from tests.study.claimed import SPEC, rows_of, run_of, study_of

@@ -4,9 +4,9 @@ import pyarrow as pa
 import pytest
 
 from base.errors import UserError
+from dynamics.recipes import resolve
+from dynamics.recipes.parts import sweep
 from study.axes import axes_of, text_of
-from study.recipes import resolve
-from study.recipes.parts import sweep
 from study.results.table import axis_columns, schema_of
 from study.tracking.described import run_params
 from tests.present import present

@@ -7,8 +7,7 @@ import pytest
 from base.errors import UserError
 from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import read_result
-from study.figures.canvas import Canvas
-from study.figures.drawn.blocks import (
+from dynamics.figures.blocks import (
     ALONE,
     NEEDED,
     TITLES,
@@ -17,6 +16,7 @@ from study.figures.drawn.blocks import (
     output_errors,
     shares,
 )
+from study.figures.canvas import Canvas
 from study.figures.looks import Runs, looks_for
 from tests.quant_eval.models import run_settings
 from tests.sealing import reseal

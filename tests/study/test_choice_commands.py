@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from base.errors import UserError
+from dynamics.recipes.parts import sweep
 from study.__main__ import app
-from study.recipes.parts import sweep
 from tests.study import factors
 from tests.study.synthetic import table_of, write_study
 

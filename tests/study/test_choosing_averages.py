@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from base.errors import UserError
-from study.choices.average import Bench, name_of, pick_lines
-from study.choices.search import most_tried, search
+from dynamics.choices.average import Bench, name_of, pick_lines
+from dynamics.choices.search import most_tried, search
 from study.definition import save_study
 from study.paths import hf_directory
 from study.text.kinds import TokenFiles
@@ -107,7 +107,7 @@ def bench(tmp_path, held_out_prefix, train_prefix, tokenizer_dir, monkeypatch):
         place.mkdir(parents=True)
         (place / "lineage.json").write_text("{}")
     commands = Commands()
-    monkeypatch.setattr("study.choices.average.subprocess.run", commands)
+    monkeypatch.setattr("dynamics.choices.average.subprocess.run", commands)
     return Bench(directory, study, run, SPEC, last=4), commands, directory
 
 
@@ -163,7 +163,7 @@ def test_the_last_weights_may_be_the_pick(bench, monkeypatch):
 def test_a_command_that_fails_ends_the_search(bench, monkeypatch):
     bench, *_ = bench
     failed = subprocess.CompletedProcess[bytes]([], 2)
-    monkeypatch.setattr("study.choices.average.subprocess.run", lambda *_, **__: failed)
+    monkeypatch.setattr("dynamics.choices.average.subprocess.run", lambda *_, **__: failed)
     with pytest.raises(UserError, match="'python -m train prepare' ended with 2"):
         bench.pick()
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from base.statistics import holm
-from study.claims import page
+from dynamics.claims import page
 from study.results.paired import Paired
 from tests.present import present
 from tests.study.claimed import (

@@ -8,10 +8,10 @@ import pytest
 from base.environment import version
 from base.errors import UserError
 from base.files import sha256_of
-from study.claims.flatness import over_checkpoints
-from study.claims.verdict import Evidence
+from dynamics.claims.flatness import over_checkpoints
+from dynamics.claims.verdict import Evidence
+from dynamics.figures.curvature import curvature
 from study.figures.canvas import Canvas
-from study.figures.drawn.curvature import curvature
 from study.paths import MeasuredModel, curvature_result, quantization_result, step_result
 from study.results.collect import collect_rows, phase_of
 from study.results.paired import Paired

@@ -5,7 +5,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from study.recipes import resolve
+from dynamics.recipes import resolve
 from tests.runs import python
 from tests.study.synthetic import write_study
 

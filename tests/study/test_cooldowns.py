@@ -4,10 +4,10 @@ import pytest
 
 from base.errors import UserError
 from base.frozen import fingerprint
-from study.choices.cooldowns import cost, with_cooldowns, write_recipe
+from dynamics.choices.cooldowns import cost, with_cooldowns, write_recipe
+from dynamics.recipes import resolve
 from study.definition import load_study, save_study
 from study.pipeline.steps import steps_of
-from study.recipes import resolve
 from tests.present import present
 from tests.study.claimed import branched, run_of, study_of
 from train.run.schedules import learning_rate

@@ -7,13 +7,13 @@ import typer
 
 from curvature.__main__ import app as curvature_app
 from curvature.settings import HutchinsonSettings
+from dynamics.recipes import resolve
 from quant_eval.__main__ import app as quant_eval_app
 from quant_eval.settings import RunSettings, TaskSettings
 from study.measurements.curvature import CurvatureSettings
 from study.measurements.quantization import QuantizationSettings
 from study.measurements.tasks import TasksSettings
 from study.pipeline.steps import steps_of
-from study.recipes import resolve
 
 # The option of a field under another name. A study draws several calibration texts by its own rule.
 OTHER_NAMES = {"documents": "limit"}

@@ -3,11 +3,11 @@
 import pytest
 
 from base.frozen import fingerprint
+from dynamics.recipes import RECIPES, resolve
+from dynamics.recipes.parts import sweep, wsd_run
 from study.definition import Study
 from study.design import control_among, with_controls, with_seeds
-from study.recipes import RECIPES, resolve
-from study.recipes.parts import sweep, wsd_run
-from tests.study.recipes.mine import MODEL, TEXT
+from tests.dynamics.recipes.mine import MODEL, TEXT
 from train.run.config import RunConfig, StartFrom
 from train.run.schedules import learning_rate
 

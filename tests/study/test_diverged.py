@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from base.frozen import fingerprint
-from study.choices.learning_rate import answers
-from study.claims.page import claims_table, judge_all
-from study.claims.verdict import Evidence
+from dynamics.choices.learning_rate import answers
+from dynamics.claims.page import claims_table, judge_all
+from dynamics.claims.verdict import Evidence
+from dynamics.recipes import resolve
 from study.machine.hardware import Hardware
 from study.paths import REPORT
 from study.pipeline.ledger import Ledger
@@ -16,7 +17,6 @@ from study.pipeline.runner import Runner, StepError
 from study.pipeline.status import status_lines
 from study.pipeline.step import Step
 from study.pipeline.steps import steps_of
-from study.recipes import resolve
 from study.report.report import write_report
 from study.results.diverged import diverged_runs, left_out_lines
 from study.results.paired import Paired

@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from study.claims.verdict import in_words
-from study.recipes import resolve
-from study.recipes.parts import sweep
+from dynamics.claims.verdict import in_words
+from dynamics.recipes import resolve
+from dynamics.recipes.parts import sweep
 from study.report.cells import Bounded, Cell, Table, cell
 from study.report.effects import effect_tables, effects_text
 from study.report.files import csv_rows, write_tables

@@ -15,16 +15,16 @@ from matplotlib.figure import Figure as Picture
 
 from base.errors import UserError
 from curvature.slices.figure import MARKERS
+from dynamics.figures.averages import averages
+from dynamics.figures.curvature import curvature
+from dynamics.figures.ends import ends
+from dynamics.figures.full_against_quantized import full_against_quantized
+from dynamics.figures.methods import methods, shown_methods, tasks
+from dynamics.figures.quantization import DIVERGENCE, MEASURES, kl_divergence
+from dynamics.figures.slices import slices
 from study.figures.canvas import Canvas
 from study.figures.charts import HIDDEN, Quantity, columns_of
 from study.figures.drawing import draw_all, figures_of, pictures_of
-from study.figures.drawn.averages import averages
-from study.figures.drawn.curvature import curvature
-from study.figures.drawn.ends import ends
-from study.figures.drawn.full_against_quantized import full_against_quantized
-from study.figures.drawn.methods import methods, shown_methods, tasks
-from study.figures.drawn.quantization import DIVERGENCE, MEASURES, kl_divergence
-from study.figures.drawn.slices import slices
 from study.figures.figure import Drawn, Figure
 from study.figures.looks import looks_for, runs_of
 from study.measurements.tasks import TasksSettings

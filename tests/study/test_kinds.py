@@ -5,11 +5,11 @@ import json
 import pytest
 
 from base.errors import UserError
+from dynamics.recipes import resolve
 from study.definition import KINDS, load_study
 from study.measurements.tasks import TasksSettings
 from study.paths import last_model
 from study.pipeline.steps import steps_of
-from study.recipes import resolve
 from study.results.collect import collect_rows
 from study.results.table import read_table, schema_of, write_table
 from tests.sealing import reseal

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from base.errors import UserError
-from study.choices import text
-from study.choices.learning_rate import (
+from dynamics.choices import text
+from dynamics.choices.learning_rate import (
     QUANTIZED_LOSS,
     answers,
     at_equal_loss,
@@ -17,7 +17,7 @@ from study.choices.learning_rate import (
     interpolated,
     sweeps,
 )
-from study.claims.verdict import Evidence, Measure, NotTested
+from dynamics.claims.verdict import Evidence, Measure, NotTested
 from study.results.paired import Paired
 from study.results.table import Row
 from tests.present import present

@@ -11,14 +11,14 @@ import pytest
 import vl_convert
 from matplotlib.figure import Figure as Picture
 
+from dynamics.figures.averages import DASHES, averages
+from dynamics.recipes.parts import sweep
 from study.definition import Study
 from study.figures.canvas import Canvas
 from study.figures.drawing import figures_of
-from study.figures.drawn.averages import DASHES, averages
 from study.figures.figure import Drawn
 from study.figures.looks import DASHED, SOLID, colours
 from study.measurements.curvature import RELATIVE
-from study.recipes.parts import sweep
 from study.results.table import Row
 from tests.present import present
 from tests.study import factors

@@ -9,14 +9,14 @@ import pytest
 
 from base.errors import UserError
 from base.frozen import fingerprint
+from dynamics.recipes import RECIPES
+from dynamics.recipes import resolve as recipe
 from study.definition import Study, load_study, save_study
 from study.machine.hardware import UNKNOWN_BYTES, Hardware, planned
 from study.machine.needs import ON_GPU, Needs
 from study.machine.run_configurations import write_run_configurations
 from study.pipeline.step import Step, resolve
 from study.pipeline.steps import steps_of
-from study.recipes import RECIPES
-from study.recipes import resolve as recipe
 from train.planning.flops import GPUS
 from train.planning.memory import rank_memory
 from train.run.config import load_run

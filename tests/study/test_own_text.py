@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from base.errors import UserError
 from ckpt_tools.__main__ import app as ckpt_tools_app
+from dynamics.recipes import RECIPES, recipe_names, resolve
 from quant_eval.measuring.texts import open_text
 from study.__main__ import app as study_app
 from study.definition import Study, load_study, save_study
 from study.pipeline.ledger import Ledger
 from study.pipeline.step import Machine
 from study.pipeline.step import resolve as resolved
-from study.recipes import RECIPES, recipe_names, resolve
 from study.text.kinds import OwnText, TokenFiles
 from study.text.own import TextOptions, source_of
 from study.text.steps import check_text, prefix, text_steps

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import kendalltau
 
-from study.claims.permutation import kendall
+from dynamics.claims.permutation import kendall
 
 
 def test_kendall_is_that_of_scipy_and_of_all_orders():

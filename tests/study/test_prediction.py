@@ -6,8 +6,7 @@ import pytest
 
 from base.errors import UserError
 from ckpt_tools.hf.measured import Step
-from study.figures.canvas import Canvas
-from study.figures.drawn.prediction import (
+from dynamics.figures.prediction import (
     MEASURED,
     PREDICTED,
     REMAINDER,
@@ -15,6 +14,7 @@ from study.figures.drawn.prediction import (
     prediction,
     relative_text,
 )
+from study.figures.canvas import Canvas
 from study.paths import step_result
 from tests.sealing import reseal
 from tests.study.curved import BLOCKS, step_content

@@ -2,9 +2,9 @@
 
 import pytest
 
+from dynamics.figures.probe import INCREASE, OUTPUT, probe
 from study.figures.canvas import Canvas
 from study.figures.drawing import pictures_of
-from study.figures.drawn.probe import INCREASE, OUTPUT, probe
 from study.results.table import Row
 from study.tracking.streams import metrics_stream
 from tests.sealing import json_lines

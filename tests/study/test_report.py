@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from base.environment import version_line
+from dynamics.recipes import resolve
+from dynamics.recipes.shown import summary
 from study.figures import drawing
-from study.recipes import resolve
-from study.recipes.shown import summary
 from study.report.provenance import commands, settings_of
 from study.report.report import write_report
 from study.report.tables import heat_tables

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from dynamics.forecast.cooldowns import Source
+from dynamics.mechanism.checkpoints import checkpoints
 from study.definition import Study
 from study.figures.canvas import RATE, WEIGHTS, Canvas
 from study.figures.charts import Quantity
-from study.forecast.cooldowns import Source
-from study.mechanism.checkpoints import checkpoints
 from study.paths import MeasuredModel, hf_directory, last_model
 from study.released import ReleasedRevision, ReleasedRun
 from study.results.collect import collect_rows

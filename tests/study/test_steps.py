@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 
+from dynamics.recipes import RECIPES
+from dynamics.recipes import resolve as resolve_recipe
 from study.pipeline.step import Machine, Step, batches, resolve, shared
 from study.pipeline.steps import steps_of
-from study.recipes import RECIPES
-from study.recipes import resolve as resolve_recipe
 from tests.study.ablation import tiny as four_peaks
 
 

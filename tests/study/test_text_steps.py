@@ -3,7 +3,7 @@
 import pytest
 
 from base.errors import UserError
-from study.recipes import resolve
+from dynamics.recipes import resolve
 from study.text.kinds import PackageSources, PreparedText, TokenFile, TokenFiles
 from study.text.steps import check_held_out, check_text, prefix, record, text_steps
 

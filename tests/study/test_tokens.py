@@ -7,8 +7,8 @@ from itertools import count
 import numpy as np
 import pytest
 
-from study.claims.tokens import tokens
-from study.claims.verdict import Evidence
+from dynamics.claims.tokens import tokens
+from dynamics.claims.verdict import Evidence
 from study.design import with_controls
 from study.results.paired import Paired
 from tests.study.claimed import rows_of, run_of, study_of

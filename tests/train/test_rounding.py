@@ -18,8 +18,8 @@ from base.files import write_json
 from ckpt_tools.export import export
 from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import read_result
+from dynamics.recipes.demo import MODEL as DEMO
 from quant_eval.specs import QuantSpec, parse_spec
-from study.recipes.demo import MODEL as DEMO
 from tests.conftest import LAYOUTS
 from tests.quant_eval.gptq_reference import eliminate_columns, grid_points
 from tests.runs import make_run, python, ranks

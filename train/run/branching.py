@@ -1,7 +1,8 @@
 """The check of a branch, a run that starts from another one's checkpoint, such as a cooldown.
 
-Updates keep their numbers, and data and learning rate are functions of them: a branch sees what its
-parent would have. `study.recipes.parts` makes branches; `train.checkpoints.resuming` begins them.
+Updates keep their numbers, and data and learning rate are functions of them: a branch sees what
+its parent would have. `dynamics.recipes.parts` makes branches; `train.checkpoints.resuming` begins
+them.
 """
 
 from typing import Any

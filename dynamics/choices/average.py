@@ -1,0 +1,183 @@
+"""The average of a run's weights by its quantized loss, chosen on one text, measured on another.
+
+The held-out text is split by document into halves that share none. The search sees the first alone;
+the pick and the last weights are then measured on the second.
+"""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from base.errors import UserError
+from base.statistics import verdict_of
+from ckpt_tools.hf.measured import Quantization
+from ckpt_tools.hf.results import Result, read_result
+from dynamics.choices.search import Members, most_tried, search
+from quant_eval.compare import Comparison, compare
+from quant_eval.specs import parse_spec
+from study.axes import amount_name
+from study.definition import Study
+from study.machine.disk import GB
+from study.machine.hardware import Hardware
+from study.measurements.kind import INTERVAL_LEVEL
+from study.measurements.quantization import computing_options, draw_options
+from study.paths import hf_directory, model_record
+from study.pipeline.step import Machine, python, resolve
+from study.text.kinds import places_of
+from train.data.corpus import open_corpus
+from train.data.share import PLACES, Share
+from train.planning.memory import bytes_of_weight, parameter_count
+from train.run.config import RunConfig
+
+SAMPLES, SEED = 10_000, 0  # resamplings of the documents; a p-value is never below one of them
+FIGURE = "cross_entropy_quantized"
+SELECTION, EVALUATION = "selection", "evaluation"
+SHARES = {
+    SELECTION: Share(first=0, stop=PLACES // 2),
+    EVALUATION: Share(first=PLACES // 2, stop=PLACES),
+}
+
+
+class Pick(NamedTuple):
+    """The average that was chosen.
+
+    Attributes:
+        members: of the average; one name for a model as it is.
+        losses: on the text of the search, of every model tried.
+        comparison: of the pick with the last weights, on the other text; None where they are it.
+    """
+
+    members: Members
+    losses: dict[Members, float]
+    comparison: Comparison | None
+
+
+class Bench:
+    """The averages of a run's exports and their quantized losses, made by this project's commands.
+
+    All files are below STUDY/choices/RUN; those that exist are kept.
+    """
+
+    def __init__(self, directory: Path, study: Study, run: RunConfig, spec: str, last: int) -> None:
+        """Take the run's last exports; UserError for fewer than two, or for an unknown spec."""
+        self.directory, self.study, self.run = directory, study, run
+        self.spec, self.place = parse_spec(spec), f"{{study}}/choices/{run.name}"
+        models = [
+            model
+            for model in study.models_of(run)
+            if (directory / model_record(run.name, model)).exists() and not model.soup_of
+        ]
+        weights = [model for model in models if not model.average]
+        if len(weights) < 2:
+            raise UserError(
+                f"{run.name} has {len(weights)} exported checkpoints, an average takes 2; run the"
+                " study first"
+            )
+        kept = [model for model in models if model.average and model.step == weights[-1].step]
+        self.exports = [hf_directory(run.name, model).name for model in weights[-last:]]
+        self.kept = [hf_directory(run.name, model).name for model in kept]
+        self.machine = Machine(device=Hardware.recorded(directory).device)
+
+    def cost(self) -> str:
+        """Return what the search takes at most, in words."""
+        models, averages = most_tried(len(self.exports), len(self.kept))
+        size = parameter_count(self.run) * bytes_of_weight(self.run)
+        draws = self.study.quantization.calibration_draws if self.spec.needs_calibration else 1
+        tokens = open_corpus(Path(self._resolved(self._held_out())[0])).manifest.tokens
+        return (
+            f"{draws * (models + 2)} quantizations with {self.spec.name} at most, each measured on"
+            f" {amount_name(tokens / 2).upper()} tokens, and {averages} averages of"
+            f" {averages * size / GB:.3g} GB, from the last {len(self.exports)} exports of"
+            f" {self.run.name}, on {self.machine.device}"
+        )
+
+    def pick(self) -> Pick:
+        """Search on the one text, and compare the pick with the last weights on the other."""
+        for text, share in SHARES.items():
+            self._start(
+                *("train", "prepare", self._held_out(), "--share", str(share)),
+                *("--tokenizer", places_of(self.study.text)["tokenizer"]),
+                *("--out", f"{self.place}/{text}"),
+            )
+        losses = search(self.exports, self.kept, self._selection_loss)
+        members = min(losses, key=lambda candidate: losses[candidate])
+        last = (self.exports[-1],)
+        if members == last:
+            return Pick(members, losses, None)
+        results = [self._measured(candidate, EVALUATION) for candidate in (last, members)]
+        (comparison,) = compare(
+            results, [(0, 1)], FIGURE, samples=SAMPLES, level=INTERVAL_LEVEL, seed=SEED
+        )
+        return Pick(members, losses, comparison)
+
+    def _selection_loss(self, members: Members) -> float:
+        loss = getattr(self._measured(members, SELECTION).measured, FIGURE)
+        assert loss is not None
+        return float(loss)
+
+    def _measured(self, members: Members, text: str) -> Result[Quantization]:
+        """Return the losses of the mean of some members on one of the texts."""
+        hf = f"{{study}}/{self.run.name}/hf"
+        model = f"{hf}/{members[0]}"
+        if len(members) > 1:
+            model = f"{self.place}/{name_of(members)}"
+            self._start("ckpt_tools", "average", model, *(f"{hf}/{member}" for member in members))
+        out = f"{self.place}/{text}-{name_of(members)}/{self.spec.name}"
+        settings = self.study.quantization
+        calibration: tuple[str, ...] = ()
+        if self.spec.needs_calibration:
+            prefix = places_of(self.study.text)["calibration"]
+            sequences = str(settings.calibration_sequences)
+            calibration = ("--calibration", prefix, "--calibration-sequences", sequences)
+            calibration += draw_options([self.spec.name], settings)
+        self._start(
+            *("quant_eval", "run", model, "--spec", self.spec.name, "--out", out, *calibration),
+            *("--eval", f"{self.place}/{text}", *computing_options(settings)),
+        )
+        return read_result(Path(self._resolved(out)[0]), Quantization)
+
+    def _held_out(self) -> str:
+        return places_of(self.study.text)["held_out"]
+
+    def _resolved(self, *words: str) -> list[str]:
+        return resolve(words, self.directory, self.machine)
+
+    def _start(self, *words: str) -> None:
+        """Run a command of this project; UserError where it fails, after its own line."""
+        process = subprocess.run(
+            self._resolved(*python(*words)), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        if process.returncode:
+            raise UserError(
+                f"'python -m {words[0]} {words[1]}' ended with {process.returncode}; see its own"
+                " line above and run this command again, which keeps what is there"
+            )
+
+
+def name_of(members: Members) -> str:
+    """Return 'step00000640', or 'mean-512-576-640' of several."""
+    if len(members) == 1:
+        return members[0]
+    return "-".join(["mean", *(member.removeprefix("step").lstrip("0") for member in members)])
+
+
+def pick_lines(pick: Pick) -> Iterator[str]:
+    """Yield every model that was tried by its loss, and the comparison on the other text."""
+    yield f"quantized loss on the {SELECTION} text, nats per token:"
+    for members, loss in sorted(pick.losses.items(), key=lambda item: item[1]):
+        yield f"  {loss:.5f}  {name_of(members)}"
+    if pick.comparison is None:
+        yield f"{name_of(pick.members)}, the last weights themselves, has the lowest"
+        return
+    first, second, difference = (
+        pick.comparison.first_value,
+        pick.comparison.second_value,
+        pick.comparison.difference,
+    )
+    verdict = verdict_of(difference.value, difference.p_value, INTERVAL_LEVEL)
+    yield (
+        f"{name_of(pick.members)} on the {EVALUATION} text: {second:.5f}, the last weights"
+        f" {first:.5f}; {difference.value:+.5f} [{difference.low:+.5f}, {difference.high:+.5f}],"
+        f" p {difference.p_value:.2g}: {verdict}"
+    )

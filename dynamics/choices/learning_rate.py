@@ -1,0 +1,227 @@
+"""The peak learning rate by its quantization error at equal loss, and by its quantized loss.
+
+At equal loss, the error of each run is read off its own checkpoints: between two of them the
+logarithm of the error is linear in the full-precision loss. As a weighted sum of the rows of those
+two, with the weights that keep the value and its first-order error (delta method), it has the
+interval and the paired tests of any other. The losses decide the weights and are taken as known.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from base.errors import UserError
+from dynamics.choices.ranking import Ranked, ranked
+from dynamics.claims.data import alike
+from dynamics.claims.verdict import FIGURES, Evidence, Measure, NotTested
+from study.axes import amount_name
+from study.results.paired import Weighted
+from study.results.summary import RunSummary, enumeration, lineage
+from study.results.table import Row, trained
+from train.run.config import RunConfig
+
+QUANTIZED_LOSS = "cross_entropy_quantized"
+Sweep = dict[float, list[RunSummary]]  # by peak learning rate an end for every seed
+
+
+class Crossing(NamedTuple):
+    """Two neighbouring rows of a run, and the share of the way from one loss to the other."""
+
+    first: Row
+    second: Row
+    share: float
+
+
+class Answer(NamedTuple):
+    """Peak learning rates ranked by one quantity.
+
+    Attributes:
+        measure: the quantity.
+        where: equal loss or equal tokens, in words.
+        ranking: the lowest first; empty where there is none.
+        reason: why there is none.
+    """
+
+    measure: Measure
+    where: str
+    ranking: list[Ranked]
+    reason: str = ""
+
+
+def sweeps(ends: Sequence[RunSummary]) -> list[Sweep]:
+    """Return groups of ends of training that differ in peak learning rate and seed alone.
+
+    Of each only the seeds that every peak has, in one order.
+    """
+    groups = []
+    for group in alike(ends, ("optimizer.peak_lr", "seed")):
+        by_peak: dict[float, dict[int, RunSummary]] = {}
+        for end in group:
+            assert isinstance(end.run, RunConfig)
+            by_peak.setdefault(end.run.optimizer.peak_lr, {})[end.run.seed] = end
+        seeds = sorted(set.intersection(*(set(own) for own in by_peak.values())))
+        if len(by_peak) > 1 and seeds:
+            groups.append(
+                {peak: [by_peak[peak][seed] for seed in seeds] for peak in sorted(by_peak)}
+            )
+    return groups
+
+
+def at_equal_loss(of: Measure, sweep: Sweep, loss: float | None = None) -> Answer:
+    """Rank the peaks by the figure at a full-precision loss; by default the lowest that all reach.
+
+    Raises:
+        UserError: `loss` is not one that the runs share.
+        NotTested: they share none, or a run has fewer than two measured checkpoints or an error
+            there that is not positive.
+    """
+    loss_column = of.of(figure="cross_entropy").column
+    paths = {
+        peak: [_measured(of, end, loss_column) for end in ends] for peak, ends in sweep.items()
+    }
+
+    # the losses that every run has passed
+    losses = [[row[loss_column] for row in path] for own in paths.values() for path in own]
+    low, high = max(map(min, losses)), min(map(max, losses))
+    if low > high:
+        raise NotTested(
+            f"the runs share no loss: one ends at {low:.4f}, another begins at {high:.4f} nats per"
+            " token"
+        )
+    if loss is not None and not low <= loss <= high:
+        raise UserError(
+            f"--loss {loss:g} is outside {low:.4f} to {high:.4f} nats per token, the losses that"
+            " all compared runs have passed; give one within"
+        )
+    at = low if loss is None else loss
+
+    # of each peak the figure there, seed by seed
+    choices = {}
+    for peak, own in paths.items():
+        crossings = [crossing(path, loss_column, at) for path in own]
+        choices[_label(peak, crossings)] = [interpolated(each, of.column) for each in crossings]
+
+    where = f"at a loss of {at:.4f} nats per token"
+    where += ", the lowest that all reach" if loss is None else ""
+    return Answer(of, where, ranked(choices, of.evidence.paired, of.spec, of.figure))
+
+
+def at_equal_tokens(of: Measure, sweep: Sweep) -> Answer:
+    """Rank the peaks by the quantized loss at the end of training, which has equal tokens.
+
+    Raises:
+        NotTested: an end is not measured.
+    """
+    by_loss = of.of(figure=QUANTIZED_LOSS)
+    ends = {peak: [by_loss.end(end) for end in own] for peak, own in sweep.items()}
+    tokens = next(iter(ends.values()))[0]["tokens"]
+    choices: Mapping[str, Sequence[Weighted]] = {
+        f"{peak:g}": [[(row, 1.0)] for row in own] for peak, own in ends.items()
+    }
+    where = f"at the end of {tokens:,} tokens"
+    return Answer(by_loss, where, ranked(choices, of.evidence.paired, of.spec, QUANTIZED_LOSS))
+
+
+def crossing(rows: Sequence[Row], loss_column: str, loss: float) -> Crossing:
+    """Return the neighbours between which the loss passes a value, the last time that it does.
+
+    Raises:
+        NotTested: it never does.
+
+    Example: 2.25 is three quarters of the way from 3 to 2.
+        >>> crossing([{"loss": 4.0}, {"loss": 3.0}, {"loss": 2.0}], "loss", 2.25).share
+        0.75
+    """
+    for first, second in reversed(list(pairwise(rows))):
+        start, end = first[loss_column], second[loss_column]
+        if min(start, end) <= loss <= max(start, end):
+            return Crossing(first, second, 1.0 if start == end else (loss - start) / (end - start))
+    raise NotTested(f"{rows[-1]['run']} does not pass a loss of {loss:.4f}")
+
+
+def interpolated(at: Crossing, column: str) -> Weighted:
+    """Return the weights of the two rows in the column between them.
+
+    log e is linear in the loss: e = e1^(1 - s) e2^s with the share s. Its derivatives by e1 and e2
+    are the weights, e (1 - s) / e1 and e s / e2, and the sum is e itself.
+
+    Raises:
+        NotTested: an error is not positive.
+
+    Example: half of the way from 1 to 4 is 2 = 1 x 1 + 4 x 0.25.
+        >>> weighted = interpolated(Crossing({"error": 1.0}, {"error": 4.0}, 0.5), "error")
+        >>> [weight for row, weight in weighted]
+        [1.0, 0.25]
+    """
+    first, second, share = at
+    if min(first[column], second[column]) <= 0:
+        raise NotTested(
+            f"{column} of {first['run']} is not positive at step {first['step']} or"
+            f" {second['step']} and has no logarithm: measure on more text"
+        )
+    value = first[column] ** (1 - share) * second[column] ** share
+    shares = ((first, 1 - share), (second, share))
+    return [(row, value * part / row[column]) for row, part in shares if part]
+
+
+def _label(peak: float, crossings: Sequence[Crossing]) -> str:
+    """Return '0.01 (anneal phase, 1.2M tokens)', the place of the first seed."""
+    first, second, share = crossings[0]
+    tokens = (1 - share) * first["tokens"] + share * second["tokens"]
+    return f"{peak:g} ({second['phase']} phase, {amount_name(tokens).upper()} tokens)"
+
+
+def _measured(of: Measure, end: RunSummary, *others: str) -> list[Row]:
+    """Return the checkpoints that led to an end, those that are measured."""
+    led = trained(lineage(of.evidence.study, of.evidence.rows, end.run))
+    rows = [row for row in led if None not in [row[name] for name in (of.column, *others)]]
+    if len(rows) < 2:
+        raise NotTested(f"{end.label} has {len(rows)} measured checkpoints, a line takes 2")
+    return rows
+
+
+def answers(evidence: Evidence, loss: float | None = None) -> list[Answer]:
+    """Return every ranking: at equal loss by each figure at each spec, then at equal tokens.
+
+    Raises:
+        UserError: as `at_equal_loss`, or no two runs differ in their peak learning rate alone.
+    """
+    groups, specs = sweeps(evidence.ends), evidence.study.quantization.specs
+    if not groups:
+        study = evidence.study
+        others = [axis.name for axis in study.axes if axis.key != "peak_lr"]
+        way = (
+            f"its report begins with the effect of {enumeration(others)}, see also"
+            f" 'python -m study report {study.name} --claims'"
+        )
+        raise UserError(
+            f"choose ranks peak learning rates, and no two runs of {study.name} differ in that and"
+            f" their seed alone; {way if others else 'take a study that sweeps it'}"
+        )
+    matched = [
+        _answer(sweep, Measure(evidence, spec, figure), at_equal_loss, loss)
+        for sweep in groups
+        for spec in specs
+        for figure in FIGURES
+    ]
+    budgets = [
+        _answer(sweep, Measure(evidence, spec, QUANTIZED_LOSS), at_equal_tokens)
+        for sweep in groups
+        for spec in specs
+    ]
+    return [*matched, *budgets]
+
+
+def _answer(
+    sweep: Sweep, of: Measure, rank: Callable[..., Answer], *arguments: float | None
+) -> Answer:
+    """Return a ranking, or the reason why there is none, with what else the sweep's runs share."""
+    study = of.evidence.study
+    run = next(iter(sweep.values()))[0].run
+    others = [axis for axis in study.axes if axis.key != "peak_lr"]
+    shared = "".join(f"{axis.name} {axis.text_of(run.name)}, " for axis in others)
+    try:
+        answer = rank(of, sweep, *arguments)
+    except NotTested as reason:
+        answer = Answer(of, "not ranked", [], str(reason))
+    return answer._replace(where=shared + answer.where)

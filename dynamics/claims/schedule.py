@@ -1,0 +1,228 @@
+"""Claims on the learning rate along a run: flat while it is high, a surge when it decays.
+
+What the anneal does is the difference from the control, the same run at equal tokens without it. A
+released trajectory has none: there it is the change of slope in log tokens where the decay starts.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from math import log2
+
+import numpy as np
+
+from dynamics.claims.finding import (
+    Finding,
+    all_directed,
+    conclude,
+    conclude_within,
+    directed,
+    mean_of,
+    times,
+)
+from dynamics.claims.verdict import (
+    Measure,
+    NotTested,
+    Replicates,
+    Verdict,
+    by_measure,
+    claim,
+    grouped,
+    needed,
+)
+from study.results.paired import Weighted
+from study.results.summary import RunSummary, at_high_rate, lineage
+from study.results.table import Row, trained
+from train.run.config import RunConfig
+
+# An error is called flat if all tokens of the phase change it by at most this share of what the
+# anneal does.
+MARGIN = 0.25
+Contrast = Callable[[RunSummary], Weighted]
+
+
+def slope_over(placed: Sequence[tuple[Row, float]]) -> Weighted:
+    """Return the weights of the rows in the slope of least squares over their places."""
+    mean = sum(place for _, place in placed) / len(placed)
+    spread = sum((place - mean) ** 2 for _, place in placed)
+    return [(row, (place - mean) / spread) for row, place in placed]
+
+
+def slope_over_tokens(rows: Sequence[Row]) -> Weighted:
+    """Return the weights of the rows in the slope over log2 of their tokens."""
+    return slope_over([(row, log2(row["tokens"])) for row in rows])
+
+
+def growth_over(rows: Sequence[Row]) -> Weighted:
+    """Return the weights of the rows in slope x span: the change over all their tokens, by trend.
+
+    The slope is that of least squares over log2 of the tokens, the span their doublings.
+    """
+    return times(doublings(rows), slope_over_tokens(rows))
+
+
+def doublings(rows: Sequence[Row]) -> float:
+    """Return how often the tokens double from the first to the last of these rows.
+
+    Example:
+        >>> doublings([{"tokens": 100}, {"tokens": 200}, {"tokens": 400}])
+        2.0
+    """
+    tokens = [row["tokens"] for row in rows]
+    return log2(max(tokens) / min(tokens))
+
+
+def change(first: Row, last: Row) -> Weighted:
+    """Return the weights of last - first."""
+    return [(last, 1.0), (first, -1.0)]
+
+
+def annealed(of: Measure, *others: str) -> list[RunSummary]:
+    """Return the ends of a decay that have something to be compared with.
+
+    Raises:
+        NotTested: there are none, or a control is not measured.
+    """
+    study = of.evidence.study
+    ends = of.evidence.annealed
+    if not ends:
+        raise NotTested("no run's learning rate decays after a checkpoint at a higher one")
+    kept = [end for end in ends if not isinstance(end.run, RunConfig) or study.control_of(end.run)]
+    if not kept:
+        raise NotTested("no annealed run has a control: the same run at equal tokens, not annealed")
+    for end in kept:
+        of.end(end, *others)
+        if isinstance(end.run, RunConfig):
+            needed(f"the control of {end.label}", end.control, of.column, *others)
+    return kept
+
+
+def effect_of_anneal(of: Measure, end: RunSummary) -> Weighted:
+    """Return the weights of the rows in what the anneal of a run does to its error."""
+    if isinstance(end.run, RunConfig):
+        return change(needed(f"the control of {end.label}", end.control, of.column), of.end(end))
+    return above_trend(_stable(of, end), _decaying(of, end))
+
+
+def above_trend(stable: Sequence[Row], decaying: Sequence[Row]) -> Weighted:
+    """Return the weights of the rows in how far the end is above the trend of the stable phase.
+
+    It is the change of slope in a fit of two lines over log2 of the tokens, which meet where the
+    decay starts, times the doublings in the decay.
+    """
+    rows, start = [*stable, *decaying], log2(stable[-1]["tokens"])
+    places = np.array([log2(row["tokens"]) for row in rows])
+    beyond = np.maximum(places - start, 0)
+    weights = np.linalg.pinv(np.stack([np.ones_like(places), places, beyond], axis=1))[2]
+    return [(row, float(weight * beyond.max())) for row, weight in zip(rows, weights, strict=True)]
+
+
+def _stable(of: Measure, end: RunSummary) -> list[Row]:
+    """Return the rows at the high rate, on to the control's where there is one."""
+    study, rows = of.evidence.study, of.evidence.rows
+    control = study.control_of(end.run) if isinstance(end.run, RunConfig) else None
+    first = needed(f"{end.label} before the decay", end.first)
+    last = end.control or first
+    # tokens count on from stage to stage, steps may not
+    high = [row for row in at_high_rate(lineage(study, rows, control or end.run)) if row["tokens"]]
+    kept = [row for row in high if row["tokens"] <= (last["tokens"] or 0)]
+    if len({row["tokens"] for row in kept}) < 2:
+        raise NotTested("no run has two checkpoints at a high learning rate before it decays")
+    return [needed(f"{end.label}, step {row['step']}", row, of.column) for row in kept]
+
+
+def _decaying(of: Measure, end: RunSummary) -> list[Row]:
+    """Return the rows of a released training after the last one at the high rate."""
+    first = needed(f"{end.label} before the decay", end.first)
+    led = trained(lineage(of.evidence.study, of.evidence.rows, end.run))
+    later = [row for row in led if row["tokens"] and row["tokens"] > (first["tokens"] or 0)]
+    return [row for row in later if row[of.column] is not None]
+
+
+def by_group(contrast: Contrast, ends: Sequence[RunSummary]) -> dict[str, Replicates]:
+    """Return a contrast of the runs that are the same but for their seed, by their label."""
+    return {label: [contrast(end) for end in group] for label, group in grouped(ends).items()}
+
+
+def reach(values: Iterable[float]) -> str:
+    """Return the least and the largest of some values in two digits, as one where they are alike.
+
+    >>> reach([1.4142, 1.4, 0.5]), reach([1.4142, 1.41])
+    ('0.5 to 1.4', '1.4')
+    """
+    ends = [f"{end(values):.2g}" for end in (min, max)]
+    return " to ".join(dict.fromkeys(ends))
+
+
+@claim(
+    10,
+    "flat",
+    "The error stays flat while the rate is high",
+    source="abstract, figure 1",
+    needs="two checkpoints at a high rate, and annealed weights with their control",
+)
+@by_measure
+def flat(of: Measure) -> Verdict:
+    """Compare the change over the whole phase with a share of what the anneal does."""
+    ends = annealed(of)
+    changes = by_group(lambda end: growth_over(_stable(of, end)), ends)
+    margins = by_group(lambda end: times(MARGIN, effect_of_anneal(of, end)), ends)
+    spans = [doublings(_stable(of, end)) for end in ends]
+    beside = (
+        f"slope x span over {reach(spans)} doublings of the tokens; the margin is {MARGIN:g} of"
+        " what the anneal does; two one-sided tests"
+    )
+    return conclude_within(of, changes, margins, two_sided=True, beside=beside)
+
+
+@claim(
+    20,
+    "surge",
+    "The error surges when the rate decays",
+    source="abstract, figure 1, appendix E.4",
+    needs="annealed weights, and the same run at equal tokens without the anneal",
+)
+@by_measure
+def surge(of: Measure) -> Verdict:
+    """Compare annealed with not annealed weights at equal tokens, the growth by data beside it."""
+    ends = annealed(of)
+    beside = "above the trend in log tokens"
+    if isinstance(ends[0].run, RunConfig):
+        beside = "annealed minus control at equal tokens"
+        controls = [(end, end.control) for end in ends if end.control]
+        if all(end.first and end.first.get(of.column) is not None for end, _ in controls):
+            grown = by_group(
+                lambda end: change(of.before(end), needed("", end.control)),
+                [end for end, _ in controls],
+            )
+            growth = of.estimate(mean_of(list(grown.values())))
+            beside += f"; by data alone, control minus before the anneal: {of.estimated(growth)}"
+    parts = by_group(lambda end: effect_of_anneal(of, end), ends)
+    return all_directed(of, parts, "higher", beside=beside)
+
+
+@claim(
+    30,
+    "divergence",
+    "The decay lowers the loss, raises the error",
+    source="abstract",
+    needs="annealed weights, and the same run at equal tokens without the anneal",
+)
+@by_measure
+def divergence(of: Measure) -> Verdict:
+    """Compare both with the control: the full-precision loss falls, and the error rises.
+
+    The larger p-value decides (Berger 1982, intersection-union test).
+    """
+    of_loss = of.of(figure="cross_entropy")
+    ends = annealed(of, of_loss.column)
+    contrasts = by_group(lambda end: effect_of_anneal(of, end), ends)
+    parts = {label: _parted(of_loss, of, part) for label, part in contrasts.items()}
+    whole = mean_of(list(contrasts.values()))
+    verdict = conclude(of, (_parted(of_loss, of, whole), of.estimate(whole)), parts, "apart")
+    loss = of_loss.signed(of_loss.estimate(whole).value)
+    return verdict._replace(effect=f"{verdict.effect}, loss {loss}")
+
+
+def _parted(of_loss: Measure, of: Measure, contrast: Replicates) -> Finding:
+    loss, error = directed(of_loss, contrast), directed(of, contrast)
+    way = "apart" if (loss.way, error.way) == ("lower", "higher") else "not apart"
+    return Finding(way, max(loss.p, error.p), f"loss {loss.words}, error {error.words}")

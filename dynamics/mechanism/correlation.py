@@ -1,0 +1,93 @@
+"""Partial rank correlation over checkpoints, whose interval is over trainings.
+
+Shapes: N checkpoints, C quantities that are held fixed, U trainings.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtr, stdtrit
+from scipy.stats import rankdata
+
+from dynamics.mechanism.checkpoints import Floats
+from study.measurements.kind import INTERVAL_LEVEL
+
+LEAST_TRAININGS = 3
+MOST = 1 - 1e-9  # of |r|: Fisher's z of 1 is infinite
+
+
+class Correlation(NamedTuple):
+    """A partial rank correlation, its 95% interval, and the two-sided p-value of 0."""
+
+    value: float
+    low: float
+    high: float
+    p_value: float
+    checkpoints: int
+    trainings: int
+
+    def __str__(self) -> str:
+        """Return '+0.71 [+0.30, +0.90] over 4 trainings'."""
+        interval = f"[{self.low:+.2f}, {self.high:+.2f}]"
+        return f"{self.value:+.2f} {interval} over {self.trainings} trainings"
+
+
+def partial_correlation(
+    first_N: Floats, second_N: Floats, given_NC: Floats, trainings: Sequence[str]
+) -> Correlation | None:
+    """Return Spearman's correlation of two quantities with others held fixed.
+
+    Both are replaced by their ranks and freed of the least-squares fit by the ranks of the others
+    (Kendall 1942, "Partial rank correlation", in Spearman's form). Checkpoints of one training are
+    not independent. So the error is that of a jackknife over trainings, of Fisher's z = artanh r,
+    with Student's quantile at U - 1 degrees: it holds for other trainings of such settings.
+
+    Args:
+        first_N: a quantity of each checkpoint.
+        second_N: the other.
+        given_NC: what is held fixed; C may be 0.
+        trainings: whose each checkpoint is.
+
+    Returns:
+        None with fewer than three trainings, or where nothing is left that varies.
+
+    Example: one rises and one falls with the step; at equal steps they rise together.
+        >>> step_N, part_N = np.arange(9.0), np.array([0, 1, -1, 1, -1, 0, -1, 0, 1])
+        >>> first_N, second_N = part_N + step_N, part_N - step_N
+        >>> for given_NC in (np.zeros((9, 0)), step_N[:, None]):
+        ...     round(partial_correlation(first_N, second_N, given_NC, list("aaabbbccc")).value, 2)
+        -0.85
+        0.86
+    """
+    names = np.array(trainings)
+    kept = [names != name for name in dict.fromkeys(trainings)]
+    whole = _z(first_N, second_N, given_NC)
+    parts_U = np.array([_z(first_N[own], second_N[own], given_NC[own]) for own in kept])
+    if len(kept) < LEAST_TRAININGS or not np.isfinite([whole, *parts_U]).all():
+        return None
+    degrees = len(kept) - 1
+    standard_error = math.sqrt(degrees / len(kept) * float(((parts_U - parts_U.mean()) ** 2).sum()))
+    half = float(stdtrit(degrees, (1 + INTERVAL_LEVEL) / 2)) * standard_error
+    t = abs(whole) / standard_error if standard_error > 0 else math.inf
+    low, high = math.tanh(whole - half), math.tanh(whole + half)
+    p_value = 2 * float(stdtr(degrees, -t))
+    return Correlation(math.tanh(whole), low, high, p_value, len(names), len(kept))
+
+
+def _z(first_N: Floats, second_N: Floats, given_NC: Floats) -> float:
+    """Return Fisher's z; NaN where there is no correlation."""
+    ranks_NC = np.column_stack([np.ones(len(first_N)), *map(rankdata, given_NC.T)])
+    if len(first_N) <= ranks_NC.shape[1] + 1:
+        return math.nan
+    left = [_residual(rankdata(values), ranks_NC) for values in (first_N, second_N)]
+    lengths = [float(np.linalg.norm(residual)) for residual in left]
+    if min(lengths) < 1e-9 * len(first_N):  # rounding: nothing is left
+        return math.nan
+    return math.atanh(max(-MOST, min(MOST, float(left[0] @ left[1]) / math.prod(lengths))))
+
+
+def _residual(values_N: Floats, terms_NC: Floats) -> Floats:
+    coefficients_C = np.linalg.lstsq(terms_NC, values_N, rcond=None)[0]
+    return np.asarray(values_N - terms_NC @ coefficients_C)

@@ -1,0 +1,118 @@
+"""The demo: the OLMo2-7B learning-rate ablation in small, on text that every machine has."""
+
+from dynamics.recipes.parts import SMALL_TEXT, data_of, recipe, study, sweep
+from study.definition import Study
+from study.measurements.curvature import CurvatureSettings
+from study.measurements.quantization import QuantizationSettings
+from study.soups import SoupSettings
+from study.text.kinds import PackageSources
+from train.model.presets import olmo2
+from train.run.config import RunConfig
+from train.run.optimization import Anneal, CosinePhase, Lawa, OptimizerConfig, ScheduleConfig
+
+# The OLMo2-7B ablation (arXiv 2501.00656, section 4.1): cosine towards 5e12 tokens, left at step
+# 72,000 of 4,194,304 tokens for a linear anneal over a third of the tokens before it. Seen from
+# there the horizon is this many times as far as the start of the anneal.
+HORIZON_OVER_ANNEAL_START = 5e12 / (72_000 * 4_194_304)
+# AdamW forgets an update over 1 / (rate x weight decay) steps (arXiv 2405.13698). Up to the anneal
+# the 7B's run with a peak of 6e-4 and a decay of 0.1 is 4.3 such times long. So would the demo's be
+# with a peak of 6e-3: its own peaks correspond to the 7B's 12e-4, and to twice that.
+PEAKS, SAVES, ANNEALS_AT = (1.2e-2, 2.4e-2), (384, 768, 1024), 768
+WEIGHT_DECAY = round(72_000 * 6e-4 * 0.1 / (ANNEALS_AT * 6e-3), 4)
+# Enough to decide at 3 bits whether the anneal raises the error, at either peak.
+SEEDS = (1, 2, 3, 4)
+
+TEXT = PackageSources(vocab_size=1024)
+MODEL = olmo2(hidden_size=64, layers=2, heads=4, intermediate_size=192).model_copy(
+    update={"vocab_size": TEXT.vocab_size}
+)
+SEQUENCE_LENGTH, BATCH = 128, 8
+TOKENS_PER_STEP = SEQUENCE_LENGTH * BATCH
+
+
+def run(name: str, peak_lr: float, *, saves: tuple[int, ...], smoke: bool) -> RunConfig:
+    """Return a run with these checkpoints, which anneals; a smaller one for the profile smoke."""
+    start = saves[0] if smoke else ANNEALS_AT
+    # Two runs at a time, on a rank each, take less than one after the other on two ranks, which
+    # exchange gradients and wait for each other. The smoke study trains data-parallel.
+    micro_batch_size = BATCH // 2 if smoke else BATCH
+    return RunConfig(
+        name=name,
+        seed=6198,
+        precision="fp32",
+        model=MODEL,
+        data=data_of(TEXT, sequence_length=SEQUENCE_LENGTH, held_out_sequences=64),
+        optimizer=OptimizerConfig(peak_lr=peak_lr, weight_decay=WEIGHT_DECAY),
+        schedule=ScheduleConfig(
+            warmup_tokens=(8 if smoke else 32) * TOKENS_PER_STEP,
+            phase=CosinePhase(
+                horizon_tokens=round(start * HORIZON_OVER_ANNEAL_START) * TOKENS_PER_STEP
+            ),
+            anneal=Anneal(start_step=start),
+        ),
+        # a window of five is shorter than a phase
+        averages=(Lawa(interval_steps=4 if smoke else 16, window=5),),
+        total_steps=saves[-1],
+        batch_size=BATCH,
+        micro_batch_size=micro_batch_size,
+        save_steps=saves,
+        evaluate_every_steps=12 if smoke else 64,
+    )
+
+
+@recipe
+def tiny(*, smoke: bool = False) -> Study:
+    """The OLMo2-7B learning-rate ablation in small: a near-constant rate, then an anneal or none.
+
+    The anneal is linear, over a third of the tokens before it. Two peaks with four seeds each,
+    0.2 million parameters; minutes on two cores.
+    """
+    saves = (48, 72) if smoke else SAVES
+    quantization = QuantizationSettings(
+        specs=("gptq-b3-g32", "gptq-b4-g32"),
+        methods=("rtn-b3-g32", "gptqmodel-b3-g32", "awq-b3-g32", "w4a4-g32-quarot", "nvfp4"),
+        by_block=("gptq-b3-g32", "gptq-b4-g32"),
+        calibration_sequences=64,
+        eval_tokens=32_768,
+        block_tokens=16_384,
+    )
+    if smoke:  # methods of other libraries spend many seconds on their imports
+        quantization = QuantizationSettings(
+            specs=quantization.specs,
+            methods=("rtn-b3-g32", "int8-t6"),
+            along=("w4a4-g32-quarot",),
+            by_block=("gptq-b3-g32",),
+            calibration_sequences=16,
+            calibration_draws=2,
+            eval_tokens=12_288,  # 22 documents of SMALL_TEXT; 20 give an interval
+            block_tokens=12_288,
+        )
+    pairs = 4 if smoke else 16
+
+    def of_peak(name: str, peak_lr: float) -> RunConfig:
+        return run(name, peak_lr, saves=saves, smoke=smoke)
+
+    return study(
+        sweep(of_peak, peak_lr=(3e-3, 3e-2) if smoke else PEAKS),
+        sources=(
+            "schedule: arXiv 2501.00656, section 4.1, figure 11",
+            "quantization, curvature, averages: arXiv 2510.06213, sections 3 to 6, appendix C",
+        ),
+        text=SMALL_TEXT if smoke else TEXT,
+        seeds=() if smoke else SEEDS,
+        detailed="first seed",
+        ranks=2 if smoke else 1,
+        quantization=quantization,
+        curvature=CurvatureSettings(
+            pairs=pairs,
+            norm_pairs=2,
+            companion_pairs=pairs // 2,
+            microbatch_sequences=2,
+            fixed_sequences=2 if smoke else 4,
+            step_microbatches=2 if smoke else 8,
+            slice_grid=5 if smoke else 9,
+            slice_sequences=4 if smoke else 8,
+        ),
+        averaged_steps=saves[-1:],
+        soups=(SoupSettings(name="soup-anneal", steps=saves),) if smoke else (),
+    )

@@ -1,0 +1,216 @@
+"""The recipe `trajectory`: a released model at its revisions (arXiv 2510.06213, section 3).
+
+Which revisions there are is listed when the study is made; study.json holds them from then on.
+"""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from base.errors import UserError, explain_validation
+from base.frozen import Frozen
+from ckpt_tools.hf.model import read_hf_config
+from ckpt_tools.released.before import check_ends
+from ckpt_tools.released.revisions import MAIN, Family, Revision
+from ckpt_tools.released.trajectory import (
+    MOST_NAMED,
+    choose,
+    is_local,
+    revisions_of,
+    say_left_out,
+    sources_of,
+)
+from dynamics.recipes.olmo2 import TRACES
+from dynamics.recipes.own_revisions import own_naming, with_table
+from dynamics.recipes.parts import (
+    SMALL_CURVATURE,
+    SMALL_QUANTIZATION,
+    WEB_QUANTIZATION,
+    web_text,
+)
+from study.definition import Study
+from study.measurements.curvature import CurvatureSettings
+from study.released import ReleasedRevision, ReleasedRun
+
+TRAJECTORY = "trajectory"
+# Of a repository without a main.
+TOKENIZERS = {"HuggingFaceTB/SmolLM3-3B-checkpoints": "HuggingFaceTB/SmolLM3-3B"}
+SEQUENCE_LENGTH = 2048  # of curvature, at most: products with longer ones fit no machine
+QUANTIZATION = WEB_QUANTIZATION.model_copy(update={"block_tokens": WEB_QUANTIZATION.eval_tokens})
+
+
+class Released(Frozen):
+    """The released model that `trajectory` is about: what --set says."""
+
+    source: str = Field(description="OWNER/NAME on the hub, or a directory of revisions")
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        description="of each stage every N-th revision, and the last; None: all",
+    )
+    stage: str | None = Field(
+        default=None,
+        description="only this one; None: all, and main where it is no revision of another name",
+    )
+    family: str | None = Field(
+        default=None, description="repository whose naming and schedule the revisions have"
+    )
+    pattern: str | None = Field(
+        default=None,
+        description="how revisions of no known family are named, such as step{S} or ckpt-{S:08}",
+    )
+    table: Path | None = Field(
+        default=None,
+        description="CSV of such revisions with the columns step, tokens and learning_rate",
+    )
+
+
+def released_of(settings: Sequence[str]) -> Released:
+    """Return the released model that KEY=VALUE settings name; UserError where they do not fit."""
+    values = dict(setting.partition("=")[::2] for setting in settings)
+    if "source" not in values:
+        raise UserError(
+            f"{TRAJECTORY} needs a released model; give --set source=OWNER/NAME, such as"
+            " allenai/OLMo-2-1124-7B, or a directory of revisions"
+        )
+    try:
+        return Released.model_validate(values)
+    except ValidationError as error:
+        raise explain_validation("--set", error, Released) from None
+
+
+def trajectory(released: Released, profile: str, measured_on: bool = False) -> Study:
+    """Return a study with a line per stage of the model, and per run that was averaged into it.
+
+    A stage names the one whose last weights it starts from. Averages are lines of their own, at the
+    tokens of their last ingredient. The learning rates are those of the published recipes
+    (ckpt_tools.released). Curvature is traces alone: vectors over billions of parameters fill a
+    machine. Measured on are C4 and RefinedWeb, with the model's own tokenizer, unless another text
+    takes their place afterwards (`measured_on`), which a local source needs.
+    """
+    local = is_local(released.source)
+    if local and not measured_on:
+        raise UserError(
+            f"{released.source} is a directory; name with --text what is measured on, such as the"
+            " study runs/tiny"
+        )
+    listed = revisions_of(released.source, released.family, _naming(released))
+    if released.table:
+        listed = with_table(listed, released.table)
+    revisions = _placed(choose(listed, every=released.every, stage=released.stage), released.stage)
+    check_ends(released.source, revisions)
+    source = str(Path(released.source).resolve()) if local else released.source
+    name = released.source.partition("/")[2]
+    if local:  # of exports the name of their run
+        repos = {each.repo for each in revisions}
+        name = Path(source).name
+        name = repos.pop() if len(repos) == 1 and name == "hf" else name
+        name = re.sub(r"[^A-Za-z0-9._=+-]+", "-", name)
+    return Study(
+        name=f"{TRAJECTORY}-{name}{'-smoke' if profile == 'smoke' else ''}",
+        description=f"The released trajectory of {released.source}",
+        sources=("arXiv 2510.06213, section 3, appendices A and D", *sources_of(revisions)),
+        ranks=1,
+        sized_for="any",
+        text=web_text(TOKENIZERS.get(released.source, released.source)),
+        runs=_runs(source, released, revisions),
+        quantization=SMALL_QUANTIZATION if profile == "smoke" else QUANTIZATION,
+        curvature=_curvature(Path(source) if local else None, revisions, profile),
+    )
+
+
+def _curvature(
+    directory: Path | None, revisions: list[Revision], profile: str
+) -> CurvatureSettings:
+    """Return settings for traces, on sequences within the context of a model that is here."""
+    length = SEQUENCE_LENGTH
+    if directory and (directory / revisions[0].revision / "config.json").exists():
+        config = read_hf_config(directory / revisions[0].revision)
+        length = min(length, config.get("max_position_embeddings", length))
+    settings = SMALL_CURVATURE if profile == "smoke" else TRACES
+    return settings.model_copy(update={"sequence_length": length, "lambda_max": False})
+
+
+def _naming(released: Released) -> Family | None:
+    """Return how revisions of no known family are named; None where a family says it."""
+    if released.pattern is None:
+        if released.table:
+            raise UserError("--set table=... is of revisions that --set pattern=... names; give it")
+        return None
+    if released.family:
+        raise UserError("--set pattern=... is of no known family; leave family out")
+    return own_naming(released.source, released.pattern)
+
+
+def _placed(revisions: list[Revision], stage: str | None) -> list[Revision]:
+    """Return the revisions without those that repeat others or that no source says anything of.
+
+    A line on stderr says which are left out, and another one which have no place along training.
+    """
+    reasons = dict(_left_out(revisions, stage))
+    say_left_out(reasons, len(revisions))
+    chosen = [each for each in revisions if each.revision not in reasons]
+    if not chosen:
+        raise UserError("no revision is left; set another stage or source")
+    unknown = [each.revision for each in chosen if each.tokens is None]
+    if unknown:
+        listed = ", ".join(unknown[:MOST_NAMED]) + ", ..." * (len(unknown) > MOST_NAMED)
+        print(
+            f"{len(unknown)} of {len(chosen)} revisions are measured without a place in figures"
+            f" along training, as no source states their tokens: {listed}",
+            file=sys.stderr,
+        )
+    return chosen
+
+
+def _left_out(revisions: list[Revision], stage: str | None) -> Iterator[tuple[str, str]]:
+    """Yield the revisions that are left out, and why."""
+    sizes = Counter((each.repo, each.line) for each in revisions)
+    by_step = {(each.repo, each.line, each.step): each.revision for each in reversed(revisions)}
+    for each in revisions:
+        first = by_step[each.repo, each.line, each.step]
+        copied = by_step.get((each.repo, each.copies or "", each.step))
+        if each.step is None and sizes[each.repo, each.line] > 1:
+            yield each.revision, "states no step"
+        elif each.revision != first:
+            yield each.revision, f"is of the same step as {first}"
+        elif each.stage == MAIN and stage is None and copied:
+            yield each.revision, f"repeats {copied}; --set stage={MAIN} measures it"
+        elif each.stage == MAIN and stage is None and each.step is None and not each.average_of:
+            unknown = "no source says which step it is"
+            yield each.revision, f"{unknown}; --set stage={MAIN} measures it"
+
+
+def _runs(source: str, released: Released, revisions: list[Revision]) -> tuple[ReleasedRun, ...]:
+    """Return the chosen revisions by stage and ingredient, each after the stage it starts from."""
+    several = len({each.repo for each in revisions}) > 1
+    runs: dict[str, ReleasedRun] = {}
+    for (repo, line), group in groupby(revisions, key=lambda each: (each.repo, each.line)):
+        members = list(group)
+        # named after the repository, too, where there are several
+        prefix = f"{repo.replace('/', '--')}-" * several
+        parent = f"{prefix}{members[0].parent}"
+        runs[f"{prefix}{line}"] = ReleasedRun(
+            name=f"{prefix}{line}",
+            source=source,
+            family=released.family,
+            schedule=members[-1].schedule,
+            parent=parent if parent in runs else None,
+            restarts=members[0].restarts,
+            average_of=members[0].average_of,
+            revisions=tuple(
+                ReleasedRevision(
+                    name=each.revision,
+                    step=each.step,
+                    tokens=each.tokens,
+                    learning_rate=each.learning_rate,
+                )
+                for each in members
+            ),
+        )
+    return tuple(runs.values())

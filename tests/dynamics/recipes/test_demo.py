@@ -1,0 +1,118 @@
+"""The demo: what it promises, checked with numbers worked out by hand."""
+
+from typing import Any
+
+import pytest
+
+from dynamics.recipes import learning_rate_name, resolve, tiny
+from study.definition import load_study, save_study
+from tests.study.ablation import tiny as four_peaks
+from train.run.schedules import learning_rate
+
+PROFILES = ["full", "smoke"]
+
+
+def swept(study):
+    """The runs that anneal; the others are their controls."""
+    return [run for run in study.trained if run.schedule.anneal]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_anneal_has_checkpoints_at_both_ends(profile):
+    for run in swept(resolve("tiny", profile)):
+        assert run.schedule.anneal.start_step in run.save_steps
+        assert run.save_steps[-1] == run.total_steps
+        assert learning_rate(run, run.total_steps) == 0
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_rate_is_near_constant_as_in_the_7b_ablation(profile):
+    # There the anneal starts at 0.99234 of the peak. The warm-up here is a larger part of the run,
+    # and the cosine runs from its end, so the share may be slightly higher.
+    for run in swept(resolve("tiny", profile)):
+        share = learning_rate(run, run.schedule.anneal.start_step) / run.optimizer.peak_lr
+        assert share == pytest.approx(0.993, abs=0.0015)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_averages_are_measured_over_one_phase_each(profile):
+    study = resolve("tiny", profile)
+    for run in swept(study):
+        start = run.schedule.anneal.start_step
+        assert run.total_steps in study.averaged_steps
+        for average in run.averages:
+            assert average.kind == "lawa"
+            back = (average.window - 1) * average.interval_steps
+            for step in study.averaged_steps:
+                assert step % average.interval_steps == 0
+                assert (start if step > start else run.warmup_steps) < step - back, (
+                    "a window reaches into two phases"
+                )
+
+
+def test_settings_name_the_study_and_change_every_run(tmp_path):
+    study = resolve("tiny", "full", ("engine=deepspeed", "optimizer.weight_decay=0"))
+    assert study.name == "tiny-engine=deepspeed-weight_decay=0"
+    assert study.settings == ("engine=deepspeed", "optimizer.weight_decay=0")
+    assert [run.name for run in study.trained] == [run.name for run in tiny().trained]
+    for run, plain in zip(swept(study), swept(tiny()), strict=True):
+        optimizer = plain.optimizer.model_copy(update={"weight_decay": 0.0})
+        assert run == plain.model_copy(update={"engine": "deepspeed", "optimizer": optimizer})
+    save_study(tmp_path, study)
+    assert load_study(tmp_path) == study
+
+
+def test_tiny_is_the_ablation_in_small():
+    study = tiny()
+    runs = swept(study)
+    peaks, seeds = (1.2e-2, 2.4e-2), (1, 2, 3, 4)
+    assert [(run.optimizer.peak_lr, run.seed) for run in runs] == [
+        (peak, seed) for seed in seeds for peak in peaks
+    ]
+    rest: dict[str, Any] = {"name": "", "factors": {}, "optimizer": None, "seed": 0}
+    assert len({run.model_copy(update=rest).model_dump_json() for run in runs}) == 1
+    assert len({run.optimizer.weight_decay for run in runs}) == 1
+    # rate x decay x steps before the anneal, as of the 7B's with 12e-4, and twice that
+    start = runs[0].schedule.anneal.start_step
+    kept = [start * run.optimizer.peak_lr * run.optimizer.weight_decay for run in runs[:2]]
+    assert kept == pytest.approx([72_000 * peak * 0.1 for peak in (12e-4, 24e-4)])
+    model = study.trained[0].model
+    width, inner = model.hidden_size, model.intermediate_size
+    block = 4 * width * width + 3 * width * inner + 4 * width
+    parameters = 2 * model.vocab_size * width + model.num_hidden_layers * block + width
+    assert parameters == 238_144  # 0.2 million
+    # denser in the anneal
+    run = runs[0]
+    start = run.schedule.anneal.start_step
+    gaps = [
+        later - earlier for earlier, later in zip(run.save_steps, run.save_steps[1:], strict=False)
+    ]
+    before = [gap for gap, step in zip(gaps, run.save_steps[1:], strict=True) if step <= start]
+    after = [gap for gap, step in zip(gaps, run.save_steps[1:], strict=True) if step > start]
+    assert max(after) < min(before)
+
+
+@pytest.mark.parametrize(
+    ("peak_lr", "name"),
+    [(1e-3, "lr1e-3"), (3e-2, "lr3e-2"), (0.01, "lr1e-2"), (2.5e-4, "lr2.5e-4"), (3.0, "lr3e0")],
+)
+def test_runs_are_named_by_value(peak_lr, name):
+    assert learning_rate_name(peak_lr) == name
+
+
+def test_models_are_measured_by_rising_step_weights_first():
+    study = four_peaks()
+    models = study.models_of(study.trained[0])
+    assert [(model.step, model.average) for model in models] == [
+        (64, None),
+        (192, None), (192, "lawa5x16"),
+        (320, None),
+        (448, None), (448, "lawa5x16"), (448, "soup-stable"),
+        (512, None),
+        (576, None),
+        (640, None), (640, "lawa5x16"), (640, "soup-anneal"),
+    ]  # fmt: skip
+    assert {model.average: model.soup_of for model in models if model.soup_of} == {
+        "soup-stable": (192, 320, 448),
+        "soup-anneal": (512, 576, 640),
+    }

@@ -1,0 +1,394 @@
+"""The recipe of released models: of the hub, of a directory of revisions, and of a run's
+exports.
+"""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from base.errors import UserError
+from ckpt_tools.released.download import download
+from dynamics.recipes import resolve, tiny
+from dynamics.recipes.trajectory import released_of
+from dynamics.recipes.trajectory import trajectory as recipe
+from study.__main__ import app
+from study.definition import Study, load_study, save_study
+from study.released import ReleasedRun
+from study.text.kinds import PreparedText, TokenFiles
+from study.text.own import TextOptions, source_of
+from tests.ckpt_tools.released.fake_hub import FakeHub, config_json
+from tests.sealing import reseal
+from train.data.prepare import prepare
+
+REPO = "allenai/OLMo-2-1124-7B"
+REVISIONS = [
+    *(
+        "stage1-step1000-tokens5B",
+        "step2000-tokens9B",
+        "stage1-step2000-tokens9B",
+        "stage1-step477000-tokens2001B",
+    ),
+    *("stage1-step928646-tokens3896B", "stage2-ingredient1-step1000-tokens5B"),
+    *(
+        "stage2-ingredient1-step11931-tokens50B",
+        "stage2-ingredient3-step1000-tokens5B",
+        "main",
+        "nonsense",
+    ),
+]
+
+
+LISTED = {"config.json": config_json("olmo2"), "model.safetensors": b""}
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Serves revisions of a repository, all with the same files."""
+    servers = []
+
+    def start(repo: str, revisions: list[str], files: dict[str, bytes] = LISTED) -> FakeHub:
+        server = FakeHub(dict.fromkeys(revisions, files), repo)
+        servers.append(server)
+        server.use(monkeypatch)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def hub(serve):
+    return serve(REPO, REVISIONS)
+
+
+def lay_out(directory: Path, *names: str) -> Path:
+    """Writes a directory of revisions, as far as a study looks into them."""
+    for name in names:
+        (directory / name).mkdir(parents=True)
+        for file, content in LISTED.items():
+            (directory / name / file).write_bytes(content)
+    return directory
+
+
+@pytest.fixture
+def text_dir(tmp_path, tokenizer_dir) -> Path:
+    """A study with the text that is measured on."""
+    directory = tmp_path / "runs" / "tiny"
+    save_study(directory, tiny())
+    shutil.copytree(tokenizer_dir, directory / "data" / "corpus" / "tokenizer")
+    for use, seed in (("train", 1), ("held_out", 2), ("calibration", 3)):
+        path = tmp_path / f"{use}.txt"
+        path.write_text("".join(random.Random(seed).choices("abcdefgh ", k=120_000)))
+        prepare([path], tokenizer_dir, directory / "data" / use)
+    return directory
+
+
+def trajectory(profile: str, text: TextOptions | None = None, **released: object) -> Study:
+    settings = tuple(f"{key}={value}" for key, value in released.items())
+    return resolve("trajectory", profile, settings, text)
+
+
+def lines(study: Study) -> list[ReleasedRun]:
+    return [run for run in study.runs if isinstance(run, ReleasedRun)]
+
+
+def names(study: Study) -> dict[str, list[str]]:
+    assert not study.trained
+    return {run.name: [revision.name for revision in run.revisions] for run in lines(study)}
+
+
+@pytest.mark.usefixtures("hub")
+def test_of_the_hub_a_line_per_stage_and_ingredient(capsys):
+    study = trajectory("full", source=REPO)
+    assert study.name == "trajectory-OLMo-2-1124-7B"
+    assert [(run, len(revisions)) for run, revisions in names(study).items()] == [
+        ("stage1", 4), ("stage2-ingredient1", 2), ("stage2-ingredient3", 1), ("main", 1),
+    ]  # fmt: skip
+    message = capsys.readouterr().err
+    assert "left out 1 of 10 revisions: nonsense (is not a revision of" in message
+    assert "left out 1 of 9 revisions: stage1-step2000-tokens9B (is of the same step as" in message
+    stage1 = lines(study)[0]
+    assert [revision.step for revision in stage1.revisions] == [1000, 2000, 477_000, 928_646]
+    # configs/annealing/peteish7-from-477000-*.yaml starts from 2.0707e-4
+    assert stage1.revisions[2].learning_rate == pytest.approx(2.0707e-4, rel=1e-4)
+    assert stage1.revisions[2].tokens == 477_000 * 4_194_304
+    assert lines(study)[1].revisions[-1].learning_rate == 0
+    assert any("OLMo2-7B-stage1.yaml" in source for source in study.sources)
+
+
+@pytest.mark.usefixtures("hub")
+def test_stages_follow_each_other_and_soups_follow_none():
+    """Tokens as Ai2 counts them: 3.9T of stage 1, then 50B of every ingredient."""
+    runs = {run.name: run for run in lines(trajectory("full", source=REPO))}
+    parents = {name: run.parent for name, run in runs.items()}
+    assert parents == {
+        "stage1": None, "stage2-ingredient1": "stage1", "stage2-ingredient3": "stage1", "main": None,
+    }  # fmt: skip
+    last = 928_646 * 4_194_304
+    assert runs["stage1"].revisions[-1].tokens == last
+    tokens = [revision.tokens for revision in runs["stage2-ingredient1"].revisions]
+    assert tokens == [last + 1000 * 4_194_304, last + 11_931 * 4_194_304]
+    soup = runs["main"].revisions[0]
+    assert (soup.step, soup.tokens, soup.learning_rate) == (11_931, tokens[-1], None)
+    assert runs["main"].average_of == tuple(f"stage2-ingredient{number}" for number in (1, 2, 3))
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_soup_is_measured_alone_too():
+    assert names(trajectory("full", source=REPO, stage="main")) == {"main": ["main"]}
+
+
+@pytest.mark.parametrize(
+    ("repo", "revisions", "left_out"),
+    [
+        ("EleutherAI/pythia-70m", ["step1000", "step143000", "main"], "main (repeats step143000"),
+        ("swiss-ai/Apertus-8B-2509", ["step1000-tokens4B", "main"], "main (no source says which"),
+        ("allenai/OLMo-7B-hf", ["step1000-tokens4B", "main"], None),  # annealed in 1000 more steps
+    ],
+)
+def test_main_is_left_out_where_it_is_nothing_new(serve, capsys, repo, revisions, left_out):
+    serve(repo, revisions)
+    measured = [name for run in names(trajectory("full", source=repo)).values() for name in run]
+    message = capsys.readouterr().err
+    assert ("main" in measured) == (left_out is None)
+    assert (left_out or "") in message
+    assert message.count("left out") == bool(left_out)
+    assert names(trajectory("full", source=repo, stage="main")) == {"main": ["main"]}
+
+
+def test_smollm3_from_its_first_stage_to_post_training(serve, capsys):
+    """Tokens by its model card: steps x 2,359,296, counted anew in each extension of context."""
+    stages = {
+        "stage1": ["stage1-step-40000", "stage1-step-3440000"],
+        "stage2": ["stage2-step-3480000", "stage2-step-4200000"],
+        "stage3": ["stage3-step-4240000", "stage3-step-4720000"],
+        "lc-4k-to-32k": ["lc-4k-to-32k-step-4000", "lc-4k-to-32k-step-20000"],
+        "lc-32k-to-64k": ["lc-32k-to-64k-step-4000"],
+        **{f"it-{name}": [f"it-{name}"] for name in ("mid-training", "SFT", "soup-APO", "LC-expert")},
+    }  # fmt: skip
+    repo = "HuggingFaceTB/SmolLM3-3B-checkpoints"
+    serve(repo, sorted(name for own in stages.values() for name in own))
+    study = trajectory("full", source=repo)
+    assert names(study) == stages
+    runs = {run.name: run for run in lines(study)}
+    parents = [None, "stage1", "stage2", "stage3", "lc-4k-to-32k", "lc-32k-to-64k"]
+    assert [run.parent for run in runs.values()] == [*parents, "it-mid-training", None, None]
+    assert [run.restarts for run in runs.values()] == [*3 * [False], *4 * [True], False, True]
+    ends = [run.revisions[-1].tokens for run in runs.values()]
+    per_step = 2_359_296
+    steps = (3_440_000, 4_200_000, 4_720_000, 4_740_000, 4_744_000)
+    assert ends == [*(step * per_step for step in steps), *4 * [None]]
+    assert runs["it-soup-APO"].average_of
+    message = capsys.readouterr().err
+    assert "left out" not in message
+    assert "4 of 13 revisions are measured without a place in figures along training" in message
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_web_is_tokenized_as_the_model_reads_it():
+    text = trajectory("full", source=REPO, every=20, stage="stage1").text
+    assert isinstance(text, PreparedText)
+    assert text.tokenizer == REPO
+    assert {use: (file.dataset, file.files) for use, file in text.files.items()} == {
+        "held_out": ("tiiuae/falcon-refinedweb", "1"),
+        "calibration": ("allenai/c4", "2"),
+    }
+    other = resolve("pythia-70m-kumar", "full").text
+    assert isinstance(other, PreparedText)
+    assert text.held_out.name != other.held_out.name  # other tokens of the same text
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_stage_and_every_so_manieth():
+    study = trajectory("full", source=REPO, every=10, stage="stage1")
+    assert names(study) == {"stage1": ["stage1-step1000-tokens5B", "stage1-step928646-tokens3896B"]}
+    with pytest.raises(UserError, match="no stage 'stage9'; take one of stage1"):
+        trajectory("full", source=REPO, stage="stage9")
+
+
+def test_what_cannot_be_measured_is_said_before_the_download(serve):
+    remote = config_json("hf_olmo", auto_map={"AutoConfig": "configuration_olmo.OLMoConfig"})
+    hub = serve("allenai/OLMo-1B", ["step1000-tokens4B"], LISTED | {"config.json": remote})
+    with pytest.raises(UserError, match=r"allenai/OLMo-1B at step1000-tokens4B cannot be measured"):
+        trajectory("full", source="allenai/OLMo-1B")
+    assert {name for _, name in hub.got} == {"config.json"}
+
+
+def test_of_a_directory_of_revisions(tmp_path, text_dir):
+    lay_out(tmp_path / "models", "step1000", "step2000", "step143000")
+    released = {"source": tmp_path / "models", "family": "EleutherAI/pythia-160m"}
+    text = TextOptions((text_dir,))
+    study = trajectory("smoke", **released, text=text)
+    source = source_of(text)
+    assert study.name == f"trajectory-models-smoke-text=tiny.{source.sha256[:8]}"
+    (run,) = lines(study)
+    assert run.name == "pretraining"
+    assert (run.source, run.family) == (str(tmp_path / "models"), "EleutherAI/pythia-160m")
+    assert run.revisions[-1].learning_rate == pytest.approx(6e-5)
+    assert study.text == TokenFiles(
+        held_out=f"{text_dir}/data/held_out",
+        calibration=f"{text_dir}/data/calibration",
+        tokenizer=f"{text_dir}/data/corpus/tokenizer",
+        sha256=source.sha256,
+    )
+    with pytest.raises(UserError, match="name with --text what is measured on"):
+        trajectory("smoke", **released)
+    with pytest.raises(UserError, match="has its tokenizer; leave --tokenizer out"):
+        trajectory("smoke", **released, text=TextOptions((text_dir,), text_dir))
+    Path(f"{text_dir}/data/held_out.json").unlink()
+    with pytest.raises(
+        UserError, match=r"held_out\.json does not exist; run 'python -m study run tiny --root"
+    ):
+        trajectory("smoke", **released, text=text)
+
+
+def export(path: Path, **lineage) -> None:
+    lay_out(path.parent, path.name)
+    reseal(path / "lineage.json", {"run": "lr3e-3", "files": {}, **lineage})
+
+
+def test_of_exports_with_their_averages_as_lines_of_their_own(tmp_path, text_dir):
+    hf = tmp_path / "lr3e-3" / "hf"
+    for step in (64, 128):
+        export(hf / f"step{step:08}", step=step, tokens=step * 2048, learning_rate=0.003)
+        export(hf / f"lawa5x16-step{step:08}", step=step, average="lawa5x16", tokens=step * 2048)
+    study = trajectory("smoke", source=hf, text=TextOptions((text_dir,)))
+    assert study.name.startswith("trajectory-lr3e-3-smoke-text=tiny.")
+    assert names(study) == {
+        "training": ["step00000064", "step00000128"],
+        "lawa5x16": ["lawa5x16-step00000064", "lawa5x16-step00000128"],
+    }
+    assert [revision.learning_rate for revision in lines(study)[1].revisions] == [None, None]
+    assert [run.average_of for run in lines(study)] == [(), ("training",)]
+
+
+def command(*arguments: str) -> str:
+    """Message of a refused command."""
+    with pytest.raises(UserError) as refused:
+        CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_trajectory_needs_a_source(tmp_path):
+    assert "trajectory needs a released model" in command("show", "trajectory")
+    assert "give --set source=" in command("show", "trajectory", "--set", "every=2")
+    source = ("--set", f"source={REPO}")
+    assert "'every': Input should be" in command("show", "trajectory", *source, "--set", "every=0")
+    assert "unknown key 'seed'" in command("show", "trajectory", *source, "--set", "seed=1")
+    assert "no such key" in command("show", "tiny", *source)
+    assert "does not exist" in command("status", "trajectory", "--root", str(tmp_path))
+    assert "no recipe 'none'" in command("show", "none", "--root", str(tmp_path))
+    assert "no profile 'large'" in command("show", "trajectory", *source, "--profile", "large")
+
+
+def test_a_study_that_is_there_goes_on_as_it_was_listed(tmp_path, text_dir):
+    """Without its source: from study.json alone, by its name below the root."""
+    source = lay_out(tmp_path / "models", "step1000")
+    released = {"source": source, "family": "EleutherAI/pythia-160m"}
+    study = trajectory("smoke", **released, text=TextOptions((text_dir,)))
+    save_study(text_dir.parent / study.name, study)
+    (source / "step2000").mkdir()  # appeared later
+    shown = CliRunner().invoke(
+        app, ["show", study.name, "--root", str(text_dir.parent)], catch_exceptions=False
+    )
+    assert shown.exit_code == 0
+    assert f"1 revisions of {source}, step1000 to step1000" in shown.stdout
+    assert "quant_eval run" in shown.stdout
+    assert f"{text_dir}/data/held_out" in shown.stdout
+    assert load_study(text_dir.parent / study.name) == study
+
+
+OWN = ("step100", "step200", "step1000", "notes")
+TABLE = "\ufeffstep,tokens,learning_rate\r\n100,200000,3e-4\r\n1000,2000000,\r\n"
+
+
+@pytest.mark.parametrize("place", ["hub", "directory"])
+def test_revisions_of_ones_own(serve, tmp_path, text_dir, capsys, place):
+    """By how they are named; tokens and rates are those of a table, as far as it has them."""
+    (tmp_path / "mine.csv").write_text(TABLE)
+    text = TextOptions((text_dir,))
+    if place == "hub":
+        serve("me/mine", list(OWN))
+        source, repo = "me/mine", "me/mine"
+    else:
+        source, repo = str(lay_out(tmp_path / "mine", *OWN)), "mine"
+    study = trajectory("smoke", text, source=source, pattern="step{S}", table=tmp_path / "mine.csv")
+    (run,) = lines(study)
+    assert (run.name, run.family, run.schedule) == ("training", None, "schedule of mine.csv")
+    known = [(each.name, each.step, each.tokens, each.learning_rate) for each in run.revisions]
+    assert known == [
+        ("step100", 100, 200_000, 3e-4),
+        ("step200", 200, None, None),
+        ("step1000", 1000, 2_000_000, None),
+    ]
+    message = capsys.readouterr().err
+    assert f"left out 1 of 4 revisions: notes (is not a revision of {repo})" in message
+    assert "1 of 3 revisions are measured without a place in figures along training" in message
+
+    # the study's own command fetches them without being told the pattern
+    download(source, tmp_path / "models", revisions=["step100"])
+    record = json.loads((tmp_path / "models/step100/download.json").read_text())
+    assert (record["repo"], record["revision"]) == (repo, "step100")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names", "steps"),
+    [
+        ("ckpt-{S:08}", ["ckpt-00000100", "ckpt-100", "ckpt-123456789"], [100, 123_456_789]),
+        ("run.1-step{S}-tokens{T}", ["run.1-step7-tokens3M", "runx1-step8-tokens3M"], [7]),
+        ("{S}", ["12", "012", "-1"], [12]),
+    ],
+)
+def test_patterns(tmp_path, text_dir, pattern, names, steps):
+    source = lay_out(tmp_path / "mine", *names)
+    text = TextOptions((text_dir,))
+    (run,) = lines(trajectory("smoke", text, source=source, pattern=pattern))
+    assert [revision.step for revision in run.revisions] == steps
+    assert run.revisions[0].tokens == (3_000_000 if "{T}" in pattern else None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "table", "reason"),
+    [
+        ({"pattern": "step"}, None, "does not say where the step is; give one such as step{S}"),
+        ({"pattern": "{S}-{S}"}, None, "does not say where the step is"),
+        ({"pattern": "step{N}"}, None, "does not say where the step is"),
+        ({"pattern": "step{S:99}"}, None, "does not say where the step is"),
+        ({"pattern": "ckpt_{K:03}"}, None, "does not say where the step is"),
+        ({"pattern": "other{S}"}, None, "step100 is not a revision of mine; give one such as"),
+        ({"pattern": "step{S}", "family": REPO}, None, "leave family out"),
+        ({}, "step,tokens\n100,2\n", "that --set pattern=... names"),
+        ({"pattern": "step{S}"}, "step;tokens\n100;2\n", "has the columns step;tokens; give step"),
+        ({"pattern": "step{S}"}, "step,loss\n100,2\n", "has the columns step, loss; give step"),
+        ({"pattern": "step{S}"}, "", "has the columns none; give step"),
+        ({"pattern": "step{S}"}, "step,tokens\n7,2\n", "has none of the steps"),
+        ({"pattern": "step{S}"}, "step,tokens\n100,2e9\n", "line 2 of .*tokens is '2e9'"),
+        ({"pattern": "step{S}"}, "step,tokens\n100,-2\n", "tokens is '-2'; give a whole number"),
+        ({"pattern": "step{S}"}, f"step,tokens\n100,{'9' * 5000}\n", "give a whole number"),
+        ({"pattern": "step{S}"}, "step,learning_rate\n100,nan\n", "'nan'; give a number of at"),
+        ({"pattern": "step{S}"}, "step,tokens\n100,2\n100,3\n", "line 3 of .* no step of its own"),
+        ({"pattern": "step{S}"}, "step,tokens\n100,2,3\n", "or too many values"),
+        ({"pattern": "step{S}"}, b"step\n\xff\n", "is not UTF-8"),
+    ],
+)
+def test_revisions_of_ones_own_that_are_not_told_right(tmp_path, settings, table, reason):
+    source = lay_out(tmp_path / "mine", "step100")
+    if table is not None:
+        content = table if isinstance(table, bytes) else table.encode()
+        (tmp_path / "mine.csv").write_bytes(content)
+        settings = settings | {"table": tmp_path / "mine.csv"}
+    with pytest.raises(UserError, match=reason) as refused:
+        resolve_released(source, **settings)
+    assert "\n" not in str(refused.value)
+
+
+def resolve_released(source: Path, **settings: object) -> Study:
+    released = [f"source={source}", *(f"{key}={value}" for key, value in settings.items())]
+    return recipe(released_of(released), "smoke", measured_on=True)
