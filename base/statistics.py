@@ -12,6 +12,7 @@ Verdict = Literal["higher", "lower", "not significant"]
 # lognormal lengths, a nominal 5% test finds a difference in 13 to 15% of samples with 3 documents,
 # 8 to 9% with 5, 5 to 9% with 12, and 4 to 7% with 20 (`tests/quant_eval/test_coverage.py`).
 LEAST_DOCUMENTS = 20
+INTERVAL_LEVEL = 0.95  # coverage of all intervals
 
 
 def with_error(value: float, standard_error: float) -> str:

@@ -11,7 +11,7 @@ import typer
 
 from base.cli import command_group, options_of, quick_imports, run_command
 from base.errors import UserError
-from base.statistics import pairs_of, with_error
+from base.statistics import INTERVAL_LEVEL, pairs_of, with_error
 from ckpt_tools.hf import comparing
 from ckpt_tools.hf.directory import (
     RESULT_JSON,
@@ -239,7 +239,7 @@ def compare(
     from curvature.trace.estimates import TRACE_UNIT
 
     contents = [read_result(path, Curvature) for path in paths]
-    level = comparing.LEVEL
+    level = INTERVAL_LEVEL
     comparisons = paired_traces.compare(contents, pairs_of(len(contents), pairs), level=level)
     comparing.report(
         contents,

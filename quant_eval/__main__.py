@@ -15,8 +15,8 @@ from base.cli import command_group, options_of, quick_imports, run_command
 from base.environment import is_rank_zero
 from base.errors import UserError
 from base.names import take_one_of
-from base.statistics import pairs_of
-from ckpt_tools.hf.comparing import LEVEL, Out, Pairs, Results, report
+from base.statistics import INTERVAL_LEVEL, pairs_of
+from ckpt_tools.hf.comparing import Out, Pairs, Results, report
 from ckpt_tools.hf.directory import compared_results, result_directories, write_result
 from ckpt_tools.hf.measured import Accuracy, Quantization, Tasks
 from ckpt_tools.hf.model import read_hf_config
@@ -35,7 +35,6 @@ from train.data.corpus import open_corpus
 
 app = command_group(__doc__)
 
-BOOTSTRAP: Any = {"samples": 10_000, "level": LEVEL, "seed": 0}  # over documents
 Models = Annotated[list[Path], typer.Argument(help="HF directories, measured one after the other.")]
 Specs = Annotated[
     list[str], typer.Option(help="What to quantize with, such as gptq-b3-g128. Repeatable.")
@@ -167,14 +166,20 @@ def compare_command(
     if figure not in FIGURES:
         raise UserError(f"no figure is called '{figure}'; {take_one_of(figure, FIGURES)}")
     contents = [read_result(path, Quantization) for path in compared_results(results)]
-    comparisons = compare(contents, pairs_of(len(contents), pairs), figure, **BOOTSTRAP)
-    settings = {"figure": figure, "unit": UNITS[figure], "pairing": pairs, "method": METHOD}
+    comparisons = compare(contents, pairs_of(len(contents), pairs), figure)
+    settings = {
+        "figure": figure,
+        "unit": UNITS[figure],
+        "pairing": pairs,
+        "method": METHOD,
+        "level": INTERVAL_LEVEL,
+    }
     sources = " or of ".join(sorted({each.sources for each in comparisons}))
     note = (
         f"Intervals hold for another draw of {sources}, and for these trainings only: another seed"
         " may differ by more."
     )
-    report(contents, comparisons, settings | BOOTSTRAP, note, out)
+    report(contents, comparisons, settings, note, out)
 
 
 def _calibration_sha256(settings: CalibrationSettings) -> str | None:

@@ -1,28 +1,33 @@
 """Differences between results of the same documents, with intervals, tests and Holm's correction.
 
-Shapes: D documents, K calibration draws.
+Every difference of two or more models, here and in a study, is one weighted sum of ratios whose
+error `quant_eval.estimate` takes apart by document, calibration draw and seed.
+
+Shapes: S seeds, D documents, K calibration draws.
 """
 
-import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from base.errors import UserError
-from base.statistics import LEAST_DOCUMENTS, Verdict, holm, verdict_of
+from base.statistics import INTERVAL_LEVEL, LEAST_DOCUMENTS, Verdict, holm, verdict_of
 from ckpt_tools.hf.measured import PerDocument, Quantization
 from ckpt_tools.hf.results import Result, labels
-from quant_eval.measuring.bootstrap import CalibrationDraws, Floats, Statistic, resample
+from quant_eval.estimate import DRAWS, Crossed, Floats, contrast_of, estimate_of
 from quant_eval.measuring.statistics import fractions
 from quant_eval.specs import parse_spec
 
 FIGURES = tuple(fractions(*np.ones(5)))
 SUMS = ("tokens", "nll", "nll_quantized", "kl", "agreements")
 METHOD = (
-    "difference of two figures of the same documents: interval and two-sided p-value by symmetric"
-    " bootstrap-t; p-values adjusted over all pairs by Holm (1979), intervals not adjusted"
+    "difference of two figures of the same documents: interval and two-sided p-value by Student's t"
+    " of jackknife pseudo-values over documents and calibration draws, which are crossed; p-values"
+    " adjusted over all pairs by Holm (1979), intervals not adjusted"
 )
+
+Term = tuple[float, Result[Quantization]]  # a weight, and the result whose figure it multiplies
 
 
 class Difference(NamedTuple):
@@ -55,95 +60,127 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    results: Sequence[Result[Quantization]],
-    pairs: Sequence[tuple[int, int]],
-    figure: str,
-    *,
-    samples: int,
-    level: float,
-    seed: int,
+    results: Sequence[Result[Quantization]], pairs: Sequence[tuple[int, int]], figure: str
 ) -> list[Comparison]:
     """Compare every pair, with p-values adjusted over all pairs.
 
-    Interval and test are one bootstrap-t of the difference (`bootstrap.Statistic`): both results
-    are formed from the same drawn documents, and a p-value is at most 1 - level exactly where the
-    interval leaves out 0. What calibration draws add to the error is the standard error of their
-    mean. It counts the part that documents show of it too, which is on the wide side: a result does
-    not say how the draws moved each document.
+    `pairs` are places of two results each, `figure` is one of `FIGURES`. Calibration draw k of both
+    is paired: right where it was the same text for both, and not wrong where it was not.
 
-    `pairs` are places of two results each, `figure` is one of `FIGURES`. UserError if two results
-    are not comparable, or `samples` cannot show any of so many pairs to differ.
+    Raises:
+        UserError: two results are not comparable.
     """
-    least = math.ceil(len(pairs) / (1 - level) - 1e-9) - 1
-    if samples < least:
-        raise UserError(
-            f"{samples} bootstrap samples cannot show any of {len(pairs)} pairs to differ at level"
-            f" {level:g} after Holm's correction; compare fewer results at once"
-        )
-
-    # the error of every pair, on the same drawn documents
-    names, statistics, draws = labels(results), [], []
-    for first, second in pairs:
-        try:
-            statistics.append(_paired(results[first], results[second], figure))
-            draws.append(_draws(results[first], results[second], figure))
-        except UserError as error:
-            raise UserError(f"{names[first]} and {names[second]}: {error}") from None
-    estimates = resample(statistics, draws, samples=samples, seed=seed)
+    estimates = [
+        estimate_of(crossed([[(-1.0, results[first]), (1.0, results[second])]], figure))
+        for first, second in pairs
+    ]
 
     # verdicts need the p-values of all pairs
     adjusted = holm([estimate.p_value() for estimate in estimates])
-    comparisons = []
-    for (first, second), statistic, estimate, draw, p in zip(
-        pairs, statistics, estimates, draws, adjusted, strict=True
-    ):
-        (a_D, b_D), (c_D, d_D) = statistic.ratios
-        low, high = estimate.interval(level)
-        comparisons.append(
-            Comparison(
-                first,
-                second,
-                first_value=float(c_D.sum() / d_D.sum()),
-                second_value=float(a_D.sum() / b_D.sum()),
-                difference=Difference(estimate.value, low, high, estimate.p_value()),
-                sources="documents and calibration draws" if draw else "documents",
-                p_adjusted=p,
-                verdict=verdict_of(estimate.value, p, level),
-            )
+    return [
+        Comparison(
+            first,
+            second,
+            first_value=_value(results[first], figure),
+            second_value=_value(results[second], figure),
+            difference=Difference(estimate.value, *estimate.interval(), estimate.p_value()),
+            sources=(
+                "documents and calibration draws" if DRAWS in estimate.sources else "documents"
+            ),
+            p_adjusted=p,
+            verdict=verdict_of(estimate.value, p, INTERVAL_LEVEL),
         )
-    return comparisons
-
-
-def _paired(first: Result[Quantization], second: Result[Quantization], figure: str) -> Statistic:
-    """Return the figure of `second` minus that of `first`.
-
-    UserError if the two were measured with different settings.
-    """
-    evaluations = [result.spec.evaluation for result in (first, second)]
-    settings = [
-        (evaluation.model_dump() if evaluation else {}) | {"dtype": result.spec.dtype}
-        for evaluation, result in zip(evaluations, (first, second), strict=True)
+        for (first, second), estimate, p in zip(pairs, estimates, adjusted, strict=True)
     ]
-    for key, value in settings[0].items():
-        if value != settings[1].get(key):
-            raise UserError(
-                f"they were measured with different settings: {key} of the evaluation is"
-                f" {value!r:.20} and {settings[1].get(key)!r:.20}; measure one of them again"
-            )
-    ours, theirs = first.measured.per_document, second.measured.per_document
-    if (ours.document, ours.tokens) != (theirs.document, theirs.tokens):
-        raise UserError(
-            "they hold other documents; measure both with the same --eval and --eval-tokens"
-        )
-    if len(ours.document) < LEAST_DOCUMENTS:
-        raise UserError(
-            f"a comparison of {len(ours.document)} documents decides nothing, it needs at least"
-            f" {LEAST_DOCUMENTS}; measure both with more --eval-tokens"
-        )
-    return Statistic(figure, fraction(theirs, figure), fraction(ours, figure))
 
 
-def fraction(per_document: PerDocument, figure: str) -> tuple[Floats, Floats]:
+def crossed(replicates: Sequence[Sequence[Term]], figure: str) -> Crossed:
+    """Return a weighted sum of a figure of several models by seed, document and draw.
+
+    Each replicate holds the models of one seed, with their weights. The sum of ratios C_sk = sum_r
+    w_r sum(a_r) / sum(b_r), over documents, of seed s and calibration draw k is taken apart into
+    documents by jackknife pseudo-values (Tukey 1958): D C_sk - (D - 1) C_sk without the document,
+    which are the documents' own values where all models share the numbers of tokens and those are
+    equal.
+
+    Raises:
+        UserError: the results are of few documents, or were measured on other documents, with other
+            settings or with other numbers of calibration draws.
+    """
+    results = [result for terms in replicates for _, result in terms]
+    _check_comparable(results)
+    contrasts = [
+        contrast_of(
+            [(weight, *_drawn_fraction(result.measured, figure)) for weight, result in terms]
+        )
+        for terms in replicates
+    ]
+    return Crossed(
+        np.stack([pseudo_DK for _, pseudo_DK in contrasts]),
+        value=float(np.mean([contrast_K.mean() for contrast_K, _ in contrasts])),
+        tokens_D=np.asarray(results[0].measured.per_document.tokens, dtype=np.float64),
+    )
+
+
+def _check_comparable(results: Sequence[Result[Quantization]]) -> None:
+    """Raise UserError for few documents, other settings or other numbers of calibration draws."""
+    first = results[0]
+    documents = len(first.measured.per_document.document)
+    if documents < LEAST_DOCUMENTS:
+        raise UserError(
+            f"{first.model.path} was evaluated on {documents} documents, which decide nothing;"
+            f" measure on more tokens (eval_tokens) until there are {LEAST_DOCUMENTS}"
+        )
+    shared, drawn = _shared_settings(first), first
+    for result in results[1:]:
+        for key, value in _shared_settings(result).items():
+            _check_equal(key, (first, shared.get(key)), (result, value))
+        if _num_draws(drawn) is None:
+            drawn = result
+        elif _num_draws(result) is not None:
+            key = "the number of calibration draws"
+            _check_equal(key, (drawn, _num_draws(drawn)), (result, _num_draws(result)))
+
+
+def _check_equal(
+    key: str, one: tuple[Result[Quantization], Any], other: tuple[Result[Quantization], Any]
+) -> None:
+    """Raise UserError where a setting differs between two results."""
+    (first, expected), (second, value) = one, other
+    if value == expected:
+        return
+    names = labels([first, second])
+    values = (
+        "" if isinstance(value, list) and len(value) > 1 else f" ({expected!r:.20}, {value!r:.20})"
+    )
+    raise UserError(
+        f"{names[0]} and {names[1]} differ in {key}{values}; move one of the results away and"
+        " measure it again"
+    )
+
+
+def _shared_settings(result: Result[Quantization]) -> dict[str, Any]:
+    """Return the settings that evaluations share if they can be compared, by name."""
+    evaluation = {"sha256": None} | dict(result.spec.evaluation or ())
+    per_document = result.measured.per_document
+    return {
+        "the text": evaluation.pop("sha256"),
+        "dtype": result.spec.dtype,
+        **evaluation,
+        "the documents": per_document.document,
+        "the documents' numbers of tokens": per_document.tokens,
+    }
+
+
+def _num_draws(result: Result[Quantization]) -> int | None:
+    """Return the number of calibration draws; None of a method that reads no calibration text."""
+    calibration = result.measured.calibration
+    if calibration is None:
+        return 1 if parse_spec(result.spec.name).needs_calibration else None
+    return len(calibration.per_document.kl)
+
+
+def _fraction(per_document: PerDocument, figure: str) -> tuple[Floats, Floats]:
     """Return numerator and denominator of the figure, each [D]."""
     sums = [np.asarray(getattr(per_document, key), dtype=np.float64) for key in SUMS]
     for key, values_D in zip(SUMS, sums, strict=True):
@@ -155,15 +192,15 @@ def fraction(per_document: PerDocument, figure: str) -> tuple[Floats, Floats]:
     return numerator_D, denominator_D
 
 
-def drawn_fraction(measured: Quantization, figure: str) -> tuple[Floats, Floats]:
+def _drawn_fraction(measured: Quantization, figure: str) -> tuple[Floats, Floats]:
     """Return numerator [D, K] and denominator [D] of the figure, by calibration draw."""
-    numerator_D, denominator_D = fraction(measured.per_document, figure)
+    numerator_D, denominator_D = _fraction(measured.per_document, figure)
     if measured.calibration is None:
         return numerator_D[:, None], denominator_D
     drawn = measured.calibration.per_document
     draws = zip(drawn.nll_quantized, drawn.kl, drawn.agreements, strict=True)
     numerators = [
-        fraction(
+        _fraction(
             measured.per_document.model_copy(
                 update={"nll_quantized": quantized, "kl": kl, "agreements": agreements}
             ),
@@ -176,37 +213,6 @@ def drawn_fraction(measured: Quantization, figure: str) -> tuple[Floats, Floats]
     return np.stack(numerators, axis=1), denominator_D
 
 
-def _draws(
-    first: Result[Quantization], second: Result[Quantization], figure: str
-) -> CalibrationDraws | None:
-    """Return the error that calibration draws add, None for results of a single draw.
-
-    Draw k of both is paired: right where it was the same text for both, and not wrong where it was
-    not.
-    """
-    figures = [_values(result, figure) for result in (first, second)]
-    counts = {len(values) for values in figures if values}
-    if not counts:
-        return None
-    if len(counts) > 1 or any(
-        not values and parse_spec(result.spec.name).needs_calibration
-        for result, values in zip((first, second), figures, strict=True)
-    ):
-        raise UserError(
-            f"they have {len(figures[0]) or 1} and {len(figures[1]) or 1} calibration draws;"
-            " measure both with the same --calibration-seeds"
-        )
-    of_first, of_second = (np.array(values or [0.0]) for values in figures)  # 0: no draw moves it
-    moved = of_second - of_first
-    return CalibrationDraws(float(np.std(moved, ddof=1)) / math.sqrt(len(moved)), len(moved))
-
-
-def _values(result: Result[Quantization], figure: str) -> list[float]:
-    """Return the figure of every calibration draw, [] for a single draw."""
-    calibration = result.measured.calibration
-    if calibration is None:
-        return []
-    of_draws = calibration.figures.get(figure)
-    if of_draws is None or not np.isfinite(of_draws.values).all():
-        raise UserError(f"one has no {figure} for every calibration draw; measure it again")
-    return of_draws.values
+def _value(result: Result[Quantization], figure: str) -> float:
+    numerator_D, denominator_D = _fraction(result.measured.per_document, figure)
+    return float(numerator_D.sum() / denominator_D.sum())

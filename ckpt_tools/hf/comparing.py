@@ -7,10 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from base.files import write_json
-from base.statistics import Pairing
+from base.statistics import INTERVAL_LEVEL, Pairing
 from ckpt_tools.hf.results import Result, labels
 
-LEVEL = 0.95  # of the intervals; 1 - LEVEL of the tests
 Results = Annotated[
     list[Path], typer.Argument(metavar="RESULT", help="result.json or its directory, two or more.")
 ]
@@ -45,7 +44,7 @@ def report(
         for label, result in zip(labels(results), results, strict=True)
     ]
     columns = ("result", "compared with", "figure", "of the other", "difference", *errors)
-    rows = [(*columns, f"{LEVEL:.0%} interval", "p", "p (Holm)", "verdict")]
+    rows = [(*columns, f"{INTERVAL_LEVEL:.0%} interval", "p", "p (Holm)", "verdict")]
     for comparison, *own_errors in zip(comparisons, *errors.values(), strict=True):
         rows.append(_row(comparison, names, own_errors))
 
@@ -56,7 +55,7 @@ def report(
         typer.echo("  ".join(cells).rstrip())
     typer.echo(
         f"{note} Intervals are not corrected for the number of pairs; verdicts are, at"
-        f" {1 - LEVEL:.2g} (Holm)."
+        f" {1 - INTERVAL_LEVEL:.2g} (Holm)."
     )
     if out:
         write_json(out, {"settings": settings, "pairs": _pairs(results, comparisons)})

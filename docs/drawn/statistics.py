@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from study.figures.charts import CONFIG, INK
-from study.results.estimate import DOCUMENTS, DRAWS, SEEDS, Crossed, Effect, estimate_of
+from quant_eval.estimate import DOCUMENTS, DRAWS, SEEDS, Crossed, Effect, estimate_of
 from study.results.power import Components, Plan
 
 # Standard deviations of one value, as shares of the figure: chosen, not measured.

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from base.errors import UserError
 from base.files import replaced_file
+from base.statistics import INTERVAL_LEVEL
 from dynamics.across.ends import End, ends_of, write_ends
 from dynamics.across.figure import scaling
 from dynamics.across.fit import Point, PowerLaw, fit
 from dynamics.claims.verdict import FIGURES
 from study.definition import Study
 from study.figures.drawing import pictures_of, write_rows
-from study.measurements.kind import INTERVAL_LEVEL
 from study.measurements.titles import spec_title
 
 

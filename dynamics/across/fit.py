@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from base.errors import UserError
-from study.results.estimate import Estimate, Source
+from quant_eval.estimate import Estimate, Source
 
 FEWEST_SIZES = 3
 SAME = 1e-6  # relative; tokens per parameter that differ by less are one value

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from base.errors import UserError
-from base.statistics import verdict_of
+from base.statistics import INTERVAL_LEVEL, verdict_of
 from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import Result, read_result
 from dynamics.choices.search import Members, most_tried, search
@@ -20,7 +20,6 @@ from study.axes import amount_name
 from study.definition import Study
 from study.machine.disk import GB
 from study.machine.hardware import Hardware
-from study.measurements.kind import INTERVAL_LEVEL
 from study.measurements.quantization import computing_options, draw_options
 from study.paths import hf_directory, model_record
 from study.pipeline.step import Machine, python, resolve
@@ -30,7 +29,6 @@ from train.data.share import PLACES, Share
 from train.planning.memory import bytes_of_weight, parameter_count
 from train.run.config import RunConfig
 
-SAMPLES, SEED = 10_000, 0  # resamplings of the documents; a p-value is never below one of them
 FIGURE = "cross_entropy_quantized"
 SELECTION, EVALUATION = "selection", "evaluation"
 SHARES = {
@@ -106,9 +104,7 @@ class Bench:
         if members == last:
             return Pick(members, losses, None)
         results = [self._measured(candidate, EVALUATION) for candidate in (last, members)]
-        (comparison,) = compare(
-            results, [(0, 1)], FIGURE, samples=SAMPLES, level=INTERVAL_LEVEL, seed=SEED
-        )
+        (comparison,) = compare(results, [(0, 1)], FIGURE)
         return Pick(members, losses, comparison)
 
     def _selection_loss(self, members: Members) -> float:

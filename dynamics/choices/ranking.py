@@ -5,7 +5,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from base.statistics import holm
-from study.results.estimate import Estimate
+from quant_eval.estimate import Estimate
 from study.results.paired import Paired, Weighted
 
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from base.statistics import INTERVAL_LEVEL
 from dynamics.choices.learning_rate import QUANTIZED_LOSS, Answer, answers, sweeps
 from dynamics.choices.ranking import Ranked
 from dynamics.claims.verdict import Evidence, Measure
-from study.measurements.kind import INTERVAL_LEVEL
 
 NOTE = (
     f"Intervals are {INTERVAL_LEVEL:.0%}, over {{sources}}; p is of no difference to the first,"

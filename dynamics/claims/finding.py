@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from base.statistics import holm
 from dynamics.claims.verdict import ALPHA, Measure, Outcome, Replicates, Verdict
-from study.results.estimate import Estimate
+from quant_eval.estimate import Estimate
 from study.results.paired import Weighted
 
 

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import dynamics.claims
-from base.statistics import holm
+from base.statistics import INTERVAL_LEVEL, holm
 from dynamics.claims.verdict import ALPHA, Claim, Evidence, Verdict, in_words
 from study.definition import Study
 from study.discovery import discovered
-from study.measurements.kind import INTERVAL_LEVEL
 from study.results.paired import Paired
 from study.results.table import Row
 

@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from dynamics.claims.verdict import ALPHA, Measure, NotTested, Outcome, Verdict, by_measure, claim
-from study.results.estimate import Estimate, Source
+from quant_eval.estimate import Estimate, Source
 from study.results.summary import RunSummary, lineage
 from study.results.table import Row, trained
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from base.statistics import INTERVAL_LEVEL
+from quant_eval.estimate import Estimate
 from quant_eval.specs import parse_spec
 from study.definition import Study
-from study.measurements.kind import INTERVAL_LEVEL
 from study.measurements.titles import spec_title
 from study.results.diverged import diverged_runs
-from study.results.estimate import Estimate
 from study.results.paired import Paired, Weighted
 from study.results.summary import DECAYED, Rows, RunSummary, summarize
 from study.results.table import Row

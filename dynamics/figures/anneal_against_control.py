@@ -1,13 +1,13 @@
 """Error at the end of the anneal against runs of equal tokens without it."""
 
 from dynamics.figures.quantization import DIVERGENCE
+from quant_eval.estimate import Estimate
 from study.figures.canvas import Canvas
 from study.figures.charts import NATS, Chart, Quantity, Rows, data, level, panel, tooltip
 from study.figures.figure import Drawn, drawn, figure
 from study.figures.looks import Runs
 from study.measurements.titles import spec_title
 from study.results.averages import lowest_spec
-from study.results.estimate import Estimate
 from study.results.paired import Paired, Weighted
 from study.results.summary import RunSummary, summarize
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from base.statistics import INTERVAL_LEVEL
 from dynamics.forecast.backtest import Score, back_test, verdict
 from dynamics.forecast.cooldowns import ERROR, Source, all_cooldowns
 from dynamics.forecast.models import LEAST_PAST, LEVEL, MODELS, Cooldown, Forecast
 from study.axes import AnyRun
 from study.definition import Study
-from study.measurements.kind import INTERVAL_LEVEL
 from study.measurements.titles import spec_title
 from study.report.cells import Cell, Table, number
 from study.results.averages import average_title

@@ -11,8 +11,8 @@ import numpy as np
 from scipy.special import stdtr, stdtrit
 from scipy.stats import rankdata
 
+from base.statistics import INTERVAL_LEVEL
 from dynamics.mechanism.checkpoints import Floats
-from study.measurements.kind import INTERVAL_LEVEL
 
 LEAST_TRAININGS = 3
 MOST = 1 - 1e-9  # of |r|: Fisher's z of 1 is infinite

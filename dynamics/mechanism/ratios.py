@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from scipy.special import stdtr
 
+from base.statistics import INTERVAL_LEVEL
 from curvature.trace.estimates import estimate_mean
 from dynamics.mechanism.correlation import LEAST_TRAININGS
-from study.measurements.kind import INTERVAL_LEVEL
 
 
 class Ratio(NamedTuple):

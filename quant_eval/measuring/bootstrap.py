@@ -1,10 +1,9 @@
-"""Symmetric bootstrap-t over documents for ratios of sums and their differences.
+"""Symmetric bootstrap-t over documents for ratios of sums.
 
 Shapes: D documents, S bootstrap samples, R samples drawn at once, P columns, Z columns that make up
     a contribution.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ Floats = NDArray[np.float64]
 
 
 class Statistic:
-    """A ratio of sums over documents, or the first such ratio minus the second.
+    """A ratio of sums over documents.
 
     The standard error is that of the linearised ratio with every document's residual divided by 1 -
     its share of sum(b), which is what leaving that document out would show (the jackknife;
@@ -33,42 +32,29 @@ class Statistic:
         columns_DP: what has to be summed over a resample for `studentize`.
 
     Example: the mean of 1, 2 and 3; residuals of -1, 0 and 1, over 1 - 1/3, and so sqrt(4.5) / 3.
-        >>> mean = Statistic("mean", (np.array([1.0, 2.0, 3.0]), np.ones(3)))
+        >>> mean = Statistic("mean", np.array([1.0, 2.0, 3.0]), np.ones(3))
         >>> mean.value, round(mean.standard_error, 4)
         (2.0, 0.7071)
     """
 
-    def __init__(
-        self, name: str, *ratios: tuple[Floats, Floats], logarithmic: bool = False
-    ) -> None:
+    def __init__(self, name: str, a_D: Floats, b_D: Floats, *, logarithmic: bool = False) -> None:
+        total = b_D.sum()
+        share_D = b_D / total
+        if share_D.max() >= 1:
+            raise UserError(
+                f"{name}: one document holds all of what it is relative to; evaluate more documents"
+            )
         self.name = name
-        self.ratios = ratios
-        self.value = 0.0
+        self.value = float(a_D.sum() / total)
 
-        # a document's contribution to the error is weights_Z times its parts_Z
-        sums_P, parts_Z, weights_Z = [], [], []
-        for sign, (a_D, b_D) in zip((1, -1), ratios, strict=False):
-            total = b_D.sum()
-            share_D = b_D / total
-            if share_D.max() >= 1:
-                raise UserError(
-                    f"{name}: one document holds all of what it is relative to; evaluate more"
-                    " documents"
-                )
-            ratio = a_D.sum() / total
-            residual_D = a_D - ratio * b_D
-            sums_P += [b_D, residual_D]
-            parts_Z += [residual_D / (1 - share_D), b_D / (1 - share_D)]
-            weights_Z += [sign / total, 0.0]
-            self.value += sign * float(ratio)
-
-        # sums of products of the parts give the variance of any resample
-        self._pairs = list(itertools.combinations_with_replacement(range(len(parts_Z)), 2))
+        # the variance of any resample follows from sums of these columns over its documents
+        residual_D = a_D - self.value * b_D
+        error_D, weight_D = residual_D / (1 - share_D), b_D / (1 - share_D)
         self.columns_DP = np.stack(
-            sums_P + [parts_Z[i] * parts_Z[j] for i, j in self._pairs], axis=1
+            [b_D, residual_D, error_D * error_D, error_D * weight_D, weight_D * weight_D], axis=1
         )
 
-        variance = float((np.tensordot(weights_Z, parts_Z, 1) ** 2).sum())
+        variance = float(((1 / total * error_D) ** 2).sum())
         self.logarithmic = logarithmic and variance > 0
         if self.logarithmic and self.value <= 0:
             raise UserError(
@@ -83,18 +69,14 @@ class Statistic:
         One part in D + 1 of the resample's variance is the sample's: in a resample of few different
         documents, or of documents that agree, its own comes close to 0.
         """
-        deviation_S: Floats = np.zeros(len(sums_SP))
         if self.standard_error == 0:
-            return deviation_S
-        weights = []
-        for index, sign in zip(range(len(self.ratios)), (1, -1), strict=False):
-            total_S, residual_S = sums_SP[:, 2 * index], sums_SP[:, 2 * index + 1]
-            change_S = residual_S / total_S
-            deviation_S += sign * change_S
-            weights += [sign / total_S, -sign * change_S / total_S]
-        variance_S = np.zeros(len(sums_SP))
-        for column, (i, j) in enumerate(self._pairs, start=2 * len(self.ratios)):
-            variance_S += (1 if i == j else 2) * weights[i] * weights[j] * sums_SP[:, column]
+            return np.zeros(len(sums_SP))
+        total_S, residual_S, errors_S, mixed_errors_S, weights_S = sums_SP.T
+        deviation_S: Floats = residual_S / total_S
+        scale_S, slope_S = 1 / total_S, -deviation_S / total_S
+        variance_S = scale_S * scale_S * errors_S
+        variance_S += 2 * scale_S * slope_S * mixed_errors_S
+        variance_S += slope_S * slope_S * weights_S
         np.maximum(variance_S, 0, out=variance_S)  # rounding
         if self.logarithmic:
             relative_S = np.maximum(1 + deviation_S / self.value, 0)
@@ -102,8 +84,8 @@ class Statistic:
             safe_S = np.where(is_positive_S, relative_S, 1)
             deviation_S = np.where(is_positive_S, np.log(safe_S), -np.inf)
             variance_S /= (safe_S * self.value) ** 2
-        mixed_S = (num_documents * variance_S + self.standard_error**2) / (num_documents + 1)
-        studentized_S: Floats = deviation_S / np.sqrt(mixed_S)
+        shared_S = (num_documents * variance_S + self.standard_error**2) / (num_documents + 1)
+        studentized_S: Floats = deviation_S / np.sqrt(shared_S)
         return studentized_S
 
 
@@ -160,17 +142,6 @@ class Resampled:
             return [self.value / factor, self.value * factor]
         return [self.value - half_width, self.value + half_width]
 
-    def p_value(self) -> float:
-        """Return the two-sided p-value of the value 0, never below 1 / (S + 1).
-
-        It is at most 1 - level exactly where the interval of that level leaves out 0.
-
-        Example: 4 of 99 errors reach 96, and the value itself counts as another.
-            >>> Resampled("loss", 96.0, np.arange(1.0, 100.0), logarithmic=False).p_value()
-            0.05
-        """
-        return float((1 + (self.error_S >= abs(self.value)).sum()) / (len(self.error_S) + 1))
-
 
 @dataclass(frozen=True)
 class CalibrationDraws:
@@ -200,7 +171,7 @@ def resample(
         seed: of the draws.
 
     Example: the mean of 0 to 39, -+ about twice its standard error of 1.87.
-        >>> mean = Statistic("mean", (np.arange(40.0), np.ones(40)))
+        >>> mean = Statistic("mean", np.arange(40.0), np.ones(40))
         >>> (resampled,) = resample([mean], [None], samples=999, seed=0)
         >>> [round(end, 1) for end in resampled.interval(0.95)]
         [15.8, 23.2]
@@ -221,8 +192,8 @@ def resample(
         counts_RD = np.bincount(drawn_RD.ravel(), minlength=drawn_RD.size).reshape(drawn_RD.shape)
         sums_RP = counts_RD.astype(np.float64) @ columns_DP
         for statistic, t_S, end in zip(statistics, t_of, ends, strict=True):
-            own_RP = sums_RP[:, end - statistic.columns_DP.shape[1] : end]
-            t_S[start : start + size] = statistic.studentize(own_RP, num_documents)
+            columns_RP = sums_RP[:, end - statistic.columns_DP.shape[1] : end]
+            t_S[start : start + size] = statistic.studentize(columns_RP, num_documents)
 
     # the part of the calibration draws, independent of the documents
     resampled = []

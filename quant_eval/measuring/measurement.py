@@ -14,6 +14,7 @@ from base.environment import environment
 from base.errors import UserError
 from base.files import committed_directory
 from base.ranks import Ranks
+from base.statistics import INTERVAL_LEVEL
 from ckpt_tools.formats.hf_weights import HFWeights
 from ckpt_tools.formats.weights import DTYPES
 from ckpt_tools.hf.directory import DENSE_JSON
@@ -23,7 +24,7 @@ from quant_eval.measuring.dense import DenseWriter
 from quant_eval.measuring.losses import EvaluationSet, PairedLosses
 from quant_eval.measuring.saving import prove_saved
 from quant_eval.measuring.sequential import check_spec
-from quant_eval.measuring.statistics import LEVEL, SAMPLES, UNITS, figures_of
+from quant_eval.measuring.statistics import SAMPLES, UNITS, figures_of
 from quant_eval.measuring.texts import Texts, open_texts
 from quant_eval.measuring.walk import Finished, Quantized, Variant, walk
 from quant_eval.model.families import ARCHITECTURES
@@ -186,7 +187,7 @@ def summarize(
         )
 
     def figures(some: list[PairedLosses]) -> dict[str, Any]:
-        return figures_of(some, samples=SAMPLES, level=LEVEL, seed=settings.seed)
+        return figures_of(some, samples=SAMPLES, level=INTERVAL_LEVEL, seed=settings.seed)
 
     summary = figures(losses)
     if settings.documents == "concatenated":

@@ -30,7 +30,6 @@ UNITS = {
     "calibration": "those of the figures and per_document, for each calibration draw",
 }
 SAMPLES = 1000  # resamplings of the documents for the intervals
-LEVEL = 0.95  # coverage of the intervals
 POSITIVE = ("cross_entropy", "cross_entropy_quantized", "kl_divergence")
 METHOD = "symmetric bootstrap-t paired over documents, losses and divergence on the log scale"
 
@@ -102,7 +101,7 @@ def figures_of(
     statistics, draws, values_of = [], [], {}
     for name, (_, b_D) in by_draw[0].items():
         a_KD = np.stack([figures[name][0] for figures in by_draw])
-        statistics.append(Statistic(name, (a_KD.mean(0), b_D), logarithmic=name in POSITIVE))
+        statistics.append(Statistic(name, a_KD.mean(0), b_D, logarithmic=name in POSITIVE))
         values_of[name] = a_KD.sum(1) / b_D.sum()
         draws.append(_calibration_draws(a_KD, b_D) if seeds > 1 else None)
 

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from base.errors import UserError
+from base.statistics import INTERVAL_LEVEL
 from quant_eval.measuring.bootstrap import Floats
-from quant_eval.measuring.statistics import LEVEL, SAMPLES
+from quant_eval.measuring.statistics import SAMPLES
 from quant_eval.tasks.loading import LoadedTask
 from quant_eval.tasks.scoring import Answers
 
@@ -119,7 +120,7 @@ def _described(point: dict[str, Any], resampled: tuple[Floats, Floats]) -> dict[
 
     An undefined degradation is null, with the reason.
     """
-    tails = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
+    tails = [(1 - INTERVAL_LEVEL) / 2, (1 + INTERVAL_LEVEL) / 2]
     intervals = {
         name: None if np.isnan(values_S).any() else np.quantile(values_S, tails).tolist()
         for name, values_S in figures(*resampled).items()
@@ -198,7 +199,7 @@ def compare(
     return {
         "tasks": by_task,
         "mean": _mean(by_task, resampled),
-        "interval": {"level": LEVEL, "method": METHOD, "samples": SAMPLES, "seed": seed},
+        "interval": {"level": INTERVAL_LEVEL, "method": METHOD, "samples": SAMPLES, "seed": seed},
         "units": UNITS,
         "per_item": per_item,
     }

@@ -15,7 +15,6 @@ from ckpt_tools.hf.results import REMEASURE, read_result
 from study.paths import MeasuredModel, hf_directory, result
 from study.pipeline.step import Step
 
-INTERVAL_LEVEL = 0.95  # coverage of all intervals
 Type = Literal["number", "count", "flag"]
 
 

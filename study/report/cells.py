@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from study.results.estimate import Estimate
+from quant_eval.estimate import Estimate
 from study.results.table import Row
 
 MISSING = "not measured"

@@ -3,10 +3,10 @@
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
+from base.statistics import INTERVAL_LEVEL
 from dynamics.claims.verdict import FIGURES, signed
 from study.axes import Axis
 from study.definition import Study
-from study.measurements.kind import INTERVAL_LEVEL
 from study.measurements.titles import spec_title
 from study.report.cells import MISSING, Cell, Table
 from study.results.effects import LOSS, Effect, Measured, measures

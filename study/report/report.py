@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from base.statistics import INTERVAL_LEVEL
 from dynamics.choices.text import learning_rate_line
 from dynamics.claims.page import HEAD, NOTE, claims_table, judge_all
 from dynamics.claims.verdict import Evidence
@@ -12,7 +13,6 @@ from quant_eval.measuring.statistics import METHOD
 from study.definition import Study
 from study.figures.canvas import Canvas
 from study.figures.drawing import draw_all
-from study.measurements.kind import INTERVAL_LEVEL
 from study.paths import REPORT
 from study.report.cells import Table
 from study.report.effects import effect_tables

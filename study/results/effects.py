@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from quant_eval.estimate import Estimate
 from study.axes import Axis
 from study.definition import Study
 from study.differences import Value
-from study.results.estimate import Estimate
 from study.results.paired import Paired, Weighted
 from study.results.summary import Rows, RunSummary, summarize
 from study.results.table import Row

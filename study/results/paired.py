@@ -3,26 +3,20 @@
 The intervals of a result say how far another draw of documents would move it; two models are
 measured on the same documents, so most of that is common to both and tells nothing of their
 difference.
-
-Shapes: D documents.
 """
 
 import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from base.errors import UserError
-from base.statistics import LEAST_DOCUMENTS
 from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import Result, read_result
-from quant_eval.compare import drawn_fraction
+from quant_eval.compare import crossed
+from quant_eval.estimate import Crossed, Estimate, estimate_of
 from study.definition import load_study
 from study.paths import MeasuredModel, quantization_result
-from study.results.estimate import Crossed, Estimate, contrast_of, estimate_of
 from study.results.table import Row
 
 Weighted = list[tuple[Row, float]]  # rows whose figures are summed, each times a factor
@@ -54,17 +48,11 @@ class Paired:
     ) -> Crossed:
         """Return a weighted sum of a figure of several models by seed, document and draw.
 
-        Each replicate holds the models of one seed, with their weights. The sum of ratios C_sk =
-        sum_r w_r sum(a_r) / sum(b_r), over documents, of seed s and calibration draw k is taken
-        apart into documents by jackknife pseudo-values (Tukey 1958): D C_sk - (D - 1) C_sk without
-        the document, which are the documents' own values where all models share the numbers of
-        tokens and those are equal.
-
         Raises:
-            UserError: a result is missing, damaged, newer than the table, of few documents, or of
-                other documents, settings or numbers of calibration draws than the others.
+            UserError: a result is missing, damaged or newer than the table, or cannot be compared
+                with the others (`quant_eval.compare.crossed`).
         """
-        read = [
+        terms = [
             [
                 (sign * weight, self._result(row, each, figure))
                 for row, weight in weighted
@@ -73,19 +61,7 @@ class Paired:
             ]
             for weighted in replicates
         ]
-        results = [result for weighted in read for _, result in weighted]
-        _check_alike(results)
-        contrasts = [
-            contrast_of(
-                [(weight, *drawn_fraction(result.measured, figure)) for weight, result in weighted]
-            )
-            for weighted in read
-        ]
-        return Crossed(
-            np.stack([pseudo_DK for _, pseudo_DK in contrasts]),
-            value=float(np.mean([contrast_K.mean() for contrast_K, _ in contrasts])),
-            tokens_D=np.asarray(results[0].measured.per_document.tokens, dtype=np.float64),
-        )
+        return crossed(terms, figure)
 
     @cached_property
     def _models(self) -> dict[tuple[str, int, str | None], MeasuredModel]:
@@ -106,35 +82,6 @@ class Paired:
         result = self._results[path]
         _check(path, row, f"quant/{spec}/{figure}", getattr(result.measured, figure))
         return result
-
-
-def _check_alike(results: Sequence[Result[Quantization]]) -> None:
-    """Raise UserError for few documents, other settings or other numbers of calibration draws."""
-    documents = len(results[0].measured.per_document.tokens)
-    if documents < LEAST_DOCUMENTS:
-        raise UserError(
-            f"{results[0].model.path} was evaluated on {documents} documents, which decide nothing;"
-            f" raise eval_tokens until there are {LEAST_DOCUMENTS} and run the study again"
-        )
-    shared = _settings(results[0])
-    for result in results[1:]:
-        differing = [name for name, value in _settings(result).items() if value != shared.get(name)]
-        if differing:
-            raise UserError(
-                f"{results[0].model.path} and {result.model.path} differ in {differing[0]};"
-                " move one of the results away and run the study again"
-            )
-
-
-def _settings(result: Result[Quantization]) -> dict[str, Any]:
-    """Return the settings that two evaluations share if they can be paired, by name."""
-    evaluation = {"sha256": None} | dict(result.spec.evaluation or ())
-    per_document = result.measured.per_document
-    settings = {"the text": evaluation.pop("sha256"), "dtype": result.spec.dtype, **evaluation}
-    calibration = result.measured.calibration
-    settings |= {"the documents": per_document.document}
-    settings |= {"calibration draws": len(calibration.per_document.kl) if calibration else 1}
-    return settings | {"the documents' numbers of tokens": per_document.tokens}
 
 
 def _check(path: Path, row: Row, column: str, value: float | None) -> None:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from scipy.special import nctdtr, stdtrit
 
 from base.errors import UserError
-from study.measurements.kind import INTERVAL_LEVEL
-from study.results.estimate import (
+from base.statistics import INTERVAL_LEVEL
+from quant_eval.estimate import (
     AXES,
     DOCUMENTS,
     DRAWS,

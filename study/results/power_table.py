@@ -6,9 +6,9 @@ from itertools import pairwise
 import numpy as np
 
 from base.errors import UserError
+from quant_eval.estimate import DRAWS, Effect
 from study.definition import Study
 from study.measurements.titles import spec_title
-from study.results.estimate import DRAWS, Effect
 from study.results.paired import Paired, Weighted
 from study.results.power import MOST_SEEDS, POWER, Components, components_of
 from study.results.summary import Rows, RunSummary, summarize

@@ -4,18 +4,19 @@ import json
 import math
 import sys
 
+import numpy as np
 import pytest
 import typer
+from scipy.stats import t as student
 
 from base.cli import run_command
 from base.digests import sealed
-from base.errors import UserError
 from base.statistics import holm, pairs_of
 from ckpt_tools.hf.measured import Quantization
 from ckpt_tools.hf.results import read_result
 from quant_eval.__main__ import compare_command
 from quant_eval.compare import compare
-from tests.quant_eval.test_compare import SETTINGS, compare_losses, pair
+from tests.quant_eval.test_compare import compare_losses, pair
 
 
 def content(
@@ -31,7 +32,16 @@ def content(
     } | evaluation
     calibration = None
     if values:
-        calibration = {"seeds": len(values), "figures": {"absolute_error": {"values": values}}}
+        # each draw adds so many nats to every token, on average nothing
+        drawn = [
+            [
+                nats + tokens * (value - sum(values) / len(values))
+                for nats, tokens in zip(sums["nll_quantized"], sums["tokens"], strict=True)
+            ]
+            for value in values
+        ]
+        others = {key: [sums[key]] * len(values) for key in ("kl", "agreements")}
+        calibration = {"seeds": len(values), "per_document": {"nll_quantized": drawn} | others}
     return {
         "model": {"path": model, "weights_digests": {}},
         "spec": {
@@ -61,9 +71,6 @@ def written(tmp_path):
         return directories
 
     return write
-
-
-DEFAULTS = SETTINGS | {"samples": 10_000}  # of the command
 
 
 def read(directories):
@@ -96,29 +103,40 @@ def test_draws_widen_a_comparison_and_methods_without_calibration_need_none(writ
             content(second, name="rtn-b3-g32"),
         )
     )
-    for better, differences in ((other, [0.001, 0.002, 0.006]), (rtn, [-0.030, -0.034, -0.029])):
-        (compared,) = compare([result, better], [(0, 1)], "absolute_error", **SETTINGS)
+    alone = compare_losses(first, second, "absolute_error")
+    for better in (other, rtn):
+        (compared,) = compare([result, better], [(0, 1)], "absolute_error")
         assert compared.sources == "documents and calibration draws"
-        expected = compare_losses(first, second, "absolute_error", draws=differences, **SETTINGS)
-        assert compared.difference == pytest.approx(expected, rel=1e-9)
-        alone = compare_losses(first, second, "absolute_error", **SETTINGS)
+        assert compared.difference.value == pytest.approx(alone.value)
         assert compared.difference.low < alone.low < alone.high < compared.difference.high
         assert compared.difference.p_value > alone.p_value
+
+
+def test_draws_of_documents_that_agree_give_the_interval_of_student(written):
+    tokens, ones = [100.0] * 30, [1.0] * 30
+    sums = {"document": list(range(30)), "tokens": tokens, "nll": [300.0] * 30}
+    sums |= {"nll_quantized": [306.0] * 30, "kl": ones, "agreements": ones}
+    more = sums | {"nll_quantized": [310.0] * 30}
+    results = read(
+        written(content(sums, values=[0.0] * 3), content(more, values=[0.01, 0.02, 0.06]))
+    )
+    (compared,) = compare(results, [(0, 1)], "absolute_error")
+    low, high = compared.difference.low, compared.difference.high
+    error = np.std([0.01, 0.02, 0.06], ddof=1) / math.sqrt(3)
+    assert (low + high) / 2 == pytest.approx(0.04)
+    assert (high - low) / 2 == pytest.approx(student.ppf(0.975, df=2) * error)
 
 
 def test_holm_is_over_the_pairs_of_the_call(written):
     sums = [*pair(seed=0, added=0.004), pair(seed=0, added=0.02)[1]]
     results = read(written(*map(content, sums)))
-    compared = compare(results, pairs_of(3, "all"), "absolute_error", **SETTINGS)
+    compared = compare(results, pairs_of(3, "all"), "absolute_error")
     assert [(comparison.first, comparison.second) for comparison in compared] == [
         (0, 1),
         (0, 2),
         (1, 2),
     ]
-    alone = [
-        compare_losses(sums[i], sums[j], "absolute_error", **SETTINGS)
-        for i, j in pairs_of(3, "all")
-    ]
+    alone = [compare_losses(sums[i], sums[j], "absolute_error") for i, j in pairs_of(3, "all")]
     assert [comparison.difference.p_value for comparison in compared] == [
         comparison.p_value for comparison in alone
     ]
@@ -126,7 +144,7 @@ def test_holm_is_over_the_pairs_of_the_call(written):
         [comparison.p_value for comparison in alone]
     )
     assert compared[1].verdict == "higher"
-    (same,) = compare([results[0], results[0]], [(0, 1)], "absolute_error", **SETTINGS)
+    (same,) = compare([results[0], results[0]], [(0, 1)], "absolute_error")
     assert (same.difference, same.verdict) == ((0, 0, 0, 1), "not significant")
 
 
@@ -146,7 +164,7 @@ def test_the_command_prints_and_writes(written, run, tmp_path):
         f"{directories[0]}/result.json"
     ] * 2
     for index, entry in enumerate(written_out["pairs"], start=1):
-        expected = compare_losses(sums[0], sums[index], "absolute_error", **DEFAULTS)
+        expected = compare_losses(sums[0], sums[index], "absolute_error")
         assert entry["difference"] == expected._asdict()
         error = (sum(sums[index]["nll_quantized"]) - sum(sums[0]["nll"])) / sum(sums[0]["tokens"])
         assert entry["second_value"] == pytest.approx(error)
@@ -174,31 +192,35 @@ FEW = {name: values[:19] for name, values in SUMS.items()}
         (
             [content(SUMS), content(SUMS, sha256="cd")],
             [],
-            "sha256 of the evaluation is 'ab' and 'cd'",
+            "differ in the text ('ab', 'cd')",
         ),
         (
             [content(SUMS), content(SUMS, sequence_length=32)],
             [],
-            "sequence_length of the evaluation is 64 and 32",
+            "differ in sequence_length (64, 32)",
         ),
         (
             [content(SUMS), content(SUMS, documents="concatenated")],
             [],
-            "'separate' and 'concatenated'",
+            "differ in documents ('separate', 'concatenated')",
         ),
         (
             [content(SUMS, bos_token_ids=[1]), content(SUMS, bos_token_ids=[])],
             [],
-            "bos_token_ids of the evaluation is [1] and []",
+            "differ in bos_token_ids",
         ),
         (
             [content(SUMS), content(SUMS, dtype="bf16")],
             [],
-            "dtype of the evaluation is 'fp32' and 'bf16'",
+            "differ in dtype ('fp32', 'bf16')",
         ),
-        ([content(SUMS), content(pair(count=59)[0])], [], "other documents; measure both"),
-        ([content(SUMS), content(pair(seed=1)[0])], [], "they hold other documents; measure both"),
-        ([content(FEW)] * 2, [], "a comparison of 19 documents decides nothing"),
+        ([content(SUMS), content(pair(count=59)[0])], [], "differ in the documents"),
+        (
+            [content(SUMS), content(pair(seed=1)[0])],
+            [],
+            "differ in the documents' numbers of tokens",
+        ),
+        ([content(FEW)] * 2, [], "was evaluated on 19 documents, which decide nothing"),
         (
             [content(SUMS), content(changed(SUMS, nll=[math.nan] * 60))],
             [],
@@ -209,17 +231,12 @@ FEW = {name: values[:19] for name, values in SUMS.items()}
             [],
             "'kl' is not finite, or missing, of a document",
         ),
-        ([content(SUMS), content({"document": [0, 1]})], [], "other documents; measure both"),
+        ([content(SUMS), content({"document": [0, 1]})], [], "differ in the documents"),
         ([content(changed(SUMS, nll=[0.0] * 60))] * 2, [], "nothing to divide by"),
         (
             [content(SUMS), content(SUMS, values=[0.1, 0.2])],
             ["--figure", "absolute_error"],
-            "have 1 and 2 calibration",
-        ),
-        (
-            [content(SUMS), content(SUMS, values=[0.1, 0.2])],
-            [],
-            "has no relative_error for every calibration draw",
+            "differ in the number of calibration draws (1, 2)",
         ),
         ([content(SUMS), "{"], [], "is not valid JSON ("),
         ([content(SUMS), {}], [], "is not a result of a measurement"),
@@ -246,9 +263,3 @@ def test_results_of_several_studies_have_different_labels(written, run):
     assert all(model.removeprefix("runs/") in printed for model in models)
     printed = run(*written(content(SUMS), content(SUMS)))[1]  # of one model and one spec
     assert "test_results_of_several" in printed
-
-
-def test_too_many_pairs_for_the_samples_are_refused(written):
-    results = read(written(*[content(SUMS)] * 3))
-    with pytest.raises(UserError, match="38 bootstrap samples cannot show any of 2 pairs"):
-        compare(results, [(0, 1), (0, 2)], "kl_divergence", **SETTINGS | {"samples": 38})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
+from quant_eval.estimate import Crossed, estimate_of
 from quant_eval.measuring.losses import PairedLosses
 from quant_eval.measuring.statistics import figures_of
 
@@ -176,3 +177,24 @@ def test_intervals_over_draws_cover_the_truth(seeds, between_draws, between_both
     print(seeds, between_draws, between_both, both, documents_only)
     # A variance between draws that is known from three of them makes intervals wide.
     assert all(0.93 <= share <= (0.99 if seeds == 3 else 0.975) for share in both.values()), both
+
+
+@pytest.mark.stress
+def test_a_single_result_needs_the_bootstrap_where_divergences_are_skewed():
+    """Student's t of pseudo-values of the logarithm, the estimator of differences, is short."""
+    generator, hits, repetitions = np.random.default_rng(5), np.zeros(2), 2000
+    expected = truth("lognormal")["kl_divergence"]
+    for repetition in range(repetitions):
+        losses = documents(generator, 200, "lognormal", skew=1.0)
+        sums, tokens = losses.kl.sum(), losses.tokens.sum()
+        logarithm = np.log(sums / tokens)
+        without_D = np.log((sums - losses.kl) / (tokens - losses.tokens))
+        pseudo_D = 200 * logarithm - 199 * without_D
+        by_t = estimate_of(Crossed(pseudo_D[None, :, None], logarithm, losses.tokens)).interval()
+        by_bootstrap = figures_of([losses], samples=400, level=0.95, seed=repetition)["intervals"]
+        low, high = by_bootstrap["kl_divergence"]
+        hits += [by_t[0] <= np.log(expected) <= by_t[1], low <= expected <= high]
+    t, bootstrap = hits / repetitions
+    print(t, bootstrap)
+    assert bootstrap > 0.92
+    assert t + 0.01 < bootstrap

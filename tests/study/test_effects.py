@@ -9,12 +9,12 @@ import pytest
 from dynamics.claims.verdict import in_words
 from dynamics.recipes import resolve
 from dynamics.recipes.parts import sweep
+from quant_eval.estimate import DOCUMENTS, SEEDS
 from study.report.cells import Bounded, Cell, Table, cell
 from study.report.effects import effect_tables, effects_text
 from study.report.files import csv_rows, write_tables
 from study.report.tables import end_table, method_table, step_table
 from study.results.effects import LOSS, Effect, effects_of
-from study.results.estimate import DOCUMENTS, SEEDS
 from study.results.paired import Paired
 from study.results.summary import summarize
 from tests.study import factors

@@ -8,10 +8,10 @@ import pytest
 from scipy.stats import ttest_1samp
 
 from base.errors import UserError
+from quant_eval.estimate import Crossed, estimate_of
 from study.definition import save_study
 from study.paths import quantization_result, released_model
 from study.released import ReleasedRevision, ReleasedRun
-from study.results.estimate import Crossed, estimate_of
 from study.results.paired import Paired
 from study.results.table import Row, trained
 from tests.sealing import reseal
@@ -142,7 +142,7 @@ def test_an_estimate_is_over_the_runs_with_documents_and_draws(study_dir, study)
     write_draws(study_dir, study.runs[3].name, values[3, :, :2], tokens)
     rows[3] = last_rows(study_dir, study)[study.runs[3].name]
     replicates = [replicates[0], [(rows[3], 1.0), (rows[2], -1.0)]]
-    with pytest.raises(UserError, match="differ in calibration draws"):
+    with pytest.raises(UserError, match="differ in the number of calibration draws"):
         Paired(study_dir).estimate(replicates, SPEC, "kl_divergence")
 
 
@@ -155,7 +155,9 @@ def test_an_estimate_over_few_documents_is_refused(study_dir, study):
         reseal(path, result_of(path.parents[2], SPEC, few))
     rows = last_rows(study_dir, study)
     pair = [[(rows[study.runs[0].name], 1.0), (rows[study.runs[1].name], -1.0)]]
-    with pytest.raises(UserError, match="19 documents, which decide nothing; raise eval_tokens"):
+    with pytest.raises(
+        UserError, match="19 documents, which decide nothing; measure on more tokens"
+    ):
         Paired(study_dir).estimate(pair, SPEC, "kl_divergence")
 
 

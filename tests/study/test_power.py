@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import f, ncf
 
 from base.errors import UserError
-from study.results.estimate import DOCUMENTS, DRAWS, SEEDS, Crossed, estimate_of
+from quant_eval.estimate import DOCUMENTS, DRAWS, SEEDS, Crossed, estimate_of
 from study.results.power import Components, Plan, components_of
 
 TRUTH = {

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
 
 from base.errors import UserError
-from study.measurements.kind import INTERVAL_LEVEL
+from base.statistics import INTERVAL_LEVEL
 
 SEEDS, DOCUMENTS, DRAWS = "seeds", "documents", "calibration draws"
 AXES = {SEEDS: 0, DOCUMENTS: 1, DRAWS: 2}
@@ -46,7 +46,7 @@ class Estimate:
 
     In simulations of three or more seeds 95% intervals held the truth in 93 to 97%, with two in 92
     to 98%; in 91.6% or more where skewed documents are all that varies, and in up to 99% where
-    interactions are (`tests/study/test_estimate.py`).
+    interactions are (`tests/quant_eval/test_estimate.py`).
 
     Attributes:
         sources: by name; a source that was seen once is not among them.

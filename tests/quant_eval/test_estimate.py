@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom, ttest_1samp, ttest_ind, ttest_rel
 
 from base.errors import UserError
-from study.results.estimate import (
+from quant_eval.estimate import (
     DOCUMENTS,
     DRAWS,
     SEEDS,
